@@ -1,0 +1,167 @@
+"""Every option, in one frozen dataclass, checked before anything is touched."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Literal
+
+from zinf_fx.errors import ConfigError
+
+Tier = Literal["device", "host", "nvme"]
+TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The tier each kind of model state lives on between uses (ZeRO-Infinity, table 2)."""
+
+    parameters: Tier = "device"
+    gradients: Tier = "device"
+    optimizer: Tier = "device"
+    activations: Tier = "device"
+
+
+PRESETS: dict[str, Placement] = {
+    # One tier for every model state.
+    "device": Placement(),
+    "host": Placement("host", "host", "host"),
+    "nvme": Placement("nvme", "nvme", "nvme"),
+    # ZeRO-Infinity, table 2. Partitioning needs many ranks; on one rank only the tiers differ.
+    "dp": Placement(),
+    "zero-1": Placement(),
+    "zero-2": Placement(),
+    "zero-3": Placement(),
+    "zero-offload": Placement("device", "host", "host"),
+    "infinity-cpu": Placement("host", "host", "host"),
+    "infinity-nvme": Placement("nvme", "host", "nvme"),
+}
+
+_UNITS = {"": 1, "B": 1, **{f"{p}iB": 1 << 10 * (i + 1) for i, p in enumerate("KMGT")}}
+_UNITS |= {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")}
+
+
+def parse_bytes(value: int | str, name: str) -> int:
+    """A size in bytes from an integer or a text such as "4GiB", "512 MiB" or "2GB"."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
+    if match and match[2] in _UNITS and float(match[1]) > 0:
+        return int(float(match[1]) * _UNITS[match[2]])
+    raise ConfigError(f"{name}={value!r} is not a size: give bytes, or a text such as '4GiB' or '512MiB'")
+
+
+def _default_store() -> Path:
+    if configured := os.environ.get("ZINF_STORE"):
+        return Path(configured)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "zinf_fx"
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of zinf_fx.
+
+    Attributes:
+        store: directory of the NVMe tier, which must exist. None: `$ZINF_STORE`, else a folder (made on demand) in
+            the user's cache directory.
+        placement: where model states live: "auto", a preset's name, or a mapping of `parameters`, `gradients`,
+            `optimizer`, `activations` to "device", "host" or "nvme" (kinds left out stay on the device).
+        device_memory: budget for tiles in flight on the device, in bytes or as "4GiB". None: no limit.
+        host_memory: budget of the host tier, in bytes or as "4GiB". None: the machine's memory.
+        prefetch: how many operators ahead of its use a tile's all-gather, upload and fetch start (ZeRO-Infinity,
+            section 6.2). None: each starts when it is needed.
+        chunk: bytes of fp32 master weights per chunk of the optimizer step.
+        tile: None, the only value so far: one tile per parameter.
+        activations: "keep", the only value so far: what eager PyTorch saves; `torch.utils.checkpoint` is respected.
+        compute: "eager", the only value so far: compute regions run operator by operator.
+    """
+
+    store: Path | None = None
+    placement: Placement | Literal["auto"] = "auto"
+    device_memory: int | None = None
+    host_memory: int | None = None
+    prefetch: tuple[int, int, int] | None = (1, 2, 3)
+    chunk: int = 32 << 20
+    tile: None = None
+    activations: str = "keep"
+    compute: str = "eager"
+    # The default folder is made on demand; one that the user names must exist, so that a typing error is noticed.
+    store_is_default: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        set_field = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        if self.store is None:
+            set_field("store", _default_store())
+            set_field("store_is_default", True)
+        elif isinstance(self.store, (str, os.PathLike)):
+            set_field("store", Path(self.store))
+        else:
+            raise ConfigError(f"store={self.store!r} is not a path: give one directory on the NVMe file system")
+        set_field("placement", _parse_placement(self.placement))
+        for name in ("device_memory", "host_memory"):
+            if getattr(self, name) is not None:
+                set_field(name, parse_bytes(getattr(self, name), name))
+        set_field("chunk", parse_bytes(self.chunk, "chunk"))
+        if self.chunk < 1 << 16:
+            raise ConfigError(f"chunk={self.chunk} bytes is too small: the least is 64KiB")
+        set_field("prefetch", _parse_prefetch(self.prefetch))
+        for name, accepted in (("tile", (None,)), ("activations", ("keep",)), ("compute", ("eager",))):
+            if getattr(self, name) not in accepted:
+                allowed = ", ".join(map(repr, accepted))
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not accepted; accepted: {allowed}")
+
+    @classmethod
+    def of(cls, config: Config | None, options: Mapping[str, object]) -> Config:
+        """`config` with `options` replaced; unknown names are refused with the accepted ones."""
+        accepted = [f.name for f in fields(cls) if f.init]
+        if unknown := sorted(set(options) - set(accepted)):
+            raise ConfigError(f"unknown option {', '.join(map(repr, unknown))}; accepted: {', '.join(accepted)}")
+        if config is None:
+            return cls(**options)  # type: ignore[arg-type]
+        if not isinstance(config, cls):
+            raise ConfigError(f"config must be a zinf_fx.Config, found {type(config).__name__}")
+        if config.store_is_default:
+            options = {"store": None, **options}
+        return replace(config, **options)  # type: ignore[arg-type]
+
+
+def _parse_placement(value: object) -> Placement | Literal["auto"]:
+    if isinstance(value, Placement):
+        value = {f.name: getattr(value, f.name) for f in fields(value)}
+    if isinstance(value, str):
+        if value == "auto":
+            return "auto"
+        if value not in PRESETS:
+            raise ConfigError(f"placement={value!r} is unknown; accepted: 'auto', {', '.join(map(repr, PRESETS))}")
+        return PRESETS[value]
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"placement={value!r} is neither a preset's name nor a mapping of states to tiers")
+    states = [f.name for f in fields(Placement)]
+    for state, tier in value.items():
+        if state not in states:
+            raise ConfigError(f"placement has an unknown state {state!r}; accepted: {', '.join(states)}")
+        if tier not in TIERS:
+            raise ConfigError(f"placement of {state} is {tier!r}; accepted: {', '.join(TIERS)}")
+    if value.get("activations", "device") != "device":
+        raise ConfigError(f"placement of activations is {value['activations']!r}; accepted so far: device")
+    return Placement(**value)
+
+
+def _parse_prefetch(value: object) -> tuple[int, int, int] | None:
+    if value is None:
+        return None
+    if not (
+        isinstance(value, (tuple, list)) and len(value) == 3 and all(isinstance(d, int) and d >= 0 for d in value)
+    ):
+        raise ConfigError(f"prefetch={value!r} is not accepted; give three distances such as (1, 2, 3), or None")
+    allgather, upload, fetch = value
+    if not allgather <= upload <= fetch:
+        raise ConfigError(
+            f"prefetch={value!r}: a tile is fetched, then uploaded, then all-gathered, so the distances "
+            "(all-gather, upload, fetch) must not fall"
+        )
+    return (allgather, upload, fetch)

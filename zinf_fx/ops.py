@@ -1,0 +1,70 @@
+"""The graph's own operations: their schemas, and what they return when only shapes are known.
+
+`gather` is what capture emits, and runs in eager code too. The passes lower it to the others, which the executor
+binds to its own methods: they have no kernel of their own, so a graph can't run unbound by mistake.
+
+| op | meaning | ZeRO-Infinity, section 6.2 |
+|---|---|---|
+| gather | the full value of a stored tensor | |
+| fetch | start the NVMe -> host read of this rank's shard | nc-transfer |
+| upload | start the host -> device copy of the shard | cg-transfer |
+| allgather | start the collective that builds the full tile | gg-transfer |
+| wait | the full tile, once ready | |
+| release | the tile's buffers are free | re-partition |
+| reduce_scatter | start the collective that turns a full gradient into this rank's shard | |
+| offload | start the move of a gradient shard to its tier, adding to what is there | |
+
+`turn=True` marks a transfer that the forward graph starts for the backward graph.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_library = torch.library.Library("zinf", "DEF")
+_library.define("gather(Tensor token, SymInt[] shape, ScalarType dtype, Device device) -> Tensor")
+_library.define("fetch(Tensor token, *, bool turn=False) -> ()")
+_library.define("upload(Tensor token, *, bool turn=False) -> ()")
+_library.define("allgather(Tensor token, *, bool turn=False) -> ()")
+_library.define("wait(Tensor token, SymInt[] shape, ScalarType dtype, Device device) -> Tensor")
+_library.define("release(Tensor token) -> ()")
+_library.define("reduce_scatter(Tensor token, Tensor gradient) -> Tensor")
+_library.define("offload(Tensor token, Tensor shard) -> ()")
+
+gather = torch.ops.zinf.gather.default
+fetch = torch.ops.zinf.fetch.default
+upload = torch.ops.zinf.upload.default
+allgather = torch.ops.zinf.allgather.default
+wait = torch.ops.zinf.wait.default
+release = torch.ops.zinf.release.default
+reduce_scatter = torch.ops.zinf.reduce_scatter.default
+offload = torch.ops.zinf.offload.default
+
+TRANSFERS = (fetch, upload, allgather)
+LOWERED = (*TRANSFERS, wait, release, reduce_scatter, offload)
+
+for _op in (fetch, upload, allgather, wait, release, reduce_scatter, offload):
+    # FX removes a node without users unless it is known to have an effect.
+    torch.fx.node.has_side_effect(_op)
+
+
+@torch.library.register_fake("zinf::gather", lib=_library)
+@torch.library.register_fake("zinf::wait", lib=_library)
+def _full_tile(
+    token: torch.Tensor, shape: list[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+@torch.library.register_fake("zinf::reduce_scatter", lib=_library)
+def _shard(token: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(gradient)
+
+
+for _name in ("fetch", "upload", "allgather", "release", "offload"):
+    torch.library.register_fake(f"zinf::{_name}", lambda *args, **kwargs: None, lib=_library)
+
+
+def implement_gather(kernel) -> None:  # noqa: ANN001
+    """Give `gather` its eager kernel; called once, by the module that knows what a token stands for."""
+    _library.impl("gather", kernel, "CompositeExplicitAutograd")
