@@ -1,0 +1,217 @@
+"""Time and memory of one training step: plain PyTorch in memory, eager and compiled, and zinf with its states on disk.
+
+    python benchmarks/train_step.py                                   # the 303 M-parameter GPT, minutes
+    python benchmarks/train_step.py --layers 4 --hidden 256 --heads 4 --context 128
+
+Every run of a variant is a process of its own, so that peak memory is its own. The variants alternate, and ratios are
+taken between the runs of one round: a machine that slows down for a minute slows all of them. The optimizer's seconds
+end when ``step`` returns; what it does after that is waited for in the next forward, and counted there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from tabulate import tabulate
+from tqdm import tqdm
+
+VARIANTS = ("eager", "compile", "zinf")
+WORKER = Path(__file__).with_name("train_step_variant.py")
+
+
+class VariantError(Exception):
+    """A variant's process failed."""
+
+
+def run_variant(request: dict) -> dict:
+    """What ``train_step_variant.measure`` returns, from a fresh process."""
+    command = [sys.executable, str(WORKER), json.dumps(request)]
+    # Not subprocess.run: after Ctrl-C it kills the process at once, before that has removed its scratch store.
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        answer, complaint = process.communicate()
+    if process.returncode:
+        raise VariantError(f"variant {request['variant']} ended with status {process.returncode}:\n{complaint.strip()}")
+    return json.loads(answer.splitlines()[-1])
+
+
+def run_rounds(requests: Sequence[dict], repeats: int) -> list[dict[str, dict]]:
+    """``repeats`` rounds, each ``{variant: result}``; every other round runs in the opposite order."""
+    rounds = []
+    with tqdm(total=repeats * len(requests), unit="run", disable=not sys.stderr.isatty()) as bar:
+        for number in range(repeats):
+            results = {}
+            for request in requests if number % 2 == 0 else reversed(requests):
+                bar.set_postfix_str(request["variant"])
+                results[request["variant"]] = run_variant(request)
+                bar.update()
+            rounds.append(results)
+    return rounds
+
+
+def summarise(rounds: Sequence[dict[str, dict]], variant: str) -> dict:
+    """Medians over all measured steps of all rounds, and the median over rounds of the ratio to each other variant."""
+    results = [results[variant] for results in rounds]
+
+    def ratio(key: str, other: str) -> float:
+        return median(median_of(r[variant][key]) / median_of(r[other][key]) for r in rounds)
+
+    parts = ("step", "forward", "backward", "optimizer")
+    return {
+        "variant": variant,
+        **{part: median(seconds for result in results for seconds in result[part]) for part in parts},
+        "fastest_step": min(seconds for result in results for seconds in result["step"]),
+        "first_step": median(result["first_step"] for result in results),
+        "peak_resident_bytes": max(result["peak_resident_bytes"] for result in results),
+        "rusage_maxrss_bytes": max(result["rusage_maxrss_bytes"] for result in results),
+        "read_per_parameter": median(result["read_per_parameter"] for result in results),
+        "written_per_parameter": median(result["written_per_parameter"] for result in results),
+        "step_ratio": {other: ratio("step", other) for other in rounds[0]},
+        "peak_ratio": {other: ratio("peak_resident_bytes", other) for other in rounds[0]},
+    }
+
+
+def median_of(value: float | list[float]) -> float:
+    return median(value) if isinstance(value, list) else value
+
+
+def table(summaries: Sequence[dict]) -> str:
+    parts = ("step", "forward", "backward", "optimizer", "fastest_step", "first_step")
+    baselines = [name for name in ("eager", "compile") if name in summaries[0]["step_ratio"]]
+    headers = ["variant", "s per\nstep", "forward", "backward", "optimizer", "fastest\nstep", "first\nstep"]
+    headers += [f"time /\n{name}" for name in baselines]
+    headers += ["peak\nGiB", *(f"peak /\n{name}" for name in baselines), "B/param\nread", "B/param\nwritten"]
+    rows = [
+        [
+            s["variant"],
+            *(f"{s[part]:.3f}" for part in parts),
+            *(f"{s['step_ratio'][name]:.2f}" for name in baselines),
+            f"{s['peak_resident_bytes'] / 2**30:.2f}",
+            *(f"{s['peak_ratio'][name]:.2f}" for name in baselines),
+            *(
+                f"{s[moved]:.2f}" if s["variant"] == "zinf" else "-"
+                for moved in ("read_per_parameter", "written_per_parameter")
+            ),
+        ]
+        for s in summaries
+    ]
+    return tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * (len(headers) - 1)))
+
+
+def compare_losses(rounds: Sequence[dict[str, dict]]) -> tuple[list[str], bool]:
+    """Lines that compare every variant's losses with eager's, and whether those that must be bitwise equal are."""
+    reference = "eager"
+    others = [variant for variant in rounds[0] if variant != reference]
+    expected = rounds[0][reference]["losses"]
+    lines, passed = [], True
+    for variant in others:
+        exact = variant != "compile"  # Inductor's fused kernels round differently
+        for number, results in enumerate(rounds, start=1):
+            losses = results[variant]["losses"]
+            differing = [step for step, pair in enumerate(zip(expected, losses, strict=True)) if pair[0] != pair[1]]
+            if not differing:
+                lines.append(f"round {number}: {variant} = {reference}: {len(losses)} losses bitwise equal")
+                continue
+            worst = max(abs(a - b) for a, b in zip(expected, losses, strict=True))
+            passed = passed and not exact and math.isfinite(worst)
+            lines.append(
+                f"round {number}: {variant} differs from {reference} in {len(differing)} of {len(losses)} losses, "
+                f"first at step {differing[0]} ({losses[differing[0]]!r}, not {expected[differing[0]]!r}), "
+                f"by at most {worst:.3g}" + (": they must be bitwise equal" if exact else "")
+            )
+    return lines, passed
+
+
+def machine() -> str:
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    names = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB"
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Compare a training step in memory with one through zinf.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    model = parser.add_argument_group("model and batch")
+    model.add_argument("--layers", type=int, default=24)
+    model.add_argument("--hidden", type=int, default=1024)
+    model.add_argument("--heads", type=int, default=16)
+    model.add_argument("--context", type=int, default=512)
+    model.add_argument("--batch", type=int, default=4)
+    model.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="AdamW's states are fp32")
+    model.add_argument("--clip", type=float, help="clip the gradients' norm to this")
+    model.add_argument("--seed", type=int, default=0)
+    runs = parser.add_argument_group("runs")
+    runs.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    runs.add_argument("--warmup", type=int, default=2, help="steps before the measured ones")
+    runs.add_argument("--steps", type=int, default=4, help="measured steps")
+    runs.add_argument("--repeats", type=int, default=2, help="runs of each variant")
+    runs.add_argument("--store", type=Path, metavar="DIR", help="in place of $ZINF_STORE or the user cache")
+    runs.add_argument("--placement", default="infinity-nvme", help="a preset of zinf_fx.Config")
+    runs.add_argument(
+        "--check", action="store_true", help="compare losses; exit with 1 unless eager equals zinf bitwise"
+    )
+    runs.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser()
+    args = options.parse_args(arguments)
+    for name in ("layers", "hidden", "heads", "context", "batch", "warmup", "steps", "repeats"):
+        least = 0 if name == "warmup" else 1
+        if getattr(args, name) < least:
+            options.error(f"--{name} must be at least {least}, not {getattr(args, name)}")
+    if args.hidden % args.heads:
+        options.error(f"--hidden ({args.hidden}) must be a multiple of --heads ({args.heads})")
+    if args.check and (len(set(args.variants)) < 2 or "eager" not in args.variants):
+        options.error("--check compares other variants with eager: name both in --variants")
+    variants = [name for name in VARIANTS if name in args.variants]
+    offloading = {"placement": args.placement} | ({"store": str(args.store)} if args.store else {})
+    requests = [
+        {
+            "variant": variant,
+            "model": {name: getattr(args, name) for name in ("layers", "hidden", "heads", "context")},
+            **{name: getattr(args, name) for name in ("batch", "dtype", "clip", "seed", "warmup", "steps")},
+            "offloading": offloading,
+        }
+        for variant in variants
+    ]
+    try:
+        rounds = run_rounds(requests, args.repeats)
+    except VariantError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+    summaries = [summarise(rounds, variant) for variant in variants]
+    first = rounds[0][variants[0]]
+    comparison, passed = compare_losses(rounds) if args.check else ([], True)
+    if args.json:
+        about = {"machine": machine(), "torch": first["torch"], "parameters": first["parameters"]}
+        print(
+            json.dumps(about | {"summaries": summaries, "comparison": comparison, "passed": passed, "rounds": rounds})
+        )
+    else:
+        print(f"{machine()}; torch {first['torch']}, {first['threads']} threads")
+        print(
+            f"GPT {args.layers} x {args.hidden}, {first['parameters']:,} parameters, {args.dtype}, "
+            f"batch {args.batch} x {args.context}; zinf: {args.placement}"
+        )
+        print(f"medians of {args.repeats} runs of {args.steps} steps after {args.warmup}; ratios within each round\n")
+        print(table(summaries))
+        print("".join(f"\n{line}" for line in comparison))
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
