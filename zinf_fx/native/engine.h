@@ -1,0 +1,118 @@
+/* Asynchronous file transfers: one I/O thread per engine, one ticket per request.
+ *
+ * A request is split into blocks. At most `depth` blocks are with the operating system at a time, and a finished one is
+ * replaced at once. Requests complete in any order; overlapping requests are not ordered with each other.
+ *
+ * Functions that can fail return 0 or a negated errno. No function but zinf_wait, zinf_file_detach and
+ * zinf_engine_close blocks on I/O. A process made by fork can't use its parent's engine: it gets -ECHILD.
+ */
+#ifndef ZINF_ENGINE_H
+#define ZINF_ENGINE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* cdef begin: build.py hands the lines between these marks to cffi */
+
+#define ZINF_READ 0
+#define ZINF_WRITE 1
+#define ZINF_ANY (-1)
+
+#define ZINF_SUBMISSION 0
+#define ZINF_COMPLETION 1
+
+typedef struct zinf_engine zinf_engine;
+typedef struct zinf_file zinf_file;
+typedef struct zinf_request zinf_request;
+
+/* How a request ended. `error` is 0 or a positive errno; offset (in the file) and length (bytes) are those of the piece
+ * that failed; `poisoned` tells that nothing was tried, because an earlier EIO poisoned the file. ENODATA: the file
+ * ended before the request did. */
+typedef struct {
+    int error;
+    int poisoned;
+    int64_t offset;
+    uint64_t length;
+} zinf_outcome;
+
+/* Bytes moved, and nanoseconds during which at least one block of that direction was under way. */
+typedef struct {
+    uint64_t bytes_read;
+    uint64_t bytes_written;
+    uint64_t read_ns;
+    uint64_t write_ns;
+    uint64_t faults_fired;
+} zinf_counters;
+
+/* A fault to inject, for tests. It hits blocks nth .. nth+count-1 (from 1, counted from the injection on) of `operation`
+ * (or ZINF_ANY) at `stage`:
+ *   ZINF_SUBMISSION: error != 0: the submission fails with it; length > 0: only that many bytes are submitted, so that
+ *                    the transfer comes back short; both 0: the batch is cut before the block (partial submission).
+ *   ZINF_COMPLETION: error != 0: the completion reports it; delay_ns > 0: the completion is seen that much later. */
+typedef struct {
+    int stage;
+    int operation;
+    int64_t nth;
+    int64_t count;
+    int error;
+    uint64_t length;
+    int64_t delay_ns;
+} zinf_fault;
+
+/* The i-th provider's name, best first, or NULL past the last. */
+const char *zinf_provider_name(int index);
+
+/* 1 if the provider of that name expects files opened with O_DIRECT, 0 if not, -EINVAL if there is none. */
+int zinf_provider_is_direct(const char *name);
+
+/* Starts an engine on the named provider. depth: blocks under way (1..256); block_bytes: a multiple of 4096. */
+int zinf_engine_open(const char *provider, unsigned depth, size_t block_bytes, zinf_engine **out);
+
+/* Finishes every request, joins the thread, tells the last counters, and gives the engine back. Tickets stay valid, and
+ * files have still to be detached. */
+int zinf_engine_close(zinf_engine *engine, zinf_counters *last);
+
+void zinf_engine_counters(zinf_engine *engine, zinf_counters *out);
+
+/* A handle for an open descriptor, which stays the caller's. alignment: bytes that direct transfers need (1: none). */
+int zinf_file_attach(zinf_engine *engine, int fd, size_t alignment, zinf_file **out);
+
+/* Waits for the file's requests and drops the handle. */
+int zinf_file_detach(zinf_file *file);
+
+/* Queues a transfer of `length` bytes between memory and the file at `offset`. The memory must stay until the request is
+ * done. */
+int zinf_submit(zinf_file *file, int operation, void *address, int64_t offset, size_t length, zinf_request **out);
+
+/* Waits until this request is done, whatever else is queued: a request that is waited for goes to the head of the queue.
+ * timeout_ns < 0: for ever. -ETIMEDOUT if it is not done by then. */
+int zinf_wait(zinf_request *request, int64_t timeout_ns);
+
+/* 1 if the request is done. */
+int zinf_done(zinf_request *request);
+
+/* How a done request ended. */
+void zinf_result(zinf_request *request, zinf_outcome *out);
+
+/* Drops the ticket. The transfer, if under way, goes on. */
+void zinf_release(zinf_request *request);
+
+/* Arms a fault. -ENOSPC when 16 are armed. */
+int zinf_inject(zinf_engine *engine, const zinf_fault *fault);
+
+/* Disarms every fault. */
+void zinf_clear_faults(zinf_engine *engine);
+
+/* Lets the nth set-up call (from 1) of the engines opened from now on fail with `error`; nth 0: none. */
+void zinf_inject_setup(int64_t nth, int error);
+
+/* Set-up calls since zinf_inject_setup. */
+int64_t zinf_setup_calls(void);
+
+/* Alignment in bytes that direct I/O on this file needs, for memory and for offsets: 0 where the system doesn't say
+ * (STATX_DIOALIGN missing) and -1 where it says that the file has no direct I/O. */
+int zinf_direct_alignment(int fd, int64_t *memory, int64_t *offset);
+
+/* cdef end */
+
+#endif

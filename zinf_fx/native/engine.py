@@ -1,0 +1,329 @@
+"""The Python face of the native engine: files, tickets, and injected faults."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from dataclasses import dataclass
+
+from zinf_fx.errors import ConfigError, StoreError
+from zinf_fx.native._engine import ffi, lib
+
+log = logging.getLogger(__name__)
+
+BLOCK = 4 << 20
+"""Bytes of one transfer."""
+
+DEPTH = 8
+"""Transfers under way at a time."""
+
+WAIT_SLICE = 1.0
+"""Seconds after which a waiting thread looks for signals, so that Ctrl-C works while the device doesn't answer."""
+
+STUCK_AFTER = 30.0
+"""Seconds of waiting for one ticket after which a warning names it, again and again."""
+
+READ, WRITE = lib.ZINF_READ, lib.ZINF_WRITE
+OPERATIONS = {READ: "read", WRITE: "write"}
+
+HINTS = {
+    errno.EINVAL: "the device refused the alignment of offset, length or memory",
+    errno.ENODATA: "the file ended before the requested bytes",
+    errno.ENOSPC: "the file system is full; free space or choose another store directory",
+    errno.EDQUOT: "the disk quota is used up; free space or choose another store directory",
+    errno.EFBIG: "the file would exceed the limit on file sizes (`ulimit -f`, or the file system's own)",
+    errno.EIO: "the device failed; the file accepts no more requests",
+    errno.ECHILD: "a process made by fork can't use its parent's engine; open a store of its own there",
+    errno.ESHUTDOWN: "the engine is closed",
+}
+
+SET_UP_HINTS = {
+    errno.ENOSYS: "it is not installed, or the kernel doesn't have it",
+    errno.EAGAIN: "the system's limit is reached: /proc/sys/fs/aio-max-nr for kernel AIO, `ulimit -u` for threads",
+    errno.EPERM: "the system forbids it (a container's seccomp profile?)",
+}
+
+
+def provider_names() -> tuple[str, ...]:
+    """The engine's providers, best first."""
+    names = []
+    while (name := lib.zinf_provider_name(len(names))) != ffi.NULL:
+        names.append(ffi.string(name).decode())
+    return tuple(names)
+
+
+def is_direct(provider: str) -> bool:
+    """Whether the provider wants files that were opened with O_DIRECT."""
+    return bool(lib.zinf_provider_is_direct(_known(provider).encode()))
+
+
+def direct_alignment(fd: int) -> int | None:
+    """Alignment in bytes of direct I/O on an open file: at least 4096; None if the file system says it has none."""
+    memory, offset = ffi.new("int64_t *"), ffi.new("int64_t *")
+    code = lib.zinf_direct_alignment(fd, memory, offset)
+    if code:
+        raise StoreError("statx", f"descriptor {fd}", "can't tell the alignment", errno=-code)
+    if memory[0] < 0 or offset[0] < 0:
+        return None
+    return max(4096, memory[0], offset[0])
+
+
+def _known(provider: str) -> str:
+    if provider not in (names := provider_names()):
+        raise ConfigError(f"unknown I/O provider {provider!r}; accepted: {', '.join(names)}")
+    return provider
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Bytes moved, and seconds during which at least one block of that direction was under way."""
+
+    bytes_read: int
+    bytes_written: int
+    read_seconds: float
+    write_seconds: float
+    faults_fired: int
+
+
+def _counters(raw: ffi.CData) -> Counters:
+    return Counters(raw.bytes_read, raw.bytes_written, raw.read_ns / 1e9, raw.write_ns / 1e9, raw.faults_fired)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault for tests; see `zinf_fault` in engine.h. It hits blocks nth .. nth + count - 1, counted from 1.
+
+    Attributes:
+        stage: "submission" or "completion".
+        operation: "read", "write" or "any".
+        errno: the error that the submission or the completion reports; 0 for none.
+        length: bytes actually submitted, so that the transfer comes back short (submission only).
+        delay: seconds by which the completion is seen late (completion only).
+    """
+
+    stage: str
+    nth: int = 1
+    count: int = 1
+    operation: str = "any"
+    errno: int = 0
+    length: int = 0
+    delay: float = 0.0
+
+
+class Engine:
+    """One I/O thread with a queue of its own.
+
+    Args:
+        provider: one of `provider_names()`.
+        depth: blocks under way at a time.
+        block: bytes of a block, a multiple of 4096.
+
+    Raises:
+        StoreError: the provider can't be set up here; `errno` tells why.
+    """
+
+    def __init__(self, provider: str, *, depth: int = DEPTH, block: int = BLOCK) -> None:
+        out = ffi.new("zinf_engine **")
+        code = lib.zinf_engine_open(_known(provider).encode(), depth, block, out)
+        if code:
+            detail = SET_UP_HINTS.get(-code, "this I/O provider can't be started")
+            raise StoreError("set-up", provider, detail, errno=-code)
+        self.provider = provider
+        self._engine = out[0]
+        self._pid = os.getpid()
+        self._closed = False
+        self._last = Counters(0, 0, 0.0, 0.0, 0)
+
+    def attach(self, fd: int, path: str | os.PathLike[str], *, alignment: int) -> File:
+        """A handle for an open descriptor, which stays the caller's. `alignment`: bytes, 1 for none."""
+        out = ffi.new("zinf_file **")
+        code = lib.zinf_file_attach(self._open(), fd, alignment, out)
+        if code:
+            raise StoreError("open", path, "no handle for this file", errno=-code)
+        return File(self, out[0], path)
+
+    def counters(self) -> Counters:
+        """What was moved so far. A closed engine keeps its last values."""
+        if not self._closed:
+            raw = ffi.new("zinf_counters *")
+            lib.zinf_engine_counters(self._open(), raw)
+            self._last = _counters(raw)
+        return self._last
+
+    def inject(self, fault: Fault) -> None:
+        """Arms a fault, for tests. At most 16 are armed at a time."""
+        raw = ffi.new(
+            "zinf_fault *",
+            {
+                "stage": {"submission": lib.ZINF_SUBMISSION, "completion": lib.ZINF_COMPLETION}[fault.stage],
+                "operation": {"read": READ, "write": WRITE, "any": lib.ZINF_ANY}[fault.operation],
+                "nth": fault.nth,
+                "count": fault.count,
+                "error": fault.errno,
+                "length": fault.length,
+                "delay_ns": int(fault.delay * 1e9),
+            },
+        )
+        code = lib.zinf_inject(self._open(), raw)
+        if code:
+            raise ConfigError(f"can't inject {fault}: {os.strerror(-code)}")
+
+    def clear_faults(self) -> None:
+        """Disarms every fault."""
+        lib.zinf_clear_faults(self._open())
+
+    def close(self) -> None:
+        """Finishes every request and joins the thread. Tickets stay valid. A forked child leaves it alone."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        raw = ffi.new("zinf_counters *")
+        code = lib.zinf_engine_close(self._engine, raw)
+        self._last = _counters(raw)
+        if code:
+            raise StoreError("close", self.provider, "the I/O thread can't be joined", errno=-code)
+
+    def _open(self) -> ffi.CData:
+        if self._closed:
+            raise StoreError("use", self.provider, HINTS[errno.ESHUTDOWN], errno=errno.ESHUTDOWN)
+        if os.getpid() != self._pid:
+            raise StoreError("use", self.provider, HINTS[errno.ECHILD], errno=errno.ECHILD)
+        return self._engine
+
+
+class File:
+    """An open file that an engine works on. Made by `Engine.attach`."""
+
+    def __init__(self, engine: Engine, handle: ffi.CData, path: str | os.PathLike[str]) -> None:
+        self.engine = engine
+        self.path = path
+        self._handle = handle
+
+    def submit(self, operation: int, address: int, offset: int, nbytes: int, owner: object = None) -> Ticket:
+        """Starts a transfer between memory at `address` and the file at `offset`, both in bytes.
+
+        `owner` is kept alive until the transfer is over; without one, the caller must keep the memory.
+        """
+        self.engine._open()
+        out = ffi.new("zinf_request **")
+        code = lib.zinf_submit(self._handle, operation, ffi.cast("void *", address), offset, nbytes, out)
+        if code:
+            raise StoreError(
+                OPERATIONS[operation],
+                self.path,
+                HINTS.get(-code, "the request can't be queued"),
+                offset=offset,
+                length=nbytes,
+                errno=-code,
+            )
+        return Ticket(self, out[0], operation, offset, nbytes, owner)
+
+    def detach(self) -> None:
+        """Waits for the file's requests and drops the handle. A forked child leaves it alone."""
+        if self._handle is None or os.getpid() != self.engine._pid:
+            return
+        handle, self._handle = self._handle, None
+        code = lib.zinf_file_detach(handle)
+        assert code == 0, f"detach of {self.path}: {os.strerror(-code)}"
+
+
+class Ticket:
+    """One transfer under way. Waiting for it waits for no other.
+
+    It keeps its memory's owner until the transfer is over: a ticket that is dropped earlier waits in its destructor,
+    and logs an error that nobody asked for.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_error",
+        "_file",
+        "_observed",
+        "_owner",
+        "_pid",
+        "_request",
+        "length",
+        "name",
+        "offset",
+    )
+
+    def __init__(self, file: File, request: ffi.CData, operation: int, offset: int, length: int, owner: object) -> None:
+        self._request = ffi.gc(request, lib.zinf_release)
+        self._file = file
+        self._pid = file.engine._pid
+        self._owner = owner
+        self._error: StoreError | None = None
+        self._observed = False
+        self.name = OPERATIONS[operation]
+        self.offset = offset
+        self.length = length
+
+    def __repr__(self) -> str:
+        state = "done" if self.done() else "under way"
+        return f"Ticket({self.name} of {self.length} bytes at {self.offset} of {self._file.path}, {state})"
+
+    def done(self) -> bool:
+        """Whether the transfer is over, well or not."""
+        return bool(lib.zinf_done(self._request))
+
+    def wait(self) -> None:
+        """Returns when this transfer's bytes are there. May be called again, with the same outcome.
+
+        Raises:
+            StoreError: the transfer failed; with operation, file, offset, length and errno.
+        """
+        self._join()
+        self._observed = True
+        if self._error is not None:
+            raise self._error
+
+    def _join(self) -> None:
+        """Waits in slices, because a thread that sleeps in C sees no signal."""
+        waited = 0.0
+        slice_ns = int(WAIT_SLICE * 1e9)
+        while code := lib.zinf_wait(self._request, slice_ns):
+            if code != -errno.ETIMEDOUT:
+                raise StoreError(
+                    "wait", self._file.path, HINTS.get(-code, "waiting failed"), offset=self.offset, errno=-code
+                )
+            waited += WAIT_SLICE
+            if waited % STUCK_AFTER == 0:
+                log.warning(
+                    "waiting for %.0f s for the %s of %d bytes at offset %d of %s",
+                    waited,
+                    self.name,
+                    self.length,
+                    self.offset,
+                    self._file.path,
+                )
+        self._owner = None
+        if self._error is None:
+            self._error = self._outcome()
+
+    def _outcome(self) -> StoreError | None:
+        raw = ffi.new("zinf_outcome *")
+        lib.zinf_result(self._request, raw)
+        if not raw.error:
+            return None
+        detail = HINTS.get(raw.error, "the transfer failed")
+        if raw.poisoned:
+            detail = "an earlier request saw the device fail; the file accepts no more requests"
+        return StoreError(self.name, self._file.path, detail, offset=raw.offset, length=raw.length, errno=raw.error)
+
+    def __del__(self) -> None:
+        if self._observed or os.getpid() != self._pid:
+            return
+        self._join()
+        if self._error is not None:
+            log.error("nobody waited for a ticket that failed: %s", self._error)
+
+
+def inject_setup_fault(nth: int, error: int) -> None:
+    """Lets the nth set-up call (from 1) of engines opened from now on fail with `error`, for tests. nth 0: none."""
+    lib.zinf_inject_setup(nth, error)
+
+
+def setup_calls() -> int:
+    """Set-up calls since `inject_setup_fault`."""
+    return lib.zinf_setup_calls()

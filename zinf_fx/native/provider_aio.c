@@ -1,0 +1,177 @@
+/* Kernel AIO, through libaio where it is installed, and by the same system calls where it is not.
+ *
+ * libaio is bound at run time, so that neither building nor installing needs it. Its functions return negated errnos,
+ * the system calls set errno; both speak the kernel's own structures.
+ */
+#include "provider.h"
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+struct calls {
+    int (*setup)(int depth, aio_context_t *context);
+    int (*submit)(aio_context_t context, long count, struct iocb **controls);
+    int (*getevents)(aio_context_t context, long min, long max, struct io_event *events, struct timespec *timeout);
+    int (*destroy)(aio_context_t context);
+};
+
+struct aio {
+    struct calls calls;
+    void *library;
+    aio_context_t kernel;
+    int wake;
+    unsigned depth;
+    struct iocb **controls; /* depth of each */
+    struct io_event *events;
+};
+
+static int direct_setup(int depth, aio_context_t *context)
+{
+    return syscall(SYS_io_setup, depth, context) < 0 ? -errno : 0;
+}
+
+static int direct_submit(aio_context_t context, long count, struct iocb **controls)
+{
+    long taken = syscall(SYS_io_submit, context, count, controls);
+    return taken < 0 ? -errno : (int)taken;
+}
+
+static int direct_getevents(aio_context_t context, long min, long max, struct io_event *events,
+                            struct timespec *timeout)
+{
+    long count = syscall(SYS_io_getevents, context, min, max, events, timeout);
+    return count < 0 ? -errno : (int)count;
+}
+
+static int direct_destroy(aio_context_t context)
+{
+    return syscall(SYS_io_destroy, context) < 0 ? -errno : 0;
+}
+
+static const struct calls system_calls = {direct_setup, direct_submit, direct_getevents, direct_destroy};
+
+/* ISO C has no cast from an object pointer to a function pointer; POSIX promises that the bits are the same. */
+static int bind_function(void *library, const char *name, void *function)
+{
+    void *symbol = dlsym(library, name);
+    if (!symbol)
+        return -ENOSYS;
+    memcpy(function, &symbol, sizeof symbol);
+    return 0;
+}
+
+static int bind_libaio(struct aio *aio)
+{
+    static const char *const names[] = {"libaio.so.1t64", "libaio.so.1"};
+    for (size_t i = 0; i < sizeof names / sizeof *names && !aio->library; i++)
+        aio->library = dlopen(names[i], RTLD_NOW | RTLD_LOCAL);
+    if (!aio->library)
+        return -ENOSYS;
+    int error = bind_function(aio->library, "io_setup", &aio->calls.setup);
+    if (!error)
+        error = bind_function(aio->library, "io_submit", &aio->calls.submit);
+    if (!error)
+        error = bind_function(aio->library, "io_getevents", &aio->calls.getevents);
+    if (!error)
+        error = bind_function(aio->library, "io_destroy", &aio->calls.destroy);
+    return error;
+}
+
+static void aio_free(struct aio *aio)
+{
+    if (aio->library)
+        dlclose(aio->library);
+    free(aio->controls);
+    free(aio->events);
+    free(aio);
+}
+
+static int aio_open(unsigned depth, int wake, bool libaio, void **context)
+{
+    int error = zinf_setup_fault();
+    if (error)
+        return error;
+    struct aio *aio = calloc(1, sizeof *aio);
+    if (!aio)
+        return -ENOMEM;
+    aio->wake = wake;
+    aio->depth = depth;
+    aio->calls = system_calls;
+    aio->controls = calloc(depth, sizeof *aio->controls);
+    aio->events = calloc(depth, sizeof *aio->events);
+    error = aio->controls && aio->events ? 0 : -ENOMEM;
+    if (!error && libaio)
+        error = bind_libaio(aio);
+    if (!error)
+        error = zinf_setup_fault();
+    if (!error)
+        error = aio->calls.setup((int)depth, &aio->kernel);
+    if (error) {
+        aio_free(aio);
+        return error;
+    }
+    *context = aio;
+    return 0;
+}
+
+static int libaio_open(unsigned depth, int wake, void **context)
+{
+    return aio_open(depth, wake, true, context);
+}
+
+static int system_call_open(unsigned depth, int wake, void **context)
+{
+    return aio_open(depth, wake, false, context);
+}
+
+static int aio_submit(void *context, struct zinf_block **blocks, unsigned count)
+{
+    struct aio *aio = context;
+    if (count > aio->depth)
+        count = aio->depth;
+    for (unsigned i = 0; i < count; i++) {
+        struct zinf_block *block = blocks[i];
+        block->control = (struct iocb){
+            .aio_data = (uintptr_t)block,
+            .aio_lio_opcode = block->operation ? IOCB_CMD_PWRITE : IOCB_CMD_PREAD,
+            .aio_fildes = (uint32_t)block->fd,
+            .aio_buf = (uintptr_t)block->address,
+            .aio_nbytes = block->length,
+            .aio_offset = block->offset,
+            .aio_flags = IOCB_FLAG_RESFD,
+            .aio_resfd = (uint32_t)aio->wake,
+        };
+        aio->controls[i] = &block->control;
+    }
+    int taken = aio->calls.submit(aio->kernel, count, aio->controls);
+    return taken ? taken : -EAGAIN;
+}
+
+static int aio_reap(void *context, struct zinf_block **blocks, unsigned max)
+{
+    struct aio *aio = context;
+    struct timespec now = {0, 0};
+    if (max > aio->depth)
+        max = aio->depth;
+    int count = aio->calls.getevents(aio->kernel, 0, max, aio->events, &now);
+    for (int i = 0; i < count; i++) {
+        blocks[i] = (struct zinf_block *)(uintptr_t)aio->events[i].data;
+        blocks[i]->result = aio->events[i].res;
+    }
+    return count == -EINTR ? 0 : count;
+}
+
+static void aio_close(void *context)
+{
+    struct aio *aio = context;
+    aio->calls.destroy(aio->kernel); /* fails only for a context that doesn't exist */
+    aio_free(aio);
+}
+
+const struct zinf_provider zinf_provider_libaio = {"libaio", true, libaio_open, aio_submit, aio_reap, aio_close};
+const struct zinf_provider zinf_provider_aio = {"aio", true, system_call_open, aio_submit, aio_reap, aio_close};

@@ -1,0 +1,143 @@
+/* A pool of threads in pread and pwrite: for systems without kernel AIO, and for files without direct I/O. */
+#define _GNU_SOURCE
+#include "provider.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <sys/types.h>
+#include <unistd.h>
+
+struct list {
+    struct zinf_block *head;
+    struct zinf_block **tail;
+};
+
+struct pool {
+    pthread_mutex_t mutex;
+    pthread_cond_t work;
+    struct list todo;
+    struct list finished;
+    bool stopping;
+    int wake;
+    unsigned workers;
+    pthread_t threads[];
+};
+
+static void list_init(struct list *list)
+{
+    list->head = NULL;
+    list->tail = &list->head;
+}
+
+static void list_push(struct list *list, struct zinf_block *block)
+{
+    block->next = NULL;
+    *list->tail = block;
+    list->tail = &block->next;
+}
+
+static struct zinf_block *list_pop(struct list *list)
+{
+    struct zinf_block *block = list->head;
+    if (block) {
+        list->head = block->next;
+        if (!list->head)
+            list->tail = &list->head;
+    }
+    return block;
+}
+
+static void *work(void *argument)
+{
+    struct pool *pool = argument;
+    pthread_mutex_lock(&pool->mutex);
+    for (;;) {
+        struct zinf_block *block = list_pop(&pool->todo);
+        if (!block) {
+            if (pool->stopping)
+                break;
+            pthread_cond_wait(&pool->work, &pool->mutex);
+            continue;
+        }
+        pthread_mutex_unlock(&pool->mutex);
+        ssize_t moved = block->operation ? pwrite(block->fd, block->address, block->length, block->offset)
+                                         : pread(block->fd, block->address, block->length, block->offset);
+        block->result = moved < 0 ? -errno : moved;
+        pthread_mutex_lock(&pool->mutex);
+        list_push(&pool->finished, block);
+        uint64_t one = 1;
+        /* The counter can't overflow, so that the write can neither fail nor block. */
+        while (write(pool->wake, &one, sizeof one) < 0 && errno == EINTR)
+            ;
+    }
+    pthread_mutex_unlock(&pool->mutex);
+    return NULL;
+}
+
+static void pool_close(void *context)
+{
+    struct pool *pool = context;
+    pthread_mutex_lock(&pool->mutex);
+    pool->stopping = true;
+    pthread_cond_broadcast(&pool->work);
+    pthread_mutex_unlock(&pool->mutex);
+    for (unsigned i = 0; i < pool->workers; i++)
+        pthread_join(pool->threads[i], NULL);
+    pthread_cond_destroy(&pool->work);
+    pthread_mutex_destroy(&pool->mutex);
+    free(pool);
+}
+
+static int pool_open(unsigned depth, int wake, void **context)
+{
+    int error = zinf_setup_fault();
+    if (error)
+        return error;
+    struct pool *pool = calloc(1, sizeof *pool + depth * sizeof *pool->threads);
+    if (!pool)
+        return -ENOMEM;
+    pthread_mutex_init(&pool->mutex, NULL);
+    pthread_cond_init(&pool->work, NULL);
+    list_init(&pool->todo);
+    list_init(&pool->finished);
+    pool->wake = wake;
+    while (pool->workers < depth) {
+        error = zinf_setup_fault();
+        if (!error)
+            error = -pthread_create(&pool->threads[pool->workers], NULL, work, pool);
+        if (error) {
+            pool_close(pool);
+            return error;
+        }
+        pool->workers++;
+    }
+    *context = pool;
+    return 0;
+}
+
+static int pool_submit(void *context, struct zinf_block **blocks, unsigned count)
+{
+    struct pool *pool = context;
+    pthread_mutex_lock(&pool->mutex);
+    for (unsigned i = 0; i < count; i++) {
+        list_push(&pool->todo, blocks[i]);
+        pthread_cond_signal(&pool->work);
+    }
+    pthread_mutex_unlock(&pool->mutex);
+    return (int)count;
+}
+
+static int pool_reap(void *context, struct zinf_block **blocks, unsigned max)
+{
+    struct pool *pool = context;
+    int count = 0;
+    pthread_mutex_lock(&pool->mutex);
+    while ((unsigned)count < max && (blocks[count] = list_pop(&pool->finished)))
+        count++;
+    pthread_mutex_unlock(&pool->mutex);
+    return count;
+}
+
+const struct zinf_provider zinf_provider_threads = {"threads", true, pool_open, pool_submit, pool_reap, pool_close};
+const struct zinf_provider zinf_provider_buffered = {"buffered", false, pool_open, pool_submit, pool_reap, pool_close};

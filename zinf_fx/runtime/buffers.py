@@ -1,0 +1,147 @@
+"""Memory that transfers read into and write from: one arena per tier, and aligned memory that a caller owns."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import threading
+
+import torch
+
+from zinf_fx.errors import StoreError
+from zinf_fx.runtime.freelist import FreeList, round_up
+
+PAGE = 4096
+HUGE_PAGE = 2 << 20
+MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's value: Python names it from 3.13 on
+
+
+class Arena:
+    """A tier's transfer memory: one reserved range, leased in pieces.
+
+    The range costs address space only; memory becomes resident when it is first written, in huge pages where the
+    system grants them, and stays so for the next lease until `trim`. A process made by fork doesn't have the range:
+    touching it there is a segmentation fault, and direct I/O into it never races with copy-on-write.
+
+    Args:
+        name: the tier, for messages.
+        capacity: bytes, rounded up to 4096.
+        option: the option that enlarges it, for messages.
+    """
+
+    def __init__(self, name: str, capacity: int, *, option: str = "host_memory") -> None:
+        self.name = name
+        self.capacity = round_up(capacity, PAGE)
+        self.option = option
+        self.in_use = 0
+        """Bytes leased."""
+        self.peak = 0
+        """The most bytes that were leased at a time."""
+        self._lock = threading.Lock()
+        self._free = FreeList()
+        self._free.give(0, self.capacity)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        try:
+            self._map: mmap.mmap | None = mmap.mmap(-1, self.capacity + HUGE_PAGE, flags=flags)
+        except OSError as error:
+            raise StoreError(
+                "reserve", name, f"no address space for the arena; lower {option}", length=capacity, errno=error.errno
+            ) from error
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._base = round_up(address, HUGE_PAGE) - address
+        self._address = address + self._base
+        self._map.madvise(mmap.MADV_DONTFORK)
+        if self.capacity >= HUGE_PAGE:
+            self._advise_huge_pages()
+
+    def lease(self, nbytes: int) -> Buffer:
+        """A buffer of at least `nbytes` bytes: the size rounded up to 4096, aligned to that, or to 2 MiB from 2 MiB on.
+
+        Raises:
+            StoreError: the arena is exhausted, or too fragmented.
+        """
+        size = round_up(max(nbytes, 1), PAGE)
+        with self._lock:
+            assert self._map is not None, f"lease from the closed arena {self.name!r}"
+            offset = self._free.take(size, HUGE_PAGE if size >= HUGE_PAGE else PAGE)
+            if offset is None:
+                raise StoreError(
+                    "lease",
+                    self.name,
+                    f"{nbytes} bytes asked for, {self.in_use} of {self.capacity} bytes leased, "
+                    f"largest free piece {self._free.largest} bytes; raise {self.option}",
+                )
+            self.in_use += size
+            self.peak = max(self.peak, self.in_use)
+            return Buffer(self, self._map, self._base + offset, self._address + offset, nbytes, size)
+
+    def trim(self) -> None:
+        """Gives the memory of free pieces back to the system. Their next use pays for new pages."""
+        with self._lock:
+            if self._map is not None:
+                for start, end in self._free:
+                    self._map.madvise(mmap.MADV_DONTNEED, self._base + start, end - start)
+
+    def close(self) -> None:
+        """No leases any more. The memory goes when the last buffer and the last tensor over it are gone."""
+        with self._lock:
+            self._map = None
+
+    def _advise_huge_pages(self) -> None:
+        assert self._map is not None
+        try:
+            self._map.madvise(mmap.MADV_HUGEPAGE, self._base, self.capacity)
+        except OSError as error:
+            if error.errno != 22:  # EINVAL: a kernel without transparent huge pages
+                raise
+
+    def _give_back(self, offset: int, size: int) -> None:
+        with self._lock:
+            self._free.give(offset - self._base, size)
+            self.in_use -= size
+
+
+class Buffer:
+    """A leased piece of an arena, with one owner, who releases it once.
+
+    Attributes:
+        address: of its first byte.
+        nbytes: as asked for; `capacity` is what there is, a multiple of 4096.
+    """
+
+    __slots__ = ("__weakref__", "_arena", "_map", "_offset", "address", "capacity", "nbytes")
+
+    def __init__(self, arena: Arena, memory: mmap.mmap, offset: int, address: int, nbytes: int, capacity: int) -> None:
+        self._arena = arena
+        self._map: mmap.mmap | None = memory
+        self._offset = offset
+        self.address = address
+        self.nbytes = nbytes
+        self.capacity = capacity
+
+    def tensor(self, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """A view of the memory from byte 0 on. Every call makes a storage and version counter of its own, so that
+        autograd doesn't take a write to one buffer for a write to another."""
+        assert self._map is not None, f"use of a released buffer of {self._arena.name!r}"
+        count = math.prod(shape)
+        assert count * dtype.itemsize <= self.capacity, (
+            f"{tuple(shape)} of {dtype} needs {count * dtype.itemsize} bytes, the buffer has {self.capacity}"
+        )
+        if not count:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=self._offset).view(shape)
+
+    def release(self) -> None:
+        """Gives the memory back to the arena. Tensors over it then show whatever comes next."""
+        assert self._map is not None, f"a buffer of {self._arena.name!r} was released twice"
+        self._map = None
+        self._arena._give_back(self._offset, self.capacity)
+
+
+def aligned_empty(nbytes: int) -> torch.Tensor:
+    """Ordinary memory for direct I/O that the caller owns: uint8, 4096-aligned, the length rounded up to 4096."""
+    size = round_up(nbytes, PAGE)
+    whole = torch.empty(size + PAGE, dtype=torch.uint8, device="cpu")
+    start = -whole.data_ptr() % PAGE
+    return whole[start : start + size]

@@ -1,0 +1,78 @@
+"""Free intervals of a linear space: an arena's memory, a file's blocks."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+
+def round_up(nbytes: int, alignment: int) -> int:
+    """The smallest multiple of `alignment` that is at least `nbytes`."""
+    return -(-nbytes // alignment) * alignment
+
+
+class FreeList:
+    """Disjoint free intervals [start, end), sorted, never touching each other."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    def __iter__(self):
+        """The free intervals as pairs (start, end), lowest first."""
+        return iter(list(zip(self._starts, self._ends, strict=True)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are free."""
+        return sum(self._ends) - sum(self._starts)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest free interval."""
+        return max((end - start for start, end in self), default=0)
+
+    def take(self, nbytes: int, alignment: int) -> int | None:
+        """The start of `nbytes` bytes, aligned, out of the smallest interval that holds them; the lowest of equals.
+
+        None if no interval does.
+        """
+        best: tuple[int, int, int] | None = None
+        for index, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
+            aligned = round_up(start, alignment)
+            if aligned + nbytes <= end and (best is None or end - start < best[0]):
+                best = (end - start, index, aligned)
+        if best is None:
+            return None
+        _, index, aligned = best
+        start, end = self._starts.pop(index), self._ends.pop(index)
+        for piece in ((aligned + nbytes, end), (start, aligned)):
+            if piece[0] < piece[1]:
+                self._starts.insert(index, piece[0])
+                self._ends.insert(index, piece[1])
+        return aligned
+
+    def give(self, start: int, nbytes: int) -> None:
+        """Makes [start, start + nbytes) free. It must not be free yet, not in part either."""
+        if not nbytes:
+            return
+        end = start + nbytes
+        index = bisect_left(self._starts, start)
+        before, after = index - 1, index
+        assert before < 0 or self._ends[before] <= start, f"[{start}, {end}) overlaps a free interval below it"
+        assert after == len(self._starts) or end <= self._starts[after], (
+            f"[{start}, {end}) overlaps a free interval above it"
+        )
+        joins_after = after < len(self._starts) and self._starts[after] == end
+        joins_before = before >= 0 and self._ends[before] == start
+        if joins_after:
+            end = self._ends[after]
+            del self._starts[after], self._ends[after]
+        if joins_before:
+            self._ends[before] = end
+        else:
+            self._starts.insert(index, start)
+            self._ends.insert(index, end)
+
+    def free_before(self, end: int) -> int:
+        """Bytes of the free interval that ends at `end`; 0 if none does."""
+        return end - self._starts[-1] if self._ends and self._ends[-1] == end else 0

@@ -1,0 +1,168 @@
+"""The per-job scratch directory: made, locked, and removed by the job that made it, or reclaimed when that job is dead.
+
+A scratch directory is called zinf-scratch-PID-RANDOM, has mode 0700, and holds only a lock file and data files with the
+names below. The lock (flock) lives as long as the job, however it ends. Nothing else is ever deleted.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import secrets
+import stat
+from pathlib import Path
+
+from zinf_fx.errors import StoreError
+
+log = logging.getLogger(__name__)
+
+LOCK = "lock"
+UNLOCKED = "lock.new"
+NAME = re.compile(r"zinf-scratch-\d+-[0-9a-f]{16}")
+CONTENT = re.compile(r"lock|lock\.new|probe|data-\d+")
+
+HINTS = {
+    errno.ENOENT: "the store directory does not exist; create it, or name another one with `store`",
+    errno.ENOTDIR: "the store is not a directory; name a directory with `store`",
+    errno.EACCES: "the store directory is not writable for this user; change its mode, or name another one",
+    errno.EPERM: "the store directory is not writable for this user; change its mode, or name another one",
+    errno.EROFS: "the store directory is on a read-only file system; name another one with `store`",
+    errno.ENOSPC: "the file system is full; free space, or name another store directory",
+    errno.EDQUOT: "the disk quota is used up; free space, or name another store directory",
+}
+
+
+class Scratch:
+    """A scratch directory that this process holds the lock of.
+
+    Raises:
+        StoreError: the parent is missing, is no directory, or can't be written to. Nothing is left behind.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        self.path = parent / f"zinf-scratch-{os.getpid()}-{secrets.token_hex(8)}"
+        self._pid = os.getpid()
+        self._lock: int | None = None
+        self._made: list[Path] = []
+        try:
+            if not stat.S_ISDIR(os.stat(parent).st_mode):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+            os.mkdir(self.path, 0o700)
+        except OSError as error:
+            raise StoreError(
+                "open", parent, HINTS.get(error.errno, "no scratch directory"), errno=error.errno
+            ) from error
+        try:
+            # The lock appears under its name only when it is held: a lock file that isn't locked belongs to a dead job.
+            self._lock = self.create(UNLOCKED)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.rename(self.path / UNLOCKED, self.path / LOCK)
+        except BaseException as error:
+            self.remove()
+            if not isinstance(error, OSError) or isinstance(error, StoreError):
+                raise
+            raise StoreError(
+                "lock", self.path, HINTS.get(error.errno, "no lock for the scratch directory"), errno=error.errno
+            ) from error
+
+    def create(self, name: str) -> int:
+        """Makes a file of mode 0600 in the directory and opens it for reading and writing."""
+        assert CONTENT.fullmatch(name), f"{name!r} is no name for a scratch file"
+        path = self.path / name
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StoreError("create", path, HINTS.get(error.errno, "no scratch file"), errno=error.errno) from error
+        self._made.append(path)
+        return fd
+
+    def unlink(self, name: str) -> None:
+        """Removes a file that `create` made, if it got so far."""
+        path = self.path / name
+        if path in self._made:
+            self._made.remove(path)
+            os.unlink(path)
+
+    def remove(self) -> None:
+        """Deletes the files that this object made, the directory, and the lock. Not in a forked child."""
+        if os.getpid() != self._pid:
+            return
+        for path in [*self._made, self.path / LOCK]:
+            path.unlink(missing_ok=True)
+        self._made.clear()
+        try:
+            os.rmdir(self.path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            log.warning("scratch directory %s stays: %s", self.path, error)
+        self.forget()
+
+    def forget(self) -> None:
+        """Closes this process's descriptor of the lock. In a forked child, the parent keeps the lock."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def reclaim(directory: Path | str) -> list[Path]:
+    """Removes the scratch directories of dead jobs below `directory`, and returns what it removed.
+
+    Left alone: a directory whose lock is held, and anything that doesn't look exactly like a scratch directory.
+
+    Raises:
+        StoreError: `directory` can't be read.
+    """
+    directory = Path(directory)
+    try:
+        entries = sorted(os.listdir(directory))
+    except OSError as error:
+        raise StoreError("clean", directory, HINTS.get(error.errno, "can't be read"), errno=error.errno) from error
+    return [directory / name for name in entries if NAME.fullmatch(name) and _remove_if_dead(directory / name)]
+
+
+def _remove_if_dead(path: Path) -> bool:
+    """Works on descriptors, never through links, so that nothing outside the directory can be reached."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        log.info("%s stays: %s", path, error)
+        return False
+    try:
+        info = os.fstat(fd)
+        names = os.listdir(fd)
+        if info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) != 0o700 or LOCK not in names:
+            log.info("%s stays: its owner, mode or content is not that of a scratch directory", path)
+            return False
+        if not all(CONTENT.fullmatch(name) and _is_plain_file(fd, name) for name in names):
+            log.info("%s stays: it holds something that the store didn't make", path)
+            return False
+        return _remove_if_unlocked(path, fd, names)
+    except OSError as error:
+        log.warning("%s stays: %s", path, error)
+        return False
+    finally:
+        os.close(fd)
+
+
+def _is_plain_file(directory: int, name: str) -> bool:
+    info = os.stat(name, dir_fd=directory, follow_symlinks=False)
+    return stat.S_ISREG(info.st_mode) and info.st_nlink == 1
+
+
+def _remove_if_unlocked(path: Path, directory: int, names: list[str]) -> bool:
+    lock = os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        for name in sorted(names, key=lambda name: name == LOCK):
+            os.unlink(name, dir_fd=directory)
+        os.rmdir(path)
+        return True
+    finally:
+        os.close(lock)
