@@ -154,9 +154,7 @@ def _parse_placement(value: object) -> Placement | Literal["auto"]:
 def _parse_prefetch(value: object) -> tuple[int, int, int] | None:
     if value is None:
         return None
-    if not (
-        isinstance(value, (tuple, list)) and len(value) == 3 and all(isinstance(d, int) and d >= 0 for d in value)
-    ):
+    if not (isinstance(value, (tuple, list)) and len(value) == 3 and all(isinstance(d, int) and d >= 0 for d in value)):
         raise ConfigError(f"prefetch={value!r} is not accepted; give three distances such as (1, 2, 3), or None")
     allgather, upload, fetch = value
     if not allgather <= upload <= fetch:

@@ -50,9 +50,7 @@ for _op in (fetch, upload, allgather, wait, release, reduce_scatter, offload):
 
 @torch.library.register_fake("zinf::gather", lib=_library)
 @torch.library.register_fake("zinf::wait", lib=_library)
-def _full_tile(
-    token: torch.Tensor, shape: list[int], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+def _full_tile(token: torch.Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
 
@@ -65,6 +63,6 @@ for _name in ("fetch", "upload", "allgather", "release", "offload"):
     torch.library.register_fake(f"zinf::{_name}", lambda *args, **kwargs: None, lib=_library)
 
 
-def implement_gather(kernel) -> None:  # noqa: ANN001
+def implement_gather(kernel) -> None:
     """Give `gather` its eager kernel; called once, by the module that knows what a token stands for."""
     _library.impl("gather", kernel, "CompositeExplicitAutograd")

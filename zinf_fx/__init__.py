@@ -1,0 +1,10 @@
+"""zinf_fx trains models far larger than device memory: ZeRO-Infinity as a compiler for PyTorch graphs."""
+
+from __future__ import annotations
+
+from zinf_fx import errors
+from zinf_fx.config import Config, Placement
+from zinf_fx.runtime.offload import offload, offloading
+from zinf_fx.runtime.stored_tensor import StoredTensor, gathered
+
+__all__ = ["Config", "Placement", "StoredTensor", "errors", "gathered", "offload", "offloading"]

@@ -1,0 +1,70 @@
+"""`torch.compile(model, backend="zinf", options={...})`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from zinf_fx.capture import Capture
+from zinf_fx.config import Config
+from zinf_fx.errors import ConfigError
+from zinf_fx.runtime.offload import check_storable, decided, offload_parameter
+from zinf_fx.runtime.stored_tensor import StoredTensor
+from zinf_fx.runtime.tiers import Tiers
+
+
+def zinf(
+    module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, object] | None = None, **unknown: object
+) -> Callable[..., Any]:
+    """The backend. Parameters that are not stored yet leave for their tier at the first call, which runs eagerly.
+
+    Raises: ConfigError for options that are unknown, or contradict how the model was offloaded.
+    """
+    if unknown:
+        raise ConfigError(f"backend 'zinf' takes options only, found {', '.join(map(repr, unknown))}")
+    options = dict(options or {})
+    requested = Config.of(None, options)
+    plain = [p for p in inputs if isinstance(p, torch.nn.Parameter) and not isinstance(p, StoredTensor)]
+    if plain:
+        config = decided(requested, plain)
+        if requested.placement != "auto" or config.placement.parameters != "device":
+            return _offloading_call(module, plain, config)
+    return Capture(module, inputs, _config_in_force(inputs, options, requested)).compile()
+
+
+def _config_in_force(inputs: Sequence[Any], options: dict[str, object], requested: Config) -> Config:
+    """The options of the stored parameters at hand, with those given to torch.compile in their place."""
+    stored = next((t for t in inputs if isinstance(t, StoredTensor)), None)
+    if stored is None:
+        return requested
+    config = stored.base.config
+    for name in ("placement", "store"):
+        given = getattr(requested, name)
+        if name in options and given not in ("auto", getattr(config, name)):
+            raise ConfigError(
+                f"options give {name}={options[name]!r}, but the model was offloaded with {getattr(config, name)}: "
+                "give it once, where the model is offloaded"
+            )
+    return Config.of(config, {k: v for k, v in options.items() if k not in ("placement", "store")})
+
+
+def _offloading_call(module: fx.GraphModule, parameters: list[torch.Tensor], config: Config) -> Callable[..., Any]:
+    """The first call: the parameters leave, keeping their identity, and the graph runs on them eagerly.
+
+    Dynamo's guards see their new type and compile again at the next call.
+    """
+    for number, parameter in enumerate(parameters):
+        check_storable(parameter, f"parameter {number} of the compiled graph, of shape {tuple(parameter.shape)}")
+
+    def call(*arguments: Any) -> Any:
+        tiers = Tiers.of(config)
+        for argument in arguments:
+            if isinstance(argument, torch.nn.Parameter) and not isinstance(argument, StoredTensor):
+                offload_parameter(argument, tiers, config)
+        tiers.drain()
+        return module(*arguments)
+
+    return call

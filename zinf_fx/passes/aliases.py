@@ -1,0 +1,43 @@
+"""Which nodes share memory with a tile: decided from the operators' schemas, transitively."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+# Return their argument's memory without saying so in their schema.
+_UNDECLARED_VIEWS = {torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default}
+
+
+def aliased_inputs(node: fx.Node) -> list[fx.Node]:
+    """The inputs whose memory the node's result may share. An operator without a schema may share all of them."""
+    if node.op != "call_function":
+        return [] if node.op in ("placeholder", "get_attr", "output") else list(node.all_input_nodes)
+    if node.target is operator.getitem or node.target in _UNDECLARED_VIEWS:
+        return [node.args[0]]
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return list(node.all_input_nodes)
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []  # arithmetic on sizes
+    returned = {alias for r in node.target._schema.returns if r.alias_info for alias in r.alias_info.before_set}
+    shared = []
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is None or not (returned & argument.alias_info.before_set):
+            continue
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        shared += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node)]
+    return shared
+
+
+def aliases_of(node: fx.Node) -> list[fx.Node]:
+    """`node` and every later node whose result may share its memory."""
+    found = {node}
+    order = [node]
+    for candidate in order:
+        for user in candidate.users:
+            if user not in found and candidate in aliased_inputs(user):
+                found.add(user)
+                order.append(user)
+    return order

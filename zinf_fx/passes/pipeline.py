@@ -1,0 +1,102 @@
+"""The passes in their order, with the specification checked after each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from zinf_fx import ops
+from zinf_fx.errors import PlanError
+from zinf_fx.passes import spec
+from zinf_fx.passes.framework import GraphContext, Pass, is_compute, nodes_calling, operator_of
+from zinf_fx.passes.keep_activations import KeepActivations
+from zinf_fx.passes.lower_gathers import LowerGathers
+from zinf_fx.passes.offload_gradients import OffloadGradients
+from zinf_fx.passes.partition import partition
+from zinf_fx.passes.prefetch import HeadTransfer, Prefetch
+from zinf_fx.passes.recompute_gathers import RecomputeGathers
+from zinf_fx.passes.reduce_gradients import ReduceGradients
+from zinf_fx.passes.regions import Regions
+from zinf_fx.plan.schedule import Event, GraphSchedule, Operator
+
+
+def plan_training(
+    joint: fx.GraphModule, joint_inputs: Any, context: GraphContext, **arguments: Any
+) -> tuple[fx.GraphModule, GraphContext, fx.GraphModule, GraphContext]:
+    """Joint graph -> planned forward and backward graphs with their contexts.
+
+    `context.gradients` is keyed by the position of the gradient among the outputs of the backward graph. `arguments`
+    are those of PyTorch's partitioner.
+    """
+    run_passes(joint.graph, context, [KeepActivations(), RecomputeGathers(), ReduceGradients()])
+    forward, backward = partition(joint, joint_inputs, context, **arguments)
+    forward_context = GraphContext("forward", context.config, context.tiles)
+    backward_context = GraphContext("backward", context.config, context.tiles, context.gradients)
+    backward_context.provided.add("gradients_reduced")
+    head = _plan_graph(backward, backward_context, [OffloadGradients()])
+    _plan_graph(forward, forward_context, [], head)
+    return forward, forward_context, backward, backward_context
+
+
+def plan_inference(module: fx.GraphModule, context: GraphContext) -> None:
+    """Plan a graph that has no backward."""
+    _plan_graph(module, context, [])
+
+
+def _plan_graph(
+    module: fx.GraphModule, context: GraphContext, extra: Sequence[Pass], successor_head: tuple[HeadTransfer, ...] = ()
+) -> tuple[HeadTransfer, ...]:
+    config = context.config
+    budget = min(filter(None, (config.device_memory, config.host_memory)), default=None)
+    prefetch = Prefetch(config.prefetch, budget, successor_head)
+    run_passes(module.graph, context, [Regions(), LowerGathers(), *extra, prefetch])
+    module.recompile()
+    return prefetch.head(module.graph, context)
+
+
+def run_passes(graph: fx.Graph, context: GraphContext, passes: Sequence[Pass]) -> None:
+    """Run `passes` in order, checking what each requires and, after each, the specification."""
+    placeholders = tuple(n.name for n in graph.find_nodes(op="placeholder"))
+    for each in passes:
+        if missing := set(each.requires) - context.provided:
+            raise PlanError(f"pass '{each.name}' requires {sorted(missing)}, which no pass before it provides")
+        each(graph, context)
+        context.provided |= set(each.provides)
+        graph.lint()
+        spec.check(graph, context, placeholders, each.name)
+
+
+def schedule_of(graph: fx.Graph, context: GraphContext) -> GraphSchedule:
+    """The schedule that a planned graph stands for."""
+    used = {node.args[0].name for node in nodes_calling(graph, *ops.LOWERED)}
+    tiles, index = [], {}
+    for token, tile in context.tiles.items():
+        if token in used:
+            index[token] = len(tiles)
+            gradient_tier = tile.gradient_tier if context.kind == "backward" else None
+            tiles.append(replace(tile, index=len(tiles), gradient_tier=gradient_tier))
+    kinds = {op: op._schema.name.split("::")[1] for op in ops.LOWERED}
+    events = [
+        Event(kinds[n.target], index[n.args[0].name], operator_of(n), bool(n.kwargs.get("turn")))
+        for n in nodes_calling(graph, *ops.LOWERED)
+    ]
+    compute: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if is_compute(node):
+            compute.setdefault(operator_of(node), []).append(node)
+    count = 1 + max((*compute, *(e.operator for e in events)), default=0)
+    operators = [Operator(i, _label(compute.get(i, [])), len(compute.get(i, []))) for i in range(count)]
+    return GraphSchedule(context.kind, tuple(tiles), tuple(operators), tuple(events))
+
+
+_HEAVY = ("mm", "conv", "attention", "embedding", "linear")
+
+
+def _label(nodes: list[fx.Node]) -> str:
+    """What a region computes, in few words: its heavy operations, or else its first."""
+    names = [getattr(n.target, "_opname", getattr(n.target, "__name__", str(n.target))) for n in nodes]
+    heavy = list(dict.fromkeys(n for n in names if any(part in n for part in _HEAVY)))
+    return ", ".join(heavy or names[:1])

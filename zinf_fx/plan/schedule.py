@@ -1,0 +1,116 @@
+"""The plan: what is moved and computed, in which order, as pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from zinf_fx.config import Config, Tier
+
+GraphKind = Literal["forward", "backward", "inference"]
+EventKind = Literal["fetch", "upload", "allgather", "wait", "release", "reduce_scatter", "offload"]
+
+# The operator number of what happens before the first operator.
+HEAD = -1
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The unit of storage, transfer and schedule: one parameter.
+
+    Attributes:
+        index: position among the graph's tiles.
+        name: the parameter's qualified name, as in `named_parameters()`.
+        tier: where it lives between uses.
+        gradient_tier: where its gradient goes; None when the graph computes none for it.
+    """
+
+    index: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    tier: Tier
+    gradient_tier: Tier | None
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        return numel * self.dtype.itemsize
+
+    @property
+    def opens_operator(self) -> bool:
+        """Matrices separate operators; vectors (biases, norms) ride along, so repeated layers give equal regions."""
+        return len(self.shape) >= 2
+
+
+@dataclass(frozen=True)
+class Event:
+    """One step of a tile's journey, started (or, for a wait, ended) in an operator.
+
+    `turn`: the forward graph starts it for the backward graph.
+    """
+
+    kind: EventKind
+    tile: int
+    operator: int
+    turn: bool = False
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A compute region: its number, what it computes in few words, and how many graph nodes that takes."""
+
+    index: int
+    label: str
+    nodes: int
+
+
+@dataclass(frozen=True)
+class GraphSchedule:
+    """Operators and events of one graph, in execution order."""
+
+    kind: GraphKind
+    tiles: tuple[Tile, ...]
+    operators: tuple[Operator, ...]
+    events: tuple[Event, ...]
+
+    def at(self, operator: int, kind: EventKind | None = None) -> list[Event]:
+        """The events of one operator (HEAD: before the first), optionally of one kind."""
+        return [e for e in self.events if e.operator == operator and kind in (None, e.kind)]
+
+    def bytes_in_flight(self) -> list[int]:
+        """Per operator: bytes of the tiles that are fetched and not yet released while it computes."""
+        live: set[int] = {e.tile for e in self.at(HEAD, "fetch") if not e.turn}
+        result = []
+        for operator in self.operators:
+            live |= {e.tile for e in self.at(operator.index, "fetch") if not e.turn}
+            result.append(sum(self.tiles[t].nbytes for t in live))
+            live -= {e.tile for e in self.at(operator.index, "release")}
+        return result
+
+    def bytes_moved(self, kind: EventKind, tier: Tier) -> int:
+        """Bytes that events of one kind move for tiles (offload: gradients) of one tier."""
+        tier_of = (lambda t: t.gradient_tier) if kind == "offload" else (lambda t: t.tier)
+        moved = [self.tiles[e.tile] for e in self.events if e.kind == kind and not e.turn]
+        return sum(tile.nbytes for tile in moved if tier_of(tile) == tier)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The schedule of one captured graph: forward and backward, or inference alone."""
+
+    graphs: tuple[GraphSchedule, ...]
+    config: Config
+    world_size: int = 1
+
+    def graph(self, kind: GraphKind) -> GraphSchedule:
+        """The graph of one kind. Raises: KeyError when the plan has none."""
+        for graph in self.graphs:
+            if graph.kind == kind:
+                return graph
+        raise KeyError(f"the plan has no {kind} graph; it has: {', '.join(g.kind for g in self.graphs)}")

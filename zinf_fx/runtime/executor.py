@@ -1,0 +1,199 @@
+"""Runs planned graphs: each is plain generated Python that calls its `Run` between compute nodes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from zinf_fx import ops
+from zinf_fx.plan.schedule import HEAD, GraphSchedule
+from zinf_fx.runtime.storage import TensorStorage
+from zinf_fx.runtime.stored_tensor import StoredTensor, store_value
+from zinf_fx.runtime.transfers import StagedTile, Staging
+
+_METHODS = {op: op._schema.name.split("::")[1] for op in ops.LOWERED}
+
+
+class Program:
+    """One planned graph, bound to the executor. Called with a list of arguments, which it empties as it goes.
+
+    `tokens` are the placeholders that carry the tiles' tokens, in the order of the schedule's tiles. The storages are
+    resolved from the tokens of each call, so one program serves every layer that shares its graph.
+    """
+
+    def __init__(self, module: fx.GraphModule, schedule: GraphSchedule, tokens: Sequence[str]) -> None:
+        self.schedule = schedule
+        placeholders = [node.name for node in module.graph.find_nodes(op="placeholder")]
+        self._token_positions = [placeholders.index(token) for token in tokens]
+        self._module = _bind(module, tokens)
+        self._head = [event.tile for event in schedule.at(HEAD, "fetch")]
+        self._last_storages: list[weakref.ref[TensorStorage]] = []
+        self.successor: weakref.ref[Program] | None = None
+
+    @property
+    def code(self) -> str:
+        """The generated Python."""
+        return self._module.code
+
+    def __call__(self, arguments: list) -> tuple:
+        storages = [TensorStorage.of_token(arguments[position]) for position in self._token_positions]
+        self._last_storages = [weakref.ref(storage) for storage in storages]
+        EXECUTOR.begin(self)
+        run = Run(self.schedule, storages)
+        arguments.reverse()
+        try:
+            results = self._module(run, arguments)
+        except BaseException:
+            run.abort()
+            raise
+        EXECUTOR.end(self)
+        return results
+
+    def head_storages(self) -> list[TensorStorage]:
+        """What the next call will fetch first, as far as the last call tells."""
+        if not self._last_storages:
+            return []
+        return [storage for tile in self._head if (storage := self._last_storages[tile]()) is not None]
+
+
+class Executor:
+    """Tiles in flight across graphs, and the order in which graphs follow each other.
+
+    The order is learned: when a graph ends, the head of the graph that followed it last time is fetched. A wrong guess
+    costs a few reads, and is dropped when the next graph has begun.
+    """
+
+    def __init__(self) -> None:
+        self.staging = Staging()
+        self._anticipated: list[StagedTile] = []
+        self._previous: weakref.ref[Program] | None = None
+
+    def begin(self, program: Program) -> None:
+        """A graph begins."""
+        previous = self._previous and self._previous()
+        if previous is not None:
+            previous.successor = weakref.ref(program)
+        self._previous = weakref.ref(program)
+
+    def end(self, program: Program) -> None:
+        """A graph ended: start the head of the one that is expected next.
+
+        The forward graph of a training step has started it by itself, as its plan says.
+        """
+        successor = program.successor and program.successor()
+        if successor is not None and program.schedule.kind != "forward":
+            for storage in successor.head_storages():
+                self.anticipate(storage)
+
+    def anticipate(self, storage: TensorStorage) -> None:
+        """Fetch a tile that is expected to be needed by the next graph."""
+        if not storage.resident:
+            self._anticipated.append(self.staging.fetch(storage))
+
+    def drop_anticipated(self) -> None:
+        """Let go of what was fetched in advance; what a running graph holds by now stays."""
+        anticipated, self._anticipated = self._anticipated, []
+        for tile in anticipated:
+            self.staging.release(tile)
+
+    def reset(self) -> None:
+        """Forget what was expected, waiting for reads under way, so that every buffer is back."""
+        self.drop_anticipated()
+        self._previous = None
+
+
+EXECUTOR = Executor()
+
+
+class Run:
+    """One execution of one graph: the tiles it holds. Its methods are the operations of `ops`.
+
+    With one rank and the CPU as the device, host memory is device memory: upload, allgather and reduce_scatter move
+    nothing, and `wait` returns the buffer that the disk wrote into.
+    """
+
+    def __init__(self, schedule: GraphSchedule, storages: list[TensorStorage]) -> None:
+        self._tiles = schedule.tiles
+        self._storages = storages
+        self._held: dict[int, StagedTile] = {}
+
+    def fetch(self, tile: int, turn: bool = False) -> None:
+        """Start reading a tile; for the turn, one of the backward graph's, which nobody may come to use."""
+        if turn:
+            EXECUTOR.anticipate(self._storages[tile])
+        else:
+            self._held[tile] = EXECUTOR.staging.fetch(self._storages[tile])
+
+    def upload(self, tile: int, turn: bool = False) -> None:
+        """Host memory is device memory."""
+
+    def allgather(self, tile: int, turn: bool = False) -> None:
+        """One rank holds the whole tile."""
+
+    def wait(self, tile: int) -> torch.Tensor:
+        """The full tile."""
+        if EXECUTOR._anticipated:
+            EXECUTOR.drop_anticipated()  # the head of this graph has been fetched by now
+        return self._held[tile].wait().view(self._tiles[tile].shape)
+
+    def release(self, tile: int) -> None:
+        """The tile's buffers are free, unless another run or the turn holds them."""
+        EXECUTOR.staging.release(self._held.pop(tile))
+
+    def reduce_scatter(self, tile: int, gradient: torch.Tensor) -> torch.Tensor:
+        """One rank's shard is the whole gradient."""
+        return gradient
+
+    def offload(self, tile: int, shard: torch.Tensor) -> None:
+        """Move a gradient to its tier and add it to the parameter's `.grad`, as autograd would."""
+        storage = self._storages[tile]
+        parameter = storage.parameter and storage.parameter()
+        if parameter is None or not parameter.requires_grad:
+            return
+        with torch.no_grad():
+            if parameter.grad is None:
+                parameter.grad = store_value(shard, storage.tiers, storage.placement.gradients, storage.config)
+            else:
+                parameter.grad.add_(shard)
+
+    def abort(self) -> None:
+        """After an exception: drain the reads under way and give every buffer back."""
+        while self._held:
+            EXECUTOR.staging.release(self._held.popitem()[1])
+        EXECUTOR.reset()
+
+
+def _bind(module: fx.GraphModule, tokens: Sequence[str]) -> fx.GraphModule:
+    """The graph as a function of (run, arguments): its `zinf` nodes become calls of the run's methods.
+
+    `arguments` is a reversed list from which each input is popped, so that inputs die with their last use.
+    """
+    index = {token: position for position, token in enumerate(tokens)}
+    bound = fx.Graph()
+    run = bound.placeholder("run")
+    arguments = bound.placeholder("arguments")
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            copies[node] = bound.call_method("pop", (arguments,))
+            copies[node].name = node.name
+        elif node.target in _METHODS:
+            rest = [copies[a] for a in node.args[1:]] if node.target in (ops.reduce_scatter, ops.offload) else []
+            copies[node] = bound.call_method(
+                _METHODS[node.target], (run, index[node.args[0].name], *rest), dict(node.kwargs)
+            )
+        else:
+            copies[node] = bound.node_copy(node, copies.__getitem__)
+    return fx.GraphModule(module, bound, class_name=f"Planned{module.__class__.__name__}")
+
+
+def bind_parameters(arguments: Sequence[object]) -> None:
+    """Note which parameter each storage among the arguments of a compiled call belongs to, for its gradient."""
+    for argument in arguments:
+        if isinstance(argument, StoredTensor) and argument.is_leaf:
+            storage = argument.storage
+            if storage.parameter is None or storage.parameter() is not argument:
+                storage.parameter = weakref.ref(argument)

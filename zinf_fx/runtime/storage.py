@@ -1,0 +1,220 @@
+"""Where the bytes of a stored tensor live, and how a part of them is brought to host memory and back."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+
+import torch
+
+from zinf_fx.config import Config, Placement, Tier
+from zinf_fx.errors import StoredTensorError
+from zinf_fx.runtime.buffers import Buffer, aligned_empty
+from zinf_fx.runtime.store import Ticket
+from zinf_fx.runtime.tiers import Tiers
+
+# Element offsets of windows are multiples of this, so that their byte offsets suit direct I/O for every dtype, and
+# vectorised kernels cut a tensor where they would without windows.
+WINDOW_ALIGNMENT = 4096
+
+_keys = itertools.count(1)
+
+
+class TensorStorage:
+    """The bytes of one stored tensor, flat, on one tier.
+
+    `key` is the value of `token`, the tiny tensor that stands for these bytes in graphs. The token's version counter
+    counts the writes, so that autograd notices, as for any tensor, a value that changed between forward and backward.
+    `config` is that of the model the tensor belongs to, with the placement decided.
+    """
+
+    _by_key: weakref.WeakValueDictionary[int, TensorStorage] = weakref.WeakValueDictionary()
+
+    def __init__(self, tiers: Tiers, tier: Tier, config: Config, numel: int, dtype: torch.dtype) -> None:
+        """Reserve space on `tier`. Raises: StoreError when there is not enough, before anything else is changed."""
+        self._identify(tier, config, numel, dtype)
+        self.tiers = tiers
+        self._extent = None
+        self._resident: torch.Tensor | None = None
+        self._writes: list[tuple[range, Ticket]] = []
+        if tier == "nvme":
+            self._extent = tiers.store.allocate(self.nbytes)
+            self._finalizer = weakref.finalize(self, tiers.store.free, self._extent)
+            self._finalizer.atexit = False  # the whole scratch directory goes then
+        elif tier == "host":
+            buffer = tiers.host.lease(self.nbytes)
+            self._resident = buffer.tensor((numel,), dtype)
+            weakref.finalize(self, buffer.release).atexit = False
+        else:
+            self._resident = torch.empty(numel, dtype=dtype)
+
+    @classmethod
+    def abstract(cls, tier: Tier, config: Config, numel: int, dtype: torch.dtype) -> TensorStorage:
+        """A storage without bytes, for planning: it has a token, and any access to a value raises."""
+        storage = cls.__new__(cls)
+        storage._identify(tier, config, numel, dtype)
+        storage.tiers = storage._resident = None
+        return storage
+
+    def _identify(self, tier: Tier, config: Config, numel: int, dtype: torch.dtype) -> None:
+        self.tier, self.config = tier, config
+        self.numel, self.dtype = numel, dtype
+        self.nbytes = numel * dtype.itemsize
+        self.parameter: weakref.ref[torch.Tensor] | None = None
+        self.key = next(_keys)
+        with torch.inference_mode(False):
+            self.token = torch.tensor(self.key, dtype=torch.int64, device="cpu")
+        self._by_key[self.key] = self
+
+    @classmethod
+    def of_token(cls, token: torch.Tensor) -> TensorStorage:
+        """The storage that a token stands for."""
+        storage = cls._by_key.get(int(token))
+        if storage is None:
+            raise StoredTensorError(f"token {int(token)} stands for no living stored tensor of this process")
+        return storage
+
+    @property
+    def placement(self) -> Placement:
+        """The tiers of this model's states."""
+        return self.config.placement
+
+    @property
+    def resident(self) -> bool:
+        """Whether the bytes are in memory between uses."""
+        return self._resident is not None
+
+    @property
+    def version(self) -> int:
+        """How often the bytes were written."""
+        return self.token._version
+
+    def like(self, tier: Tier, dtype: torch.dtype | None = None) -> TensorStorage:
+        """New, uninitialised storage of as many elements beside this one (a gradient, an optimizer state)."""
+        return TensorStorage(self._usable_tiers(), tier, self.config, self.numel, dtype or self.dtype)
+
+    def window(self, start: int = 0, count: int | None = None, *, load: bool = True) -> Window:
+        """`count` elements from `start` (a multiple of WINDOW_ALIGNMENT; default all) in host memory.
+
+        With `load`, reading them starts at once; without, their values are undefined until written.
+        """
+        tiers = self._usable_tiers()
+        count = self.numel - start if count is None else count
+        assert start % WINDOW_ALIGNMENT == 0 and start >= 0 and start + count <= self.numel, (start, count, self.numel)
+        if self._resident is not None:
+            return Window(self, start, self._resident[start : start + count], None, None)
+        buffer = tiers.host.lease(count * self.dtype.itemsize)
+        try:
+            ticket = self._read(buffer.address, start, count) if load else None
+        except BaseException:
+            buffer.release()
+            raise
+        return Window(self, start, buffer.tensor((count,), self.dtype), buffer, ticket)
+
+    def value(self) -> torch.Tensor:
+        """All elements, flat: the resident bytes themselves, or a copy that the caller owns."""
+        self._usable_tiers()
+        if self._resident is not None:
+            return self._resident
+        memory = aligned_empty(self.nbytes)
+        if self.numel:
+            self._read(memory.data_ptr(), 0, self.numel).wait()
+        return memory[: self.nbytes].view(self.dtype)
+
+    def set(self, value: torch.Tensor) -> None:
+        """Write all elements from a tensor of as many elements (any shape; converted to this dtype)."""
+        window = self.window(load=False)
+        try:
+            with torch.no_grad():
+                window.wait().view(value.shape).copy_(value)
+        except BaseException:
+            window.close()
+            raise
+        window.store()
+
+    def written(self) -> None:
+        """Count a write made through `value()` of resident bytes or through a window."""
+        torch.autograd.graph.increment_version(self.token)
+
+    def _usable_tiers(self) -> Tiers:
+        if self.tiers is None:
+            raise StoredTensorError(
+                "this tensor was made for planning only and has no values: offload a real model to run it"
+            )
+        return self.tiers
+
+    def _read(self, address: int, start: int, count: int) -> Ticket:
+        self._settle(range(start, start + count))
+        itemsize = self.dtype.itemsize
+        return self.tiers.store.read(self._extent, address, start * itemsize, count * itemsize)
+
+    def _write(self, buffer: Buffer, start: int, count: int) -> None:
+        elements = range(start, start + count)
+        self._settle(elements)
+        itemsize = self.dtype.itemsize
+        ticket = self.tiers.store.write(self._extent, buffer.address, start * itemsize, count * itemsize)
+        self._writes.append((elements, ticket))
+        self.tiers.writing(ticket, buffer)
+
+    def _settle(self, elements: range) -> None:
+        """The store promises no order: what touches `elements` follows the writes to them that are under way."""
+        under_way = []
+        for written, ticket in self._writes:
+            if written.start < elements.stop and elements.start < written.stop:
+                ticket.wait()  # a failed write stays: these bytes are lost, and every later access says so
+            elif not ticket.done():
+                under_way.append((written, ticket))
+            else:
+                ticket.wait()
+        self._writes = under_way
+
+
+class Window:
+    """Consecutive elements of one storage in host memory: wait, use, then `store` or `close`, once."""
+
+    def __init__(
+        self, storage: TensorStorage, start: int, memory: torch.Tensor, buffer: Buffer | None, ticket: Ticket | None
+    ) -> None:
+        self._storage, self._start = storage, start
+        self._memory, self._buffer, self._ticket = memory, buffer, ticket
+        self._open = True
+
+    @property
+    def nbytes_leased(self) -> int:
+        """Bytes of the host arena that this window holds; 0 for resident bytes."""
+        return self._buffer.nbytes if self._buffer is not None else 0
+
+    def wait(self) -> torch.Tensor:
+        """The elements, 1-D, once they are there; valid until `store` or `close`."""
+        assert self._open, "a window was used after it was stored or closed"
+        if self._ticket is not None:
+            self._ticket.wait()
+            self._ticket = None
+        return self._memory
+
+    def store(self) -> None:
+        """Start writing the elements back; nothing to move for resident bytes."""
+        self.wait()
+        self._open = False
+        memory, self._memory = self._memory, None
+        if self._buffer is not None:
+            buffer, self._buffer = self._buffer, None
+            if memory.numel():
+                self._storage._write(buffer, self._start, memory.numel())
+            else:
+                buffer.release()
+        self._storage.written()
+
+    def close(self) -> None:
+        """Give the memory back without writing. A read under way is waited for: its buffer is not free before."""
+        if not self._open:
+            return
+        self._open = False
+        self._memory = None
+        try:
+            if self._ticket is not None:
+                self._ticket.wait()
+        finally:
+            if self._buffer is not None:
+                self._buffer.release()
+                self._buffer = None

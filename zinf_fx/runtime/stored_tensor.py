@@ -1,0 +1,382 @@
+"""`StoredTensor`: a torch.Tensor with an honest shape, dtype and device, whose bytes live in a TensorStorage.
+
+Eager operations gather the full value, compute, and drop it; mutating ones write through. While a graph is captured
+the token is a fake tensor, so that the same dispatch puts a `zinf.gather` node into the graph instead.
+
+A view of a stored tensor is again a stored tensor: the same storage, and the view operations to replay on its value.
+So autograd saves wrappers, never values, and `p.data[i].zero_()` reaches the bytes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from zinf_fx import ops
+from zinf_fx.config import Config, Tier
+from zinf_fx.errors import StoredTensorError
+from zinf_fx.runtime.storage import TensorStorage
+from zinf_fx.runtime.tiers import Tiers
+
+aten = torch.ops.aten
+
+
+class ViewStep(NamedTuple):
+    """One view operation: its arguments after the tensor, and which of its results is meant (None: the only one)."""
+
+    op: torch._ops.OpOverload
+    args: tuple
+    kwargs: tuple[tuple[str, Any], ...]
+    index: int | None
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        result = self.op(value, *self.args, **dict(self.kwargs))
+        return result if self.index is None else result[self.index]
+
+
+class Base(NamedTuple):
+    """What is known of the stored value, before any view, without looking at its storage."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    tier: Tier
+    config: Config
+
+
+class StoredTensor(torch.Tensor):
+    """A tensor whose bytes live in the store. Made by `offload`, `offloading`, the executor and the optimizers."""
+
+    token: torch.Tensor
+    base: Base
+    views: tuple[ViewStep, ...]
+    _storage: TensorStorage | None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(
+        cls,
+        token: torch.Tensor,
+        base: Base,
+        views: tuple[ViewStep, ...] = (),
+        like: torch.Tensor | None = None,
+        storage: TensorStorage | None = None,
+        requires_grad: bool = False,
+    ) -> StoredTensor:
+        """`like` has the metadata of the value after `views`; default: contiguous, as `base`."""
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            base.shape if like is None else like.shape,
+            strides=None if like is None else like.stride(),
+            storage_offset=None if like is None else like.storage_offset(),
+            dtype=base.dtype if like is None else like.dtype,
+            device=base.device,
+            requires_grad=requires_grad,
+        )
+        tensor.token, tensor.base, tensor.views = token, base, views
+        tensor._storage = storage  # keeps the bytes alive; a fake token has none
+        return tensor
+
+    @classmethod
+    def of(
+        cls, storage: TensorStorage, shape: Iterable[int], device: torch.device, requires_grad: bool = False
+    ) -> StoredTensor:
+        """The tensor of `shape` whose bytes are `storage`'s."""
+        base = Base(torch.Size(shape), storage.dtype, torch.device(device), storage.tier, storage.config)
+        return cls(storage.token, base, storage=storage, requires_grad=requires_grad)
+
+    # -- traceable wrapper subclass: identity goes in the token, never in the context -------------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple]:
+        # Without views, outer_size says the shape: a parameter's context is the same in every layer.
+        base = self.base if self.views else self.base._replace(shape=None)
+        return ["token"], (base, self.dtype, self.views)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict, context: tuple, outer_size: Any, outer_stride: Any) -> StoredTensor:
+        base, dtype, views = context
+        if not views:
+            return StoredTensor(inner["token"], base._replace(shape=outer_size))
+        like = torch.empty_strided(outer_size, outer_stride, dtype=dtype, device="meta")
+        return StoredTensor(inner["token"], base, views, like)
+
+    # -- for users ---------------------------------------------------------------------------------------------------
+
+    @property
+    def storage(self) -> TensorStorage:
+        """The storage behind this tensor. Raises: StoredTensorError inside a captured graph, where there is none."""
+        if self._storage is None:
+            self._storage = TensorStorage.of_token(self.token)
+        return self._storage
+
+    def full_tensor(self) -> torch.Tensor:
+        """The full value as an ordinary tensor that the caller owns."""
+        with torch.no_grad():
+            value = self._gather()
+            return value.clone() if self.storage.resident else value
+
+    def to_local(self) -> torch.Tensor:
+        """This rank's shard as an ordinary tensor; with one rank, the full value."""
+        return self.full_tensor()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        kind = "StoredParameter" if isinstance(self, torch.nn.Parameter) else "StoredTensor"
+        return f"{kind}(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}', tier='{self.base.tier}')"
+
+    def __deepcopy__(self, memo: dict) -> StoredTensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise StoredTensorError("only leaves can be deep-copied: this stored tensor is the result of a computation")
+        twin = memo[id(self)] = store_value(self, self.storage.tiers, self.storage.tier, self.storage.config)
+        twin.requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            as_parameter(twin)
+        if self.grad is not None:
+            twin.grad = copy.deepcopy(self.grad, memo)
+        return twin
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        """Pickles as the ordinary tensor or parameter that it stands for, so files load without zinf_fx."""
+        value = self.full_tensor().requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            value = torch.nn.Parameter(value.detach(), requires_grad=self.requires_grad)
+        return value.__reduce_ex__(protocol)
+
+    # -- dispatch ----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _SAME_VALUE:
+            return args[0]._twin()
+        mutated = _mutated_arguments(func, args, kwargs)
+        if isinstance(args[0] if args else None, StoredTensor) and not mutated:
+            if not args[0].captured:
+                if func is aten._to_copy.default and args[0]._is_conversion():
+                    return args[0]._convert(kwargs)
+                if _is_view(func):
+                    return args[0]._view(func, args[1:], kwargs)
+            if func in _METADATA_ONLY:
+                stand_in = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
+                return func(stand_in, *args[1:], **{"memory_format": torch.contiguous_format, **kwargs})
+        if args and isinstance(args[0], (list, tuple)) and func._schema.name.startswith("aten::_foreach_"):
+            return _foreach(func, args, kwargs)
+        if mutated:
+            return _write_through(func, args, kwargs, mutated)
+        args, kwargs = tree_map_only(StoredTensor, StoredTensor._gather, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @property
+    def captured(self) -> bool:
+        """Whether this is a stand-in inside a graph that is being captured."""
+        return type(self.token) is not torch.Tensor
+
+    def _gather(self) -> torch.Tensor:
+        value = ops.gather(self.token, self.base.shape, self.base.dtype, self.base.device)
+        for step in self.views:
+            value = step(value)
+        return value
+
+    def _twin(self) -> StoredTensor:
+        return StoredTensor(self.token, self.base, self.views, self if self.views else None, self._storage)
+
+    def _view(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        meta = torch.empty_strided((), (), dtype=self.dtype, device="meta")
+        meta = meta.as_strided(self.shape, self.stride(), 0) if self.numel() else meta.new_empty(self.shape)
+        results = func(meta, *args, **kwargs)
+        frozen = tuple(tuple(a) if isinstance(a, list) else a for a in args)
+
+        def wrap(like: torch.Tensor, index: int | None) -> StoredTensor:
+            step = ViewStep(func, frozen, tuple(kwargs.items()), index)
+            return StoredTensor(self.token, self.base, (*self.views, step), like, self._storage)
+
+        if isinstance(results, (list, tuple)):
+            return [wrap(like, index) for index, like in enumerate(results)]
+        return wrap(results, None)
+
+    def _is_conversion(self) -> bool:
+        """Whether `_to_copy` means Module.to(): under no_grad, and not autocast's cast inside a computation."""
+        return not torch.is_grad_enabled() and not torch.is_autocast_enabled(self.device.type)
+
+    def _convert(self, kwargs: dict) -> StoredTensor:
+        dtype = kwargs.get("dtype") or self.dtype
+        device = torch.device(kwargs.get("device") or self.device)
+        check_device(device, "this stored tensor")
+        storage = self.storage
+        converted = TensorStorage(storage.tiers, storage.tier, storage.config, self.numel(), dtype)
+        converted.set(self._gather())
+        return StoredTensor.of(converted, self.shape, device)
+
+
+_SAME_VALUE = {aten.detach.default, aten.alias.default}
+# Results depend on shape, dtype and device alone, so that no value is gathered.
+_METADATA_ONLY = {
+    aten.empty_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+}
+# Every element is overwritten, so that the present value need not be read.
+_OVERWRITES = {
+    aten.copy_.default,
+    aten.zero_.default,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.normal_.default,
+    aten.uniform_.default,
+}
+
+
+def _is_view(func: Any) -> bool:
+    arguments = func._schema.arguments
+    if not arguments:
+        return False
+    alias = arguments[0].alias_info
+    return alias is not None and not alias.is_write and all(r.alias_info is not None for r in func._schema.returns)
+
+
+def _mutated_arguments(func: Any, args: tuple, kwargs: dict) -> list[StoredTensor]:
+    """The stored tensors that `func` writes to."""
+    if not func._schema.is_mutable:
+        return []
+    written = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            written += [t for t in tree_iter(value) if isinstance(t, StoredTensor)]
+    return written
+
+
+def _write_through(func: Any, args: tuple, kwargs: dict, mutated: list[StoredTensor]) -> Any:
+    """Run `func` on gathered values, then write what it changed back to the store."""
+    if torch.Tag.inplace_view in func.tags or func._schema.name in ("aten::set_", "aten::resize_"):
+        raise StoredTensorError(
+            f"{func} would change the shape or memory of a stored tensor of shape {tuple(mutated[0].shape)}: make a "
+            "new parameter instead"
+        )
+    for tensor in mutated:
+        if tensor.captured:
+            raise StoredTensorError(
+                f"{func} writes to a stored tensor of shape {tuple(tensor.shape)} inside a compiled graph, where the "
+                "write would be lost: move it out of the compiled region"
+            )
+    bases: dict[int, torch.Tensor] = {}  # by storage key: two views of one parameter change one value
+    values: dict[int, torch.Tensor] = {}  # by tensor
+    for tensor in mutated:
+        storage = tensor.storage
+        if storage.key not in bases:
+            overwritten = func in _OVERWRITES and not tensor.views and not storage.resident
+            flat = torch.empty(storage.numel, dtype=storage.dtype) if overwritten else storage.value()
+            bases[storage.key] = flat.view(tensor.base.shape)
+        value = bases[storage.key]
+        for step in tensor.views:
+            value = step(value)
+        values[id(tensor)] = value
+
+    def substitute(tensor: StoredTensor) -> torch.Tensor:
+        return values[id(tensor)] if id(tensor) in values else tensor._gather()
+
+    new_args, new_kwargs = tree_map_only(StoredTensor, substitute, (args, kwargs))
+    result = func(*new_args, **new_kwargs)
+    for tensor in mutated:
+        storage = tensor.storage
+        base = bases.pop(storage.key, None)
+        if base is not None:
+            storage.written() if storage.resident else storage.set(base)
+    originals = {id(values[id(tensor)]): tensor for tensor in mutated}
+    return tree_map_only(torch.Tensor, lambda t: originals.get(id(t), t), result)
+
+
+def _foreach(func: Any, args: tuple, kwargs: dict) -> Any:
+    """A horizontally fused operation, one element at a time: the values are never in memory together."""
+    length = len(args[0])
+
+    def element(value: Any, index: int) -> Any:
+        is_list = isinstance(value, (list, tuple)) and len(value) == length
+        return [value[index]] if is_list else value
+
+    results = []
+    for index in range(length):
+        one_args = [element(a, index) for a in args]
+        one_kwargs = {k: element(v, index) for k, v in kwargs.items()}
+        mutated = _mutated_arguments(func, tuple(one_args), one_kwargs)
+        if mutated:
+            _write_through(func, tuple(one_args), one_kwargs, mutated)
+        else:
+            one_args, one_kwargs = tree_map_only(StoredTensor, StoredTensor._gather, (one_args, one_kwargs))
+            results.append(func(*one_args, **one_kwargs))
+    if not results or results[0] is None:
+        return None
+    if len(func._schema.returns) == 1:
+        return [r for (r,) in results]
+    return tuple([r[k][0] for r in results] for k in range(len(func._schema.returns)))
+
+
+def _gather_kernel(token: torch.Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Eager `zinf.gather`. The bytes of resident storages are returned themselves: no caller may write to them."""
+    return TensorStorage.of_token(token).value().view(shape)
+
+
+ops.implement_gather(_gather_kernel)
+
+
+def store_value(value: torch.Tensor, tiers: Tiers, tier: Tier, config: Config) -> StoredTensor:
+    """A new stored tensor on `tier` with the value of `value`."""
+    storage = TensorStorage(tiers, tier, config, value.numel(), value.dtype)
+    storage.set(value.detach())
+    return StoredTensor.of(storage, value.shape, value.device)
+
+
+def as_parameter(tensor: StoredTensor) -> StoredTensor:
+    """Make `tensor` a parameter: nn.Parameter's mark, and gradients that leave for their tier as they arrive."""
+    tensor._is_param = True
+    if tensor.requires_grad:
+        tensor.register_post_accumulate_grad_hook(_store_gradient)
+    return tensor
+
+
+def _store_gradient(parameter: torch.Tensor) -> None:
+    """Hook: a gradient that eager autograd left on the device moves to the tier of gradients."""
+    gradient = parameter.grad
+    if gradient is None or isinstance(gradient, StoredTensor) or gradient.is_sparse:
+        return
+    storage = parameter.storage
+    parameter.grad = store_value(gradient, storage.tiers, storage.placement.gradients, storage.config)
+
+
+def check_device(device: torch.device, what: str) -> None:
+    """Raises: StoredTensorError for a device that tiles can't be brought to."""
+    if device.type != "cpu":
+        raise StoredTensorError(
+            f"{what} is on device '{device}': this version brings tiles to the CPU only; keep the model on the CPU"
+        )
+
+
+@contextmanager
+def gathered(
+    tensors: torch.Tensor | torch.nn.Module | Iterable[torch.Tensor], modify: bool = False
+) -> Iterator[torch.Tensor | list[torch.Tensor]]:
+    """The full values of `tensors` as ordinary tensors; with `modify`, changes to them are written back at the end.
+
+    Gives one tensor for a tensor, else a list in the order of the iterable (of `module.parameters()` for a module).
+    Ordinary tensors among them are passed as they are, so that changes to them take effect at once. Nothing is
+    written back when the block raises.
+    """
+    single = isinstance(tensors, torch.Tensor)
+    wanted = [tensors] if single else list(tensors.parameters() if isinstance(tensors, torch.nn.Module) else tensors)
+    values = [t.full_tensor() if isinstance(t, StoredTensor) else t for t in wanted]
+    yield values[0] if single else values
+    if modify:
+        with torch.no_grad():
+            for tensor, value in zip(wanted, values, strict=True):
+                if tensor is not value:
+                    tensor.copy_(value)

@@ -1,0 +1,105 @@
+"""The memories of one job: the host arena, the store on disk, and the writes that are under way between them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from dataclasses import dataclass
+
+from zinf_fx.config import Config
+from zinf_fx.runtime.buffers import Arena, Buffer
+from zinf_fx.runtime.store import Store, Ticket
+
+# Dirty bytes that may be on their way to the store before a writer waits for the oldest.
+_MAX_BYTES_WRITING = 256 << 20
+
+
+@dataclass
+class Counters:
+    """What moved, in bytes, and what was waited for, in seconds, since the job began."""
+
+    gathered_bytes: int = 0
+    stall_seconds: float = 0.0
+    write_stall_seconds: float = 0.0
+
+
+class Tiers:
+    """The host arena and the store that a set of stored tensors share.
+
+    Tensors with the same store directory and host budget share one; it lives as long as any of them, and its scratch
+    directory goes with it.
+    """
+
+    _open: weakref.WeakValueDictionary[tuple, Tiers] = weakref.WeakValueDictionary()
+    _open_lock = threading.Lock()
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.host = Arena("host", config.host_memory or physical_memory())
+        self.counters = Counters()
+        self._store: Store | None = None
+        self._writes: deque[tuple[Ticket, Buffer]] = deque()
+        self._lock = threading.RLock()
+
+    @classmethod
+    def of(cls, config: Config) -> Tiers:
+        """The open tiers of this configuration, or new ones."""
+        key = (config.store.absolute(), config.host_memory)
+        with cls._open_lock:
+            tiers = cls._open.get(key)
+            if tiers is None:
+                tiers = cls._open[key] = cls(config)
+            return tiers
+
+    @property
+    def store(self) -> Store:
+        """The NVMe tier; its scratch directory is made on first use."""
+        with self._lock:
+            if self._store is None:
+                if self.config.store_is_default:
+                    self.config.store.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._store = Store(self.config.store)
+            return self._store
+
+    @property
+    def store_in_use(self) -> Store | None:
+        """The NVMe tier if anything was ever placed on it."""
+        return self._store
+
+    def writing(self, ticket: Ticket, buffer: Buffer) -> None:
+        """Take over `buffer` until `ticket`, a write from it, is done; waits while too many bytes are under way."""
+        with self._lock:
+            self._writes.append((ticket, buffer))
+            while self._writes and self._writes[0][0].done():
+                self._retire()
+            started = time.perf_counter()
+            while sum(buffer.nbytes for _, buffer in self._writes) > _MAX_BYTES_WRITING:
+                self._retire()
+            self.counters.write_stall_seconds += time.perf_counter() - started
+
+    def drain(self) -> None:
+        """Wait for every write under way. Raises: StoreError of the first that failed, after all have ended."""
+        failure: BaseException | None = None
+        with self._lock:
+            while self._writes:
+                try:
+                    self._retire()
+                except BaseException as error:
+                    failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _retire(self) -> None:
+        ticket, buffer = self._writes.popleft()
+        try:
+            ticket.wait()
+        finally:
+            buffer.release()
+
+
+def physical_memory() -> int:
+    """The machine's memory in bytes."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,67 @@
+"""Tiles on their way to the device: nc-, cg- and gg-transfer (ZeRO-Infinity, section 6.2), shared by all graphs."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+
+import torch
+
+from zinf_fx.runtime.storage import TensorStorage
+
+
+class StagedTile:
+    """One tile on its way to the device, or there, for as long as somebody holds it.
+
+    It doesn't keep the storage alive: a tile fetched in advance must not prolong the life of a model.
+    """
+
+    def __init__(self, storage: TensorStorage) -> None:
+        self.storage = weakref.ref(storage)
+        self.version = storage.version
+        self.holds = 0
+        self._nbytes = storage.nbytes
+        self._counters = storage.tiers.counters
+        self._window = storage.window()
+
+    def wait(self) -> torch.Tensor:
+        """The tile's elements, flat; counts the time for which compute had to wait."""
+        started = time.perf_counter()
+        value = self._window.wait()
+        self._counters.stall_seconds += time.perf_counter() - started
+        self._counters.gathered_bytes += self._nbytes
+        return value
+
+    def close(self) -> None:
+        """Give the buffers back."""
+        self._window.close()
+
+
+class Staging:
+    """Tiles in flight, shared by every graph execution: a tile that one still holds is not read again for the next."""
+
+    def __init__(self) -> None:
+        self._tiles: weakref.WeakKeyDictionary[TensorStorage, StagedTile] = weakref.WeakKeyDictionary()
+        self._lock = threading.RLock()
+
+    def fetch(self, storage: TensorStorage) -> StagedTile:
+        """Hold `storage`'s tile, starting to read it unless it is already held in its present version."""
+        with self._lock:
+            tile = self._tiles.get(storage)
+            if tile is None or tile.version != storage.version:
+                tile = self._tiles[storage] = StagedTile(storage)
+            tile.holds += 1
+            return tile
+
+    def release(self, tile: StagedTile) -> None:
+        """Drop one hold; the last one frees the tile's buffers."""
+        with self._lock:
+            tile.holds -= 1
+            assert tile.holds >= 0, "a tile was released more often than fetched"
+            if tile.holds:
+                return
+            storage = tile.storage()
+            if storage is not None and self._tiles.get(storage) is tile:
+                del self._tiles[storage]
+            tile.close()
