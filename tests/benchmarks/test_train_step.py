@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zinf_fx
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import train_step
+from train_step import compare_losses, main, summarise, table
+
+TINY = {"layers": 1, "hidden": 16, "heads": 2, "context": 16, "batch": 2, "steps": 2, "warmup": 1, "repeats": 1}
+TINY_FLAGS = [word for name, value in TINY.items() for word in (f"--{name}", str(value))]
+
+needs_zinf = pytest.mark.skipif(
+    not (hasattr(zinf_fx, "optim") and hasattr(zinf_fx, "stats")), reason="zinf_fx has no optimizer or counters"
+)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, train_step.__file__, *TINY_FLAGS, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+def result(variant: str, step: list[float], peak: int, losses: list[float]) -> dict:
+    return {
+        "variant": variant,
+        "losses": losses,
+        "first_step": 9.0,
+        "step": step,
+        "forward": step,
+        "backward": step,
+        "optimizer": step,
+        "peak_resident_bytes": peak,
+        "rusage_maxrss_bytes": peak,
+        "read_per_parameter": 14.0,
+        "written_per_parameter": 16.0,
+    }
+
+
+class TestSummaries:
+    # The machine is twice as slow in the second round; zinf takes 1.5 times as long in both.
+    rounds = (
+        {"eager": result("eager", [1, 2, 3], 2**31, [5.0]), "zinf": result("zinf", [3, 3, 9], 2**30, [5.0])},
+        {"eager": result("eager", [4, 4, 4], 2**31, [5.0]), "zinf": result("zinf", [6, 6, 6], 2**30, [5.0])},
+    )
+
+    def test_medians_and_ratios_within_rounds(self) -> None:
+        summary = summarise(self.rounds, "zinf")
+        assert summary["step"] == 6
+        assert summary["fastest_step"] == 3
+        assert summary["step_ratio"] == {"eager": 1.5, "zinf": 1.0}
+        assert summary["peak_ratio"] == {"eager": 0.5, "zinf": 1.0}
+
+    def test_table_has_a_row_per_variant_and_ratios_to_those_that_ran(self) -> None:
+        text = table([summarise(self.rounds, variant) for variant in ("eager", "zinf")])
+        eager, zinf = text.splitlines()[-2:]
+        assert eager.split()[0] == "eager" and eager.split()[-2:] == ["-", "-"]
+        assert zinf.split()[0] == "zinf" and zinf.split()[-5:] == ["1.50", "1.00", "0.50", "14.00", "16.00"]
+        assert "compile" not in text
+
+
+@pytest.mark.parametrize(
+    ("variant", "losses", "passed", "words"),
+    [
+        ("zinf", [5.0, 4.0], True, "2 losses bitwise equal"),
+        ("zinf", [5.0, 4.0000001], False, "first at step 1"),
+        ("zinf", [5.0, float("nan")], False, "must be bitwise equal"),
+        ("compile", [5.0, 4.0000001], True, "by at most 1e-07"),
+        ("compile", [5.0, float("nan")], False, "by at most nan"),
+    ],
+)
+def test_losses_are_compared_with_eager(variant: str, losses: list[float], passed: bool, words: str) -> None:
+    rounds = [{"eager": result("eager", [1], 1, [5.0, 4.0]), variant: result(variant, [1], 1, losses)}]
+    lines, all_passed = compare_losses(rounds)
+    assert all_passed == passed
+    assert words in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--heads", "7"], "--hidden (1024) must be a multiple of --heads (7)"),
+        (["--steps", "0"], "--steps must be at least 1, not 0"),
+        (["--variants", "deepspeed"], "invalid choice: 'deepspeed'"),
+        (["--check", "--variants", "compile", "zinf"], "--check compares other variants with eager"),
+    ],
+)
+def test_flags_are_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(flags)
+    assert exit.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_json_of_plain_variants() -> None:
+    done = run("--variants", "eager", "--json")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    (summary,) = answer["summaries"]
+    (results,) = answer["rounds"]
+    assert summary["variant"] == "eager"
+    assert 0 < summary["forward"] < summary["step"]
+    assert summary["peak_resident_bytes"] > 2**26
+    assert len(results["eager"]["losses"]) == 3
+    assert len(results["eager"]["step"]) == 2
+
+
+def test_table_of_plain_variants() -> None:
+    done = run("--variants", "eager")
+    assert done.returncode == 0, done.stderr
+    assert "GPT 1 x 16" in done.stdout
+    assert done.stdout.splitlines()[-2].startswith("eager")
+
+
+def test_a_variant_that_fails_is_named() -> None:
+    done = run("--variants", "zinf", "--placement", "moon")
+    assert done.returncode == 1
+    assert "variant zinf ended with status 1" in done.stderr
+
+
+@needs_zinf
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_zinf_is_bitwise_equal_to_eager(dtype: str, tmp_path: Path) -> None:
+    done = run("--variants", "eager", "zinf", "--dtype", dtype, "--check", "--json", "--store", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["passed"]
+    assert answer["rounds"][0]["zinf"]["written_per_parameter"] > 0
