@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import threading
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 
 from zinf_fx.errors import StoreError
 from zinf_fx.runtime.buffers import HUGE_PAGE, PAGE, Arena, aligned_empty
-from zinf_fx.runtime.freelist import FreeList, round_up
+from zinf_fx.runtime.freelist import FreeList, Space, round_up
 
 
 def resident_bytes() -> int:
@@ -167,6 +169,37 @@ def test_the_free_list_never_hands_out_a_unit_twice(steps: list[tuple[bool, int,
         assert sum(b - a for a, b in pieces) == size
         assert all(a[1] <= b[0] for a, b in pairwise(pieces))
         assert all(a[1] < b[0] for a, b in pairwise(free))
+
+
+def test_giving_back_never_waits_for_the_lock():
+    """A finalizer may run in the thread that holds it."""
+    space = Space()
+    space.extend(0, 100)
+    a, b = space.take(30, 1), space.take(30, 1)
+    space.visit_free(lambda start, end: space.give(a, 30))
+    assert (space.in_use, space.peak) == (30, 60)
+    space.visit_free(lambda start, end: space.give(b, 30))
+    assert space.take(100, 1) == 0
+
+
+def test_leases_released_by_the_garbage_collector():
+    """Cycles whose finalizers release a lease, collected wherever the collector happens to run."""
+    arena = Arena("host", 4 << 20)
+
+    class Holder:
+        def __init__(self) -> None:
+            self.itself = self
+            weakref.finalize(self, arena.lease(PAGE).release)
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        for _ in range(2000):
+            Holder()
+    finally:
+        gc.set_threshold(*threshold)
+    gc.collect()
+    assert arena.in_use == 0
 
 
 def test_aligned_empty_is_ordinary_memory():

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import math
 import mmap
-import threading
 
 import torch
 
 from zinf_fx.errors import StoreError
-from zinf_fx.runtime.freelist import FreeList, round_up
+from zinf_fx.runtime.freelist import Space, round_up
 
 PAGE = 4096
 HUGE_PAGE = 2 << 20
@@ -34,13 +34,8 @@ class Arena:
         self.name = name
         self.capacity = round_up(capacity, PAGE)
         self.option = option
-        self.in_use = 0
-        """Bytes leased."""
-        self.peak = 0
-        """The most bytes that were leased at a time."""
-        self._lock = threading.Lock()
-        self._free = FreeList()
-        self._free.give(0, self.capacity)
+        self._space = Space()
+        self._space.extend(0, self.capacity)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         try:
             self._map: mmap.mmap | None = mmap.mmap(-1, self.capacity + HUGE_PAGE, flags=flags)
@@ -61,45 +56,51 @@ class Arena:
         Raises:
             StoreError: the arena is exhausted, or too fragmented.
         """
+        memory = self._map
+        assert memory is not None, f"lease from the closed arena {self.name!r}"
         size = round_up(max(nbytes, 1), PAGE)
-        with self._lock:
-            assert self._map is not None, f"lease from the closed arena {self.name!r}"
-            offset = self._free.take(size, HUGE_PAGE if size >= HUGE_PAGE else PAGE)
-            if offset is None:
-                raise StoreError(
-                    "lease",
-                    self.name,
-                    f"{nbytes} bytes asked for, {self.in_use} of {self.capacity} bytes leased, "
-                    f"largest free piece {self._free.largest} bytes; raise {self.option}",
-                )
-            self.in_use += size
-            self.peak = max(self.peak, self.in_use)
-            return Buffer(self, self._map, self._base + offset, self._address + offset, nbytes, size)
+        offset = self._space.take(size, HUGE_PAGE if size >= HUGE_PAGE else PAGE)
+        if offset is None:
+            raise StoreError(
+                "lease",
+                self.name,
+                f"{nbytes} bytes asked for, {self.in_use} of {self.capacity} bytes leased, "
+                f"largest free piece {self._space.largest} bytes; raise {self.option}",
+            )
+        return Buffer(self, memory, self._base + offset, self._address + offset, nbytes, size)
+
+    @property
+    def in_use(self) -> int:
+        """Bytes leased."""
+        return self._space.in_use
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were leased at a time."""
+        return self._space.peak
 
     def trim(self) -> None:
         """Gives the memory of free pieces back to the system. Their next use pays for new pages."""
-        with self._lock:
-            if self._map is not None:
-                for start, end in self._free:
-                    self._map.madvise(mmap.MADV_DONTNEED, self._base + start, end - start)
+        memory = self._map
+        if memory is not None:
+            self._space.visit_free(
+                lambda start, end: memory.madvise(mmap.MADV_DONTNEED, self._base + start, end - start)
+            )
 
     def close(self) -> None:
         """No leases any more. The memory goes when the last buffer and the last tensor over it are gone."""
-        with self._lock:
-            self._map = None
+        self._map = None
 
     def _advise_huge_pages(self) -> None:
         assert self._map is not None
         try:
             self._map.madvise(mmap.MADV_HUGEPAGE, self._base, self.capacity)
         except OSError as error:
-            if error.errno != 22:  # EINVAL: a kernel without transparent huge pages
+            if error.errno != errno.EINVAL:  # a kernel without transparent huge pages
                 raise
 
     def _give_back(self, offset: int, size: int) -> None:
-        with self._lock:
-            self._free.give(offset - self._base, size)
-            self.in_use -= size
+        self._space.give(offset - self._base, size)
 
 
 class Buffer:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterator
 
 
 def round_up(nbytes: int, alignment: int) -> int:
@@ -17,7 +20,7 @@ class FreeList:
         self._starts: list[int] = []
         self._ends: list[int] = []
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[tuple[int, int]]:
         """The free intervals as pairs (start, end), lowest first."""
         return iter(list(zip(self._starts, self._ends, strict=True)))
 
@@ -76,3 +79,79 @@ class FreeList:
     def free_before(self, end: int) -> int:
         """Bytes of the free interval that ends at `end`; 0 if none does."""
         return end - self._starts[-1] if self._ends and self._ends[-1] == end else 0
+
+
+class Space:
+    """A free list that threads share, and that knows how much is taken.
+
+    [Note: giving back in the garbage collector]  What is leased from a space often goes back in a finalizer, and the
+    garbage collector may run one in the middle of any method here, in the thread that holds the lock. So `give` never
+    waits for the lock: it leaves a note, which whoever gets the lock next acts on.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free = FreeList()
+        self._returned: deque[tuple[int, int]] = deque()
+        self._in_use = 0
+        self.peak = 0
+        """The most bytes that were taken at a time."""
+
+    @property
+    def in_use(self) -> int:
+        """Bytes taken."""
+        self._act_on_notes()
+        return self._in_use
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest free interval."""
+        with self._lock:
+            self._take_back()
+            return self._free.largest
+
+    def take(self, nbytes: int, alignment: int) -> int | None:
+        """As `FreeList.take`."""
+        with self._lock:
+            self._take_back()
+            start = self._free.take(nbytes, alignment)
+            if start is not None:
+                self._in_use += nbytes
+                self.peak = max(self.peak, self._in_use)
+        return start
+
+    def give(self, start: int, nbytes: int) -> None:
+        """Gives back what `take` returned. Safe in a finalizer."""
+        self._returned.append((start, nbytes))
+        self._act_on_notes()
+
+    def extend(self, start: int, nbytes: int) -> None:
+        """Adds an interval that was never part of the space."""
+        with self._lock:
+            self._free.give(start, nbytes)
+
+    def free_before(self, end: int) -> int:
+        """As `FreeList.free_before`."""
+        with self._lock:
+            self._take_back()
+            return self._free.free_before(end)
+
+    def visit_free(self, visit: Callable[[int, int], None]) -> None:
+        """Calls `visit(start, end)` for every free interval, while nobody can take one."""
+        with self._lock:
+            self._take_back()
+            for start, end in self._free:
+                visit(start, end)
+
+    def _act_on_notes(self) -> None:
+        while self._returned and self._lock.acquire(blocking=False):
+            try:
+                self._take_back()
+            finally:
+                self._lock.release()
+
+    def _take_back(self) -> None:
+        while self._returned:
+            start, nbytes = self._returned.popleft()
+            self._free.give(start, nbytes)
+            self._in_use -= nbytes

@@ -27,7 +27,7 @@ from zinf_fx.native.engine import (
     provider_names,
 )
 from zinf_fx.runtime.buffers import PAGE, aligned_empty
-from zinf_fx.runtime.freelist import FreeList, round_up
+from zinf_fx.runtime.freelist import Space, round_up
 from zinf_fx.runtime.scratch import Scratch, reclaim
 
 __all__ = ["Counters", "Extent", "Fault", "Store", "Ticket", "reclaim"]
@@ -85,8 +85,8 @@ class Store:
     ) -> None:
         candidates = _candidates(provider, strict_direct)
         self.directory = Path(directory)
-        self._lock = threading.Lock()
-        self._free = FreeList()
+        self._growing = threading.Lock()
+        self._space = Space()
         self._live: dict[int, int] = {}
         self._size = 0
         self._resources = _Resources(self.directory, candidates, depth, block)
@@ -101,21 +101,20 @@ class Store:
         assert nbytes >= 0, f"an extent of {nbytes} bytes"
         self._check_usable("allocate")
         capacity = round_up(max(nbytes, 1), self.alignment)
-        with self._lock:
-            offset = self._free.take(capacity, self.alignment)
+        with self._growing:
+            offset = self._space.take(capacity, self.alignment)
             if offset is None:
                 self._grow(capacity)
-                offset = self._free.take(capacity, self.alignment)
+                offset = self._space.take(capacity, self.alignment)
                 assert offset is not None, "the file grew, and yet there is no room in it"
-            self._live[offset] = capacity
+        self._live[offset] = capacity
         return Extent(offset, nbytes, capacity)
 
     def free(self, extent: Extent) -> None:
-        """Gives an extent's space back to the store. No request for it may be under way."""
-        with self._lock:
-            assert self._live.get(extent.offset) == extent.capacity, f"{extent} is not allocated, or was freed before"
-            del self._live[extent.offset]
-            self._free.give(extent.offset, extent.capacity)
+        """Gives an extent's space back to the store. No request for it may be under way. Safe in a finalizer."""
+        assert self._live.get(extent.offset) == extent.capacity, f"{extent} is not allocated, or was freed before"
+        del self._live[extent.offset]
+        self._space.give(extent.offset, extent.capacity)
 
     def read(self, extent: Extent, address: int, offset: int, nbytes: int, *, owner: object = None) -> Ticket:
         """Starts reading `nbytes` bytes of the extent from `offset` on into memory at `address`.
@@ -163,8 +162,7 @@ class Store:
     @property
     def in_use(self) -> int:
         """Bytes of allocated extents."""
-        with self._lock:
-            return self._size - self._free.nbytes
+        return self._space.in_use
 
     @property
     def reserved(self) -> int:
@@ -221,7 +219,7 @@ class Store:
 
     def _grow(self, capacity: int) -> None:
         """Reserves in steps that follow the file's size, because every step is a system call that holds up I/O."""
-        needed = capacity - self._free.free_before(self._size)
+        needed = capacity - self._space.free_before(self._size)
         step = max(needed, min(max(self._size, SMALLEST_STEP), LARGEST_STEP))
         for nbytes in (step, needed) if step > needed else (needed,):
             try:
@@ -231,7 +229,7 @@ class Store:
                 if nbytes > needed:
                     continue
                 raise self._no_room(needed, error) from error
-            self._free.give(self._size, nbytes)
+            self._space.extend(self._size, nbytes)
             self._size += nbytes
             return
 
