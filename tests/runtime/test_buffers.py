@@ -175,10 +175,11 @@ def test_giving_back_never_waits_for_the_lock():
     """A finalizer may run in the thread that holds it."""
     space = Space()
     space.extend(0, 100)
-    a, b = space.take(30, 1), space.take(30, 1)
-    space.visit_free(lambda start, end: space.give(a, 30))
-    assert (space.in_use, space.peak) == (30, 60)
-    space.visit_free(lambda start, end: space.give(b, 30))
+    start = space.take(30, 1)
+    space.visit_free(lambda *_: space.give(start, 30))
+    assert (space.in_use, space.peak) == (0, 30)
+    start = space.take(30, 1)
+    space.visit_free(lambda *_: space.give(start, 30))
     assert space.take(100, 1) == 0
 
 
