@@ -136,6 +136,10 @@ class TensorStorage:
         """Count a write made through `value()` of resident bytes or through a window."""
         torch.autograd.graph.increment_version(self.token)
 
+    def flush(self) -> None:
+        """Wait for the writes under way. Raises: StoreError when one failed: its bytes are lost."""
+        self._settle(range(self.numel))
+
     def _usable_tiers(self) -> Tiers:
         if self.tiers is None:
             raise StoredTensorError(
@@ -150,9 +154,13 @@ class TensorStorage:
 
     def _write(self, buffer: Buffer, start: int, count: int) -> None:
         elements = range(start, start + count)
-        self._settle(elements)
         itemsize = self.dtype.itemsize
-        ticket = self.tiers.store.write(self._extent, buffer.address, start * itemsize, count * itemsize)
+        try:
+            self._settle(elements)
+            ticket = self.tiers.store.write(self._extent, buffer.address, start * itemsize, count * itemsize)
+        except BaseException:
+            buffer.release()
+            raise
         self._writes.append((elements, ticket))
         self.tiers.writing(ticket, buffer)
 

@@ -75,8 +75,13 @@ class Tiers:
             self._writes.append((ticket, buffer))
             while self._writes and self._writes[0][0].done():
                 self._retire()
+            self.limit_writes(_MAX_BYTES_WRITING)
+
+    def limit_writes(self, nbytes: int) -> None:
+        """Wait until at most `nbytes` are on their way to the store."""
+        with self._lock:
             started = time.perf_counter()
-            while sum(buffer.nbytes for _, buffer in self._writes) > _MAX_BYTES_WRITING:
+            while sum(buffer.nbytes for _, buffer in self._writes) > nbytes:
                 self._retire()
             self.counters.write_stall_seconds += time.perf_counter() - started
 
