@@ -1,0 +1,90 @@
+"""Parameters are cut into chunks; a chunk's windows are opened ahead of its update (ZeRO-Infinity, section 5.2.2)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from zinf_fx.runtime.freelist import round_up
+from zinf_fx.runtime.storage import WINDOW_ALIGNMENT
+
+AHEAD = 1
+"""Chunks whose reads are under way while one is updated. The writes of the one before make it three in memory."""
+
+
+class Sized(Protocol):
+    """What can be cut: a parameter, or anything else with a number of elements."""
+
+    def numel(self) -> int: ...
+
+
+P = TypeVar("P", bound=Sized)
+
+
+@dataclass(frozen=True)
+class Piece(Generic[P]):
+    """`count` consecutive elements of one parameter, from `start` on, a multiple of WINDOW_ALIGNMENT."""
+
+    parameter: P
+    start: int
+    count: int
+
+    @property
+    def last(self) -> bool:
+        """Whether the parameter ends here."""
+        return self.start + self.count == self.parameter.numel()
+
+
+def cut(parameters: Iterable[P], elements: int) -> Iterator[tuple[Piece[P], ...]]:
+    """Pieces of `parameters`, in order, packed into chunks of at most `elements` elements.
+
+    A small parameter is charged for WINDOW_ALIGNMENT elements, so that a chunk of many small ones is bounded too.
+    Vectorised kernels treat the end of a tensor differently, so that pieces end where such a kernel would not care.
+    """
+    assert elements > 0 and elements % WINDOW_ALIGNMENT == 0, elements
+    chunk: list[Piece[P]] = []
+    room = elements
+    for parameter in parameters:
+        start, numel = 0, parameter.numel()
+        while start < numel or not numel:
+            count = min(numel - start, room)
+            chunk.append(Piece(parameter, start, count))
+            start += count
+            room -= round_up(max(count, 1), WINDOW_ALIGNMENT)
+            if not room:
+                yield tuple(chunk)
+                chunk, room = [], elements
+            if not numel:
+                break
+    if chunk:
+        yield tuple(chunk)
+
+
+class Opened(Protocol):
+    """A chunk whose windows are open."""
+
+    def close(self) -> None: ...
+
+
+Chunk = TypeVar("Chunk")
+O = TypeVar("O", bound=Opened)  # noqa: E741
+
+
+def opened_ahead(chunks: Iterable[Chunk], open_chunk: Callable[[Chunk], O], ahead: int = AHEAD) -> Iterator[O]:
+    """`open_chunk` of each chunk, in order, called `ahead` chunks before the result is handed out.
+
+    What was opened and not handed out is closed when the iteration ends early.
+    """
+    waiting: deque[O] = deque()
+    try:
+        for chunk in chunks:
+            waiting.append(open_chunk(chunk))
+            if len(waiting) > ahead:
+                yield waiting.popleft()
+        while waiting:
+            yield waiting.popleft()
+    finally:
+        for opened in waiting:
+            opened.close()

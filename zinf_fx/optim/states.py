@@ -1,0 +1,83 @@
+"""Where the optimizer's tensors of one stored parameter live."""
+
+from __future__ import annotations
+
+import torch
+
+from zinf_fx.errors import OptimizerError
+from zinf_fx.optim.arithmetic import StateLayout
+from zinf_fx.optim.elements import copy_into
+from zinf_fx.runtime.stored_tensor import StoredTensor
+
+MASTER = "master"
+"""Name of the fp32 copy of a low-precision parameter among its states."""
+
+
+def working_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """The dtype of the update: fp32 for low-precision parameters (mixed precision, ZeRO section 3.1), else their own.
+
+    Raises: OptimizerError for a parameter that isn't of a real floating-point dtype.
+    """
+    if not parameter.dtype.is_floating_point or parameter.dtype.itemsize < 2:
+        raise OptimizerError(
+            f"a stored parameter of shape {tuple(parameter.shape)} has dtype {parameter.dtype}: accepted are "
+            "float64, float32, bfloat16 and float16"
+        )
+    return parameter.dtype if parameter.dtype.itemsize >= 4 else torch.float32
+
+
+class ParameterStates:
+    """Reserved space for the states of one stored parameter, on the tier of optimizer states.
+
+    Attributes:
+        tensors: by name. One holds a value only while the optimizer's `state` shows it.
+        version: of the parameter's bytes when the master last agreed with them; None when that isn't known.
+    """
+
+    def __init__(self, parameter: StoredTensor) -> None:
+        """Reserve the master. Raises: StoreError when there is no space."""
+        self.parameter = parameter
+        self.tensors: dict[str, StoredTensor] = {}
+        self.version: int | None = None
+        self.dtype = working_dtype(parameter)
+        if self.has_master:
+            self._reserve(MASTER, self.dtype)
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the parameter's own bytes are too coarse to be updated."""
+        return self.parameter.dtype != self.dtype
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Bytes that an element of the parameter brings to memory for its update, the upcast gradient included."""
+        gradient = self.parameter.grad.dtype.itemsize + self.dtype.itemsize
+        return self.parameter.dtype.itemsize + gradient + sum(t.dtype.itemsize for t in self.tensors.values())
+
+    def reserve(self, layout: StateLayout) -> None:
+        """Make room for the states of `layout` that have none. Raises: StoreError when there is no space."""
+        for name, dtype in layout.elementwise.items():
+            if name not in self.tensors:
+                self._reserve(name, dtype)
+
+    def take_over(self, name: str, value: torch.Tensor) -> StoredTensor:
+        """The tensor of state `name`, now with `value`, which is kept itself when it is stored already."""
+        mine = self.tensors[name]
+        if value is mine:
+            return mine
+        if isinstance(value, StoredTensor) and not value.views and value.dtype == mine.dtype:
+            self.tensors[name] = value
+            return value
+        return self.copy(name, value)
+
+    def copy(self, name: str, value: torch.Tensor) -> StoredTensor:
+        """The tensor of state `name`, now with a copy of `value`'s elements."""
+        mine = self.tensors[name]
+        if value is not mine:
+            copy_into(mine, value, mine.storage.config.chunk // mine.dtype.itemsize)
+        return mine
+
+    def _reserve(self, name: str, dtype: torch.dtype) -> None:
+        parameter = self.parameter
+        storage = parameter.storage.like(parameter.storage.placement.optimizer, dtype)
+        self.tensors[name] = StoredTensor.of(storage, parameter.shape, parameter.device)

@@ -1,0 +1,403 @@
+"""`Streamed`: turns a torch.optim class into one whose states live in the store and pass through memory in chunks."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch.optim import Optimizer
+
+from zinf_fx.errors import OptimizerError, StoreError
+from zinf_fx.optim.arithmetic import Group, StateLayout, borrow, probe, step_without_hooks
+from zinf_fx.optim.chunks import Piece, cut, opened_ahead
+from zinf_fx.optim.states import MASTER, ParameterStates, working_dtype
+from zinf_fx.optim.torn import TornStep
+from zinf_fx.optim.windows import OpenPiece, State
+from zinf_fx.runtime.freelist import round_up
+from zinf_fx.runtime.storage import WINDOW_ALIGNMENT
+from zinf_fx.runtime.stored_tensor import StoredTensor
+from zinf_fx.runtime.tiers import Tiers
+
+# Chunks that the host arena must have room for: opened ahead, updated, being written, and one for fragmentation.
+CHUNKS_IN_MEMORY = 4
+
+
+class Streamed(Optimizer):
+    """Base class, before a torch.optim class: `class AdamW(Streamed, torch.optim.AdamW)`.
+
+    The result takes the options of the torch class. For every stored parameter with a gradient, `step()` brings
+    weights, gradient and states to host memory chunk by chunk (`Config.chunk` bytes of fp32 weights), runs the torch
+    class on the chunk, and writes back what changed. The next chunk is read, and the one before written, meanwhile
+    (ZeRO-Infinity, sections 5.2.2 and 6.3). Where the class offers `fused`, that is the default. Low-precision
+    parameters are updated through an fp32 copy, the state "master"; what others write to such a parameter between
+    steps is taken over into it. Ordinary parameters in the same optimizer are stepped as by the torch class.
+
+    Space for the states of trainable parameters is reserved at construction; they appear in `state`, as stored
+    tensors, after the first step. When `step()` returns, everything is in the store.
+
+    Attributes:
+        step_seconds: duration of the last step.
+        torn: what is known after a step that was interrupted, else None. Stepping is refused until `load_state_dict`.
+
+    Raises: StoreError when the states don't fit, OptimizerError for a class that isn't element-wise, for parameters
+        that aren't floating-point, and for `capturable` and `differentiable`, which can't apply to values on disk.
+    """
+
+    streams_stored_parameters = True
+
+    _arithmetic: ClassVar[type[Optimizer]]
+    _constructed = False
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._arithmetic = next(base for base in cls.__mro__ if not issubclass(base, Streamed))
+        if cls._arithmetic is Optimizer:
+            raise TypeError(f"{cls.__name__} has no arithmetic: name a torch.optim class after Streamed")
+
+    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+        accepted = inspect.signature(self._arithmetic)
+        given = accepted.bind(params, *args, **kwargs).arguments
+        if "fused" in accepted.parameters and given.get("fused") is None and not given.get("foreach"):
+            kwargs["fused"] = True
+        groups = _as_groups(params)
+        # The torch class checks its options over a stand-in: some make dense states of their parameters here.
+        super().__init__([torch.nn.Parameter(torch.zeros(1, 1))], *args, **kwargs)
+        self.param_groups.clear()
+        self.state.clear()
+        self._complete()
+        for group in groups:
+            self.add_param_group(group)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if not self._constructed:  # a copy, or unpickled
+            self._complete()
+        super().__setstate__(state)
+
+    def _complete(self) -> None:
+        self.step_seconds = 0.0
+        self.torn: TornStep | None = None
+        self._stored: dict[torch.Tensor, ParameterStates] = {}
+        self._layouts: dict[tuple[str, torch.dtype], StateLayout] = {}
+        self._constructed = True
+
+    def add_param_group(self, param_group: Group) -> None:
+        """As in torch. Raises: StoreError when there is no space for the states; the group is not added then."""
+        super().add_param_group(param_group)
+        if not self._constructed:
+            return
+        group = self.param_groups[-1]
+        try:
+            self._layout(group, torch.float32)
+            for parameter in group["params"]:
+                if isinstance(parameter, StoredTensor) and (parameter.requires_grad or parameter.grad is not None):
+                    self._reserve(group, parameter)
+        except BaseException:
+            self.param_groups.pop()
+            for parameter in group["params"]:
+                self._stored.pop(parameter, None)
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """As in torch. Raises: StoreError; OptimizerError from then on, because the step is torn: see `torn`."""
+        if self.torn is not None:
+            raise OptimizerError(str(self.torn))
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        started = time.perf_counter()
+        found_inf = getattr(self, "found_inf", None)  # GradScaler's word that this step is to be skipped
+        if found_inf is None or not found_inf.item():
+            runs = list(self._runs())
+            self._step_ordinary()
+            if runs:
+                self._step_stored(runs)
+        self.step_seconds = time.perf_counter() - started
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch; element-wise states of stored parameters are stored tensors, which `torch.save` writes as
+        ordinary ones. Raises: OptimizerError after a torn step, so that no good checkpoint is overwritten."""
+        if self.torn is not None:
+            raise OptimizerError(str(self.torn))
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch; values go to the store one after the other, in fp32 for low-precision parameters.
+
+        Accepts the state of the plain torch class too: masters are then taken from the parameters.
+
+        Raises: OptimizerError for a state that doesn't fit, before anything is changed.
+        """
+        entries: dict[StoredTensor, State] = {}
+
+        def take_stored(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+            groups = zip(state_dict["param_groups"], self.param_groups, strict=False)
+            rest = dict(state_dict["state"])
+            for saved, mine in groups:
+                for key, parameter in zip(saved["params"], mine["params"], strict=False):
+                    if isinstance(parameter, StoredTensor) and key in rest:
+                        entries[parameter] = self._fitting({**saved, "params": []}, parameter, rest.pop(key))
+            return {**state_dict, "state": rest}
+
+        # The last hook to see the values, and the only place where torch would not cast them to the parameter's dtype.
+        handle = self.register_load_state_dict_pre_hook(take_stored)
+        posts, self._optimizer_load_state_dict_post_hooks = self._optimizer_load_state_dict_post_hooks, {}
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+            self._optimizer_load_state_dict_post_hooks = posts
+        self._load(entries)
+        for hook in posts.values():
+            hook(self)
+
+    # -- what is kept where ------------------------------------------------------------------------------------------
+
+    def _layout(self, group: Group, dtype: torch.dtype) -> StateLayout:
+        """Of the states of a group's parameters that are updated in `dtype`, under the group's present options."""
+        for option in ("capturable", "differentiable"):
+            if group.get(option):
+                raise OptimizerError(f"{option}=True can't be honoured for stored parameters: leave it out")
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names", "lr", "initial_lr")}
+        key = (repr(options), dtype)
+        if key not in self._layouts:
+            self._layouts = {key: probe(self, self._arithmetic, group, dtype), **dict(list(self._layouts.items())[:15])}
+        return self._layouts[key]
+
+    def _reserve(self, group: Group, parameter: StoredTensor) -> ParameterStates:
+        states = self._stored.get(parameter)
+        if states is None:
+            states = self._stored[parameter] = ParameterStates(parameter)
+        states.reserve(self._layout(group, states.dtype))
+        return states
+
+    def _fitting(self, group: Group, parameter: StoredTensor, entry: State) -> State:
+        """A loaded entry, less what this parameter has no use for. Raises: OptimizerError if it can't be right."""
+        dtype = working_dtype(parameter)
+        entry = {k: v for k, v in entry.items() if v is not None and (k != MASTER or dtype != parameter.dtype)}
+        layout = self._layout({**self.defaults, **group}, dtype)
+        shape = tuple(parameter.shape)
+        if entry and (missing := sorted((layout.elementwise.keys() | layout.scalars.keys()) - entry.keys())):
+            raise OptimizerError(
+                f"the state to load for a parameter of shape {shape} lacks {', '.join(missing)}: it has "
+                f"{', '.join(sorted(entry))}, so it was saved by another class of optimizer than {type(self).__name__}"
+            )
+        for name in [*layout.elementwise, MASTER]:
+            if name in entry and tuple(entry[name].shape) != shape:
+                raise OptimizerError(
+                    f"the state '{name}' to load has shape {tuple(entry[name].shape)}, its parameter {shape}: the "
+                    "parameters are in another order, or of another model"
+                )
+        return entry
+
+    def _load(self, entries: dict[StoredTensor, State]) -> None:
+        self.torn = TornStep("a state dict was loaded in part", (), (), ())
+        groups = {p: group for group in self.param_groups for p in group["params"]}
+        for parameter, entry in entries.items():
+            states = self._reserve(groups[parameter], parameter)
+            layout = self._layout(groups[parameter], states.dtype)
+            states.version = None
+            for name, value in entry.items():
+                if name in states.tensors:
+                    value = states.copy(name, value)
+                elif name in layout.scalars:
+                    dtype = layout.scalars[name]
+                    value = value if dtype is None else torch.as_tensor(value, dtype=dtype).clone()
+                self.state[parameter][name] = value
+        for tiers in {id(p.storage.tiers): p.storage.tiers for p in entries}.values():
+            tiers.drain()
+        self.torn = None
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    def _step_ordinary(self) -> None:
+        groups = []
+        for group in self.param_groups:
+            ordinary = [p for p in group["params"] if not isinstance(p, StoredTensor)]
+            if ordinary:
+                groups.append({**group, "params": ordinary})
+        if groups:
+            inner = borrow(self, self._arithmetic, {}, [])
+            inner.param_groups, inner.state = groups, self.state
+            step_without_hooks(inner)
+
+    def _runs(self) -> Iterator[Run]:
+        """Stored parameters with gradients, with space for their states, in runs that may share chunks."""
+        for group in self.param_groups:
+            runs: dict[tuple[torch.dtype, frozenset[str]], Run] = {}
+            for parameter in group["params"]:
+                if not isinstance(parameter, StoredTensor) or parameter.grad is None:
+                    continue
+                if parameter.grad.layout != torch.strided:
+                    raise OptimizerError(
+                        f"the gradient of a stored parameter of shape {tuple(parameter.shape)} has layout "
+                        f"{parameter.grad.layout}: only dense gradients can be streamed (sparse=False)"
+                    )
+                states = self._reserve(group, parameter)
+                entry = self.state[parameter]
+                present = frozenset(name for name in states.tensors if entry.get(name) is not None)
+                for name in present:
+                    entry[name] = states.take_over(name, entry[name])
+                names = tuple(self._layout(group, states.dtype).elementwise)
+                run = runs.setdefault((states.dtype, present), Run(group, states.dtype, names, present))
+                run.parameters.append(parameter)
+            yield from runs.values()
+
+    def _step_stored(self, runs: list[Run]) -> None:
+        everyone = [p for run in runs for p in run.parameters]
+        all_tiers = list({id(p.storage.tiers): p.storage.tiers for p in everyone}.values())
+        per_element = max(self._stored[p].bytes_per_element for p in everyone)
+        elements = _chunk_elements(everyone, per_element)
+        upcasts = any(p.grad.dtype != self._stored[p].dtype for p in everyone)
+        progress = _Progress()
+        try:
+            with ExitStack() as stack:
+                scratch = torch.empty(0, dtype=torch.uint8)
+                if upcasts:
+                    buffer = all_tiers[0].host.lease(elements * max(run.dtype.itemsize for run in runs))
+                    stack.callback(buffer.release)
+                    scratch = buffer.tensor((buffer.nbytes,), torch.uint8)
+                chunks = ((run, pieces) for run in runs for pieces in cut(run.parameters, elements))
+                opened = stack.enter_context(closing(opened_ahead(chunks, lambda chunk: _OpenChunk(self, *chunk))))
+                for chunk in opened:
+                    with closing(chunk):
+                        self._update(chunk, scratch.view(chunk.run.dtype), progress)
+                    for tiers in all_tiers:
+                        tiers.limit_writes(elements * per_element)
+            for tiers in all_tiers:
+                tiers.drain()
+        except BaseException as error:
+            self._tear(error, everyone, all_tiers, progress)
+            raise
+
+    def _update(self, chunk: _OpenChunk, scratch: torch.Tensor, progress: _Progress) -> None:
+        run, offset = chunk.run, 0
+        for part in chunk.parts:
+            parameter = part.piece.parameter
+            tensors = self._stored[parameter].tensors
+            scalars = {k: v for k, v in self.state[parameter].items() if k not in tensors}
+            part.wait(scalars, scratch[offset:])
+            offset += round_up(part.piece.count, WINDOW_ALIGNMENT)
+        progress.begun.update(part.piece.parameter for part in chunk.parts)
+        inner = borrow(self, self._arithmetic, run.group, [part.weights for part in chunk.parts])
+        inner.state.update((part.weights, part.state) for part in chunk.parts)
+        step_without_hooks(inner)
+        for part in chunk.parts:
+            scalars = part.store(inner.state[part.weights])
+            if part.piece.last:
+                self._finish(run, part.piece.parameter, scalars)
+                progress.finished.add(part.piece.parameter)
+
+    def _finish(self, run: Run, parameter: StoredTensor, scalars: State) -> None:
+        """All pieces are updated: show the states, and let autograd notice, as after any in-place update."""
+        states, entry = self._stored[parameter], self.state[parameter]
+        entry.update(scalars)
+        entry.update((name, states.tensors[name]) for name in run.names)
+        if states.has_master:
+            entry[MASTER] = states.tensors[MASTER]
+            states.version = parameter.storage.version
+        torch.autograd.graph.increment_version(parameter)
+
+    def _tear(
+        self, error: BaseException, everyone: list[StoredTensor], all_tiers: list[Tiers], progress: _Progress
+    ) -> None:
+        """Let the writes under way end, and note how far the step got; nothing to note if nothing was changed."""
+        for tiers in all_tiers:
+            try:
+                tiers.drain()
+            except StoreError as failed:
+                if failed is not error:
+                    error.add_note(f"and then: {failed}")
+        if not progress.begun:
+            return
+        lost = {p for p in progress.finished if not self._in_store(p)}
+        names = {}
+        for number, group in enumerate(self.param_groups):
+            given = group.get("param_names", [f"parameter {i} of group {number}" for i in range(len(group["params"]))])
+            names |= dict(zip(group["params"], given, strict=True))
+        updated = progress.finished - lost
+        self.torn = TornStep(
+            f"{type(error).__name__}: {error}" if str(error) else type(error).__name__,
+            tuple(names[p] for p in everyone if p in updated),
+            tuple(names[p] for p in everyone if p in progress.begun and p not in updated),
+            tuple(names[p] for p in everyone if p not in progress.begun),
+        )
+
+    def _in_store(self, parameter: StoredTensor) -> bool:
+        try:
+            for tensor in (parameter, *self._stored[parameter].tensors.values()):
+                tensor.storage.flush()
+        except StoreError:
+            return False
+        return True
+
+
+@dataclass
+class Run:
+    """Parameters of one group with the same states present, updated in the same dtype: they may share a chunk.
+
+    Attributes:
+        names: the element-wise states.
+        present: those of them, and of the master, that hold values; the torch class makes the others.
+    """
+
+    group: Group
+    dtype: torch.dtype
+    names: tuple[str, ...]
+    present: frozenset[str]
+    parameters: list[StoredTensor] = field(default_factory=list)
+
+
+@dataclass
+class _Progress:
+    """Parameters of which a piece was updated, and those of which all were."""
+
+    begun: set[StoredTensor] = field(default_factory=set)
+    finished: set[StoredTensor] = field(default_factory=set)
+
+
+class _OpenChunk:
+    """A chunk whose windows are open."""
+
+    def __init__(self, optimizer: Streamed, run: Run, pieces: tuple[Piece[StoredTensor], ...]) -> None:
+        self.run = run
+        self.parts: list[OpenPiece] = []
+        self._close = ExitStack()
+        try:
+            for piece in pieces:
+                part = OpenPiece(piece, optimizer._stored[piece.parameter], run.names, run.present)
+                self.parts.append(part)
+                self._close.callback(part.close)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the windows that were not stored."""
+        self._close.close()
+
+
+def _as_groups(params: Iterable[Any]) -> list[Group]:
+    """Parameters, as every torch optimizer takes them, in groups."""
+    if isinstance(params, torch.Tensor):
+        raise TypeError("params must be an iterable of tensors or of dicts, but got a tensor")
+    params = list(params)
+    if not params:
+        raise ValueError("optimizer got an empty parameter list")
+    return params if isinstance(params[0], dict) else [{"params": params}]
+
+
+def _chunk_elements(parameters: list[StoredTensor], bytes_per_element: int) -> int:
+    """Elements of a chunk: as many as configured, fewer where the host arena has no room for CHUNKS_IN_MEMORY."""
+    storages = [p.storage for p in parameters]
+    elements = min(storage.config.chunk for storage in storages) // torch.float32.itemsize
+    room = min(storage.tiers.host.capacity - storage.tiers.host.in_use for storage in storages)
+    elements = min(elements, room // (CHUNKS_IN_MEMORY * bytes_per_element))
+    return max(elements // WINDOW_ALIGNMENT, 1) * WINDOW_ALIGNMENT

@@ -1,0 +1,106 @@
+"""A piece of a parameter in host memory: its weights, gradient and states, there together for one update."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from zinf_fx.optim.chunks import Piece
+from zinf_fx.optim.elements import Slice, open_elements
+from zinf_fx.optim.states import MASTER, ParameterStates
+from zinf_fx.runtime.storage import Window
+from zinf_fx.runtime.stored_tensor import StoredTensor
+
+State = dict[str, Any]
+"""What an optimizer's `state` has for one parameter: tensors and numbers by name."""
+
+
+class OpenPiece:
+    """The windows of one piece, opened at construction: wait for their reads, update, `store`; `close` in any case.
+
+    Attributes:
+        piece: which elements of which parameter.
+        weights, state: what the arithmetic runs on, set by `wait`.
+    """
+
+    weights: torch.Tensor
+    state: State
+
+    def __init__(
+        self, piece: Piece[StoredTensor], states: ParameterStates, names: Iterable[str], present: Collection[str]
+    ) -> None:
+        """`names`: the element-wise states; those in `present` hold values, as does the master if it is in there.
+
+        Raises: StoreError; no window is open then.
+        """
+        self.piece = piece
+        self._present = present
+        self._open_windows = ExitStack()
+        parameter = piece.parameter
+        try:
+            self._gradient = self._keep(open_elements(parameter.grad, piece.start, piece.count))
+            self._parameter = self._master = None
+            if states.has_master:
+                self._master = self._open(states.tensors[MASTER], MASTER in present)
+                self._refreshes = MASTER not in present or states.version != parameter.storage.version
+                self._parameter = self._open(parameter, self._refreshes)
+            else:
+                self._parameter = self._open(parameter, True)
+            self._states = {name: self._open(states.tensors[name], name in present) for name in names}
+        except BaseException:
+            self.close()
+            raise
+
+    def wait(self, scalars: State, scratch: torch.Tensor) -> None:
+        """Wait for the reads, and make `weights`, with their gradient, and `state`, with `scalars` among it.
+
+        `scratch`: memory for the gradient in the weights' dtype, of at least as many elements; used on need.
+        """
+        if self._master is None:
+            self.weights = self._parameter.wait()
+        else:
+            self.weights = self._master.wait()
+            if self._refreshes:
+                self._refresh(self._parameter.wait())
+        gradient = self._gradient.wait()
+        if gradient.dtype != self.weights.dtype:
+            gradient = scratch[: self.piece.count].copy_(gradient)
+        self.weights.grad = gradient
+        self.state = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in scalars.items()}
+        self.state |= {name: window.wait() for name, window in self._states.items() if name in self._present}
+
+    def store(self, state: State) -> State:
+        """Start writing the updated weights and the element-wise ones of `state`. Returns the others."""
+        self.weights.grad = None
+        if self._master is not None:
+            self._parameter.wait().copy_(self.weights)
+            self._master.store()
+        self._parameter.store()
+        for name, window in self._states.items():
+            memory = window.wait()
+            if state[name] is not memory:
+                memory.copy_(state[name])
+            window.store()
+        return {k: v for k, v in state.items() if k not in self._states}
+
+    def close(self) -> None:
+        """Give back what was not stored."""
+        self._open_windows.close()
+
+    def _open(self, tensor: StoredTensor, load: bool) -> Window:
+        return self._keep(tensor.storage.window(self.piece.start, self.piece.count, load=load))
+
+    def _keep(self, window: Window | Slice) -> Window | Slice:
+        self._open_windows.callback(window.close)
+        return window
+
+    def _refresh(self, parameter: torch.Tensor) -> None:
+        """Take over what others wrote to the parameter; where it still is the master rounded, the master stays."""
+        if MASTER in self._present:
+            written = self.weights.to(parameter.dtype) != parameter
+            self.weights[written] = parameter[written].to(self.weights.dtype)
+        else:
+            self.weights.copy_(parameter)
