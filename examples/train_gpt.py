@@ -225,7 +225,7 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the parameters")
     training = parser.add_argument_group("training")
     training.add_argument("--text", type=Path, help="a file or directory, in place of the standard library's source")
-    training.add_argument("--steps", type=positive, default=600)
+    training.add_argument("--steps", type=positive, default=500)
     training.add_argument("--batch", type=positive, default=16, help="sequences per forward")
     training.add_argument("--accumulate", type=positive, default=1, help="forwards and backwards per step")
     training.add_argument("--lr", type=positive_float, default=3e-3, help="peak learning rate")
