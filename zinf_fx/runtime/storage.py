@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
+from typing import ClassVar
 
 import torch
 
 from zinf_fx.config import Config, Placement, Tier
-from zinf_fx.errors import StoredTensorError
+from zinf_fx.errors import StoredTensorError, StoreError
 from zinf_fx.runtime.buffers import Buffer, aligned_empty
-from zinf_fx.runtime.store import Ticket
+from zinf_fx.runtime.store import Extent, Store, Ticket
 from zinf_fx.runtime.tiers import Tiers
 
 # Element offsets of windows are multiples of this, so that their byte offsets suit direct I/O for every dtype, and
@@ -28,7 +30,7 @@ class TensorStorage:
     `config` is that of the model the tensor belongs to, with the placement decided.
     """
 
-    _by_key: weakref.WeakValueDictionary[int, TensorStorage] = weakref.WeakValueDictionary()
+    _by_key: ClassVar[weakref.WeakValueDictionary[int, TensorStorage]] = weakref.WeakValueDictionary()
 
     def __init__(self, tiers: Tiers, tier: Tier, config: Config, numel: int, dtype: torch.dtype) -> None:
         """Reserve space on `tier`. Raises: StoreError when there is not enough, before anything else is changed."""
@@ -39,8 +41,8 @@ class TensorStorage:
         self._writes: list[tuple[range, Ticket]] = []
         if tier == "nvme":
             self._extent = tiers.store.allocate(self.nbytes)
-            self._finalizer = weakref.finalize(self, tiers.store.free, self._extent)
-            self._finalizer.atexit = False  # the whole scratch directory goes then
+            # The whole scratch directory goes at exit.
+            weakref.finalize(self, _free, tiers.store, self._extent, self._writes).atexit = False
         elif tier == "host":
             buffer = tiers.host.lease(self.nbytes)
             self._resident = buffer.tensor((numel,), dtype)
@@ -174,7 +176,15 @@ class TensorStorage:
                 under_way.append((written, ticket))
             else:
                 ticket.wait()
-        self._writes = under_way
+        self._writes[:] = under_way
+
+
+def _free(store: Store, extent: Extent, writes: list[tuple[range, Ticket]]) -> None:
+    """Give an extent back once nothing is under way to it: its next owner's writes must not be overtaken."""
+    for _, ticket in writes:
+        with contextlib.suppress(StoreError):  # these bytes are nobody's any more, and `Tiers` reports the failure
+            ticket.wait()
+    store.free(extent)
 
 
 class Window:

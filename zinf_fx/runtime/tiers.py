@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import deque
 from dataclasses import dataclass
+from typing import ClassVar
 
 from zinf_fx.config import Config
 from zinf_fx.runtime.buffers import Arena, Buffer
@@ -33,7 +34,7 @@ class Tiers:
     directory goes with it.
     """
 
-    _open: weakref.WeakValueDictionary[tuple, Tiers] = weakref.WeakValueDictionary()
+    _open: ClassVar[weakref.WeakValueDictionary[tuple, Tiers]] = weakref.WeakValueDictionary()
     _open_lock = threading.Lock()
 
     def __init__(self, config: Config) -> None:
