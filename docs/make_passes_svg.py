@@ -71,7 +71,7 @@ def main() -> None:
         arrow(470, 95, 526, 95),
         arrow(740, 95, 796, 95, "bind"),
         '<text x="20" y="204" class="s">The specification is checked after every pass.</text>',
-        '<text x="20" y="252" class="t">While operator i computes, i+1 is all-gathered, i+2 uploaded, i+3 fetched</text>',
+        '<text x="20" y="252" class="t">While operator i computes: i+1 all-gathers, i+2 uploads, i+3 is fetched</text>',
     ]
     fetch, upload, gather, compute, leave = "#7fb2e5", "#a7cdf0", "#cfe4f7", "#8fcb9b", "#e8c27a"
     rows = 272

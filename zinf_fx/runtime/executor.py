@@ -17,7 +17,20 @@ from zinf_fx.runtime.transfers import StagedTile, Staging
 _METHODS = {op: op._schema.name.split("::")[1] for op in ops.LOWERED}
 
 
-class Program:
+class Stage:
+    """A recurring part of a training loop: a graph, or an optimizer's step. Which stage follows it is learned."""
+
+    starts_successor = True
+
+    def __init__(self) -> None:
+        self.successor: weakref.ref[Stage] | None = None
+
+    def head_storages(self) -> list[TensorStorage]:
+        """What the stage fetches first, as far as its last run tells."""
+        return []
+
+
+class Program(Stage):
     """One planned graph, bound to the executor. Called with a list of arguments, which it empties as it goes.
 
     `tokens` are the placeholders that carry the tiles' tokens, in the order of the schedule's tiles. The storages are
@@ -25,13 +38,15 @@ class Program:
     """
 
     def __init__(self, module: fx.GraphModule, schedule: GraphSchedule, tokens: Sequence[str]) -> None:
+        super().__init__()
         self.schedule = schedule
+        # A forward graph starts the head of its backward graph by itself, as its plan says.
+        self.starts_successor = schedule.kind != "forward"
         placeholders = [node.name for node in module.graph.find_nodes(op="placeholder")]
         self._token_positions = [placeholders.index(token) for token in tokens]
         self._module = _bind(module, tokens)
         self._head = [event.tile for event in schedule.at(HEAD, "fetch")]
         self._last_storages: list[weakref.ref[TensorStorage]] = []
-        self.successor: weakref.ref[Program] | None = None
 
     @property
     def code(self) -> str:
@@ -53,38 +68,35 @@ class Program:
         return results
 
     def head_storages(self) -> list[TensorStorage]:
-        """What the next call will fetch first, as far as the last call tells."""
         if not self._last_storages:
             return []
         return [storage for tile in self._head if (storage := self._last_storages[tile]()) is not None]
 
 
 class Executor:
-    """Tiles in flight across graphs, and the order in which graphs follow each other.
+    """Tiles in flight across graphs, and the order in which the stages of the training loop follow each other.
 
-    The order is learned: when a graph ends, the head of the graph that followed it last time is fetched. A wrong guess
-    costs a few reads, and is dropped when the next graph has begun.
+    The order is learned: when a stage ends, the head of the graph that followed it last time is fetched. A wrong guess
+    costs a few reads, and is dropped when the next graph has begun. What an optimizer's step is about to change is not
+    fetched before: the step is a stage too.
     """
 
     def __init__(self) -> None:
         self.staging = Staging()
         self._anticipated: list[StagedTile] = []
-        self._previous: weakref.ref[Program] | None = None
+        self._previous: weakref.ref[Stage] | None = None
 
-    def begin(self, program: Program) -> None:
-        """A graph begins."""
+    def begin(self, stage: Stage) -> None:
+        """A stage begins."""
         previous = self._previous and self._previous()
         if previous is not None:
-            previous.successor = weakref.ref(program)
-        self._previous = weakref.ref(program)
+            previous.successor = weakref.ref(stage)
+        self._previous = weakref.ref(stage)
 
-    def end(self, program: Program) -> None:
-        """A graph ended: start the head of the one that is expected next.
-
-        The forward graph of a training step has started it by itself, as its plan says.
-        """
-        successor = program.successor and program.successor()
-        if successor is not None and program.schedule.kind != "forward":
+    def end(self, stage: Stage) -> None:
+        """A stage ended: start the head of the one that is expected next."""
+        successor = stage.successor and stage.successor()
+        if successor is not None and stage.starts_successor:
             for storage in successor.head_storages():
                 self.anticipate(storage)
 
