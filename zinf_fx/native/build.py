@@ -7,6 +7,8 @@ from pathlib import Path
 from cffi import FFI
 
 HERE = Path("zinf_fx/native")  # setuptools wants paths relative to setup.py
+SOURCES = ("engine.c", "requests.c", "io_thread.c", "faults.c", "provider_aio.c", "provider_threads.c")
+HEADERS = ("engine.h", "state.h", "faults.h", "provider.h")
 
 
 def declarations() -> str:
@@ -21,8 +23,8 @@ builder.cdef(declarations())
 builder.set_source(
     "zinf_fx.native._engine",
     '#include "engine.h"',
-    sources=[str(HERE / name) for name in ("engine.c", "faults.c", "provider_aio.c", "provider_threads.c")],
-    depends=[str(HERE / name) for name in ("engine.h", "faults.h", "provider.h")],
+    sources=[str(HERE / name) for name in SOURCES],
+    depends=[str(HERE / name) for name in HEADERS],
     include_dirs=[str(HERE)],
     libraries=["dl", "pthread"],
     extra_compile_args=["-std=gnu11", "-O2", "-Wall", "-Wextra"],

@@ -1,0 +1,159 @@
+/* Requests and files: what the users of the engine hold. */
+#include "state.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+static void request_unref(zinf_request *request)
+{
+    if (atomic_fetch_sub(&request->references, 1) > 1)
+        return;
+    zinf_engine *engine = request->engine;
+    pthread_cond_destroy(&request->finished);
+    free(request);
+    zinf_engine_unref(engine);
+}
+
+void zinf_enqueue(zinf_engine *engine, zinf_request *request, bool first)
+{
+    request->previous = first ? NULL : engine->tail;
+    request->next = first ? engine->head : NULL;
+    *(request->previous ? &request->previous->next : &engine->head) = request;
+    *(request->next ? &request->next->previous : &engine->tail) = request;
+    request->queued = true;
+}
+
+void zinf_dequeue(zinf_engine *engine, zinf_request *request)
+{
+    *(request->previous ? &request->previous->next : &engine->head) = request->next;
+    *(request->next ? &request->next->previous : &engine->tail) = request->previous;
+    request->queued = false;
+}
+
+void zinf_request_finish(zinf_request *request)
+{
+    if (request->queued || request->blocks)
+        return;
+    zinf_file *file = request->file;
+    request->file = NULL;
+    if (--file->requests == 0)
+        pthread_cond_broadcast(&file->unused);
+    atomic_store_explicit(&request->done, 1, memory_order_release);
+    pthread_cond_broadcast(&request->finished);
+    request_unref(request);
+}
+
+void zinf_request_fail(zinf_request *request, int error, int64_t offset, size_t length)
+{
+    if (!request->outcome.error)
+        request->outcome = (zinf_outcome){.error = error, .offset = offset, .length = length};
+    if (error == EIO)
+        request->file->poisoned = true;
+    if (request->queued)
+        zinf_dequeue(request->engine, request);
+}
+
+int zinf_file_attach(zinf_engine *engine, int fd, size_t alignment, zinf_file **out)
+{
+    zinf_file *file = calloc(1, sizeof *file);
+    if (!file)
+        return -ENOMEM;
+    file->engine = engine;
+    file->fd = fd;
+    file->alignment = alignment ? alignment : 1;
+    zinf_cond_init(&file->unused);
+    atomic_fetch_add(&engine->references, 1);
+    *out = file;
+    return 0;
+}
+
+int zinf_file_detach(zinf_file *file)
+{
+    zinf_engine *engine = file->engine;
+    if (engine->process != getpid())
+        return -ECHILD;
+    pthread_mutex_lock(&engine->mutex);
+    while (file->requests)
+        pthread_cond_wait(&file->unused, &engine->mutex);
+    pthread_mutex_unlock(&engine->mutex);
+    pthread_cond_destroy(&file->unused);
+    free(file);
+    zinf_engine_unref(engine);
+    return 0;
+}
+
+int zinf_submit(zinf_file *file, int operation, void *address, int64_t offset, size_t length, zinf_request **out)
+{
+    zinf_engine *engine = file->engine;
+    if (engine->process != getpid())
+        return -ECHILD;
+    if ((operation != ZINF_READ && operation != ZINF_WRITE) || offset < 0 || !length)
+        return -EINVAL;
+    zinf_request *request = calloc(1, sizeof *request);
+    if (!request)
+        return -ENOMEM;
+    request->engine = engine;
+    request->file = file;
+    request->operation = operation;
+    request->address = address;
+    request->offset = offset;
+    request->length = length;
+    atomic_init(&request->references, 2);
+    zinf_cond_init(&request->finished);
+    atomic_fetch_add(&engine->references, 1);
+    pthread_mutex_lock(&engine->mutex);
+    bool stopping = engine->stopping;
+    if (!stopping) {
+        file->requests++;
+        zinf_enqueue(engine, request, false);
+        zinf_wake(engine);
+    }
+    pthread_mutex_unlock(&engine->mutex);
+    if (stopping) {
+        atomic_store(&request->references, 1);
+        request_unref(request);
+        return -ESHUTDOWN;
+    }
+    *out = request;
+    return 0;
+}
+
+int zinf_done(zinf_request *request)
+{
+    return atomic_load_explicit(&request->done, memory_order_acquire);
+}
+
+int zinf_wait(zinf_request *request, int64_t timeout_ns)
+{
+    zinf_engine *engine = request->engine;
+    if (zinf_done(request))
+        return 0;
+    if (engine->process != getpid())
+        return -ECHILD;
+    int64_t until = timeout_ns < 0 ? 0 : zinf_now_ns() + timeout_ns;
+    struct timespec deadline = {.tv_sec = until / 1000000000, .tv_nsec = until % 1000000000};
+    int error = 0;
+    pthread_mutex_lock(&engine->mutex);
+    if (request->queued && request != engine->head) {
+        zinf_dequeue(engine, request);
+        zinf_enqueue(engine, request, true);
+    }
+    while (!zinf_done(request) && !error)
+        error = timeout_ns < 0 ? pthread_cond_wait(&request->finished, &engine->mutex)
+                               : pthread_cond_timedwait(&request->finished, &engine->mutex, &deadline);
+    if (zinf_done(request))
+        error = 0;
+    pthread_mutex_unlock(&engine->mutex);
+    return -error;
+}
+
+void zinf_result(zinf_request *request, zinf_outcome *out)
+{
+    *out = request->outcome;
+}
+
+void zinf_release(zinf_request *request)
+{
+    request_unref(request);
+}

@@ -1,0 +1,100 @@
+/* What the parts of the engine share.
+ *
+ * [Note: who owns what]  The engine's mutex guards the queue of requests, every request, every file, the counters and
+ * the faults. The slots, one per block under way, belong to the I/O thread alone, and so does the provider's context.
+ * The mutex is never held across a system call that does I/O.
+ */
+#ifndef ZINF_STATE_H
+#define ZINF_STATE_H
+
+#include "engine.h"
+#include "faults.h"
+#include "provider.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <sys/types.h>
+
+enum { ZINF_MAX_DEPTH = 256 };
+
+struct zinf_file {
+    zinf_engine *engine;
+    int fd;
+    size_t alignment;
+    bool poisoned;
+    unsigned requests; /* not done yet */
+    pthread_cond_t unused;
+};
+
+struct zinf_request {
+    zinf_engine *engine;
+    zinf_file *file; /* NULL once done */
+    int operation;
+    char *address; /* these three: the part not yet cut into blocks */
+    int64_t offset;
+    size_t length;
+    unsigned blocks; /* under way */
+    zinf_outcome outcome;
+    atomic_int done;
+    atomic_int references; /* the engine's, until done, and the ticket's */
+    pthread_cond_t finished;
+    zinf_request *previous, *next; /* in the queue, while length > 0 */
+    bool queued;
+};
+
+enum slot_state { FREE, READY, FLYING, HELD };
+
+struct slot {
+    struct zinf_block block; /* first: a provider's block is its slot. What is asked for in this attempt */
+    size_t length;           /* what is left of the block */
+    zinf_request *request;
+    enum slot_state state;
+    int retries;
+    int64_t due; /* READY: not to be submitted before; HELD: not to be settled before */
+};
+
+struct zinf_engine {
+    pthread_mutex_t mutex;
+    pthread_t thread;
+    pid_t process;
+    const struct zinf_provider *provider;
+    void *context;
+    int wake;
+    unsigned depth;
+    size_t block_bytes;
+    atomic_int references; /* the opener's, and one per request and file */
+    bool stopping;
+    zinf_request *head, *tail;
+    zinf_counters counters;
+    unsigned under_way[2];
+    int64_t since[2];
+    struct zinf_faults faults;
+    unsigned used; /* slots that aren't FREE */
+    struct slot slots[];
+};
+
+int64_t zinf_now_ns(void);
+
+/* A condition whose time limits are in the clock of zinf_now_ns. */
+void zinf_cond_init(pthread_cond_t *cond);
+
+/* Wakes the I/O thread, now or before its next sleep. */
+void zinf_wake(zinf_engine *engine);
+
+void zinf_engine_unref(zinf_engine *engine);
+
+/* The queue holds the requests with bytes that no block covers yet. These four under the mutex. */
+
+void zinf_enqueue(zinf_engine *engine, zinf_request *request, bool first);
+void zinf_dequeue(zinf_engine *engine, zinf_request *request);
+
+/* Notes a request's first error, and gives up what of it is still queued. EIO poisons its file. */
+void zinf_request_fail(zinf_request *request, int error, int64_t offset, size_t length);
+
+/* Wakes who waits for the request if no part of it is left. It may be gone afterwards. */
+void zinf_request_finish(zinf_request *request);
+
+/* The I/O thread: the argument is the engine. Ends when the engine is stopping and nothing is left. */
+void *zinf_io_thread(void *engine);
+
+#endif
