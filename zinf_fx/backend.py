@@ -13,7 +13,7 @@ from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError
 from zinf_fx.runtime.offload import check_storable, decided, offload_parameter
 from zinf_fx.runtime.stored_tensor import StoredTensor
-from zinf_fx.runtime.tiers import Tiers
+from zinf_fx.runtime.tiers import Tiers, check_one_rank
 
 
 def zinf(
@@ -25,6 +25,7 @@ def zinf(
     """
     if unknown:
         raise ConfigError(f"backend 'zinf' takes options only, found {', '.join(map(repr, unknown))}")
+    check_one_rank()
     options = dict(options or {})
     requested = Config.of(None, options)
     plain = [p for p in inputs if isinstance(p, torch.nn.Parameter) and not isinstance(p, StoredTensor)]

@@ -10,7 +10,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from zinf_fx.config import Config
+from zinf_fx.errors import ConfigError
 from zinf_fx.runtime.buffers import Arena, Buffer
 from zinf_fx.runtime.store import Store, Ticket
 
@@ -47,7 +50,8 @@ class Tiers:
 
     @classmethod
     def of(cls, config: Config) -> Tiers:
-        """The open tiers of this configuration, or new ones."""
+        """The open tiers of this configuration, or new ones. Raises: ConfigError in a job of many ranks."""
+        check_one_rank()
         key = (config.store.absolute(), config.host_memory)
         with cls._open_lock:
             tiers = cls._open.get(key)
@@ -104,6 +108,17 @@ class Tiers:
             ticket.wait()
         finally:
             buffer.release()
+
+
+def check_one_rank() -> None:
+    """Raises: ConfigError in a job of many ranks, whose gradients would not be reduced."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        ranks = torch.distributed.get_world_size()
+        if ranks > 1:
+            raise ConfigError(
+                f"torch.distributed has {ranks} ranks, and this version trains in one process: gradients would not be "
+                "reduced across ranks; run one process, without torchrun"
+            )
 
 
 def physical_memory() -> int:

@@ -1,0 +1,71 @@
+"""Options are checked, by name and with the accepted values, before anything is touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zinf_fx.config import PRESETS, Config, Placement, parse_bytes
+from zinf_fx.errors import ConfigError
+
+REFUSED = {
+    "unknown option": ({"stor": "/tmp"}, "unknown option 'stor'; accepted: store, placement"),
+    "unknown preset": ({"placement": "infinity"}, "'infinity' is unknown; accepted: 'auto', 'device'"),
+    "unknown state": ({"placement": {"weights": "nvme"}}, "unknown state 'weights'; accepted: parameters"),
+    "unknown tier": ({"placement": {"parameters": "disk"}}, "parameters is 'disk'; accepted: device, host, nvme"),
+    "activations elsewhere": ({"placement": {"activations": "host"}}, "accepted so far: device"),
+    "placement of a wrong type": ({"placement": 3}, "neither a preset's name nor a mapping"),
+    "budget without a unit known": ({"device_memory": "4 gigs"}, "'4 gigs' is not a size"),
+    "negative budget": ({"host_memory": -1}, "-1 is not a size"),
+    "boolean budget": ({"host_memory": True}, "True is not a size"),
+    "prefetch of two": ({"prefetch": (1, 2)}, "three distances"),
+    "falling prefetch": ({"prefetch": (3, 2, 1)}, "must not fall"),
+    "tiny chunk": ({"chunk": 4096}, "the least is 64KiB"),
+    "tile": ({"tile": "auto"}, "tile='auto' is not accepted; accepted: None"),
+    "compute": ({"compute": "inductor"}, "accepted: 'eager'"),
+    "activations": ({"activations": "offload"}, "accepted: 'keep'"),
+    "store of a wrong type": ({"store": ["/a", "/b"]}, "is not a path"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused(options, message):
+    with pytest.raises(ConfigError) as error:
+        Config.of(None, options)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [(4096, 4096), ("4GiB", 4 << 30), ("1.5 GiB", 3 << 29), ("512MiB", 512 << 20), ("2GB", 2_000_000_000), ("7", 7)],
+)
+def test_sizes(text, size):
+    assert parse_bytes(text, "budget") == size
+
+
+def test_presets_follow_table_2_of_the_paper():
+    assert PRESETS["zero-offload"] == Placement("device", "host", "host")
+    assert PRESETS["infinity-cpu"] == Placement("host", "host", "host")
+    assert PRESETS["infinity-nvme"] == Placement("nvme", "host", "nvme")
+    assert (
+        Config(placement="nvme").placement
+        == Config(placement=dict.fromkeys(("parameters", "gradients", "optimizer"), "nvme")).placement
+    )
+
+
+def test_the_store_comes_from_the_option_then_the_environment_then_the_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("ZINF_STORE", raising=False)
+    assert Config().store == tmp_path / "zinf_fx"
+    monkeypatch.setenv("ZINF_STORE", "/mnt/elsewhere")
+    assert Config().store == Path("/mnt/elsewhere")
+    assert Config(store="/mnt/nvme").store == Path("/mnt/nvme")
+
+
+def test_options_replace_those_of_a_configuration_and_leave_the_rest():
+    base = Config(store="/mnt/nvme", placement="host")
+    changed = Config.of(base, {"prefetch": None})
+    assert (changed.store, changed.placement, changed.prefetch) == (base.store, base.placement, None)
+    with pytest.raises(ConfigError, match="must be a zinf_fx.Config"):
+        Config.of({"placement": "host"}, {})
