@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from zinf_fx import errors
+from zinf_fx import errors, optim
 from zinf_fx.config import Config, Placement
 from zinf_fx.runtime.offload import offload, offloading
 from zinf_fx.runtime.stored_tensor import StoredTensor, gathered
 
-__all__ = ["Config", "Placement", "StoredTensor", "errors", "gathered", "offload", "offloading"]
+__all__ = ["Config", "Placement", "StoredTensor", "errors", "gathered", "offload", "offloading", "optim"]
