@@ -107,7 +107,7 @@ class TensorStorage:
             return Window(self, start, self._resident[start : start + count], None, None)
         buffer = tiers.host.lease(count * self.dtype.itemsize)
         try:
-            ticket = self._read(buffer.address, start, count) if load else None
+            ticket = self._read(buffer.address, start, count) if load and count else None
         except BaseException:
             buffer.release()
             raise
