@@ -8,7 +8,64 @@ from __future__ import annotations
 import torch
 
 from zinf_fx.optim.streamed import Streamed
+from zinf_fx.optim.torn import TornStep
+
+__all__ = [
+    "ASGD",
+    "SGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "Streamed",
+    "TornStep",
+]
+
+
+class Adadelta(Streamed, torch.optim.Adadelta):
+    """`torch.optim.Adadelta` over stored parameters."""
+
+
+class Adagrad(Streamed, torch.optim.Adagrad):
+    """`torch.optim.Adagrad` over stored parameters."""
+
+
+class Adam(Streamed, torch.optim.Adam):
+    """`torch.optim.Adam` over stored parameters."""
+
+
+class Adamax(Streamed, torch.optim.Adamax):
+    """`torch.optim.Adamax` over stored parameters."""
 
 
 class AdamW(Streamed, torch.optim.AdamW):
     """`torch.optim.AdamW` over stored parameters."""
+
+
+class ASGD(Streamed, torch.optim.ASGD):
+    """`torch.optim.ASGD` over stored parameters."""
+
+
+class NAdam(Streamed, torch.optim.NAdam):
+    """`torch.optim.NAdam` over stored parameters."""
+
+
+class RAdam(Streamed, torch.optim.RAdam):
+    """`torch.optim.RAdam` over stored parameters."""
+
+
+class RMSprop(Streamed, torch.optim.RMSprop):
+    """`torch.optim.RMSprop` over stored parameters."""
+
+
+class Rprop(Streamed, torch.optim.Rprop):
+    """`torch.optim.Rprop` over stored parameters."""
+
+
+class SGD(Streamed, torch.optim.SGD):
+    """`torch.optim.SGD` over stored parameters."""

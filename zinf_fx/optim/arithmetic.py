@@ -75,7 +75,8 @@ def probe(optimizer: Optimizer, kind: type[Optimizer], group: Group, dtype: torc
     except Exception as error:
         raise _refusal(kind, f"a step over a piece of a parameter failed ({type(error).__name__}: {error})") from error
     for inner in (whole, pieces):
-        changed = [k for k, v in inner.param_groups[0].items() if k != "params" and v is not options[k]]
+        left = inner.param_groups[0]
+        changed = [k for k in left if k != "params" and (k not in options or left[k] is not options[k])]
         if changed:
             raise _refusal(kind, f"it keeps state in its parameter group ({', '.join(changed)})")
     return _compare(kind, whole, pieces)

@@ -13,11 +13,15 @@ MASTER = "master"
 """Name of the fp32 copy of a low-precision parameter among its states."""
 
 
-def working_dtype(parameter: torch.Tensor) -> torch.dtype:
+def working_dtype(parameter: StoredTensor) -> torch.dtype:
     """The dtype of the update: fp32 for low-precision parameters (mixed precision, ZeRO section 3.1), else their own.
 
-    Raises: OptimizerError for a parameter that isn't of a real floating-point dtype.
+    Raises: OptimizerError for what can't be updated in pieces: a view, or a dtype that isn't real floating-point.
     """
+    if parameter.views:
+        raise OptimizerError(
+            f"a tensor of shape {tuple(parameter.shape)} to optimize is a view of a stored tensor: pass the parameter"
+        )
     if not parameter.dtype.is_floating_point or parameter.dtype.itemsize < 2:
         raise OptimizerError(
             f"a stored parameter of shape {tuple(parameter.shape)} has dtype {parameter.dtype}: accepted are "
@@ -50,9 +54,14 @@ class ParameterStates:
 
     @property
     def bytes_per_element(self) -> int:
-        """Bytes that an element of the parameter brings to memory for its update, the upcast gradient included."""
-        gradient = self.parameter.grad.dtype.itemsize + self.dtype.itemsize
-        return self.parameter.dtype.itemsize + gradient + sum(t.dtype.itemsize for t in self.tensors.values())
+        """Bytes of buffers that the update of an element takes, the upcast gradient included; resident ones take none.
+
+        There must be a gradient.
+        """
+        gradient = self.parameter.grad
+        upcast = self.dtype.itemsize if gradient.dtype != self.dtype else 0
+        tensors = [self.parameter, *self.tensors.values(), *([gradient] if isinstance(gradient, StoredTensor) else [])]
+        return upcast + sum(tensor.dtype.itemsize for tensor in tensors if not tensor.storage.resident)
 
     def reserve(self, layout: StateLayout) -> None:
         """Make room for the states of `layout` that have none. Raises: StoreError when there is no space."""

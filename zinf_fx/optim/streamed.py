@@ -18,6 +18,7 @@ from zinf_fx.optim.chunks import Piece, cut, opened_ahead
 from zinf_fx.optim.states import MASTER, ParameterStates, working_dtype
 from zinf_fx.optim.torn import TornStep
 from zinf_fx.optim.windows import OpenPiece, State
+from zinf_fx.runtime.executor import EXECUTOR, Stage
 from zinf_fx.runtime.freelist import round_up
 from zinf_fx.runtime.storage import WINDOW_ALIGNMENT
 from zinf_fx.runtime.stored_tensor import StoredTensor
@@ -83,6 +84,7 @@ class Streamed(Optimizer):
         self.torn: TornStep | None = None
         self._stored: dict[torch.Tensor, ParameterStates] = {}
         self._layouts: dict[tuple[str, torch.dtype], StateLayout] = {}
+        self._stage = Stage()
         self._constructed = True
 
     def add_param_group(self, param_group: Group) -> None:
@@ -94,8 +96,10 @@ class Streamed(Optimizer):
         try:
             self._layout(group, torch.float32)
             for parameter in group["params"]:
-                if isinstance(parameter, StoredTensor) and (parameter.requires_grad or parameter.grad is not None):
-                    self._reserve(group, parameter)
+                if isinstance(parameter, StoredTensor):
+                    working_dtype(parameter)
+                    if parameter.requires_grad or parameter.grad is not None:
+                        self._reserve(group, parameter)
         except BaseException:
             self.param_groups.pop()
             for parameter in group["params"]:
@@ -117,7 +121,10 @@ class Streamed(Optimizer):
             runs = list(self._runs())
             self._step_ordinary()
             if runs:
+                EXECUTOR.begin(self._stage)
+                EXECUTOR.drop_anticipated()
                 self._step_stored(runs)
+                EXECUTOR.end(self._stage)
         self.step_seconds = time.perf_counter() - started
         return loss
 
@@ -138,13 +145,16 @@ class Streamed(Optimizer):
         entries: dict[StoredTensor, State] = {}
 
         def take_stored(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-            groups = zip(state_dict["param_groups"], self.param_groups, strict=False)
-            rest = dict(state_dict["state"])
-            for saved, mine in groups:
+            groups, rest = [], dict(state_dict["state"])
+            for saved, mine in zip(state_dict["param_groups"], self.param_groups, strict=False):
+                if saved.get("fused") is None and "fused" in mine:  # what runs the arithmetic, not part of the state
+                    saved = {**saved, "fused": mine["fused"]}
+                groups.append(saved)
                 for key, parameter in zip(saved["params"], mine["params"], strict=False):
                     if isinstance(parameter, StoredTensor) and key in rest:
                         entries[parameter] = self._fitting({**saved, "params": []}, parameter, rest.pop(key))
-            return {**state_dict, "state": rest}
+            groups += state_dict["param_groups"][len(groups) :]
+            return {**state_dict, "state": rest, "param_groups": groups}
 
         # The last hook to see the values, and the only place where torch would not cast them to the parameter's dtype.
         handle = self.register_load_state_dict_pre_hook(take_stored)
@@ -274,6 +284,7 @@ class Streamed(Optimizer):
             for tiers in all_tiers:
                 tiers.drain()
         except BaseException as error:
+            EXECUTOR.reset()
             self._tear(error, everyone, all_tiers, progress)
             raise
 
@@ -399,5 +410,5 @@ def _chunk_elements(parameters: list[StoredTensor], bytes_per_element: int) -> i
     storages = [p.storage for p in parameters]
     elements = min(storage.config.chunk for storage in storages) // torch.float32.itemsize
     room = min(storage.tiers.host.capacity - storage.tiers.host.in_use for storage in storages)
-    elements = min(elements, room // (CHUNKS_IN_MEMORY * bytes_per_element))
+    elements = min(elements, room // max(CHUNKS_IN_MEMORY * bytes_per_element, 1))
     return max(elements // WINDOW_ALIGNMENT, 1) * WINDOW_ALIGNMENT

@@ -1,0 +1,69 @@
+"""A small set of parameters of awkward sizes, stored, beside the same ones in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import zinf_fx
+
+# A scalar, nothing at all, less than a chunk, chunks and a bit; few sizes are multiples of anything.
+SHAPES = ((129, 257), (), (0,), (5,), (20011,), (3, 7), (4096,))
+
+
+class Twins:
+    """Stored parameters, and the masters of an explicit mixed-precision loop over the same values and gradients."""
+
+    def __init__(self, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, **fields: object) -> None:
+        self.random = torch.Generator().manual_seed(7)
+        values = [torch.randn(shape, generator=self.random).to(dtype) for shape in shapes]
+        self.module = torch.nn.ParameterList(torch.nn.Parameter(v.clone()) for v in values)
+        zinf_fx.offload(self.module, **fields)
+        self.stored = list(self.module)
+        self.plain = values
+        precise = dtype if dtype.itemsize >= 4 else torch.float32
+        self.masters = [v.to(precise) if v.dtype != precise else v for v in values]
+
+    def give_gradients(self, skip: tuple[int, ...] = ()) -> None:
+        """New gradients, the same on both sides, in the parameters' dtype; None for the indices in `skip`."""
+        for index, (stored, master) in enumerate(zip(self.stored, self.masters, strict=True)):
+            gradient = torch.randn(stored.shape, generator=self.random).to(stored.dtype)
+            stored.grad = None if index in skip else gradient
+            master.grad = None if index in skip else gradient.to(master.dtype)
+
+    def train(self, optimizer: torch.optim.Optimizer, reference: torch.optim.Optimizer, steps: int = 3) -> None:
+        """Steps on both sides, each followed by the check that every parameter is bitwise equal."""
+        for _ in range(steps):
+            self.give_gradients()
+            optimizer.step()
+            reference.step()
+            self.check()
+
+    def check(self) -> None:
+        """Stored parameters equal the plain ones, which are the masters rounded."""
+        for index, (stored, plain, master) in enumerate(zip(self.stored, self.plain, self.masters, strict=True)):
+            plain.copy_(master)
+            assert torch.equal(stored.full_tensor(), plain), f"parameter {index} of shape {tuple(plain.shape)} differs"
+
+
+@pytest.fixture
+def twins(tmp_path: Path) -> Callable[..., Twins]:
+    """Makes twins; every call gets a store of its own."""
+    made = 0
+
+    def make(
+        placement: object = "nvme",
+        dtype: torch.dtype = torch.float32,
+        shapes: tuple[tuple[int, ...], ...] = SHAPES,
+        **fields: object,
+    ) -> Twins:
+        nonlocal made
+        made += 1
+        store = tmp_path / str(made)
+        store.mkdir()
+        return Twins(shapes, dtype, store=store, placement=placement, **{"chunk": "64KiB", **fields})
+
+    return make

@@ -1,0 +1,358 @@
+"""Every class, bitwise against plain torch.optim, on every tier."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import zinf_fx
+from zinf_fx import optim
+from zinf_fx.errors import OptimizerError, StoreError
+
+FUSED = {"fused": True}
+# The class's name, its options, and those that the plain class needs besides for the same arithmetic.
+OPTIMIZERS = {
+    "AdamW": ("AdamW", {"lr": 1e-2}, FUSED),
+    "AdamW-amsgrad": ("AdamW", {"amsgrad": True, "maximize": True, "weight_decay": 0.3}, FUSED),
+    "AdamW-tensor-lr": ("AdamW", {"lr": torch.tensor(1e-2)}, FUSED),
+    "AdamW-foreach": ("AdamW", {"foreach": True}, {}),
+    "AdamW-loop": ("AdamW", {"fused": False}, {}),
+    "Adam": ("Adam", {"weight_decay": 0.1, "betas": (0.8, 0.9)}, FUSED),
+    "SGD": ("SGD", {"lr": 0.1, "weight_decay": 0.1}, FUSED),
+    "SGD-momentum": ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}, FUSED),
+    "Adagrad": ("Adagrad", {"lr_decay": 0.1, "initial_accumulator_value": 0.5}, FUSED),
+    "RMSprop": ("RMSprop", {"momentum": 0.9, "centered": True}, {}),
+    "NAdam": ("NAdam", {"weight_decay": 0.1, "decoupled_weight_decay": True}, {}),
+    "RAdam": ("RAdam", {"lr": 1e-2}, {}),
+    "Adadelta": ("Adadelta", {}, {}),
+    "Adamax": ("Adamax", {}, {}),
+    "ASGD": ("ASGD", {"lambd": 0.1, "t0": 1.0}, {}),
+    "Rprop": ("Rprop", {}, {}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("placement", ["device", "host", "nvme"])
+@pytest.mark.parametrize("case", OPTIMIZERS)
+def test_bitwise_equal_to_torch(twins, case: str, placement: str, dtype: torch.dtype):
+    name, options, plain_only = OPTIMIZERS[case]
+    pair = twins(placement, dtype)
+    optimizer = getattr(optim, name)(pair.stored, **options)
+    reference = getattr(torch.optim, name)(pair.masters, **options, **plain_only)
+    pair.train(optimizer, reference)
+    for stored, master in zip(pair.stored, pair.masters, strict=True):
+        mine, theirs = optimizer.state[stored], reference.state[master]
+        assert set(mine) - {"master"} == set(theirs) and ("master" in mine) == (dtype == torch.bfloat16)
+        for state, value in theirs.items():
+            assert torch.equal(_full(mine[state]), value), state
+            assert isinstance(mine[state], zinf_fx.StoredTensor) == (state not in ("step", "mu_product", "eta", "mu"))
+        if "master" in mine:
+            assert torch.equal(_full(mine["master"]), master)
+
+
+@pytest.mark.parametrize("placement", ["nvme", "infinity-nvme", "zero-offload"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("chunk", ["64KiB", "100KiB", "1MiB", "32MiB"])
+def test_any_chunk_size(twins, chunk: str, dtype: torch.dtype, placement: str):
+    pair = twins(placement, dtype, chunk=chunk)
+    pair.train(optim.AdamW(pair.stored), torch.optim.AdamW(pair.masters, fused=True))
+
+
+@pytest.mark.parametrize("gradients", ["device", "host", "nvme"])
+def test_gradients_of_eager_backward(tmp_path, gradients: str):
+    placement = {"parameters": "nvme", "gradients": gradients, "optimizer": "nvme"}
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(33, 301), torch.nn.GELU(), torch.nn.Linear(301, 2))
+    model[0].bias.requires_grad_(False)
+    plain = torch.nn.Sequential(torch.nn.Linear(33, 301), torch.nn.GELU(), torch.nn.Linear(301, 2))
+    plain.load_state_dict(model.state_dict())
+    plain[0].bias.requires_grad_(False)
+    zinf_fx.offload(model, store=tmp_path, placement=placement, chunk="64KiB")
+    pairs = [(model, optim.AdamW(model.parameters())), (plain, torch.optim.AdamW(plain.parameters(), fused=True))]
+    for step in range(3):
+        x = torch.randn(4, 33)
+        losses = []
+        for net, optimizer in pairs:
+            for micro in (x, 2 * x):
+                loss = net(micro).square().mean()
+                loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+        assert losses[0] == losses[1]
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.full_tensor(), theirs)
+        assert mine.grad is None or not mine.grad.full_tensor().any()
+    frozen = model[0].bias
+    assert frozen not in pairs[0][1].state
+
+
+def test_groups_schedulers_and_parameters_without_gradients(twins):
+    pair = twins(dtype=torch.bfloat16)
+
+    def make(kind, parameters):
+        groups = [{"params": parameters[:3], "lr": 3e-2, "weight_decay": 0.0}, {"params": parameters[3:], "eps": 1e-4}]
+        optimizer = kind(groups, lr=1e-2, fused=True)
+        return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=8)
+
+    (mine, my_schedule), (theirs, their_schedule) = (
+        make(optim.AdamW, pair.stored),
+        make(torch.optim.AdamW, pair.masters),
+    )
+    for step in range(6):
+        pair.give_gradients(skip=((), (0, 4), (), (1, 5), tuple(range(7)), ())[step])
+        for optimizer, schedule in ((mine, my_schedule), (theirs, their_schedule)):
+            optimizer.step()
+            schedule.step()
+        pair.check()
+    assert mine.state[pair.stored[0]]["step"].item() == 4
+
+
+def test_a_parameter_joins_later(twins):
+    pair = twins()
+    mine = optim.SGD(pair.stored[:4], lr=0.1, momentum=0.9)
+    theirs = torch.optim.SGD(pair.masters[:4], lr=0.1, momentum=0.9, fused=True)
+    for _ in range(2):
+        pair.give_gradients()
+        mine.step()
+        theirs.step()
+    mine.add_param_group({"params": pair.stored[4:], "momentum": 0.5})
+    theirs.add_param_group({"params": pair.masters[4:], "momentum": 0.5})
+    pair.train(mine, theirs)
+
+
+def test_a_parameter_that_gets_its_first_gradient_later_shares_chunks_with_none(twins):
+    pair = twins(shapes=((10,), (20,), (30,)))
+    optimizer = optim.SGD(pair.stored, lr=0.1, momentum=0.9)
+    # Plain fused SGD can't mix parameters with and without a momentum buffer: one optimizer for each.
+    references = [torch.optim.SGD([m], lr=0.1, momentum=0.9, fused=True) for m in pair.masters]
+    for skip in ((1,), (), (0,), ()):
+        pair.give_gradients(skip)
+        optimizer.step()
+        for reference in references:
+            reference.step()
+        pair.check()
+
+
+def test_ordinary_parameters_are_stepped_as_by_torch(twins):
+    pair = twins(shapes=((100,), (50,)))
+    ordinary = torch.nn.Parameter(torch.randn(33, dtype=torch.bfloat16))
+    twin = torch.nn.Parameter(ordinary.detach().clone())
+    mine = optim.AdamW([pair.stored[0], ordinary, pair.stored[1]])
+    theirs = torch.optim.AdamW([pair.masters[0], twin, pair.masters[1]], fused=True)
+    for _ in range(3):
+        ordinary.grad = torch.randn(33, dtype=torch.bfloat16)
+        twin.grad = ordinary.grad.clone()
+        pair.train(mine, theirs, steps=1)
+        assert torch.equal(ordinary, twin)
+    assert mine.state[ordinary]["exp_avg"].dtype == torch.bfloat16
+
+
+def test_tied_weights_are_updated_once(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(50, 16), torch.nn.Linear(16, 50, bias=False))
+    model[1].weight = model[0].weight
+    value = model[0].weight.detach().clone()
+    zinf_fx.offload(model, store=tmp_path, placement="nvme")
+    optimizer = optim.AdamW(model.parameters())
+    assert len(optimizer.param_groups[0]["params"]) == 1
+    model(torch.arange(5)).square().mean().backward()
+    reference = torch.nn.Parameter(value)
+    reference.grad = model[0].weight.grad.full_tensor()
+    torch.optim.AdamW([reference], fused=True).step()
+    optimizer.step()
+    assert torch.equal(model[1].weight.full_tensor(), reference)
+
+
+def test_what_others_write_to_a_low_precision_parameter_is_taken_over(twins):
+    pair = twins(dtype=torch.bfloat16, shapes=((9000,),))
+    optimizer = optim.AdamW(pair.stored)
+    reference = torch.optim.AdamW(pair.masters, fused=True)
+    pair.train(optimizer, reference)
+    with torch.no_grad():
+        pair.stored[0][5000:6000] = 3.0
+        pair.masters[0][5000:6000] = 3.0
+    pair.train(optimizer, reference)
+
+
+def test_parameters_stored_after_the_optimizer_was_made_and_used(tmp_path):
+    torch.manual_seed(0)
+    model, plain = torch.nn.Linear(70, 80), torch.nn.Linear(70, 80)
+    plain.load_state_dict(model.state_dict())
+    optimizer = optim.AdamW(model.parameters())
+    reference = torch.optim.AdamW(plain.parameters(), fused=True)
+    for step in range(4):
+        if step == 2:
+            zinf_fx.offload(model, store=tmp_path, placement="nvme")
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            theirs.grad = torch.randn(theirs.shape)
+            mine.grad = theirs.grad.clone()
+        optimizer.step()
+        reference.step()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.full_tensor(), theirs)
+        assert isinstance(optimizer.state[mine]["exp_avg"], zinf_fx.StoredTensor)
+
+
+def test_closure_and_hooks_run_once(twins):
+    pair = twins()
+    pair.give_gradients()
+    optimizer = optim.AdamW(pair.stored)
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    everywhere = register_optimizer_step_pre_hook(lambda o, *_: seen.append(type(o).__name__))
+    torch.optim.AdamW([torch.zeros(1)])  # its construction wraps the plain class's step with hooks
+
+    def closure() -> float:
+        assert torch.is_grad_enabled()
+        return 1.5
+
+    try:
+        assert optimizer.step(closure) == 1.5
+    finally:
+        everywhere.remove()
+    assert seen == ["AdamW", "before", "after"]
+    assert optimizer.step_seconds > 0
+
+
+def test_autograd_notices_the_update(twins):
+    pair = twins(shapes=((8, 8),))
+    (parameter,) = pair.stored
+    optimizer = optim.SGD(pair.stored, lr=0.1)
+    stale = (torch.randn(8, requires_grad=True) @ parameter).square().sum()
+    pair.give_gradients()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stale.backward()
+
+
+def test_buffers_are_bounded_and_given_back(twins):
+    pair = twins(shapes=((400_000,), *[(100,)] * 200, (400_000,)))
+    optimizer = optim.AdamW(pair.stored)
+    arena = pair.stored[0].storage.tiers.host
+    leased = []
+    lease = arena.lease
+    arena.lease = lambda nbytes: (leased.append(arena.in_use), lease(nbytes))[1]
+    for _ in range(2):
+        for parameter in pair.stored:
+            parameter.grad = zinf_fx.StoredTensor.of(parameter.storage.like("nvme"), parameter.shape, "cpu")
+            parameter.grad.zero_()
+        pair.stored[0].storage.tiers.drain()
+        leased.clear()
+        optimizer.step()
+        assert arena.in_use == 0
+        assert 0 < max(leased) <= 3 * 4 * (64 << 10)  # three chunks of parameter, gradient and two states
+
+
+def test_a_small_arena_makes_smaller_chunks(twins):
+    pair = twins("infinity-nvme", torch.bfloat16, chunk="32MiB", host_memory="2MiB", shapes=((150_001,), (40_000,)))
+    pair.train(optim.AdamW(pair.stored), torch.optim.AdamW(pair.masters, fused=True))
+
+
+def test_space_is_reserved_at_construction(twins, monkeypatch):
+    pair = twins(shapes=((1000,),) * 4)
+    store = pair.stored[0].storage.tiers.store
+    used = store.in_use
+    optimizer = optim.AdamW(pair.stored[:2])
+    assert store.in_use == used + 2 * 2 * 4096 and not optimizer.state
+
+    allocate, calls = store.allocate, []
+
+    def full(nbytes: int):
+        calls.append(nbytes)
+        if len(calls) > 3:
+            raise StoreError("allocate", store.path, "full")
+        return allocate(nbytes)
+
+    monkeypatch.setattr(store, "allocate", full)
+    with pytest.raises(StoreError, match="full"):
+        optimizer.add_param_group({"params": pair.stored[2:]})
+    gc.collect()
+    assert store.in_use == used + 2 * 2 * 4096 and len(optimizer.param_groups) == 1
+    calls.clear()
+    with pytest.raises(StoreError, match="full"):
+        optim.AdamW(pair.stored)
+
+
+def test_a_subclass_of_an_optimizer_from_elsewhere(twins):
+    class SignDescent(torch.optim.Optimizer):
+        def __init__(self, params, lr=0.1):
+            super().__init__(params, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                        momentum.lerp_(p.grad, 0.1)
+                        p.sub_(momentum.sign(), alpha=group["lr"])
+
+    class Streaming(optim.Streamed, SignDescent):
+        pass
+
+    pair = twins()
+    pair.train(Streaming(pair.stored), SignDescent(pair.masters))
+
+
+class _CountsInGroup(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["calls"] = group.get("calls", 0) + 1
+        super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (torch.optim.Adafactor, "depends on other elements|depends on all elements|isn't the same for a part"),
+        (torch.optim.LBFGS, "a step over a piece of a parameter failed"),
+        (torch.optim.Muon, "a step over a piece of a parameter failed"),
+        (torch.optim.SparseAdam, "a step over a piece of a parameter failed"),
+        (_CountsInGroup, "keeps state in its parameter group"),
+    ],
+)
+def test_classes_that_cannot_be_streamed(twins, kind: type, reason: str):
+    streaming = type("Streaming", (optim.Streamed, kind), {})
+    with pytest.raises(OptimizerError, match=reason):
+        streaming(twins().stored)
+
+
+@pytest.mark.parametrize("option", ["capturable", "differentiable"])
+def test_options_that_make_no_sense(twins, option: str):
+    pair = twins(shapes=((4,),))
+    with pytest.raises(OptimizerError, match=f"{option}=True can't be honoured"):
+        optim.Adam(pair.stored, fused=False, **{option: True})
+    optimizer = optim.Adam(pair.stored)
+    optimizer.param_groups[0][option] = True
+    pair.give_gradients()
+    with pytest.raises(OptimizerError, match=f"{option}=True can't be honoured"):
+        optimizer.step()
+
+
+def test_bad_arguments(twins):
+    pair = twins(shapes=((4, 4),))
+    (parameter,) = pair.stored
+    for params, options, error, message in [
+        (pair.stored, {"lr": -1.0}, ValueError, "Invalid learning rate"),
+        (pair.stored, {"learning_rate": 1.0}, TypeError, "learning_rate"),
+        ([], {}, ValueError, "empty parameter list"),
+        (parameter, {}, TypeError, "iterable"),
+        ([parameter.detach()[0]], {}, OptimizerError, "view of a stored tensor"),
+    ]:
+        with pytest.raises(error, match=message):
+            optim.AdamW(params, **options)
+    with pytest.raises(TypeError, match=r"name a torch\.optim class"):
+        type("Nothing", (optim.Streamed,), {})
+    optimizer = optim.AdamW(pair.stored)
+    parameter.grad = torch.eye(4).to_sparse()
+    with pytest.raises(OptimizerError, match="only dense gradients"):
+        optimizer.step()
+
+
+def _full(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, zinf_fx.StoredTensor) else value
