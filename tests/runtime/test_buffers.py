@@ -207,3 +207,5 @@ def test_aligned_empty_is_ordinary_memory():
     data = aligned_empty(5000)
     assert (data.dtype, data.numel(), data.data_ptr() % PAGE) == (torch.uint8, 8192, 0)
     assert aligned_empty(0).numel() == 0
+    large = aligned_empty(HUGE_PAGE + 1)
+    assert (large.numel(), large.data_ptr() % HUGE_PAGE) == (HUGE_PAGE + PAGE, 0)

@@ -18,7 +18,7 @@ BLOCK = 4 << 20
 DEPTH = 8
 """Transfers under way at a time."""
 
-WAIT_SLICE = 1.0
+WAIT_SLICE = 0.25
 """Seconds after which a waiting thread looks for signals, so that Ctrl-C works while the device doesn't answer."""
 
 STUCK_AFTER = 30.0

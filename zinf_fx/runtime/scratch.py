@@ -141,6 +141,8 @@ def _remove_if_dead(path: Path) -> bool:
             log.info("%s stays: it holds something that the store didn't make", path)
             return False
         return _remove_if_unlocked(path, fd, names)
+    except FileNotFoundError:
+        return False  # somebody else reclaimed it meanwhile
     except OSError as error:
         log.warning("%s stays: %s", path, error)
         return False
