@@ -1,0 +1,117 @@
+"""A step that is interrupted says how far it got, and no further step is taken on what it left."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+import torch
+
+from zinf_fx import optim
+from zinf_fx.errors import OptimizerError, StoreError
+from zinf_fx.runtime.storage import Window
+from zinf_fx.runtime.store import Fault
+
+SHAPES = ((16384,), (3 * 16384,), (2 * 16384,))
+
+
+def prepared(twins, **fields: object):
+    """A chunk is one window of the first parameter, a third of the second, half of the third."""
+    pair = twins(shapes=SHAPES, **fields)
+    names = [(name, p) for name, p in zip("abc", pair.stored, strict=True)]
+    optimizer = optim.AdamW(names)
+    reference = torch.optim.AdamW(pair.masters, fused=True)
+    pair.train(optimizer, reference, steps=1)
+    pair.give_gradients()
+    return pair, optimizer, reference
+
+
+def interrupt_store(monkeypatch, number: int, error: BaseException) -> None:
+    """The `number`-th window to be stored raises instead, counted from 1."""
+    store, count = Window.store, 0
+
+    def failing(window: Window) -> None:
+        nonlocal count
+        count += 1
+        if count == number:
+            raise error
+        store(window)
+
+    monkeypatch.setattr(Window, "store", failing)
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+@pytest.mark.parametrize("error", [RuntimeError("lightning"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    ("number", "updated", "partial", "untouched"),
+    [
+        (1, "", "a", "bc"),
+        (3, "", "a", "bc"),
+        (4, "a", "b", "c"),
+        (12, "a", "b", "c"),
+        (13, "ab", "c", ""),
+    ],
+)
+def test_interrupted(twins, monkeypatch, placement, error, number, updated, partial, untouched):
+    pair, optimizer, _ = prepared(twins, placement=placement)
+    state = {k: {n: torch.clone(v) for n, v in s.items()} for k, s in optimizer.state_dict()["state"].items()}
+    arena = pair.stored[0].storage.tiers.host
+    leased = arena.in_use
+    with monkeypatch.context() as patch:
+        interrupt_store(patch, number, error)
+        with pytest.raises(type(error)):
+            optimizer.step()
+    assert arena.in_use == leased
+    torn = optimizer.torn
+    assert ("".join(torn.updated), "".join(torn.partial), "".join(torn.untouched)) == (updated, partial, untouched)
+    for parameter, name in zip(pair.stored, "abc", strict=True):
+        assert optimizer.state[parameter]["step"].item() == (2 if name in updated else 1)
+    for refused in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(OptimizerError, match=r"step was interrupted .*load the model's parameters"):
+            refused()
+    groups = optimizer.param_groups[0]
+    saved = {"state": state, "param_groups": [{**groups, "params": [0, 1, 2]}]}
+    optimizer.load_state_dict(saved)
+    with torch.no_grad():
+        for stored, plain in zip(pair.stored, pair.plain, strict=True):
+            stored.copy_(plain)
+    reference = torch.optim.AdamW(pair.masters, fused=True)
+    reference.load_state_dict(saved)
+    pair.train(optimizer, reference)
+
+
+def test_a_write_that_fails_later(twins):
+    pair, optimizer, _ = prepared(twins)
+    store = pair.stored[0].storage.tiers.store
+    # A chunk stores three windows of one block each: the fifth write is of a state of the second parameter.
+    store.inject(Fault("completion", nth=5, operation="write", errno=errno.EIO))
+    with pytest.raises(StoreError):
+        optimizer.step()
+    assert "b" in optimizer.torn.partial
+    assert pair.stored[0].storage.tiers.host.in_use == 0
+    with pytest.raises(OptimizerError, match="errno 5"):
+        optimizer.step()
+
+
+def test_a_read_that_fails_before_anything_changed(twins):
+    pair, optimizer, reference = prepared(twins)
+    store = pair.stored[0].storage.tiers.store
+    store.inject(Fault("submission", nth=1, count=100, operation="read", errno=errno.ENOMEM))
+    with pytest.raises(StoreError):
+        optimizer.step()
+    store.clear_faults()
+    assert optimizer.torn is None and pair.stored[0].storage.tiers.host.in_use == 0
+    optimizer.step()
+    reference.step()
+    pair.check()
+
+
+def test_parameters_without_names_are_numbered(twins, monkeypatch):
+    pair = twins(shapes=((10,),) * 40)
+    optimizer = optim.AdamW(pair.stored)
+    pair.give_gradients()
+    interrupt_store(monkeypatch, 3, RuntimeError("lightning"))
+    with pytest.raises(RuntimeError, match="lightning"):
+        optimizer.step()
+    assert optimizer.torn.partial[3] == "parameter 3 of group 0"
+    assert "and 28 more" in str(optimizer.torn)
