@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from zinf_fx.capture import Capture
-from zinf_fx.config import Config
+from zinf_fx.config import PRESETS, Config
 from zinf_fx.errors import ConfigError
 from zinf_fx.runtime.offload import check_storable, decided, offload_parameter
 from zinf_fx.runtime.stored_tensor import StoredTensor
@@ -31,7 +31,7 @@ def zinf(
     plain = [p for p in inputs if isinstance(p, torch.nn.Parameter) and not isinstance(p, StoredTensor)]
     if plain:
         config = decided(requested, plain)
-        if requested.placement != "auto" or config.placement.parameters != "device":
+        if requested.placement != "auto" or config.placement != PRESETS["device"]:
             return _offloading_call(module, plain, config)
     return Capture(module, inputs, _config_in_force(inputs, options, requested)).compile()
 
