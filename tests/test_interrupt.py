@@ -1,0 +1,45 @@
+"""An interrupted run leaves nothing behind, wherever the interrupt strikes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TRAIN = """
+import sys, torch, zinf_fx
+torch.manual_seed(0)
+with zinf_fx.offloading(store=sys.argv[1], placement="nvme"):
+    model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)])
+compiled = torch.compile(model, backend="zinf")
+optimizer = zinf_fx.optim.AdamW(model.parameters())
+step = 0
+while True:
+    compiled(torch.randn(16, 256)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    step += 1
+    print("step", step, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("steps", "signals"), [(1, 1), (7, 1), (20, 2)])
+def test_ctrl_c_leaves_no_scratch_directory(tmp_path: Path, steps: int, signals: int):
+    training = subprocess.Popen(
+        [sys.executable, "-c", TRAIN, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        while training.stdout.readline().strip() != f"step {steps}":
+            assert training.poll() is None, training.stderr.read()
+        assert len(list(tmp_path.iterdir())) == 1
+        for _ in range(signals):
+            training.send_signal(signal.SIGINT)
+        _, errors = training.communicate(timeout=60)
+    finally:
+        training.kill()
+    assert training.returncode != 0
+    assert "KeyboardInterrupt" in errors
+    assert list(tmp_path.iterdir()) == []
