@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from zinf_fx import errors, optim
 from zinf_fx.config import Config, Placement
+from zinf_fx.explain import explain
 from zinf_fx.runtime.offload import offload, offloading
 from zinf_fx.runtime.stored_tensor import StoredTensor, gathered
 
-__all__ = ["Config", "Placement", "StoredTensor", "errors", "gathered", "offload", "offloading", "optim"]
+__all__ = ["Config", "Placement", "StoredTensor", "errors", "explain", "gathered", "offload", "offloading", "optim"]

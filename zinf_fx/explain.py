@@ -1,0 +1,215 @@
+"""Plans of models that don't run: `explain`, and what it is made of.
+
+A model is planned through a twin: the same modules, whose parameters are stored tensors without bytes. The twin is
+captured as `torch.compile(model, backend="zinf")` would capture the model, but what is compiled computes nothing. So
+planning needs no store, no values and next to no memory, and a model on the meta device is enough.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map, tree_map_only
+
+from zinf_fx.config import PRESETS, Config
+from zinf_fx.errors import ConfigError, PlanError, StoredTensorError, ZinfError
+from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.table import render
+from zinf_fx.runtime.offload import check_storable, decided
+from zinf_fx.runtime.storage import TensorStorage
+from zinf_fx.runtime.stored_tensor import StoredTensor, as_parameter
+
+
+def explain(model: torch.nn.Module, *example_inputs: Any, config: Config | None = None, **fields: object) -> str:
+    """The plan of `model(*example_inputs)` as text: a table per graph, and a summary.
+
+    Forward and backward, or inference alone under `torch.no_grad()`. Options and errors are those of `plans_of`.
+    """
+    return describe(model, plans_of(model, example_inputs, config, **fields), Config.of(config, fields))
+
+
+def describe(model: torch.nn.Module, plans: Sequence[Plan], requested: Config, **layout: Any) -> str:
+    """The text of the plans made for `model` as `requested`. `layout`: arguments of `plan.table.render`."""
+    if not plans:
+        return "No captured graph of the model uses a parameter, so nothing is moved.\n"
+    parts = []
+    if requested.placement == "auto" and not any(isinstance(p, StoredTensor) for p in model.parameters()):
+        parts.append("The placement is what 'auto' decided for this model and this machine.")
+        if plans[0].config.placement == PRESETS["device"]:
+            parts[0] += (
+                " Everything fits: the model\nwould run as ordinary PyTorch. Ask for another placement to see one."
+            )
+    if len(plans) > 1:
+        parts.append(f"The model is captured as {len(plans)} graphs (graph breaks); each has a plan of its own.")
+    for number, plan in enumerate(plans, start=1):
+        title = f"GRAPH {number} OF {len(plans)}\n\n" if len(plans) > 1 else ""
+        parts.append(title + render(plan, **layout))
+    return "\n\n".join(parts)
+
+
+def plans_of(
+    model: torch.nn.Module,
+    example_inputs: Sequence[Any] | Mapping[str, Any],
+    config: Config | None = None,
+    **fields: object,
+) -> list[Plan]:
+    """The plans of `model(*example_inputs)` (a mapping: keyword arguments), one per graph that uses parameters.
+
+    The model may be ordinary, offloaded, compiled, or on the meta device; it is neither changed nor run. An offloaded
+    model keeps the placement it has; the other options apply. Example inputs on the meta device stand for zeros. Grad
+    mode decides between training and inference, as for a real call.
+
+    Raises: ConfigError for bad options, or a placement that contradicts how the model was offloaded;
+    StoredTensorError for a parameter that can't be stored; PlanError when a budget is too small, or the model can't be
+    captured.
+    """
+    from torch._dynamo.exc import BackendCompilerFailed  # the compiler takes seconds to import
+
+    model = getattr(model, "_orig_mod", model)
+    planner = _Planner(_config_in_force(model, config, fields))
+    twin = _twin_of(model, planner.config)
+    inputs = tree_map_only(torch.Tensor, _off_meta, example_inputs)
+    arguments = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    try:
+        planner.compiled_call()(twin, *arguments)
+    except BackendCompilerFailed as failure:
+        if isinstance(failure.inner_exception, ZinfError):
+            raise failure.inner_exception from failure
+        raise
+    except StoredTensorError as error:
+        raise PlanError(
+            "the model can't be planned without values: code that Dynamo doesn't capture uses a parameter "
+            "(TORCH_LOGS=graph_breaks shows where)"
+        ) from error
+    return planner.plans
+
+
+def _config_in_force(model: torch.nn.Module, config: Config | None, fields: Mapping[str, object]) -> Config:
+    """The options that the backend would plan with, the placement decided."""
+    requested = Config.of(config, fields)
+    parameters = list(model.parameters())
+    stored = next((p for p in parameters if isinstance(p, StoredTensor)), None)
+    if stored is None:
+        return decided(requested, parameters)
+    own = stored.base.config
+    if requested.placement not in ("auto", own.placement):
+        raise ConfigError(
+            f"placement={requested.placement} was asked for, but the model was offloaded with {own.placement}: "
+            "plan an ordinary model, or one on the meta device, to see other placements"
+        )
+    others = {name: value for name, value in fields.items() if name not in ("placement", "store")}
+    return Config.of(config or own, {**others, "placement": own.placement})
+
+
+def _twin_of(model: torch.nn.Module, config: Config) -> torch.nn.Module:
+    """A copy of `model` for planning. Tied parameters stay tied, and nothing of it is on the meta device."""
+    memo: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        memo[id(parameter)] = _abstract(parameter, f"parameter '{name}'", config)
+    for module in model.modules():
+        for tensor in (*module._buffers.values(), *vars(module).values()):
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                memo[id(tensor)] = _off_meta(tensor)
+    try:
+        return copy.deepcopy(model, memo)
+    except ZinfError:
+        raise
+    except Exception as error:
+        raise PlanError(
+            f"the model can't be planned, because copy.deepcopy of its modules fails: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _abstract(parameter: torch.nn.Parameter, what: str, config: Config) -> StoredTensor:
+    """The parameter of the twin: stored on the tier that the placement says, and without bytes."""
+    tier = config.placement.parameters
+    if isinstance(parameter, StoredTensor):
+        tier = parameter.base.tier
+    elif not parameter.is_meta:
+        check_storable(parameter, what)
+    elif type(parameter) is not torch.nn.Parameter:
+        raise StoredTensorError(f"{what} is a {type(parameter).__name__}: only plain nn.Parameter can be stored")
+    storage = TensorStorage.abstract(tier, config, parameter.numel(), parameter.dtype)
+    device = torch.device("cpu") if parameter.is_meta else parameter.device
+    twin = StoredTensor.of(storage, parameter.shape, device, requires_grad=parameter.requires_grad)
+    return as_parameter(twin)
+
+
+def _off_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros on the CPU for a tensor on the meta device; any other tensor itself."""
+    if not tensor.is_meta:
+        return tensor
+    zeros = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").zero_()
+    return zeros.requires_grad_(tensor.requires_grad)
+
+
+def _call(model: torch.nn.Module, args: tuple, kwargs: dict) -> Any:
+    return model(*args, **kwargs)
+
+
+@dataclass
+class _Planner:
+    """A Dynamo backend that plans each graph and compiles it to something that computes nothing."""
+
+    config: Config
+    plans: list[Plan] = field(default_factory=list)
+
+    def compiled_call(self) -> Callable[..., Any]:
+        """`_call`, compiled by this backend apart from all that Dynamo has compiled for the user.
+
+        Dynamo keeps what it compiles with the code object of the outermost frame, so each planner has one of its own.
+        After a graph break the frames are those of the model's class: there, isolation keeps this backend's results
+        apart, and static shapes keep it from making the user's next compilation dynamic.
+        """
+        call = FunctionType(_call.__code__.replace(), _call.__globals__)
+        isolation = {"isolate_recompiles": True} if "isolate_recompiles" in _COMPILE_PARAMETERS else {}
+        return torch.compile(call, backend=self, dynamic=False, **isolation)
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        from zinf_fx.capture import Capture
+
+        capture = Capture(module, inputs, self.config)
+        capture.compile()
+        if capture.plan is not None and any(graph.tiles for graph in capture.plan.graphs):
+            self.plans.append(capture.plan)
+        results = tree_map(_stand_in, next(iter(module.graph.find_nodes(op="output"))).args[0])
+
+        def zeros(*arguments: Any) -> Any:
+            return tree_map_only(_StandIn, _StandIn.make, results)
+
+        return zeros
+
+
+_COMPILE_PARAMETERS = inspect.signature(torch.compile).parameters
+
+
+@dataclass(frozen=True)
+class _StandIn:
+    """What a graph's result is replaced by: zeros of its shape, which require a gradient if it does.
+
+    So the graphs that follow a graph break are captured as they would be in training.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    def make(self) -> torch.Tensor:
+        zeros = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
+        return zeros.requires_grad_(self.requires_grad)
+
+
+def _stand_in(result: Any) -> Any:
+    value = result.meta.get("example_value", result.meta.get("val")) if isinstance(result, fx.Node) else result
+    if isinstance(value, torch.Tensor):
+        return _StandIn(tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad)
+    return value

@@ -1,0 +1,159 @@
+"""What a plan costs: bytes that move per step, and bytes that are in flight while each operator computes.
+
+Predicted from the plan alone, for one rank. A tile of the NVMe tier is in host memory from its fetch to its upload, and
+a tile of a slower tier than the device is on the device from its upload to its release. A gradient that leaves is on
+the device from its reduce-scatter to its offload. On the CPU the two memories are one, and their sum is what is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from zinf_fx.plan.schedule import HEAD, Event, EventKind, GraphSchedule, Plan, Tile
+
+# Adam's fp32 states of an element: two moments and, for a parameter of low precision, its master (ZeRO, section 3.1).
+_MOMENTS_BYTES, _MASTER_BYTES = 8, 4
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Of one operator, in bytes: what starts to be read from NVMe, and what is in flight in each memory."""
+
+    operator: int
+    fetched: int
+    device: int
+    host: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that move in one phase of a step, by source and destination."""
+
+    nvme_to_host: int = 0
+    host_to_device: int = 0
+    device_to_host: int = 0
+    host_to_nvme: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(*(a + b for a, b in zip(self._sizes(), other._sizes(), strict=True)))
+
+    def _sizes(self) -> tuple[int, ...]:
+        return (self.nvme_to_host, self.host_to_device, self.device_to_host, self.host_to_nvme)
+
+    @property
+    def nvme(self) -> int:
+        """Bytes read from NVMe and written to it."""
+        return self.nvme_to_host + self.host_to_nvme
+
+
+def tiles_of(plan: Plan) -> dict[str, Tile]:
+    """Every tile of the plan by name; with its gradient's tier where any graph computes a gradient for it."""
+    tiles: dict[str, Tile] = {}
+    for graph in plan.graphs:
+        for tile in graph.tiles:
+            gradient_tier = tile.gradient_tier or (tiles[tile.name].gradient_tier if tile.name in tiles else None)
+            tiles[tile.name] = replace(tile, gradient_tier=gradient_tier)
+    return tiles
+
+
+def started_by_turn(plan: Plan, graph: GraphSchedule, kind: EventKind) -> frozenset[str]:
+    """Names of the tiles whose transfers of one kind at the head of `graph` the forward graph has started."""
+    if graph.kind != "backward":
+        return frozenset()
+    forward = plan.graph("forward")
+    return frozenset(forward.tiles[e.tile].name for e in forward.events if e.turn and e.kind == kind)
+
+
+def flows(plan: Plan, graph: GraphSchedule) -> list[Flow]:
+    """The flow of each operator, that of the head first.
+
+    Transfers are in flight from the operator that starts them on; what an operator releases is still there while it
+    computes. Bytes are counted as read once, by the graph that starts to read them.
+    """
+    in_host: set[int] = set()
+    on_device: set[int] = set()
+    held: set[int] = set()  # fetched by this graph and not released: what the turn finds there isn't read again
+    for_turn: set[int] = set()
+    gradients: set[int] = set()
+    result = []
+    for operator in (HEAD, *(o.index for o in graph.operators)):
+        fetched, gone, offloaded = 0, set(), set()
+        for event in graph.at(operator):
+            tile = graph.tiles[event.tile]
+            if event.kind == "fetch":
+                fetched += 0 if _is_there(plan, graph, event, held) else _shard(plan, tile, "nvme")
+                in_host.add(tile.index)
+                gone.discard(tile.index)
+                (for_turn if event.turn else held).add(tile.index)
+            elif event.kind == "upload":
+                in_host.discard(tile.index)
+                on_device.add(tile.index)
+            elif event.kind == "release":
+                held.discard(tile.index)
+                gone |= {tile.index} - for_turn
+            elif event.kind == "reduce_scatter":
+                gradients.add(tile.index)
+            elif event.kind == "offload":
+                offloaded.add(tile.index)
+        device = sum(t.nbytes for t in graph.tiles if t.index in on_device and t.tier != "device")
+        device += sum(t.nbytes for t in graph.tiles if t.index in gradients and t.gradient_tier != "device")
+        host = sum(_shard(plan, t, "nvme") for t in graph.tiles if t.index in in_host - on_device)
+        result.append(Flow(operator, fetched, device, host))
+        in_host -= gone
+        on_device -= gone
+        gradients -= offloaded
+    return result
+
+
+def traffic(plan: Plan, graph: GraphSchedule) -> Traffic:
+    """What one graph moves."""
+    uploads = [graph.tiles[e.tile] for e in graph.events if e.kind == "upload" and not e.turn]
+    offloads = [graph.tiles[e.tile] for e in graph.events if e.kind == "offload"]
+    return Traffic(
+        nvme_to_host=sum(flow.fetched for flow in flows(plan, graph)),
+        host_to_device=sum(_shard(plan, t, "host", "nvme") for t in uploads),
+        device_to_host=sum(-(-t.nbytes // plan.world_size) for t in offloads if t.gradient_tier in ("host", "nvme")),
+        host_to_nvme=sum(-(-t.nbytes // plan.world_size) for t in offloads if t.gradient_tier == "nvme"),
+    )
+
+
+def optimizer_traffic(plan: Plan) -> Traffic:
+    """What a step of Adam moves between NVMe and host: states and gradients are read, states and parameters written."""
+    read = written = 0
+    for tile in tiles_of(plan).values():
+        if tile.gradient_tier is None:
+            continue
+        elements = -(-tile.nbytes // tile.dtype.itemsize // plan.world_size)
+        has_master = tile.dtype.itemsize < 4
+        if plan.config.placement.optimizer == "nvme":
+            states = elements * (_MOMENTS_BYTES + (_MASTER_BYTES if has_master else 0))
+            read += states
+            written += states
+        if tile.gradient_tier == "nvme":
+            read += elements * tile.dtype.itemsize
+        if tile.tier == "nvme":
+            written += elements * tile.dtype.itemsize
+            read += 0 if has_master else elements * tile.dtype.itemsize
+    return Traffic(nvme_to_host=read, host_to_nvme=written)
+
+
+def phases(plan: Plan) -> Iterator[tuple[str, Traffic]]:
+    """The traffic of each graph and, when the plan trains something, of the optimizer's step."""
+    for graph in plan.graphs:
+        yield graph.kind, traffic(plan, graph)
+    if any(tile.gradient_tier for tile in tiles_of(plan).values()):
+        yield "optimizer", optimizer_traffic(plan)
+
+
+def _is_there(plan: Plan, graph: GraphSchedule, event: Event, held: set[int]) -> bool:
+    """Whether a fetch finds its tile read or being read already."""
+    if event.turn:
+        return event.tile in held
+    name = graph.tiles[event.tile].name
+    return event.operator == HEAD and name in started_by_turn(plan, graph, "fetch")
+
+
+def _shard(plan: Plan, tile: Tile, *tiers: str) -> int:
+    """Bytes of one rank's shard of a tile that lives on one of `tiers`; else 0."""
+    return -(-tile.nbytes // plan.world_size) if tile.tier in tiers else 0

@@ -1,0 +1,330 @@
+"""The plan as plain text: a table per graph with a line per operator, and what a step moves.
+
+Cells name modules, not parameters: `0.qkv` stands for the weight and the bias of `blocks.0.attention.qkv`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tabulate import tabulate
+
+from zinf_fx.plan.accounting import Flow, Traffic, flows, phases, started_by_turn, tiles_of
+from zinf_fx.plan.names import abbreviate, module_of
+from zinf_fx.plan.schedule import HEAD, Event, EventKind, GraphSchedule, Operator, Plan
+
+WIDTH = 160
+_TITLES: dict[EventKind, tuple[str, str]] = {
+    "wait": ("", "waits for"),
+    "allgather": ("", "all-gathers"),
+    "upload": ("", "uploads"),
+    "fetch": ("", "fetches"),
+    "release": ("", "releases"),
+    "reduce_scatter": ("reduce-", "scatters"),
+    "offload": ("", "offloads"),
+}
+# Widths of cells that are tried until a table fits, and whether cells then still say which operations are computed.
+_CELLS = [*((limit, True) for limit in range(40, 13, -1)), *((limit, False) for limit in range(24, 5, -1))]
+_MATRIX_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+
+
+def render(plan: Plan, *, width: int = WIDTH, operators: range | None = None) -> str:
+    """The plan as text of at most `width` columns (as far as names allow).
+
+    `operators`: the operators to print; default all. The head line is printed with operator 0.
+    """
+    names = _Names(plan)
+    parts = [_header(plan), _legend(plan, names)]
+    parts += [_graph(plan, graph, names, width, operators) for graph in plan.graphs]
+    parts += [_traffic(plan), _peaks(plan)]
+    return "\n\n".join(parts) + "\n"
+
+
+# -- the tables -------------------------------------------------------------------------------------------------------
+
+
+def _graph(plan: Plan, graph: GraphSchedule, names: _Names, width: int, wanted: range | None) -> str:
+    kinds = [kind for kind in _TITLES if any(e.kind == kind for e in graph.events)]
+    flow_of = {flow.operator: flow for flow in flows(plan, graph)}
+    unit = _Unit.of(max((max(f.fetched, f.device, f.host) for f in flow_of.values()), default=0))
+    count = len(graph.operators)
+    shown = [o for o in (HEAD, *range(count)) if wanted is None or max(o, 0) in wanted]
+    title = f"{graph.kind.upper()}: {_count(count, 'operator')}"
+    if len(shown) <= count:
+        title += f", {_shown_part(shown, count)}"
+    if not shown:
+        return title
+    heads = [("", "op"), ("", "computes"), *(_TITLES[k] for k in kinds), ("", "fetched"), ("in flight", "device")]
+    header = list(zip(*heads, ("", "host"), strict=True))
+    align = ("right", *["left"] * (len(kinds) + 1), *["right"] * 3)
+    rows = [_Row(graph, operator, kinds, names.of(plan, graph)) for operator in shown]
+    for limit, detailed in _CELLS:
+        lines = [[*row.cells(limit, detailed), *_sizes(flow_of[row.operator], unit)] for row in rows]
+        text = _layout(header, lines, align)
+        if max(map(len, text.splitlines())) <= width:
+            break
+    return f"{title}; sizes in {unit.name}\n\n{text}"
+
+
+def _layout(header: Sequence[Sequence[str]], rows: Sequence[Sequence[str]], align: Sequence[str]) -> str:
+    """Columns two spaces apart, under a line of dashes. The header goes in as rows: tabulate would pad it."""
+    widths = [max(map(len, column)) for column in zip(*header, *rows, strict=True)]
+    rule = ["-" * width for width in widths]
+    text = tabulate([*header, rule, *rows], tablefmt="plain", disable_numparse=True, colalign=align)
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def _shown_part(shown: Sequence[int], count: int) -> str:
+    if not shown:
+        return f"none in the range asked for (the last is {count - 1})"
+    return f"shown are {max(shown[0], 0)} to {shown[-1]}"
+
+
+def _sizes(flow: Flow, unit: _Unit) -> list[str]:
+    return [unit.show(flow.fetched), unit.show(flow.device), unit.show(flow.host)]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One line: what an operator computes, and what happens to which tiles meanwhile."""
+
+    graph: GraphSchedule
+    operator: int
+    kinds: Sequence[EventKind]
+    names: _GraphNames
+
+    def cells(self, limit: int, detailed: bool) -> list[str]:
+        """The cells before the sizes, each of at most about `limit` characters.
+
+        `detailed`: say which operations are computed, besides the module.
+        """
+        tiles = [self._tiles(kind, limit) for kind in self.kinds]
+        if self.operator == HEAD:
+            return ["", "head", *tiles]
+        computes = _computes(self.graph, self.graph.operators[self.operator], self.names, detailed)
+        return [str(self.operator), _cut(computes, max(limit, 24) if detailed else limit), *tiles]
+
+    def _tiles(self, kind: EventKind, limit: int) -> str:
+        names = self.names.groups(self.graph.at(self.operator, kind))
+        everything = " ".join(names)
+        if len(everything) <= limit or not names:
+            return everything
+        rest = f" +{len(names) - 1}" if len(names) > 1 else ""
+        return _cut(names[0], max(limit - len(rest), 5)) + rest
+
+
+def _computes(graph: GraphSchedule, operator: Operator, names: _GraphNames, detailed: bool) -> str:
+    """The module whose matrix opens the operator, and its heavy operations, which stand alone where no matrix does."""
+    opening = [e.tile for e in graph.at(operator.index, "wait") if graph.tiles[e.tile].opens_operator]
+    parts = [names.short(graph.tiles[opening[0]].name)] if opening else []
+    if detailed or not opening:
+        parts += filter(None, [_plain_label(operator.label)])
+    return ": ".join(parts)
+
+
+def _plain_label(label: str) -> str:
+    """`addmm, _scaled_dot_product_flash_attention_for_cpu_backward` -> `matmul, attention`."""
+    parts = []
+    for name in filter(None, label.split(", ")):
+        stem = name.removesuffix("_backward")
+        if "attention" in stem:
+            stem = "attention"
+        elif stem in _MATRIX_PRODUCTS:
+            stem = "matmul"
+        parts.append(stem.removesuffix("_dense").strip("_"))
+    return ", ".join(dict.fromkeys(parts))
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: max(limit - 2, 1)].rstrip(" ,:") + ".."
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+class _Names:
+    """The short names of a plan's modules, the same in all its tables."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.short = abbreviate(module_of(name) for name in tiles_of(plan))
+
+    def of(self, plan: Plan, graph: GraphSchedule) -> _GraphNames:
+        return _GraphNames(plan, graph, self.short)
+
+    @property
+    def example(self) -> tuple[str, str] | None:
+        """A module's path and its short name, where they differ most."""
+        return max(self.short.items(), key=lambda item: len(item[0]) - len(item[1]), default=None)
+
+
+class _GraphNames:
+    """How one graph's cells name tiles."""
+
+    def __init__(self, plan: Plan, graph: GraphSchedule, short: dict[str, str]) -> None:
+        self._graph, self._short = graph, short
+        self._started = {kind: started_by_turn(plan, graph, kind) for kind in ("fetch", "upload", "allgather")}
+        self._together: dict[tuple[EventKind, bool, str], set[int]] = {}
+        for event in graph.events:
+            self._together.setdefault(self._group(event), set()).add(event.tile)
+
+    def short(self, name: str) -> str:
+        """The short name of the module of a parameter."""
+        return self._short[module_of(name)]
+
+    def groups(self, events: Iterable[Event]) -> list[str]:
+        """The names for the tiles of events of one kind: a module's tiles together, most bytes first."""
+        members: dict[tuple[EventKind, bool, str], list[Event]] = {}
+        for event in events:
+            members.setdefault(self._group(event), []).append(event)
+        sized = []
+        for group, together in members.items():
+            if {e.tile for e in together} == self._together[group]:
+                sized.append((self._nbytes(together), self._short[group[2]] + self._mark(together[0])))
+            else:
+                sized += [(self._nbytes([e]), self._full(e) + self._mark(e)) for e in together]
+        return [name for _, name in sorted(sized, key=lambda item: -item[0])]
+
+    def _group(self, event: Event) -> tuple[EventKind, bool, str]:
+        return event.kind, event.turn, module_of(self._graph.tiles[event.tile].name)
+
+    def _full(self, event: Event) -> str:
+        name = self._graph.tiles[event.tile].name
+        module = module_of(name)
+        return self._short[module] + name[len(module) :]
+
+    def _mark(self, event: Event) -> str:
+        under_way = event.operator == HEAD and self._graph.tiles[event.tile].name in self._started.get(event.kind, ())
+        return "*" if event.turn or under_way else ""
+
+    def _nbytes(self, events: Iterable[Event]) -> int:
+        return sum(self._graph.tiles[e.tile].nbytes for e in events)
+
+
+# -- around the tables ------------------------------------------------------------------------------------------------
+
+
+def _header(plan: Plan) -> str:
+    tiles = tiles_of(plan).values()
+    config, placement = plan.config, plan.config.placement
+    parameters = sum(t.nbytes // t.dtype.itemsize for t in tiles)
+    dtypes = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tiles}))
+    total = sum(t.nbytes for t in tiles)
+    what = "a training step" if any(g.kind == "backward" for g in plan.graphs) else "inference"
+    lines = [
+        f"Plan of {what}: {_count(len(tiles), 'tile')}, {_count(parameters, 'parameter')} ({dtypes}, {_size(total)}), "
+        f"{_count(plan.world_size, 'rank')}"
+    ]
+    if placement != "auto":
+        states = ("parameters", "gradients", "optimizer", "activations")
+        lines.append("placement  " + ", ".join(f"{state} on {getattr(placement, state)}" for state in states))
+    if config.prefetch is None:
+        lines.append("prefetch   none: each transfer starts when it is needed")
+    else:
+        lines.append(
+            "prefetch   all-gather {}, upload {}, fetch {} operators ahead of the use".format(*config.prefetch)
+        )
+    budgets = [f"{n} {_size(v)}" for n in ("device_memory", "host_memory") if (v := getattr(config, n)) is not None]
+    lines.append("budgets    " + (", ".join(budgets) or "none"))
+    lines.append(f"options    compute {config.compute}, activations {config.activations}, tile {config.tile}")
+    return "\n".join(lines)
+
+
+def _legend(plan: Plan, names: _Names) -> str:
+    lines = ["A line per operator: the tiles that it waits for, and the transfers that start then and run meanwhile."]
+    if names.example and names.example[0] != names.example[1]:
+        path, short = names.example
+        lines.append(f"{short} stands for all parameters of {path}; +n for those of n smaller modules.")
+    lines.append("head: what starts before operator 0. fetched: bytes of which the read from NVMe starts here.")
+    if any(e.turn for graph in plan.graphs for e in graph.events):
+        lines.append("*: the turn. The forward graph starts these transfers, with which the backward graph begins.")
+    if idle := _idle_stages(plan):
+        lines.append(f"Stages that move nothing in this placement: {', '.join(idle)}.")
+    return "\n".join(lines)
+
+
+def _idle_stages(plan: Plan) -> list[str]:
+    """The stages of a tile's journey that stand in the schedule and cost nothing."""
+    tiers = {tile.tier for tile in tiles_of(plan).values()}
+    idle = [] if "nvme" in tiers else ["fetch"]
+    idle += [] if tiers - {"device"} else ["upload"]
+    return idle + (["all-gather", "reduce-scatter"] if plan.world_size == 1 else [])
+
+
+def _traffic(plan: Plan) -> str:
+    titles = {"optimizer": "Adam step"}
+    columns = list(phases(plan))
+    total = sum((moved for _, moved in columns), Traffic())
+    parameters = sum(t.nbytes // t.dtype.itemsize for t in tiles_of(plan).values())
+    directions = {
+        "NVMe -> host": "nvme_to_host",
+        "host -> device": "host_to_device",
+        "device -> host": "device_to_host",
+        "host -> NVMe": "host_to_nvme",
+    }
+    rows = []
+    for label, name in directions.items():
+        moved = getattr(total, name)
+        per_phase = [_size(getattr(phase, name)) for _, phase in columns]
+        rows.append([label, *per_phase, _size(moved), f"{moved / max(parameters, 1):.1f}"])
+    per_parameter = f"{total.nvme / max(parameters, 1):.1f}"
+    rows.append(["NVMe in all", *[_size(phase.nvme) for _, phase in columns], _size(total.nvme), per_parameter])
+    headers = ["moved per step", *(titles.get(n, n) for n, _ in columns), "total", "bytes per parameter"]
+    align = ("left", *["right"] * (len(headers) - 1))
+    return _layout([headers], rows, align)
+
+
+def _peaks(plan: Plan) -> str:
+    lines = []
+    for graph in plan.graphs:
+        of_graph = flows(plan, graph)
+        peak = max(of_graph, key=lambda f: f.device + f.host)
+        if not peak.device + peak.host:
+            lines.append(f"peak in flight, {graph.kind}: nothing")
+            continue
+        where = "the head" if peak.operator == HEAD else f"operator {peak.operator}"
+        gradients = " (with gradients)" if graph.kind == "backward" else ""
+        device, host = max(f.device for f in of_graph), max(f.host for f in of_graph)
+        lines.append(
+            f"peak in flight, {graph.kind}: {_size(device)} on the device{gradients}, {_size(host)} in host memory, "
+            f"{_size(peak.device + peak.host)} in both together ({where})"
+        )
+    return "\n".join(lines)
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """The unit of one table's sizes."""
+
+    name: str
+    nbytes: int
+
+    @classmethod
+    def of(cls, largest: int) -> _Unit:
+        """The unit in which the largest of some sizes has at most four digits before the point."""
+        for power, name in enumerate(("KiB", "MiB", "GiB")):
+            if largest < 10000 * 1024 ** (power + 1) or name == "GiB":
+                return cls(name, 1024 ** (power + 1))
+        raise AssertionError("unreachable")
+
+    def show(self, nbytes: int) -> str:
+        """The size without its unit; nothing for 0."""
+        return f"{nbytes / self.nbytes:.1f}" if nbytes else ""
+
+
+def _size(nbytes: int) -> str:
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            return f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
