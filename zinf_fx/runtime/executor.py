@@ -18,12 +18,27 @@ _METHODS = {op: op._schema.name.split("::")[1] for op in ops.LOWERED}
 
 
 class Stage:
-    """A recurring part of a training loop: a graph, or an optimizer's step. Which stage follows it is learned."""
+    """A recurring part of a training loop: a graph, or an optimizer's step. Which stage follows it is learned.
+
+    `anticipated` are the tiles that were fetched for the stage's next run before it began. They go with the stage, so
+    that a tile fetched in advance doesn't prolong the life of a model.
+    """
 
     starts_successor = True
 
     def __init__(self) -> None:
-        self.successor: weakref.ref[Stage] | None = None
+        self._successor: weakref.ref[Stage] | None = None
+        self.anticipated: list[StagedTile] = []
+        weakref.finalize(self, _release_all, self.anticipated).atexit = False
+
+    @property
+    def successor(self) -> Stage | None:
+        """The stage that followed this one last time."""
+        return self._successor and self._successor()
+
+    @successor.setter
+    def successor(self, stage: Stage) -> None:
+        self._successor = weakref.ref(stage)
 
     def head_storages(self) -> list[TensorStorage]:
         """What the stage fetches first, as far as its last run tells."""
@@ -57,7 +72,7 @@ class Program(Stage):
         storages = [TensorStorage.of_token(arguments[position]) for position in self._token_positions]
         self._last_storages = [weakref.ref(storage) for storage in storages]
         EXECUTOR.begin(self)
-        run = Run(self.schedule, storages)
+        run = Run(self, storages)
         arguments.reverse()
         try:
             results = self._module(run, arguments)
@@ -83,33 +98,36 @@ class Executor:
 
     def __init__(self) -> None:
         self.staging = Staging()
-        self._anticipated: list[StagedTile] = []
         self._previous: weakref.ref[Stage] | None = None
+        self._expected: weakref.ref[Stage] | None = None  # the one stage for which tiles were fetched in advance
 
     def begin(self, stage: Stage) -> None:
         """A stage begins."""
         previous = self._previous and self._previous()
         if previous is not None:
-            previous.successor = weakref.ref(stage)
+            previous.successor = stage
         self._previous = weakref.ref(stage)
 
     def end(self, stage: Stage) -> None:
         """A stage ended: start the head of the one that is expected next."""
-        successor = stage.successor and stage.successor()
+        successor = stage.successor
         if successor is not None and stage.starts_successor:
             for storage in successor.head_storages():
-                self.anticipate(storage)
+                self.anticipate(successor, storage)
 
-    def anticipate(self, storage: TensorStorage) -> None:
-        """Fetch a tile that is expected to be needed by the next graph."""
+    def anticipate(self, stage: Stage, storage: TensorStorage) -> None:
+        """Fetch a tile that `stage`, expected to come next, will need at its head."""
+        if self._expected is None or self._expected() is not stage:
+            self.drop_anticipated()
+            self._expected = weakref.ref(stage)
         if not storage.resident:
-            self._anticipated.append(self.staging.fetch(storage))
+            stage.anticipated.append(self.staging.fetch(storage))
 
     def drop_anticipated(self) -> None:
         """Let go of what was fetched in advance; what a running graph holds by now stays."""
-        anticipated, self._anticipated = self._anticipated, []
-        for tile in anticipated:
-            self.staging.release(tile)
+        expected, self._expected = self._expected and self._expected(), None
+        if expected is not None:
+            _release_all(expected.anticipated)
 
     def reset(self) -> None:
         """Forget what was expected, waiting for reads under way, so that every buffer is back."""
@@ -120,6 +138,11 @@ class Executor:
 EXECUTOR = Executor()
 
 
+def _release_all(tiles: list[StagedTile]) -> None:
+    while tiles:
+        EXECUTOR.staging.release(tiles.pop())
+
+
 class Run:
     """One execution of one graph: the tiles it holds. Its methods are the operations of `ops`.
 
@@ -127,17 +150,19 @@ class Run:
     nothing, and `wait` returns the buffer that the disk wrote into.
     """
 
-    def __init__(self, schedule: GraphSchedule, storages: list[TensorStorage]) -> None:
-        self._tiles = schedule.tiles
+    def __init__(self, program: Program, storages: list[TensorStorage]) -> None:
+        self._program = program
+        self._tiles = program.schedule.tiles
         self._storages = storages
         self._held: dict[int, StagedTile] = {}
+        self._in_head = True
 
     def fetch(self, tile: int, turn: bool = False) -> None:
-        """Start reading a tile; for the turn, one of the backward graph's, which nobody may come to use."""
-        if turn:
-            EXECUTOR.anticipate(self._storages[tile])
-        else:
+        """Start reading a tile; for the turn, one of the backward graph's, once it is known that backward follows."""
+        if not turn:
             self._held[tile] = EXECUTOR.staging.fetch(self._storages[tile])
+        elif (successor := self._program.successor) is not None:
+            EXECUTOR.anticipate(successor, self._storages[tile])
 
     def upload(self, tile: int, turn: bool = False) -> None:
         """Host memory is device memory."""
@@ -147,8 +172,9 @@ class Run:
 
     def wait(self, tile: int) -> torch.Tensor:
         """The full tile."""
-        if EXECUTOR._anticipated:
-            EXECUTOR.drop_anticipated()  # the head of this graph has been fetched by now
+        if self._in_head:
+            self._in_head = False
+            EXECUTOR.drop_anticipated()  # this run holds what it needs of it by now
         return self._held[tile].wait().view(self._tiles[tile].shape)
 
     def release(self, tile: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 
 import torch
 
@@ -12,13 +11,10 @@ from zinf_fx.runtime.storage import TensorStorage
 
 
 class StagedTile:
-    """One tile on its way to the device, or there, for as long as somebody holds it.
-
-    It doesn't keep the storage alive: a tile fetched in advance must not prolong the life of a model.
-    """
+    """One tile on its way to the device, or there, for as long as somebody holds it."""
 
     def __init__(self, storage: TensorStorage) -> None:
-        self.storage = weakref.ref(storage)
+        self.storage = storage
         self.version = storage.version
         self.holds = 0
         self._nbytes = storage.nbytes
@@ -42,7 +38,7 @@ class Staging:
     """Tiles in flight, shared by every graph execution: a tile that one still holds is not read again for the next."""
 
     def __init__(self) -> None:
-        self._tiles: weakref.WeakKeyDictionary[TensorStorage, StagedTile] = weakref.WeakKeyDictionary()
+        self._tiles: dict[TensorStorage, StagedTile] = {}
         self._lock = threading.RLock()
 
     def fetch(self, storage: TensorStorage) -> StagedTile:
@@ -61,7 +57,6 @@ class Staging:
             assert tile.holds >= 0, "a tile was released more often than fetched"
             if tile.holds:
                 return
-            storage = tile.storage()
-            if storage is not None and self._tiles.get(storage) is tile:
-                del self._tiles[storage]
+            if self._tiles.get(tile.storage) is tile:
+                del self._tiles[tile.storage]
             tile.close()
