@@ -7,5 +7,17 @@ from zinf_fx.config import Config, Placement
 from zinf_fx.explain import explain
 from zinf_fx.runtime.offload import offload, offloading
 from zinf_fx.runtime.stored_tensor import StoredTensor, gathered
+from zinf_fx.stats import stats
 
-__all__ = ["Config", "Placement", "StoredTensor", "errors", "explain", "gathered", "offload", "offloading", "optim"]
+__all__ = [
+    "Config",
+    "Placement",
+    "StoredTensor",
+    "errors",
+    "explain",
+    "gathered",
+    "offload",
+    "offloading",
+    "optim",
+    "stats",
+]

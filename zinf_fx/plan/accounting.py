@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 
 from zinf_fx.plan.schedule import HEAD, Event, EventKind, GraphSchedule, Plan, Tile
 
-# Adam's fp32 states of an element: two moments and, for a parameter of low precision, its master (ZeRO, section 3.1).
-_MOMENTS_BYTES, _MASTER_BYTES = 8, 4
+# The store moves whole blocks, and host buffers are whole blocks.
+_BLOCK = 4096
+# Adam keeps two moments of each element and, of a parameter of low precision, a master, in fp32 (ZeRO, section 3.1).
+_STATE_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def flows(plan: Plan, graph: GraphSchedule) -> list[Flow]:
         for event in graph.at(operator):
             tile = graph.tiles[event.tile]
             if event.kind == "fetch":
-                fetched += 0 if _is_there(plan, graph, event, held) else _shard(plan, tile, "nvme")
+                fetched += 0 if _is_there(plan, graph, event, held) else _read(plan, tile)
                 in_host.add(tile.index)
                 gone.discard(tile.index)
                 (for_turn if event.turn else held).add(tile.index)
@@ -98,7 +100,7 @@ def flows(plan: Plan, graph: GraphSchedule) -> list[Flow]:
                 offloaded.add(tile.index)
         device = sum(t.nbytes for t in graph.tiles if t.index in on_device and t.tier != "device")
         device += sum(t.nbytes for t in graph.tiles if t.index in gradients and t.gradient_tier != "device")
-        host = sum(_shard(plan, t, "nvme") for t in graph.tiles if t.index in in_host - on_device)
+        host = sum(_read(plan, t) for t in graph.tiles if t.index in in_host - on_device)
         result.append(Flow(operator, fetched, device, host))
         in_host -= gone
         on_device -= gone
@@ -112,29 +114,33 @@ def traffic(plan: Plan, graph: GraphSchedule) -> Traffic:
     offloads = [graph.tiles[e.tile] for e in graph.events if e.kind == "offload"]
     return Traffic(
         nvme_to_host=sum(flow.fetched for flow in flows(plan, graph)),
-        host_to_device=sum(_shard(plan, t, "host", "nvme") for t in uploads),
-        device_to_host=sum(-(-t.nbytes // plan.world_size) for t in offloads if t.gradient_tier in ("host", "nvme")),
-        host_to_nvme=sum(-(-t.nbytes // plan.world_size) for t in offloads if t.gradient_tier == "nvme"),
+        host_to_device=sum(_shard(plan, t.nbytes) for t in uploads if t.tier != "device"),
+        device_to_host=sum(_shard(plan, t.nbytes) for t in offloads if t.gradient_tier != "device"),
+        host_to_nvme=sum(_blocks(_shard(plan, t.nbytes)) for t in offloads if t.gradient_tier == "nvme"),
     )
 
 
 def optimizer_traffic(plan: Plan) -> Traffic:
-    """What a step of Adam moves between NVMe and host: states and gradients are read, states and parameters written."""
+    """What a step of Adam moves between NVMe and host: states and gradients are read, states and parameters written.
+
+    A parameter of full precision is its own master, and is read too.
+    """
     read = written = 0
     for tile in tiles_of(plan).values():
         if tile.gradient_tier is None:
             continue
-        elements = -(-tile.nbytes // tile.dtype.itemsize // plan.world_size)
+        elements = tile.nbytes // tile.dtype.itemsize
+        value = _blocks(_shard(plan, tile.nbytes))
         has_master = tile.dtype.itemsize < 4
         if plan.config.placement.optimizer == "nvme":
-            states = elements * (_MOMENTS_BYTES + (_MASTER_BYTES if has_master else 0))
+            states = (3 if has_master else 2) * _blocks(_shard(plan, elements * _STATE_BYTES))
             read += states
             written += states
         if tile.gradient_tier == "nvme":
-            read += elements * tile.dtype.itemsize
+            read += value
         if tile.tier == "nvme":
-            written += elements * tile.dtype.itemsize
-            read += 0 if has_master else elements * tile.dtype.itemsize
+            written += value
+            read += 0 if has_master else value
     return Traffic(nvme_to_host=read, host_to_nvme=written)
 
 
@@ -154,6 +160,15 @@ def _is_there(plan: Plan, graph: GraphSchedule, event: Event, held: set[int]) ->
     return event.operator == HEAD and name in started_by_turn(plan, graph, "fetch")
 
 
-def _shard(plan: Plan, tile: Tile, *tiers: str) -> int:
-    """Bytes of one rank's shard of a tile that lives on one of `tiers`; else 0."""
-    return -(-tile.nbytes // plan.world_size) if tile.tier in tiers else 0
+def _read(plan: Plan, tile: Tile) -> int:
+    """Bytes that a fetch of the tile reads: none for a tile that lives in memory."""
+    return _blocks(_shard(plan, tile.nbytes)) if tile.tier == "nvme" else 0
+
+
+def _shard(plan: Plan, nbytes: int) -> int:
+    """One rank's part of so many bytes."""
+    return -(-nbytes // plan.world_size)
+
+
+def _blocks(nbytes: int) -> int:
+    return -(-nbytes // _BLOCK) * _BLOCK

@@ -13,6 +13,7 @@ from tabulate import tabulate
 from zinf_fx.plan.accounting import Flow, Traffic, flows, phases, started_by_turn, tiles_of
 from zinf_fx.plan.names import abbreviate, module_of
 from zinf_fx.plan.schedule import HEAD, Event, EventKind, GraphSchedule, Operator, Plan
+from zinf_fx.sizes import in_words
 
 WIDTH = 160
 _TITLES: dict[EventKind, tuple[str, str]] = {
@@ -103,7 +104,7 @@ class _Row:
         if self.operator == HEAD:
             return ["", "head", *tiles]
         computes = _computes(self.graph, self.graph.operators[self.operator], self.names, detailed)
-        return [str(self.operator), _cut(computes, max(limit, 24) if detailed else limit), *tiles]
+        return [str(self.operator), _cut(computes, max(limit, 26) if detailed else limit), *tiles]
 
     def _tiles(self, kind: EventKind, limit: int) -> str:
         names = self.names.groups(self.graph.at(self.operator, kind))
@@ -212,8 +213,8 @@ def _header(plan: Plan) -> str:
     total = sum(t.nbytes for t in tiles)
     what = "a training step" if any(g.kind == "backward" for g in plan.graphs) else "inference"
     lines = [
-        f"Plan of {what}: {_count(len(tiles), 'tile')}, {_count(parameters, 'parameter')} ({dtypes}, {_size(total)}), "
-        f"{_count(plan.world_size, 'rank')}"
+        f"Plan of {what}: {_count(len(tiles), 'tile')}, {_count(parameters, 'parameter')} "
+        f"({dtypes}, {in_words(total)}), {_count(plan.world_size, 'rank')}"
     ]
     if placement != "auto":
         states = ("parameters", "gradients", "optimizer", "activations")
@@ -224,7 +225,7 @@ def _header(plan: Plan) -> str:
         lines.append(
             "prefetch   all-gather {}, upload {}, fetch {} operators ahead of the use".format(*config.prefetch)
         )
-    budgets = [f"{n} {_size(v)}" for n in ("device_memory", "host_memory") if (v := getattr(config, n)) is not None]
+    budgets = [f"{n} {in_words(v)}" for n in ("device_memory", "host_memory") if (v := getattr(config, n)) is not None]
     lines.append("budgets    " + (", ".join(budgets) or "none"))
     lines.append(f"options    compute {config.compute}, activations {config.activations}, tile {config.tile}")
     return "\n".join(lines)
@@ -265,10 +266,10 @@ def _traffic(plan: Plan) -> str:
     rows = []
     for label, name in directions.items():
         moved = getattr(total, name)
-        per_phase = [_size(getattr(phase, name)) for _, phase in columns]
-        rows.append([label, *per_phase, _size(moved), f"{moved / max(parameters, 1):.1f}"])
+        per_phase = [in_words(getattr(phase, name)) for _, phase in columns]
+        rows.append([label, *per_phase, in_words(moved), f"{moved / max(parameters, 1):.1f}"])
     per_parameter = f"{total.nvme / max(parameters, 1):.1f}"
-    rows.append(["NVMe in all", *[_size(phase.nvme) for _, phase in columns], _size(total.nvme), per_parameter])
+    rows.append(["NVMe in all", *[in_words(phase.nvme) for _, phase in columns], in_words(total.nvme), per_parameter])
     headers = ["moved per step", *(titles.get(n, n) for n, _ in columns), "total", "bytes per parameter"]
     align = ("left", *["right"] * (len(headers) - 1))
     return _layout([headers], rows, align)
@@ -286,8 +287,8 @@ def _peaks(plan: Plan) -> str:
         gradients = " (with gradients)" if graph.kind == "backward" else ""
         device, host = max(f.device for f in of_graph), max(f.host for f in of_graph)
         lines.append(
-            f"peak in flight, {graph.kind}: {_size(device)} on the device{gradients}, {_size(host)} in host memory, "
-            f"{_size(peak.device + peak.host)} in both together ({where})"
+            f"peak in flight, {graph.kind}: {in_words(device)} on the device{gradients}, "
+            f"{in_words(host)} in host memory, {in_words(peak.device + peak.host)} in both together ({where})"
         )
     return "\n".join(lines)
 
@@ -313,17 +314,6 @@ class _Unit:
     def show(self, nbytes: int) -> str:
         """The size without its unit; nothing for 0."""
         return f"{nbytes / self.nbytes:.1f}" if nbytes else ""
-
-
-def _size(nbytes: int) -> str:
-    if nbytes < 1024:
-        return f"{nbytes} B"
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            return f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError("unreachable")
 
 
 def _count(number: int, noun: str) -> str:

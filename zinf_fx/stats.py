@@ -1,0 +1,84 @@
+"""What a model's states have moved so far, and how long compute waited for them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from tabulate import tabulate
+
+from zinf_fx.runtime.stored_tensor import StoredTensor
+from zinf_fx.runtime.tiers import Tiers
+from zinf_fx.sizes import in_words
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Measured since the job began; models that share a store share its counters. `print` shows a table.
+
+    Attributes:
+        bytes_read, bytes_written: between NVMe and host memory, states of the optimizer included.
+        read_seconds, write_seconds: for which at least one block of that direction was under way.
+        host_bytes, peak_host_bytes: leased from the host arena now, and at most.
+        gathered_bytes: of tiles that compute regions waited for, wherever the tiles live.
+        stall_seconds: for which compute waited for a tile.
+        write_stall_seconds: for which too many writes were under way to start another.
+        provider: what moves the bytes ("libaio", ...); None when nothing was ever placed on NVMe.
+    """
+
+    bytes_read: int = 0
+    bytes_written: int = 0
+    read_seconds: float = 0.0
+    write_seconds: float = 0.0
+    host_bytes: int = 0
+    peak_host_bytes: int = 0
+    gathered_bytes: int = 0
+    stall_seconds: float = 0.0
+    write_stall_seconds: float = 0.0
+    provider: str | None = None
+
+    def __str__(self) -> str:
+        rows = [
+            ["NVMe -> host", in_words(self.bytes_read), *_time(self.bytes_read, self.read_seconds)],
+            ["host -> NVMe", in_words(self.bytes_written), *_time(self.bytes_written, self.write_seconds)],
+            ["gathered for compute", in_words(self.gathered_bytes), "", ""],
+            ["compute waited for tiles", "", f"{self.stall_seconds:.3f} s", ""],
+            ["waited for writes", "", f"{self.write_stall_seconds:.3f} s", ""],
+            ["host arena now", in_words(self.host_bytes), "", ""],
+            ["host arena at most", in_words(self.peak_host_bytes), "", ""],
+        ]
+        align = ("left", "right", "right", "right")
+        table = tabulate(rows, tablefmt="plain", disable_numparse=True, colalign=align)
+        lines = [f"I/O by {self.provider}" if self.provider else "nothing on NVMe", *table.splitlines()]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def stats(model: torch.nn.Module) -> Stats:
+    """The counters behind the stored parameters of `model`, compiled or not; all 0 when it has none."""
+    model = getattr(model, "_orig_mod", model)
+    storages = [p.storage for p in model.parameters() if isinstance(p, StoredTensor)]
+    return _sum({id(s.tiers): s.tiers for s in storages if s.tiers is not None}.values())
+
+
+def _sum(all_tiers: Collection[Tiers]) -> Stats:
+    stores = [tiers.store_in_use.counters() for tiers in all_tiers if tiers.store_in_use is not None]
+    counters = [tiers.counters for tiers in all_tiers]
+    providers = dict.fromkeys(tiers.store_in_use.provider for tiers in all_tiers if tiers.store_in_use is not None)
+    return Stats(
+        bytes_read=sum(store.bytes_read for store in stores),
+        bytes_written=sum(store.bytes_written for store in stores),
+        read_seconds=sum(store.read_seconds for store in stores),
+        write_seconds=sum(store.write_seconds for store in stores),
+        host_bytes=sum(tiers.host.in_use for tiers in all_tiers),
+        peak_host_bytes=sum(tiers.host.peak for tiers in all_tiers),
+        gathered_bytes=sum(c.gathered_bytes for c in counters),
+        stall_seconds=sum(c.stall_seconds for c in counters),
+        write_stall_seconds=sum(c.write_stall_seconds for c in counters),
+        provider=", ".join(providers) or None,
+    )
+
+
+def _time(nbytes: int, seconds: float) -> tuple[str, str]:
+    """Seconds, and the rate where there is one."""
+    return f"{seconds:.3f} s", f"{in_words(round(nbytes / seconds))}/s" if seconds else ""
