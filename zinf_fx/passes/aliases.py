@@ -21,14 +21,26 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
         return list(node.all_input_nodes)
     if not isinstance(node.target, torch._ops.OpOverload):
         return []  # arithmetic on sizes
-    returned = {alias for r in node.target._schema.returns if r.alias_info for alias in r.alias_info.before_set}
+    returned = [r.alias_info.before_set for r in node.target._schema.returns if r.alias_info]
     shared = []
     for position, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is None or not (returned & argument.alias_info.before_set):
+        if argument.alias_info is None or not any(_overlap(argument.alias_info.before_set, r) for r in returned):
             continue
         value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
         shared += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node)]
     return shared
+
+
+def _overlap(one: set[str], other: set[str]) -> bool:
+    """Whether two alias sets of a schema meet; that of a list (`split` returns one) is unknown, and empty."""
+    return not one or not other or bool(one & other)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node computes nothing: its result is its input's memory, seen in another way."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return not node.target._schema.is_mutable and bool(aliased_inputs(node))
+    return node.target is operator.getitem
 
 
 def aliases_of(node: fx.Node) -> list[fx.Node]:

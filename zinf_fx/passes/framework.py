@@ -14,6 +14,7 @@ from zinf_fx.plan.schedule import HEAD, Tile
 
 # Node metadata that passes write and later stages read.
 OPERATOR = "zinf_operator"  # number of the operator that a node belongs to; HEAD before the first
+MADE_BY = "zinf_made_by"  # name of the pass that made the node
 
 
 @dataclass

@@ -17,8 +17,8 @@ from zinf_fx.passes.framework import OPERATOR, GraphContext, nodes_calling, oper
 class LowerGathers:
     """Make the journey of each tile explicit: one per tile and graph, however often the tile is used.
 
-    The tile is released after the last use of it or of any alias of it. A result of the graph that would alias a
-    tile is cloned first.
+    The tile is released after the last use of it or of any alias of it. What would alias a tile and outlive it, a
+    result of the graph or a gradient on its way to its tier, is cloned first.
     """
 
     name: ClassVar[str] = "lower_gathers"
@@ -54,16 +54,17 @@ class LowerGathers:
 
         aliases = aliases_of(gather)
         for alias in aliases:
-            if output in alias.users:
-                self._clone_for_output(graph, alias, output)
-        uses = {user for alias in aliases for user in (alias, *alias.users)} - {output}
+            for user in list(alias.users):
+                if user is output or user.target is ops.reduce_scatter:
+                    self._clone_for(graph, alias, user)
+        uses = {user for alias in aliases for user in (alias, *alias.users)}
         # A clone made above has no position of its own: it stands right behind what it copies.
         last = max(uses, key=lambda node: order.get(node, order.get(node.args[0], -1) + 0.5))
         with graph.inserting_after(last):
             graph.call_function(ops.release, (token,)).meta = {OPERATOR: operator_of(last)}
 
-    def _clone_for_output(self, graph: fx.Graph, alias: fx.Node, output: fx.Node) -> None:
+    def _clone_for(self, graph: fx.Graph, alias: fx.Node, user: fx.Node) -> None:
         with graph.inserting_after(alias):
             clone = graph.call_function(torch.ops.aten.clone.default, (alias,))
         clone.meta = dict(alias.meta)
-        output.replace_input_with(alias, clone)
+        user.replace_input_with(alias, clone)

@@ -9,7 +9,8 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from zinf_fx import ops
 from zinf_fx.errors import PlanError
-from zinf_fx.passes.framework import GraphContext, nodes_calling
+from zinf_fx.passes.framework import GraphContext
+from zinf_fx.passes.tile_values import tile_values
 
 
 def partition(
@@ -18,11 +19,19 @@ def partition(
     """Split `joint` by its tags. Raises: PlanError if a value of a tile would be saved for backward."""
     forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **arguments)
     output = next(iter(forward.graph.find_nodes(op="output")))
-    saved = output.args[0][arguments["num_fwd_outputs"] :]
-    for node in nodes_calling(forward.graph, ops.gather):
+    saved = set(output.args[0][arguments["num_fwd_outputs"] :])
+    for node in tile_values(forward.graph):
         if node in saved:
+            tiles = " and ".join(f"'{context.tile_of(gather).name}'" for gather in _gathers_of(node))
             raise PlanError(
-                f"partition would save the full value of '{context.tile_of(node).name}' for backward ({node.name}); "
-                "it must be gathered again"
+                f"partition would save the value of {tiles} for backward ({node.format_node()}); it must be gathered "
+                "again, which pass 'recompute_gathers' sees to"
             )
     return forward, backward
+
+
+def _gathers_of(node: fx.Node) -> list[fx.Node]:
+    """The gathers that a tile value was made from."""
+    if node.target is ops.gather:
+        return [node]
+    return list(dict.fromkeys(gather for argument in node.all_input_nodes for gather in _gathers_of(argument)))

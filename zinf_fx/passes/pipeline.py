@@ -11,7 +11,7 @@ from torch import fx
 from zinf_fx import ops
 from zinf_fx.errors import PlanError
 from zinf_fx.passes import spec
-from zinf_fx.passes.framework import GraphContext, Pass, is_compute, nodes_calling, operator_of
+from zinf_fx.passes.framework import MADE_BY, GraphContext, Pass, is_compute, nodes_calling, operator_of
 from zinf_fx.passes.keep_activations import KeepActivations
 from zinf_fx.passes.lower_gathers import LowerGathers
 from zinf_fx.passes.offload_gradients import OffloadGradients
@@ -20,6 +20,7 @@ from zinf_fx.passes.prefetch import HeadTransfer, Prefetch
 from zinf_fx.passes.recompute_gathers import RecomputeGathers
 from zinf_fx.passes.reduce_gradients import ReduceGradients
 from zinf_fx.passes.regions import Regions
+from zinf_fx.passes.sink_gathers import SinkGathers
 from zinf_fx.plan.schedule import Event, GraphSchedule, Operator
 
 
@@ -52,7 +53,7 @@ def _plan_graph(
     config = context.config
     budget = min(filter(None, (config.device_memory, config.host_memory)), default=None)
     prefetch = Prefetch(config.prefetch, budget, successor_head)
-    run_passes(module.graph, context, [Regions(), LowerGathers(), *extra, prefetch])
+    run_passes(module.graph, context, [SinkGathers(), Regions(), LowerGathers(), *extra, prefetch])
     module.recompile()
     return prefetch.head(module.graph, context)
 
@@ -60,11 +61,16 @@ def _plan_graph(
 def run_passes(graph: fx.Graph, context: GraphContext, passes: Sequence[Pass]) -> None:
     """Run `passes` in order, checking what each requires and, after each, the specification."""
     placeholders = tuple(n.name for n in graph.find_nodes(op="placeholder"))
+    targets = {node: node.target for node in graph.nodes}
     for each in passes:
         if missing := set(each.requires) - context.provided:
             raise PlanError(f"pass '{each.name}' requires {sorted(missing)}, which no pass before it provides")
         each(graph, context)
         context.provided |= set(each.provides)
+        for node in graph.nodes:
+            if targets.get(node) is not node.target:
+                targets[node] = node.target
+                node.meta[MADE_BY] = each.name
         graph.lint()
         spec.check(graph, context, placeholders, each.name)
 

@@ -29,13 +29,14 @@ class ReduceGradients:
         tokens = {node.name: node for node in graph.find_nodes(op="placeholder")}
         first_gradient = len(output.args[0]) - context.backward_outputs
         results = list(output.args[0])
+        context.gradients = {p: t for p, t in context.gradients.items() if results[first_gradient + p] is not None}
         for position, token in context.gradients.items():
             gradient = results[first_gradient + position]
-            if gradient is None:
-                continue
             after = gradient if gradient.op != "placeholder" else next(reversed(graph.find_nodes(op="placeholder")))
             with graph.inserting_after(after):
                 shard = graph.call_function(ops.reduce_scatter, (tokens[token], gradient))
             shard.meta["val"] = gradient.meta.get("val")
+            # Without it, a gradient that depends on no tangent would be reduced in forward.
+            shard.meta["partitioner_tag"] = "must_be_in_backward"
             results[first_gradient + position] = shard
         output.args = (type(output.args[0])(results),)

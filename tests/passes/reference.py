@@ -1,0 +1,107 @@
+"""Runs any graph between two passes with the plainest meaning of the zinf operations, and catches what is forbidden.
+
+A waited-for tile is a buffer of its own, filled with NaN when the tile is released: whatever reads it later, directly
+or through an alias, shows in the results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from zinf_fx import ops
+from zinf_fx.passes.framework import GraphContext
+
+
+@dataclass
+class Outcome:
+    """What a graph computed: its results without gradients of tiles, and those by parameter name."""
+
+    results: list[Any]
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    inputs: list[Any] = field(default_factory=list)
+
+
+class Reference(fx.Interpreter):
+    """`parameters`: full values by tile name."""
+
+    def __init__(
+        self, module: fx.GraphModule, graph: fx.Graph, context: GraphContext, parameters: dict[str, torch.Tensor]
+    ) -> None:
+        super().__init__(module, graph=graph)
+        self._context = context
+        self._parameters = parameters
+        self._progress: dict[str, list[object]] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
+        self.gradients: dict[str, torch.Tensor] = {}
+
+    def run_node(self, node: fx.Node) -> Any:
+        if node.target is not ops.gather and node.target not in ops.LOWERED:
+            return super().run_node(node)
+        tile = self._context.tile_of(node)
+        progress = self._progress.setdefault(tile.name, [])
+        if node.target is ops.gather:
+            return self._parameters[tile.name].clone()
+        if node.kwargs.get("turn"):
+            return None
+        if node.target in ops.TRANSFERS:
+            assert progress == list(ops.TRANSFERS[: len(progress)]), f"{node.format_node()} after {progress}"
+            assert node.target is ops.TRANSFERS[len(progress)], f"{node.format_node()} after {progress}"
+            progress.append(node.target)
+        elif node.target is ops.wait:
+            assert progress == list(ops.TRANSFERS), f"{node.format_node()} after {progress}"
+            progress.append(ops.wait)
+            self._buffers[tile.name] = self._parameters[tile.name].clone()
+            return self._buffers[tile.name]
+        elif node.target is ops.release:
+            assert progress[-1:] == [ops.wait], f"{node.format_node()} after {progress}"
+            progress.clear()
+            poison(self._buffers.pop(tile.name))
+        else:
+            _, value = self.fetch_args_kwargs_from_env(node)[0]
+            if node.target is ops.reduce_scatter:
+                return value
+            assert tile.name not in self.gradients, f"a second gradient: {node.format_node()}"
+            self.gradients[tile.name] = value.clone()
+        return None
+
+    def check_all_given_back(self) -> None:
+        assert not self._buffers, f"never released: {sorted(self._buffers)}"
+
+    def run_to_outcome(self, inputs: list[Any]) -> Outcome:
+        """Results and gradients, wherever the graph puts the gradients."""
+        results = list(self.run(*inputs))
+        self.check_all_given_back()
+        first = len(results) - self._context.backward_outputs if self._context.kind == "joint" else 0
+        gradients = {name: g.clone() for name, g in self.gradients.items()}
+        for position, token in self._context.gradients.items():
+            if (gradient := results[first + position]) is not None:
+                gradients[self._context.tiles[token].name] = gradient.clone()
+            results[first + position] = None
+        return Outcome([r.clone() if isinstance(r, torch.Tensor) else r for r in results], gradients, inputs)
+
+
+def poison(buffer: torch.Tensor) -> None:
+    """Make any later read of `buffer` visible."""
+    buffer.fill_(torch.nan if buffer.is_floating_point() or buffer.is_complex() else torch.iinfo(buffer.dtype).min)
+
+
+def assert_same(ours: Any, theirs: Any, what: str = "result") -> None:
+    """Bitwise equality of tensors, or of lists and mappings of them."""
+    if isinstance(theirs, torch.Tensor):
+        assert isinstance(ours, torch.Tensor), f"{what} is {ours!r}"
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape, f"{what}: {ours.dtype} {tuple(ours.shape)}"
+        assert torch.equal(ours, theirs), f"{what} differs by {(ours - theirs).abs().max()}"
+    elif isinstance(theirs, dict):
+        assert list(sorted(ours)) == list(sorted(theirs)), f"{what}: {sorted(ours)} instead of {sorted(theirs)}"
+        for key, value in theirs.items():
+            assert_same(ours[key], value, f"{what} {key}")
+    elif isinstance(theirs, (list, tuple)):
+        assert len(ours) == len(theirs), f"{what}: {len(ours)} instead of {len(theirs)}"
+        for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            assert_same(one, other, f"{what} {index}")
+    else:
+        assert ours == theirs, f"{what} is {ours!r} instead of {theirs!r}"
