@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import zinf_fx
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 import corpus
@@ -20,10 +18,6 @@ from master_adamw import MasterAdamW
 
 TINY = {"layers": 1, "hidden": 16, "heads": 2, "context": 16, "batch": 2, "steps": 2, "sample": 8, "eval-every": 1}
 TINY_FLAGS = [word for name, value in TINY.items() for word in (f"--{name}", str(value))]
-
-needs_zinf = pytest.mark.skipif(
-    not (hasattr(zinf_fx, "optim") and hasattr(zinf_fx, "stats")), reason="zinf_fx has no optimizer or counters"
-)
 
 
 @pytest.fixture
@@ -230,7 +224,6 @@ def losses(output: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith(("held out", "training"))]
 
 
-@needs_zinf
 @pytest.mark.parametrize("placement", ["device", "host", "infinity-nvme"])
 def test_zinf_run_has_the_losses_of_the_plain_run(placement: str, text: Path, tmp_path: Path) -> None:
     flags = ["--text", str(text), "--accumulate", "2", *TINY_FLAGS]
@@ -240,7 +233,6 @@ def test_zinf_run_has_the_losses_of_the_plain_run(placement: str, text: Path, tm
     assert "store, written per step" in through_zinf
 
 
-@needs_zinf
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
