@@ -32,7 +32,7 @@ class Twins:
         for index, (stored, master) in enumerate(zip(self.stored, self.masters, strict=True)):
             gradient = torch.randn(stored.shape, generator=self.random).to(stored.dtype)
             stored.grad = None if index in skip else gradient
-            master.grad = None if index in skip else gradient.to(master.dtype)
+            master.grad = None if index in skip else gradient.to(master.dtype, copy=True)
 
     def train(self, optimizer: torch.optim.Optimizer, reference: torch.optim.Optimizer, steps: int = 3) -> None:
         """Steps on both sides, each followed by the check that every parameter is bitwise equal."""

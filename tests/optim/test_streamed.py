@@ -219,6 +219,41 @@ def test_closure_and_hooks_run_once(twins):
     assert optimizer.step_seconds > 0
 
 
+def test_step_inside_a_compiled_function_stays_outside_the_graph(twins):
+    pair = twins()
+    mine, theirs = optim.AdamW(pair.stored), torch.optim.AdamW(pair.masters, fused=True)
+    step = torch.compile(lambda: mine.step(), backend="eager")
+    for _ in range(2):
+        pair.give_gradients()
+        step()
+        theirs.step()
+        pair.check()
+
+
+def test_grad_scaler(twins):
+    pair = twins()
+    store = pair.stored[0].storage.tiers.store
+    sides = []
+    for kind, parameters in ((optim.AdamW, pair.stored), (torch.optim.AdamW, pair.masters)):
+        sides.append((kind(parameters, fused=True), torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)))
+    for step in range(5):
+        pair.give_gradients()
+        if step == 2:
+            pair.stored[4].grad[3] = torch.inf
+            pair.masters[4].grad[3] = torch.inf
+        for optimizer, scaler in sides:
+            scaler.scale(torch.ones(()))
+            if step == 3:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+            before = store.bytes_written
+            scaler.step(optimizer)
+            assert step != 2 or store.bytes_written == before
+            scaler.update()
+        pair.check()
+    assert sides[0][1].get_scale() == sides[1][1].get_scale()
+
+
 def test_autograd_notices_the_update(twins):
     pair = twins(shapes=((8, 8),))
     (parameter,) = pair.stored

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from zinf_fx.errors import OptimizerError
 from zinf_fx.optim.arithmetic import StateLayout
 from zinf_fx.optim.elements import copy_into
 from zinf_fx.runtime.stored_tensor import StoredTensor
+
+State = dict[str, Any]
+"""What an optimizer's `state` has for one parameter: tensors and numbers by name."""
 
 MASTER = "master"
 """Name of the fp32 copy of a low-precision parameter among its states."""
@@ -36,6 +41,7 @@ class ParameterStates:
     Attributes:
         tensors: by name. One holds a value only while the optimizer's `state` shows it.
         version: of the parameter's bytes when the master last agreed with them; None when that isn't known.
+        refresh: whether this step takes over into the master what the parameter holds.
     """
 
     def __init__(self, parameter: StoredTensor) -> None:
@@ -43,6 +49,7 @@ class ParameterStates:
         self.parameter = parameter
         self.tensors: dict[str, StoredTensor] = {}
         self.version: int | None = None
+        self.refresh = True
         self.dtype = working_dtype(parameter)
         if self.has_master:
             self._reserve(MASTER, self.dtype)

@@ -5,27 +5,18 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch.optim import Optimizer
 
-from zinf_fx.errors import OptimizerError, StoreError
+from zinf_fx.errors import OptimizerError
 from zinf_fx.optim.arithmetic import Group, StateLayout, borrow, probe, step_without_hooks
-from zinf_fx.optim.chunks import Piece, cut, opened_ahead
-from zinf_fx.optim.states import MASTER, ParameterStates, working_dtype
+from zinf_fx.optim.states import MASTER, ParameterStates, State, working_dtype
+from zinf_fx.optim.step import Run, StreamedStep
 from zinf_fx.optim.torn import TornStep
-from zinf_fx.optim.windows import OpenPiece, State
 from zinf_fx.runtime.executor import EXECUTOR, Stage
-from zinf_fx.runtime.freelist import round_up
-from zinf_fx.runtime.storage import WINDOW_ALIGNMENT
 from zinf_fx.runtime.stored_tensor import StoredTensor
-from zinf_fx.runtime.tiers import Tiers
-
-# Chunks that the host arena must have room for: opened ahead, updated, being written, and one for fragmentation.
-CHUNKS_IN_MEMORY = 4
 
 
 class Streamed(Optimizer):
@@ -106,6 +97,7 @@ class Streamed(Optimizer):
                 self._stored.pop(parameter, None)
             raise
 
+    @torch._disable_dynamo  # inside a compiled training loop too, this is I/O; the public decorator imports Dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """As in torch. Raises: StoreError; OptimizerError from then on, because the step is torn: see `torn`."""
@@ -121,10 +113,7 @@ class Streamed(Optimizer):
             runs = list(self._runs())
             self._step_ordinary()
             if runs:
-                EXECUTOR.begin(self._stage)
-                EXECUTOR.drop_anticipated()
                 self._step_stored(runs)
-                EXECUTOR.end(self._stage)
         self.step_seconds = time.perf_counter() - started
         return loss
 
@@ -238,6 +227,18 @@ class Streamed(Optimizer):
             inner.param_groups, inner.state = groups, self.state
             step_without_hooks(inner)
 
+    def _step_stored(self, runs: list[Run]) -> None:
+        step = StreamedStep(self, self._arithmetic, self._stored, runs)
+        EXECUTOR.begin(self._stage)
+        EXECUTOR.drop_anticipated()
+        try:
+            step.run()
+        except BaseException as error:
+            EXECUTOR.reset()
+            self.torn = step.torn(error)
+            raise
+        EXECUTOR.end(self._stage)
+
     def _runs(self) -> Iterator[Run]:
         """Stored parameters with gradients, with space for their states, in runs that may share chunks."""
         for group in self.param_groups:
@@ -255,144 +256,11 @@ class Streamed(Optimizer):
                 present = frozenset(name for name in states.tensors if entry.get(name) is not None)
                 for name in present:
                     entry[name] = states.take_over(name, entry[name])
+                states.refresh = MASTER not in present or states.version != parameter.storage.version
                 names = tuple(self._layout(group, states.dtype).elementwise)
                 run = runs.setdefault((states.dtype, present), Run(group, states.dtype, names, present))
                 run.parameters.append(parameter)
             yield from runs.values()
-
-    def _step_stored(self, runs: list[Run]) -> None:
-        everyone = [p for run in runs for p in run.parameters]
-        all_tiers = list({id(p.storage.tiers): p.storage.tiers for p in everyone}.values())
-        per_element = max(self._stored[p].bytes_per_element for p in everyone)
-        elements = _chunk_elements(everyone, per_element)
-        upcasts = any(p.grad.dtype != self._stored[p].dtype for p in everyone)
-        progress = _Progress()
-        try:
-            with ExitStack() as stack:
-                scratch = torch.empty(0, dtype=torch.uint8)
-                if upcasts:
-                    buffer = all_tiers[0].host.lease(elements * max(run.dtype.itemsize for run in runs))
-                    stack.callback(buffer.release)
-                    scratch = buffer.tensor((buffer.nbytes,), torch.uint8)
-                chunks = ((run, pieces) for run in runs for pieces in cut(run.parameters, elements))
-                opened = stack.enter_context(closing(opened_ahead(chunks, lambda chunk: _OpenChunk(self, *chunk))))
-                for chunk in opened:
-                    with closing(chunk):
-                        self._update(chunk, scratch.view(chunk.run.dtype), progress)
-                    for tiers in all_tiers:
-                        tiers.limit_writes(elements * per_element)
-            for tiers in all_tiers:
-                tiers.drain()
-        except BaseException as error:
-            EXECUTOR.reset()
-            self._tear(error, everyone, all_tiers, progress)
-            raise
-
-    def _update(self, chunk: _OpenChunk, scratch: torch.Tensor, progress: _Progress) -> None:
-        run, offset = chunk.run, 0
-        for part in chunk.parts:
-            parameter = part.piece.parameter
-            tensors = self._stored[parameter].tensors
-            scalars = {k: v for k, v in self.state[parameter].items() if k not in tensors}
-            part.wait(scalars, scratch[offset:])
-            offset += round_up(part.piece.count, WINDOW_ALIGNMENT)
-        progress.begun.update(part.piece.parameter for part in chunk.parts)
-        inner = borrow(self, self._arithmetic, run.group, [part.weights for part in chunk.parts])
-        inner.state.update((part.weights, part.state) for part in chunk.parts)
-        step_without_hooks(inner)
-        for part in chunk.parts:
-            scalars = part.store(inner.state[part.weights])
-            if part.piece.last:
-                self._finish(run, part.piece.parameter, scalars)
-                progress.finished.add(part.piece.parameter)
-
-    def _finish(self, run: Run, parameter: StoredTensor, scalars: State) -> None:
-        """All pieces are updated: show the states, and let autograd notice, as after any in-place update."""
-        states, entry = self._stored[parameter], self.state[parameter]
-        entry.update(scalars)
-        entry.update((name, states.tensors[name]) for name in run.names)
-        if states.has_master:
-            entry[MASTER] = states.tensors[MASTER]
-            states.version = parameter.storage.version
-        torch.autograd.graph.increment_version(parameter)
-
-    def _tear(
-        self, error: BaseException, everyone: list[StoredTensor], all_tiers: list[Tiers], progress: _Progress
-    ) -> None:
-        """Let the writes under way end, and note how far the step got; nothing to note if nothing was changed."""
-        for tiers in all_tiers:
-            try:
-                tiers.drain()
-            except StoreError as failed:
-                if failed is not error:
-                    error.add_note(f"and then: {failed}")
-        if not progress.begun:
-            return
-        lost = {p for p in progress.finished if not self._in_store(p)}
-        names = {}
-        for number, group in enumerate(self.param_groups):
-            given = group.get("param_names", [f"parameter {i} of group {number}" for i in range(len(group["params"]))])
-            names |= dict(zip(group["params"], given, strict=True))
-        updated = progress.finished - lost
-        self.torn = TornStep(
-            f"{type(error).__name__}: {error}" if str(error) else type(error).__name__,
-            tuple(names[p] for p in everyone if p in updated),
-            tuple(names[p] for p in everyone if p in progress.begun and p not in updated),
-            tuple(names[p] for p in everyone if p not in progress.begun),
-        )
-
-    def _in_store(self, parameter: StoredTensor) -> bool:
-        try:
-            for tensor in (parameter, *self._stored[parameter].tensors.values()):
-                tensor.storage.flush()
-        except StoreError:
-            return False
-        return True
-
-
-@dataclass
-class Run:
-    """Parameters of one group with the same states present, updated in the same dtype: they may share a chunk.
-
-    Attributes:
-        names: the element-wise states.
-        present: those of them, and of the master, that hold values; the torch class makes the others.
-    """
-
-    group: Group
-    dtype: torch.dtype
-    names: tuple[str, ...]
-    present: frozenset[str]
-    parameters: list[StoredTensor] = field(default_factory=list)
-
-
-@dataclass
-class _Progress:
-    """Parameters of which a piece was updated, and those of which all were."""
-
-    begun: set[StoredTensor] = field(default_factory=set)
-    finished: set[StoredTensor] = field(default_factory=set)
-
-
-class _OpenChunk:
-    """A chunk whose windows are open."""
-
-    def __init__(self, optimizer: Streamed, run: Run, pieces: tuple[Piece[StoredTensor], ...]) -> None:
-        self.run = run
-        self.parts: list[OpenPiece] = []
-        self._close = ExitStack()
-        try:
-            for piece in pieces:
-                part = OpenPiece(piece, optimizer._stored[piece.parameter], run.names, run.present)
-                self.parts.append(part)
-                self._close.callback(part.close)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Close the windows that were not stored."""
-        self._close.close()
 
 
 def _as_groups(params: Iterable[Any]) -> list[Group]:
@@ -403,12 +271,3 @@ def _as_groups(params: Iterable[Any]) -> list[Group]:
     if not params:
         raise ValueError("optimizer got an empty parameter list")
     return params if isinstance(params[0], dict) else [{"params": params}]
-
-
-def _chunk_elements(parameters: list[StoredTensor], bytes_per_element: int) -> int:
-    """Elements of a chunk: as many as configured, fewer where the host arena has no room for CHUNKS_IN_MEMORY."""
-    storages = [p.storage for p in parameters]
-    elements = min(storage.config.chunk for storage in storages) // torch.float32.itemsize
-    room = min(storage.tiers.host.capacity - storage.tiers.host.in_use for storage in storages)
-    elements = min(elements, room // max(CHUNKS_IN_MEMORY * bytes_per_element, 1))
-    return max(elements // WINDOW_ALIGNMENT, 1) * WINDOW_ALIGNMENT

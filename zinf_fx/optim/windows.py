@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 
 from zinf_fx.optim.chunks import Piece
 from zinf_fx.optim.elements import Slice, open_elements
-from zinf_fx.optim.states import MASTER, ParameterStates
+from zinf_fx.optim.states import MASTER, ParameterStates, State
 from zinf_fx.runtime.storage import Window
 from zinf_fx.runtime.stored_tensor import StoredTensor
-
-State = dict[str, Any]
-"""What an optimizer's `state` has for one parameter: tensors and numbers by name."""
 
 
 class OpenPiece:
@@ -45,8 +41,8 @@ class OpenPiece:
             self._parameter = self._master = None
             if states.has_master:
                 self._master = self._open(states.tensors[MASTER], MASTER in present)
-                self._refreshes = MASTER not in present or states.version != parameter.storage.version
-                self._parameter = self._open(parameter, self._refreshes)
+                self._refresh = states.refresh
+                self._parameter = self._open(parameter, states.refresh)
             else:
                 self._parameter = self._open(parameter, True)
             self._states = {name: self._open(states.tensors[name], name in present) for name in names}
@@ -63,8 +59,8 @@ class OpenPiece:
             self.weights = self._parameter.wait()
         else:
             self.weights = self._master.wait()
-            if self._refreshes:
-                self._refresh(self._parameter.wait())
+            if self._refresh:
+                self._take_over(self._parameter.wait())
         gradient = self._gradient.wait()
         if gradient.dtype != self.weights.dtype:
             gradient = scratch[: self.piece.count].copy_(gradient)
@@ -97,7 +93,7 @@ class OpenPiece:
         self._open_windows.callback(window.close)
         return window
 
-    def _refresh(self, parameter: torch.Tensor) -> None:
+    def _take_over(self, parameter: torch.Tensor) -> None:
         """Take over what others wrote to the parameter; where it still is the master rounded, the master stays."""
         if MASTER in self._present:
             written = self.weights.to(parameter.dtype) != parameter
