@@ -80,9 +80,7 @@ def plans_of(
     try:
         planner.compiled_call()(twin, *arguments)
     except BackendCompilerFailed as failure:
-        if isinstance(failure.inner_exception, ZinfError):
-            raise failure.inner_exception from failure
-        raise
+        raise failure.inner_exception from failure
     except StoredTensorError as error:
         raise PlanError(
             "the model can't be planned without values: code that Dynamo doesn't capture uses a parameter "

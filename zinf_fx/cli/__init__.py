@@ -29,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.run(options)
         sys.stdout.flush()
     except ZinfError as error:
+        if getattr(options, "traceback", False):
+            raise
         print(f"zinf-fx: error: {_one_line(error)}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader, such as `head`, has seen enough

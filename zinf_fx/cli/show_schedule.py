@@ -33,6 +33,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--operators", metavar="A:B", help="print operators A to B - 1 only")
     parser.add_argument("--inference", action="store_true", help="plan a call under torch.no_grad()")
     parser.add_argument("--json", action="store_true", help="print the plan's data as JSON")
+    parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
     parser.set_defaults(run=run)
 
 
@@ -50,7 +51,7 @@ def run(options: argparse.Namespace) -> None:
         except Exception as error:
             found = str(error).strip().splitlines() or [""]
             raise TargetError(
-                f"calling the model of {options.target} on its example inputs raised {type(error).__name__}: {found[0]}"
+                f"planning {options.target} on its example inputs raised {type(error).__name__}: {found[0]}"
             ) from error
     if options.json:
         print(to_json(plans))

@@ -12,7 +12,7 @@ def module_of(name: str) -> str:
 
 
 def abbreviate(paths: Iterable[str]) -> dict[str, str]:
-    """The shortest distinct name of each module path: layer numbers and the last part, and more where these collide.
+    """The shortest distinct name of each module path: layer numbers and the last word, and more where these collide.
 
     `blocks.0.attention.qkv` -> `0.qkv`; `encoder.0.q` and `decoder.0.q` -> `encoder.0.q` and `decoder.0.q`.
     """
@@ -32,6 +32,11 @@ def _candidates(path: str) -> list[str]:
     """Ever longer names of one path; the last is the path itself."""
     parts = path.split(".")
     numbers = {i for i, part in enumerate(parts) if part.isdigit()}
-    last = len(parts) - 1
-    kept = [numbers | {last}, numbers | {last, last - 1}, numbers | {last, last - 1, 0}, set(range(len(parts)))]
+    words = [i for i in range(len(parts)) if i not in numbers] or [0]
+    kept = [
+        numbers | set(words[-1:]),
+        numbers | set(words[-2:]),
+        numbers | {words[0], *words[-2:]},
+        set(range(len(parts))),
+    ]
     return list(dict.fromkeys(".".join(p for i, p in enumerate(parts) if i in keep) for keep in kept))

@@ -232,10 +232,13 @@ def _header(plan: Plan) -> str:
 
 
 def _legend(plan: Plan, names: _Names) -> str:
-    lines = ["A line per operator: the tiles that it waits for, and the transfers that start then and run meanwhile."]
+    lines = [
+        "A line per operator: the tiles that it waits for, and the transfers that start then and run meanwhile.",
+        "Cells name modules; a name stands for all parameters of one, +n for those of n smaller modules.",
+    ]
     if names.example and names.example[0] != names.example[1]:
         path, short = names.example
-        lines.append(f"{short} stands for all parameters of {path}; +n for those of n smaller modules.")
+        lines.append(f"{short} stands for {path}.")
     lines.append("head: what starts before operator 0. fetched: bytes of which the read from NVMe starts here.")
     if any(e.turn for graph in plan.graphs for e in graph.events):
         lines.append("*: the turn. The forward graph starts these transfers, with which the backward graph begins.")

@@ -1,0 +1,53 @@
+"""`zinf-fx clean`: what goes, what stays, and what is said."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zinf_fx.cli import main
+from zinf_fx.runtime.store import Store
+
+
+def abandon(directory: Path) -> Path:
+    """The scratch directory of a job that died."""
+    program = "import os, sys; from zinf_fx.runtime.store import Store; s = Store(sys.argv[1]); print(s.path.parent)"
+    program += "; sys.stdout.flush(); os._exit(1)"
+    dead = subprocess.run([sys.executable, "-c", program, str(directory)], capture_output=True, text=True, timeout=60)
+    path = Path(dead.stdout.strip())
+    assert path.parent == directory and path.is_dir()
+    return path
+
+
+def test_dead_jobs_go_and_running_ones_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    dead = abandon(tmp_path)
+    (tmp_path / "mine").write_text("not a scratch directory")
+    with Store(tmp_path) as running:
+        assert main(["clean", str(tmp_path)]) == 0
+        assert capsys.readouterr().out == f"removed  {dead}\nin use   {running.path.parent}\n"
+        assert not dead.exists() and running.path.exists()
+    assert main(["clean", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}: no scratch directories\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_the_default_is_the_default_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    store = tmp_path / "store"
+    monkeypatch.setenv("ZINF_STORE", str(store))
+    assert main(["clean"]) == 0
+    assert "never used" in capsys.readouterr().out and not store.exists()
+    store.mkdir()
+    dead = abandon(store)
+    assert main(["clean"]) == 0
+    assert capsys.readouterr().out == f"removed  {dead}\n"
+
+
+def test_a_directory_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["clean", str(tmp_path / "missing")]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("zinf-fx: error: store clean failed") and err.count("\n") == 1

@@ -1,0 +1,25 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture
+def golden() -> Callable[[str, str], None]:
+    """`golden(name, text)`: `text` is that of tests/golden/<name>; UPDATE_GOLDEN=1 in the environment writes it."""
+
+    def check(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if os.environ.get("UPDATE_GOLDEN"):
+            path.write_text(text)
+        expected = path.read_text() if path.exists() else ""
+        assert text == expected, f"{path.name} differs; if that is right, run with UPDATE_GOLDEN=1 and look at the diff"
+
+    return check

@@ -1,0 +1,169 @@
+"""The plan as text: golden tables, names, widths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from zinf_fx import Config
+from zinf_fx.explain import plans_of
+from zinf_fx.plan.accounting import flows, optimizer_traffic, phases, traffic
+from zinf_fx.plan.names import abbreviate, module_of
+from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, Operator, Plan, Tile
+from zinf_fx.plan.table import render
+
+MIB = 1 << 20
+SHAPES = {"layers.0.up.weight": (1024, 256), "layers.0.up.bias": (1024,), "layers.1.up.weight": (512, 1024)}
+
+
+def tiles(tier: str = "nvme", gradient_tier: str | None = None) -> tuple[Tile, ...]:
+    return tuple(
+        Tile(index, name, shape, torch.float32, tier, gradient_tier)
+        for index, (name, shape) in enumerate(SHAPES.items())
+    )
+
+
+def hand_made(tier: str = "nvme") -> Plan:
+    """Two operators each way; distances of 1 everywhere, so that the turn is one tile's three transfers."""
+    journey = ("fetch", "upload", "allgather")
+    forward = (
+        *(Event(kind, tile, HEAD) for kind in journey for tile in (0, 1)),
+        *(Event(kind, 2, 0) for kind in journey),
+        Event("wait", 0, 0),
+        Event("wait", 1, 0),
+        Event("release", 0, 0),
+        Event("release", 1, 0),
+        *(Event(kind, 2, 1, turn=True) for kind in journey),
+        Event("wait", 2, 1),
+        Event("release", 2, 1),
+    )
+    backward = (
+        *(Event(kind, 2, HEAD) for kind in journey),
+        *(Event(kind, 0, 0) for kind in journey),
+        Event("wait", 2, 0),
+        Event("release", 2, 0),
+        Event("reduce_scatter", 2, 0),
+        Event("wait", 0, 1),
+        Event("release", 0, 1),
+        Event("reduce_scatter", 0, 1),
+        Event("reduce_scatter", 1, 1),
+        *(Event("offload", tile, 1) for tile in (2, 0, 1)),
+    )
+    linear, attention = "addmm", "mm, _scaled_dot_product_flash_attention_for_cpu_backward"
+    return Plan(
+        (
+            GraphSchedule("forward", tiles(tier), (Operator(0, linear, 3), Operator(1, linear, 2)), forward),
+            GraphSchedule("backward", tiles(tier, "host"), (Operator(0, "mm", 4), Operator(1, attention, 3)), backward),
+        ),
+        Config(placement={"parameters": tier, "gradients": "host", "optimizer": tier}, prefetch=(1, 1, 1)),
+    )
+
+
+class Tiny(nn.Module):
+    """Tied embedding and head, a norm, a frozen layer, a linear with bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(64, 32)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU()) for _ in range(3))
+        self.layers[1].requires_grad_(False)
+        self.head = nn.Linear(32, 64, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x).logsumexp(-1).mean()
+
+
+def test_golden_of_a_hand_made_plan(golden):
+    golden("table_hand_made.txt", render(hand_made()))
+
+
+def test_golden_of_a_tiny_model(golden):
+    with torch.device("meta"):
+        model, tokens = Tiny(), torch.zeros(2, 8, dtype=torch.int64)
+    (plan,) = plans_of(model, (tokens,), placement="infinity-nvme")
+    golden("table_tiny_training.txt", render(plan))
+    with torch.no_grad():
+        (plan,) = plans_of(model, (tokens,), placement="infinity-cpu", prefetch=None, host_memory="1MiB")
+    golden("table_tiny_inference.txt", render(plan, width=100))
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 160])
+def test_the_text_fits_the_width(width: int):
+    text = render(hand_made(), width=width)
+    table = [line for line in text.splitlines() if line[:2].strip().isdigit() or line.startswith("--")]
+    assert len(table) >= 6 and max(map(len, table)) <= max(width, 110)
+    assert text.isascii() and not any(line.endswith(" ") for line in text.splitlines())
+
+
+def test_paging_keeps_operator_numbers_and_says_what_is_shown():
+    text = render(hand_made(), operators=range(1, 5))
+    assert "FORWARD: 2 operators, shown are 1 to 1" in text and "head  " not in text
+    assert [line.split()[0] for line in text.splitlines() if line[:2].strip().isdigit()] == ["1", "1"]
+    beyond = render(hand_made(), operators=range(7, 9))
+    assert "FORWARD: 2 operators, none in the range asked for (the last is 1)" in beyond
+
+
+def test_a_module_stands_for_its_tiles_only_where_they_move_together():
+    text = render(hand_made())
+    waits, gradients = [line for line in text.splitlines() if line.startswith(" 0")], text.partition("BACKWARD")[2]
+    assert "0.up: matmul" in waits[0]
+    assert "1.up*" in text  # the turn
+    assert "0.up" in gradients
+
+
+def test_names_are_short_and_distinct():
+    cases = {
+        "blocks.0.attention.qkv": "0.qkv",
+        "blocks.1.attention.qkv": "1.qkv",
+        "blocks.0.self.query": "0.self.query",
+        "blocks.0.cross.query": "0.cross.query",
+        "encoder.3.mlp.up": "encoder.3.mlp.up",
+        "decoder.3.mlp.up": "decoder.3.mlp.up",
+        "a.b.c.same": "a.b.c.same",
+        "a.x.c.same": "a.x.c.same",
+        "norm": "norm",
+        "features.0.mlp.2": "0.mlp.2",
+        "layers.0.1": "layers.0.1",
+    }
+    assert abbreviate(cases) == cases
+    assert module_of("blocks.0.up.weight") == "blocks.0.up" and module_of("scale") == "scale"
+
+
+def test_bytes_in_flight_and_moved():
+    plan = hand_made()
+    forward, backward = plan.graphs
+    first, bias, second = MIB, 4096, 2 * MIB
+    assert [(f.fetched, f.device, f.host) for f in flows(plan, forward)] == [
+        (first + bias, first + bias, 0),
+        (second, first + bias + second, 0),
+        (0, second, 0),  # the turn finds the tile there
+    ]
+    assert [(f.fetched, f.device) for f in flows(plan, backward)] == [
+        (0, second),
+        (first, second + first + second),  # tile 2, tile 0, and the gradient of tile 2
+        (0, first + second + first + bias),
+    ]
+    moved = traffic(plan, backward)
+    assert (moved.nvme_to_host, moved.host_to_device, moved.device_to_host) == (first, second + first, 3 * MIB + 4096)
+    adam = optimizer_traffic(plan)  # fp32: weight and two moments, read and written
+    assert adam.nvme_to_host == adam.host_to_nvme == 3 * (3 * MIB + 4096)
+
+
+def test_a_tile_that_waits_for_its_upload_is_in_host_memory():
+    events = (Event("fetch", 0, HEAD), Event("upload", 0, 0), Event("wait", 0, 1), Event("release", 0, 1))
+    graph = GraphSchedule("inference", tiles()[:1], (Operator(0, "", 1), Operator(1, "mm", 1)), events)
+    plan = Plan((graph,), Config(placement="nvme"))
+    assert [(f.device, f.host) for f in flows(plan, graph)] == [(0, MIB), (MIB, 0), (MIB, 0)]
+
+
+@pytest.mark.parametrize(("tier", "moves"), [("host", ["host_to_device"]), ("device", [])])
+def test_what_lives_in_memory_is_not_read(tier: str, moves: list[str]):
+    plan = hand_made(tier)
+    forward = dict(phases(plan))["forward"]
+    assert [name for name in vars(forward) if getattr(forward, name)] == moves
+    assert "Stages that move nothing in this placement: fetch" in render(plan)

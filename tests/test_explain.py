@@ -1,0 +1,215 @@
+"""Plans of models that don't run: which models, and that planning leaves no trace."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+
+import zinf_fx
+from zinf_fx import capture
+from zinf_fx.errors import ConfigError, PlanError, StoredTensorError
+from zinf_fx.explain import plans_of
+from zinf_fx.plan.schedule import Plan
+
+
+class Model(nn.Module):
+    """Tied weights, a buffer, a norm; with `broken`, a graph break between two layers."""
+
+    def __init__(self, broken: bool = False) -> None:
+        super().__init__()
+        self.broken = broken
+        self.tokens = nn.Embedding(50, 32)
+        self.norm = nn.BatchNorm1d(32)
+        self.up = nn.Linear(32, 64)
+        self.down = nn.Linear(64, 32)
+        self.head = nn.Linear(32, 50, bias=False)
+        self.head.weight = self.tokens.weight
+        self.register_buffer("scale", torch.ones(32))
+        self.offset = torch.zeros(32)
+
+    def forward(self, tokens: torch.Tensor, times: int = 1) -> torch.Tensor:
+        x = self.norm(self.tokens(tokens).flatten(0, 1)) * self.scale * times + self.offset
+        x = self.up(x).relu()
+        if self.broken:
+            torch._dynamo.graph_break()
+        return self.head(self.down(x)).logsumexp(-1).mean()
+
+
+def tokens(device: str = "cpu", batch: int = 4) -> torch.Tensor:
+    return torch.zeros(batch, 8, dtype=torch.int64, device=device)
+
+
+def schedules(plans: list[Plan]) -> list[tuple]:
+    return [plan.graphs for plan in plans]
+
+
+def executed(compiled: Callable, *inputs: object) -> list[Plan]:
+    """The plans that the backend itself makes when the model runs."""
+    made: list[capture.Capture] = []
+    original = capture.Capture.__init__
+
+    def note(self: capture.Capture, *arguments: object) -> None:
+        original(self, *arguments)
+        made.append(self)
+
+    with mock.patch.object(capture.Capture, "__init__", note):
+        compiled(*inputs).backward()
+    return [each.plan for each in made]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_plan_is_the_one_that_runs(tmp_path: Path, broken: bool):
+    model = zinf_fx.offload(Model(broken), store=tmp_path, placement="infinity-nvme", prefetch=(1, 1, 2))
+    compiled = torch.compile(model, backend="zinf")
+    before = plans_of(compiled, (tokens(),))
+    run = executed(compiled, tokens())
+    assert schedules(before) == schedules(run) == schedules(plans_of(model, (tokens(),)))
+    assert len(before) == (2 if broken else 1)
+    assert all(plan.config.prefetch == (1, 1, 2) for plan in before)
+
+
+def test_ordinary_offloaded_and_meta_models_have_one_plan(tmp_path: Path):
+    with torch.device("meta"):
+        meta, inputs = Model(), tokens("meta")
+    plain = Model()
+    of_meta = schedules(plans_of(meta, (inputs,), placement="nvme"))
+    assert of_meta == schedules(plans_of(plain, (tokens(),), placement="nvme"))
+    assert of_meta == schedules(plans_of(torch.compile(plain), (tokens(),), placement="nvme"))
+    stored = zinf_fx.offload(Model(), store=tmp_path, placement="nvme")
+    assert of_meta == schedules(plans_of(stored, (tokens(),)))
+    names = [tile.name for tile in of_meta[0][0].tiles]
+    assert "tokens.weight" in names and "head.weight" not in names  # tied: one tile
+    assert all(p.is_meta for p in meta.parameters())
+
+
+def test_no_grad_means_inference_and_a_mapping_means_keywords():
+    model = Model()
+    with torch.no_grad():
+        (plan,) = plans_of(model, {"tokens": tokens(), "times": 2}, placement="host")
+    assert [graph.kind for graph in plan.graphs] == ["inference"]
+    (plan,) = plans_of(model, [tokens()], placement="host")
+    assert [graph.kind for graph in plan.graphs] == ["forward", "backward"]
+    with torch.no_grad():
+        text = zinf_fx.explain(model, tokens(), placement="host", prefetch=None)
+    assert "INFERENCE" in text and "prefetch   none" in text
+
+
+def test_the_model_is_left_as_it_was():
+    model = Model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    objects = [id(t) for t in (*model.parameters(), *model.buffers())]
+    random = torch.get_rng_state()
+    zinf_fx.explain(model, tokens(), placement="nvme")
+    assert [id(t) for t in (*model.parameters(), *model.buffers())] == objects
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(type(p) is nn.Parameter and p.grad is None and not p._backward_hooks for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_compiled_code_stays_and_what_follows_is_compiled_as_ever(broken: bool):
+    model, counter = Model(broken), CompileCounter()
+    compiled = torch.compile(model, backend=counter)
+    compiled(tokens())
+    graphs = counter.frame_count
+    for placement in ("host", "nvme", "infinity-nvme"):
+        for _ in range(4):  # more often than Dynamo compiles one function
+            assert len(plans_of(compiled, (tokens(batch=3),), placement=placement)) == graphs
+    compiled(tokens())
+    assert counter.frame_count == graphs
+    fresh = CompileCounter()
+    torch.compile(Model(broken), backend=fresh, dynamic=False)(tokens(batch=5))
+    assert fresh.frame_count == graphs
+
+
+def test_auto_says_what_it_decided(monkeypatch: pytest.MonkeyPatch):
+    text = zinf_fx.explain(Model(), tokens())
+    assert text.startswith("The placement is what 'auto' decided") and "Everything fits" in text
+    text = zinf_fx.explain(Model(), tokens(), host_memory="64KiB")
+    assert "Everything fits" not in text and "optimizer on nvme" in text
+
+
+def test_a_model_without_parameters_moves_nothing():
+    assert "nothing is moved" in zinf_fx.explain(nn.ReLU(), torch.zeros(3))
+
+
+def test_options_apply_and_contradictions_are_refused(tmp_path: Path):
+    model = zinf_fx.offload(Model(), store=tmp_path, placement="nvme")
+    (plan,) = plans_of(model, (tokens(),), prefetch=(0, 0, 1))
+    assert plan.config.prefetch == (0, 0, 1) and plan.config.placement.parameters == "nvme"
+    with pytest.raises(ConfigError, match="was offloaded with"):
+        plans_of(model, (tokens(),), placement="host")
+    with pytest.raises(ConfigError, match="unknown option 'prefetsch'"):
+        plans_of(model, (tokens(),), prefetsch=1)
+    with pytest.raises(PlanError, match="raise device_memory"):
+        plans_of(model, (tokens(),), device_memory="1KiB")
+
+
+class Held(nn.Module):
+    """Can't be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+        self.stream = (i for i in range(3))
+
+
+class Skips(nn.Module):
+    """Uses a value where Dynamo doesn't look."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    @torch._dynamo.disable
+    def norm(self) -> float:
+        return float(self.up.weight.norm())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x).sum() * self.norm()
+
+
+def test_models_that_cannot_be_planned_say_why():
+    with pytest.raises(PlanError, match=r"copy\.deepcopy"):
+        plans_of(Held(), (torch.zeros(2, 4),))
+    with pytest.raises(PlanError, match="without values"):
+        plans_of(Skips(), (torch.zeros(2, 4),), placement="nvme")
+    with pytest.raises(StoredTensorError, match=r"'0\.weight' is not initialised"):
+        plans_of(nn.Sequential(nn.LazyLinear(3)), (torch.zeros(2, 4),), placement="nvme")
+    sparse = Model()
+    sparse.up.weight = nn.Parameter(torch.zeros(64, 32).to_sparse())
+    with pytest.raises(StoredTensorError, match=r"'up\.weight' has layout"):
+        plans_of(sparse, (tokens(),))
+    with pytest.raises(TypeError):  # the model's own errors pass
+        plans_of(Model(), (tokens(), tokens(), tokens()))
+
+
+def test_a_large_model_is_planned_in_little_memory():
+    program = """
+import resource, sys, torch, zinf_fx
+from torch import nn
+from zinf_fx.explain import plans_of
+class Layer(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+torch._dynamo.config  # imported before the first measurement
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+with torch.device("meta"):
+    model, x = nn.Sequential(*(Layer(8192) for _ in range(8))), torch.zeros(4, 8192)
+plans_of(nn.Sequential(model, nn.Flatten(0)), (x,), placement="nvme")
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, sum(p.nbytes for p in model.parameters()) // 1024)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250, check=True)
+    grown, size = map(int, done.stdout.split())
+    assert size > 16e6 and grown < 400e3, f"{grown} KiB for planning a model of {size} KiB"
