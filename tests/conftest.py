@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+# Test models are tiny: a second thread costs more than it computes. Before torch is imported, and for child processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 GOLDEN = Path(__file__).parent / "golden"
 
 
