@@ -68,7 +68,7 @@ def plans_of(
 
     Raises: ConfigError for bad options, or a placement that contradicts how the model was offloaded;
     StoredTensorError for a parameter that can't be stored; PlanError when a budget is too small, or the model can't be
-    captured.
+    captured; and what the model itself raises.
     """
     from torch._dynamo.exc import BackendCompilerFailed  # the compiler takes seconds to import
 
@@ -80,7 +80,7 @@ def plans_of(
     try:
         planner.compiled_call()(twin, *arguments)
     except BackendCompilerFailed as failure:
-        raise failure.inner_exception from failure
+        raise failure.inner_exception from None
     except StoredTensorError as error:
         raise PlanError(
             "the model can't be planned without values: code that Dynamo doesn't capture uses a parameter "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 
@@ -12,31 +12,25 @@ def module_of(name: str) -> str:
 
 
 def abbreviate(paths: Iterable[str]) -> dict[str, str]:
-    """The shortest distinct name of each module path: layer numbers and the last word, and more where these collide.
+    """A short, distinct name of each module path: layer numbers, the last word, and the words that tell it from others.
 
-    `blocks.0.attention.qkv` -> `0.qkv`; `encoder.0.q` and `decoder.0.q` -> `encoder.0.q` and `decoder.0.q`.
+    `blocks.0.attention.qkv` -> `0.qkv`, or, beside `blocks.0.cross.qkv`, `0.attention.qkv`.
     """
-    names = {path: _candidates(path) for path in dict.fromkeys(paths)}
-    level = dict.fromkeys(names, 0)
-    while True:
-        short = {path: names[path][min(level[path], len(names[path]) - 1)] for path in names}
-        counts = Counter(short.values())
-        colliding = [p for p in names if counts[short[p]] > 1 and level[p] < len(names[p]) - 1]
-        if not colliding:
-            return short
-        for path in colliding:
-            level[path] += 1
+    paths = list(dict.fromkeys(paths))
+    alike: defaultdict[str, list[str]] = defaultdict(list)
+    for path in paths:
+        alike[_shortened(path, frozenset())].append(path)
+    short = {}
+    for group in alike.values():
+        common = frozenset.intersection(*(frozenset(path.split(".")) for path in group))
+        for path in group:
+            short[path] = _shortened(path, frozenset(path.split(".")) - common)
+    counts = Counter(short.values())
+    return {path: short[path] if counts[short[path]] == 1 else path for path in paths}
 
 
-def _candidates(path: str) -> list[str]:
-    """Ever longer names of one path; the last is the path itself."""
+def _shortened(path: str, telling: frozenset[str]) -> str:
+    """The numbers, the last word, and `telling` words of a path."""
     parts = path.split(".")
-    numbers = {i for i, part in enumerate(parts) if part.isdigit()}
-    words = [i for i in range(len(parts)) if i not in numbers] or [0]
-    kept = [
-        numbers | set(words[-1:]),
-        numbers | set(words[-2:]),
-        numbers | {words[0], *words[-2:]},
-        set(range(len(parts))),
-    ]
-    return list(dict.fromkeys(".".join(p for i, p in enumerate(parts) if i in keep) for keep in kept))
+    last = max((i for i, part in enumerate(parts) if not part.isdigit()), default=0)
+    return ".".join(part for i, part in enumerate(parts) if i == last or part.isdigit() or part in telling)

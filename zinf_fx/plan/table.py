@@ -138,7 +138,7 @@ def _plain_label(label: str) -> str:
 
 
 def _cut(text: str, limit: int) -> str:
-    return text if len(text) <= limit else text[: max(limit - 2, 1)].rstrip(" ,:") + ".."
+    return text if len(text) <= limit else text[: max(limit - 2, 1)].rstrip(" .,:") + ".."
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
