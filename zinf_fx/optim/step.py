@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from zinf_fx.errors import StoreError
 from zinf_fx.optim.arithmetic import Group, borrow, step_without_hooks
 from zinf_fx.optim.chunks import Piece, cut, opened_ahead
+from zinf_fx.optim.heap import trim_heap
 from zinf_fx.optim.states import MASTER, ParameterStates, State
 from zinf_fx.optim.torn import TornStep
 from zinf_fx.optim.windows import OpenPiece
@@ -36,6 +37,11 @@ class Run:
     names: tuple[str, ...]
     present: frozenset[str]
     parameters: list[StoredTensor] = field(default_factory=list)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the torch class makes states, in memory of its own."""
+        return not self.present.issuperset(self.names)
 
 
 class _OpenChunk:
@@ -89,6 +95,8 @@ class StreamedStep:
             for chunk in stack.enter_context(closing(opened)):
                 with closing(chunk):
                     self._update(chunk, scratch.view(chunk.run.dtype))
+                if chunk.run.is_first:
+                    trim_heap()
                 for tiers in self._tiers:
                     tiers.limit_writes(elements * bytes_per_element)
         for tiers in self._tiers:

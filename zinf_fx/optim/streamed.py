@@ -88,9 +88,9 @@ class Streamed(Optimizer):
             self._layout(group, torch.float32)
             for parameter in group["params"]:
                 if isinstance(parameter, StoredTensor):
-                    working_dtype(parameter)
+                    layout = self._layout(group, working_dtype(parameter))
                     if parameter.requires_grad or parameter.grad is not None:
-                        self._reserve(group, parameter)
+                        self._reserve(parameter, layout)
         except BaseException:
             self.param_groups.pop()
             for parameter in group["params"]:
@@ -170,11 +170,11 @@ class Streamed(Optimizer):
             self._layouts = {key: probe(self, self._arithmetic, group, dtype), **dict(list(self._layouts.items())[:15])}
         return self._layouts[key]
 
-    def _reserve(self, group: Group, parameter: StoredTensor) -> ParameterStates:
+    def _reserve(self, parameter: StoredTensor, layout: StateLayout) -> ParameterStates:
         states = self._stored.get(parameter)
         if states is None:
             states = self._stored[parameter] = ParameterStates(parameter)
-        states.reserve(self._layout(group, states.dtype))
+        states.reserve(layout)
         return states
 
     def _fitting(self, group: Group, parameter: StoredTensor, entry: State) -> State:
@@ -200,8 +200,8 @@ class Streamed(Optimizer):
         self.torn = TornStep("a state dict was loaded in part", (), (), ())
         groups = {p: group for group in self.param_groups for p in group["params"]}
         for parameter, entry in entries.items():
-            states = self._reserve(groups[parameter], parameter)
-            layout = self._layout(groups[parameter], states.dtype)
+            layout = self._layout(groups[parameter], working_dtype(parameter))
+            states = self._reserve(parameter, layout)
             states.version = None
             for name, value in entry.items():
                 if name in states.tensors:
@@ -243,6 +243,7 @@ class Streamed(Optimizer):
         """Stored parameters with gradients, with space for their states, in runs that may share chunks."""
         for group in self.param_groups:
             runs: dict[tuple[torch.dtype, frozenset[str]], Run] = {}
+            layouts: dict[torch.dtype, StateLayout] = {}
             for parameter in group["params"]:
                 if not isinstance(parameter, StoredTensor) or parameter.grad is None:
                     continue
@@ -251,14 +252,17 @@ class Streamed(Optimizer):
                         f"the gradient of a stored parameter of shape {tuple(parameter.shape)} has layout "
                         f"{parameter.grad.layout}: only dense gradients can be streamed (sparse=False)"
                     )
-                states = self._reserve(group, parameter)
+                dtype = working_dtype(parameter)
+                if dtype not in layouts:
+                    layouts[dtype] = self._layout(group, dtype)
+                states = self._reserve(parameter, layouts[dtype])
                 entry = self.state[parameter]
                 present = frozenset(name for name in states.tensors if entry.get(name) is not None)
                 for name in present:
                     entry[name] = states.take_over(name, entry[name])
                 states.refresh = MASTER not in present or states.version != parameter.storage.version
-                names = tuple(self._layout(group, states.dtype).elementwise)
-                run = runs.setdefault((states.dtype, present), Run(group, states.dtype, names, present))
+                names = tuple(layouts[dtype].elementwise)
+                run = runs.setdefault((dtype, present), Run(group, dtype, names, present))
                 run.parameters.append(parameter)
             yield from runs.values()
 

@@ -83,7 +83,8 @@ class OpenPiece:
         return {k: v for k, v in state.items() if k not in self._states}
 
     def close(self) -> None:
-        """Give back what was not stored."""
+        """Give back what was not stored, and what the torch class allocated."""
+        self.state = {}
         self._open_windows.close()
 
     def _open(self, tensor: StoredTensor, load: bool) -> Window:
