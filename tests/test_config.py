@@ -25,7 +25,12 @@ REFUSED = {
     "tile": ({"tile": "auto"}, "tile='auto' is not accepted; accepted: None"),
     "compute": ({"compute": "inductor"}, "accepted: 'eager'"),
     "activations": ({"activations": "offload"}, "accepted: 'keep'"),
-    "store of a wrong type": ({"store": ["/a", "/b"]}, "is not a path"),
+    "store of a wrong type": ({"store": 3}, "is not a path"),
+    "stores of a wrong type": ({"store": ["/a", 3]}, "is not a path"),
+    "no store": ({"store": []}, "is not a path"),
+    "one store twice": ({"store": ["/a", "/a"]}, "names a directory twice"),
+    "checksum of a wrong type": ({"checksum": "crc"}, "accepted: True, False"),
+    "strict_direct of a wrong type": ({"strict_direct": 1}, "accepted: True, False"),
 }
 
 
@@ -61,6 +66,9 @@ def test_the_store_comes_from_the_option_then_the_environment_then_the_cache(mon
     monkeypatch.setenv("ZINF_STORE", "/mnt/elsewhere")
     assert Config().store == Path("/mnt/elsewhere")
     assert Config(store="/mnt/nvme").store == Path("/mnt/nvme")
+    monkeypatch.setenv("ZINF_STORE", "/mnt/a:/mnt/b")
+    assert Config().store == Config().stores == (Path("/mnt/a"), Path("/mnt/b"))
+    assert Config(store=["/mnt/nvme"]).store == Path("/mnt/nvme")
 
 
 def test_options_replace_those_of_a_configuration_and_leave_the_rest():

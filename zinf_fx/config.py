@@ -54,9 +54,9 @@ def parse_bytes(value: int | str, name: str) -> int:
     raise ConfigError(f"{name}={value!r} is not a size: give bytes, or a text such as '4GiB' or '512MiB'")
 
 
-def _default_store() -> Path:
+def _default_store() -> Path | tuple[Path, ...]:
     if configured := os.environ.get("ZINF_STORE"):
-        return Path(configured)
+        return _parse_store(configured.split(os.pathsep) if os.pathsep in configured else configured)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "zinf_fx"
 
@@ -66,8 +66,9 @@ class Config:
     """Options of zinf_fx.
 
     Attributes:
-        store: directory of the NVMe tier, which must exist. None: `$ZINF_STORE`, else a folder (made on demand) in
-            the user's cache directory.
+        store: directory of the NVMe tier, which must exist, or several on different devices, over which the bytes are
+            striped. None: `$ZINF_STORE` (several are separated by colons), else a folder (made on demand) in the user's
+            cache directory.
         placement: where model states live: "auto", a preset's name, or a mapping of `parameters`, `gradients`,
             `optimizer`, `activations` to "device", "host" or "nvme" (kinds left out stay on the device).
         device_memory: budget for tiles in flight on the device, in bytes or as "4GiB". None: no limit.
@@ -77,10 +78,12 @@ class Config:
         chunk: bytes of fp32 master weights per chunk of the optimizer step.
         tile: None, the only value so far: one tile per parameter.
         activations: "keep", the only value so far: what eager PyTorch saves; `torch.utils.checkpoint` is respected.
+        checksum: compare a crc32c of what is read from the store with that of what was written.
+        strict_direct: refuse a store where direct I/O doesn't work, instead of using the page cache.
         compute: "eager", the only value so far: compute regions run operator by operator.
     """
 
-    store: Path | None = None
+    store: Path | tuple[Path, ...] | None = None
     placement: Placement | Literal["auto"] = "auto"
     device_memory: int | None = None
     host_memory: int | None = None
@@ -89,6 +92,8 @@ class Config:
     tile: None = None
     activations: str = "keep"
     compute: str = "eager"
+    checksum: bool = True
+    strict_direct: bool = False
     # The default folder is made on demand; one that the user names must exist, so that a typing error is noticed.
     store_is_default: bool = field(default=False, init=False)
 
@@ -97,10 +102,11 @@ class Config:
         if self.store is None:
             set_field("store", _default_store())
             set_field("store_is_default", True)
-        elif isinstance(self.store, (str, os.PathLike)):
-            set_field("store", Path(self.store))
         else:
-            raise ConfigError(f"store={self.store!r} is not a path: give one directory on the NVMe file system")
+            set_field("store", _parse_store(self.store))
+        for name in ("checksum", "strict_direct"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not accepted; accepted: True, False")
         set_field("placement", _parse_placement(self.placement))
         for name in ("device_memory", "host_memory"):
             if getattr(self, name) is not None:
@@ -113,6 +119,12 @@ class Config:
             if getattr(self, name) not in accepted:
                 allowed = ", ".join(map(repr, accepted))
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not accepted; accepted: {allowed}")
+
+    @property
+    def stores(self) -> tuple[Path, ...]:
+        """The directories of the NVMe tier."""
+        assert self.store is not None
+        return self.store if isinstance(self.store, tuple) else (self.store,)
 
     @classmethod
     def of(cls, config: Config | None, options: Mapping[str, object]) -> Config:
@@ -127,6 +139,17 @@ class Config:
         if config.store_is_default:
             options = {"store": None, **options}
         return replace(config, **options)  # type: ignore[arg-type]
+
+
+def _parse_store(value: object) -> Path | tuple[Path, ...]:
+    if isinstance(value, (str, os.PathLike)):
+        return Path(value)
+    if not (isinstance(value, (tuple, list)) and value and all(isinstance(one, (str, os.PathLike)) for one in value)):
+        raise ConfigError(f"store={value!r} is not a path: give one directory on the NVMe file system, or several")
+    paths = tuple(Path(one) for one in value)
+    if len({path.absolute() for path in paths}) < len(paths):
+        raise ConfigError(f"store={list(map(str, paths))} names a directory twice")
+    return paths if len(paths) > 1 else paths[0]
 
 
 def _parse_placement(value: object) -> Placement | Literal["auto"]:

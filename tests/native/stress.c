@@ -25,10 +25,10 @@ static zinf_engine *engine;
 static zinf_file *file;
 static time_t end;
 
-static zinf_request *submit(int operation, char *memory, int64_t offset, size_t length)
+static zinf_request *submit(int operation, char *memory, int64_t offset, size_t length, uint32_t *sums)
 {
     zinf_request *request;
-    CHECK(zinf_submit(file, operation, memory, offset, length, &request) == 0);
+    CHECK(zinf_submit(file, operation, memory, offset, length, sums, 7, &request) == 0);
     return request;
 }
 
@@ -44,7 +44,7 @@ static void wait_for(zinf_request *request, unsigned *seed)
     zinf_release(request);
 }
 
-/* Writes and reads back pieces of its own region of the file, a few at a time. */
+/* Writes and reads back pieces of its own region of the file, a few at a time, every other one with checksums. */
 static void *work(void *argument)
 {
     unsigned seed = (unsigned)(size_t)argument;
@@ -55,15 +55,17 @@ static void *work(void *argument)
     while (time(NULL) < end) {
         zinf_request *requests[AT_A_TIME];
         size_t lengths[AT_A_TIME];
+        uint32_t sums[AT_A_TIME][REGION / PAGE];
         for (int i = 0; i < AT_A_TIME; i++) {
             lengths[i] = (size_t)(1 + rand_r(&seed) % (REGION / PAGE)) * PAGE;
             memset(out + i * REGION, rand_r(&seed), lengths[i]);
-            requests[i] = submit(ZINF_WRITE, out + i * REGION, base + i * REGION, lengths[i]);
+            requests[i] =
+                submit(ZINF_WRITE, out + i * REGION, base + i * REGION, lengths[i], i % 2 ? sums[i] : NULL);
         }
         for (int i = AT_A_TIME - 1; i >= 0; i--)
             wait_for(requests[i], &seed);
         for (int i = 0; i < AT_A_TIME; i++)
-            requests[i] = submit(ZINF_READ, in + i * REGION, base + i * REGION, lengths[i]);
+            requests[i] = submit(ZINF_READ, in + i * REGION, base + i * REGION, lengths[i], i % 2 ? sums[i] : NULL);
         for (int i = 0; i < AT_A_TIME; i++) {
             wait_for(requests[i], &seed);
             CHECK(memcmp(out + i * REGION, in + i * REGION, lengths[i]) == 0);
@@ -82,7 +84,9 @@ static void *disturb(void *argument)
         {.stage = ZINF_SUBMISSION, .operation = ZINF_WRITE, .nth = 1, .count = 1, .error = EINTR},
         {.stage = ZINF_SUBMISSION, .operation = ZINF_ANY, .nth = 2, .count = 5, .length = PAGE},
         {.stage = ZINF_SUBMISSION, .operation = ZINF_ANY, .nth = 2, .count = 1},
+        {.stage = ZINF_SUBMISSION, .operation = ZINF_READ, .nth = 2, .count = 2, .delay_ns = 1000000},
         {.stage = ZINF_COMPLETION, .operation = ZINF_READ, .nth = 4, .count = 1, .error = EAGAIN},
+        {.stage = ZINF_COMPLETION, .operation = ZINF_ANY, .nth = 3, .count = 2, .length = PAGE},
         {.stage = ZINF_COMPLETION, .operation = ZINF_ANY, .nth = 1, .count = 3, .delay_ns = 2000000},
     };
     (void)argument;
@@ -98,6 +102,23 @@ static void *disturb(void *argument)
     return NULL;
 }
 
+/* What was changed behind the engine's back is found, and the page is named. */
+static void find_flipped_byte(int fd, char *memory)
+{
+    uint32_t sums[REGION / PAGE] = {0};
+    unsigned seed = 1;
+    zinf_outcome outcome;
+    memset(memory, 5, REGION);
+    wait_for(submit(ZINF_WRITE, memory, 0, REGION, sums), &seed);
+    memory[9 * PAGE + 17] = 6;
+    CHECK(pwrite(fd, memory + 9 * PAGE, PAGE, 9 * PAGE) == PAGE);
+    zinf_request *request = submit(ZINF_READ, memory, 0, REGION, sums);
+    CHECK(zinf_wait(request, -1) == 0);
+    zinf_result(request, &outcome);
+    CHECK(outcome.error == EBADMSG && outcome.offset == 9 * PAGE && outcome.length == PAGE);
+    zinf_release(request);
+}
+
 /* A file that failed, with a long queue, must not hold up the end. */
 static void close_while_poisoned(char *memory)
 {
@@ -107,7 +128,7 @@ static void close_while_poisoned(char *memory)
     zinf_counters counters;
     CHECK(zinf_inject(engine, &fault) == 0);
     for (int i = 0; i < MANY; i++)
-        requests[i] = submit(ZINF_READ, memory + i * PAGE, 0, PAGE);
+        requests[i] = submit(ZINF_READ, memory + i * PAGE, 0, PAGE, NULL);
     CHECK(zinf_engine_close(engine, &counters) == 0);
     CHECK(zinf_file_detach(file) == 0);
     int failed = 0;
@@ -140,6 +161,7 @@ int main(int count, char **arguments)
         CHECK(pthread_join(threads[i], NULL) == 0);
     CHECK(pthread_join(disturber, NULL) == 0);
     CHECK(posix_memalign((void **)&memory, PAGE, REGION) == 0);
+    find_flipped_byte(fd, memory);
     close_while_poisoned(memory);
     free(memory);
     CHECK(close(fd) == 0);

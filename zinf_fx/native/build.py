@@ -7,22 +7,35 @@ from pathlib import Path
 from cffi import FFI
 
 HERE = Path("zinf_fx/native")  # setuptools wants paths relative to setup.py
-SOURCES = ("engine.c", "requests.c", "io_thread.c", "faults.c", "provider_aio.c", "provider_threads.c")
-HEADERS = ("engine.h", "state.h", "faults.h", "provider.h")
+SOURCES = (
+    "engine.c",
+    "requests.c",
+    "io_thread.c",
+    "blocks.c",
+    "checksum.c",
+    "faults.c",
+    "provider_aio.c",
+    "provider_threads.c",
+)
+HEADERS = ("engine.h", "checksum.h", "blocks.h", "state.h", "faults.h", "provider.h")
+SEEN_BY_PYTHON = ("checksum.h", "engine.h")
 
 
 def declarations() -> str:
-    """The part of engine.h that Python sees: its declarations exist once."""
-    text = (Path(__file__).resolve().parent / "engine.h").read_text()
-    begin = text.index("*/", text.index("/* cdef begin")) + 2
-    return text[begin : text.index("/* cdef end")].replace("(-1)", "-1")
+    """The parts of the headers that Python sees: declarations exist once."""
+    parts = []
+    for header in SEEN_BY_PYTHON:
+        text = (Path(__file__).resolve().parent / header).read_text()
+        begin = text.index("*/", text.index("/* cdef begin")) + 2
+        parts.append(text[begin : text.index("/* cdef end")].replace("(-1)", "-1"))
+    return "".join(parts)
 
 
 builder = FFI()
 builder.cdef(declarations())
 builder.set_source(
     "zinf_fx.native._engine",
-    '#include "engine.h"',
+    "".join(f'#include "{header}"\n' for header in SEEN_BY_PYTHON),
     sources=[str(HERE / name) for name in SOURCES],
     depends=[str(HERE / name) for name in HEADERS],
     include_dirs=[str(HERE)],

@@ -70,14 +70,14 @@ int zinf_provider_is_direct(const char *name)
 }
 
 /* The provider and the thread. Signals are the caller's business: no thread of the engine takes one. */
-static int start(zinf_engine *engine)
+static int start(zinf_engine *engine, unsigned depth)
 {
     sigset_t all, before;
     sigfillset(&all);
     int error = -pthread_sigmask(SIG_SETMASK, &all, &before);
     if (error)
         return error;
-    error = engine->provider->open(engine->depth, engine->wake, &engine->context);
+    error = engine->provider->open(depth, engine->most, engine->wake, &engine->context);
     if (!error) {
         error = zinf_setup_fault();
         if (!error)
@@ -99,17 +99,21 @@ int zinf_engine_open(const char *name, unsigned depth, size_t block_bytes, zinf_
     int error = zinf_setup_fault();
     if (error)
         return error;
-    zinf_engine *engine = calloc(1, sizeof *engine + depth * sizeof *engine->slots);
+    unsigned most = depth > ZINF_MOST ? depth : ZINF_MOST;
+    unsigned slots = 2 * most; /* as many again may wait for their checksums */
+    zinf_engine *engine = calloc(1, sizeof *engine + slots * sizeof *engine->slots);
     if (!engine)
         return -ENOMEM;
     engine->provider = provider;
-    engine->depth = depth;
+    engine->most = most;
     engine->block_bytes = block_bytes;
+    engine->bytes_limit = depth * block_bytes;
+    engine->slot_count = slots;
     engine->process = getpid();
     atomic_init(&engine->references, 1);
     pthread_mutex_init(&engine->mutex, NULL);
     engine->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    error = engine->wake < 0 ? -errno : start(engine);
+    error = engine->wake < 0 ? -errno : start(engine, depth);
     if (error) {
         if (engine->wake >= 0)
             close(engine->wake);

@@ -1,7 +1,8 @@
 /* Asynchronous file transfers: one I/O thread per engine, one ticket per request.
  *
- * A request is split into blocks. At most `depth` blocks are with the operating system at a time, and a finished one is
- * replaced at once. Requests complete in any order; overlapping requests are not ordered with each other.
+ * A request is split into blocks. Blocks of at most depth * block_bytes bytes are with the operating system at a time
+ * (many more than `depth` of them where they are small), and a finished one is replaced at once. Requests complete in any
+ * order; overlapping requests are not ordered with each other.
  *
  * Functions that can fail return 0 or a negated errno. No function but zinf_wait, zinf_file_detach and
  * zinf_engine_close blocks on I/O. A process made by fork can't use its parent's engine: it gets -ECHILD.
@@ -27,7 +28,7 @@ typedef struct zinf_request zinf_request;
 
 /* How a request ended. `error` is 0 or a positive errno; offset (in the file) and length (bytes) are those of the piece
  * that failed; `poisoned` tells that nothing was tried, because an earlier EIO poisoned the file. ENODATA: the file
- * ended before the request did. */
+ * ended before the request did. EBADMSG: a page that was read doesn't have its checksum. */
 typedef struct {
     int error;
     int poisoned;
@@ -35,20 +36,25 @@ typedef struct {
     uint64_t length;
 } zinf_outcome;
 
-/* Bytes moved, and nanoseconds during which at least one block of that direction was under way. */
+/* Bytes moved, and nanoseconds during which at least one block of that direction was under way; bytes summed or
+ * checked, and the nanoseconds that it took of the I/O thread. */
 typedef struct {
     uint64_t bytes_read;
     uint64_t bytes_written;
     uint64_t read_ns;
     uint64_t write_ns;
+    uint64_t bytes_checked;
+    uint64_t check_ns;
     uint64_t faults_fired;
 } zinf_counters;
 
 /* A fault to inject, for tests. It hits blocks nth .. nth+count-1 (from 1, counted from the injection on) of `operation`
  * (or ZINF_ANY) at `stage`:
  *   ZINF_SUBMISSION: error != 0: the submission fails with it; length > 0: only that many bytes are submitted, so that
- *                    the transfer comes back short; both 0: the batch is cut before the block (partial submission).
- *   ZINF_COMPLETION: error != 0: the completion reports it; delay_ns > 0: the completion is seen that much later. */
+ *                    the transfer comes back short; delay_ns > 0: it is submitted that much later; all 0: the batch is
+ *                    cut before the block (partial submission).
+ *   ZINF_COMPLETION: error != 0: the completion reports it; length > 0: it reports at most that many bytes;
+ *                    delay_ns > 0: it is seen that much later. */
 typedef struct {
     int stage;
     int operation;
@@ -65,7 +71,7 @@ const char *zinf_provider_name(int index);
 /* 1 if the provider of that name expects files opened with O_DIRECT, 0 if not, -EINVAL if there is none. */
 int zinf_provider_is_direct(const char *name);
 
-/* Starts an engine on the named provider. depth: blocks under way (1..256); block_bytes: a multiple of 4096. */
+/* Starts an engine on the named provider. depth: full blocks under way (1..256); block_bytes: a multiple of 4096. */
 int zinf_engine_open(const char *provider, unsigned depth, size_t block_bytes, zinf_engine **out);
 
 /* Finishes every request, joins the thread, tells the last counters, and gives the engine back. Tickets stay valid, and
@@ -81,8 +87,13 @@ int zinf_file_attach(zinf_engine *engine, int fd, size_t alignment, zinf_file **
 int zinf_file_detach(zinf_file *file);
 
 /* Queues a transfer of `length` bytes between memory and the file at `offset`. The memory must stay until the request is
- * done. */
-int zinf_submit(zinf_file *file, int operation, void *address, int64_t offset, size_t length, zinf_request **out);
+ * done, and what is written must not change before.
+ *
+ * sums: NULL, or one checksum per page of 4096 bytes, for an offset and a length that are multiples of that; it must stay
+ * as long as the memory. A write sets them, a read compares them, and 0 stands for a page that was never written. A
+ * checksum depends on the page's content, its place in the file, and `generation`. The I/O thread computes them. */
+int zinf_submit(zinf_file *file, int operation, void *address, int64_t offset, size_t length, uint32_t *sums,
+                uint64_t generation, zinf_request **out);
 
 /* Waits until this request is done, whatever else is queued: a request that is waited for goes to the head of the queue.
  * timeout_ns < 0: for ever. -ETIMEDOUT if it is not done by then. */

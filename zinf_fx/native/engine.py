@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from zinf_fx.errors import ConfigError, StoreError
 from zinf_fx.native._engine import ffi, lib
@@ -34,6 +34,10 @@ HINTS = {
     errno.EDQUOT: "the disk quota is used up; free space or choose another store directory",
     errno.EFBIG: "the file would exceed the limit on file sizes (`ulimit -f`, or the file system's own)",
     errno.EIO: "the device failed; the file accepts no more requests",
+    errno.EBADMSG: "the bytes read are not the bytes written last: this page has another checksum",
+    errno.ENODEV: "the device is gone",
+    errno.ENXIO: "the device is gone",
+    errno.ESTALE: "the network file system lost the file",
     errno.ECHILD: "a process made by fork can't use its parent's engine; open a store of its own there",
     errno.ESHUTDOWN: "the engine is closed",
 }
@@ -77,17 +81,34 @@ def _known(provider: str) -> str:
 
 @dataclass(frozen=True)
 class Counters:
-    """Bytes moved, and seconds during which at least one block of that direction was under way."""
+    """Bytes moved, and seconds during which at least one block of that direction was under way.
 
-    bytes_read: int
-    bytes_written: int
-    read_seconds: float
-    write_seconds: float
-    faults_fired: int
+    `bytes_checked` were summed or compared with their checksums, which took `check_seconds` of the I/O thread.
+    """
+
+    bytes_read: int = 0
+    bytes_written: int = 0
+    read_seconds: float = 0.0
+    write_seconds: float = 0.0
+    bytes_checked: int = 0
+    check_seconds: float = 0.0
+    faults_fired: int = 0
+
+    def __add__(self, other: Counters) -> Counters:
+        """Those of two engines together."""
+        return Counters(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 def _counters(raw: ffi.CData) -> Counters:
-    return Counters(raw.bytes_read, raw.bytes_written, raw.read_ns / 1e9, raw.write_ns / 1e9, raw.faults_fired)
+    return Counters(
+        raw.bytes_read,
+        raw.bytes_written,
+        raw.read_ns / 1e9,
+        raw.write_ns / 1e9,
+        raw.bytes_checked,
+        raw.check_ns / 1e9,
+        raw.faults_fired,
+    )
 
 
 @dataclass(frozen=True)
@@ -98,8 +119,8 @@ class Fault:
         stage: "submission" or "completion".
         operation: "read", "write" or "any".
         errno: the error that the submission or the completion reports; 0 for none.
-        length: bytes actually submitted, so that the transfer comes back short (submission only).
-        delay: seconds by which the completion is seen late (completion only).
+        length: bytes that are submitted, or that the completion reports, so that the transfer is short.
+        delay: seconds by which the submission is made, or the completion seen, late.
     """
 
     stage: str
@@ -133,7 +154,7 @@ class Engine:
         self._engine = out[0]
         self._pid = os.getpid()
         self._closed = False
-        self._last = Counters(0, 0, 0.0, 0.0, 0)
+        self._last = Counters()
 
     def attach(self, fd: int, path: str | os.PathLike[str], *, alignment: int) -> File:
         """A handle for an open descriptor, which stays the caller's. `alignment`: bytes, 1 for none."""
@@ -192,6 +213,21 @@ class Engine:
         return self._engine
 
 
+class PageSums:
+    """The checksums of consecutive pages of 4096 bytes, none of which was written yet.
+
+    They are in memory, 4 bytes a page, so that data which is not what was written last can't come with a checksum that
+    fits. `generation` tells one life of the same pages from the next.
+    """
+
+    __slots__ = ("generation", "pages", "table")
+
+    def __init__(self, pages: int, generation: int) -> None:
+        self.pages = pages
+        self.generation = generation
+        self.table = ffi.new("uint32_t[]", pages)
+
+
 class File:
     """An open file that an engine works on. Made by `Engine.attach`."""
 
@@ -200,14 +236,31 @@ class File:
         self.path = path
         self._handle = handle
 
-    def submit(self, operation: int, address: int, offset: int, nbytes: int, owner: object = None) -> Ticket:
+    def submit(
+        self,
+        operation: int,
+        address: int,
+        offset: int,
+        nbytes: int,
+        owner: object = None,
+        *,
+        sums: PageSums | None = None,
+        first_page: int = 0,
+    ) -> Ticket:
         """Starts a transfer between memory at `address` and the file at `offset`, both in bytes.
 
-        `owner` is kept alive until the transfer is over; without one, the caller must keep the memory.
+        `owner` is kept alive until the transfer is over; without one, the caller must keep the memory. With `sums`,
+        whose entry `first_page` is that of the page at `offset`, a write sets checksums and a read compares them.
         """
         self.engine._open()
         out = ffi.new("zinf_request **")
-        code = lib.zinf_submit(self._handle, operation, ffi.cast("void *", address), offset, nbytes, out)
+        table, generation = ffi.NULL, 0
+        if sums is not None:
+            assert first_page + nbytes // lib.ZINF_PAGE <= sums.pages, f"{sums} has no checksums for {nbytes} bytes"
+            table, generation, owner = sums.table + first_page, sums.generation, (owner, sums)
+        code = lib.zinf_submit(
+            self._handle, operation, ffi.cast("void *", address), offset, nbytes, table, generation, out
+        )
         if code:
             raise StoreError(
                 OPERATIONS[operation],

@@ -1,134 +1,18 @@
-/* The I/O thread: cuts requests into blocks, keeps the provider's queue full, and settles every completion.
+/* The I/O thread: keeps the provider's queue full, and settles every completion.
  *
  * [Note: sleeping]  The thread sleeps in ppoll on one eventfd, to which submissions and completions both add. The
- * counter keeps what is added before the thread sleeps, so that no wake-up is lost and none has to be polled for.
+ * counter keeps what is added before the thread sleeps, so that no wake-up is lost and none has to be polled for. A
+ * submission adds only while the thread has declared, under the mutex, that it has seen every one before.
  */
 #define _GNU_SOURCE
-#include "state.h"
+#include "blocks.h"
 
 #include <errno.h>
 #include <poll.h>
 #include <time.h>
 #include <unistd.h>
 
-enum {
-    MAX_RETRIES = 20,      /* of one block, without progress: about one second of EAGAIN */
-    MAX_BACKOFF_SHIFT = 6, /* 64 ms */
-};
-static const int64_t BACKOFF_NS = 1000000;
 static const int64_t NEVER = INT64_MAX;
-
-/* Cuts blocks from the queue's head into free slots. Whether the queue changed. */
-static bool fill_slots(zinf_engine *engine)
-{
-    bool progress = false;
-    pthread_mutex_lock(&engine->mutex);
-    for (unsigned i = 0; i < engine->depth && engine->head; i++) {
-        struct slot *slot = &engine->slots[i];
-        if (slot->state != FREE)
-            continue;
-        progress = true;
-        while (engine->head && engine->head->file->poisoned) {
-            zinf_request *poisoned = engine->head;
-            zinf_request_fail(poisoned, EIO, poisoned->offset, poisoned->length);
-            poisoned->outcome.poisoned = 1;
-            zinf_request_finish(poisoned);
-        }
-        zinf_request *request = engine->head;
-        if (!request)
-            break;
-        size_t length = request->length < engine->block_bytes ? request->length : engine->block_bytes;
-        *slot = (struct slot){
-            .block = {.operation = request->operation,
-                      .fd = request->file->fd,
-                      .address = request->address,
-                      .offset = request->offset},
-            .length = length,
-            .request = request,
-            .state = READY,
-        };
-        request->address += length;
-        request->offset += (int64_t)length;
-        request->length -= length;
-        request->blocks++;
-        if (!request->length)
-            zinf_dequeue(engine, request);
-        engine->used++;
-        if (engine->under_way[request->operation]++ == 0)
-            engine->since[request->operation] = zinf_now_ns();
-    }
-    pthread_mutex_unlock(&engine->mutex);
-    return progress;
-}
-
-/* The block is over: with all its bytes, or with an error. */
-static void end_block(zinf_engine *engine, struct slot *slot, int error)
-{
-    zinf_request *request = slot->request;
-    int operation = request->operation;
-    pthread_mutex_lock(&engine->mutex);
-    request->blocks--;
-    if (error)
-        zinf_request_fail(request, error, slot->block.offset, slot->length);
-    if (--engine->under_way[operation] == 0) {
-        uint64_t *busy = operation ? &engine->counters.write_ns : &engine->counters.read_ns;
-        *busy += (uint64_t)(zinf_now_ns() - engine->since[operation]);
-    }
-    zinf_request_finish(request);
-    pthread_mutex_unlock(&engine->mutex);
-    slot->state = FREE;
-    engine->used--;
-}
-
-static void try_again(zinf_engine *engine, struct slot *slot, int error)
-{
-    if (slot->retries++ == MAX_RETRIES) {
-        end_block(engine, slot, error);
-        return;
-    }
-    int shift = slot->retries < MAX_BACKOFF_SHIFT ? slot->retries : MAX_BACKOFF_SHIFT;
-    slot->state = READY;
-    slot->due = error == EINTR ? 0 : zinf_now_ns() + (BACKOFF_NS << shift);
-}
-
-static void advance(zinf_engine *engine, struct slot *slot, size_t moved)
-{
-    pthread_mutex_lock(&engine->mutex);
-    *(slot->request->operation ? &engine->counters.bytes_written : &engine->counters.bytes_read) += moved;
-    pthread_mutex_unlock(&engine->mutex);
-    slot->block.address = (char *)slot->block.address + moved;
-    slot->block.offset += (int64_t)moved;
-    slot->length -= moved;
-    slot->retries = 0;
-}
-
-/* Every completion ends here: whole, short, to be retried, or failed. */
-static void settle(zinf_engine *engine, struct slot *slot)
-{
-    int64_t result = slot->block.result;
-    if (result == -EAGAIN || result == -EINTR) {
-        try_again(engine, slot, (int)-result);
-        return;
-    }
-    if (result < 0) {
-        end_block(engine, slot, (int)-result);
-        return;
-    }
-    size_t moved = (size_t)result;
-    if (moved < slot->length) /* a direct transfer can go on only from an aligned place */
-        moved -= moved % slot->request->file->alignment;
-    if (moved) {
-        advance(engine, slot, moved);
-        if (slot->length)
-            slot->state = READY;
-        else
-            end_block(engine, slot, 0);
-    } else if (slot->request->operation == ZINF_READ) {
-        end_block(engine, slot, ENODATA);
-    } else {
-        try_again(engine, slot, ENODATA);
-    }
-}
 
 static bool hit_by_fault(zinf_engine *engine, int stage, const struct slot *slot, zinf_fault *fault)
 {
@@ -138,33 +22,63 @@ static bool hit_by_fault(zinf_engine *engine, int stage, const struct slot *slot
     return hit;
 }
 
-/* One batch of what is ready. Its end is the queue's depth, or an injected fault. */
+enum verdict { SUBMIT, SKIP, STOP };
+
+/* What an injected fault makes of a block that is about to be submitted. */
+static enum verdict before_submission(zinf_engine *engine, struct slot *slot)
+{
+    zinf_fault fault;
+    if (!hit_by_fault(engine, ZINF_SUBMISSION, slot, &fault))
+        return SUBMIT;
+    if (fault.error == EAGAIN || fault.error == EINTR) {
+        zinf_try_again(engine, slot, fault.error);
+        return SKIP;
+    }
+    if (fault.error) {
+        zinf_end_block(engine, slot, fault.error);
+        return SKIP;
+    }
+    if (fault.delay_ns > 0) {
+        slot->due = zinf_now_ns() + fault.delay_ns;
+        return SKIP;
+    }
+    if (!fault.length)
+        return STOP;
+    if (fault.length < slot->length)
+        slot->block.length = fault.length;
+    return SUBMIT;
+}
+
+/* Whether the limits on what is under way leave room for one more block. */
+static bool fits(const zinf_engine *engine, size_t bytes, unsigned count, size_t length)
+{
+    count += engine->flying;
+    return !count || (count < engine->most && engine->flying_bytes + bytes + length <= engine->bytes_limit);
+}
+
+/* One batch of what is ready. Its end is a limit, or an injected fault. */
 static bool submit_ready(zinf_engine *engine)
 {
     struct zinf_block *batch[ZINF_MAX_DEPTH];
     unsigned count = 0;
+    size_t bytes = 0;
     bool progress = false;
     int64_t now = zinf_now_ns();
-    for (unsigned i = 0; i < engine->depth; i++) {
-        struct slot *slot = &engine->slots[i];
-        zinf_fault fault;
+    for (unsigned i = 0; i < engine->slot_count; i++) {
+        struct slot *slot = zinf_slot(engine, i);
         if (slot->state != READY || slot->due > now)
             continue;
+        if (!fits(engine, bytes, count, slot->length))
+            break;
         slot->block.length = slot->length;
-        if (hit_by_fault(engine, ZINF_SUBMISSION, slot, &fault)) {
-            progress = true;
-            if (fault.error == EAGAIN || fault.error == EINTR)
-                try_again(engine, slot, fault.error);
-            else if (fault.error)
-                end_block(engine, slot, fault.error);
-            if (fault.error)
-                continue;
-            if (!fault.length)
-                break;
-            if (fault.length < slot->length)
-                slot->block.length = fault.length;
+        enum verdict verdict = before_submission(engine, slot);
+        progress |= verdict != SUBMIT;
+        if (verdict == STOP)
+            break;
+        if (verdict == SUBMIT) {
+            batch[count++] = &slot->block;
+            bytes += slot->length;
         }
-        batch[count++] = &slot->block;
     }
     unsigned done = 0;
     while (done < count) {
@@ -172,15 +86,15 @@ static bool submit_ready(zinf_engine *engine)
         progress = true;
         if (taken > 0) {
             for (int i = 0; i < taken; i++)
-                ((struct slot *)batch[done + (unsigned)i])->state = FLYING;
+                zinf_take_off(engine, (struct slot *)batch[done + (unsigned)i]);
             done += (unsigned)taken;
             continue;
         }
         struct slot *slot = (struct slot *)batch[done++];
         if (taken == -EAGAIN || taken == -EINTR)
-            try_again(engine, slot, -taken);
+            zinf_try_again(engine, slot, -taken);
         else
-            end_block(engine, slot, taken ? -taken : EIO);
+            zinf_end_block(engine, slot, taken ? -taken : EIO);
     }
     return progress;
 }
@@ -188,30 +102,44 @@ static bool submit_ready(zinf_engine *engine)
 /* The provider can't tell what became of its blocks. Nobody may wait for them for ever. */
 static void abandon_flying(zinf_engine *engine, int error)
 {
-    for (unsigned i = 0; i < engine->depth; i++)
-        if (engine->slots[i].state == FLYING)
-            end_block(engine, &engine->slots[i], error);
+    for (unsigned i = 0; i < engine->slot_count; i++)
+        if (engine->slots[i].state == FLYING) {
+            zinf_land(engine, &engine->slots[i]);
+            zinf_end_block(engine, &engine->slots[i], error);
+        }
+}
+
+/* What an injected fault makes of a completion. Whether it is held back. */
+static bool after_completion(zinf_engine *engine, struct slot *slot)
+{
+    zinf_fault fault;
+    if (!hit_by_fault(engine, ZINF_COMPLETION, slot, &fault))
+        return false;
+    if (fault.error)
+        slot->block.result = -fault.error;
+    else if (fault.length && slot->block.result > (int64_t)fault.length)
+        slot->block.result = (int64_t)fault.length;
+    if (fault.delay_ns <= 0)
+        return false;
+    slot->state = HELD;
+    slot->due = zinf_now_ns() + fault.delay_ns;
+    return true;
 }
 
 static bool reap(zinf_engine *engine)
 {
     struct zinf_block *finished[ZINF_MAX_DEPTH];
-    int count = engine->provider->reap(engine->context, finished, engine->depth);
+    if (!engine->flying)
+        return false;
+    int count = engine->provider->reap(engine->context, finished, engine->most);
     if (count < 0)
         abandon_flying(engine, -count);
     for (int i = 0; i < count; i++) {
         struct slot *slot = (struct slot *)finished[i];
-        zinf_fault fault;
-        if (hit_by_fault(engine, ZINF_COMPLETION, slot, &fault)) {
-            if (fault.error)
-                slot->block.result = -fault.error;
-            if (fault.delay_ns > 0) {
-                slot->state = HELD;
-                slot->due = zinf_now_ns() + fault.delay_ns;
-                continue;
-            }
-        }
-        settle(engine, slot);
+        if (after_completion(engine, slot))
+            continue;
+        zinf_land(engine, slot);
+        zinf_settle(engine, slot);
     }
     return count != 0;
 }
@@ -220,25 +148,41 @@ static bool settle_held(zinf_engine *engine)
 {
     bool progress = false;
     int64_t now = zinf_now_ns();
-    for (unsigned i = 0; i < engine->depth; i++) {
-        struct slot *slot = &engine->slots[i];
+    for (unsigned i = 0; i < engine->slot_count; i++) {
+        struct slot *slot = zinf_slot(engine, i);
         if (slot->state == HELD && slot->due <= now) {
-            settle(engine, slot);
+            zinf_land(engine, slot);
+            zinf_settle(engine, slot);
             progress = true;
         }
     }
     return progress;
 }
 
+/* The time of the next thing to do, if no event comes earlier. A block that is ready and overdue waits for room, and room
+ * comes with a completion. */
+static int64_t next_due(zinf_engine *engine)
+{
+    int64_t due = NEVER, now = zinf_now_ns();
+    for (unsigned i = 0; i < engine->slot_count; i++) {
+        struct slot *slot = &engine->slots[i];
+        bool timed = slot->state == HELD || (slot->state == READY && (slot->due > now || !engine->flying));
+        if (timed && slot->due < due)
+            due = slot->due;
+    }
+    return due;
+}
+
 /* [Note: sleeping] */
 static void sleep_until_woken(zinf_engine *engine)
 {
-    int64_t due = NEVER;
-    for (unsigned i = 0; i < engine->depth; i++) {
-        struct slot *slot = &engine->slots[i];
-        if ((slot->state == READY || slot->state == HELD) && slot->due < due)
-            due = slot->due;
-    }
+    pthread_mutex_lock(&engine->mutex);
+    engine->sleeping = engine->submissions == engine->seen;
+    bool sleeping = engine->sleeping;
+    pthread_mutex_unlock(&engine->mutex);
+    if (!sleeping)
+        return;
+    int64_t due = next_due(engine);
     int64_t left = due == NEVER ? 0 : due - zinf_now_ns();
     if (left < 0)
         left = 0;
@@ -249,6 +193,9 @@ static void sleep_until_woken(zinf_engine *engine)
         while (read(engine->wake, &events, sizeof events) < 0 && errno == EINTR)
             ;
     }
+    pthread_mutex_lock(&engine->mutex);
+    engine->sleeping = false;
+    pthread_mutex_unlock(&engine->mutex);
 }
 
 static bool finished(zinf_engine *engine)
@@ -263,10 +210,12 @@ void *zinf_io_thread(void *argument)
 {
     zinf_engine *engine = argument;
     while (!finished(engine)) {
-        bool progress = fill_slots(engine);
+        bool progress = zinf_cut_blocks(engine);
         progress |= submit_ready(engine);
         progress |= reap(engine);
         progress |= settle_held(engine);
+        progress |= submit_ready(engine); /* what reaping made room for, before the checksums take their time */
+        progress |= zinf_work_on_checksums(engine);
         if (!progress)
             sleep_until_woken(engine);
     }

@@ -26,8 +26,9 @@ struct zinf_provider {
     const char *name;
     bool direct; /* files are opened with O_DIRECT */
 
-    /* Every completion adds to the eventfd `wake`. 0, or a negated errno with nothing left behind. */
-    int (*open)(unsigned depth, int wake, void **context);
+    /* For `most` blocks under way, of which `depth` are large. Every completion adds to the eventfd `wake`. 0, or a
+     * negated errno with nothing left behind. */
+    int (*open)(unsigned depth, unsigned most, int wake, void **context);
 
     /* The number of blocks taken, from the first on (at least 1), or the negated errno of the first. */
     int (*submit)(void *context, struct zinf_block **blocks, unsigned count);

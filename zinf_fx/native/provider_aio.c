@@ -25,8 +25,8 @@ struct aio {
     void *library;
     aio_context_t kernel;
     int wake;
-    unsigned depth;
-    struct iocb **controls; /* depth of each */
+    unsigned most;
+    struct iocb **controls; /* `most` of each */
     struct io_event *events;
 };
 
@@ -91,7 +91,7 @@ static void aio_free(struct aio *aio)
     free(aio);
 }
 
-static int aio_open(unsigned depth, int wake, bool libaio, void **context)
+static int aio_open(unsigned most, int wake, bool libaio, void **context)
 {
     int error = zinf_setup_fault();
     if (error)
@@ -100,17 +100,17 @@ static int aio_open(unsigned depth, int wake, bool libaio, void **context)
     if (!aio)
         return -ENOMEM;
     aio->wake = wake;
-    aio->depth = depth;
+    aio->most = most;
     aio->calls = system_calls;
-    aio->controls = calloc(depth, sizeof *aio->controls);
-    aio->events = calloc(depth, sizeof *aio->events);
+    aio->controls = calloc(most, sizeof *aio->controls);
+    aio->events = calloc(most, sizeof *aio->events);
     error = aio->controls && aio->events ? 0 : -ENOMEM;
     if (!error && libaio)
         error = bind_libaio(aio);
     if (!error)
         error = zinf_setup_fault();
     if (!error)
-        error = aio->calls.setup((int)depth, &aio->kernel);
+        error = aio->calls.setup((int)most, &aio->kernel);
     if (error) {
         aio_free(aio);
         return error;
@@ -119,21 +119,23 @@ static int aio_open(unsigned depth, int wake, bool libaio, void **context)
     return 0;
 }
 
-static int libaio_open(unsigned depth, int wake, void **context)
+static int libaio_open(unsigned depth, unsigned most, int wake, void **context)
 {
-    return aio_open(depth, wake, true, context);
+    (void)depth;
+    return aio_open(most, wake, true, context);
 }
 
-static int system_call_open(unsigned depth, int wake, void **context)
+static int system_call_open(unsigned depth, unsigned most, int wake, void **context)
 {
-    return aio_open(depth, wake, false, context);
+    (void)depth;
+    return aio_open(most, wake, false, context);
 }
 
 static int aio_submit(void *context, struct zinf_block **blocks, unsigned count)
 {
     struct aio *aio = context;
-    if (count > aio->depth)
-        count = aio->depth;
+    if (count > aio->most)
+        count = aio->most;
     for (unsigned i = 0; i < count; i++) {
         struct zinf_block *block = blocks[i];
         block->control = (struct iocb){
@@ -156,8 +158,8 @@ static int aio_reap(void *context, struct zinf_block **blocks, unsigned max)
 {
     struct aio *aio = context;
     struct timespec now = {0, 0};
-    if (max > aio->depth)
-        max = aio->depth;
+    if (max > aio->most)
+        max = aio->most;
     int count = aio->calls.getevents(aio->kernel, 0, max, aio->events, &now);
     for (int i = 0; i < count; i++) {
         blocks[i] = (struct zinf_block *)(uintptr_t)aio->events[i].data;

@@ -89,8 +89,9 @@ static void pool_close(void *context)
     free(pool);
 }
 
-static int pool_open(unsigned depth, int wake, void **context)
+static int pool_open(unsigned depth, unsigned most, int wake, void **context)
 {
+    (void)most; /* the rest waits in the list */
     int error = zinf_setup_fault();
     if (error)
         return error;

@@ -46,7 +46,7 @@ void zinf_request_finish(zinf_request *request)
 
 void zinf_request_fail(zinf_request *request, int error, int64_t offset, size_t length)
 {
-    if (!request->outcome.error)
+    if (!request->outcome.error || offset < request->outcome.offset)
         request->outcome = (zinf_outcome){.error = error, .offset = offset, .length = length};
     if (error == EIO)
         request->file->poisoned = true;
@@ -83,12 +83,15 @@ int zinf_file_detach(zinf_file *file)
     return 0;
 }
 
-int zinf_submit(zinf_file *file, int operation, void *address, int64_t offset, size_t length, zinf_request **out)
+int zinf_submit(zinf_file *file, int operation, void *address, int64_t offset, size_t length, uint32_t *sums,
+                uint64_t generation, zinf_request **out)
 {
     zinf_engine *engine = file->engine;
     if (engine->process != getpid())
         return -ECHILD;
     if ((operation != ZINF_READ && operation != ZINF_WRITE) || offset < 0 || !length)
+        return -EINVAL;
+    if (sums && (offset % ZINF_PAGE || length % ZINF_PAGE))
         return -EINVAL;
     zinf_request *request = calloc(1, sizeof *request);
     if (!request)
@@ -99,6 +102,8 @@ int zinf_submit(zinf_file *file, int operation, void *address, int64_t offset, s
     request->address = address;
     request->offset = offset;
     request->length = length;
+    request->sums = sums;
+    request->generation = generation;
     atomic_init(&request->references, 2);
     zinf_cond_init(&request->finished);
     atomic_fetch_add(&engine->references, 1);
@@ -107,7 +112,11 @@ int zinf_submit(zinf_file *file, int operation, void *address, int64_t offset, s
     if (!stopping) {
         file->requests++;
         zinf_enqueue(engine, request, false);
-        zinf_wake(engine);
+        engine->submissions++;
+        if (engine->sleeping) {
+            engine->sleeping = false; /* one wake-up is enough for all that come before it looks */
+            zinf_wake(engine);
+        }
     }
     pthread_mutex_unlock(&engine->mutex);
     if (stopping) {

@@ -1,12 +1,13 @@
 /* What the parts of the engine share.
  *
  * [Note: who owns what]  The engine's mutex guards the queue of requests, every request, every file, the counters and
- * the faults. The slots, one per block under way, belong to the I/O thread alone, and so does the provider's context.
+ * the faults. The slots, one per block that was cut, belong to the I/O thread alone, and so does the provider's context.
  * The mutex is never held across a system call that does I/O.
  */
 #ifndef ZINF_STATE_H
 #define ZINF_STATE_H
 
+#include "checksum.h"
 #include "engine.h"
 #include "faults.h"
 #include "provider.h"
@@ -15,7 +16,10 @@
 #include <stdatomic.h>
 #include <sys/types.h>
 
-enum { ZINF_MAX_DEPTH = 256 };
+enum {
+    ZINF_MAX_DEPTH = 256,
+    ZINF_MOST = 64, /* blocks under way where they are small; `depth` if that is more */
+};
 
 struct zinf_file {
     zinf_engine *engine;
@@ -30,9 +34,11 @@ struct zinf_request {
     zinf_engine *engine;
     zinf_file *file; /* NULL once done */
     int operation;
-    char *address; /* these three: the part not yet cut into blocks */
+    char *address; /* this and the next three: the part not yet cut into blocks */
     int64_t offset;
     size_t length;
+    uint32_t *sums; /* of the page at `offset`; NULL: none */
+    uint64_t generation;
     unsigned blocks; /* under way */
     zinf_outcome outcome;
     atomic_int done;
@@ -42,15 +48,22 @@ struct zinf_request {
     bool queued;
 };
 
-enum slot_state { FREE, READY, FLYING, HELD };
+/* A write goes from SUMMING over READY to FLYING, a read from READY over FLYING to CHECKING; without checksums, only
+ * READY and FLYING are left. HELD: an injected fault delays the completion. */
+enum slot_state { FREE, SUMMING, READY, FLYING, HELD, CHECKING };
 
 struct slot {
     struct zinf_block block; /* first: a provider's block is its slot. What is asked for in this attempt */
     size_t length;           /* what is left of the block */
+    size_t flying;           /* bytes that count against the engine's limit, while FLYING or HELD */
     zinf_request *request;
     enum slot_state state;
     int retries;
-    int64_t due; /* READY: not to be submitted before; HELD: not to be settled before */
+    int64_t due;    /* READY: not to be submitted before; HELD: not to be settled before */
+    char *address;  /* this and the next three: the whole block, for its checksums */
+    int64_t offset;
+    size_t whole;
+    uint32_t *sums; /* NULL: none */
 };
 
 struct zinf_engine {
@@ -60,8 +73,9 @@ struct zinf_engine {
     const struct zinf_provider *provider;
     void *context;
     int wake;
-    unsigned depth;
+    unsigned most;      /* blocks under way */
     size_t block_bytes;
+    size_t bytes_limit; /* under way */
     atomic_int references; /* the opener's, and one per request and file */
     bool stopping;
     zinf_request *head, *tail;
@@ -69,7 +83,18 @@ struct zinf_engine {
     unsigned under_way[2];
     int64_t since[2];
     struct zinf_faults faults;
-    unsigned used; /* slots that aren't FREE */
+    bool sleeping;        /* the I/O thread has to be woken for new requests */
+    uint64_t submissions; /* so far */
+    uint64_t seen;        /* of them, when the I/O thread last looked at the queue */
+
+    /* From here on the I/O thread's. */
+    unsigned used;       /* slots that aren't FREE */
+    unsigned cut;        /* slots that are neither FREE nor CHECKING, and their bytes */
+    size_t cut_bytes;
+    unsigned flying;     /* slots that are FLYING or HELD, and their bytes */
+    size_t flying_bytes;
+    unsigned slot_count;
+    unsigned next_slot;  /* the slot after the one that was filled last */
     struct slot slots[];
 };
 
@@ -78,7 +103,7 @@ int64_t zinf_now_ns(void);
 /* A condition whose time limits are in the clock of zinf_now_ns. */
 void zinf_cond_init(pthread_cond_t *cond);
 
-/* Wakes the I/O thread, now or before its next sleep. */
+/* Wakes the I/O thread, now or out of its next sleep. */
 void zinf_wake(zinf_engine *engine);
 
 void zinf_engine_unref(zinf_engine *engine);
@@ -88,7 +113,8 @@ void zinf_engine_unref(zinf_engine *engine);
 void zinf_enqueue(zinf_engine *engine, zinf_request *request, bool first);
 void zinf_dequeue(zinf_engine *engine, zinf_request *request);
 
-/* Notes a request's first error, and gives up what of it is still queued. EIO poisons its file. */
+/* Notes an error of a request, of several that with the lowest offset, and gives up what of it is still queued. EIO
+ * poisons its file. */
 void zinf_request_fail(zinf_request *request, int error, int64_t offset, size_t length);
 
 /* Wakes who waits for the request if no part of it is left. It may be gone afterwards. */

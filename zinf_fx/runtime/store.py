@@ -1,122 +1,176 @@
-"""The store: extents of a scratch file on a fast device, read and written asynchronously."""
+"""The store: extents of scratch files on fast devices, read and written asynchronously."""
 
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
-import threading
 import weakref
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from zinf_fx.errors import ConfigError, StoreError
-from zinf_fx.native.engine import (
-    BLOCK,
-    DEPTH,
-    HINTS,
-    READ,
-    WRITE,
-    Counters,
-    Engine,
-    Fault,
-    File,
-    Ticket,
-    direct_alignment,
-    is_direct,
-    provider_names,
-)
-from zinf_fx.runtime.buffers import PAGE, aligned_empty
-from zinf_fx.runtime.freelist import Space, round_up
-from zinf_fx.runtime.scratch import Scratch, reclaim
+from zinf_fx.native.engine import BLOCK, DEPTH, HINTS, READ, WRITE, Counters, Engine, Fault, PageSums, Ticket
+from zinf_fx.runtime.buffers import PAGE
+from zinf_fx.runtime.freelist import round_up
+from zinf_fx.runtime.measure import weights_of
+from zinf_fx.runtime.probe import candidates
+from zinf_fx.runtime.scratch import reclaim
+from zinf_fx.runtime.stripes import UNIT, Place, Turns, runs
+from zinf_fx.runtime.volume import Volume
 
 __all__ = ["Counters", "Extent", "Fault", "Store", "Ticket", "reclaim"]
 
 log = logging.getLogger(__name__)
 
-PROVIDER_VARIABLE = "ZINF_IO_PROVIDER"
-DATA, PROBE = "data-0", "probe"
-PROBE_BYTES = 16 * PAGE
-SMALLEST_STEP, LARGEST_STEP = 4 << 20, 256 << 20
-
-FATAL_FOR_EVERY_PROVIDER = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EMFILE, errno.ENFILE}
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @dataclass(frozen=True)
 class Extent:
-    """A piece of the store. `nbytes` as asked for, `capacity` as reserved: a multiple of the alignment."""
+    """A piece of the store.
 
-    offset: int
+    Attributes:
+        nbytes: as asked for; `capacity` is what is reserved, a multiple of the alignment.
+        unit: bytes that lie together; the i-th so many are at `places[i]`.
+        generation: unlike that of any other extent of the store.
+        sums: the checksums of its pages, if the store keeps any.
+    """
+
     nbytes: int
     capacity: int
+    unit: int
+    places: tuple[Place, ...]
+    generation: int
+    sums: PageSums | None = field(compare=False, repr=False)
+
+    @property
+    def offset(self) -> int:
+        """Of its first byte, in the data file that has it."""
+        return self.places[0].offset
+
+
+class StripedTicket:
+    """Transfers under way on several files, as one."""
+
+    __slots__ = ("__weakref__", "_tickets")
+
+    def __init__(self, tickets: list[Ticket]) -> None:
+        self._tickets = tickets
+
+    def __repr__(self) -> str:
+        return f"StripedTicket({self._tickets})"
+
+    def done(self) -> bool:
+        """Whether all are over, well or not."""
+        return all(ticket.done() for ticket in self._tickets)
+
+    def wait(self) -> None:
+        """Returns when all bytes are there. Raises: StoreError of the first that failed, after all have ended."""
+        failure: StoreError | None = None
+        for ticket in self._tickets:
+            try:
+                ticket.wait()
+            except StoreError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
 
 class Store:
-    """Extents of one file in a scratch directory of its own, below `directory`.
+    """Extents of files in scratch directories of their own, below one directory or several on different devices.
 
-    The scratch directory is locked while the store lives, and removed by `close`, when the store is collected, or when
+    A scratch directory is locked while the store lives, and removed by `close`, when the store is collected, or when
     the interpreter exits. A process made by fork can't use its parent's store, and never removes it.
 
     Requests are asynchronous and independent: no order is promised between requests that overlap in the store or in
     memory. Whoever issues them waits for the first before it starts the second.
 
+    Every device has an I/O thread and a queue. On several volumes, extents larger than 4 MiB are striped, and smaller
+    ones take turns, in proportion to what each device moves per second.
+
+    With checksums, a read fails whose bytes are not those written last: flipped, stale, or another page's. Pages that
+    were never written have undefined values, and no checksum. What is written must not change until the ticket is done.
+
     Args:
-        directory: an existing, writable directory on the device to use.
+        directory: an existing, writable directory on the device to use, or several.
         provider: how bytes are moved: "libaio" (kernel AIO through libaio), "aio" (kernel AIO by direct system calls),
             "threads" (threads with direct I/O), "buffered" (threads through the page cache), or "auto": the one named
             by the environment variable ZINF_IO_PROVIDER, else the first of these that works in `directory`.
         strict_direct: refuse to fall back to the page cache.
-        depth, block: blocks under way at a time, and their bytes.
+        checksum: keep one crc32c per 4096 bytes, in memory (1 MiB for 1 GiB of the store), and compare it at each read.
+        weights: of the directories, for striping. None: measured (`zinf_fx.runtime.measure`).
+        depth, block: full blocks under way at a time on a device, and their bytes.
 
     Raises:
-        ConfigError: an unknown provider.
-        StoreError: the directory is missing, is no directory, is read-only or full, or no provider works in it. Nothing
+        ConfigError: an unknown provider, or a directory named twice.
+        StoreError: a directory is missing, is no directory, is read-only or full, or no provider works in it. Nothing
             is left behind.
     """
 
     def __init__(
         self,
-        directory: Path | str,
+        directory: Path | str | Sequence[Path | str],
         *,
         provider: str = "auto",
         strict_direct: bool = False,
+        checksum: bool = True,
+        weights: Sequence[float] | None = None,
         depth: int = DEPTH,
         block: int = BLOCK,
     ) -> None:
-        candidates = _candidates(provider, strict_direct)
-        self.directory = Path(directory)
-        self._growing = threading.Lock()
-        self._space = Space()
-        self._live: dict[int, int] = {}
-        self._size = 0
-        self._resources = _Resources(self.directory, candidates, depth, block)
+        names = candidates(provider, strict_direct)
+        several = [directory] if isinstance(directory, (str, os.PathLike)) else list(directory)
+        self.directories = tuple(Path(one) for one in several)
+        if not self.directories or len({path.resolve() for path in self.directories}) < len(self.directories):
+            raise ConfigError(f"store={list(map(str, self.directories))} needs one directory or several different ones")
+        self.checksum = checksum
+        self._live: set[int] = set()
+        self._generations = itertools.count(1)
+        self._resources = _Resources(self.directories, names, depth, block)
+        try:
+            self._turns = Turns(weights or weights_of([(v.directory, v.device) for v in self._volumes]))
+        except BaseException:
+            self._resources.close()
+            raise
+        if len(self._volumes) > 1:
+            total = sum(self._turns.weights)
+            shares = ", ".join(
+                f"{v.directory} {weight / total:.0%}"
+                for v, weight in zip(self._volumes, self._turns.weights, strict=True)
+            )
+            log.info("store striped over %s", shares)
         self._close = weakref.finalize(self, self._resources.close)
 
     def allocate(self, nbytes: int) -> Extent:
         """Reserves space for `nbytes` bytes on the device, now, so that no later write can run out of it.
 
         Raises:
-            StoreError: no space; with the bytes asked for and the bytes free.
+            StoreError: no space on any volume; with the bytes asked for and the bytes free.
         """
         assert nbytes >= 0, f"an extent of {nbytes} bytes"
         self._check_usable("allocate")
         capacity = round_up(max(nbytes, 1), self.alignment)
-        with self._growing:
-            offset = self._space.take(capacity, self.alignment)
-            if offset is None:
-                self._grow(capacity)
-                offset = self._space.take(capacity, self.alignment)
-                assert offset is not None, "the file grew, and yet there is no room in it"
-        self._live[offset] = capacity
-        return Extent(offset, nbytes, capacity)
+        unit = min(UNIT, capacity) if len(self._volumes) > 1 else capacity
+        places = self._place(capacity, unit)
+        generation = next(self._generations)
+        sums = PageSums(capacity // PAGE, generation) if self.checksum else None
+        self._live.add(generation)
+        return Extent(nbytes, capacity, unit, places, generation, sums)
 
     def free(self, extent: Extent) -> None:
         """Gives an extent's space back to the store. No request for it may be under way. Safe in a finalizer."""
-        assert self._live.get(extent.offset) == extent.capacity, f"{extent} is not allocated, or was freed before"
-        del self._live[extent.offset]
-        self._space.give(extent.offset, extent.capacity)
+        assert extent.generation in self._live, f"{extent} is not allocated, or was freed before"
+        self._live.remove(extent.generation)
+        for run in runs(extent.places, extent.unit, 0, extent.capacity):
+            self._volumes[run.volume].give(run.offset, run.nbytes)
+            self._turns.take_back(run.volume, run.nbytes)
 
-    def read(self, extent: Extent, address: int, offset: int, nbytes: int, *, owner: object = None) -> Ticket:
+    def read(
+        self, extent: Extent, address: int, offset: int, nbytes: int, *, owner: object = None
+    ) -> Ticket | StripedTicket:
         """Starts reading `nbytes` bytes of the extent from `offset` on into memory at `address`.
 
         Address and offset are multiples of the alignment. `nbytes` is rounded up to it, in memory too, where buffers
@@ -125,7 +179,9 @@ class Store:
         """
         return self._start(READ, extent, address, offset, nbytes, owner)
 
-    def write(self, extent: Extent, address: int, offset: int, nbytes: int, *, owner: object = None) -> Ticket:
+    def write(
+        self, extent: Extent, address: int, offset: int, nbytes: int, *, owner: object = None
+    ) -> Ticket | StripedTicket:
         """Starts writing memory at `address` into the extent; the same rules as `read`."""
         return self._start(WRITE, extent, address, offset, nbytes, owner)
 
@@ -140,19 +196,34 @@ class Store:
         self.close()
 
     @property
+    def directory(self) -> Path:
+        """The first directory."""
+        return self.directories[0]
+
+    @property
     def path(self) -> Path:
-        """The data file."""
-        return self._resources.scratch.path / DATA
+        """The first data file."""
+        return self._volumes[0].path
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The data files."""
+        return tuple(volume.path for volume in self._volumes)
 
     @property
     def provider(self) -> str:
-        """What moves the bytes."""
-        return self._resources.engine.provider
+        """What moves the bytes (of the first volume)."""
+        return self._volumes[0].engine.provider
 
     @property
     def refused(self) -> dict[str, str]:
         """Providers that were tried before `provider`, and why they don't work here."""
-        return dict(self._resources.refused)
+        return dict(self._volumes[0].choice.refused)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Of the directories, for striping."""
+        return self._turns.weights
 
     @property
     def alignment(self) -> int:
@@ -162,12 +233,12 @@ class Store:
     @property
     def in_use(self) -> int:
         """Bytes of allocated extents."""
-        return self._space.in_use
+        return sum(volume.in_use for volume in self._volumes)
 
     @property
     def reserved(self) -> int:
-        """Bytes of the data file."""
-        return self._size
+        """Bytes of the data files."""
+        return sum(volume.size for volume in self._volumes)
 
     @property
     def bytes_read(self) -> int:
@@ -190,26 +261,81 @@ class Store:
         return self.counters().write_seconds
 
     def counters(self) -> Counters:
-        """All counters at one moment."""
-        return self._resources.engine.counters()
+        """All counters at one moment, those of several devices added up."""
+        return sum((engine.counters() for engine in self._resources.engines.values()), Counters())
 
     def inject(self, fault: Fault) -> None:
-        """Arms a fault in the engine, for tests."""
-        self._resources.engine.inject(fault)
+        """Arms a fault in every engine, for tests."""
+        for engine in self._resources.engines.values():
+            engine.inject(fault)
 
     def clear_faults(self) -> None:
         """Disarms every fault."""
-        self._resources.engine.clear_faults()
+        for engine in self._resources.engines.values():
+            engine.clear_faults()
 
-    def _start(self, operation: int, extent: Extent, address: int, offset: int, nbytes: int, owner: object) -> Ticket:
+    @property
+    def _volumes(self) -> list[Volume]:
+        return self._resources.volumes
+
+    def _place(self, capacity: int, unit: int) -> tuple[Place, ...]:
+        """Places for an extent on the volumes that have room: one that is full is left out."""
+        sizes = [min(unit, capacity - start) for start in range(0, capacity, unit)]
+        usable = list(range(len(self._volumes)))
+        while True:
+            dealt = self._turns.deal(sizes, usable)
+            try:
+                return self._take(sizes, dealt)
+            except StoreError as error:
+                for volume, nbytes in zip(dealt, sizes, strict=True):
+                    self._turns.take_back(volume, nbytes)
+                full = [v for v in usable if str(self._volumes[v].path) == error.path]
+                if error.errno not in FULL or not full or len(usable) == 1:
+                    raise
+                usable.remove(full[0])
+
+    def _take(self, sizes: list[int], dealt: list[int]) -> tuple[Place, ...]:
+        """Space for each piece on its volume, consecutive on each. Raises: StoreError; nothing is taken then."""
+        needed: dict[int, int] = {}
+        for volume, nbytes in zip(dealt, sizes, strict=True):
+            needed[volume] = needed.get(volume, 0) + nbytes
+        taken: dict[int, int] = {}
+        try:
+            for volume, nbytes in needed.items():
+                taken[volume] = self._volumes[volume].take(nbytes)
+        except StoreError:
+            for volume, offset in taken.items():
+                self._volumes[volume].give(offset, needed[volume])
+            raise
+        places = []
+        for volume, nbytes in zip(dealt, sizes, strict=True):
+            places.append(Place(volume, taken[volume]))
+            taken[volume] += nbytes
+        return tuple(places)
+
+    def _start(
+        self, operation: int, extent: Extent, address: int, offset: int, nbytes: int, owner: object
+    ) -> Ticket | StripedTicket:
         length = round_up(nbytes, self.alignment)
-        assert self._live.get(extent.offset) == extent.capacity, f"{extent} is not allocated"
+        assert extent.generation in self._live, f"{extent} is not allocated"
         assert nbytes > 0, f"a transfer of {nbytes} bytes"
         assert offset >= 0 and offset % self.alignment == 0, f"offset {offset} is not a multiple of {self.alignment}"
         assert offset + length <= extent.capacity, f"{nbytes} bytes at {offset} exceed {extent}"
         assert address % self.alignment == 0, f"address {address:#x} is not a multiple of {self.alignment}"
         self._check_usable("use")
-        return self._resources.file.submit(operation, address, extent.offset + offset, length, owner)
+        tickets: list[Ticket] = []
+        for run in runs(extent.places, extent.unit, offset, length):
+            ticket = self._volumes[run.volume].file.submit(
+                operation,
+                address + run.start - offset,
+                run.offset,
+                run.nbytes,
+                owner,
+                sums=extent.sums,
+                first_page=run.start // PAGE,
+            )
+            tickets.append(ticket)
+        return tickets[0] if len(tickets) == 1 else StripedTicket(tickets)
 
     def _check_usable(self, operation: str) -> None:
         if os.getpid() != self._resources.pid:
@@ -217,128 +343,43 @@ class Store:
         if not self._close.alive:
             raise StoreError(operation, self.path, "the store is closed")
 
-    def _grow(self, capacity: int) -> None:
-        """Reserves in steps that follow the file's size, because every step is a system call that holds up I/O."""
-        needed = capacity - self._space.free_before(self._size)
-        step = max(needed, min(max(self._size, SMALLEST_STEP), LARGEST_STEP))
-        for nbytes in (step, needed) if step > needed else (needed,):
-            try:
-                os.posix_fallocate(self._resources.plain, self._size, nbytes)
-            except OSError as error:
-                os.ftruncate(self._resources.plain, self._size)  # a failed reservation may leave a part of itself
-                if nbytes > needed:
-                    continue
-                raise self._no_room(needed, error) from error
-            self._space.extend(self._size, nbytes)
-            self._size += nbytes
-            return
-
-    def _no_room(self, needed: int, error: OSError) -> StoreError:
-        try:
-            status = os.fstatvfs(self._resources.plain)
-            free = f"{status.f_bavail * status.f_frsize} bytes"
-        except OSError as unknown:
-            free = f"an unknown number of bytes ({unknown.strerror})"
-        return StoreError(
-            "allocate",
-            self.path,
-            f"{needed} more bytes asked for, {free} free on the file system; "
-            + HINTS.get(error.errno or 0, "the space can't be reserved"),
-            offset=self._size,
-            length=needed,
-            errno=error.errno,
-        )
-
 
 class _Resources:
     """What a store holds of the system. Apart from the store, so that it can be given back after the store is gone."""
 
-    def __init__(self, directory: Path, candidates: tuple[str, ...], depth: int, block: int) -> None:
+    def __init__(self, directories: tuple[Path, ...], names: tuple[str, ...], depth: int, block: int) -> None:
         self.pid = os.getpid()
-        self.refused: dict[str, str] = {}
-        self.plain: int = -1
-        self.direct: int = -1
-        self.file: File | None = None
-        self.engine: Engine | None = None
-        self.scratch = Scratch(directory)
+        self.engines: dict[tuple[int, str], Engine] = {}
+        self.volumes: list[Volume] = []
+
+        def start(device: int, provider: str) -> Engine:
+            """One I/O thread and queue per device."""
+            key = (device, provider)
+            if key not in self.engines:
+                self.engines[key] = Engine(provider, depth=depth, block=block)
+            return self.engines[key]
+
         try:
-            self.engine = self._choose(directory, candidates, depth, block)
-            self.plain = self.scratch.create(DATA)
-            self.direct = _reopen(self.plain, self.engine.provider)
-            self.file = self.engine.attach(self.direct, self.scratch.path / DATA, alignment=PAGE)
+            for directory in directories:
+                self.volumes.append(Volume(directory, names, start))
         except BaseException:
             self.close()
             raise
         _of_this_process.add(self)
 
-    def _choose(self, directory: Path, candidates: tuple[str, ...], depth: int, block: int) -> Engine:
-        for provider in candidates:
-            try:
-                self._probe(provider)
-                engine = Engine(provider, depth=depth, block=block)
-            except StoreError as error:
-                if error.errno in FATAL_FOR_EVERY_PROVIDER:
-                    raise
-                self.refused[provider] = str(error)
-                continue
-            level = logging.INFO if is_direct(provider) else logging.WARNING
-            log.log(level, "store in %s: I/O by %s%s", directory, provider, self._reasons())
-            return engine
-        raise StoreError("open", directory, f"no I/O provider works here{self._reasons()}")
-
-    def _reasons(self) -> str:
-        return "".join(f"; not {name}: {reason}" for name, reason in self.refused.items())
-
-    def _probe(self, provider: str) -> None:
-        """Writes and reads back a file, because a file system may accept O_DIRECT at open and refuse it later."""
-        path = self.scratch.path / PROBE
-        engine = Engine(provider, depth=1)
-        plain = direct = -1
-        try:
-            plain = self.scratch.create(PROBE)
-            alignment = direct_alignment(plain) if is_direct(provider) else PAGE
-            if alignment is None:
-                raise StoreError("probe", path, "the file system says that it has no direct I/O")
-            if alignment != PAGE:
-                raise StoreError("probe", path, f"direct I/O needs an alignment of {alignment}, buffers have {PAGE}")
-            direct = _reopen(plain, provider)
-            written, back = aligned_empty(PROBE_BYTES), aligned_empty(PROBE_BYTES)
-            written.copy_((written.new_ones(PROBE_BYTES).cumsum(0) % 251).to(written.dtype))
-            back.zero_()
-            file = engine.attach(direct, path, alignment=PAGE)
-            try:
-                file.submit(WRITE, written.data_ptr(), 0, PROBE_BYTES, written).wait()
-                file.submit(READ, back.data_ptr(), 0, PROBE_BYTES, back).wait()
-            finally:
-                file.detach()
-            if not written.equal(back):
-                raise StoreError("probe", path, "the bytes read are not the bytes written", length=PROBE_BYTES)
-        finally:
-            engine.close()
-            for fd in (direct, plain):
-                if fd >= 0:
-                    os.close(fd)
-            self.scratch.unlink(PROBE)
-
     def close(self) -> None:
-        """Everything in order: requests, thread, descriptors, files, lock. A forked child drops its descriptors."""
-        if os.getpid() == self.pid:
-            if self.file is not None:
-                self.file.detach()
-            if self.engine is not None:
-                self.engine.close()
-        self.drop_descriptors()
-        self.scratch.remove()
+        """Everything in order: requests, threads, descriptors, files, locks. A forked child drops its descriptors."""
+        for volume in self.volumes:
+            volume.detach()
+        for engine in self.engines.values():
+            engine.close()
+        for volume in self.volumes:
+            volume.remove()
 
     def drop_descriptors(self) -> None:
-        """Closes this process's descriptors of the data file, and in a forked child the one of the lock."""
-        plain, self.plain = self.plain, -1
-        direct, self.direct = self.direct, -1
-        for fd in (plain, direct):
-            if fd >= 0:
-                os.close(fd)
-        if os.getpid() != self.pid:
-            self.scratch.forget()
+        """For a forked child."""
+        for volume in self.volumes:
+            volume.drop_descriptors()
 
 
 _of_this_process: weakref.WeakSet[_Resources] = weakref.WeakSet()
@@ -351,29 +392,3 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def _reopen(fd: int, provider: str) -> int:
-    """A second descriptor of the same file, for the provider. The first stays plain: posix_fallocate may have to write,
-    and can't do that with O_DIRECT."""
-    flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if is_direct(provider) else 0)
-    try:
-        return os.open(f"/proc/self/fd/{fd}", flags)
-    except OSError as error:
-        path = os.readlink(f"/proc/self/fd/{fd}")
-        raise StoreError("open", path, f"the file can't be opened for {provider}", errno=error.errno) from error
-
-
-def _candidates(provider: str, strict_direct: bool) -> tuple[str, ...]:
-    source = "provider"
-    if provider == "auto":
-        provider = os.environ.get(PROVIDER_VARIABLE, "auto")
-        source = PROVIDER_VARIABLE
-    names = provider_names()
-    if provider not in ("auto", *names):
-        raise ConfigError(f"unknown I/O provider {provider!r} in {source}; accepted: auto, {', '.join(names)}")
-    chosen = names if provider == "auto" else (provider,)
-    allowed = tuple(name for name in chosen if is_direct(name) or not strict_direct)
-    if not allowed:
-        raise ConfigError(f"strict_direct=True contradicts the I/O provider {provider!r}, which uses the page cache")
-    return allowed

@@ -33,8 +33,8 @@ class Counters:
 class Tiers:
     """The host arena and the store that a set of stored tensors share.
 
-    Tensors with the same store directory and host budget share one; it lives as long as any of them, and its scratch
-    directory goes with it.
+    Tensors with the same store, options of the store, and host budget share one; it lives as long as any of them, and
+    its scratch directory goes with it.
     """
 
     _open: ClassVar[weakref.WeakValueDictionary[tuple, Tiers]] = weakref.WeakValueDictionary()
@@ -52,7 +52,8 @@ class Tiers:
     def of(cls, config: Config) -> Tiers:
         """The open tiers of this configuration, or new ones. Raises: ConfigError in a job of many ranks."""
         check_one_rank()
-        key = (config.store.absolute(), config.host_memory)
+        stores = tuple(path.absolute() for path in config.stores)
+        key = (stores, config.host_memory, config.checksum, config.strict_direct)
         with cls._open_lock:
             tiers = cls._open.get(key)
             if tiers is None:
@@ -65,8 +66,11 @@ class Tiers:
         with self._lock:
             if self._store is None:
                 if self.config.store_is_default:
-                    self.config.store.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._store = Store(self.config.store)
+                    for path in self.config.stores:
+                        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._store = Store(
+                    self.config.stores, checksum=self.config.checksum, strict_direct=self.config.strict_direct
+                )
             return self._store
 
     @property

@@ -1,0 +1,64 @@
+"""crc32c: the published values, by instruction and by table, and what the seeds tell apart."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from zinf_fx.native._engine import ffi, lib
+
+PAGE = 4096
+
+# RFC 3720, appendix B.4, and the polynomial's usual check value.
+VECTORS = [
+    (b"123456789", 0xE3069283),
+    (bytes(32), 0x8A9136AA),
+    (b"\xff" * 32, 0x62A8AB43),
+    (bytes(range(32)), 0x46DD794E),
+    (bytes(reversed(range(32))), 0x113FDB5C),
+    (b"", 0),
+]
+
+
+@pytest.mark.parametrize("compute", [lib.zinf_crc32c, lib.zinf_crc32c_by_table], ids=["best", "table"])
+@pytest.mark.parametrize(("data", "expected"), VECTORS)
+def test_published_values(compute, data: bytes, expected: int):
+    assert compute(0, data, len(data)) == expected
+
+
+def test_table_and_instruction_agree_at_every_length_and_alignment():
+    data = random.Random(1).randbytes(200)
+    for start in range(8):
+        for length in range(150):
+            piece = data[start : start + length]
+            assert lib.zinf_crc32c(7, piece, length) == lib.zinf_crc32c_by_table(7, piece, length)
+
+
+def test_a_checksum_can_be_continued():
+    data = random.Random(2).randbytes(1000)
+    assert lib.zinf_crc32c(lib.zinf_crc32c(0, data[:333], 333), data[333:], 667) == lib.zinf_crc32c(0, data, 1000)
+
+
+def page_sums(data: bytes, offset: int = 0, generation: int = 1) -> list[int]:
+    sums = ffi.new("uint32_t[]", len(data) // PAGE)
+    lib.zinf_page_sums(data, len(data), offset, generation, sums)
+    return list(sums)
+
+
+@pytest.mark.parametrize("pages", range(1, 10))
+def test_pages_summed_together_have_the_sums_of_pages_alone(pages: int):
+    data = random.Random(pages).randbytes(pages * PAGE)
+    alone = [page_sums(data[i * PAGE : (i + 1) * PAGE], i * PAGE)[0] for i in range(pages)]
+    assert page_sums(data) == alone
+
+
+def test_a_sum_fits_one_content_one_place_and_one_generation():
+    page = random.Random(3).randbytes(PAGE)
+    flipped = bytes([page[0] ^ 1]) + page[1:]
+    sums = [
+        page_sums(content, offset, generation)[0]
+        for content in (page, flipped)
+        for offset in (0, PAGE, 1 << 40)
+        for generation in (1, 2, 1 << 33)
+    ]
+    assert len(set(sums)) == len(sums) and 0 not in sums

@@ -1,0 +1,166 @@
+#include "checksum.h"
+
+#include <pthread.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <nmmintrin.h>
+#endif
+
+enum {
+    AT_A_TIME = 4, /* pages whose checksums are computed together, to hide the instruction's latency */
+    CACHE_LINE = 64,
+};
+
+static const uint32_t POLYNOMIAL = 0x82f63b78; /* bits reflected */
+static uint32_t tables[8][256];
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static bool in_hardware;
+
+static void prepare(void)
+{
+    for (uint32_t i = 0; i < 256; i++) {
+        uint32_t crc = i;
+        for (int bit = 0; bit < 8; bit++)
+            crc = crc >> 1 ^ (crc & 1 ? POLYNOMIAL : 0);
+        tables[0][i] = crc;
+    }
+    for (int k = 1; k < 8; k++)
+        for (int i = 0; i < 256; i++)
+            tables[k][i] = tables[k - 1][i] >> 8 ^ tables[0][tables[k - 1][i] & 255];
+#if defined(__x86_64__)
+    in_hardware = __builtin_cpu_supports("sse4.2");
+#endif
+}
+
+int zinf_crc32c_in_hardware(void)
+{
+    pthread_once(&once, prepare);
+    return in_hardware;
+}
+
+/* Eight bytes at a time, one table for each of them. */
+uint32_t zinf_crc32c_by_table(uint32_t crc, const void *data, size_t length)
+{
+    const unsigned char *bytes = data;
+    pthread_once(&once, prepare);
+    crc = ~crc;
+    for (; length >= 8; length -= 8, bytes += 8) {
+        crc ^= (uint32_t)bytes[0] | (uint32_t)bytes[1] << 8 | (uint32_t)bytes[2] << 16 | (uint32_t)bytes[3] << 24;
+        crc = tables[7][crc & 255] ^ tables[6][crc >> 8 & 255] ^ tables[5][crc >> 16 & 255] ^ tables[4][crc >> 24] ^
+              tables[3][bytes[4]] ^ tables[2][bytes[5]] ^ tables[1][bytes[6]] ^ tables[0][bytes[7]];
+    }
+    for (; length; length--, bytes++)
+        crc = crc >> 8 ^ tables[0][(crc ^ *bytes) & 255];
+    return ~crc;
+}
+
+#if defined(__x86_64__)
+
+__attribute__((target("sse4.2"))) static uint32_t crc32c_by_instruction(uint32_t crc, const char *data, size_t length)
+{
+    uint64_t state = ~crc;
+    for (; length >= 8; length -= 8, data += 8) {
+        uint64_t word;
+        memcpy(&word, data, 8);
+        state = _mm_crc32_u64(state, word);
+    }
+    for (; length; length--, data++)
+        state = _mm_crc32_u8((uint32_t)state, (unsigned char)*data);
+    return ~(uint32_t)state;
+}
+
+/* Continues four checksums over four consecutive pages. The processor prefetches within a page only: the next four are
+ * asked for here, which doubles the speed on data that isn't in a cache. Asking beyond the data's end does nothing. */
+__attribute__((target("sse4.2"))) static void four_pages(const char *data, uint32_t crcs[AT_A_TIME])
+{
+    uint64_t a = ~crcs[0], b = ~crcs[1], c = ~crcs[2], d = ~crcs[3];
+    for (size_t i = 0; i < ZINF_PAGE; i += 8) {
+        uint64_t words[AT_A_TIME];
+        if (i % CACHE_LINE == 0)
+            for (size_t k = 0; k < AT_A_TIME; k++)
+                __builtin_prefetch(data + (AT_A_TIME + k) * ZINF_PAGE + i);
+        for (size_t k = 0; k < AT_A_TIME; k++)
+            memcpy(&words[k], data + k * ZINF_PAGE + i, 8);
+        a = _mm_crc32_u64(a, words[0]);
+        b = _mm_crc32_u64(b, words[1]);
+        c = _mm_crc32_u64(c, words[2]);
+        d = _mm_crc32_u64(d, words[3]);
+    }
+    crcs[0] = ~(uint32_t)a;
+    crcs[1] = ~(uint32_t)b;
+    crcs[2] = ~(uint32_t)c;
+    crcs[3] = ~(uint32_t)d;
+}
+
+#else
+
+static uint32_t crc32c_by_instruction(uint32_t crc, const char *data, size_t length)
+{
+    return zinf_crc32c_by_table(crc, data, length);
+}
+
+static void four_pages(const char *data, uint32_t crcs[AT_A_TIME])
+{
+    for (size_t k = 0; k < AT_A_TIME; k++)
+        crcs[k] = zinf_crc32c_by_table(crcs[k], data + k * ZINF_PAGE, ZINF_PAGE);
+}
+
+#endif
+
+uint32_t zinf_crc32c(uint32_t crc, const void *data, size_t length)
+{
+    return zinf_crc32c_in_hardware() ? crc32c_by_instruction(crc, data, length)
+                                     : zinf_crc32c_by_table(crc, data, length);
+}
+
+/* A bijection of 64 bits (splitmix64's last step), cut to 32: neighbours get unrelated seeds. */
+static uint32_t seed_of(int64_t offset, uint64_t generation)
+{
+    uint64_t x = (uint64_t)offset / ZINF_PAGE + (generation << 32 | generation >> 32);
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
+    x = (x ^ x >> 27) * 0x94d049bb133111eb;
+    return (uint32_t)(x >> 32 ^ x);
+}
+
+/* The checksums of up to AT_A_TIME pages. 0 is not a checksum. */
+static void some_pages(const char *data, size_t pages, int64_t offset, uint64_t generation, uint32_t *sums)
+{
+    for (size_t k = 0; k < pages; k++)
+        sums[k] = seed_of(offset + (int64_t)(k * ZINF_PAGE), generation);
+    if (pages == AT_A_TIME && zinf_crc32c_in_hardware())
+        four_pages(data, sums);
+    else
+        for (size_t k = 0; k < pages; k++)
+            sums[k] = zinf_crc32c(sums[k], data + k * ZINF_PAGE, ZINF_PAGE);
+    for (size_t k = 0; k < pages; k++)
+        sums[k] = sums[k] ? sums[k] : 1;
+}
+
+static size_t up_to(size_t pages)
+{
+    return pages < AT_A_TIME ? pages : AT_A_TIME;
+}
+
+void zinf_page_sums(const void *data, size_t length, int64_t offset, uint64_t generation, uint32_t *sums)
+{
+    size_t pages = length / ZINF_PAGE;
+    for (size_t i = 0, n; i < pages; i += n) {
+        n = up_to(pages - i);
+        some_pages((const char *)data + i * ZINF_PAGE, n, offset + (int64_t)(i * ZINF_PAGE), generation, sums + i);
+    }
+}
+
+size_t zinf_pages_intact(const void *data, size_t length, int64_t offset, uint64_t generation, const uint32_t *sums)
+{
+    size_t pages = length / ZINF_PAGE;
+    for (size_t i = 0, n; i < pages; i += n) {
+        uint32_t found[AT_A_TIME];
+        n = up_to(pages - i);
+        some_pages((const char *)data + i * ZINF_PAGE, n, offset + (int64_t)(i * ZINF_PAGE), generation, found);
+        for (size_t k = 0; k < n; k++)
+            if (sums[i + k] && sums[i + k] != found[k])
+                return (i + k) * ZINF_PAGE;
+    }
+    return length;
+}
