@@ -103,8 +103,8 @@ class _Row:
         tiles = [self._tiles(kind, limit) for kind in self.kinds]
         if self.operator == HEAD:
             return ["", "head", *tiles]
-        computes = _computes(self.graph, self.graph.operators[self.operator], self.names, detailed)
-        return [str(self.operator), _cut(computes, max(limit, 26) if detailed else limit), *tiles]
+        operator = self.graph.operators[self.operator]
+        return [str(self.operator), _computes(self.graph, operator, self.names, limit, detailed), *tiles]
 
     def _tiles(self, kind: EventKind, limit: int) -> str:
         names = self.names.groups(self.graph.at(self.operator, kind))
@@ -112,16 +112,21 @@ class _Row:
         if len(everything) <= limit or not names:
             return everything
         rest = f" +{len(names) - 1}" if len(names) > 1 else ""
-        return _cut(names[0], max(limit - len(rest), 5)) + rest
+        return _middle_cut(names[0], max(limit - len(rest), 5)) + rest
 
 
-def _computes(graph: GraphSchedule, operator: Operator, names: _GraphNames, detailed: bool) -> str:
+def _computes(graph: GraphSchedule, operator: Operator, names: _GraphNames, limit: int, detailed: bool) -> str:
     """The module whose matrix opens the operator, and its heavy operations, which stand alone where no matrix does."""
+    label = _plain_label(operator.label)
     opening = [e.tile for e in graph.at(operator.index, "wait") if graph.tiles[e.tile].opens_operator]
-    parts = [names.short(graph.tiles[opening[0]].name)] if opening else []
-    if detailed or not opening:
-        parts += filter(None, [_plain_label(operator.label)])
-    return ": ".join(parts)
+    if not opening:
+        return _end_cut(label, max(limit, 8))
+    module = names.short(graph.tiles[opening[0]].name)
+    if not detailed or not label:
+        return _middle_cut(module, limit)
+    limit = max(limit, 26)
+    room = limit - len(module) - 2
+    return f"{module}: {_end_cut(label, room)}" if room >= min(len(label), 8) else _middle_cut(module, limit)
 
 
 def _plain_label(label: str) -> str:
@@ -137,8 +142,16 @@ def _plain_label(label: str) -> str:
     return ", ".join(dict.fromkeys(parts))
 
 
-def _cut(text: str, limit: int) -> str:
-    return text if len(text) <= limit else text[: max(limit - 2, 1)].rstrip(" .,:") + ".."
+def _end_cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1].rstrip(" ,") + "~"
+
+
+def _middle_cut(name: str, limit: int) -> str:
+    """Layer numbers stand at a name's beginning, and what tells modules of a layer apart at its end."""
+    if len(name) <= limit:
+        return name
+    head = (limit - 1) // 3
+    return f"{name[:head]}~{name[len(name) - (limit - 1 - head) :]}"
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
@@ -234,7 +247,7 @@ def _header(plan: Plan) -> str:
 def _legend(plan: Plan, names: _Names) -> str:
     lines = [
         "A line per operator: the tiles that it waits for, and the transfers that start then and run meanwhile.",
-        "Cells name modules; a name stands for all parameters of one, +n for those of n smaller modules.",
+        "Cells name modules; a name stands for all parameters of one (~: cut), +n for n smaller modules.",
     ]
     if names.example and names.example[0] != names.example[1]:
         path, short = names.example
@@ -279,21 +292,16 @@ def _traffic(plan: Plan) -> str:
 
 
 def _peaks(plan: Plan) -> str:
-    lines = []
+    rows = []
     for graph in plan.graphs:
         of_graph = flows(plan, graph)
         peak = max(of_graph, key=lambda f: f.device + f.host)
-        if not peak.device + peak.host:
-            lines.append(f"peak in flight, {graph.kind}: nothing")
-            continue
-        where = "the head" if peak.operator == HEAD else f"operator {peak.operator}"
-        gradients = " (with gradients)" if graph.kind == "backward" else ""
-        device, host = max(f.device for f in of_graph), max(f.host for f in of_graph)
-        lines.append(
-            f"peak in flight, {graph.kind}: {in_words(device)} on the device{gradients}, "
-            f"{in_words(host)} in host memory, {in_words(peak.device + peak.host)} in both together ({where})"
-        )
-    return "\n".join(lines)
+        sizes = max(f.device for f in of_graph), max(f.host for f in of_graph), peak.device + peak.host
+        what = f"{graph.kind}, gradients included" if graph.kind == "backward" else graph.kind
+        where = "head" if peak.operator == HEAD else str(peak.operator)
+        rows.append([what, *map(in_words, sizes), where if sizes[2] else ""])
+    headers = ["most in flight", "device", "host", "together", "in operator"]
+    return _layout([headers], rows, ("left", *["right"] * 4))
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
