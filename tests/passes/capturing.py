@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -158,13 +158,8 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 
 
 def copy_context(context: GraphContext) -> GraphContext:
-    return GraphContext(
-        context.kind,
-        context.config,
-        dict(context.tiles),
-        dict(context.gradients),
-        context.backward_outputs,
-        set(context.provided),
+    return replace(
+        context, tiles=dict(context.tiles), gradients=dict(context.gradients), provided=set(context.provided)
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
+import torch
 from torch import fx
 
 from zinf_fx import ops
@@ -15,6 +16,15 @@ from zinf_fx.plan.schedule import HEAD, Tile
 # Node metadata that passes write and later stages read.
 OPERATOR = "zinf_operator"  # number of the operator that a node belongs to; HEAD before the first
 MADE_BY = "zinf_made_by"  # name of the pass that made the node
+
+
+@dataclass(frozen=True)
+class HeadTransfer:
+    """A transfer that a graph needs before it begins: `operators_early` operators before its first."""
+
+    op: torch._ops.OpOverload
+    token: str
+    operators_early: int
 
 
 @dataclass
@@ -28,6 +38,7 @@ class GraphContext:
         gradients: joint and backward: by position among the outputs of backward, the token of the tile whose gradient
             it is.
         backward_outputs: joint only: how many of its last outputs are those of backward.
+        successor_head: what the next graph needs at its head; this graph starts it in its last operators.
         provided: what the passes so far have established.
     """
 
@@ -36,7 +47,13 @@ class GraphContext:
     tiles: dict[str, Tile]
     gradients: dict[int, str] = field(default_factory=dict)
     backward_outputs: int = 0
+    successor_head: tuple[HeadTransfer, ...] = ()
     provided: set[str] = field(default_factory=set)
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes that may be in flight at once (see [Note: bytes in flight]); None: no limit."""
+        return min(filter(None, (self.config.device_memory, self.config.host_memory)), default=None)
 
     def tile_of(self, node: fx.Node) -> Tile:
         """The tile that a `zinf` node is about."""

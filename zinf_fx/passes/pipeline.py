@@ -11,12 +11,12 @@ from torch import fx
 from zinf_fx import ops
 from zinf_fx.errors import PlanError
 from zinf_fx.passes import spec
-from zinf_fx.passes.framework import MADE_BY, GraphContext, Pass, is_compute, nodes_calling, operator_of
+from zinf_fx.passes.framework import MADE_BY, GraphContext, HeadTransfer, Pass, is_compute, nodes_calling, operator_of
 from zinf_fx.passes.keep_activations import KeepActivations
 from zinf_fx.passes.lower_gathers import LowerGathers
 from zinf_fx.passes.offload_gradients import OffloadGradients
 from zinf_fx.passes.partition import partition
-from zinf_fx.passes.prefetch import HeadTransfer, Prefetch
+from zinf_fx.passes.prefetch import Prefetch
 from zinf_fx.passes.recompute_gathers import RecomputeGathers
 from zinf_fx.passes.reduce_gradients import ReduceGradients
 from zinf_fx.passes.regions import Regions
@@ -37,8 +37,9 @@ def plan_training(
     forward_context = GraphContext("forward", context.config, context.tiles)
     backward_context = GraphContext("backward", context.config, context.tiles, context.gradients)
     backward_context.provided.add("gradients_reduced")
-    head = _plan_graph(backward, backward_context, [OffloadGradients()])
-    _plan_graph(forward, forward_context, [], head)
+    # Backward first: forward has to start what backward needs at its head.
+    forward_context.successor_head = _plan_graph(backward, backward_context, [OffloadGradients()])
+    _plan_graph(forward, forward_context, [])
     return forward, forward_context, backward, backward_context
 
 
@@ -47,12 +48,9 @@ def plan_inference(module: fx.GraphModule, context: GraphContext) -> None:
     _plan_graph(module, context, [])
 
 
-def _plan_graph(
-    module: fx.GraphModule, context: GraphContext, extra: Sequence[Pass], successor_head: tuple[HeadTransfer, ...] = ()
-) -> tuple[HeadTransfer, ...]:
-    config = context.config
-    budget = min(filter(None, (config.device_memory, config.host_memory)), default=None)
-    prefetch = Prefetch(config.prefetch, budget, successor_head)
+def _plan_graph(module: fx.GraphModule, context: GraphContext, extra: Sequence[Pass]) -> tuple[HeadTransfer, ...]:
+    """Plan one graph; returns what it needs at its head."""
+    prefetch = Prefetch(context.config.prefetch)
     run_passes(module.graph, context, [SinkGathers(), Regions(), LowerGathers(), *extra, prefetch])
     module.recompile()
     return prefetch.head(module.graph, context)

@@ -1,40 +1,38 @@
 """The static schedule: while operator i computes, the all-gather of i+1, upload of i+2 and fetch of i+3 are under way.
 
 ZeRO-Infinity, section 6.2, with the operator sequence known beforehand instead of traced on the fly. In backward,
-the reduce-scatter of an operator's gradients overlaps the next operator and their offload the one after.
+the reduce-scatter of an operator's gradients overlaps the next operator and their offload the one after. The forward
+graph starts the head of the backward graph in its last operators, as if the two were one sequence: the turn.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.errors import PlanError
-from zinf_fx.passes.framework import OPERATOR, GraphContext, is_compute, nodes_calling, operator_of
-from zinf_fx.plan.schedule import HEAD, Tile
+from zinf_fx.passes.framework import OPERATOR, GraphContext, HeadTransfer, nodes_calling, operator_of
+from zinf_fx.passes.in_flight import Ledger, operators_in, spans
+from zinf_fx.plan.schedule import HEAD
 
-
-@dataclass(frozen=True)
-class HeadTransfer:
-    """A transfer that a graph needs before it begins: `operators_early` operators before its first."""
-
-    op: object
-    token: str
-    operators_early: int
+# Operators between the one that computes a gradient and the one during which it is offloaded.
+_OFFLOAD_DISTANCE = 2
 
 
 @dataclass(frozen=True)
 class Prefetch:
     """Move every transfer as many operators ahead of its use as `distances` and the byte budget allow.
 
+    Where a transfer at its full distance would exceed the budget, it starts later. First come the tiles that the graph
+    itself needs, then those of the turn, then the time that gradients may wait for their offload. PlanError when even
+    what each operator uses exceeds the budget.
+
     Attributes:
-        distances: operators between use and the start of (all-gather, upload, fetch).
-        budget: bytes of tiles that may be in flight or in use at once; None: no limit. Where prefetching would
-            exceed it, a tile starts later. PlanError when even the tiles in use exceed it.
-        successor_head: what the next graph needs at its head; this graph starts it in its last operators.
+        distances: operators between use and the start of (all-gather, upload, fetch); None: each starts in the operator
+            that uses it, gradients leave at once, and there is no turn.
     """
 
     name: ClassVar[str] = "prefetch"
@@ -43,33 +41,16 @@ class Prefetch:
     changes_numerics: ClassVar[bool] = False
 
     distances: tuple[int, int, int] | None = (1, 2, 3)
-    budget: int | None = None
-    successor_head: tuple[HeadTransfer, ...] = field(default=())
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> None:
-        distance_of = dict(zip((ops.allgather, ops.upload, ops.fetch), self.distances or (0, 0, 0), strict=True))
-        transfers = list(nodes_calling(graph, *ops.TRANSFERS))
-        starts = self._operator_starts(graph)
-        earliest = _earliest_starts(graph, context, distance_of[ops.fetch], self.budget)
-        # What starts first stands first: the head before operator 0, which may begin at the same node. Among those of
-        # one operator the nearer use stands first, because the disk serves requests in order.
-        moved = []
-        for node in transfers:
-            use = operator_of(node)
-            moved.append((max(use - distance_of[node.target], earliest[context.tile_of(node)], HEAD), use, node))
-        for operator, _, node in sorted(moved, key=lambda m: m[:2]):
-            node.meta[OPERATOR] = operator
-            starts[operator].prepend(node)
+        ledger = Ledger(spans(graph, context), operators_in(graph), context.budget)
+        _refuse_what_never_fits(ledger, context)
         if self.distances is None:
-            return
-        self._delay_offloads(graph, starts)
-        for transfer in self.successor_head:
-            operator = len(starts) - 1 - transfer.operators_early
-            if operator >= 0:
-                token = next(n for n in graph.find_nodes(op="placeholder") if n.name == transfer.token)
-                with graph.inserting_before(starts[operator]):
-                    node = graph.call_function(transfer.op, (token,), {"turn": True})
-                node.meta[OPERATOR] = operator
+            self._move_ahead(graph, context, ledger, (0, 0, 0))
+        else:
+            self._move_ahead(graph, context, ledger, self.distances)
+            self._start_successor(graph, context, ledger)
+            self._delay_offloads(graph, context, ledger)
 
     def head(self, graph: fx.Graph, context: GraphContext) -> tuple[HeadTransfer, ...]:
         """What a scheduled graph needs at its head, for the `successor_head` of the graph before it."""
@@ -81,55 +62,103 @@ class Prefetch:
             if operator_of(node) == HEAD
         )
 
-    def _operator_starts(self, graph: fx.Graph) -> dict[int, fx.Node]:
-        """The node before which each operator's transfers are inserted; HEAD: before everything."""
-        starts: dict[int, fx.Node] = {}
-        for node in graph.nodes:
-            if node.op in ("placeholder", "output") or node.target in ops.TRANSFERS:
+    def _move_ahead(
+        self, graph: fx.Graph, context: GraphContext, ledger: Ledger, distances: tuple[int, int, int]
+    ) -> None:
+        distance_of = dict(zip((ops.allgather, ops.upload, ops.fetch), distances, strict=True))
+        transfers = list(nodes_calling(graph, *ops.TRANSFERS))
+        earliest: dict[fx.Node, int] = {}
+        for node in transfers:
+            if node.target is ops.fetch:
+                tile, use = context.tile_of(node), operator_of(node)
+                wanted = max(use - distance_of[ops.fetch], HEAD)
+                free = tile.tier == "device"
+                earliest[node.args[0]] = wanted if free else ledger.extend(tile.nbytes, use, wanted)
+        # What starts first stands first: the head before operator 0, which may begin at the same node. Among those of
+        # one operator the nearer use stands first, because the disk serves requests in order.
+        moved = []
+        for node in transfers:
+            use = operator_of(node)
+            moved.append((max(use - distance_of[node.target], earliest[node.args[0]], HEAD), use, node))
+        starts = _operator_starts(graph)
+        for operator, _, node in sorted(moved, key=lambda m: m[:2]):
+            _place(node, operator, starts[operator])
+
+    def _start_successor(self, graph: fx.Graph, context: GraphContext, ledger: Ledger) -> None:
+        count = operators_in(graph)
+        starts = _operator_starts(graph)
+        tokens = {node.name: node for node in graph.find_nodes(op="placeholder")}
+        own: dict[tuple[str, object], int] = {
+            (node.args[0].name, node.target): operator_of(node) for node in nodes_calling(graph, ops.fetch, ops.release)
+        }
+        fetched: dict[str, int | None] = {}
+        for transfer in context.successor_head if count else ():
+            # In a graph that is shorter than the distance, the turn starts right behind the graph's own head.
+            operator = max(count - transfer.operators_early, 0)
+            if transfer.op is ops.fetch:
+                held = range(
+                    own.get((transfer.token, ops.fetch), count), own.get((transfer.token, ops.release), HEAD) + 1
+                )
+                free = context.tiles[transfer.token].tier == "device"
+                nbytes = 0 if free else context.tiles[transfer.token].nbytes
+                fetched[transfer.token] = _room_until_end(ledger, nbytes, range(operator, count), held)
+            if (start := fetched[transfer.token]) is None:
                 continue
-            starts.setdefault(HEAD, node)
-            starts.setdefault(operator_of(node), node)
-        output = next(iter(graph.find_nodes(op="output")))
-        starts.setdefault(HEAD, output)
-        return starts
+            operator = max(operator, start)
+            with graph.inserting_before(starts[operator]):
+                node = graph.call_function(transfer.op, (tokens[transfer.token],), {"turn": True})
+            node.meta[OPERATOR] = operator
 
-    def _delay_offloads(self, graph: fx.Graph, starts: dict[int, fx.Node]) -> None:
+    def _delay_offloads(self, graph: fx.Graph, context: GraphContext, ledger: Ledger) -> None:
         """While operator i computes, gradients of i-1 are reduce-scattered and those of i-2 offloaded."""
-        last = max(starts)
+        last = operators_in(graph) - 1
+        starts = _operator_starts(graph)
+        output = next(iter(graph.find_nodes(op="output")))
         for node in nodes_calling(graph, ops.offload):
-            operator = operator_of(node) + 2
-            if operator <= last:
-                node.meta[OPERATOR] = operator
-                starts[operator].prepend(node)
-            else:
-                node.meta[OPERATOR] = last
-                next(iter(graph.find_nodes(op="output"))).prepend(node)
+            tile, made = context.tile_of(node), operator_of(node)
+            wanted = min(made + _OFFLOAD_DISTANCE, last)
+            operator = wanted if tile.gradient_tier == "device" else ledger.extend(tile.nbytes, made, wanted)
+            if operator == last < made + _OFFLOAD_DISTANCE:
+                _place(node, last, output)
+            elif operator > made:
+                _place(node, operator, starts[operator])
 
 
-def _earliest_starts(graph: fx.Graph, context: GraphContext, distance: int, budget: int | None) -> dict[Tile, int]:
-    """The first operator in which each tile's transfers may start, so that bytes in flight stay within `budget`."""
-    use = {context.tile_of(node): operator_of(node) for node in nodes_calling(graph, ops.wait)}
-    release = {context.tile_of(node): operator_of(node) for node in nodes_calling(graph, ops.release)}
-    earliest = {tile: max(first - distance, HEAD) for tile, first in use.items()}
-    if budget is None:
-        return earliest
-    count = 1 + max((operator_of(node) for node in graph.nodes if is_compute(node)), default=0)
-    live = [0] * (count + 1)  # index -1 is HEAD, which Python's indexing puts last
-    for tile, first in use.items():
-        for operator in range(first, release[tile] + 1):
-            live[operator] += tile.nbytes
-    for operator, total in enumerate(live[:-1]):
-        if total > budget:
-            held = sorted((t for t in use if use[t] <= operator <= release[t]), key=lambda t: -t.nbytes)
-            largest = ", ".join(f"'{t.name}' ({t.nbytes} bytes)" for t in held[:3])
-            raise PlanError(
-                f"the {context.kind} graph needs {total} bytes of tiles at once in operator {operator}, and the budget "
-                f"is {budget}: raise device_memory or host_memory. Largest tiles: {largest}"
-            )
-    for tile in sorted(use, key=lambda t: (use[t], t.index)):
-        start = use[tile]
-        while start > earliest[tile] and live[start - 1] + tile.nbytes <= budget:
-            start -= 1
-            live[start] += tile.nbytes
-        earliest[tile] = start
-    return earliest
+def _room_until_end(ledger: Ledger, nbytes: int, wanted: range, held: range) -> int | None:
+    """The first operator of `wanted` from which on, to its end, there is room; None: there is none in the last.
+
+    While the graph holds the tile for itself, in `held`, the turn may hold it too at no cost.
+    """
+    start = None
+    for operator in reversed(wanted):
+        if operator not in held and not ledger.take(nbytes, operator):
+            break
+        start = operator
+    return start
+
+
+def _refuse_what_never_fits(ledger: Ledger, context: GraphContext) -> None:
+    operator = ledger.over_budget()
+    if operator is not None:
+        raise PlanError(
+            f"the {context.kind} graph needs {ledger.at(operator)} bytes of tiles and gradients at once in operator "
+            f"{operator}, and the budget is {ledger.budget}: raise device_memory or host_memory. "
+            f"Largest: {', '.join(map(str, ledger.largest(operator)))}"
+        )
+
+
+def _operator_starts(graph: fx.Graph) -> dict[int, fx.Node]:
+    """The node before which each operator's transfers are inserted; HEAD: before everything."""
+    starts: dict[int, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder" or node.target in ops.TRANSFERS:
+            continue
+        starts.setdefault(HEAD, node)
+        if node.op != "output":
+            starts.setdefault(operator_of(node), node)
+    return starts
+
+
+def _place(node: fx.Node, operator: int, before: fx.Node) -> None:
+    node.meta[OPERATOR] = operator
+    before.prepend(node)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 import operator
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -52,19 +52,23 @@ _WIDTH = 120
 
 def print_graph(graph: fx.Graph, context: GraphContext) -> str:
     """`graph` as text, ending in a newline. It is not changed, and may be in any state between two passes."""
-    printer = _Printer(context)
-    lines = [f"{context.kind} graph", "inputs"]
+    lines = [f"{context.kind} graph"]
     section = None
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            lines.append(f"  {printer.input(node)}")
-        elif node.op == "output":
-            lines += printer.results(node)
-        else:
-            if section != (section := _section(node, context)):
-                lines.append(section)
-            lines.append(f"  {printer.statement(node)}{printer.remarks(node)}")
-    return "\n".join(lines) + "\n"
+    for node, text in _lines(graph, context):
+        if section != (section := _section(node, context)):
+            lines.append(section)
+        lines.append(text)
+    return "\n".join(filter(None, lines)) + "\n"
+
+
+def print_around(graph: fx.Graph, context: GraphContext, node: fx.Node, neighbours: int = 2) -> str:
+    """The line of `node`, marked, and those next to it."""
+    lines = list(_lines(graph, context))
+    at = next(index for index, (other, _) in enumerate(lines) if other is node)
+    return "\n".join(
+        f"{'->' if index == at else '  '}{lines[index][1]}"
+        for index in range(max(at - neighbours, 0), min(at + neighbours + 1, len(lines)))
+    )
 
 
 def type_text(value: object) -> str:
@@ -78,7 +82,20 @@ def type_text(value: object) -> str:
     return "none" if value is None else type(value).__name__
 
 
+def _lines(graph: fx.Graph, context: GraphContext) -> Iterator[tuple[fx.Node, str]]:
+    printer = _Printer(context)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            yield node, f"  {printer.input(node)}"
+        elif node.op == "output":
+            yield node, "\n".join(printer.results(node))
+        else:
+            yield node, f"  {printer.statement(node)}{printer.remarks(node)}"
+
+
 def _section(node: fx.Node, context: GraphContext) -> str:
+    if node.op in ("placeholder", "output"):
+        return "inputs" if node.op == "placeholder" else ""
     if "operators" not in context.provided:
         return "nodes"
     number = operator_of(node)

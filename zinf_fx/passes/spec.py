@@ -1,19 +1,14 @@
-"""The invariants of a planned graph, checked after every pass.
+"""The invariants of a graph between two passes, checked after every pass.
 
-| rule | from which pass on |
-|---|---|
-| placeholders are those of the captured graph | always |
-| operator numbers never fall along the graph | operators |
-| no gather is left; each wait has one fetch, upload and all-gather before it, in this order | lowered |
-| each tile is released once, after its last use; no result of the graph shares memory with a tile | lowered |
-| each trainable tile's gradient is reduce-scattered once and offloaded once, and is no output | gradients_offloaded |
-| bytes of tiles in flight stay within the budget | prefetched |
+Each rule holds from the pass on that provides what `since` names (None: always).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import NoReturn
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 from torch import fx
 
@@ -21,6 +16,65 @@ from zinf_fx import ops
 from zinf_fx.errors import PlanError
 from zinf_fx.passes.aliases import aliases_of
 from zinf_fx.passes.framework import OPERATOR, GraphContext, nodes_calling, operator_of
+from zinf_fx.passes.in_flight import Ledger, operators_in, spans
+from zinf_fx.passes.printer import print_around
+from zinf_fx.plan.schedule import HEAD
+
+Violations = Iterator[tuple[str, fx.Node]]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the rules look at, found once per check."""
+
+    graph: fx.Graph
+    context: GraphContext
+    placeholders: tuple[str, ...]
+
+    @cached_property
+    def output(self) -> fx.Node:
+        return next(iter(self.graph.find_nodes(op="output")))
+
+    @cached_property
+    def order(self) -> dict[fx.Node, int]:
+        return {node: position for position, node in enumerate(self.graph.nodes)}
+
+    @cached_property
+    def steps(self) -> dict[str, dict[object, list[fx.Node]]]:
+        """By token and operation, the nodes that move a tile for this graph itself."""
+        found: dict[str, dict[object, list[fx.Node]]] = {}
+        for node in nodes_calling(self.graph, *ops.LOWERED):
+            if not node.kwargs.get("turn"):
+                found.setdefault(node.args[0].name, {}).setdefault(node.target, []).append(node)
+        return found
+
+    @cached_property
+    def turn(self) -> list[fx.Node]:
+        """The transfers that the graph starts for its successor."""
+        return [node for node in nodes_calling(self.graph, *ops.TRANSFERS) if node.kwargs.get("turn")]
+
+    @cached_property
+    def aliases(self) -> dict[fx.Node, list[fx.Node]]:
+        """By wait: it, and all that may share its tile's memory."""
+        return {wait: aliases_of(wait) for wait in nodes_calling(self.graph, ops.wait)}
+
+    def name(self, node: fx.Node) -> str:
+        return f"'{self.context.tile_of(node).name}'"
+
+    def gradient_at(self, position: int) -> fx.Node | None:
+        """The output that is the gradient of that position."""
+        results = self.output.args[0]
+        first = len(results) - self.context.backward_outputs if self.context.kind == "joint" else 0
+        return results[first + position]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One invariant. `check` finds what breaks it: what is wrong, and at which node."""
+
+    text: str
+    since: str | None
+    check: Callable[[Facts], Violations]
 
 
 def check(graph: fx.Graph, context: GraphContext, placeholders: tuple[str, ...], after: str) -> None:
@@ -28,79 +82,147 @@ def check(graph: fx.Graph, context: GraphContext, placeholders: tuple[str, ...],
 
     Raises: PlanError naming the pass, the rule, the node and its neighbours.
     """
-    violation = _Reporter(context.kind, after)
-    if tuple(n.name for n in graph.find_nodes(op="placeholder")) != placeholders:
-        violation("the placeholders changed", next(iter(graph.nodes)))
-    if "operators" in context.provided:
-        _check_operators(graph, violation)
-    if "lowered" in context.provided:
-        _check_journeys(graph, context, violation)
-    if "gradients_offloaded" in context.provided:
-        _check_gradients(graph, context, violation)
+    facts = Facts(graph, context, placeholders)
+    for rule in RULES:
+        if rule.since is not None and rule.since not in context.provided:
+            continue
+        for what, node in rule.check(facts):
+            raise PlanError(
+                f"{context.kind} graph after pass '{after}': {rule.text}, but {what}\n"
+                + print_around(graph, context, node)
+            )
 
 
-class _Reporter:
-    def __init__(self, kind: str, after: str) -> None:
-        self._where = f"{kind} graph after pass '{after}'"
-
-    def __call__(self, rule: str, node: fx.Node) -> NoReturn:
-        neighbours = f"before: {node.prev.format_node()}\n  here:   {node.format_node()}\n  after:  "
-        neighbours += str(node.next.format_node())
-        raise PlanError(f"{self._where}: {rule}\n  {neighbours}")
+def _placeholders(facts: Facts) -> Violations:
+    found = tuple(node.name for node in facts.graph.find_nodes(op="placeholder"))
+    if found != facts.placeholders:
+        yield f"they are {found} instead of {facts.placeholders}", next(iter(facts.graph.nodes))
 
 
-def _check_operators(graph: fx.Graph, violation: _Reporter) -> None:
-    current = None
-    for node in graph.nodes:
+def _tokens(facts: Facts) -> Violations:
+    for node in facts.graph.find_nodes(op="placeholder"):
+        if node.name in facts.context.tiles:
+            for user in node.users:
+                if user is not facts.output and user.target is not ops.gather and user.target not in ops.LOWERED:
+                    yield f"the token of '{facts.context.tiles[node.name].name}' is computed with", user
+
+
+def _operators(facts: Facts) -> Violations:
+    current = HEAD
+    for node in facts.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
         if OPERATOR not in node.meta:
-            violation("a node belongs to no operator", node)
-        if current is not None and operator_of(node) < current:
-            violation(f"operator {operator_of(node)} follows operator {current}", node)
+            yield "a node belongs to none", node
+        elif operator_of(node) not in (current, current + 1):
+            before = f"operator {current}" if current != HEAD else "the head"
+            yield f"operator {operator_of(node)} follows {before}", node
         current = operator_of(node)
 
 
-def _check_journeys(graph: fx.Graph, context: GraphContext, violation: _Reporter) -> None:
-    for node in nodes_calling(graph, ops.gather):
-        violation("a gather was not lowered", node)
-    order = {node: position for position, node in enumerate(graph.nodes)}
-    steps: dict[tuple[str, object], list[fx.Node]] = {}
-    for node in nodes_calling(graph, *ops.TRANSFERS, ops.wait, ops.release):
-        if not node.kwargs.get("turn"):
-            steps.setdefault((node.args[0].name, node.target), []).append(node)
-    output = next(iter(graph.find_nodes(op="output")))
-    for token, target in list(steps):
-        if target is not ops.wait:
-            if (token, ops.wait) not in steps:
-                violation("a transfer of a tile that is never waited for", steps[token, target][0])
-            continue
-        journey = []
-        for step in (*ops.TRANSFERS, ops.wait, ops.release):
-            nodes = steps.get((token, step), [])
-            if len(nodes) != 1:
-                name = context.tiles[token].name
-                violation(f"tile '{name}' has {len(nodes)} {step} where one is due", steps[token, ops.wait][0])
-            journey.append(nodes[0])
-        if journey != sorted(journey, key=order.__getitem__):
-            violation("a tile's journey is out of order", journey[3])
-        release = journey[-1]
-        for alias in aliases_of(journey[3]):
+def _reductions(facts: Facts) -> Violations:
+    if "gradients_offloaded" in facts.context.provided:
+        return
+    for position, token in facts.context.gradients.items():
+        shard = facts.gradient_at(position)
+        if shard is None or shard.target is not ops.reduce_scatter or shard.args[0].name != token:
+            yield f"output {position} of backward isn't the one of '{facts.context.tiles[token].name}'", facts.output
+
+
+def _one_reduction(facts: Facts) -> Violations:
+    for steps in facts.steps.values():
+        for node in steps.get(ops.reduce_scatter, [])[1:]:
+            yield f"that of {facts.name(node)} is once more", node
+
+
+def _no_gathers(facts: Facts) -> Violations:
+    for node in nodes_calling(facts.graph, ops.gather):
+        yield f"that of {facts.name(node)} is left", node
+
+
+def _journeys(facts: Facts) -> Violations:
+    journey = (*ops.TRANSFERS, ops.wait, ops.release)
+    for steps in facts.steps.values():
+        nodes = [node for step in journey for node in steps.get(step, ())]
+        for step in journey if nodes else ():
+            if len(steps.get(step, ())) != 1:
+                name = step._schema.name.removeprefix("zinf::")
+                yield f"{facts.name(nodes[0])} has {len(steps.get(step, ()))} x {name}", nodes[0]
+        for one, next_one in pairwise(nodes):
+            if facts.order[one] > facts.order[next_one]:
+                yield f"one of {facts.name(one)} comes too early", next_one
+
+
+def _reads(facts: Facts) -> Violations:
+    for wait, aliases in facts.aliases.items():
+        (release,) = facts.steps[wait.args[0].name][ops.release]
+        for reader in dict.fromkeys(user for alias in aliases for user in (alias, *alias.users)):
+            if facts.order[reader] > facts.order[release] and reader is not facts.output:
+                yield f"{facts.name(wait)} has been released", reader
+
+
+def _escapes(facts: Facts) -> Violations:
+    for wait, aliases in facts.aliases.items():
+        for alias in aliases:
             for user in alias.users:
-                if user is output:
-                    violation("a result of the graph shares memory with a tile", alias)
-                if order[user] > order[release]:
-                    violation(f"reads a tile after its release ({release.name})", user)
+                if user is facts.output or user.target is ops.reduce_scatter:
+                    yield f"this one may be memory of {facts.name(wait)}", alias
 
 
-def _check_gradients(graph: fx.Graph, context: GraphContext, violation: _Reporter) -> None:
-    output = next(iter(graph.find_nodes(op="output")))
-    reduced = Counter(n.args[0].name for n in nodes_calling(graph, ops.reduce_scatter))
-    offloaded = Counter(n.args[0].name for n in nodes_calling(graph, ops.offload))
-    for position, token in context.gradients.items():
-        if output.args[0][position] is not None:
-            violation(f"the gradient of '{context.tiles[token].name}' is still an output", output)
-    for node in nodes_calling(graph, ops.reduce_scatter, ops.offload):
-        token = node.args[0].name
-        if reduced[token] != 1 or offloaded[token] != 1:
-            violation(f"the gradient of '{context.tiles[token].name}' is not moved exactly once", node)
+def _offloads(facts: Facts) -> Violations:
+    for position, token in facts.context.gradients.items():
+        name = facts.context.tiles[token].name
+        if facts.gradient_at(position) is not None:
+            yield f"that of '{name}' is still an output", facts.output
+        steps = facts.steps.get(token, {})
+        for step in (ops.reduce_scatter, ops.offload):
+            if len(steps.get(step, ())) != 1:
+                what = step._schema.name.removeprefix("zinf::")
+                yield f"'{name}' has {len(steps.get(step, ()))} x {what}", (steps.get(step) or [facts.output])[-1]
+    for node in nodes_calling(facts.graph, ops.offload):
+        if (node.args[1].target, node.args[1].args[:1]) != (ops.reduce_scatter, node.args[:1]):
+            yield f"what is offloaded for {facts.name(node)} is not its reduce-scattered gradient", node
+
+
+def _budget(facts: Facts) -> Violations:
+    ledger = Ledger(spans(facts.graph, facts.context), operators_in(facts.graph), facts.context.budget)
+    operator = ledger.over_budget()
+    if operator is not None:
+        where = f"operator {operator}" if operator != HEAD else "the head"
+        held = ", ".join(map(str, ledger.largest(operator)))
+        inside = (node for node in facts.graph.nodes if operator_of(node) == operator and node.op == "call_function")
+        yield f"{where} has {ledger.at(operator)} of {ledger.budget} bytes ({held})", next(inside, facts.output)
+
+
+def _turn(facts: Facts) -> Violations:
+    due = [(transfer.op, transfer.token) for transfer in facts.context.successor_head]
+    started: set[tuple[object, str]] = set()
+    for node in facts.turn:
+        if (node.target, node.args[0].name) not in due or (node.target, node.args[0].name) in started:
+            yield f"it has no need of one more for {facts.name(node)}", node
+        needed = [op for op, token in due if token == node.args[0].name]
+        for op in needed[: needed.index(node.target)]:
+            if (op, node.args[0].name) not in started:
+                yield f"{facts.name(node)} is not yet on its way", node
+        started.add((node.target, node.args[0].name))
+    if facts.context.budget is None and operators_in(facts.graph):
+        for op, token in due:
+            if (op, token) not in started:
+                name = op._schema.name.removeprefix("zinf::")
+                yield f"there is no {name} of '{facts.context.tiles[token].name}'", facts.output
+
+
+RULES = (
+    Rule("the placeholders are those of the captured graph", None, _placeholders),
+    Rule("only transfers use a tile's token", None, _tokens),
+    Rule("operators are numbered in order, none is left out", "operators", _operators),
+    Rule("each gradient of a tile is reduce-scattered", "gradients_reduced", _reductions),
+    Rule("each gradient of a tile is reduce-scattered once", "gradients_reduced", _one_reduction),
+    Rule("every gather is lowered", "lowered", _no_gathers),
+    Rule("a tile's journey is one fetch, upload, all-gather, wait and release, in this order", "lowered", _journeys),
+    Rule("nothing reads a tile after its release", "lowered", _reads),
+    Rule("results and gradients share no memory with a tile", "lowered", _escapes),
+    Rule("each gradient of a tile is reduce-scattered once, and offloaded once", "gradients_offloaded", _offloads),
+    Rule("bytes in flight stay within the budget", "prefetched", _budget),
+    Rule("the turn starts what the next graph needs at its head", "prefetched", _turn),
+)

@@ -1,0 +1,115 @@
+"""Bytes in flight: what a graph's transfers hold in memory while each operator computes.
+
+[Note: bytes in flight]
+A tile is in flight from the operator that fetches it to the one that releases it, both included; what the turn fetches
+for the backward graph, to the end of the forward graph. A gradient is in flight from its reduce-scatter to its offload.
+Tiles and gradients that live on the device are where they belong, and not in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch import fx
+
+from zinf_fx import ops
+from zinf_fx.passes.framework import GraphContext, nodes_calling, operator_of
+from zinf_fx.plan.schedule import HEAD, Tile
+
+
+@dataclass(frozen=True)
+class Span:
+    """A tile or its gradient in flight: from operator `first` to operator `last`, both included."""
+
+    tile: Tile
+    what: str
+    first: int
+    last: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.tile.nbytes
+
+    def __str__(self) -> str:
+        return f"{self.what} '{self.tile.name}' ({self.nbytes} bytes)"
+
+
+def operators_in(graph: fx.Graph) -> int:
+    """How many operators a graph has."""
+    return 1 + max((operator_of(n) for n in graph.nodes if n.op not in ("placeholder", "output")), default=HEAD)
+
+
+def spans(graph: fx.Graph, context: GraphContext) -> list[Span]:
+    """Everything that is in flight in a lowered graph. A tile that the turn fetches again is counted once."""
+    moved = (ops.fetch, ops.release, ops.reduce_scatter, ops.offload)
+    where: dict[tuple[str, object], int] = {}
+    for node in nodes_calling(graph, *moved):
+        where[node.args[0].name, "turn" if node.kwargs.get("turn") else node.target] = operator_of(node)
+    last = operators_in(graph) - 1
+    found = []
+    for (token, kind), first in where.items():
+        tile = context.tiles[token]
+        if kind is ops.fetch and tile.tier != "device":
+            found.append(Span(tile, "tile", first, where[token, ops.release]))
+        elif kind == "turn" and tile.tier != "device":
+            own = (where.get((token, ops.fetch), last + 1), where.get((token, ops.release), last + 1))
+            found += [Span(tile, "tile", *part) for part in _without(first, last, *own)]
+        elif kind is ops.reduce_scatter and tile.gradient_tier != "device":
+            found.append(Span(tile, "gradient of", first, where.get((token, ops.offload), last)))
+    return found
+
+
+def _without(first: int, last: int, own_first: int, own_last: int) -> list[tuple[int, int]]:
+    """The parts of first..last outside own_first..own_last."""
+    parts = ((first, min(last, own_first - 1)), (max(first, own_last + 1), last))
+    return [part for part in parts if part[0] <= part[1]]
+
+
+class Ledger:
+    """Bytes in flight per operator, the head included, against a budget (None: no limit)."""
+
+    def __init__(self, entries: Iterable[Span], operators: int, budget: int | None) -> None:
+        self.entries = list(entries)
+        self.budget = budget
+        change = [0] * (operators + 2)  # the head stands first
+        for entry in self.entries:
+            change[entry.first + 1] += entry.nbytes
+            change[entry.last + 2] -= entry.nbytes
+        self._live = list(accumulate(change))[:-1]
+
+    def over_budget(self) -> int | None:
+        """The first operator with more bytes in flight than the budget."""
+        if self.budget is None:
+            return None
+        return next((i - 1 for i, live in enumerate(self._live) if live > self.budget), None)
+
+    def at(self, operator: int) -> int:
+        """Bytes in flight in one operator."""
+        return self._live[operator + 1]
+
+    def largest(self, operator: int, count: int = 3) -> list[Span]:
+        """The largest entries that are in flight in one operator."""
+        held = [entry for entry in self.entries if entry.first <= operator <= entry.last]
+        return sorted(held, key=lambda entry: -entry.nbytes)[:count]
+
+    def extend(self, nbytes: int, end: int, wanted: int) -> int:
+        """Stretch something that is in flight at operator `end` towards `wanted`, as far as there is room.
+
+        Returns where it then begins or ends.
+        """
+        if self.budget is None:
+            return wanted
+        step = 1 if wanted > end else -1
+        while end != wanted and self.take(nbytes, end + step):
+            end += step
+        return end
+
+    def take(self, nbytes: int, operator: int) -> bool:
+        """Whether so many bytes more are in flight in one operator from now on: not if the budget has no room."""
+        if self.budget is not None and self._live[operator + 1] + nbytes > self.budget:
+            return False
+        self._live[operator + 1] += nbytes
+        return True
