@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 from torch._functorch.aot_autograd import aot_module_simplified
 
@@ -88,9 +89,8 @@ class Capture:
         used = {node.args[0].name for node in nodes_calling(module.graph, *ops.LOWERED)}
         program = Program(module, self.plan.graph(kind), [token for token in context.tiles if token in used])
 
-        def run(arguments: list) -> Any:
-            return program(arguments)
-
+        # A caller that compiles its whole training step must not trace into the runtime.
+        run = torch.compiler.disable(lambda arguments: program(arguments))
         run._boxed_call = True  # AOTAutograd then passes a list that the program may empty
         return run
 
