@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
+from zinf_fx.plan.accounting import started_by_turn, tiles_of
+from zinf_fx.plan.schedule import HEAD, Event, EventKind, GraphSchedule, Plan
+
 
 def module_of(name: str) -> str:
     """The module that a parameter belongs to: `blocks.0.mlp.up` for `blocks.0.mlp.up.weight`; a root's is itself."""
@@ -34,3 +37,62 @@ def _shortened(path: str, telling: frozenset[str]) -> str:
     parts = path.split(".")
     last = max((i for i, part in enumerate(parts) if not part.isdigit()), default=0)
     return ".".join(part for i, part in enumerate(parts) if i == last or part.isdigit() or part in telling)
+
+
+class PlanNames:
+    """The short names of a plan's modules, the same in all its tables."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.short = abbreviate(module_of(name) for name in tiles_of(plan))
+
+    def of(self, plan: Plan, graph: GraphSchedule) -> GraphNames:
+        """The names in one graph's table."""
+        return GraphNames(plan, graph, self.short)
+
+    @property
+    def example(self) -> tuple[str, str] | None:
+        """A module's path and its short name, where they differ most."""
+        return max(self.short.items(), key=lambda item: len(item[0]) - len(item[1]), default=None)
+
+
+class GraphNames:
+    """How one graph's cells name tiles."""
+
+    def __init__(self, plan: Plan, graph: GraphSchedule, short: dict[str, str]) -> None:
+        self._graph, self._short = graph, short
+        self._started = {kind: started_by_turn(plan, graph, kind) for kind in ("fetch", "upload", "allgather")}
+        self._together: dict[tuple[EventKind, bool, str], set[int]] = {}
+        for event in graph.events:
+            self._together.setdefault(self._group(event), set()).add(event.tile)
+
+    def short(self, name: str) -> str:
+        """The short name of the module of a parameter."""
+        return self._short[module_of(name)]
+
+    def groups(self, events: Iterable[Event]) -> list[str]:
+        """The names for the tiles of events of one kind: a module's tiles together, most bytes first."""
+        members: dict[tuple[EventKind, bool, str], list[Event]] = {}
+        for event in events:
+            members.setdefault(self._group(event), []).append(event)
+        sized = []
+        for group, together in members.items():
+            if {e.tile for e in together} == self._together[group]:
+                sized.append((self._nbytes(together), self._short[group[2]] + self._mark(together[0])))
+            else:
+                sized += [(self._nbytes([e]), self._full(e) + self._mark(e)) for e in together]
+        return [name for _, name in sorted(sized, key=lambda item: -item[0])]
+
+    def _group(self, event: Event) -> tuple[EventKind, bool, str]:
+        return event.kind, event.turn, module_of(self._graph.tiles[event.tile].name)
+
+    def _full(self, event: Event) -> str:
+        name = self._graph.tiles[event.tile].name
+        module = module_of(name)
+        return self._short[module] + name[len(module) :]
+
+    def _mark(self, event: Event) -> str:
+        under_way = event.operator == HEAD and self._graph.tiles[event.tile].name in self._started.get(event.kind, ())
+        return "*" if event.turn or under_way else ""
+
+    def _nbytes(self, events: Iterable[Event]) -> int:
+        return sum(self._graph.tiles[e.tile].nbytes for e in events)

@@ -5,14 +5,14 @@ Cells name modules, not parameters: `0.qkv` stands for the weight and the bias o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tabulate import tabulate
 
-from zinf_fx.plan.accounting import Flow, Traffic, flows, phases, started_by_turn, tiles_of
-from zinf_fx.plan.names import abbreviate, module_of
-from zinf_fx.plan.schedule import HEAD, Event, EventKind, GraphSchedule, Operator, Plan
+from zinf_fx.plan.accounting import Flow, Traffic, flows, phases, tiles_of
+from zinf_fx.plan.names import GraphNames, PlanNames
+from zinf_fx.plan.schedule import HEAD, EventKind, GraphSchedule, Operator, Plan
 from zinf_fx.sizes import in_words
 
 WIDTH = 160
@@ -35,7 +35,7 @@ def render(plan: Plan, *, width: int = WIDTH, operators: range | None = None) ->
 
     `operators`: the operators to print; default all. The head line is printed with operator 0.
     """
-    names = _Names(plan)
+    names = PlanNames(plan)
     parts = [_header(plan), _legend(plan, names)]
     parts += [_graph(plan, graph, names, width, operators) for graph in plan.graphs]
     parts += [_traffic(plan), _peaks(plan)]
@@ -45,7 +45,7 @@ def render(plan: Plan, *, width: int = WIDTH, operators: range | None = None) ->
 # -- the tables -------------------------------------------------------------------------------------------------------
 
 
-def _graph(plan: Plan, graph: GraphSchedule, names: _Names, width: int, wanted: range | None) -> str:
+def _graph(plan: Plan, graph: GraphSchedule, names: PlanNames, width: int, wanted: range | None) -> str:
     kinds = [kind for kind in _TITLES if any(e.kind == kind for e in graph.events)]
     flow_of = {flow.operator: flow for flow in flows(plan, graph)}
     unit = _Unit.of(max((max(f.fetched, f.device, f.host) for f in flow_of.values()), default=0))
@@ -93,7 +93,7 @@ class _Row:
     graph: GraphSchedule
     operator: int
     kinds: Sequence[EventKind]
-    names: _GraphNames
+    names: GraphNames
 
     def cells(self, limit: int, detailed: bool) -> list[str]:
         """The cells before the sizes, each of at most about `limit` characters.
@@ -115,7 +115,7 @@ class _Row:
         return _middle_cut(names[0], max(limit - len(rest), 5)) + rest
 
 
-def _computes(graph: GraphSchedule, operator: Operator, names: _GraphNames, limit: int, detailed: bool) -> str:
+def _computes(graph: GraphSchedule, operator: Operator, names: GraphNames, limit: int, detailed: bool) -> str:
     """The module whose matrix opens the operator, and its heavy operations, which stand alone where no matrix does."""
     label = _plain_label(operator.label)
     opening = [e.tile for e in graph.at(operator.index, "wait") if graph.tiles[e.tile].opens_operator]
@@ -154,67 +154,6 @@ def _middle_cut(name: str, limit: int) -> str:
     return f"{name[:head]}~{name[len(name) - (limit - 1 - head) :]}"
 
 
-# -- names ------------------------------------------------------------------------------------------------------------
-
-
-class _Names:
-    """The short names of a plan's modules, the same in all its tables."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.short = abbreviate(module_of(name) for name in tiles_of(plan))
-
-    def of(self, plan: Plan, graph: GraphSchedule) -> _GraphNames:
-        return _GraphNames(plan, graph, self.short)
-
-    @property
-    def example(self) -> tuple[str, str] | None:
-        """A module's path and its short name, where they differ most."""
-        return max(self.short.items(), key=lambda item: len(item[0]) - len(item[1]), default=None)
-
-
-class _GraphNames:
-    """How one graph's cells name tiles."""
-
-    def __init__(self, plan: Plan, graph: GraphSchedule, short: dict[str, str]) -> None:
-        self._graph, self._short = graph, short
-        self._started = {kind: started_by_turn(plan, graph, kind) for kind in ("fetch", "upload", "allgather")}
-        self._together: dict[tuple[EventKind, bool, str], set[int]] = {}
-        for event in graph.events:
-            self._together.setdefault(self._group(event), set()).add(event.tile)
-
-    def short(self, name: str) -> str:
-        """The short name of the module of a parameter."""
-        return self._short[module_of(name)]
-
-    def groups(self, events: Iterable[Event]) -> list[str]:
-        """The names for the tiles of events of one kind: a module's tiles together, most bytes first."""
-        members: dict[tuple[EventKind, bool, str], list[Event]] = {}
-        for event in events:
-            members.setdefault(self._group(event), []).append(event)
-        sized = []
-        for group, together in members.items():
-            if {e.tile for e in together} == self._together[group]:
-                sized.append((self._nbytes(together), self._short[group[2]] + self._mark(together[0])))
-            else:
-                sized += [(self._nbytes([e]), self._full(e) + self._mark(e)) for e in together]
-        return [name for _, name in sorted(sized, key=lambda item: -item[0])]
-
-    def _group(self, event: Event) -> tuple[EventKind, bool, str]:
-        return event.kind, event.turn, module_of(self._graph.tiles[event.tile].name)
-
-    def _full(self, event: Event) -> str:
-        name = self._graph.tiles[event.tile].name
-        module = module_of(name)
-        return self._short[module] + name[len(module) :]
-
-    def _mark(self, event: Event) -> str:
-        under_way = event.operator == HEAD and self._graph.tiles[event.tile].name in self._started.get(event.kind, ())
-        return "*" if event.turn or under_way else ""
-
-    def _nbytes(self, events: Iterable[Event]) -> int:
-        return sum(self._graph.tiles[e.tile].nbytes for e in events)
-
-
 # -- around the tables ------------------------------------------------------------------------------------------------
 
 
@@ -244,7 +183,7 @@ def _header(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _legend(plan: Plan, names: _Names) -> str:
+def _legend(plan: Plan, names: PlanNames) -> str:
     lines = [
         "A line per operator: the tiles that it waits for, and the transfers that start then and run meanwhile.",
         "Cells name modules; a name stands for all parameters of one (~: cut), +n for n smaller modules.",
