@@ -1,0 +1,98 @@
+"""Bytes in flight: what counts, and for how long."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from building import Builder, aten
+
+from zinf_fx import ops
+from zinf_fx.passes.framework import OPERATOR
+from zinf_fx.passes.in_flight import Ledger, Span, operators_in, spans
+from zinf_fx.passes.lower_gathers import LowerGathers
+from zinf_fx.passes.offload_gradients import OffloadGradients
+from zinf_fx.passes.reduce_gradients import ReduceGradients
+from zinf_fx.passes.regions import Regions
+from zinf_fx.passes.sink_gathers import SinkGathers
+from zinf_fx.plan.schedule import HEAD
+
+KIB = 1024
+
+
+def backward() -> Builder:
+    """Two operators: the gradient of `a` is made in the first, that of `b` in the second."""
+    built = Builder("backward", {"a": (16, 16), "b": (16, 32)})
+    tangent = built.input(16, 16, name="tangents_1")
+    da = built.call(aten.mm.default, tangent, built.gather("a"))
+    db = built.call(aten.mm.default, da, built.gather("b"))
+    built.returns(da, db, gradients={0: "a", 1: "b"}, backward=2)
+    built.run(ReduceGradients(), SinkGathers(), Regions(), LowerGathers(), OffloadGradients())
+    return built
+
+
+def found(built: Builder) -> set[tuple[str, int, int, int]]:
+    return {(f"{s.what} {s.tile.name}", s.nbytes, s.first, s.last) for s in spans(built.graph, built.context)}
+
+
+def test_tiles_and_gradients() -> None:
+    built = backward()
+    assert operators_in(built.graph) == 2
+    assert found(built) == {
+        ("tile a", KIB, 0, 0),
+        ("gradient of a", KIB, 0, 0),
+        ("tile b", 2 * KIB, 1, 1),
+        ("gradient of b", 2 * KIB, 1, 1),
+    }
+
+
+def test_what_lives_on_the_device_is_not_in_flight() -> None:
+    built = backward()
+    for token, tile in built.context.tiles.items():
+        built.context.tiles[token] = replace(tile, tier="device", gradient_tier="device")
+    assert not found(built)
+
+
+@pytest.mark.parametrize(
+    ("turn", "parts"),
+    [
+        (2, {(0, 1), (2, 3)}),  # after the release
+        (1, {(0, 1), (2, 3)}),  # while the graph holds it anyway
+        (HEAD, {(HEAD, HEAD), (0, 1), (2, 3)}),  # before, while, and after
+    ],
+)
+def test_a_tile_that_the_turn_fetches_again_counts_once(turn: int, parts: set[tuple[int, int]]) -> None:
+    built = Builder("forward", {"a": (16, 16), "b": (16, 16), "c": (16, 16)})
+    x = built.input(16, 16)
+    for name in ("a", "b", "a"):
+        x = built.call(aten.mm.default, x, built.gather(name))
+    x = built.call(aten.mm.default, x, built.gather("c"))
+    built.returns(built.call(aten.mm.default, x, x))
+    built.run(SinkGathers(), Regions(), LowerGathers())
+    built.graph.find_nodes(op="output")[0].prev.meta[OPERATOR] = 3  # one operator more, at the end
+    (last,) = built.graph.find_nodes(op="output")
+    with built.graph.inserting_before(last):
+        built.graph.call_function(ops.fetch, (built.token("a"),), {"turn": True}).meta[OPERATOR] = turn
+    assert {part[2:] for part in found(built) if part[0] == "tile a"} == parts
+
+
+def test_ledger() -> None:
+    tile = next(iter(backward().context.tiles.values()))
+    ledger = Ledger([Span(tile, "tile", HEAD, 1), Span(tile, "gradient of", 1, 2)], operators=4, budget=2 * KIB)
+    assert [ledger.at(operator) for operator in range(HEAD, 4)] == [KIB, KIB, 2 * KIB, KIB, 0]
+    assert ledger.over_budget() is None
+    assert [s.what for s in ledger.largest(1)] == ["tile", "gradient of"]
+    assert ledger.extend(KIB, end=3, wanted=HEAD) == 2  # operator 1 is full
+    assert ledger.extend(KIB, end=0, wanted=HEAD) == HEAD
+    assert ledger.extend(KIB, end=2, wanted=3) == 3
+    assert [ledger.at(operator) for operator in range(HEAD, 4)] == [2 * KIB, KIB, 2 * KIB, 2 * KIB, KIB]
+    assert not ledger.take(KIB, 1) and ledger.take(KIB, 3)
+    assert replace(ledger.entries[0], last=3).last == 3
+
+
+def test_ledger_over_budget() -> None:
+    tile = next(iter(backward().context.tiles.values()))
+    entries = [Span(tile, "tile", 0, 1), Span(tile, "tile", 1, 2)]
+    assert Ledger(entries, operators=3, budget=2 * KIB - 1).over_budget() == 1
+    assert Ledger(entries, operators=3, budget=None).over_budget() is None
+    assert Ledger([], operators=0, budget=1).over_budget() is None
