@@ -77,7 +77,8 @@ class Config:
             section 6.2). None: each starts when it is needed.
         chunk: bytes of fp32 master weights per chunk of the optimizer step.
         tile: None, the only value so far: one tile per parameter.
-        activations: "keep", the only value so far: what eager PyTorch saves; `torch.utils.checkpoint` is respected.
+        activations: "keep": what eager PyTorch saves; "recompute": backward computes them again from a few checkpoints,
+            chosen for the least peak. `torch.utils.checkpoint` in the model is respected either way.
         checksum: compare a crc32c of what is read from the store with that of what was written.
         strict_direct: refuse a store where direct I/O doesn't work, instead of using the page cache.
         compute: "eager", the only value so far: compute regions run operator by operator.
@@ -115,7 +116,7 @@ class Config:
         if self.chunk < 1 << 16:
             raise ConfigError(f"chunk={self.chunk} bytes is too small: the least is 64KiB")
         set_field("prefetch", _parse_prefetch(self.prefetch))
-        for name, accepted in (("tile", (None,)), ("activations", ("keep",)), ("compute", ("eager",))):
+        for name, accepted in (("tile", (None,)), ("activations", ("keep", "recompute")), ("compute", ("eager",))):
             if getattr(self, name) not in accepted:
                 allowed = ", ".join(map(repr, accepted))
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not accepted; accepted: {allowed}")

@@ -17,6 +17,7 @@ from zinf_fx.passes.lower_gathers import LowerGathers
 from zinf_fx.passes.offload_gradients import OffloadGradients
 from zinf_fx.passes.partition import partition
 from zinf_fx.passes.prefetch import Prefetch
+from zinf_fx.passes.recompute_activations import RecomputeActivations
 from zinf_fx.passes.recompute_gathers import RecomputeGathers
 from zinf_fx.passes.reduce_gradients import ReduceGradients
 from zinf_fx.passes.regions import Regions
@@ -32,7 +33,8 @@ def plan_training(
     `context.gradients` is keyed by the position of the gradient among the outputs of the backward graph. `arguments`
     are those of PyTorch's partitioner.
     """
-    run_passes(joint.graph, context, [KeepActivations(), RecomputeGathers(), ReduceGradients()])
+    activations = {"keep": KeepActivations, "recompute": RecomputeActivations}[context.config.activations]()
+    run_passes(joint.graph, context, [activations, RecomputeGathers(), ReduceGradients()])
     forward, backward = partition(joint, joint_inputs, context, **arguments)
     forward_context = GraphContext("forward", context.config, context.tiles)
     backward_context = GraphContext("backward", context.config, context.tiles, context.gradients)

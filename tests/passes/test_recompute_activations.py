@@ -1,0 +1,104 @@
+"""recompute_activations: few bytes cross from forward to backward, and the values stay those of eager PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from building import Builder, aten
+from capturing import assert_trains_like_eager, train
+from models import CASES
+from torch import nn
+
+from zinf_fx.config import Config
+from zinf_fx.passes.printer import print_graph, type_text
+from zinf_fx.passes.recompute_activations import RecomputeActivations
+
+RECOMPUTE = Config(placement="infinity-nvme", activations="recompute")
+
+
+def test_golden() -> None:
+    built = Builder("joint", {"a.weight": (8, 8)})
+    x, tangent = built.input(2, 8), built.input(2, 8, name="tangents_1")
+    weight = built.gather("a.weight")
+    stream = x
+    for _ in range(2):
+        wide = built.call(aten.cat.default, [built.call(aten.mm.default, stream, weight)] * 4)
+        stream = built.call(aten.add.Tensor, stream, built.call(aten.slice.Tensor, wide, 0, 0, 2))
+    loss = built.call(aten.sin.default, stream)
+    gradient = built.call(aten.mul.Tensor, tangent, built.call(aten.cos.default, stream))
+    built.returns(loss, None, gradient, backward=2)
+    built.check(
+        RecomputeActivations(),
+        before="""
+        joint graph
+        inputs
+          a.weight : f32[8, 8] on nvme, gradient on host
+          %0 : f32[2, 8]
+          %1 : f32[2, 8]
+        nodes
+          %2 = gather a.weight : f32[8, 8]
+          %3 = aten.mm(%0, %2) : f32[2, 8]
+          %4 = aten.cat([%3, %3, %3, %3]) : f32[8, 8]
+          %5 = aten.slice.Tensor(%4, 0, 0, 2) : f32[2, 8]
+          %6 = aten.add.Tensor(%0, %5) : f32[2, 8]
+          %7 = aten.mm(%6, %2) : f32[2, 8]
+          %8 = aten.cat([%7, %7, %7, %7]) : f32[8, 8]
+          %9 = aten.slice.Tensor(%8, 0, 0, 2) : f32[2, 8]
+          %10 = aten.add.Tensor(%6, %9) : f32[2, 8]
+          %11 = aten.sin(%10) : f32[2, 8]
+          %12 = aten.cos(%10) : f32[2, 8]
+          %13 = aten.mul.Tensor(%1, %12) : f32[2, 8]
+        return %11
+        return of backward None, %13
+        """,
+        after="""
+        joint graph
+        inputs
+          a.weight : f32[8, 8] on nvme, gradient on host
+          %0 : f32[2, 8]
+          %1 : f32[2, 8]
+        nodes
+          %2 = gather a.weight : f32[8, 8]
+          %3 = aten.mm(%0, %2) : f32[2, 8] [must_recompute]
+          %4 = aten.cat([%3, %3, %3, %3]) : f32[8, 8] [must_recompute]
+          %5 = aten.slice.Tensor(%4, 0, 0, 2) : f32[2, 8] [must_recompute]
+          %6 = aten.add.Tensor(%0, %5) : f32[2, 8] [must_save]
+          %7 = aten.mm(%6, %2) : f32[2, 8] [must_save]
+          %8 = aten.cat([%7, %7, %7, %7]) : f32[8, 8] [must_save]
+          %9 = aten.slice.Tensor(%8, 0, 0, 2) : f32[2, 8] [must_save]
+          %10 = aten.add.Tensor(%6, %9) : f32[2, 8] [must_save]
+          %11 = aten.sin(%10) : f32[2, 8] [must_save]
+          %12 = aten.cos(%10) : f32[2, 8]
+          %13 = aten.mul.Tensor(%1, %12) : f32[2, 8]
+        return %11
+        return of backward None, %13
+        """,
+    )
+
+
+def test_a_deep_model_saves_the_stream_between_layers_and_the_last_layer() -> None:
+    record = train(_Deep(), torch.randn(3, 4), config=RECOMPUTE)
+    forward, context = record.planned["forward"]
+    results = next(iter(forward.graph.find_nodes(op="output"))).args[0]
+    saved = [type_text(node.meta["val"]) for node in results[1:] if node.name not in context.tiles]
+    assert saved.count("f32[3, 16]") == 2, print_graph(forward.graph, context)
+    assert len(saved) == 6 + 6, "the input and five cuts, and what eager PyTorch saves of the last layer"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trains_like_eager(name: str) -> None:
+    model, inputs = CASES[name]()
+    assert_trains_like_eager(model, *inputs, config=RECOMPUTE)
+
+
+class _Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4)) for _ in range(6)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().sum()
