@@ -1,6 +1,7 @@
 """The command line, `zinf-fx`. Results go to stdout as plain text; errors and notes to stderr.
 
-Exit codes: 0, 2 for input that can't be used (one line says why), 130 when interrupted.
+Exit codes: 0, 1 for a problem that `doctor` found, 2 for input that can't be used (one line says why), 130 when
+interrupted.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from zinf_fx.cli import clean, show_schedule
+from zinf_fx.cli import bench_io, clean, doctor, show_schedule
 from zinf_fx.errors import ZinfError
 
-_COMMANDS = (show_schedule, clean)
+_COMMANDS = (show_schedule, bench_io, doctor, clean)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_to(commands)
     options = parser.parse_args(arguments)
     try:
-        options.run(options)
+        code = options.run(options)
         sys.stdout.flush()
     except ZinfError as error:
         if getattr(options, "traceback", False):
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         return 130
-    return 0
+    return code or 0
 
 
 def _one_line(error: Exception) -> str:

@@ -24,12 +24,17 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print what was removed, and what stays. Raises: StoreError for a directory that can't be read."""
-    directory = options.directory
-    if directory is None:
-        directory = Config().store
-        if not directory.exists():
+    if options.directory is not None:
+        _clean(options.directory)
+        return
+    for directory in Config().stores:
+        if directory.exists():
+            _clean(directory)
+        else:
             print(f"{directory}: nothing to clean, the default store was never used")
-            return
+
+
+def _clean(directory: Path) -> None:
     removed = reclaim(directory)
     stay = sorted(path for path in directory.iterdir() if NAME.fullmatch(path.name))
     for path in removed:

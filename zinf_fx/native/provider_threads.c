@@ -3,6 +3,7 @@
 #include "provider.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <sys/types.h>
@@ -19,6 +20,7 @@ struct pool {
     struct list todo;
     struct list finished;
     bool stopping;
+    bool buffered;
     int wake;
     unsigned workers;
     pthread_t threads[];
@@ -48,6 +50,22 @@ static struct zinf_block *list_pop(struct list *list)
     return block;
 }
 
+static int64_t transfer(const struct zinf_block *block)
+{
+    ssize_t moved = block->operation ? pwrite(block->fd, block->address, block->length, block->offset)
+                                     : pread(block->fd, block->address, block->length, block->offset);
+    return moved < 0 ? -errno : moved;
+}
+
+/* A second copy in the page cache would take the host memory that a plan counts on: what was read is dropped there, and
+ * what was written is sent to the device at once, so that it can be dropped. Both are advice, which may be refused. */
+static void leave_the_cache(const struct zinf_block *block)
+{
+    if (block->operation)
+        (void)sync_file_range(block->fd, block->offset, (off_t)block->length, SYNC_FILE_RANGE_WRITE);
+    (void)posix_fadvise(block->fd, block->offset, (off_t)block->length, POSIX_FADV_DONTNEED);
+}
+
 static void *work(void *argument)
 {
     struct pool *pool = argument;
@@ -61,9 +79,9 @@ static void *work(void *argument)
             continue;
         }
         pthread_mutex_unlock(&pool->mutex);
-        ssize_t moved = block->operation ? pwrite(block->fd, block->address, block->length, block->offset)
-                                         : pread(block->fd, block->address, block->length, block->offset);
-        block->result = moved < 0 ? -errno : moved;
+        block->result = transfer(block);
+        if (pool->buffered && block->result > 0)
+            leave_the_cache(block);
         pthread_mutex_lock(&pool->mutex);
         list_push(&pool->finished, block);
         uint64_t one = 1;
@@ -89,9 +107,8 @@ static void pool_close(void *context)
     free(pool);
 }
 
-static int pool_open(unsigned depth, unsigned most, int wake, void **context)
+static int pool_open(unsigned depth, int wake, bool buffered, void **context)
 {
-    (void)most; /* the rest waits in the list */
     int error = zinf_setup_fault();
     if (error)
         return error;
@@ -103,6 +120,7 @@ static int pool_open(unsigned depth, unsigned most, int wake, void **context)
     list_init(&pool->todo);
     list_init(&pool->finished);
     pool->wake = wake;
+    pool->buffered = buffered;
     while (pool->workers < depth) {
         error = zinf_setup_fault();
         if (!error)
@@ -115,6 +133,19 @@ static int pool_open(unsigned depth, unsigned most, int wake, void **context)
     }
     *context = pool;
     return 0;
+}
+
+/* The blocks beyond `depth` wait in the list. */
+static int direct_open(unsigned depth, unsigned most, int wake, void **context)
+{
+    (void)most;
+    return pool_open(depth, wake, false, context);
+}
+
+static int buffered_open(unsigned depth, unsigned most, int wake, void **context)
+{
+    (void)most;
+    return pool_open(depth, wake, true, context);
 }
 
 static int pool_submit(void *context, struct zinf_block **blocks, unsigned count)
@@ -140,5 +171,5 @@ static int pool_reap(void *context, struct zinf_block **blocks, unsigned max)
     return count;
 }
 
-const struct zinf_provider zinf_provider_threads = {"threads", true, pool_open, pool_submit, pool_reap, pool_close};
-const struct zinf_provider zinf_provider_buffered = {"buffered", false, pool_open, pool_submit, pool_reap, pool_close};
+const struct zinf_provider zinf_provider_threads = {"threads", true, direct_open, pool_submit, pool_reap, pool_close};
+const struct zinf_provider zinf_provider_buffered = {"buffered", false, buffered_open, pool_submit, pool_reap, pool_close};

@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 Operation = Literal["read", "write", "mixed"]
 OPERATIONS: tuple[Operation, ...] = ("read", "write", "mixed")
 
-REQUEST = 8 << 20
 QUICK_BYTES = 64 << 20
 FORMAT = 1
 
@@ -54,7 +53,7 @@ class Trial:
         directory: where to measure.
         provider: one of the engine's, or "auto".
         depth, block: full blocks under way at a time, and their bytes.
-        nbytes: bytes of the file, and of one measurement; rounded up to 8 MiB.
+        nbytes: bytes of the file, and of one measurement; rounded up to two blocks.
         checksum: compute them as the store does.
 
     Raises:
@@ -71,7 +70,8 @@ class Trial:
         nbytes: int = 1 << 30,
         checksum: bool = False,
     ) -> None:
-        self.nbytes = round_up(nbytes, 2 * REQUEST)
+        self.nbytes = round_up(nbytes, 2 * block)
+        self.block = block
         self._undo = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
             scratch = Scratch(Path(directory))
@@ -88,8 +88,9 @@ class Trial:
             self._file: File = self.engine.attach(direct, self.path, alignment=PAGE)
             undo.callback(self._file.detach)
             self._sums = PageSums(self.nbytes // PAGE, 1) if checksum else None
-            under_way = max(depth * block // REQUEST, 1) + 2
-            self._memory = [aligned_empty(REQUEST).random_(0, 256) for _ in range(under_way)]
+            # Not much more memory than is under way, as other tools have it: what a cache does is part of the result.
+            memory = aligned_empty((depth + 2) * block).random_(0, 256)
+            self._memory = list(memory.split(block))
             self.run("write")
             self._undo = undo.pop_all()
 
@@ -111,7 +112,7 @@ class Trial:
                 free.append(index)
             memory = self._memory[free[-1]]
             ticket = self._file.submit(
-                kind, memory.data_ptr(), offset, REQUEST, sums=self._sums, first_page=offset // PAGE
+                kind, memory.data_ptr(), offset, self.block, sums=self._sums, first_page=offset // PAGE
             )
             under_way.append((ticket, free.pop()))
         for ticket, _ in under_way:
@@ -121,10 +122,10 @@ class Trial:
 
     def _requests(self, operation: Operation) -> Iterator[tuple[int, int]]:
         if operation != "mixed":
-            for offset in range(0, self.nbytes, REQUEST):
+            for offset in range(0, self.nbytes, self.block):
                 yield (READ if operation == "read" else WRITE), offset
         else:
-            for offset in range(0, self.nbytes // 2, REQUEST):
+            for offset in range(0, self.nbytes // 2, self.block):
                 yield WRITE, offset
                 yield READ, self.nbytes // 2 + offset
 

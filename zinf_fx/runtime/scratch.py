@@ -116,16 +116,28 @@ def reclaim(directory: Path | str) -> list[Path]:
     Raises:
         StoreError: `directory` can't be read.
     """
+    return [path for path in _named_like_scratch(directory) if _if_dead(path, remove=True)]
+
+
+def orphans(directory: Path | str) -> list[Path]:
+    """What `reclaim` would remove. Raises: StoreError when `directory` can't be read."""
+    return [path for path in _named_like_scratch(directory) if _if_dead(path, remove=False)]
+
+
+def _named_like_scratch(directory: Path | str) -> list[Path]:
     directory = Path(directory)
     try:
         entries = sorted(os.listdir(directory))
     except OSError as error:
         raise StoreError("clean", directory, HINTS.get(error.errno, "can't be read"), errno=error.errno) from error
-    return [directory / name for name in entries if NAME.fullmatch(name) and _remove_if_dead(directory / name)]
+    return [directory / name for name in entries if NAME.fullmatch(name)]
 
 
-def _remove_if_dead(path: Path) -> bool:
-    """Works on descriptors, never through links, so that nothing outside the directory can be reached."""
+def _if_dead(path: Path, *, remove: bool) -> bool:
+    """Whether it is a dead job's, and now removed if `remove`.
+
+    Works on descriptors, never through links, so that nothing outside the directory can be reached.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
@@ -140,7 +152,7 @@ def _remove_if_dead(path: Path) -> bool:
         if not all(CONTENT.fullmatch(name) and _is_plain_file(fd, name) for name in names):
             log.info("%s stays: it holds something that the store didn't make", path)
             return False
-        return _remove_if_unlocked(path, fd, names)
+        return _if_unlocked(path, fd, names, remove=remove)
     except FileNotFoundError:
         return False  # somebody else reclaimed it meanwhile
     except OSError as error:
@@ -155,13 +167,15 @@ def _is_plain_file(directory: int, name: str) -> bool:
     return stat.S_ISREG(info.st_mode) and info.st_nlink == 1
 
 
-def _remove_if_unlocked(path: Path, directory: int, names: list[str]) -> bool:
+def _if_unlocked(path: Path, directory: int, names: list[str], *, remove: bool) -> bool:
     lock = os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
+        if not remove:
+            return True
         for name in sorted(names, key=lambda name: name == LOCK):
             os.unlink(name, dir_fd=directory)
         os.rmdir(path)

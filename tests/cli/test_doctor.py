@@ -1,0 +1,135 @@
+"""`zinf-fx doctor`: every problem comes with the line that mends it."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zinf_fx.cli import main
+from zinf_fx.runtime import diagnose as module
+from zinf_fx.runtime.diagnose import Finding, diagnose
+from zinf_fx.runtime.filesystem import FileSystem
+from zinf_fx.runtime.measure import Profile, store_profile
+
+SUBJECTS = "torch checksums,huge pages,memlock,kernel AIO,file size,file system,free space,alignment,provider,orphans"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("ZINF_IO_PROVIDER", raising=False)
+    monkeypatch.delenv("ZINF_STORE", raising=False)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    path = tmp_path / "store"
+    path.mkdir()
+    return path
+
+
+def found(store: Path, subject: str) -> Finding:
+    (finding,) = [one for one in diagnose(store) if one.subject == subject]
+    return finding
+
+
+def test_every_subject_is_reported_and_nothing_is_left_behind(store: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["doctor", str(store)]) == 0
+    text = capsys.readouterr().out
+    assert all(subject in text for subject in SUBJECTS.replace("torch ", "torch,").split(","))
+    assert not list(store.iterdir())
+
+
+def test_json_and_the_default_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    findings = report[str(tmp_path / "cache" / "zinf_fx")]
+    assert {"subject", "status", "found", "mend"} == set(findings[0])
+
+
+def test_a_missing_directory_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    absent = tmp_path / "not there"
+    assert main(["doctor", str(absent)]) == 1
+    assert f"mend: mkdir -p '{absent}'" in capsys.readouterr().out
+
+
+def test_what_is_no_directory_is_a_problem(store: Path):
+    (store / "file").touch()
+    assert any(one.status == "problem" and one.mend for one in diagnose(store / "file"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("tmpfs", "host memory"), ("nfs4", "network"), ("fuse.sshfs", "network"), ("ext4", None)]
+)
+def test_kinds_of_file_systems(store: Path, kind: str, said: str | None, monkeypatch: pytest.MonkeyPatch):
+    system = FileSystem(kind, "source", Path("/"), "key", 1 << 40, 1 << 41)
+    monkeypatch.setattr(module, "file_system_of", lambda directory: system)
+    finding = found(store, "file system")
+    assert (finding.status, said is None or said in finding.found) == ("ok" if said is None else "warning", True)
+    assert (finding.mend is None) == (said is None)
+
+
+def test_little_space(store: Path, monkeypatch: pytest.MonkeyPatch):
+    system = FileSystem("ext4", "source", Path("/"), "key", 1 << 30, 1 << 41)
+    monkeypatch.setattr(module, "file_system_of", lambda directory: system)
+    assert "ZINF_STORE" in (found(store, "free space").mend or "")
+
+
+def test_limits_of_the_kernel(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name, content in (("nr", "65000"), ("max", "65536"), ("thp", "always madvise [never]")):
+        (tmp_path / name).write_text(content)
+    monkeypatch.setattr(module, "AIO_NR", tmp_path / "nr")
+    monkeypatch.setattr(module, "AIO_MAX", tmp_path / "max")
+    monkeypatch.setattr(module, "HUGE_PAGES", tmp_path / "thp")
+    assert found(store, "kernel AIO").mend == "sudo sysctl -w fs.aio-max-nr=131072"
+    assert (found(store, "huge pages").mend or "").startswith("echo madvise | sudo tee ")
+    monkeypatch.setattr(module, "AIO_NR", tmp_path / "absent")
+    monkeypatch.setattr(module, "HUGE_PAGES", tmp_path / "absent")
+    assert {found(store, subject).status for subject in ("kernel AIO", "huge pages")} == {"warning"}
+
+
+def test_the_limit_on_file_sizes(store: Path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, before[1]))
+    try:
+        finding = found(store, "file size")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert finding.status == "warning" and "1 GiB" in finding.found and finding.mend
+
+
+def test_a_store_that_is_too_small_even_to_probe(store: Path):
+    done = subprocess.run(
+        f"ulimit -f 4; {sys.executable} -m zinf_fx doctor {store}", shell=True, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "FAIL  provider" in done.stdout, done.stderr
+    assert not list(store.iterdir())
+
+
+def test_a_downgrade_is_explained(store: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ZINF_IO_PROVIDER", "buffered")
+    assert found(store, "provider").status == "warning"
+    monkeypatch.setenv("ZINF_IO_PROVIDER", "threads")
+    assert found(store, "provider").mend
+
+
+def test_orphans(store: Path):
+    program = (
+        "import os, sys, signal\nfrom zinf_fx.runtime.scratch import Scratch\nfrom pathlib import Path\n"
+        "kept = Scratch(Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", program, store])
+    assert len(list(store.iterdir())) == 1
+    assert found(store, "orphans").mend == f"zinf-fx clean {store}"
+    assert len(list(store.iterdir())) == 1, "doctor removes nothing"
+
+
+def test_the_measured_profile(store: Path):
+    assert found(store, "measured").mend == f"zinf-fx bench-io {store}"
+    store_profile(store, Profile(3 << 30, 6 << 30, 4 << 30, "aio", 8, 4 << 20, 1.0))
+    assert "read 3.00 GiB/s" in found(store, "measured").found

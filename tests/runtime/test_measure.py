@@ -1,0 +1,110 @@
+"""Measurements move the bytes that they say, leave nothing behind, and come back as the profile of the file system."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zinf_fx.errors import StoreError
+from zinf_fx.runtime import fio, measure
+from zinf_fx.runtime.filesystem import FileSystem, file_system_of
+from zinf_fx.runtime.measure import OPERATIONS, Profile, Trial, load_profile, profiles_path, store_profile, weights_of
+
+MIB = 1 << 20
+PROFILE = Profile(read=3e9, write=6e9, mixed=4e9, provider="aio", depth=8, block=4 * MIB, measured_at=1.0)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("ZINF_IO_PROVIDER", raising=False)
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_every_operation_moves_the_files_bytes(tmp_path: Path, checksum: bool):
+    with Trial(tmp_path, nbytes=5 * MIB, block=MIB, depth=2, checksum=checksum) as trial:
+        assert trial.nbytes == 6 * MIB and trial.path.stat().st_size == 6 * MIB
+        for operation in OPERATIONS:
+            before = trial.engine.counters()
+            rate = trial.run(operation)
+            after = trial.engine.counters()
+            moved = after.bytes_read + after.bytes_written - before.bytes_read - before.bytes_written
+            assert moved == rate.nbytes == 6 * MIB and rate.bytes_per_second > 0
+            assert (rate.check_seconds > 0) == checksum
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_trial_that_fails_leaves_nothing(tmp_path: Path):
+    with pytest.raises(StoreError, match=r"reserved|full|limit"):
+        Trial(tmp_path, nbytes=1 << 60)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_profile_is_that_of_its_file_system(tmp_path: Path):
+    assert load_profile(tmp_path) is None
+    assert store_profile(tmp_path, PROFILE) == profiles_path()
+    (tmp_path / "below").mkdir()
+    assert load_profile(tmp_path / "below") == PROFILE
+    assert load_profile("/proc") is None
+    assert PROFILE.weight == pytest.approx(4e9)
+    assert profiles_path().parent.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 0, "profiles": {}}', '{"format": 1}'])
+def test_a_file_of_profiles_that_cannot_be_read_counts_as_none(tmp_path: Path, content: str):
+    profiles_path().parent.mkdir(parents=True)
+    profiles_path().write_text(content)
+    assert load_profile(tmp_path) is None
+    store_profile(tmp_path, PROFILE)
+    assert load_profile(tmp_path) == PROFILE
+
+
+def test_an_entry_that_cannot_be_read_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    store_profile(tmp_path, PROFILE)
+    profiles_path().write_text(profiles_path().read_text().replace('"depth"', '"width"'))
+    assert load_profile(tmp_path) is None and "bench-io" in caplog.text
+
+
+def test_weights_are_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    a, b = tmp_path / "a", tmp_path / "b"
+    profiles = {a: PROFILE, b: Profile(1e9, 1e9, 1e9, "aio", 8, MIB, 1.0)}
+    monkeypatch.setattr(measure, "load_profile", profiles.get)
+    assert weights_of([(a, 1)]) == [1.0]
+    assert weights_of([(a, 1), (b, 2)]) == pytest.approx([4e9, 1e9])
+    assert weights_of([(a, 1), (a, 1), (b, 2)]) == pytest.approx([2e9, 2e9, 1e9])
+
+
+def test_file_systems_are_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    found = file_system_of(tmp_path)
+    assert 0 < found.free <= found.total and found.kind != "unknown" and tmp_path.is_relative_to(found.mount_point)
+    assert file_system_of("/proc").kind == "proc"
+    with pytest.raises(StoreError, match="does not exist"):
+        file_system_of(tmp_path / "absent")
+    device = tmp_path.stat().st_dev
+    mounts = tmp_path / "mounts"
+    line = f"1 2 {device >> 8}:{device & 255} / {str(tmp_path).replace('t', chr(92) + '164')} rw - nfs4 server:/x rw\n"
+    mounts.write_text("0 1 0:1 / / rw - ext4 /dev/sda rw\n" + line)
+    monkeypatch.setattr("zinf_fx.runtime.filesystem.MOUNTS", mounts)
+    found = file_system_of(tmp_path)
+    assert (found.kind, found.source, found.mount_point) == ("nfs4", "server:/x", tmp_path) and found.over_network
+    monkeypatch.setattr("zinf_fx.runtime.filesystem.MOUNTS", tmp_path / "absent")
+    assert file_system_of(tmp_path).kind == "unknown"
+
+
+def test_kinds_of_file_systems():
+    def of(kind: str) -> FileSystem:
+        return FileSystem(kind, "", Path("/"), "", 0, 0)
+
+    assert of("tmpfs").in_memory and not of("ext4").in_memory
+    assert of("fuse.sshfs").over_network and not of("xfs").over_network
+
+
+@pytest.mark.skipif(not fio.installed(), reason="fio is not installed")
+def test_fio_on_a_trials_file(tmp_path: Path):
+    with Trial(tmp_path, nbytes=8 * MIB) as trial:
+        for operation in OPERATIONS:
+            rate = fio.run(trial.path, operation, fio.Shape("psync", MIB, 1), trial.nbytes)
+            assert rate.nbytes == trial.nbytes and rate.bytes_per_second > 0
+        with pytest.raises(StoreError, match="said"):
+            fio.run(trial.path, "read", fio.Shape("floppy", MIB, 1), trial.nbytes)

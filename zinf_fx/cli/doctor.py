@@ -1,0 +1,52 @@
+"""`zinf-fx doctor [DIR...]`: what of this machine helps or hinders a store, and the line that mends each problem."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from dataclasses import asdict
+from pathlib import Path
+
+from zinf_fx.config import Config
+from zinf_fx.runtime.diagnose import Finding, diagnose
+
+_MARKS = {"ok": "ok", "warning": "WARN", "problem": "FAIL"}
+_WIDTH = 100
+
+
+def add_to(commands: argparse._SubParsersAction) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "doctor",
+        help="what of this machine helps or hinders a store",
+        description="Looks at the system's limits and at a store directory, and says which line mends each problem. "
+        "Exit code 1 when a store can't work like this.",
+    )
+    parser.add_argument("directories", metavar="DIR", nargs="*", type=Path, help="the store; default: that of Config()")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the findings. 1 if one of them is a problem."""
+    config = Config()
+    directories = options.directories or list(config.stores)
+    if not options.directories and config.store_is_default:
+        for directory in directories:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # as the first use would
+    found = {str(directory): diagnose(directory) for directory in directories}
+    if options.json:
+        print(json.dumps({name: [asdict(one) for one in findings] for name, findings in found.items()}, indent=1))
+    else:
+        for name, findings in found.items():
+            print(name)
+            for one in findings:
+                print(_text(one))
+    return int(any(one.status == "problem" for findings in found.values() for one in findings))
+
+
+def _text(finding: Finding) -> str:
+    head = f"  {_MARKS[finding.status]:4}  {finding.subject:12}  "
+    text = textwrap.fill(finding.found, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+    return text if finding.mend is None else f"{text}\n{' ' * len(head)}mend: {finding.mend}"
