@@ -4,10 +4,18 @@ forward and backward together before either runs; the compilers only bind what w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch._functorch._aot_autograd.descriptors import (
+    AOTInput,
+    AOTOutput,
+    GradAOTOutput,
+    PlainAOTInput,
+    SubclassGetAttrAOTInput,
+    SubclassGetAttrAOTOutput,
+)
 from torch._functorch.aot_autograd import aot_module_simplified
 
 from zinf_fx import ops
@@ -52,22 +60,17 @@ class Capture:
     def _partition(
         self, joint: fx.GraphModule, joint_inputs: Any, **arguments: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        primals = [n for n in joint.graph.find_nodes(op="placeholder") if not n.name.startswith("tangents")]
-        tiles = self._tiles(joint.graph, primals)
-        outputs = next(iter(joint.graph.find_nodes(op="output"))).args[0]
-        gradients = outputs[arguments["num_fwd_outputs"] :]
-        positions = {
-            position: node.name
-            for position, node in enumerate(primals)
-            if node.name in tiles and tiles[node.name].gradient_tier and position < len(gradients)
-        }
-        for position, name in positions.items():
-            value = gradients[position].meta.get("val") if gradients[position] is not None else None
-            if value is not None and tuple(value.shape) != tiles[name].shape:
-                raise PlanError(
-                    f"gradient {position} has shape {tuple(value.shape)}, and '{tiles[name].name}' has "
-                    f"{tiles[name].shape}: the captured graph orders its gradients in a way that is not known"
-                )
+        tiles = self._tiles(joint.graph)
+        (output,) = joint.graph.find_nodes(op="output")
+        descriptors = output.meta["desc"][arguments["num_fwd_outputs"] :]
+        position_of = {_origin(descriptor): position for position, descriptor in enumerate(descriptors)}
+        positions = {}
+        for node in joint.graph.find_nodes(op="placeholder"):
+            if node.name in tiles and tiles[node.name].gradient_tier:
+                position = position_of.get(_origin(node.meta["desc"].base))
+                if position is not None:  # autograd finds no gradient for a weight that is used detached
+                    positions[position] = node.name
+        gradients = output.args[0][arguments["num_fwd_outputs"] :]
         context = GraphContext("joint", self.config, tiles, positions, len(gradients))
         forward, forward_context, backward, backward_context = plan_training(joint, joint_inputs, context, **arguments)
         self._contexts = {"forward": forward_context, "backward": backward_context}
@@ -75,7 +78,7 @@ class Capture:
         return forward, backward
 
     def _inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        tiles = self._tiles(module.graph, list(module.graph.find_nodes(op="placeholder")))
+        tiles = self._tiles(module.graph)
         self._contexts = {"inference": GraphContext("inference", self.config, tiles)}
         plan_inference(module, self._contexts["inference"])
         self._set_plan(schedule_of(module.graph, self._contexts["inference"]))
@@ -94,36 +97,48 @@ class Capture:
         run._boxed_call = True  # AOTAutograd then passes a list that the program may empty
         return run
 
-    def _tiles(self, graph: fx.Graph, placeholders: list[fx.Node]) -> dict[str, Tile]:
-        """The tiles of a graph by the name of their token's placeholder.
-
-        AOTAutograd replaces each stored tensor among the inputs by its token, in place.
-        """
-        gathered: dict[str, fx.Node] = {}
-        for node in nodes_calling(graph, ops.gather):
-            gathered.setdefault(node.args[0].name, node)
-        position_of = {node.name: position for position, node in enumerate(placeholders)}
+    def _tiles(self, graph: fx.Graph) -> dict[str, Tile]:
+        """The tiles of a graph by the name of their token's placeholder."""
+        gathered = {node.args[0].name for node in nodes_calling(graph, ops.gather)}
         tiles: dict[str, Tile] = {}
-        for token, gather in sorted(gathered.items(), key=lambda item: position_of.get(item[0], -1)):
-            position = position_of.get(token)
-            tensor = self._inputs[position] if position is not None and position < len(self._inputs) else None
-            shape = tuple(gather.args[1])
-            if not isinstance(tensor, StoredTensor) or tuple(tensor.base.shape) != shape:
-                raise PlanError(
-                    f"'{token}' is gathered with shape {shape}, but input {position} of the captured graph is "
-                    f"{tensor if isinstance(tensor, StoredTensor) else type(tensor).__name__}"
-                )
+        for token in graph.find_nodes(op="placeholder"):
+            if token.name not in gathered:
+                continue
+            origin = _origin(token.meta["desc"].base)
+            tensor = self._inputs[origin.index]
+            for attribute in origin.attributes:
+                tensor = getattr(tensor, attribute)
+            if not isinstance(tensor, StoredTensor):
+                raise PlanError(f"'{token}' is gathered, but input {origin} of the captured graph is {tensor!r}")
             base = tensor.base
             is_parameter = tensor.is_leaf and tensor.requires_grad and not tensor.views
-            tiles[token] = Tile(
+            tiles[token.name] = Tile(
                 index=len(tiles),
-                name=self._names[position],
-                shape=shape,
+                name=self._names[origin.index],
+                shape=tuple(base.shape),
                 dtype=base.dtype,
                 tier=base.tier,
                 gradient_tier=base.config.placement.gradients if is_parameter else None,
             )
         return tiles
+
+
+class _Origin(NamedTuple):
+    """Which input of Dynamo's graph a node of AOTAutograd's is, or is the gradient of: its index and, if AOTAutograd
+    took a tensor subclass apart, the way from there. AOTAutograd adds inputs of its own and puts them anywhere."""
+
+    index: int
+    attributes: tuple[str, ...] = ()
+
+
+def _origin(descriptor: AOTInput | AOTOutput | None) -> _Origin | None:
+    """The origin that AOTAutograd's own description of an input or of a gradient names; None: there is none."""
+    if isinstance(descriptor, (SubclassGetAttrAOTInput, SubclassGetAttrAOTOutput)):
+        base = _origin(descriptor.base)
+        return base and _Origin(base.index, (*base.attributes, descriptor.attr))
+    if isinstance(descriptor, GradAOTOutput):
+        return _origin(descriptor.grad_of)
+    return _Origin(descriptor.idx) if isinstance(descriptor, PlainAOTInput) else None
 
 
 def _input_names(module: fx.GraphModule) -> list[str]:

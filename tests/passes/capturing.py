@@ -187,7 +187,7 @@ def assert_trains_like_eager(model: nn.Module, *inputs: Any, config: Config | No
     eager = copy.deepcopy(model)
     call, record = compiled(model, config)
     torch.manual_seed(7)
-    expected = eager(*inputs)
+    expected = eager(*copy.deepcopy(inputs))
     expected.backward()
     torch.manual_seed(7)
     loss = call(*inputs)

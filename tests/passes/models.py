@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -310,6 +311,53 @@ def low_rank_update() -> tuple[nn.Module, tuple]:
 
     base = nn.Linear(4, 4).requires_grad_(False)
     return Expression(forward, base=base, a=torch.randn(2, 4), b=torch.randn(4, 2)), (rows(),)
+
+
+@case
+def detached_weight() -> tuple[nn.Module, tuple]:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return (torch.relu(m.layer(x)) @ m.w.detach()).sum()
+
+    return Expression(forward, layer=nn.Linear(4, 4), w=torch.randn(4, 4)), (rows(),)
+
+
+@case
+def changed_input() -> tuple[nn.Module, tuple]:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x.mul_(2)
+        return m.layer(x).relu_().mul(3).sum()
+
+    return Expression(forward, layer=nn.Linear(4, 4)), (rows(),)
+
+
+@case
+def weight_in_a_nested_region() -> tuple[nn.Module, tuple]:
+    region = torch.compiler.nested_compile_region(lambda m, x: torch.relu(m.layer(x)))
+    return Expression(lambda m, x: region(m, region(m, x)).sum(), layer=nn.Linear(4, 4)), (rows(),)
+
+
+@torch.library.custom_op("zinf_tests::effectful", mutates_args=())
+def _effectful(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+_effectful.register_fake(torch.empty_like)
+_effectful.register_autograd(lambda ctx, gradient: gradient, setup_context=lambda ctx, inputs, output: None)
+_register_effectful_op("zinf_tests::effectful", _EffectType.ORDERED)
+
+
+@case
+def effectful_operation() -> tuple[nn.Module, tuple]:
+    # AOTAutograd puts a token of its own before the inputs, and takes it out again after the partition.
+    return Expression(lambda m, x: _effectful(m.layer(x)).relu().sum(), layer=nn.Linear(4, 4)), (rows(),)
+
+
+@case
+def weight_as_reshaped_copy() -> tuple[nn.Module, tuple]:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return torch.relu(x @ m.w.t().reshape(2, 8).reshape(4, 4)).sum()
+
+    return Expression(forward, w=torch.randn(4, 4)), (rows(),)
 
 
 def rows() -> Tensor:
