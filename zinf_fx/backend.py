@@ -11,9 +11,9 @@ from torch import fx
 from zinf_fx.capture import Capture
 from zinf_fx.config import PRESETS, Config
 from zinf_fx.errors import ConfigError
-from zinf_fx.runtime.offload import check_storable, decided, offload_parameter
+from zinf_fx.runtime.offload import decided, offload_parameters
 from zinf_fx.runtime.stored_tensor import StoredTensor
-from zinf_fx.runtime.tiers import Tiers, check_one_rank
+from zinf_fx.runtime.tiers import check_one_rank
 
 
 def zinf(
@@ -32,7 +32,7 @@ def zinf(
     if plain:
         config = decided(requested, plain)
         if requested.placement != "auto" or config.placement != PRESETS["device"]:
-            return _offloading_call(module, plain, config)
+            return _offloading_call(module, config)
     return Capture(module, inputs, _config_in_force(inputs, options, requested)).compile()
 
 
@@ -52,20 +52,19 @@ def _config_in_force(inputs: Sequence[Any], options: dict[str, object], requeste
     return Config.of(config, {k: v for k, v in options.items() if k not in ("placement", "store")})
 
 
-def _offloading_call(module: fx.GraphModule, parameters: list[torch.Tensor], config: Config) -> Callable[..., Any]:
+def _offloading_call(module: fx.GraphModule, config: Config) -> Callable[..., Any]:
     """The first call: the parameters leave, keeping their identity, and the graph runs on them eagerly.
 
     Dynamo's guards see their new type and compile again at the next call.
     """
-    for number, parameter in enumerate(parameters):
-        check_storable(parameter, f"parameter {number} of the compiled graph, of shape {tuple(parameter.shape)}")
 
     def call(*arguments: Any) -> Any:
-        tiers = Tiers.of(config)
-        for argument in arguments:
-            if isinstance(argument, torch.nn.Parameter) and not isinstance(argument, StoredTensor):
-                offload_parameter(argument, tiers, config)
-        tiers.drain()
+        plain = {
+            f"input {number} of the compiled graph": argument
+            for number, argument in enumerate(arguments)
+            if isinstance(argument, torch.nn.Parameter) and not isinstance(argument, StoredTensor)
+        }
+        offload_parameters(plain, config)
         return module(*arguments)
 
     return call

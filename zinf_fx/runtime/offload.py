@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -10,12 +11,19 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zinf_fx.config import Config
 from zinf_fx.errors import OptimizerError, StoredTensorError
 from zinf_fx.runtime.auto_placement import choose
-from zinf_fx.runtime.stored_tensor import StoredTensor, as_parameter, check_device, store_value
+from zinf_fx.runtime.stored_tensor import (
+    StoredTensor,
+    accumulate_gradient,
+    as_parameter,
+    check_device,
+    empty_stored,
+)
 from zinf_fx.runtime.tiers import Tiers
 
 # An optimizer class with this attribute set knows how to step over stored parameters.
@@ -26,20 +34,14 @@ def offload(model: torch.nn.Module, config: Config | None = None, **fields: obje
     """Move the parameters of `model` to their tier, in place, and return the model.
 
     Every parameter stays the same object, so optimizers and tied weights go on working. Buffers stay where they are.
-    Gradients that exist move too.
+    Gradients that exist move too, and hooks stay.
 
     Raises: ConfigError for bad options; StoreError when the store can't hold the parameters; StoredTensorError for a
-    parameter that can't be stored. Nothing was changed then, or the parameters before the failing one are stored.
+    parameter that can't be stored. The model is as before then.
     """
     config = Config.of(config, fields)
-    parameters = [(name, p) for name, p in model.named_parameters() if not isinstance(p, StoredTensor)]
-    config = decided(config, [p for _, p in parameters])
-    for name, parameter in parameters:
-        check_storable(parameter, f"parameter '{name}'")
-    tiers = Tiers.of(config)
-    for _, parameter in parameters:
-        offload_parameter(parameter, tiers, config)
-    tiers.drain()
+    parameters = {name: p for name, p in model.named_parameters() if not isinstance(p, StoredTensor)}
+    offload_parameters(parameters, decided(config, list(parameters.values())))
     return model
 
 
@@ -49,63 +51,102 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
 
     A submodule's parameters leave when its parent takes it over, after its own initialisation; what is left leaves at
     the end of the block. So the model is never whole in memory, and its initial values are those of an ordinary
-    construction with the same seed. Parameters on the meta device stay there.
+    construction with the same seed. Parameters on the meta device, and lazy ones, stay as they are.
     """
     config = decided(Config.of(config, fields), None)
     tiers = Tiers.of(config)
-    built: list[torch.nn.Parameter] = []
+    if config.placement.parameters == "nvme":
+        _ = tiers.store  # a directory that can't be used shows before anything is built
+    built: list[weakref.ref[torch.nn.Parameter]] = []
 
     def note(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
         if parameter is not None:
-            built.append(parameter)
+            built.append(weakref.ref(parameter))
 
     def leave(parent: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
         if submodule is None:
             return
         for parameter in submodule.parameters():
             store(parameter)
-        built[:] = [p for p in built if not isinstance(p, StoredTensor)]
+        built[:] = [ref for ref in built if not isinstance(ref(), StoredTensor | None)]
 
     def store(parameter: torch.nn.Parameter) -> None:
-        if isinstance(parameter, StoredTensor) or parameter.is_meta:
+        if isinstance(parameter, StoredTensor) or is_lazy(parameter) or parameter.is_meta:
             return
         check_storable(parameter, f"a parameter of shape {tuple(parameter.shape)}")
-        offload_parameter(parameter, tiers, config)
+        replace_in_place(parameter, _written(parameter, _reserved(parameter, tiers, config)))
 
     handles = [register_module_parameter_registration_hook(note), register_module_module_registration_hook(leave)]
     try:
         yield
-        for parameter in built:
-            store(parameter)
+        for ref in built:
+            if (parameter := ref()) is not None:
+                store(parameter)
         tiers.drain()
     finally:
         for handle in handles:
             handle.remove()
 
 
-def offload_parameter(parameter: torch.nn.Parameter, tiers: Tiers, config: Config) -> None:
-    """Move one ordinary parameter (and its gradient) to its tier, keeping the object's identity."""
-    stored = store_value(parameter, tiers, config.placement.parameters, config)
-    stored.requires_grad_(parameter.requires_grad)
+def offload_parameters(parameters: Mapping[str, torch.nn.Parameter], config: Config) -> None:
+    """Move ordinary parameters, by name, and their gradients to their tiers, keeping the objects' identity.
+
+    Space is reserved for all of them first, and what goes to disk has arrived there before any of them changes, so
+    that all are as before if this raises. In memory, where nothing can fail then, they move one after the other.
+    """
+    for name, parameter in parameters.items():
+        check_storable(parameter, f"parameter '{name}'")
+    _check_disjoint(parameters)
+    tiers = Tiers.of(config)
+    moves = [(parameter, _reserved(parameter, tiers, config)) for parameter in parameters.values()]
+    to_disk = any(t.base.tier == "nvme" for _, twin in moves for t in (twin, twin.grad) if t is not None)
+    for parameter, twin in moves:
+        _written(parameter, twin)
+        if not to_disk:
+            replace_in_place(parameter, twin)
+    if to_disk:
+        tiers.drain()
+        for parameter, twin in moves:
+            replace_in_place(parameter, twin)
+
+
+def _reserved(parameter: torch.nn.Parameter, tiers: Tiers, config: Config) -> StoredTensor:
+    """A stored parameter without a value yet, to take the place of `parameter`."""
+    placement = config.placement
+    twin = empty_stored(parameter, tiers, placement.parameters, config).requires_grad_(parameter.requires_grad)
     if parameter.grad is not None:
-        stored.grad = store_value(parameter.grad, tiers, config.placement.gradients, config)
-    as_parameter(stored)
-    replace_in_place(parameter, stored)
+        twin.grad = empty_stored(parameter.grad, tiers, placement.gradients, config)
+    return as_parameter(twin)
 
 
-def replace_in_place(parameter: torch.Tensor, stored: StoredTensor) -> None:
-    """Give the object `parameter` the implementation, class and attributes of `stored`.
+def _written(parameter: torch.nn.Parameter, twin: StoredTensor) -> StoredTensor:
+    """`twin`, with the value and gradient of `parameter` in it or on their way."""
+    twin.storage.set(parameter.detach())
+    if twin.grad is not None:
+        twin.grad.storage.set(parameter.grad)
+    return twin
+
+
+def replace_in_place(parameter: torch.nn.Parameter, twin: StoredTensor) -> None:
+    """Give the object `parameter` the implementation, class and attributes of `twin`, which nothing else may use.
 
     This is what `torch.utils.swap_tensors` does, less its refusal of tensors to which weak references exist: Dynamo's
-    guards hold some, and they are what makes it compile again for the parameter's new type.
+    guards hold some, and they are what makes it compile again for the parameter's new type. Graphs that autograd
+    recorded before go on with the old value; the gradients that they bring are accumulated as any others.
     """
-    torch._C._swap_tensor_impl(parameter, stored)
+    if parameter.requires_grad and parameter.is_leaf and parameter._use_count() > 1:
+        accumulate = torch.autograd.graph.get_gradient_edge(parameter).node
+        accumulate.register_prehook(lambda gradients: accumulate_gradient(parameter, gradients[0]))
+    torch._C._swap_tensor_impl(parameter, twin)
     parameter.__class__ = StoredTensor
-    parameter.__dict__.update(stored.__dict__)
+    parameter.__dict__.update(twin.__dict__)
+    parameter.expect_gradient()
 
 
 def check_storable(parameter: torch.Tensor, what: str) -> None:
     """Raises: StoredTensorError for a parameter that can't be moved to a tier."""
+    if is_lazy(parameter):
+        raise StoredTensorError(f"{what} is not initialised yet: run the model once before offloading it")
     if parameter.is_meta:
         raise StoredTensorError(f"{what} is on the meta device and has no values: materialise it first (to_empty)")
     check_device(parameter.device, what)
@@ -113,8 +154,22 @@ def check_storable(parameter: torch.Tensor, what: str) -> None:
         raise StoredTensorError(f"{what} has layout {parameter.layout}: only strided tensors can be stored")
     if type(parameter) is not torch.nn.Parameter:
         raise StoredTensorError(f"{what} is a {type(parameter).__name__}: only plain nn.Parameter can be stored")
-    if parameter._backward_hooks:
-        raise StoredTensorError(f"{what} has hooks that would be lost: register them after offloading")
+    if parameter.grad is not None and parameter.grad.layout != torch.strided:
+        raise StoredTensorError(
+            f"{what} has a gradient of layout {parameter.grad.layout}: only strided ones can be stored; clear it first"
+        )
+
+
+def _check_disjoint(parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Raises: StoredTensorError for two parameters in the same memory, which would part."""
+    by_address: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        other = by_address.setdefault(parameter.data_ptr(), name) if parameter.numel() else name
+        if other != name:
+            raise StoredTensorError(
+                f"parameters '{other}' and '{name}' are different parameters in the same memory, and would no longer "
+                "be tied: tie them by assigning the one parameter to both modules"
+            )
 
 
 def decided(config: Config, parameters: list[torch.Tensor] | None) -> Config:

@@ -4,15 +4,17 @@ Eager operations gather the full value, compute, and drop it; mutating ones writ
 the token is a fake tensor, so that the same dispatch puts a `zinf.gather` node into the graph instead.
 
 A view of a stored tensor is again a stored tensor: the same storage, and the view operations to replay on its value.
-So autograd saves wrappers, never values, and `p.data[i].zero_()` reaches the bytes.
+So autograd saves wrappers, never values, and `p.data[i].zero_()` reaches the bytes. Autocast's casts are such steps
+too, because autocast caches them and autograd saves them.
 """
 
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.utils._pytree import tree_iter, tree_map_only
@@ -27,7 +29,7 @@ aten = torch.ops.aten
 
 
 class ViewStep(NamedTuple):
-    """One view operation: its arguments after the tensor, and which of its results is meant (None: the only one)."""
+    """One operation to replay: its arguments after the tensor, and which of its results is meant (None: the only)."""
 
     op: torch._ops.OpOverload
     args: tuple
@@ -56,6 +58,7 @@ class StoredTensor(torch.Tensor):
     base: Base
     views: tuple[ViewStep, ...]
     _storage: TensorStorage | None
+    _expects_gradient = False  # becomes true on an object, and goes where its implementation goes
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -149,6 +152,37 @@ class StoredTensor(torch.Tensor):
             value = torch.nn.Parameter(value.detach(), requires_grad=self.requires_grad)
         return value.__reduce_ex__(protocol)
 
+    @property
+    def data(self) -> torch.Tensor:
+        """As of any tensor; but a value that is assigned is copied into the store, in the dtype and shape there."""
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if isinstance(value, StoredTensor):
+            if value.token is self.token and not value.views and not self.views:
+                return
+            raise StoredTensorError(
+                "a stored tensor can't share its bytes by assignment to .data: copy them with copy_(), or tie the "
+                "modules by assigning the one parameter to both"
+            )
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise StoredTensorError(
+                f".data of a stored tensor of shape {tuple(self.shape)} and {self.dtype} can't become a tensor of "
+                f"shape {tuple(value.shape)} and {value.dtype}: make a new parameter instead"
+            )
+        with torch.no_grad():
+            self.data.copy_(value)
+
+    def _has_no_memory(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise StoredTensorError(
+            f"a stored tensor of shape {tuple(self.shape)} has no memory of its own that could be shared or changed "
+            "from outside PyTorch: use full_tensor(), or zinf_fx.gathered() with modify=True"
+        )
+
+    # PyTorch would go through the address of the first element, which is null.
+    apply_ = share_memory_ = __dlpack__ = _has_no_memory
+
     # -- dispatch ----------------------------------------------------------------------------------------------------
 
     @classmethod
@@ -159,14 +193,13 @@ class StoredTensor(torch.Tensor):
         mutated = _mutated_arguments(func, args, kwargs)
         if isinstance(args[0] if args else None, StoredTensor) and not mutated:
             if not args[0].captured:
-                if func is aten._to_copy.default and args[0]._is_conversion():
-                    return args[0]._convert(kwargs)
-                if _is_view(func):
+                if _is_view(func) or (func is aten._to_copy.default and _in_autocast()):
                     return args[0]._view(func, args[1:], kwargs)
+                if func is aten._to_copy.default and not torch.is_grad_enabled():
+                    return args[0]._convert(kwargs)
             if func in _METADATA_ONLY:
-                stand_in = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
-                return func(stand_in, *args[1:], **{"memory_format": torch.contiguous_format, **kwargs})
-        if args and isinstance(args[0], (list, tuple)) and func._schema.name.startswith("aten::_foreach_"):
+                return func(torch.empty_like(args[0]._meta(), device=args[0].device), *args[1:], **kwargs)
+        if args and isinstance(args[0], (list, tuple)) and func._schema.name.startswith(_HORIZONTAL):
             return _foreach(func, args, kwargs)
         if mutated:
             return _write_through(func, args, kwargs, mutated)
@@ -178,7 +211,23 @@ class StoredTensor(torch.Tensor):
         """Whether this is a stand-in inside a graph that is being captured."""
         return type(self.token) is not torch.Tensor
 
+    def expect_gradient(self) -> None:
+        """Before a use that autograd may record: what arrives as `grad` will go to its tier, after the user's hooks.
+
+        Hooks belong to the Python object in part. An implementation that was swapped in (by `offload`, or by
+        Module.to()) doesn't know them until they are assigned again.
+        """
+        if self._expects_gradient or self.captured or not (self.requires_grad and self.is_leaf):
+            return
+        self._expects_gradient = True
+        self._backward_hooks = self._backward_hooks
+        hooks = self._post_accumulate_grad_hooks
+        self._post_accumulate_grad_hooks = hooks = OrderedDict() if hooks is None else hooks
+        if _store_gradient not in hooks.values():
+            self.register_post_accumulate_grad_hook(_store_gradient)
+
     def _gather(self) -> torch.Tensor:
+        self.expect_gradient()
         value = ops.gather(self.token, self.base.shape, self.base.dtype, self.base.device)
         for step in self.views:
             value = step(value)
@@ -187,10 +236,16 @@ class StoredTensor(torch.Tensor):
     def _twin(self) -> StoredTensor:
         return StoredTensor(self.token, self.base, self.views, self if self.views else None, self._storage)
 
+    def _meta(self) -> torch.Tensor:
+        """A tensor without values that has this one's metadata."""
+        if not self.numel():
+            return torch.empty(self.shape, dtype=self.dtype, device="meta")
+        whole = torch.empty((), dtype=self.dtype, device="meta")
+        return whole.as_strided(self.shape, self.stride(), self.storage_offset())
+
     def _view(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        meta = torch.empty_strided((), (), dtype=self.dtype, device="meta")
-        meta = meta.as_strided(self.shape, self.stride(), 0) if self.numel() else meta.new_empty(self.shape)
-        results = func(meta, *args, **kwargs)
+        self.expect_gradient()
+        results = func(self._meta(), *args, **kwargs)
         frozen = tuple(tuple(a) if isinstance(a, list) else a for a in args)
 
         def wrap(like: torch.Tensor, index: int | None) -> StoredTensor:
@@ -201,11 +256,8 @@ class StoredTensor(torch.Tensor):
             return [wrap(like, index) for index, like in enumerate(results)]
         return wrap(results, None)
 
-    def _is_conversion(self) -> bool:
-        """Whether `_to_copy` means Module.to(): under no_grad, and not autocast's cast inside a computation."""
-        return not torch.is_grad_enabled() and not torch.is_autocast_enabled(self.device.type)
-
     def _convert(self, kwargs: dict) -> StoredTensor:
+        """What Module.to() makes of this tensor: another stored tensor on the same tier."""
         dtype = kwargs.get("dtype") or self.dtype
         device = torch.device(kwargs.get("device") or self.device)
         check_device(device, "this stored tensor")
@@ -224,6 +276,10 @@ _METADATA_ONLY = {
     aten.full_like.default,
     aten.rand_like.default,
     aten.randn_like.default,
+    aten.new_empty.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
 }
 # Every element is overwritten, so that the present value need not be read.
 _OVERWRITES = {
@@ -234,6 +290,17 @@ _OVERWRITES = {
     aten.normal_.default,
     aten.uniform_.default,
 }
+
+
+# Operations on lists whose elements don't depend on each other.
+_HORIZONTAL = ("aten::_foreach_", "aten::_amp_foreach_")
+
+
+def _in_autocast() -> bool:
+    """Whether an autocast context is open. `torch.is_autocast_enabled` says no while autocast's own casts run."""
+    nesting = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return nesting > 1
 
 
 def _is_view(func: Any) -> bool:
@@ -258,24 +325,22 @@ def _mutated_arguments(func: Any, args: tuple, kwargs: dict) -> list[StoredTenso
 
 def _write_through(func: Any, args: tuple, kwargs: dict, mutated: list[StoredTensor]) -> Any:
     """Run `func` on gathered values, then write what it changed back to the store."""
-    if torch.Tag.inplace_view in func.tags or func._schema.name in ("aten::set_", "aten::resize_"):
-        raise StoredTensorError(
-            f"{func} would change the shape or memory of a stored tensor of shape {tuple(mutated[0].shape)}: make a "
-            "new parameter instead"
-        )
     for tensor in mutated:
-        if tensor.captured:
-            raise StoredTensorError(
-                f"{func} writes to a stored tensor of shape {tuple(tensor.shape)} inside a compiled graph, where the "
-                "write would be lost: move it out of the compiled region"
-            )
+        _check_writable(tensor, func)
+    # `out=` may resize its tensor, which must not happen to resident bytes.
+    in_scratch = any(argument.is_out for argument in func._schema.arguments)
+    overwrites = func in _OVERWRITES and not any(a is args[0] for a in args[1:])
     bases: dict[int, torch.Tensor] = {}  # by storage key: two views of one parameter change one value
     values: dict[int, torch.Tensor] = {}  # by tensor
     for tensor in mutated:
         storage = tensor.storage
         if storage.key not in bases:
-            overwritten = func in _OVERWRITES and not tensor.views and not storage.resident
-            flat = torch.empty(storage.numel, dtype=storage.dtype) if overwritten else storage.value()
+            if storage.resident:
+                flat = storage.value().clone() if in_scratch else storage.value()
+            elif overwrites and not tensor.views:
+                flat = torch.empty(storage.numel, dtype=storage.dtype)
+            else:
+                flat = storage.value()
             bases[storage.key] = flat.view(tensor.base.shape)
         value = bases[storage.key]
         for step in tensor.views:
@@ -288,12 +353,37 @@ def _write_through(func: Any, args: tuple, kwargs: dict, mutated: list[StoredTen
     new_args, new_kwargs = tree_map_only(StoredTensor, substitute, (args, kwargs))
     result = func(*new_args, **new_kwargs)
     for tensor in mutated:
+        if values[id(tensor)].shape != tensor.shape:
+            raise _refusal(func, tensor, f"give it the shape {tuple(values[id(tensor)].shape)}")
+    for tensor in mutated:
         storage = tensor.storage
         base = bases.pop(storage.key, None)
         if base is not None:
-            storage.written() if storage.resident else storage.set(base)
+            storage.written() if storage.resident and not in_scratch else storage.set(base)
     originals = {id(values[id(tensor)]): tensor for tensor in mutated}
     return tree_map_only(torch.Tensor, lambda t: originals.get(id(t), t), result)
+
+
+def _check_writable(tensor: StoredTensor, func: Any) -> None:
+    """Raises: StoredTensorError for a write that can't reach the store."""
+    if torch.Tag.inplace_view in func.tags or func._schema.name in ("aten::set_", "aten::resize_"):
+        raise _refusal(func, tensor, "change its shape or memory")
+    if tensor.captured:
+        raise StoredTensorError(
+            f"{func} writes to a stored tensor of shape {tuple(tensor.shape)} inside a compiled graph, where the "
+            "write would be lost: move it out of the compiled region"
+        )
+    if any(step.op is aten._to_copy.default for step in tensor.views):
+        raise StoredTensorError(
+            f"{func} writes to a copy of a stored tensor of shape {tuple(tensor.shape)} that was converted under "
+            "autocast, and which holds no value of its own: clone() it first"
+        )
+
+
+def _refusal(func: Any, tensor: StoredTensor, what: str) -> StoredTensorError:
+    return StoredTensorError(
+        f"{func} on a stored tensor of shape {tuple(tensor.shape)} would {what}: make a new parameter instead"
+    )
 
 
 def _foreach(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -301,8 +391,9 @@ def _foreach(func: Any, args: tuple, kwargs: dict) -> Any:
     length = len(args[0])
 
     def element(value: Any, index: int) -> Any:
-        is_list = isinstance(value, (list, tuple)) and len(value) == length
-        return [value[index]] if is_list else value
+        if isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) == length:
+            return value[index : index + 1]  # `scalars`
+        return [value[index]] if isinstance(value, (list, tuple)) and len(value) == length else value
 
     results = []
     for index in range(length):
@@ -329,28 +420,42 @@ def _gather_kernel(token: torch.Tensor, shape: list[int], dtype: torch.dtype, de
 ops.implement_gather(_gather_kernel)
 
 
+def empty_stored(like: torch.Tensor, tiers: Tiers, tier: Tier, config: Config) -> StoredTensor:
+    """A new stored tensor on `tier` with the shape, dtype and device of `like`, and no value yet."""
+    storage = TensorStorage(tiers, tier, config, like.numel(), like.dtype)
+    return StoredTensor.of(storage, like.shape, like.device)
+
+
 def store_value(value: torch.Tensor, tiers: Tiers, tier: Tier, config: Config) -> StoredTensor:
     """A new stored tensor on `tier` with the value of `value`."""
-    storage = TensorStorage(tiers, tier, config, value.numel(), value.dtype)
-    storage.set(value.detach())
-    return StoredTensor.of(storage, value.shape, value.device)
+    stored = empty_stored(value, tiers, tier, config)
+    stored.storage.set(value.detach())
+    return stored
 
 
 def as_parameter(tensor: StoredTensor) -> StoredTensor:
-    """Make `tensor` a parameter: nn.Parameter's mark, and gradients that leave for their tier as they arrive."""
+    """Give `tensor` nn.Parameter's mark."""
     tensor._is_param = True
-    if tensor.requires_grad:
-        tensor.register_post_accumulate_grad_hook(_store_gradient)
     return tensor
 
 
-def _store_gradient(parameter: torch.Tensor) -> None:
+def accumulate_gradient(parameter: StoredTensor, gradient: torch.Tensor) -> None:
+    """Add `gradient` to the parameter's `grad`, as autograd would, on the tier of gradients."""
+    with torch.no_grad():
+        if parameter.grad is None:
+            storage = parameter.storage
+            parameter.grad = store_value(gradient, storage.tiers, storage.placement.gradients, storage.config)
+        else:
+            parameter.grad.add_(gradient)
+
+
+def _store_gradient(parameter: StoredTensor) -> None:
     """Hook: a gradient that eager autograd left on the device moves to the tier of gradients."""
     gradient = parameter.grad
-    if gradient is None or isinstance(gradient, StoredTensor) or gradient.is_sparse:
+    if gradient is None or isinstance(gradient, StoredTensor) or gradient.layout != torch.strided:
         return
-    storage = parameter.storage
-    parameter.grad = store_value(gradient, storage.tiers, storage.placement.gradients, storage.config)
+    parameter.grad = None
+    accumulate_gradient(parameter, gradient)
 
 
 def check_device(device: torch.device, what: str) -> None:
