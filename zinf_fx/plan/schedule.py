@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -81,23 +82,14 @@ class GraphSchedule:
 
     def at(self, operator: int, kind: EventKind | None = None) -> list[Event]:
         """The events of one operator (HEAD: before the first), optionally of one kind."""
-        return [e for e in self.events if e.operator == operator and kind in (None, e.kind)]
+        return [e for e in self._by_operator.get(operator, ()) if kind in (None, e.kind)]
 
-    def bytes_in_flight(self) -> list[int]:
-        """Per operator: bytes of the tiles that are fetched and not yet released while it computes."""
-        live: set[int] = {e.tile for e in self.at(HEAD, "fetch") if not e.turn}
-        result = []
-        for operator in self.operators:
-            live |= {e.tile for e in self.at(operator.index, "fetch") if not e.turn}
-            result.append(sum(self.tiles[t].nbytes for t in live))
-            live -= {e.tile for e in self.at(operator.index, "release")}
-        return result
-
-    def bytes_moved(self, kind: EventKind, tier: Tier) -> int:
-        """Bytes that events of one kind move for tiles (offload: gradients) of one tier."""
-        tier_of = (lambda t: t.gradient_tier) if kind == "offload" else (lambda t: t.tier)
-        moved = [self.tiles[e.tile] for e in self.events if e.kind == kind and not e.turn]
-        return sum(tile.nbytes for tile in moved if tier_of(tile) == tier)
+    @cached_property
+    def _by_operator(self) -> dict[int, list[Event]]:
+        found: dict[int, list[Event]] = {}
+        for event in self.events:
+            found.setdefault(event.operator, []).append(event)
+        return found
 
 
 @dataclass(frozen=True)
