@@ -50,6 +50,7 @@ class Capture:
             partition_fn=self._partition,
             keep_inference_input_mutations=True,
         )
+        self._inputs = []  # all is planned by now; the model may die before its compiled code
 
         def call(*arguments: Any) -> Any:
             bind_parameters(arguments)
@@ -111,14 +112,15 @@ class Capture:
             if not isinstance(tensor, StoredTensor):
                 raise PlanError(f"'{token}' is gathered, but input {origin} of the captured graph is {tensor!r}")
             base = tensor.base
-            is_parameter = tensor.is_leaf and tensor.requires_grad and not tensor.views
+            # Hooks on a gradient are autograd's to run: such a gradient stays an output.
+            moves = tensor.is_leaf and tensor.requires_grad and not tensor.views and not tensor.has_gradient_hooks
             tiles[token.name] = Tile(
                 index=len(tiles),
                 name=self._names[origin.index],
                 shape=tuple(base.shape),
                 dtype=base.dtype,
                 tier=base.tier,
-                gradient_tier=base.config.placement.gradients if is_parameter else None,
+                gradient_tier=base.config.placement.gradients if moves else None,
             )
         return tiles
 

@@ -9,9 +9,10 @@ import torch
 from torch import fx
 
 from zinf_fx import ops
+from zinf_fx.errors import StoredTensorError
 from zinf_fx.plan.schedule import HEAD, GraphSchedule
 from zinf_fx.runtime.storage import TensorStorage
-from zinf_fx.runtime.stored_tensor import StoredTensor, store_value
+from zinf_fx.runtime.stored_tensor import StoredTensor, accumulate_gradient
 from zinf_fx.runtime.transfers import StagedTile, Staging
 
 _METHODS = {op: op._schema.name.split("::")[1] for op in ops.LOWERED}
@@ -191,11 +192,12 @@ class Run:
         parameter = storage.parameter and storage.parameter()
         if parameter is None or not parameter.requires_grad:
             return
-        with torch.no_grad():
-            if parameter.grad is None:
-                parameter.grad = store_value(shard, storage.tiers, storage.placement.gradients, storage.config)
-            else:
-                parameter.grad.add_(shard)
+        if parameter.has_gradient_hooks:
+            raise StoredTensorError(
+                f"a hook was registered on '{self._tiles[tile].name}' after its graph was compiled, and would not run: "
+                "register hooks before the first compiled call, or call torch.compiler.reset() after it"
+            )
+        accumulate_gradient(parameter, shard)
 
     def abort(self) -> None:
         """After an exception: drain the reads under way and give every buffer back."""
@@ -232,6 +234,7 @@ def bind_parameters(arguments: Sequence[object]) -> None:
     """Note which parameter each storage among the arguments of a compiled call belongs to, for its gradient."""
     for argument in arguments:
         if isinstance(argument, StoredTensor) and argument.is_leaf:
+            argument.expect_gradient()
             storage = argument.storage
             if storage.parameter is None or storage.parameter() is not argument:
                 storage.parameter = weakref.ref(argument)

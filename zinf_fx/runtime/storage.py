@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
+from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
@@ -39,10 +40,11 @@ class TensorStorage:
         self._extent = None
         self._resident: torch.Tensor | None = None
         self._writes: list[tuple[range, Ticket]] = []
+        self._reads: list[tuple[range, Ticket]] = []
         if tier == "nvme":
             self._extent = tiers.store.allocate(self.nbytes)
             # The whole scratch directory goes at exit.
-            weakref.finalize(self, _free, tiers.store, self._extent, self._writes).atexit = False
+            weakref.finalize(self, _free, tiers.store, self._extent, self._writes, self._reads).atexit = False
         elif tier == "host":
             buffer = tiers.host.lease(self.nbytes)
             self._resident = buffer.tensor((numel,), dtype)
@@ -150,15 +152,20 @@ class TensorStorage:
         return self.tiers
 
     def _read(self, address: int, start: int, count: int) -> Ticket:
-        self._settle(range(start, start + count))
+        elements = range(start, start + count)
+        self._settle(elements)
         itemsize = self.dtype.itemsize
-        return self.tiers.store.read(self._extent, address, start * itemsize, count * itemsize)
+        ticket = self.tiers.store.read(self._extent, address, start * itemsize, count * itemsize)
+        self._reads[:] = [(read, earlier) for read, earlier in self._reads if not earlier.done()]
+        self._reads.append((elements, ticket))
+        return ticket
 
     def _write(self, buffer: Buffer, start: int, count: int) -> None:
         elements = range(start, start + count)
         itemsize = self.dtype.itemsize
         try:
             self._settle(elements)
+            _await_reads(ticket for read, ticket in self._reads if _overlap(read, elements))
             ticket = self.tiers.store.write(self._extent, buffer.address, start * itemsize, count * itemsize)
         except BaseException:
             buffer.release()
@@ -170,7 +177,7 @@ class TensorStorage:
         """The store promises no order: what touches `elements` follows the writes to them that are under way."""
         under_way = []
         for written, ticket in self._writes:
-            if written.start < elements.stop and elements.start < written.stop:
+            if _overlap(written, elements):
                 ticket.wait()  # a failed write stays: these bytes are lost, and every later access says so
             elif not ticket.done():
                 under_way.append((written, ticket))
@@ -179,8 +186,20 @@ class TensorStorage:
         self._writes[:] = under_way
 
 
-def _free(store: Store, extent: Extent, writes: list[tuple[range, Ticket]]) -> None:
+def _overlap(one: range, other: range) -> bool:
+    return one.start < other.stop and other.start < one.stop
+
+
+def _await_reads(tickets: Iterable[Ticket]) -> None:
+    """Until the disk is done with bytes that are to change. Whether a read failed concerns only who asked for it."""
+    for ticket in tickets:
+        with contextlib.suppress(StoreError):
+            ticket.wait()
+
+
+def _free(store: Store, extent: Extent, writes: list[tuple[range, Ticket]], reads: list[tuple[range, Ticket]]) -> None:
     """Give an extent back once nothing is under way to it: its next owner's writes must not be overtaken."""
+    _await_reads(ticket for _, ticket in reads)
     for _, ticket in writes:
         with contextlib.suppress(StoreError):  # these bytes are nobody's any more, and `Tiers` reports the failure
             ticket.wait()
@@ -193,9 +212,15 @@ class Window:
     def __init__(
         self, storage: TensorStorage, start: int, memory: torch.Tensor, buffer: Buffer | None, ticket: Ticket | None
     ) -> None:
-        self._storage, self._start = storage, start
+        self._storage: TensorStorage | None = storage
+        self._start = start
         self._memory, self._buffer, self._ticket = memory, buffer, ticket
         self._open = True
+
+    def read_only(self) -> Window:
+        """This window, which can't be stored any more, and doesn't keep the storage alive."""
+        self._storage = None
+        return self
 
     @property
     def nbytes_leased(self) -> int:
@@ -212,6 +237,7 @@ class Window:
 
     def store(self) -> None:
         """Start writing the elements back; nothing to move for resident bytes."""
+        assert self._storage is not None, "a window for reading can't be stored"
         self.wait()
         self._open = False
         memory, self._memory = self._memory, None
@@ -229,10 +255,9 @@ class Window:
             return
         self._open = False
         self._memory = None
-        try:
-            if self._ticket is not None:
+        if self._ticket is not None:
+            with contextlib.suppress(StoreError):  # whoever needed the values has waited for them, and knows
                 self._ticket.wait()
-        finally:
-            if self._buffer is not None:
-                self._buffer.release()
-                self._buffer = None
+        if self._buffer is not None:
+            self._buffer.release()
+            self._buffer = None

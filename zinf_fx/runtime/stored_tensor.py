@@ -226,6 +226,12 @@ class StoredTensor(torch.Tensor):
         if _store_gradient not in hooks.values():
             self.register_post_accumulate_grad_hook(_store_gradient)
 
+    @property
+    def has_gradient_hooks(self) -> bool:
+        """Whether the user registered hooks on the gradient, which only autograd can run."""
+        hooks = (self._post_accumulate_grad_hooks or {}).values()
+        return bool(self._backward_hooks) or any(hook is not _store_gradient for hook in hooks)
+
     def _gather(self) -> torch.Tensor:
         self.expect_gradient()
         value = ops.gather(self.token, self.base.shape, self.base.dtype, self.base.device)

@@ -107,11 +107,13 @@ class Tiers:
             raise failure
 
     def _retire(self) -> None:
-        ticket, buffer = self._writes.popleft()
+        ticket, buffer = self._writes[0]
         try:
             ticket.wait()
         finally:
-            buffer.release()
+            if ticket.done():  # not after Ctrl-C: the disk still reads the buffer
+                self._writes.popleft()
+                buffer.release()
 
 
 def check_one_rank() -> None:

@@ -11,15 +11,18 @@ from zinf_fx.runtime.storage import TensorStorage
 
 
 class StagedTile:
-    """One tile on its way to the device, or there, for as long as somebody holds it."""
+    """One tile on its way to the device, or there, for as long as somebody holds it.
+
+    It doesn't keep the storage alive: compiled code, for which tiles are fetched in advance, may outlive its model.
+    """
 
     def __init__(self, storage: TensorStorage) -> None:
-        self.storage = storage
+        self.key = storage.key
         self.version = storage.version
         self.holds = 0
         self._nbytes = storage.nbytes
         self._counters = storage.tiers.counters
-        self._window = storage.window()
+        self._window = storage.window().read_only()
 
     def wait(self) -> torch.Tensor:
         """The tile's elements, flat; counts the time for which compute had to wait."""
@@ -38,15 +41,15 @@ class Staging:
     """Tiles in flight, shared by every graph execution: a tile that one still holds is not read again for the next."""
 
     def __init__(self) -> None:
-        self._tiles: dict[TensorStorage, StagedTile] = {}
+        self._tiles: dict[int, StagedTile] = {}  # by the storage's key
         self._lock = threading.RLock()
 
     def fetch(self, storage: TensorStorage) -> StagedTile:
         """Hold `storage`'s tile, starting to read it unless it is already held in its present version."""
         with self._lock:
-            tile = self._tiles.get(storage)
+            tile = self._tiles.get(storage.key)
             if tile is None or tile.version != storage.version:
-                tile = self._tiles[storage] = StagedTile(storage)
+                tile = self._tiles[storage.key] = StagedTile(storage)
             tile.holds += 1
             return tile
 
@@ -57,6 +60,6 @@ class Staging:
             assert tile.holds >= 0, "a tile was released more often than fetched"
             if tile.holds:
                 return
-            if self._tiles.get(tile.storage) is tile:
-                del self._tiles[tile.storage]
+            if self._tiles.get(tile.key) is tile:
+                del self._tiles[tile.key]
             tile.close()
