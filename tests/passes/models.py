@@ -112,9 +112,9 @@ def weights_fetched_at_the_top() -> tuple[nn.Module, tuple]:
 def concatenated_weights() -> tuple[nn.Module, tuple]:
     def forward(m: Any, x: Tensor) -> Tensor:
         fused = torch.cat([m.q.weight, m.k.weight])
-        return torch.relu(F.linear(x, fused)).sum() * torch.stack([m.q.bias, m.k.bias]).sum()
+        return torch.relu(F.linear(m.first(x), fused)).sum() * torch.stack([m.q.bias, m.k.bias]).sum()
 
-    return Expression(forward, q=nn.Linear(4, 4), k=nn.Linear(4, 4)), (rows(),)
+    return Expression(forward, first=nn.Linear(4, 4), q=nn.Linear(4, 4), k=nn.Linear(4, 4)), (rows(),)
 
 
 @case

@@ -67,4 +67,6 @@ class LowerGathers:
         with graph.inserting_after(alias):
             clone = graph.call_function(torch.ops.aten.clone.default, (alias,))
         clone.meta = dict(alias.meta)
+        if "val" in alias.meta:
+            clone.meta["val"] = alias.meta["val"].clone()
         user.replace_input_with(alias, clone)

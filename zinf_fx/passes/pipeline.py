@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,12 +19,15 @@ from zinf_fx.passes.lower_gathers import LowerGathers
 from zinf_fx.passes.offload_gradients import OffloadGradients
 from zinf_fx.passes.partition import partition
 from zinf_fx.passes.prefetch import Prefetch
+from zinf_fx.passes.printer import print_graph
 from zinf_fx.passes.recompute_activations import RecomputeActivations
 from zinf_fx.passes.recompute_gathers import RecomputeGathers
 from zinf_fx.passes.reduce_gradients import ReduceGradients
 from zinf_fx.passes.regions import Regions
 from zinf_fx.passes.sink_gathers import SinkGathers
 from zinf_fx.plan.schedule import Event, GraphSchedule, Operator
+
+log = logging.getLogger(__name__)
 
 
 def plan_training(
@@ -59,13 +64,18 @@ def _plan_graph(module: fx.GraphModule, context: GraphContext, extra: Sequence[P
 
 
 def run_passes(graph: fx.Graph, context: GraphContext, passes: Sequence[Pass]) -> None:
-    """Run `passes` in order, checking what each requires and, after each, the specification."""
+    """Run `passes` in order, checking what each requires and, after each, the specification.
+
+    With the logger of this module at DEBUG, every pass says what it made of the graph, and how long that took.
+    """
     placeholders = tuple(n.name for n in graph.find_nodes(op="placeholder"))
     targets = {node: node.target for node in graph.nodes}
     for each in passes:
         if missing := set(each.requires) - context.provided:
             raise PlanError(f"pass '{each.name}' requires {sorted(missing)}, which no pass before it provides")
+        started = time.perf_counter()
         each(graph, context)
+        seconds = time.perf_counter() - started
         context.provided |= set(each.provides)
         for node in graph.nodes:
             if targets.get(node) is not node.target:
@@ -73,6 +83,8 @@ def run_passes(graph: fx.Graph, context: GraphContext, passes: Sequence[Pass]) -
                 node.meta[MADE_BY] = each.name
         graph.lint()
         spec.check(graph, context, placeholders, each.name)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("after %s (%.1f ms):\n%s", each.name, seconds * 1e3, print_graph(graph, context))
 
 
 def schedule_of(graph: fx.Graph, context: GraphContext) -> GraphSchedule:
