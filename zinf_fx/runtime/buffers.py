@@ -149,7 +149,8 @@ def aligned_empty(nbytes: int) -> torch.Tensor:
     alignment = HUGE_PAGE if size >= HUGE_PAGE else PAGE
     whole = torch.empty(size + alignment, dtype=torch.uint8, device="cpu")
     start = -whole.data_ptr() % alignment
-    data = whole[start : start + size]
+    # The first byte of a storage of its own, because views may be made by their offset in the storage (`as_strided`).
+    data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(whole.untyped_storage()[start : start + size])
     if alignment == HUGE_PAGE:
         # Advice: a kernel without huge pages refuses it, and nothing but speed is lost.
         _madvise(data.data_ptr(), size // HUGE_PAGE * HUGE_PAGE, mmap.MADV_HUGEPAGE)

@@ -217,7 +217,7 @@ class StoredTensor(torch.Tensor):
         Hooks belong to the Python object in part. An implementation that was swapped in (by `offload`, or by
         Module.to()) doesn't know them until they are assigned again.
         """
-        if self._expects_gradient or self.captured or not (self.requires_grad and self.is_leaf):
+        if self._expects_gradient or self.views or self.captured or not (self.requires_grad and self.is_leaf):
             return
         self._expects_gradient = True
         self._backward_hooks = self._backward_hooks
