@@ -1,5 +1,7 @@
 #include "blocks.h"
 
+#include "merging.h"
+
 #include <errno.h>
 
 enum {
@@ -161,6 +163,11 @@ static void all_moved(zinf_engine *engine, struct slot *slot)
 void zinf_settle(zinf_engine *engine, struct slot *slot)
 {
     int64_t result = slot->block.result;
+    if (result == ZINF_NOT_TRIED) {
+        slot->state = READY;
+        slot->alone = true;
+        return;
+    }
     if (result == -EAGAIN || result == -EINTR) {
         zinf_try_again(engine, slot, (int)-result);
         return;

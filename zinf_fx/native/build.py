@@ -12,12 +12,13 @@ SOURCES = (
     "requests.c",
     "io_thread.c",
     "blocks.c",
+    "merging.c",
     "checksum.c",
     "faults.c",
     "provider_aio.c",
     "provider_threads.c",
 )
-HEADERS = ("engine.h", "checksum.h", "blocks.h", "state.h", "faults.h", "provider.h")
+HEADERS = ("engine.h", "checksum.h", "blocks.h", "merging.h", "state.h", "faults.h", "provider.h")
 SEEN_BY_PYTHON = ("checksum.h", "engine.h")
 
 

@@ -47,6 +47,7 @@ void zinf_engine_unref(zinf_engine *engine)
     if (atomic_fetch_sub(&engine->references, 1) > 1)
         return;
     pthread_mutex_destroy(&engine->mutex);
+    free(engine->parts);
     free(engine);
 }
 
@@ -102,8 +103,13 @@ int zinf_engine_open(const char *name, unsigned depth, size_t block_bytes, zinf_
     unsigned most = depth > ZINF_MOST ? depth : ZINF_MOST;
     unsigned slots = 2 * most; /* as many again may wait for their checksums */
     zinf_engine *engine = calloc(1, sizeof *engine + slots * sizeof *engine->slots);
-    if (!engine)
+    struct iovec *parts = calloc(slots, ZINF_MERGED * sizeof *parts);
+    if (!engine || !parts) {
+        free(engine);
+        free(parts);
         return -ENOMEM;
+    }
+    engine->parts = parts;
     engine->provider = provider;
     engine->most = most;
     engine->block_bytes = block_bytes;

@@ -36,13 +36,14 @@ typedef struct {
     uint64_t length;
 } zinf_outcome;
 
-/* Bytes moved, and nanoseconds during which at least one block of that direction was under way; bytes summed or
- * checked, and the nanoseconds that it took of the I/O thread. */
+/* Bytes moved, and nanoseconds during which at least one block of that direction was under way; transfers that the
+ * operating system was given; bytes summed or checked, and the nanoseconds that it took of the I/O thread. */
 typedef struct {
     uint64_t bytes_read;
     uint64_t bytes_written;
     uint64_t read_ns;
     uint64_t write_ns;
+    uint64_t transfers;
     uint64_t bytes_checked;
     uint64_t check_ns;
     uint64_t faults_fired;

@@ -88,13 +88,15 @@ def _known(provider: str) -> str:
 class Counters:
     """Bytes moved, and seconds during which at least one block of that direction was under way.
 
-    `bytes_checked` were summed or compared with their checksums, which took `check_seconds` of the I/O thread.
+    The operating system was given `transfers`, fewer than requests where small ones were merged. `bytes_checked` were
+    summed or compared with their checksums, which took `check_seconds` of the I/O thread.
     """
 
     bytes_read: int = 0
     bytes_written: int = 0
     read_seconds: float = 0.0
     write_seconds: float = 0.0
+    transfers: int = 0
     bytes_checked: int = 0
     check_seconds: float = 0.0
     faults_fired: int = 0
@@ -110,6 +112,7 @@ def _counters(raw: ffi.CData) -> Counters:
         raw.bytes_written,
         raw.read_ns / 1e9,
         raw.write_ns / 1e9,
+        raw.transfers,
         raw.bytes_checked,
         raw.check_ns / 1e9,
         raw.faults_fired,

@@ -6,6 +6,7 @@
  */
 #define _GNU_SOURCE
 #include "blocks.h"
+#include "merging.h"
 
 #include <errno.h>
 #include <poll.h>
@@ -56,45 +57,68 @@ static bool fits(const zinf_engine *engine, size_t bytes, unsigned count, size_t
     return !count || (count < engine->most && engine->flying_bytes + bytes + length <= engine->bytes_limit);
 }
 
-/* One batch of what is ready. Its end is a limit, or an injected fault. */
-static bool submit_ready(zinf_engine *engine)
+/* The blocks that are ready, as transfers: at most as many as fit, and none after an injected cut. */
+static unsigned collect_ready(zinf_engine *engine, struct zinf_block **batch, bool *progress)
 {
-    struct zinf_block *batch[ZINF_MAX_DEPTH];
-    unsigned count = 0;
+    struct slot *first = NULL, *last = NULL;
+    unsigned count = 0, blocks = 0;
     size_t bytes = 0;
-    bool progress = false;
     int64_t now = zinf_now_ns();
     for (unsigned i = 0; i < engine->slot_count; i++) {
         struct slot *slot = zinf_slot(engine, i);
         if (slot->state != READY || slot->due > now)
             continue;
-        if (!fits(engine, bytes, count, slot->length))
+        if (!fits(engine, bytes, blocks, slot->length))
             break;
         slot->block.length = slot->length;
         enum verdict verdict = before_submission(engine, slot);
-        progress |= verdict != SUBMIT;
+        *progress |= verdict != SUBMIT;
         if (verdict == STOP)
             break;
-        if (verdict == SUBMIT) {
-            batch[count++] = &slot->block;
-            bytes += slot->length;
+        if (verdict == SKIP)
+            continue;
+        blocks++;
+        bytes += slot->length;
+        if (!first || !zinf_join_transfer(first, last, slot)) {
+            first = slot;
+            zinf_begin_transfer(engine, first);
+            batch[count++] = &first->block;
         }
+        last = slot;
     }
-    unsigned done = 0;
-    while (done < count) {
+    return count;
+}
+
+/* The transfer wasn't taken: every block of it finds out by itself why. */
+static void refuse(zinf_engine *engine, struct slot *first, int error)
+{
+    first->block.result = error ? error : -EIO;
+    zinf_share_result(first);
+    for (struct slot *slot = first, *next; slot; slot = next) {
+        next = slot->mate;
+        zinf_settle(engine, slot);
+    }
+}
+
+static bool submit_ready(zinf_engine *engine)
+{
+    struct zinf_block *batch[ZINF_MAX_DEPTH];
+    bool progress = false;
+    unsigned count = collect_ready(engine, batch, &progress);
+    for (unsigned done = 0; done < count;) {
         int taken = engine->provider->submit(engine->context, batch + done, count - done);
         progress = true;
-        if (taken > 0) {
-            for (int i = 0; i < taken; i++)
-                zinf_take_off(engine, (struct slot *)batch[done + (unsigned)i]);
-            done += (unsigned)taken;
+        if (taken <= 0) {
+            refuse(engine, (struct slot *)batch[done++], taken);
             continue;
         }
-        struct slot *slot = (struct slot *)batch[done++];
-        if (taken == -EAGAIN || taken == -EINTR)
-            zinf_try_again(engine, slot, -taken);
-        else
-            zinf_end_block(engine, slot, taken ? -taken : EIO);
+        for (int i = 0; i < taken; i++)
+            for (struct slot *slot = (struct slot *)batch[done + (unsigned)i]; slot; slot = slot->mate)
+                zinf_take_off(engine, slot);
+        done += (unsigned)taken;
+        pthread_mutex_lock(&engine->mutex);
+        engine->counters.transfers += (uint64_t)taken;
+        pthread_mutex_unlock(&engine->mutex);
     }
     return progress;
 }
@@ -135,11 +159,14 @@ static bool reap(zinf_engine *engine)
     if (count < 0)
         abandon_flying(engine, -count);
     for (int i = 0; i < count; i++) {
-        struct slot *slot = (struct slot *)finished[i];
-        if (after_completion(engine, slot))
-            continue;
-        zinf_land(engine, slot);
-        zinf_settle(engine, slot);
+        zinf_share_result((struct slot *)finished[i]);
+        for (struct slot *slot = (struct slot *)finished[i], *next; slot; slot = next) {
+            next = slot->mate;
+            if (after_completion(engine, slot))
+                continue;
+            zinf_land(engine, slot);
+            zinf_settle(engine, slot);
+        }
     }
     return count != 0;
 }

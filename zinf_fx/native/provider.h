@@ -9,6 +9,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/uio.h>
 
 /* One transfer, small enough for one system call. */
 struct zinf_block {
@@ -17,6 +18,8 @@ struct zinf_block {
     void *address;
     int64_t offset;
     size_t length;
+    struct iovec *parts;     /* count > 1: memory of the transfer, in place of address and length */
+    unsigned count;
     int64_t result;          /* by the provider: bytes moved, or a negated errno */
     struct iocb control;     /* kernel AIO's own */
     struct zinf_block *next; /* the thread pool's own */

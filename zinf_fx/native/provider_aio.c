@@ -138,12 +138,14 @@ static int aio_submit(void *context, struct zinf_block **blocks, unsigned count)
         count = aio->most;
     for (unsigned i = 0; i < count; i++) {
         struct zinf_block *block = blocks[i];
+        bool merged = block->count > 1;
         block->control = (struct iocb){
             .aio_data = (uintptr_t)block,
-            .aio_lio_opcode = block->operation ? IOCB_CMD_PWRITE : IOCB_CMD_PREAD,
+            .aio_lio_opcode = block->operation ? (merged ? IOCB_CMD_PWRITEV : IOCB_CMD_PWRITE)
+                                               : (merged ? IOCB_CMD_PREADV : IOCB_CMD_PREAD),
             .aio_fildes = (uint32_t)block->fd,
-            .aio_buf = (uintptr_t)block->address,
-            .aio_nbytes = block->length,
+            .aio_buf = merged ? (uintptr_t)block->parts : (uintptr_t)block->address,
+            .aio_nbytes = merged ? block->count : block->length,
             .aio_offset = block->offset,
             .aio_flags = IOCB_FLAG_RESFD,
             .aio_resfd = (uint32_t)aio->wake,

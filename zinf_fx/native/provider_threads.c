@@ -52,8 +52,11 @@ static struct zinf_block *list_pop(struct list *list)
 
 static int64_t transfer(const struct zinf_block *block)
 {
-    ssize_t moved = block->operation ? pwrite(block->fd, block->address, block->length, block->offset)
-                                     : pread(block->fd, block->address, block->length, block->offset);
+    struct iovec whole = {block->address, block->length};
+    const struct iovec *parts = block->count > 1 ? block->parts : &whole;
+    int count = block->count > 1 ? (int)block->count : 1;
+    ssize_t moved = block->operation ? pwritev(block->fd, parts, count, block->offset)
+                                     : preadv(block->fd, parts, count, block->offset);
     return moved < 0 ? -errno : moved;
 }
 
@@ -62,8 +65,8 @@ static int64_t transfer(const struct zinf_block *block)
 static void leave_the_cache(const struct zinf_block *block)
 {
     if (block->operation)
-        (void)sync_file_range(block->fd, block->offset, (off_t)block->length, SYNC_FILE_RANGE_WRITE);
-    (void)posix_fadvise(block->fd, block->offset, (off_t)block->length, POSIX_FADV_DONTNEED);
+        (void)sync_file_range(block->fd, block->offset, block->result, SYNC_FILE_RANGE_WRITE);
+    (void)posix_fadvise(block->fd, block->offset, block->result, POSIX_FADV_DONTNEED);
 }
 
 static void *work(void *argument)

@@ -18,7 +18,8 @@
 
 enum {
     ZINF_MAX_DEPTH = 256,
-    ZINF_MOST = 64, /* blocks under way where they are small; `depth` if that is more */
+    ZINF_MOST = 128,  /* blocks under way where they are small; `depth` if that is more */
+    ZINF_MERGED = 32, /* blocks in one transfer, at most */
 };
 
 struct zinf_file {
@@ -57,7 +58,10 @@ struct slot {
     size_t length;           /* what is left of the block */
     size_t flying;           /* bytes that count against the engine's limit, while FLYING or HELD */
     zinf_request *request;
+    struct slot *mate;       /* the next block of the same transfer: [Note: merging] */
+    size_t transfer;         /* in a transfer's first block: its bytes */
     enum slot_state state;
+    bool alone; /* in no transfer with others */
     int retries;
     int64_t due;    /* READY: not to be submitted before; HELD: not to be settled before */
     char *address;  /* this and the next three: the whole block, for its checksums */
@@ -93,6 +97,7 @@ struct zinf_engine {
     size_t cut_bytes;
     unsigned flying;     /* slots that are FLYING or HELD, and their bytes */
     size_t flying_bytes;
+    struct iovec *parts; /* ZINF_MERGED for each slot */
     unsigned slot_count;
     unsigned next_slot;  /* the slot after the one that was filled last */
     struct slot slots[];
