@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from textwrap import dedent
 from typing import Any
 
@@ -80,11 +81,19 @@ class Builder:
         """The passes turn `before` into `after`, and compute the same."""
         if before is not None:
             assert self.text == dedent(before).lstrip("\n")
+        self.check_values(*passes)
+        assert self.text == dedent(after).lstrip("\n")
+
+    def check_values(self, *passes: Pass) -> None:
+        """The passes change nothing of what the graph computes."""
         graph, context = copy_graph(self.graph), copy_context(self.context)
         self.run(*passes)
-        assert self.text == dedent(after).lstrip("\n")
-        ours, theirs = self._values(self.graph, self.context), self._values(graph, context)
-        assert_same(ours, theirs)
+        assert_same(self._values(self.graph, self.context), self._values(graph, context))
+
+    @staticmethod
+    def moved(tile: Tile, tier: str) -> Tile:
+        """The tile, and its gradient, on another tier."""
+        return replace(tile, tier=tier, gradient_tier=tile.gradient_tier and tier)
 
     def _values(self, graph: fx.Graph, context: GraphContext) -> Any:
         generator = torch.Generator().manual_seed(5)

@@ -46,7 +46,8 @@ class Block(nn.Module):
         self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), self.dropout, self.training and self.dropout > 0)
+        y = self.down(F.gelu(self.up(self.norm(x))))
+        return x + (F.dropout(y, self.dropout) if self.dropout else y)
 
 
 @case
