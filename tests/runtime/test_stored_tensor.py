@@ -10,7 +10,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import zinf_fx
 from zinf_fx import StoredTensor
@@ -20,35 +19,16 @@ from zinf_fx.runtime.storage import TensorStorage
 Make = Callable[..., nn.Parameter]
 
 
-@pytest.fixture(params=["device", "host", "nvme"])
-def make(request: pytest.FixtureRequest, tmp_path) -> Make:
+@pytest.fixture
+def make(tier: str, tmp_path) -> Make:
     """Stores a copy of a tensor, as a parameter, on one tier."""
 
     def stored(value: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:
         holder = nn.Module()
         holder.p = nn.Parameter(value.clone(), requires_grad=requires_grad)
-        return zinf_fx.offload(holder, store=tmp_path, placement=request.param).p
+        return zinf_fx.offload(holder, store=tmp_path, placement=tier).p
 
     return stored
-
-
-@pytest.fixture
-def values_at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many full values of tensors on disk were alive together, noted at every gather."""
-    alive: list[StorageWeakRef] = []
-    counts: list[int] = []
-    value_of = TensorStorage.value
-
-    def value(storage: TensorStorage) -> torch.Tensor:
-        result = value_of(storage)
-        if not storage.resident:
-            alive[:] = [ref for ref in alive if not ref.expired()]
-            alive.append(StorageWeakRef(result.untyped_storage()))
-            counts.append(len(alive))
-        return result
-
-    monkeypatch.setattr(TensorStorage, "value", value)
-    return counts
 
 
 def matrix(*shape: int) -> torch.Tensor:
@@ -290,9 +270,9 @@ def models(make_model) -> tuple[Tied, Tied]:
     return plain, make_model(copy.deepcopy(plain))
 
 
-@pytest.fixture(params=["device", "host", "nvme"])
-def make_model(request: pytest.FixtureRequest, tmp_path) -> Callable[[nn.Module], nn.Module]:
-    return lambda model: zinf_fx.offload(model, store=tmp_path, placement=request.param)
+@pytest.fixture
+def make_model(tier: str, tmp_path) -> Callable[[nn.Module], nn.Module]:
+    return lambda model: zinf_fx.offload(model, store=tmp_path, placement=tier)
 
 
 def check_same(plain: nn.Module, stored: nn.Module) -> None:
