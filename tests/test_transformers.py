@@ -1,0 +1,177 @@
+"""Models of the transformers library, from small random configurations, train as in eager PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import zinf_fx
+from zinf_fx.runtime.stored_tensor import StoredTensor
+
+Inputs = dict[str, Tensor]
+VOCABULARY, LENGTH, BATCH, STEPS = 64, 12, 2, 3
+
+
+def _text() -> Inputs:
+    tokens = torch.randint(3, VOCABULARY, (BATCH, LENGTH))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _masked_text() -> Inputs:
+    mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
+    mask[0, LENGTH // 2 :] = 0
+    return {**_text(), "attention_mask": mask}
+
+
+def _images() -> Inputs:
+    return {"pixel_values": torch.randn(BATCH, 3, 16, 16), "labels": torch.tensor([0, 1])}
+
+
+def _gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def _mixtral() -> nn.Module:
+    config = transformers.MixtralConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=32,
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config)
+
+
+def _bert() -> nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.BertForMaskedLM(config)
+
+
+def _t5() -> nn.Module:
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def _vit() -> nn.Module:
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=16, patch_size=4,
+        num_labels=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.ViTForImageClassification(config)
+
+
+def _checkpointed_llama() -> nn.Module:
+    model = _llama()
+    model.gradient_checkpointing_enable()
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
+    "gpt2": (_gpt2, _text),
+    "llama": (_llama, _text),
+    "llama, gradient checkpointing": (_checkpointed_llama, _text),
+    "mixtral": (_mixtral, _text),
+    "bert": (_bert, _masked_text),
+    "t5": (_t5, _text),
+    "vit": (_vit, _images),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def _losses(model: nn.Module, step: Callable, optimizer: torch.optim.Optimizer, batches: list[Inputs]) -> list[Tensor]:
+    model.train()
+    losses = []
+    for batch in batches:
+        loss = step(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def _batches(inputs: Callable[[], Inputs]) -> list[Inputs]:
+    torch.manual_seed(1)
+    return [inputs() for _ in range(STEPS)]
+
+
+def _assert_equal(model: nn.Module, plain: nn.Module, losses: list[Tensor], expected: list[Tensor]) -> None:
+    assert [loss.item() for loss in losses] == [loss.item() for loss in expected]
+    assert losses[-1] != losses[0]
+    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert isinstance(parameter, StoredTensor), name
+        if getattr(model, "is_gradient_checkpointing", False):
+            # Eager checkpointing runs backward in another engine call per block, which adds gradients in another order.
+            torch.testing.assert_close(parameter.full_tensor(), other.detach(), msg=name)
+        else:
+            assert torch.equal(parameter.full_tensor(), other), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_offloaded_models_train_as_in_eager_pytorch(name: str, tmp_path: Path):
+    build, inputs = MODELS[name]
+    torch.manual_seed(0)
+    model = build()
+    plain = copy.deepcopy(model)
+    batches = _batches(inputs)
+    expected = _losses(plain, plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True), batches)
+    zinf_fx.offload(model, store=tmp_path, placement="infinity-nvme")
+    optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = _losses(model, torch.compile(model, backend="zinf"), optimizer, batches)
+    _assert_equal(model, plain, losses, expected)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
+def test_models_built_under_offloading_start_from_the_same_values(name: str, tmp_path: Path):
+    build, inputs = MODELS[name]
+    torch.manual_seed(0)
+    plain = build()
+    torch.manual_seed(0)
+    with zinf_fx.offloading(store=tmp_path, placement="nvme"):
+        model = build()
+    batches = _batches(inputs)
+    expected = _losses(plain, plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True), batches)
+    optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = _losses(model, torch.compile(model, backend="zinf"), optimizer, batches)
+    _assert_equal(model, plain, losses, expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "vit"])
+def test_the_one_line_use(name: str, tmp_path: Path):
+    build, inputs = MODELS[name]
+    torch.manual_seed(0)
+    model = build()
+    plain = copy.deepcopy(model)
+    batches = _batches(inputs)
+    expected = _losses(plain, plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True), batches)
+    optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2)
+    compiled = torch.compile(model, backend="zinf", options={"placement": "infinity-nvme", "store": tmp_path})
+    losses = _losses(model, compiled, optimizer, batches)
+    _assert_equal(model, plain, losses, expected)
