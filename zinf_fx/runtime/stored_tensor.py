@@ -186,6 +186,7 @@ class StoredTensor(torch.Tensor):
     # -- dispatch ----------------------------------------------------------------------------------------------------
 
     @classmethod
+    @torch.compiler.disable  # eager code between two graphs comes here under Dynamo's eyes
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func in _SAME_VALUE:

@@ -1,0 +1,311 @@
+"""The executor under everything that a training loop may do between forward and backward."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zinf_fx
+from zinf_fx.errors import StoreError
+from zinf_fx.native.engine import Fault
+from zinf_fx.runtime.executor import EXECUTOR
+
+
+class Net(nn.Module):
+    """A few layers; `hook` is called between them, inside or outside of the captured graph."""
+
+    def __init__(self, width: int = 32, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.unused = nn.Linear(width, width)
+        self.scale = nn.Parameter(torch.ones(width))
+        self.hook = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            if self.hook is not None:
+                x = self.hook(x)
+        return (x * self.scale).square().sum()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Net, Net]:
+    """A plain model, and its twin on disk."""
+    torch.manual_seed(0)
+    plain = Net()
+    return plain, zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, placement="nvme")
+
+
+def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        assert p.grad is None or torch.equal(p.grad.full_tensor(), q.grad), name
+
+
+def assert_nothing_leaked(model: Net) -> None:
+    """No buffer of the host arena is in use once writes are done and nothing is expected."""
+    EXECUTOR.reset()
+    tiers = model.scale.storage.tiers
+    tiers.drain()
+    gc.collect()
+    assert tiers.host.in_use == 0
+
+
+def x(rows: int = 3) -> Tensor:
+    return torch.randn(rows, 32)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_forwards_before_their_backwards(pair: tuple[Net, Net], order: tuple[int, int]) -> None:
+    plain, model = pair
+    call = torch.compile(model, backend="zinf")
+    for _ in range(3):
+        inputs = [x(), x()]
+        expected, losses = [plain(i) for i in inputs], [call(i) for i in inputs]
+        for k in order:
+            expected[k].backward()
+            losses[k].backward()
+        assert [a.item() for a in losses] == [a.item() for a in expected]
+        assert_same_gradients(model, plain)
+    assert_nothing_leaked(model)
+
+
+def test_backward_twice_over_a_retained_graph(pair: tuple[Net, Net]) -> None:
+    plain, model = pair
+    batch = x()
+    for loss in (plain(batch), torch.compile(model, backend="zinf")(batch)):
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert_same_gradients(model, plain)
+    assert_nothing_leaked(model)
+
+
+def test_a_forward_whose_backward_never_comes(pair: tuple[Net, Net]) -> None:
+    plain, model = pair
+    call = torch.compile(model, backend="zinf")
+    for _ in range(3):
+        call(x())
+    batch = x()
+    plain(batch).backward()
+    call(batch).backward()
+    assert_same_gradients(model, plain)
+    assert_nothing_leaked(model)
+
+
+@torch.library.custom_op("zinf_tests::may_fail", mutates_args=())
+def may_fail(x: Tensor) -> Tensor:
+    if FAILING:
+        raise RuntimeError("injected")
+    return x.clone()
+
+
+FAILING: list[bool] = []
+may_fail.register_fake(torch.empty_like)
+
+
+def _backward_that_may_fail(ctx: object, gradient: Tensor) -> Tensor:
+    return may_fail(gradient)
+
+
+may_fail.register_autograd(_backward_that_may_fail)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_in_the_middle_of_a_graph(pair: tuple[Net, Net], where: str) -> None:
+    plain, model = pair
+    model.hook = may_fail
+    call = torch.compile(model, backend="zinf")
+    call(x()).backward()
+    model.zero_grad()
+    loss = call(x()) if where == "backward" else None
+    FAILING.append(True)
+    try:
+        with pytest.raises(RuntimeError, match="injected"):
+            call(x()) if loss is None else loss.backward()
+    finally:
+        FAILING.clear()
+    del loss
+    assert_nothing_leaked_but_gradients(model)
+    model.zero_grad()
+    for _ in range(2):
+        batch = x()
+        plain(batch).backward()
+        call(batch).backward()
+    assert_same_gradients(model, plain)
+    assert_nothing_leaked(model)
+
+
+def assert_nothing_leaked_but_gradients(model: Net) -> None:
+    model.zero_grad()
+    assert_nothing_leaked(model)
+
+
+def test_a_read_that_fails_in_the_middle_of_a_graph(pair: tuple[Net, Net]) -> None:
+    plain, model = pair
+    call = torch.compile(model, backend="zinf")
+    call(x()).backward()
+    model.zero_grad()
+    store = model.scale.storage.tiers.store
+    store.inject(Fault("completion", nth=3, operation="read", errno=errno.EOVERFLOW))
+    with pytest.raises(StoreError) as failed:
+        call(x()).backward()
+    assert (failed.value.operation, failed.value.errno) == ("read", errno.EOVERFLOW)
+    store.clear_faults()
+    assert_nothing_leaked_but_gradients(model)
+    batch = x()
+    plain(batch).backward()
+    call(batch).backward()
+    assert_same_gradients(model, plain)
+
+
+def test_evaluation_between_training_steps(pair: tuple[Net, Net]) -> None:
+    plain, model = pair
+    call = torch.compile(model, backend="zinf")
+    for _ in range(3):
+        batch = x()
+        expected, loss = plain(batch), call(batch)
+        with torch.no_grad():
+            assert torch.equal(call(batch), plain(batch))
+        expected.backward()
+        loss.backward()
+        with torch.inference_mode():
+            assert torch.equal(call(batch), plain(batch))
+    assert_same_gradients(model, plain)
+    assert_nothing_leaked(model)
+
+
+def test_graph_breaks(pair: tuple[Net, Net]) -> None:
+    plain, model = pair
+
+    def break_graph(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x
+
+    model.hook = break_graph
+    call = torch.compile(model, backend="zinf")
+    for _ in range(2):
+        batch = x()
+        plain(batch).backward()
+        call(batch).backward()
+    assert_same_gradients(model, plain)
+    assert_nothing_leaked(model)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_new_shapes(pair: tuple[Net, Net], dynamic: bool | None) -> None:
+    plain, model = pair
+    call = torch.compile(model, backend="zinf", dynamic=dynamic)
+    for rows in (3, 5, 8, 3):
+        batch = x(rows)
+        expected, loss = plain(batch), call(batch)
+        assert torch.equal(loss, expected)
+        expected.backward()
+        loss.backward()
+    assert_same_gradients(model, plain)
+    assert_nothing_leaked(model)
+
+
+@pytest.mark.parametrize("one_store", [True, False])
+def test_two_models_in_one_process(tmp_path: Path, one_store: bool) -> None:
+    plains, models, calls = [], [], []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        torch.manual_seed(len(plains))
+        plain = Net()
+        store = tmp_path / ("one" if one_store else name)
+        model = zinf_fx.offload(copy.deepcopy(plain), store=store, placement="nvme")
+        plains.append(plain)
+        models.append(model)
+        calls.append(torch.compile(model, backend="zinf"))
+    for _ in range(3):
+        batch = x()
+        (plains[0](batch) + plains[1](batch)).backward()
+        (calls[0](batch) + calls[1](batch)).backward()
+    for model, plain in zip(models, plains, strict=True):
+        assert_same_gradients(model, plain)
+    for model in models:
+        assert_nothing_leaked(model)
+
+
+def test_a_parameter_shared_by_two_models(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    first, second = Net(), Net()
+    second.layers[0].weight = first.layers[0].weight
+    plain_first, plain_second = copy.deepcopy((first, second))
+    both = nn.ModuleList([first, second])
+    zinf_fx.offload(both, store=tmp_path, placement="nvme")
+    assert second.layers[0].weight is first.layers[0].weight
+    calls = [torch.compile(m, backend="zinf") for m in both]
+    batch = x()
+    (plain_first(batch) + plain_second(batch)).backward()
+    (calls[0](batch) + calls[1](batch)).backward()
+    assert_same_gradients(first, plain_first)
+    assert_same_gradients(second, plain_second)
+
+
+def test_parameters_used_in_eager_code_between_graphs(pair: tuple[Net, Net]) -> None:
+    plain, model = pair
+    call = torch.compile(model, backend="zinf")
+    for _ in range(2):
+        batch = x()
+        for net, run in ((plain, plain), (model, call)):
+            hidden = torch.relu(net.unused(batch))
+            (run(hidden) + net.unused.weight.sum()).backward()
+    assert_same_gradients(model, plain)
+    assert_nothing_leaked(model)
+
+
+def test_a_weight_changed_between_forward_and_backward_raises_as_in_pytorch(pair: tuple[Net, Net]) -> None:
+    for net, call in ((pair[0], pair[0]), (pair[1], torch.compile(pair[1], backend="zinf"))):
+        loss = call(x())
+        with torch.no_grad():
+            net.layers[2].weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_an_output_that_is_a_parameter_seen_another_way(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(8, 8)
+    model = zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, placement="nvme")
+
+    def function(layer: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor]:
+        return layer(x), layer.weight.t()
+
+    batch = torch.randn(2, 8)
+    expected, results = function(plain, batch), torch.compile(function, backend="zinf")(model, batch)
+    assert torch.equal(results[0], expected[0])
+    later = model(batch)  # the buffers of the graph are used again
+    assert torch.equal(results[1], expected[1]) and torch.equal(later, expected[0])
+    (expected[0].sum() + expected[1].sin().sum()).backward()
+    (results[0].sum() + results[1].sin().sum()).backward()
+    assert_same_gradients(model, plain)
+
+
+def test_the_forward_graph_starts_the_head_of_its_backward(pair: tuple[Net, Net]) -> None:
+    _, model = pair
+    call = torch.compile(model, backend="zinf")
+    call(x()).backward()  # from now on it is known that backward follows
+    model.zero_grad()
+    loss = call(x())
+    expected = EXECUTOR._expected()
+    assert expected.schedule.kind == "backward"
+    ahead = {tile.key for tile in expected.anticipated}
+    assert {model.layers[k].weight.storage.key for k in (2, 3)} <= ahead
+    loss.backward()
+    assert not expected.anticipated
