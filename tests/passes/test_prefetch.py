@@ -299,6 +299,24 @@ def test_a_graph_without_operators() -> None:
     )
 
 
+@pytest.mark.parametrize(("tiles", "start"), [(1, 2), (2, 1), (3, 0)])
+def test_the_turn_holds_on_to_a_tile_at_no_cost(tiles: int, start: int) -> None:
+    """The last tile of forward is the first of backward: from its own fetch on, the turn may hold it too."""
+    built = chain(3, device_memory=tiles * KIB)
+    built.context.successor_head = (HeadTransfer(ops.fetch, built.token("w2").name, 3),)
+    built.run(Prefetch((1, 2, 3)))
+    assert places(built, ops.fetch, turn=True) == {"w2": start}
+    assert peak(built) == tiles * KIB
+
+
+def test_a_turn_that_never_fits_is_left_out() -> None:
+    built = chain(3, device_memory=KIB)
+    token = built.token("w0").name
+    built.context.successor_head = (HeadTransfer(ops.fetch, token, 3), HeadTransfer(ops.upload, token, 2))
+    built.run(Prefetch((1, 2, 3)))
+    assert not places(built, ops.fetch, turn=True) and not places(built, ops.upload, turn=True)
+
+
 # -- the budget -------------------------------------------------------------------------------------------------------
 
 

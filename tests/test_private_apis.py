@@ -1,0 +1,237 @@
+"""What zinf_fx uses of PyTorch beyond its documented interface, in one place.
+
+Checked with torch 2.11, 2.12 and 2.13. Where one of these tests fails with another version, its message says which
+file relies on what changed. Behaviour is tested where it matters, not only that a name exists.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+# Where a private name is, the parameters that are passed to it by name or position, and which file passes them.
+FUNCTIONS: dict[str, tuple[tuple[str, ...], str]] = {
+    "torch._functorch.aot_autograd.aot_module_simplified": (
+        (
+            "mod",
+            "args",
+            "fw_compiler",
+            "bw_compiler",
+            "partition_fn",
+            "keep_inference_input_mutations",
+            "inference_compiler",
+        ),
+        "capture.py",
+    ),
+    "torch._functorch.partitioners.min_cut_rematerialization_partition": (
+        ("joint_module", "_joint_inputs", "num_fwd_outputs", "static_lifetime_input_indices"),
+        "passes/partition.py",
+    ),
+    "torch.library.register_fake": (("op", "lib"), "ops.py"),
+    "torch.fx.node.has_side_effect": (("fn",), "ops.py"),
+    "torch.nn.modules.module.register_module_parameter_registration_hook": (("hook",), "runtime/offload.py"),
+    "torch.nn.modules.module.register_module_module_registration_hook": (("hook",), "runtime/offload.py"),
+    "torch.optim.optimizer.register_optimizer_step_pre_hook": (("hook",), "runtime/offload.py"),
+    "torch.autograd.graph.increment_version": (("tensor",), "runtime/storage.py"),
+    "torch.utils._pytree.tree_map": (("func", "tree"), "explain.py"),
+    "torch.utils._pytree.tree_map_only": (("type_or_types_or_pred", "func", "tree"), "runtime/stored_tensor.py"),
+    "torch.utils._pytree.tree_iter": (("tree",), "runtime/stored_tensor.py"),
+}
+
+# Private names without a signature to look at.
+NAMES: dict[str, str] = {
+    "torch._C._swap_tensor_impl": "runtime/offload.py gives a parameter its stored twin's implementation",
+    "torch._C._disabled_torch_function_impl": "runtime/stored_tensor.py is dispatched below autograd only",
+    "torch._disable_dynamo": "optim/streamed.py keeps Dynamo out of the optimizer's step",
+    "torch._ops.OpOverload": "passes/aliases.py reads schemas",
+    "torch._ops.HigherOrderOperator": "passes/aliases.py takes them for anything",
+    "torch._dynamo.exc.BackendCompilerFailed": "explain.py unwraps what the backend raised",
+    "torch.Tensor._make_wrapper_subclass": "runtime/stored_tensor.py is such a subclass",
+    "torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE": "passes/keep_activations.py tags with it",
+    "torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE": "passes/recompute_gathers.py tags with it",
+}
+
+
+@pytest.mark.parametrize("path", FUNCTIONS)
+def test_function(path: str) -> None:
+    parameters, user = FUNCTIONS[path]
+    found = inspect.signature(_find(path, user)).parameters
+    assert set(parameters) <= set(found), _broken(f"{path} takes {tuple(found)}; {user} gives {parameters}")
+
+
+@pytest.mark.parametrize("path", NAMES)
+def test_name(path: str) -> None:
+    _find(path, NAMES[path])
+
+
+def test_swapping_implementations_keeps_the_object() -> None:
+    """runtime/offload.py: an object's value, gradient and history become another's, though weak references exist."""
+    import weakref
+
+    one, other = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.ones(3))
+    reference = weakref.ref(one)
+    torch._C._swap_tensor_impl(one, other)
+    assert one.tolist() == [1, 1, 1] and other.tolist() == [0, 0] and reference() is one, _broken("_swap_tensor_impl")
+
+
+def test_schemas_say_what_aliases_what() -> None:
+    """passes/aliases.py, runtime/stored_tensor.py: alias sets of arguments and results; those of lists are empty."""
+    t = torch.ops.aten.t.default
+    result, argument = t._schema.returns[0].alias_info, t._schema.arguments[0].alias_info
+    broken = _broken("the alias information of schemas (passes/aliases.py)")
+    assert result.before_set == argument.before_set == {"a"} and not argument.is_write, broken
+    (result,) = torch.ops.aten.split.Tensor._schema.returns
+    assert result.alias_info is not None and result.alias_info.before_set == set(), broken
+    assert torch.ops.aten.relu.default._schema.arguments[0].alias_info is None, broken
+    copy = torch.ops.aten.copy_.default
+    assert copy._schema.is_mutable and copy._schema.arguments[0].alias_info.is_write, broken
+    assert torch.Tag.inplace_view in torch.ops.aten.t_.default.tags, broken
+    assert torch.Tag.nondeterministic_seeded in torch.ops.aten.native_dropout.default.tags, broken
+
+
+@pytest.fixture(scope="module")
+def captured() -> SimpleNamespace:
+    """What capture.py sees of a step: Dynamo's graph, the joint graph, and what the partitioner is told."""
+    from torch._functorch.aot_autograd import aot_module_simplified
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    seen = SimpleNamespace(calls=[])
+
+    def partition(joint: fx.GraphModule, inputs: Any, **arguments: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        seen.joint, seen.arguments = fx.GraphModule(joint, joint.graph), arguments
+        seen.descriptors = next(iter(joint.graph.find_nodes(op="output"))).meta["desc"]
+        sine = next(n for n in joint.graph.nodes if n.target is torch.ops.aten.sin.default)
+        sine.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE
+        for node in joint.graph.nodes:
+            if node.target is torch.ops.aten.mm.default:
+                node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+        (output,) = joint.graph.find_nodes(op="output")
+        gradient = output.args[0][-1]
+        with joint.graph.inserting_before(output):
+            late = joint.graph.call_function(torch.ops.aten.cos.default, (sine.args[0],))
+        late.meta = {"val": gradient.meta["val"], "partitioner_tag": "must_be_in_backward"}
+        output.args = ([*output.args[0][:-1], late],)
+        seen.forward, seen.backward = min_cut_rematerialization_partition(joint, inputs, **arguments)
+        return seen.forward, seen.backward
+
+    def compiler(module: fx.GraphModule, inputs: Any) -> Callable[[list], Any]:
+        def run(arguments: list) -> Any:
+            seen.calls.append(type(arguments))
+            values = list(arguments)
+            arguments.clear()
+            return module(*values)
+
+        run._boxed_call = True
+        return run
+
+    def backend(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        seen.dynamo = module
+        return aot_module_simplified(
+            module,
+            inputs,
+            fw_compiler=compiler,
+            bw_compiler=compiler,
+            partition_fn=partition,
+            inference_compiler=compiler,
+            keep_inference_input_mutations=True,
+        )
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 3, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (torch.sin(self.layer(x)) @ self.layer.weight).sum()
+
+    torch._dynamo.reset()
+    torch.compile(Model(), backend=backend)(torch.randn(2, 3, requires_grad=True)).backward()
+    return seen
+
+
+def test_placeholders_have_a_source(captured: SimpleNamespace) -> None:
+    """capture.py: the name of each parameter comes from where Dynamo found it."""
+    sources = [getattr(n, "_dynamo_source", None) for n in captured.dynamo.graph.find_nodes(op="placeholder")]
+    names = [source.name() if callable(source.name) else source.name for source in sources]
+    expected = "L['self']._modules['layer']._parameters['weight']"
+    assert expected in names, _broken(f"Dynamo's sources are {names}; capture._qualified expects {expected}")
+
+
+def test_nodes_are_described(captured: SimpleNamespace) -> None:
+    """capture.py: inputs and gradients are found by AOTAutograd's descriptors."""
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+
+    primals = [n for n in captured.joint.graph.find_nodes(op="placeholder") if n.name.startswith("primals")]
+    broken = _broken("the descriptors in a joint graph's metadata (capture._origin)")
+    assert [n.meta["desc"] for n in primals] == [PlainAOTInput(0), PlainAOTInput(1)], broken
+    count = captured.arguments["num_fwd_outputs"]
+    assert captured.descriptors[count:] == [GradAOTOutput(PlainAOTInput(0)), GradAOTOutput(PlainAOTInput(1))], broken
+
+
+def test_the_partitioner_obeys_tags(captured: SimpleNamespace) -> None:
+    """passes/: what must be saved, recomputed, or done in backward."""
+    targets = [[n.target for n in g.graph.nodes] for g in (captured.forward, captured.backward)]
+    sine, cosine, mm = torch.ops.aten.sin.default, torch.ops.aten.cos.default, torch.ops.aten.mm.default
+    broken = _broken("how the partitioner reads node.meta['recompute'] and ['partitioner_tag']")
+    assert sine in targets[0] and sine in targets[1], broken
+    saved = next(iter(captured.forward.graph.find_nodes(op="output"))).args[0]
+    assert any(n.target is mm for n in saved), broken
+    assert cosine in targets[1], broken
+
+
+def test_compiled_functions_take_a_list_that_they_may_empty(captured: SimpleNamespace) -> None:
+    """capture.py, runtime/executor.py: the mark `_boxed_call`."""
+    assert captured.calls == [list, list], _broken("the protocol of _boxed_call")
+
+
+def test_graphs_keep_nodes_with_effects() -> None:
+    """ops.py: `has_side_effect` guards a node without users from dead-code elimination."""
+    from zinf_fx import ops
+
+    graph = fx.Graph()
+    token = graph.placeholder("token")
+    graph.call_function(ops.release, (token,))
+    graph.call_function(operator.add, (1, 2))
+    graph.output(())
+    graph.eliminate_dead_code()
+    assert [n.target for n in graph.nodes][1:-1] == [ops.release], _broken("torch.fx.node.has_side_effect")
+
+
+def test_a_failing_backend_shows_its_error() -> None:
+    """explain.py: the exception that the backend raised is `inner_exception`."""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    def backend(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        raise KeyError("mine")
+
+    torch._dynamo.reset()
+    with pytest.raises(BackendCompilerFailed) as error:
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    assert isinstance(error.value.inner_exception, KeyError), _broken("BackendCompilerFailed.inner_exception")
+
+
+def _find(path: str, user: str) -> Any:
+    """What `path` names, however much of it is a module."""
+    parts = path.split(".")
+    found = import_module(parts[0])
+    for depth, part in enumerate(parts[1:], start=2):
+        if hasattr(found, part):
+            found = getattr(found, part)
+            continue
+        try:
+            found = import_module(".".join(parts[:depth]))
+        except ImportError:
+            pytest.fail(_broken(f"{path} is gone: {user}"))
+    return found
+
+
+def _broken(what: str) -> str:
+    return f"torch {torch.__version__} changed what zinf_fx relies on: {what}"
