@@ -78,7 +78,7 @@ def reserved_huge_pages(wanted: bool) -> Iterator[None]:
 def contenders(args: argparse.Namespace, nbytes: int, undo: contextlib.ExitStack) -> Iterator[Contender]:
     shapes = [(BLOCK, DEPTH)]
     if args.all_shapes:
-        shapes += [(1 << 20, 8), (1 << 20, 32), (2 << 20, 16), (4 << 20, 16), (8 << 20, 4), (8 << 20, 8)]
+        shapes += [(1 << 20, 8), (1 << 20, 32), (2 << 20, 16), (4 << 20, 8), (8 << 20, 8)]
     trials = [
         undo.enter_context(Trial(args.directory, nbytes=nbytes, block=block, depth=depth, checksum=checksum))
         for block, depth in shapes
@@ -107,9 +107,11 @@ def measure(args: argparse.Namespace, nbytes: int) -> list[tuple[Contender, dict
         field = list(contenders(args, nbytes, undo))
         found: dict[int, dict[Operation, list[float]]] = {i: {d: [] for d in DIRECTIONS} for i in range(len(field))}
         with tqdm(total=args.rounds * len(DIRECTIONS) * len(field), unit="run", disable=args.json) as bar:
-            for _ in range(args.rounds):
+            for turn in range(args.rounds):
                 for direction in DIRECTIONS:
-                    for i, contender in enumerate(field):
+                    for k in range(len(field)):
+                        i = (turn + k) % len(field)  # nobody always comes after the same one
+                        contender = field[i]
                         bar.set_description(f"{direction} {contender.name}"[:60])
                         found[i][direction].append(contender.run(direction).bytes_per_second)
                         bar.update()

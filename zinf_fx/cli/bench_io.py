@@ -22,7 +22,7 @@ from zinf_fx.runtime import fio
 from zinf_fx.runtime.filesystem import file_system_of
 from zinf_fx.runtime.measure import OPERATIONS, Operation, Profile, Rate, Trial, store_profile
 
-SHAPES = ((BLOCK, DEPTH), (1 << 20, 32), (1 << 20, 8))
+SHAPES = ((BLOCK, DEPTH), (BLOCK, 8), (1 << 20, 32))
 FIO_SHAPES = tuple(
     fio.Shape(engine, block, depth, huge_pages)
     for engine in ("libaio", "io_uring")

@@ -15,8 +15,8 @@ log = logging.getLogger(__name__)
 BLOCK = 4 << 20
 """Bytes of one transfer."""
 
-DEPTH = 8
-"""Transfers under way at a time."""
+DEPTH = 16
+"""Transfers under way at a time. With 8, reads were 8 % and writes 18 % slower: checksums take the thread away from them."""
 
 WAIT_SLICE = 0.25
 """Seconds after which a waiting thread looks for signals, so that Ctrl-C works while the device doesn't answer."""

@@ -88,8 +88,9 @@ class Trial:
             self._file: File = self.engine.attach(direct, self.path, alignment=PAGE)
             undo.callback(self._file.detach)
             self._sums = PageSums(self.nbytes // PAGE, 1) if checksum else None
-            # Not much more memory than is under way, as other tools have it: what a cache does is part of the result.
-            memory = aligned_empty((depth + 2) * block).random_(0, 256)
+            # Little more memory than is under way, as other tools have it, because what a cache does is part of the
+            # result; and enough requests in the queue that this thread may come late.
+            memory = aligned_empty(2 * depth * block).random_(0, 256)
             self._memory = list(memory.split(block))
             self.run("write")
             self._undo = undo.pop_all()
