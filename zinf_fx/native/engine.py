@@ -16,7 +16,7 @@ BLOCK = 4 << 20
 """Bytes of one transfer."""
 
 DEPTH = 16
-"""Transfers under way at a time. With 8, reads were 8 % and writes 18 % slower: checksums take the thread away from them."""
+"""Transfers under way at a time. With 8, reads were 8 % and writes 18 % slower: checksums keep the thread busy."""
 
 WAIT_SLICE = 0.25
 """Seconds after which a waiting thread looks for signals, so that Ctrl-C works while the device doesn't answer."""
