@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.nn import functional as F
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 Case = Callable[[], tuple[nn.Module, tuple[Any, ...]]]
@@ -20,6 +21,11 @@ def case(build: Case) -> Case:
     """Register a builder of (model, inputs) under its name."""
     CASES[build.__name__] = build
     return build
+
+
+def case_since(version: str) -> Callable[[Case], Case]:
+    """As `case`, for what PyTorch can capture with tensor subclasses from that version on."""
+    return case if TorchVersion(torch.__version__) >= version else lambda build: build
 
 
 class Expression(nn.Module):
@@ -331,7 +337,7 @@ def changed_input() -> tuple[nn.Module, tuple]:
     return Expression(forward, layer=nn.Linear(4, 4)), (rows(),)
 
 
-@case
+@case_since("2.13")
 def weight_in_a_nested_region() -> tuple[nn.Module, tuple]:
     region = torch.compiler.nested_compile_region(lambda m, x: torch.relu(m.layer(x)))
     return Expression(lambda m, x: region(m, region(m, x)).sum(), layer=nn.Linear(4, 4)), (rows(),)

@@ -199,6 +199,34 @@ def test_a_gradient_that_aliases_a_tile_is_cloned() -> None:
     )
 
 
+def test_what_leaves_in_many_ways_is_cloned_once() -> None:
+    """As a result, twice, and as the gradient of two tiles: the release comes after the one clone."""
+    built = Builder("backward", {"a": (4, 4), "b": (4, 4), "c": (4, 4)})
+    c = built.gather("c")
+    built.returns(c, c, c, c, gradients={0: "a", 1: "b"}, backward=4)
+    built.run(ReduceGradients())
+    built.check(
+        *PASSES,
+        after="""
+        backward graph
+        inputs
+          a : f32[4, 4] on nvme, gradient on host
+          b : f32[4, 4] on nvme, gradient on host
+          c : f32[4, 4] on nvme, gradient on host
+        operator 0
+          fetch c  # lower_gathers
+          upload c  # lower_gathers
+          allgather c  # lower_gathers
+          %0 = wait c : f32[4, 4]  # lower_gathers
+          %1 = aten.clone(%0) : f32[4, 4]  # lower_gathers
+          release c  # lower_gathers
+          %2 = reduce_scatter b, %1 : f32[4, 4]  # reduce_gradients
+          %3 = reduce_scatter a, %1 : f32[4, 4]  # reduce_gradients
+        return %3, %2, %1, %1
+        """,
+    )
+
+
 def test_an_unused_gather_vanishes() -> None:
     built = Builder("forward", {"a": (4, 4)})
     x = built.input(2, 4)

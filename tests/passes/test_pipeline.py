@@ -141,6 +141,16 @@ def test_nothing_is_printed_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     train(*_flat(CASES["mlp"]()))
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_plans_are_deterministic(name: str) -> None:
+    """Every rank must make the same plan."""
+    texts = []
+    for _ in range(2):
+        record = train(*_flat(CASES[name]()))
+        texts.append([print_graph(module.graph, context) for module, context in record.planned.values()])
+    assert texts[0] == texts[1]
+
+
 # -- kinds of graphs --------------------------------------------------------------------------------------------------
 
 

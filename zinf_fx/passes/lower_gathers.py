@@ -54,19 +54,20 @@ class LowerGathers:
 
         aliases = aliases_of(gather)
         for alias in aliases:
-            for user in list(alias.users):
-                if user is output or user.target is ops.reduce_scatter:
-                    self._clone_for(graph, alias, user)
+            leaving = [user for user in alias.users if user is output or user.target is ops.reduce_scatter]
+            if leaving:
+                self._clone_for(graph, alias, leaving)
         uses = {user for alias in aliases for user in (alias, *alias.users)}
         # A clone made above has no position of its own: it stands right behind what it copies.
         last = max(uses, key=lambda node: order.get(node, order.get(node.args[0], -1) + 0.5))
         with graph.inserting_after(last):
             graph.call_function(ops.release, (token,)).meta = {OPERATOR: operator_of(last)}
 
-    def _clone_for(self, graph: fx.Graph, alias: fx.Node, user: fx.Node) -> None:
+    def _clone_for(self, graph: fx.Graph, alias: fx.Node, users: list[fx.Node]) -> None:
         with graph.inserting_after(alias):
             clone = graph.call_function(torch.ops.aten.clone.default, (alias,))
         clone.meta = dict(alias.meta)
         if "val" in alias.meta:
             clone.meta["val"] = alias.meta["val"].clone()
-        user.replace_input_with(alias, clone)
+        for user in users:
+            user.replace_input_with(alias, clone)
