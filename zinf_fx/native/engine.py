@@ -298,7 +298,6 @@ class Ticket:
 
     __slots__ = (
         "__weakref__",
-        "_error",
         "_file",
         "_observed",
         "_owner",
@@ -314,7 +313,6 @@ class Ticket:
         self._file = file
         self._pid = file.engine._pid
         self._owner = owner
-        self._error: StoreError | None = None
         self._observed = False
         self.name = OPERATIONS[operation]
         self.offset = offset
@@ -336,8 +334,10 @@ class Ticket:
         """
         self._join()
         self._observed = True
-        if self._error is not None:
-            raise self._error
+        # A new error each time: one that is kept would keep, by its traceback, whoever waited before.
+        error = self._outcome()
+        if error is not None:
+            raise error
 
     def _join(self) -> None:
         """Waits in slices, because a thread that sleeps in C sees no signal."""
@@ -359,8 +359,6 @@ class Ticket:
                     self._file.path,
                 )
         self._owner = None
-        if self._error is None:
-            self._error = self._outcome()
 
     def _outcome(self) -> StoreError | None:
         raw = ffi.new("zinf_outcome *")
@@ -376,8 +374,9 @@ class Ticket:
         if self._observed or os.getpid() != self._pid:
             return
         self._join()
-        if self._error is not None:
-            log.error("nobody waited for a ticket that failed: %s", self._error)
+        error = self._outcome()
+        if error is not None:
+            log.error("nobody waited for a ticket that failed: %s", error)
 
 
 def inject_setup_fault(nth: int, error: int) -> None:

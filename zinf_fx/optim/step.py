@@ -108,7 +108,7 @@ class StreamedStep:
             try:
                 tiers.drain()
             except StoreError as failed:
-                if failed is not error:
+                if str(failed) != str(error):
                     error.add_note(f"and then: {failed}")
         if not self._begun:
             return None

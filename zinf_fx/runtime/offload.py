@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,9 @@ from zinf_fx.runtime.stored_tensor import (
 )
 from zinf_fx.runtime.tiers import Tiers
 
+# Bytes of parameters that may have left before the memory that they took is given back to the system.
+_TRIM_EVERY = 64 << 20
+
 # An optimizer class with this attribute set knows how to step over stored parameters.
 STREAMS_STORED_PARAMETERS = "streams_stored_parameters"
 
@@ -49,39 +53,55 @@ def offload(model: torch.nn.Module, config: Config | None = None, **fields: obje
 def offloading(config: Config | None = None, **fields: object) -> Iterator[None]:
     """Partitioned construction: parameters of models built in this block leave as each submodule is built.
 
-    A submodule's parameters leave when its parent takes it over, after its own initialisation; what is left leaves at
-    the end of the block. So the model is never whole in memory, and its initial values are those of an ordinary
-    construction with the same seed. Parameters on the meta device, and lazy ones, stay as they are.
+    A module's parameters leave when another module registers one, or a parent takes the module over; what is left
+    leaves at the end of the block. What initialises them later writes to the store. So the model is never whole in
+    memory, and its initial values are those of an ordinary construction with the same seed. Parameters on the meta
+    device, and lazy ones, stay as they are.
     """
     config = decided(Config.of(config, fields), None)
     tiers = Tiers.of(config)
     if config.placement.parameters == "nvme":
         _ = tiers.store  # a directory that can't be used shows before anything is built
-    built: list[weakref.ref[torch.nn.Parameter]] = []
+    present: list[weakref.ref[torch.nn.Parameter]] = []  # those of `current` that have not left
+    current: weakref.ref[torch.nn.Module] | None = None
+    freed = 0
 
-    def note(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+    def register(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        nonlocal current
+        if current is None or current() is not module:
+            leave()
+            current = weakref.ref(module)
         if parameter is not None:
-            built.append(weakref.ref(parameter))
+            present.append(weakref.ref(parameter))
 
-    def leave(parent: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
-        if submodule is None:
-            return
-        for parameter in submodule.parameters():
+    def take_over(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
+        for parameter in module.parameters() if module is not None else ():
             store(parameter)
-        built[:] = [ref for ref in built if not isinstance(ref(), StoredTensor | None)]
+        present[:] = [ref for ref in present if not isinstance(ref(), StoredTensor | None)]
+
+    def leave() -> None:
+        while present:
+            if (parameter := present.pop()()) is not None:
+                store(parameter)
 
     def store(parameter: torch.nn.Parameter) -> None:
+        nonlocal freed
         if isinstance(parameter, StoredTensor) or is_lazy(parameter) or parameter.is_meta:
             return
         check_storable(parameter, f"a parameter of shape {tuple(parameter.shape)}")
         replace_in_place(parameter, _written(parameter, _reserved(parameter, tiers, config)))
+        freed += parameter.nbytes
+        if freed >= _TRIM_EVERY:
+            freed = 0
+            _trim_heap()
 
-    handles = [register_module_parameter_registration_hook(note), register_module_module_registration_hook(leave)]
+    handles = [
+        register_module_parameter_registration_hook(register),
+        register_module_module_registration_hook(take_over),
+    ]
     try:
         yield
-        for ref in built:
-            if (parameter := ref()) is not None:
-                store(parameter)
+        leave()
         tiers.drain()
     finally:
         for handle in handles:
@@ -98,16 +118,26 @@ def offload_parameters(parameters: Mapping[str, torch.nn.Parameter], config: Con
         check_storable(parameter, f"parameter '{name}'")
     _check_disjoint(parameters)
     tiers = Tiers.of(config)
-    moves = [(parameter, _reserved(parameter, tiers, config)) for parameter in parameters.values()]
-    to_disk = any(t.base.tier == "nvme" for _, twin in moves for t in (twin, twin.grad) if t is not None)
-    for parameter, twin in moves:
-        _written(parameter, twin)
-        if not to_disk:
-            replace_in_place(parameter, twin)
+    twins = [_reserved(parameter, tiers, config) for parameter in parameters.values()]
+    to_disk = any(t.base.tier == "nvme" for twin in twins for t in (twin, twin.grad) if t is not None)
     if to_disk:
+        for parameter, twin in zip(parameters.values(), twins, strict=True):
+            _written(parameter, twin)
         tiers.drain()
-        for parameter, twin in moves:
-            replace_in_place(parameter, twin)
+    twins.reverse()
+    for parameter in parameters.values():
+        twin = twins.pop()  # gets the memory of `parameter`, and must not be kept
+        replace_in_place(parameter, twin if to_disk else _written(parameter, twin))
+    twin = None
+    _trim_heap()
+
+
+def _trim_heap() -> None:
+    """Give the memory of freed tensors back. glibc keeps it when small blocks lie behind, and then doesn't reuse it
+    either for a tensor of the same size, because of the alignment that tensors ask for."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def _reserved(parameter: torch.nn.Parameter, tiers: Tiers, config: Config) -> StoredTensor:

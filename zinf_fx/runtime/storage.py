@@ -46,7 +46,7 @@ class TensorStorage:
             # The whole scratch directory goes at exit.
             weakref.finalize(self, _free, tiers.store, self._extent, self._writes, self._reads).atexit = False
         elif tier == "host":
-            buffer = tiers.host.lease(self.nbytes)
+            buffer = tiers.lease(self.nbytes)
             self._resident = buffer.tensor((numel,), dtype)
             weakref.finalize(self, buffer.release).atexit = False
         else:
@@ -107,7 +107,7 @@ class TensorStorage:
         assert start % WINDOW_ALIGNMENT == 0 and start >= 0 and start + count <= self.numel, (start, count, self.numel)
         if self._resident is not None:
             return Window(self, start, self._resident[start : start + count], None, None)
-        buffer = tiers.host.lease(count * self.dtype.itemsize)
+        buffer = tiers.lease(count * self.dtype.itemsize)
         try:
             ticket = self._read(buffer.address, start, count) if load and count else None
         except BaseException:

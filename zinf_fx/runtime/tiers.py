@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from zinf_fx.config import Config
-from zinf_fx.errors import ConfigError
+from zinf_fx.errors import ConfigError, StoreError
 from zinf_fx.runtime.buffers import Arena, Buffer
 from zinf_fx.runtime.store import Store, Ticket
 
@@ -77,6 +77,20 @@ class Tiers:
     def store_in_use(self) -> Store | None:
         """The NVMe tier if anything was ever placed on it."""
         return self._store
+
+    def lease(self, nbytes: int) -> Buffer:
+        """A buffer of the host arena; waits for those that are being written to the store when there is no room.
+
+        Raises: StoreError when there is no room yet after that, or a write failed.
+        """
+        with self._lock:
+            while True:
+                try:
+                    return self.host.lease(nbytes)
+                except StoreError:
+                    if not self._writes:
+                        raise
+                self._retire()
 
     def writing(self, ticket: Ticket, buffer: Buffer) -> None:
         """Take over `buffer` until `ticket`, a write from it, is done; waits while too many bytes are under way."""
