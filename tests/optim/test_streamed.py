@@ -11,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import zinf_fx
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError, StoreError
+from zinf_fx.native.engine import Fault
 
 FUSED = {"fused": True}
 # The class's name, its options, and those that the plain class needs besides for the same arithmetic.
@@ -265,9 +266,11 @@ def test_autograd_notices_the_update(twins):
         stale.backward()
 
 
-def test_buffers_are_bounded_and_given_back(twins):
+@pytest.mark.parametrize("delay", [0.0, 0.05])
+def test_buffers_are_bounded_and_given_back(twins, delay):
     pair = twins(shapes=((400_000,), *[(100,)] * 200, (400_000,)))
     optimizer = optim.AdamW(pair.stored)
+    pair.stored[0].storage.tiers.store.inject(Fault("completion", operation="write", count=10**6, delay=delay))
     arena = pair.stored[0].storage.tiers.host
     leased = []
     lease = arena.lease

@@ -104,7 +104,7 @@ class Tiers:
         """Wait until at most `nbytes` are on their way to the store."""
         with self._lock:
             started = time.perf_counter()
-            while sum(buffer.nbytes for _, buffer in self._writes) > nbytes:
+            while sum(buffer.capacity for _, buffer in self._writes) > nbytes:
                 self._retire()
             self.counters.write_stall_seconds += time.perf_counter() - started
 
