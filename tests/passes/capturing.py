@@ -44,11 +44,13 @@ class Stage:
 class Record:
     """What happened to one captured model.
 
+    `parameters`: full values by name; `trainable`: the names of those with gradients.
     `inputs`: by placeholder name, the last values that the forward and backward graph were called with.
     `gradients`: by parameter name, what its offloads summed to.
     """
 
     parameters: dict[str, torch.Tensor]
+    trainable: frozenset[str] = frozenset()
     stages: list[Stage] = field(default_factory=list)
     planned: dict[str, tuple[fx.GraphModule, GraphContext]] = field(default_factory=dict)
     joint: tuple[fx.GraphModule, GraphContext, dict[str, Any]] | None = None
@@ -73,7 +75,10 @@ def compiled(model: nn.Module, config: Config | None = None, dynamic: bool | Non
     The model is changed: its parameters become stored tensors without bytes.
     """
     config = config or Config(placement="infinity-nvme")
-    record = Record({name: p.detach().clone() for name, p in model.named_parameters()})
+    record = Record(
+        parameters={name: p.detach().clone() for name, p in model.named_parameters()},
+        trainable=frozenset(name for name, p in model.named_parameters() if p.requires_grad),
+    )
     _take_bytes_away(model, config)
 
     def backend(module: fx.GraphModule, inputs: list) -> Callable:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
+from capturing import Record, train
 from torch import Tensor, nn
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.nn import functional as F
@@ -365,6 +366,13 @@ def weight_as_reshaped_copy() -> tuple[nn.Module, tuple]:
         return torch.relu(x @ m.w.t().reshape(2, 8).reshape(4, 4)).sum()
 
     return Expression(forward, w=torch.randn(4, 4)), (rows(),)
+
+
+@cache
+def trained(name: str) -> Record:
+    """The record of one training step of a case, for tests that only look at it."""
+    model, inputs = CASES[name]()
+    return train(model, *inputs)
 
 
 def rows() -> Tensor:

@@ -7,8 +7,7 @@ import operator
 import pytest
 import torch
 from building import Builder, aten
-from capturing import train
-from models import CASES
+from models import CASES, trained
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -101,9 +100,7 @@ def test_sizes_share_nothing() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_sees_all_that_share_memory_in_real_graphs(name: str) -> None:
     """Fake tensors share storages as real ones do: an oracle that the passes don't use."""
-    model, inputs = CASES[name]()
-    record = train(model, *inputs)
-    for stage in record.stages:
+    for stage in trained(name).stages:
         for node in stage.before.nodes:
             if not is_compute(node):
                 continue

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from building import Builder, aten
-from capturing import train
-from models import CASES
+from models import trained
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zinf_fx.passes.keep_activations import KeepActivations
@@ -57,7 +56,7 @@ def test_golden() -> None:
 
 
 def test_saves_what_eager_saves() -> None:
-    record = train(*_flat(CASES["mlp"]()))
+    record = trained("mlp")
     forward, context = record.planned["forward"]
     results = next(iter(forward.graph.find_nodes(op="output"))).args[0]
     saved = [type_text(node.meta["val"]) for node in results[1:] if node.name not in context.tiles]
@@ -67,13 +66,8 @@ def test_saves_what_eager_saves() -> None:
 
 
 def test_checkpointed_blocks_save_their_inputs_only() -> None:
-    record = train(*_flat(CASES["checkpointed"]()))
+    record = trained("checkpointed")
     forward, context = record.planned["forward"]
     results = next(iter(forward.graph.find_nodes(op="output"))).args[0]
     saved = [type_text(node.meta["val"]) for node in results[1:] if node.name not in context.tiles]
     assert saved == ["f32[3, 4]"] * 3, print_graph(forward.graph, context)
-
-
-def _flat(case: tuple) -> tuple:
-    model, inputs = case
-    return (model, *inputs)

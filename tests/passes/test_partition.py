@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from capturing import Record, copy_context, copy_graph, train
-from models import CASES, Expression
+from models import CASES, Expression, trained
 from reference import assert_same
 from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy
@@ -23,8 +23,7 @@ from zinf_fx.passes.reduce_gradients import ReduceGradients
 
 @pytest.mark.parametrize("name", CASES)
 def test_forward_and_backward_compute_what_the_joint_graph_computes(name: str) -> None:
-    model, inputs = CASES[name]()
-    record = train(model, *inputs)
+    record = trained(name)
     if record.joint is None:
         return
     module, context, arguments = record.joint
@@ -40,14 +39,12 @@ def test_forward_and_backward_compute_what_the_joint_graph_computes(name: str) -
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_reduction_is_in_backward(name: str) -> None:
-    model, inputs = CASES[name]()
-    record = train(model, *inputs)
+    record = trained(name)
     if record.joint is None:
         return
-    trainable = {n for n, p in model.named_parameters() if p.requires_grad}
     backward, context = record.planned["backward"]
     reduced = [context.tile_of(node).name for node in nodes_calling(backward.graph, ops.reduce_scatter)]
-    assert len(reduced) == len(set(reduced)) and set(reduced) <= trainable
+    assert len(reduced) == len(set(reduced)) and set(reduced) <= record.trainable
     assert set(reduced) == set(record.gradients)
     assert not list(nodes_calling(record.planned["forward"][0].graph, ops.reduce_scatter))
 
@@ -77,8 +74,7 @@ def test_a_saved_weight_is_refused(what: str) -> None:
 
 
 def test_the_message_names_all_weights_of_a_fused_one() -> None:
-    model, inputs = CASES["concatenated_weights"]()
-    module, context, arguments = train(model, *inputs).joint
+    module, context, arguments = trained("concatenated_weights").joint
     joint, context = fx.GraphModule(module, copy_graph(module.graph)), copy_context(context)
     run_passes(joint.graph, context, [KeepActivations(), ReduceGradients()])
     with pytest.raises(PlanError, match=r"the value of 'q\.weight' and 'k\.weight' for backward"):

@@ -7,8 +7,7 @@ import operator
 import pytest
 import torch
 from building import Builder, aten
-from capturing import train
-from models import CASES
+from models import CASES, trained
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zinf_fx.passes.keep_activations import KeepActivations
@@ -95,8 +94,7 @@ def test_a_gather_is_no_border_of_a_checkpointed_region() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_value_of_a_tile_is_saved(name: str) -> None:
-    model, inputs = CASES[name]()
-    record = train(model, *inputs)
+    record = trained(name)
     if "forward" not in record.planned:
         return
     # Before gathers are lowered, a tile's value is what gathers, views and copies make of it.
@@ -108,8 +106,6 @@ def test_no_value_of_a_tile_is_saved(name: str) -> None:
 
 
 def test_casts_of_autocast_are_repeated() -> None:
-    model, inputs = CASES["autocast"]()
-    record = train(model, *inputs)
-    stage = record.stage("regions", "backward")
+    stage = trained("autocast").stage("regions", "backward")
     casts = [n for n in tile_values(stage.after) if n.target is torch.ops.aten._to_copy.default]
     assert len(casts) == 4  # the weights of two blocks, two matrices each; biases are not needed again

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 from building import Builder, aten
-from capturing import train
-from models import CASES
+from models import trained
 
 from zinf_fx.passes.framework import is_compute, operator_of
 from zinf_fx.passes.regions import Regions
@@ -72,8 +71,7 @@ def test_golden() -> None:
 
 
 def test_repeated_layers_give_identical_operators() -> None:
-    model, inputs = CASES["mlp"]()
-    record = train(model, *inputs)
+    record = trained("mlp")
     for kind in ("forward", "backward"):
         graph, _ = record.planned[kind][0].graph, record.planned[kind][1]
         computed: dict[int, list[object]] = {}
