@@ -32,7 +32,7 @@ def backward() -> Builder:
 
 
 def found(built: Builder) -> set[tuple[str, int, int, int]]:
-    return {(f"{s.what} {s.tile.name}", s.nbytes, s.first, s.last) for s in spans(built.graph, built.context)}
+    return {(s.what.replace("'", ""), s.nbytes, s.first, s.last) for s in spans(built.graph, built.context)}
 
 
 def test_tiles_and_gradients() -> None:
@@ -77,22 +77,19 @@ def test_a_tile_that_the_turn_fetches_again_counts_once(turn: int, parts: set[tu
 
 
 def test_ledger() -> None:
-    tile = next(iter(backward().context.tiles.values()))
-    ledger = Ledger([Span(tile, "tile", HEAD, 1), Span(tile, "gradient of", 1, 2)], operators=4, budget=2 * KIB)
+    ledger = Ledger([Span("tile", KIB, HEAD, 1), Span("gradient", KIB, 1, 2)], operators=4, budget=2 * KIB)
     assert [ledger.at(operator) for operator in range(HEAD, 4)] == [KIB, KIB, 2 * KIB, KIB, 0]
     assert ledger.over_budget() is None
-    assert [s.what for s in ledger.largest(1)] == ["tile", "gradient of"]
+    assert [s.what for s in ledger.largest(1)] == ["tile", "gradient"]
     assert ledger.extend(KIB, end=3, wanted=HEAD) == 2  # operator 1 is full
     assert ledger.extend(KIB, end=0, wanted=HEAD) == HEAD
     assert ledger.extend(KIB, end=2, wanted=3) == 3
     assert [ledger.at(operator) for operator in range(HEAD, 4)] == [2 * KIB, KIB, 2 * KIB, 2 * KIB, KIB]
     assert not ledger.take(KIB, 1) and ledger.take(KIB, 3)
-    assert replace(ledger.entries[0], last=3).last == 3
 
 
 def test_ledger_over_budget() -> None:
-    tile = next(iter(backward().context.tiles.values()))
-    entries = [Span(tile, "tile", 0, 1), Span(tile, "tile", 1, 2)]
+    entries = [Span("tile", KIB, 0, 1), Span("tile", KIB, 1, 2)]
     assert Ledger(entries, operators=3, budget=2 * KIB - 1).over_budget() == 1
     assert Ledger(entries, operators=3, budget=None).over_budget() is None
     assert Ledger([], operators=0, budget=1).over_budget() is None

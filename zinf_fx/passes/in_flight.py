@@ -23,18 +23,23 @@ from zinf_fx.plan.schedule import HEAD, Tile
 class Span:
     """A tile or its gradient in flight: from operator `first` to operator `last`, both included."""
 
-    tile: Tile
     what: str
+    nbytes: int
     first: int
     last: int
 
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.tile.nbytes
-
     def __str__(self) -> str:
-        return f"{self.what} '{self.tile.name}' ({self.nbytes} bytes)"
+        return f"{self.what} ({self.nbytes} bytes)"
+
+
+def tile_bytes(tile: Tile) -> int:
+    """Bytes that the tile takes while it is in flight."""
+    return 0 if tile.tier == "device" else tile.nbytes
+
+
+def gradient_bytes(tile: Tile) -> int:
+    """Bytes that the tile's gradient takes while it is in flight."""
+    return 0 if tile.gradient_tier == "device" else tile.nbytes
 
 
 def operators_in(graph: fx.Graph) -> int:
@@ -52,14 +57,16 @@ def spans(graph: fx.Graph, context: GraphContext) -> list[Span]:
     found = []
     for (token, kind), first in where.items():
         tile = context.tiles[token]
-        if kind is ops.fetch and tile.tier != "device":
-            found.append(Span(tile, "tile", first, where[token, ops.release]))
-        elif kind == "turn" and tile.tier != "device":
+        of_tile = (f"tile '{tile.name}'", tile_bytes(tile))
+        if kind is ops.fetch:
+            found.append(Span(*of_tile, first, where[token, ops.release]))
+        elif kind == "turn":
             own = (where.get((token, ops.fetch), last + 1), where.get((token, ops.release), last + 1))
-            found += [Span(tile, "tile", *part) for part in _without(first, last, *own)]
-        elif kind is ops.reduce_scatter and tile.gradient_tier != "device":
-            found.append(Span(tile, "gradient of", first, where.get((token, ops.offload), last)))
-    return found
+            found += [Span(*of_tile, *part) for part in _without(first, last, *own)]
+        elif kind is ops.reduce_scatter:
+            until = where.get((token, ops.offload), last)
+            found.append(Span(f"gradient of '{tile.name}'", gradient_bytes(tile), first, until))
+    return [span for span in found if span.nbytes]
 
 
 def _without(first: int, last: int, own_first: int, own_last: int) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ from torch import fx
 from zinf_fx import ops
 from zinf_fx.errors import PlanError
 from zinf_fx.passes.framework import OPERATOR, GraphContext, HeadTransfer, nodes_calling, operator_of
-from zinf_fx.passes.in_flight import Ledger, operators_in, spans
+from zinf_fx.passes.in_flight import Ledger, gradient_bytes, operators_in, spans, tile_bytes
 from zinf_fx.plan.schedule import HEAD
 
 # Operators between the one that computes a gradient and the one during which it is offloaded.
@@ -72,8 +72,7 @@ class Prefetch:
             if node.target is ops.fetch:
                 tile, use = context.tile_of(node), operator_of(node)
                 wanted = max(use - distance_of[ops.fetch], HEAD)
-                free = tile.tier == "device"
-                earliest[node.args[0]] = wanted if free else ledger.extend(tile.nbytes, use, wanted)
+                earliest[node.args[0]] = ledger.extend(tile_bytes(tile), use, wanted)
         # What starts first stands first: the head before operator 0, which may begin at the same node. Among those of
         # one operator the nearer use stands first, because the disk serves requests in order.
         moved = []
@@ -88,25 +87,21 @@ class Prefetch:
         count = operators_in(graph)
         starts = _operator_starts(graph)
         tokens = {node.name: node for node in graph.find_nodes(op="placeholder")}
-        own: dict[tuple[str, object], int] = {
-            (node.args[0].name, node.target): operator_of(node) for node in nodes_calling(graph, ops.fetch, ops.release)
-        }
+        fetch_at = {node.args[0].name: operator_of(node) for node in nodes_calling(graph, ops.fetch)}
+        release_at = {node.args[0].name: operator_of(node) for node in nodes_calling(graph, ops.release)}
         fetched: dict[str, int | None] = {}
         for transfer in context.successor_head if count else ():
             # In a graph that is shorter than the distance, the turn starts right behind the graph's own head.
-            operator = max(count - transfer.operators_early, 0)
+            operator, token = max(count - transfer.operators_early, 0), transfer.token
             if transfer.op is ops.fetch:
-                held = range(
-                    own.get((transfer.token, ops.fetch), count), own.get((transfer.token, ops.release), HEAD) + 1
-                )
-                free = context.tiles[transfer.token].tier == "device"
-                nbytes = 0 if free else context.tiles[transfer.token].nbytes
-                fetched[transfer.token] = _room_until_end(ledger, nbytes, range(operator, count), held)
-            if (start := fetched[transfer.token]) is None:
+                held = range(fetch_at.get(token, 0), release_at.get(token, HEAD) + 1)
+                nbytes = tile_bytes(context.tiles[token])
+                fetched[token] = _room_until_end(ledger, nbytes, range(operator, count), held)
+            if (start := fetched[token]) is None:
                 continue
             operator = max(operator, start)
             with graph.inserting_before(starts[operator]):
-                node = graph.call_function(transfer.op, (tokens[transfer.token],), {"turn": True})
+                node = graph.call_function(transfer.op, (tokens[token],), {"turn": True})
             node.meta[OPERATOR] = operator
 
     def _delay_offloads(self, graph: fx.Graph, context: GraphContext, ledger: Ledger) -> None:
@@ -117,7 +112,7 @@ class Prefetch:
         for node in nodes_calling(graph, ops.offload):
             tile, made = context.tile_of(node), operator_of(node)
             wanted = min(made + _OFFLOAD_DISTANCE, last)
-            operator = wanted if tile.gradient_tier == "device" else ledger.extend(tile.nbytes, made, wanted)
+            operator = ledger.extend(gradient_bytes(tile), made, wanted)
             if operator == last < made + _OFFLOAD_DISTANCE:
                 _place(node, last, output)
             elif operator > made:
