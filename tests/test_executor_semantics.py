@@ -5,69 +5,20 @@ from __future__ import annotations
 import copy
 import errno
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from twins import Net, assert_nothing_leaked, assert_same_gradients, fresh_dynamo, pair, x
 
 import zinf_fx
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import Fault
 from zinf_fx.runtime.executor import EXECUTOR
+from zinf_fx.runtime.tiers import Tiers
 
-
-class Net(nn.Module):
-    """A few layers; `hook` is called between them, inside or outside of the captured graph."""
-
-    def __init__(self, width: int = 32, layers: int = 4) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
-        self.unused = nn.Linear(width, width)
-        self.scale = nn.Parameter(torch.ones(width))
-        self.hook = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-            if self.hook is not None:
-                x = self.hook(x)
-        return (x * self.scale).square().sum()
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def pair(tmp_path: Path) -> tuple[Net, Net]:
-    """A plain model, and its twin on disk."""
-    torch.manual_seed(0)
-    plain = Net()
-    return plain, zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, placement="nvme")
-
-
-def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
-    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), name
-        assert p.grad is None or torch.equal(p.grad.full_tensor(), q.grad), name
-
-
-def assert_nothing_leaked(model: Net) -> None:
-    """No buffer of the host arena is in use once writes are done and nothing is expected."""
-    EXECUTOR.reset()
-    tiers = model.scale.storage.tiers
-    tiers.drain()
-    gc.collect()
-    assert tiers.host.in_use == 0
-
-
-def x(rows: int = 3) -> Tensor:
-    return torch.randn(rows, 32)
+__all__ = ["fresh_dynamo", "pair"]  # fixtures
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -309,3 +260,83 @@ def test_the_forward_graph_starts_the_head_of_its_backward(pair: tuple[Net, Net]
     assert {model.layers[k].weight.storage.key for k in (2, 3)} <= ahead
     loss.backward()
     assert not expected.anticipated
+
+
+# -- what changes between calls --------------------------------------------------------------------------------------
+
+
+def test_parameters_freeze_and_thaw(pair: tuple[Net, Net]) -> None:
+    plain, model = pair
+    call = torch.compile(model, backend="zinf")
+    for frozen in (False, True, False):
+        batch = x()
+        for net, run in ((plain, plain), (model, call)):
+            net.layers[1].requires_grad_(not frozen)
+            run(batch).backward()
+    assert_same_gradients(model, plain)
+    assert_nothing_leaked(model)
+
+
+def test_values_that_change_in_the_store_are_fetched_again(pair: tuple[Net, Net]) -> None:
+    """Also those that were fetched in advance for the next graph."""
+    plain, model = pair
+    call = torch.compile(model, backend="zinf")
+    for _ in range(2):
+        call(x()).backward()
+    for seed in range(3):
+        torch.manual_seed(seed)
+        state = {name: torch.randn_like(value) for name, value in plain.state_dict().items()}
+        for net in pair:
+            net.load_state_dict(state)
+            with torch.no_grad():
+                net.layers[0].weight[3].mul_(2)
+        batch = x()
+        assert torch.equal(call(batch), plain(batch))
+    assert_nothing_leaked(model)
+
+
+def test_a_model_that_dies_between_forward_and_backward(pair: tuple[Net, Net]) -> None:
+    plain, model = pair
+    batch = x()
+    plain(batch).backward()
+    loss = torch.compile(model, backend="zinf")(batch)
+    weight = model.layers[0].weight
+    del model, pair
+    gc.collect()
+    loss.backward()
+    assert torch.equal(weight.grad, plain.layers[0].weight.grad)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_first_call_of_the_one_line_use_may_be_an_evaluation(tmp_path: Path, mode: type) -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    model = copy.deepcopy(plain)
+    call = torch.compile(model, backend="zinf", options={"placement": "nvme", "store": tmp_path})
+    batch = x()
+    for _ in range(2):
+        with mode():
+            assert torch.equal(call(batch), plain(batch))
+    for _ in range(2):
+        plain(batch).backward()
+        call(batch).backward()
+    assert not model.scale.is_inference()
+    assert_same_gradients(model, plain)
+
+
+def test_the_one_line_use_leaves_the_model_alone_when_the_disk_fails(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    model = copy.deepcopy(plain)
+    call = torch.compile(model, backend="zinf", options={"placement": "nvme", "store": tmp_path})
+    tiers = Tiers.of(zinf_fx.Config(store=tmp_path, placement="nvme"))
+    tiers.store.inject(Fault("completion", operation="write", nth=4, errno=errno.ENOSPC))
+    batch = x()
+    with pytest.raises(StoreError, match="full"):
+        call(batch)
+    tiers.store.clear_faults()
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    for _ in range(2):
+        plain(batch).backward()
+        call(batch).backward()
+    assert_same_gradients(model, plain)

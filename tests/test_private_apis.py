@@ -49,6 +49,12 @@ FUNCTIONS: dict[str, tuple[tuple[str, ...], str]] = {
 # Private names without a signature to look at.
 NAMES: dict[str, str] = {
     "torch._C._swap_tensor_impl": "runtime/offload.py gives a parameter its stored twin's implementation",
+    "torch._C._will_engine_execute_node": "runtime/executor.py asks whether backward is to accumulate a gradient",
+    "torch._C._current_graph_task_id": "runtime/executor.py asks whether backward is under way",
+    "torch.Tensor._use_count": "runtime/offload.py sees whether autograd has recorded a parameter",
+    "torch.Tensor._backward_hooks": "runtime/stored_tensor.py tells an implementation of the hooks of its object",
+    "torch.Tensor._post_accumulate_grad_hooks": "runtime/stored_tensor.py tells an implementation of the hooks",
+    "torch.autocast_increment_nesting": "runtime/stored_tensor.py asks whether an autocast context is open",
     "torch._C._disabled_torch_function_impl": "runtime/stored_tensor.py is dispatched below autograd only",
     "torch._disable_dynamo": "optim/streamed.py keeps Dynamo out of the optimizer's step",
     "torch._ops.OpOverload": "passes/aliases.py reads schemas",

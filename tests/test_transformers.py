@@ -163,6 +163,29 @@ def test_models_built_under_offloading_start_from_the_same_values(name: str, tmp
     _assert_equal(model, plain, losses, expected)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "t5"])
+def test_pretrained_models_are_loaded_into_the_store(name: str, tmp_path: Path):
+    build, inputs = MODELS[name]
+    build().save_pretrained(tmp_path / "pretrained")
+    (tmp_path / "store").mkdir()
+    kind = type(build())
+    plain = kind.from_pretrained(tmp_path / "pretrained")
+    with zinf_fx.offloading(store=tmp_path / "store", placement="nvme"):
+        model = kind.from_pretrained(tmp_path / "pretrained")
+    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert isinstance(parameter, StoredTensor) and torch.equal(parameter, other), name
+    assert torch.equal(model(**(batch := inputs())).loss, plain(**batch).loss)
+
+
+def test_generation_without_a_compiler(tmp_path: Path):
+    torch.manual_seed(0)
+    plain = _gpt2()
+    model = zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, placement="nvme")
+    prompt = torch.tensor([[5, 6, 7]])
+    texts = [m.generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=0) for m in (plain, model)]
+    assert texts[0].shape == (1, 8) and torch.equal(*texts)
+
+
 @pytest.mark.parametrize("name", ["llama", "vit"])
 def test_the_one_line_use(name: str, tmp_path: Path):
     build, inputs = MODELS[name]

@@ -190,7 +190,7 @@ class Run:
         """Move a gradient to its tier and add it to the parameter's `.grad`, as autograd would."""
         storage = self._storages[tile]
         parameter = storage.parameter and storage.parameter()
-        if parameter is None or not parameter.requires_grad:
+        if parameter is None or not parameter.requires_grad or not _accumulates(parameter):
             return
         if parameter.has_gradient_hooks:
             raise StoredTensorError(
@@ -228,6 +228,23 @@ def _bind(module: fx.GraphModule, tokens: Sequence[str]) -> fx.GraphModule:
         else:
             copies[node] = bound.node_copy(node, copies.__getitem__)
     return fx.GraphModule(module, bound, class_name=f"Planned{module.__class__.__name__}")
+
+
+def _accumulates(parameter: StoredTensor) -> bool:
+    """Whether the backward pass under way is to add to the parameter's `.grad`: `backward(inputs=...)` and
+    `torch.autograd.grad` are for some tensors only.
+
+    Raises: StoredTensorError when `torch.autograd.grad` is to return the gradient.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return True
+    try:
+        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
+    except RuntimeError as error:
+        raise StoredTensorError(
+            f"torch.autograd.grad can't return the gradient of a stored parameter of shape {tuple(parameter.shape)} "
+            "from compiled code: call backward() and read `.grad`, or run the model uncompiled"
+        ) from error
 
 
 def bind_parameters(arguments: Sequence[object]) -> None:

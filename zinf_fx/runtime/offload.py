@@ -143,10 +143,11 @@ def _trim_heap() -> None:
 def _reserved(parameter: torch.nn.Parameter, tiers: Tiers, config: Config) -> StoredTensor:
     """A stored parameter without a value yet, to take the place of `parameter`."""
     placement = config.placement
-    twin = empty_stored(parameter, tiers, placement.parameters, config).requires_grad_(parameter.requires_grad)
-    if parameter.grad is not None:
-        twin.grad = empty_stored(parameter.grad, tiers, placement.gradients, config)
-    return as_parameter(twin)
+    with torch.inference_mode(False):  # a model may be evaluated before it is trained
+        twin = empty_stored(parameter, tiers, placement.parameters, config).requires_grad_(parameter.requires_grad)
+        if parameter.grad is not None:
+            twin.grad = empty_stored(parameter.grad, tiers, placement.gradients, config)
+        return as_parameter(twin)
 
 
 def _written(parameter: torch.nn.Parameter, twin: StoredTensor) -> StoredTensor:

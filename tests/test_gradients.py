@@ -1,0 +1,103 @@
+"""Gradients of compiled code reach whoever wants to see them, or the call is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from twins import Net, assert_nothing_leaked, assert_same_gradients, fresh_dynamo, pair, x
+
+from zinf_fx.errors import StoredTensorError
+
+__all__ = ["fresh_dynamo", "pair"]  # fixtures
+
+
+def test_hooks_run_with_the_whole_gradient(pair: tuple[Net, Net]) -> None:
+    """On parameters of graphs that are cut in two, as well: autograd adds the parts up first."""
+
+    def break_graph(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x
+
+    seen: list[list[Tensor]] = [[], []]
+    for net, notes in zip(pair, seen, strict=True):
+        net.layers[3].weight = net.layers[0].weight
+        net.hook = break_graph
+        weight = net.layers[0].weight
+        weight.register_hook(lambda gradient, notes=notes: (notes.append(gradient.clone()), gradient * 2)[1])
+        net.scale.register_post_accumulate_grad_hook(lambda p, notes=notes: notes.append(torch.clone(p.grad)))
+    plain, model = pair
+    call = torch.compile(model, backend="zinf")
+    for _ in range(2):
+        batch = x()
+        plain(batch).backward()
+        call(batch).backward()
+    assert len(seen[0]) == 4 and all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+    assert_same_gradients(model, plain)
+    assert_nothing_leaked(model)
+
+
+def test_an_update_in_a_hook_needs_no_gradient_afterwards(pair: tuple[Net, Net]) -> None:
+    def update(parameter: Tensor) -> None:
+        parameter.data.sub_(parameter.grad, alpha=0.01)
+        parameter.grad = None
+
+    for net in pair:
+        for parameter in net.parameters():
+            parameter.register_post_accumulate_grad_hook(update)
+    plain, model = pair
+    call = torch.compile(model, backend="zinf")
+    for _ in range(3):
+        batch = x()
+        plain(batch).backward()
+        call(batch).backward()
+    assert all(
+        torch.equal(p, q) and p.grad is None for p, q in zip(model.parameters(), plain.parameters(), strict=True)
+    )
+
+
+def test_a_hook_that_comes_after_the_compiler_is_refused(pair: tuple[Net, Net]) -> None:
+    plain, model = pair
+    call = torch.compile(model, backend="zinf")
+    call(x()).backward()
+    model.zero_grad()
+    for net in pair:
+        net.layers[1].bias.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(StoredTensorError, match=r"'layers\.1\.bias' after its graph was compiled.*compiler\.reset"):
+        call(x()).backward()
+    model.zero_grad()
+    torch.compiler.reset()
+    batch = x()
+    plain(batch).backward()
+    call(batch).backward()
+    assert_same_gradients(model, plain)
+
+
+def test_gradients_of_some_tensors_only(pair: tuple[Net, Net]) -> None:
+    batch = x().requires_grad_()
+    plain, model = pair
+    call = torch.compile(model, backend="zinf")
+    expected, result = (torch.autograd.grad(run(batch), batch) for run in (plain, call))
+    assert torch.equal(result[0], expected[0])
+    for net, run in ((plain, plain), (model, call)):
+        run(batch).backward(inputs=[net.layers[1].weight])
+    assert [p.grad is None for p in model.parameters()].count(False) == 1
+    assert_same_gradients(model, plain)
+    with pytest.raises(
+        StoredTensorError, match=r"torch\.autograd\.grad can't return the gradient of a stored parameter"
+    ):
+        torch.autograd.grad(call(batch), [model.layers[0].weight])
+    assert_same_gradients(model, plain)
+
+
+def test_gradients_that_the_user_set_are_added_to(pair: tuple[Net, Net]) -> None:
+    plain, model = pair
+    call = torch.compile(model, backend="zinf")
+    batch = x()
+    for net, run in ((plain, plain), (model, call)):
+        for parameter in net.layers.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        run(batch).backward()
+        run(batch).backward()
+    for p, q in zip(model.layers.parameters(), plain.layers.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)

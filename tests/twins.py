@@ -1,0 +1,67 @@
+"""A plain model and its twin on disk, and what must hold between them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zinf_fx
+from zinf_fx.runtime.executor import EXECUTOR
+
+
+class Net(nn.Module):
+    """A few layers; `hook` is called between them, inside or outside of the captured graph."""
+
+    def __init__(self, width: int = 32, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.unused = nn.Linear(width, width)
+        self.scale = nn.Parameter(torch.ones(width))
+        self.hook = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            if self.hook is not None:
+                x = self.hook(x)
+        return (x * self.scale).square().sum()
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Net, Net]:
+    """A plain model, and its twin on disk."""
+    torch.manual_seed(0)
+    plain = Net()
+    return plain, zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, placement="nvme")
+
+
+def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        assert p.grad is None or torch.equal(p.grad.full_tensor(), q.grad), name
+
+
+def assert_nothing_leaked(model: Net) -> None:
+    """No buffer of the host arena is in use once writes are done and nothing is expected."""
+    EXECUTOR.reset()
+    tiers = model.scale.storage.tiers
+    tiers.drain()
+    gc.collect()
+    assert tiers.host.in_use == 0
+
+
+def x(rows: int = 3) -> Tensor:
+    return torch.randn(rows, 32)
