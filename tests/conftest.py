@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,10 @@ import pytest
 
 # Test models are tiny: a second thread costs more than it computes. Before torch is imported, and for child processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A job in the background (a CI runner, say) starts with SIGINT ignored, and so would the programs that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -379,7 +379,10 @@ def test_control_c_leaves_nothing(tmp_path: Path):
     process = start(WORK + LOOP, tmp_path)
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    try:
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
     assert "KeyboardInterrupt" in errors and process.returncode != 0
     assert not list(tmp_path.iterdir())
 
