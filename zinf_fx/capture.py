@@ -22,7 +22,7 @@ from zinf_fx import ops
 from zinf_fx.config import Config
 from zinf_fx.errors import PlanError
 from zinf_fx.passes.framework import GraphContext, nodes_calling
-from zinf_fx.passes.pipeline import plan_inference, plan_training, schedule_of
+from zinf_fx.passes.pipeline import plan_inference, plan_training, schedule_of, tiles_moved
 from zinf_fx.plan.schedule import GraphSchedule, Plan, Tile
 from zinf_fx.runtime.executor import Program, bind_parameters
 from zinf_fx.runtime.stored_tensor import StoredTensor
@@ -90,8 +90,8 @@ class Capture:
 
     def _bind(self, module: fx.GraphModule, kind: str) -> Callable[[list], Any]:
         context = self._contexts[kind]
-        used = {node.args[0].name for node in nodes_calling(module.graph, *ops.LOWERED)}
-        program = Program(module, self.plan.graph(kind), [token for token in context.tiles if token in used])
+        tokens = [key.token for key in tiles_moved(module.graph, context)]
+        program = Program(module, self.plan.graph(kind), tokens)
 
         # A caller that compiles its whole training step must not trace into the runtime.
         run = torch.compiler.disable(lambda arguments: program(arguments))

@@ -14,7 +14,8 @@ binds to its own methods: they have no kernel of their own, so a graph can't run
 | reduce_scatter | start the collective that turns a full gradient into this rank's shard | |
 | offload | start the move of a gradient shard to its tier, adding to what is there | |
 
-`turn=True` marks a transfer that the forward graph starts for the backward graph.
+`start` is the tile's first element in its parameter, when that has several tiles. `turn=True` marks a transfer that the
+forward graph starts for the backward graph.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from __future__ import annotations
 import torch
 
 _library = torch.library.Library("zinf", "DEF")
-_library.define("gather(Tensor token, SymInt[] shape, ScalarType dtype, Device device) -> Tensor")
-_library.define("fetch(Tensor token, *, bool turn=False) -> ()")
-_library.define("upload(Tensor token, *, bool turn=False) -> ()")
-_library.define("allgather(Tensor token, *, bool turn=False) -> ()")
-_library.define("wait(Tensor token, SymInt[] shape, ScalarType dtype, Device device) -> Tensor")
-_library.define("release(Tensor token) -> ()")
-_library.define("reduce_scatter(Tensor token, Tensor gradient) -> Tensor")
-_library.define("offload(Tensor token, Tensor shard) -> ()")
+_library.define("gather(Tensor token, SymInt[] shape, ScalarType dtype, Device device, *, int start=0) -> Tensor")
+_library.define("fetch(Tensor token, *, int start=0, bool turn=False) -> ()")
+_library.define("upload(Tensor token, *, int start=0, bool turn=False) -> ()")
+_library.define("allgather(Tensor token, *, int start=0, bool turn=False) -> ()")
+_library.define("wait(Tensor token, SymInt[] shape, ScalarType dtype, Device device, *, int start=0) -> Tensor")
+_library.define("release(Tensor token, *, int start=0) -> ()")
+_library.define("reduce_scatter(Tensor token, Tensor gradient, *, int start=0) -> Tensor")
+_library.define("offload(Tensor token, Tensor shard, *, int start=0) -> ()")
 
 gather = torch.ops.zinf.gather.default
 fetch = torch.ops.zinf.fetch.default
@@ -50,12 +51,14 @@ for _op in (fetch, upload, allgather, wait, release, reduce_scatter, offload):
 
 @torch.library.register_fake("zinf::gather", lib=_library)
 @torch.library.register_fake("zinf::wait", lib=_library)
-def _full_tile(token: torch.Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _full_tile(
+    token: torch.Tensor, shape: list[int], dtype: torch.dtype, device: torch.device, *, start: int = 0
+) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
 
 @torch.library.register_fake("zinf::reduce_scatter", lib=_library)
-def _shard(token: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+def _shard(token: torch.Tensor, gradient: torch.Tensor, *, start: int = 0) -> torch.Tensor:
     return torch.empty_like(gradient)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import fx
@@ -18,6 +19,30 @@ OPERATOR = "zinf_operator"  # number of the operator that a node belongs to; HEA
 MADE_BY = "zinf_made_by"  # name of the pass that made the node
 
 
+class TileKey(NamedTuple):
+    """Which tile a `zinf` node is about: the placeholder of its parameter's token, and its first element in that."""
+
+    token: str
+    start: int = 0
+
+
+def key_of(node: fx.Node) -> TileKey:
+    """The key of the tile that a `zinf` node is about."""
+    return TileKey(node.args[0].name, node.kwargs.get("start", 0))
+
+
+def start_argument(key: TileKey) -> dict[str, int]:
+    """The keyword argument that tells a parameter's tiles apart; the first one's is the default."""
+    return {"start": key.start} if key.start else {}
+
+
+class Stay(NamedTuple):
+    """One of the times that a tile is there: a graph may fetch a part of a parameter again for a later use."""
+
+    key: TileKey
+    number: int
+
+
 @dataclass(frozen=True)
 class HeadTransfer:
     """A transfer that a graph needs before it begins: `operators_early` operators before its first."""
@@ -25,6 +50,12 @@ class HeadTransfer:
     op: torch._ops.OpOverload
     token: str
     operators_early: int
+    start: int = 0
+
+    @property
+    def key(self) -> TileKey:
+        """The tile that is moved."""
+        return TileKey(self.token, self.start)
 
 
 @dataclass
@@ -34,9 +65,11 @@ class GraphContext:
     Attributes:
         kind: which graph it is.
         config: the options in force.
-        tiles: by the name of the placeholder that carries the tile's token.
-        gradients: joint and backward: by position among the outputs of backward, the token of the tile whose gradient
-            it is.
+        tiles: each parameter as one tile, by the name of the placeholder that carries its token.
+        divided: by token, the tiles of each parameter that has several, in the order of their rows.
+        undivided: by token, why a parameter that exceeds the tile limit is one tile nevertheless.
+        gradients: joint and backward: by position among the outputs of backward, the token of the parameter whose
+            gradient it is.
         backward_outputs: joint only: how many of its last outputs are those of backward.
         successor_head: what the next graph needs at its head; this graph starts it in its last operators.
         provided: what the passes so far have established.
@@ -49,6 +82,8 @@ class GraphContext:
     backward_outputs: int = 0
     successor_head: tuple[HeadTransfer, ...] = ()
     provided: set[str] = field(default_factory=set)
+    divided: dict[str, tuple[Tile, ...]] = field(default_factory=dict)
+    undivided: dict[str, str] = field(default_factory=dict)
 
     @property
     def budget(self) -> int | None:
@@ -57,7 +92,18 @@ class GraphContext:
 
     def tile_of(self, node: fx.Node) -> Tile:
         """The tile that a `zinf` node is about."""
-        return self.tiles[node.args[0].name]
+        return self.tile(key_of(node))
+
+    def tile(self, key: TileKey) -> Tile:
+        """The tile of a key."""
+        for tile in self.divided.get(key.token, ()):
+            if tile.start == key.start:
+                return tile
+        return self.tiles[key.token]
+
+    def tiles_of(self, token: str) -> dict[TileKey, Tile]:
+        """The tiles of one parameter, in the order of their rows."""
+        return {TileKey(token, tile.start): tile for tile in self.divided.get(token, (self.tiles[token],))}
 
 
 class Pass(Protocol):
@@ -75,6 +121,16 @@ class Pass(Protocol):
 def nodes_calling(graph: fx.Graph, *targets: object) -> Iterator[fx.Node]:
     """The nodes that call one of `targets`, in graph order."""
     return (node for node in list(graph.nodes) if node.op == "call_function" and node.target in targets)
+
+
+def stays_of(nodes: Iterable[fx.Node]) -> Iterator[tuple[Stay, fx.Node]]:
+    """Each `zinf` node with the stay of its tile that it belongs to: the n-th fetch, wait, release, ... to the n-th."""
+    counts: Counter[tuple[TileKey, object, bool]] = Counter()
+    for node in nodes:
+        key = key_of(node)
+        of_kind = (key, node.target, bool(node.kwargs.get("turn")))
+        yield Stay(key, counts[of_kind]), node
+        counts[of_kind] += 1
 
 
 def is_compute(node: fx.Node) -> bool:

@@ -15,7 +15,7 @@ from itertools import accumulate
 from torch import fx
 
 from zinf_fx import ops
-from zinf_fx.passes.framework import GraphContext, nodes_calling, operator_of
+from zinf_fx.passes.framework import GraphContext, Stay, TileKey, nodes_calling, operator_of, stays_of
 from zinf_fx.plan.schedule import HEAD, Tile
 
 
@@ -50,28 +50,43 @@ def operators_in(graph: fx.Graph) -> int:
 def spans(graph: fx.Graph, context: GraphContext) -> list[Span]:
     """Everything that is in flight in a lowered graph. A tile that the turn fetches again is counted once."""
     moved = (ops.fetch, ops.release, ops.reduce_scatter, ops.offload)
-    where: dict[tuple[str, object], int] = {}
-    for node in nodes_calling(graph, *moved):
-        where[node.args[0].name, "turn" if node.kwargs.get("turn") else node.target] = operator_of(node)
+    where: dict[tuple[Stay, object], int] = {}
+    for stay, node in stays_of(nodes_calling(graph, *moved)):
+        where[stay, "turn" if node.kwargs.get("turn") else node.target] = operator_of(node)
     last = operators_in(graph) - 1
+    own = held_by(graph)
     found = []
-    for (token, kind), first in where.items():
-        tile = context.tiles[token]
-        of_tile = (f"tile '{tile.name}'", tile_bytes(tile))
+    for (stay, kind), first in where.items():
+        tile = context.tile(stay.key)
+        of_tile = (f"tile '{tile.label}'", tile_bytes(tile))
         if kind is ops.fetch:
-            found.append(Span(*of_tile, first, where[token, ops.release]))
+            found.append(Span(*of_tile, first, where[stay, ops.release]))
         elif kind == "turn":
-            own = (where.get((token, ops.fetch), last + 1), where.get((token, ops.release), last + 1))
-            found += [Span(*of_tile, *part) for part in _without(first, last, *own)]
+            found += [Span(*of_tile, *part) for part in _without(first, last, own.get(stay.key, ()))]
         elif kind is ops.reduce_scatter:
-            until = where.get((token, ops.offload), last)
-            found.append(Span(f"gradient of '{tile.name}'", gradient_bytes(tile), first, until))
+            until = where.get((stay, ops.offload), last)
+            found.append(Span(f"gradient of '{tile.label}'", gradient_bytes(tile), first, until))
     return [span for span in found if span.nbytes]
 
 
-def _without(first: int, last: int, own_first: int, own_last: int) -> list[tuple[int, int]]:
-    """The parts of first..last outside own_first..own_last."""
-    parts = ((first, min(last, own_first - 1)), (max(first, own_last + 1), last))
+def held_by(graph: fx.Graph) -> dict[TileKey, list[range]]:
+    """For each tile that a lowered graph uses, the operators from fetch to release of each of its stays."""
+    fetched: dict[Stay, int] = {}
+    held: dict[TileKey, list[range]] = {}
+    own = (n for n in nodes_calling(graph, ops.fetch, ops.release) if not n.kwargs.get("turn"))
+    for stay, node in stays_of(own):
+        if node.target is ops.fetch:
+            fetched[stay] = operator_of(node)
+        else:
+            held.setdefault(stay.key, []).append(range(fetched[stay], operator_of(node) + 1))
+    return held
+
+
+def _without(first: int, last: int, own: Iterable[range]) -> list[tuple[int, int]]:
+    """The parts of first..last outside each of `own`."""
+    parts = [(first, last)]
+    for held in own:
+        parts = [p for a, b in parts for p in ((a, min(b, held.start - 1)), (max(a, held.stop), b))]
     return [part for part in parts if part[0] <= part[1]]
 
 

@@ -10,12 +10,21 @@ from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.passes.aliases import aliases_of
-from zinf_fx.passes.framework import OPERATOR, GraphContext, nodes_calling, operator_of
+from zinf_fx.passes.framework import (
+    OPERATOR,
+    GraphContext,
+    TileKey,
+    key_of,
+    nodes_calling,
+    operator_of,
+    start_argument,
+)
 
 
 @dataclass(frozen=True)
 class LowerGathers:
-    """Make the journey of each tile explicit: one per tile and graph, however often the tile is used.
+    """Make the journey of each tile explicit: one per tile and graph, however often the tile is used; of a part of a
+    parameter, one per operator that uses it.
 
     The tile is released after the last use of it or of any alias of it. What would alias a tile and outlive it, a
     result of the graph or a gradient on its way to its tier, is cloned first.
@@ -27,29 +36,30 @@ class LowerGathers:
     changes_numerics: ClassVar[bool] = False
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> None:
-        first: dict[fx.Node, fx.Node] = {}
+        first: dict[TileKey, fx.Node] = {}
+        stays: list[fx.Node] = []
         for gather in nodes_calling(graph, ops.gather):
-            token = gather.args[0]
-            if token in first:
-                gather.replace_all_uses_with(first[token])
+            key = key_of(gather)
+            divided = key.token in context.divided
+            if key in first and not (divided and operator_of(first[key]) != operator_of(gather)):
+                gather.replace_all_uses_with(first[key])
                 graph.erase_node(gather)
             else:
-                first[token] = gather
+                first[key] = gather
+                stays.append(gather)
         output = next(iter(graph.find_nodes(op="output")))
-        order = {node: position for position, node in enumerate(graph.nodes)}
-        for token, gather in first.items():
+        for gather in stays:
             if not gather.users:
                 graph.erase_node(gather)
                 continue
-            self._lower(graph, token, gather, output, order)
+            self._lower(graph, gather, output)
 
-    def _lower(
-        self, graph: fx.Graph, token: fx.Node, gather: fx.Node, output: fx.Node, order: dict[fx.Node, int]
-    ) -> None:
+    def _lower(self, graph: fx.Graph, gather: fx.Node, output: fx.Node) -> None:
+        token, start = gather.args[0], start_argument(key_of(gather))
         operator = {OPERATOR: operator_of(gather)}
         with graph.inserting_before(gather):
             for transfer in ops.TRANSFERS:
-                graph.call_function(transfer, (token,)).meta = dict(operator)
+                graph.call_function(transfer, (token,), start).meta = dict(operator)
         gather.target = ops.wait
 
         aliases = aliases_of(gather)
@@ -57,11 +67,9 @@ class LowerGathers:
             leaving = [user for user in alias.users if user is output or user.target is ops.reduce_scatter]
             if leaving:
                 self._clone_for(graph, alias, leaving)
-        uses = {user for alias in aliases for user in (alias, *alias.users)}
-        # A clone made above has no position of its own: it stands right behind what it copies.
-        last = max(uses, key=lambda node: order.get(node, order.get(node.args[0], -1) + 0.5))
+        last = max(user for alias in aliases for user in (alias, *alias.users))  # nodes compare by position
         with graph.inserting_after(last):
-            graph.call_function(ops.release, (token,)).meta = {OPERATOR: operator_of(last)}
+            graph.call_function(ops.release, (token,), start).meta = {OPERATOR: operator_of(last)}
 
     def _clone_for(self, graph: fx.Graph, alias: fx.Node, users: list[fx.Node]) -> None:
         with graph.inserting_after(alias):

@@ -8,12 +8,13 @@ from typing import ClassVar
 from torch import fx
 
 from zinf_fx import ops
-from zinf_fx.passes.framework import OPERATOR, GraphContext, operator_of
+from zinf_fx.passes.framework import OPERATOR, GraphContext, operator_of, start_argument
+from zinf_fx.passes.gradient_parts import assembly_of, gradient_outputs, parts_of
 
 
 @dataclass(frozen=True)
 class OffloadGradients:
-    """Follow each reduce-scatter by an offload, and make the output that it was None."""
+    """Follow each reduce-scatter by an offload, and make the output that it was, or was part of, None."""
 
     name: ClassVar[str] = "offload_gradients"
     requires: ClassVar[tuple[str, ...]] = ("operators", "gradients_reduced")
@@ -23,11 +24,20 @@ class OffloadGradients:
     def __call__(self, graph: fx.Graph, context: GraphContext) -> None:
         output = next(iter(graph.find_nodes(op="output")))
         results = list(output.args[0])
-        for position, shard in enumerate(results):
-            if shard is None or shard.target is not ops.reduce_scatter:
+        assembled: list[fx.Node] = []
+        for position, gradient in gradient_outputs(graph, context).items():
+            token = context.gradients[position]
+            parts = parts_of(gradient, token, context)
+            if any(part.node.target is not ops.reduce_scatter for part in parts):
                 continue
-            with graph.inserting_after(shard):
-                offload = graph.call_function(ops.offload, (shard.args[0], shard))
-            offload.meta[OPERATOR] = operator_of(shard)
+            for part in parts:
+                with graph.inserting_after(part.node):
+                    offload = graph.call_function(
+                        ops.offload, (part.node.args[0], part.node), start_argument(part.key)
+                    )
+                offload.meta[OPERATOR] = operator_of(part.node)
+            assembled += assembly_of(gradient) if token in context.divided else ()
             results[position] = None
         output.args = (type(output.args[0])(results),)
+        for node in assembled:  # the parts meet where gradients live
+            graph.erase_node(node)

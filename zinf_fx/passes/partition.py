@@ -22,7 +22,7 @@ def partition(
     saved = set(output.args[0][arguments["num_fwd_outputs"] :])
     for node in tile_values(forward.graph):
         if node in saved:
-            tiles = " and ".join(f"'{context.tile_of(gather).name}'" for gather in _gathers_of(node))
+            tiles = " and ".join(f"'{context.tile_of(gather).label}'" for gather in _gathers_of(node))
             raise PlanError(
                 f"partition would save the value of {tiles} for backward ({node.format_node()}); it must be gathered "
                 "again, which pass 'recompute_gathers' sees to"

@@ -13,7 +13,17 @@ from torch import fx
 from zinf_fx import ops
 from zinf_fx.errors import PlanError
 from zinf_fx.passes import spec
-from zinf_fx.passes.framework import MADE_BY, GraphContext, HeadTransfer, Pass, is_compute, nodes_calling, operator_of
+from zinf_fx.passes.framework import (
+    MADE_BY,
+    GraphContext,
+    HeadTransfer,
+    Pass,
+    TileKey,
+    is_compute,
+    key_of,
+    nodes_calling,
+    operator_of,
+)
 from zinf_fx.passes.keep_activations import KeepActivations
 from zinf_fx.passes.lower_gathers import LowerGathers
 from zinf_fx.passes.offload_gradients import OffloadGradients
@@ -41,8 +51,15 @@ def plan_training(
     activations = {"keep": KeepActivations, "recompute": RecomputeActivations}[context.config.activations]()
     run_passes(joint.graph, context, [activations, RecomputeGathers(), ReduceGradients()])
     forward, backward = partition(joint, joint_inputs, context, **arguments)
-    forward_context = GraphContext("forward", context.config, context.tiles)
-    backward_context = GraphContext("backward", context.config, context.tiles, context.gradients)
+    forward_context = GraphContext("forward", context.config, context.tiles, divided=context.divided, undivided=context.undivided)
+    backward_context = GraphContext(
+        "backward",
+        context.config,
+        context.tiles,
+        context.gradients,
+        divided=context.divided,
+        undivided=context.undivided,
+    )
     backward_context.provided.add("gradients_reduced")
     # Backward first: forward has to start what backward needs at its head.
     forward_context.successor_head = _plan_graph(backward, backward_context, [OffloadGradients()])
@@ -89,16 +106,15 @@ def run_passes(graph: fx.Graph, context: GraphContext, passes: Sequence[Pass]) -
 
 def schedule_of(graph: fx.Graph, context: GraphContext) -> GraphSchedule:
     """The schedule that a planned graph stands for."""
-    used = {node.args[0].name for node in nodes_calling(graph, *ops.LOWERED)}
-    tiles, index = [], {}
-    for token, tile in context.tiles.items():
-        if token in used:
-            index[token] = len(tiles)
-            gradient_tier = tile.gradient_tier if context.kind == "backward" else None
-            tiles.append(replace(tile, index=len(tiles), gradient_tier=gradient_tier))
+    index = tiles_moved(graph, context)
+    tiles = []
+    for key, position in index.items():
+        tile = context.tile(key)
+        gradient_tier = tile.gradient_tier if context.kind == "backward" else None
+        tiles.append(replace(tile, index=position, gradient_tier=gradient_tier))
     kinds = {op: op._schema.name.split("::")[1] for op in ops.LOWERED}
     events = [
-        Event(kinds[n.target], index[n.args[0].name], operator_of(n), bool(n.kwargs.get("turn")))
+        Event(kinds[n.target], index[key_of(n)], operator_of(n), bool(n.kwargs.get("turn")))
         for n in nodes_calling(graph, *ops.LOWERED)
     ]
     compute: dict[int, list[fx.Node]] = {}
@@ -108,6 +124,13 @@ def schedule_of(graph: fx.Graph, context: GraphContext) -> GraphSchedule:
     count = 1 + max((*compute, *(e.operator for e in events)), default=0)
     operators = [Operator(i, _label(compute.get(i, [])), len(compute.get(i, []))) for i in range(count)]
     return GraphSchedule(context.kind, tuple(tiles), tuple(operators), tuple(events))
+
+
+def tiles_moved(graph: fx.Graph, context: GraphContext) -> dict[TileKey, int]:
+    """The index of each tile that a planned graph moves, in the order of its schedule's tiles."""
+    used = {key_of(node) for node in nodes_calling(graph, *ops.LOWERED)}
+    keys = (key for token in context.tiles for key in context.tiles_of(token))
+    return {key: position for position, key in enumerate(key for key in keys if key in used)}
 
 
 _HEAVY = ("mm", "conv", "attention", "embedding", "linear")

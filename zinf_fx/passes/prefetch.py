@@ -14,8 +14,19 @@ from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.errors import PlanError
-from zinf_fx.passes.framework import OPERATOR, GraphContext, HeadTransfer, nodes_calling, operator_of
-from zinf_fx.passes.in_flight import Ledger, gradient_bytes, operators_in, spans, tile_bytes
+from zinf_fx.passes.framework import (
+    OPERATOR,
+    GraphContext,
+    HeadTransfer,
+    Stay,
+    TileKey,
+    key_of,
+    nodes_calling,
+    operator_of,
+    start_argument,
+    stays_of,
+)
+from zinf_fx.passes.in_flight import Ledger, gradient_bytes, held_by, operators_in, spans, tile_bytes
 from zinf_fx.plan.schedule import HEAD
 
 # Operators between the one that computes a gradient and the one during which it is offloaded.
@@ -55,9 +66,16 @@ class Prefetch:
     def head(self, graph: fx.Graph, context: GraphContext) -> tuple[HeadTransfer, ...]:
         """What a scheduled graph needs at its head, for the `successor_head` of the graph before it."""
         distance_of = dict(zip((ops.allgather, ops.upload, ops.fetch), self.distances or (0, 0, 0), strict=True))
-        use = {node.args[0]: operator_of(node) for node in nodes_calling(graph, ops.wait)}
+        use: dict[TileKey, int] = {}
+        for node in nodes_calling(graph, ops.wait):
+            use.setdefault(key_of(node), operator_of(node))
         return tuple(
-            HeadTransfer(node.target, node.args[0].name, distance_of[node.target] - use[node.args[0]])
+            HeadTransfer(
+                node.target,
+                node.args[0].name,
+                distance_of[node.target] - use[key_of(node)],
+                key_of(node).start,
+            )
             for node in nodes_calling(graph, *ops.TRANSFERS)
             if operator_of(node) == HEAD
         )
@@ -66,19 +84,25 @@ class Prefetch:
         self, graph: fx.Graph, context: GraphContext, ledger: Ledger, distances: tuple[int, int, int]
     ) -> None:
         distance_of = dict(zip((ops.allgather, ops.upload, ops.fetch), distances, strict=True))
-        transfers = list(nodes_calling(graph, *ops.TRANSFERS))
-        earliest: dict[fx.Node, int] = {}
-        for node in transfers:
+        transfers = list(stays_of(nodes_calling(graph, *ops.TRANSFERS)))
+        gone = {
+            stay: operator_of(node)
+            for stay, node in stays_of(nodes_calling(graph, ops.release))
+            if stay.key.token in context.divided
+        }
+        earliest: dict[Stay, int] = {}
+        for stay, node in transfers:
             if node.target is ops.fetch:
                 tile, use = context.tile_of(node), operator_of(node)
-                wanted = max(use - distance_of[ops.fetch], HEAD)
-                earliest[node.args[0]] = ledger.extend(tile_bytes(tile), use, wanted)
+                before = gone.get(Stay(stay.key, stay.number - 1), HEAD - 1)  # its stay before ends first
+                wanted = max(use - distance_of[ops.fetch], HEAD, before + 1)
+                earliest[stay] = ledger.extend(tile_bytes(tile), use, wanted)
         # What starts first stands first: the head before operator 0, which may begin at the same node. Among those of
         # one operator the nearer use stands first, because the disk serves requests in order.
         moved = []
-        for node in transfers:
+        for stay, node in transfers:
             use = operator_of(node)
-            moved.append((max(use - distance_of[node.target], earliest[node.args[0]], HEAD), use, node))
+            moved.append((max(use - distance_of[node.target], earliest[stay], HEAD), use, node))
         starts = _operator_starts(graph)
         for operator, _, node in sorted(moved, key=lambda m: m[:2]):
             _place(node, operator, starts[operator])
@@ -87,21 +111,21 @@ class Prefetch:
         count = operators_in(graph)
         starts = _operator_starts(graph)
         tokens = {node.name: node for node in graph.find_nodes(op="placeholder")}
-        fetch_at = {node.args[0].name: operator_of(node) for node in nodes_calling(graph, ops.fetch)}
-        release_at = {node.args[0].name: operator_of(node) for node in nodes_calling(graph, ops.release)}
-        fetched: dict[str, int | None] = {}
+        own = held_by(graph)
+        fetched: dict[TileKey, int | None] = {}
         for transfer in context.successor_head if count else ():
             # In a graph that is shorter than the distance, the turn starts right behind the graph's own head.
-            operator, token = max(count - transfer.operators_early, 0), transfer.token
+            operator = max(count - transfer.operators_early, 0)
             if transfer.op is ops.fetch:
-                held = range(fetch_at.get(token, 0), release_at.get(token, HEAD) + 1)
-                nbytes = tile_bytes(context.tiles[token])
-                fetched[token] = _room_until_end(ledger, nbytes, range(operator, count), held)
-            if (start := fetched[token]) is None:
+                held = {number for stay in own.get(transfer.key, ()) for number in stay}
+                nbytes = tile_bytes(context.tile(transfer.key))
+                fetched[transfer.key] = _room_until_end(ledger, nbytes, range(operator, count), held)
+            if (start := fetched[transfer.key]) is None:
                 continue
             operator = max(operator, start)
             with graph.inserting_before(starts[operator]):
-                node = graph.call_function(transfer.op, (tokens[token],), {"turn": True})
+                arguments = {**start_argument(transfer.key), "turn": True}
+                node = graph.call_function(transfer.op, (tokens[transfer.token],), arguments)
             node.meta[OPERATOR] = operator
 
     def _delay_offloads(self, graph: fx.Graph, context: GraphContext, ledger: Ledger) -> None:
@@ -119,7 +143,7 @@ class Prefetch:
                 _place(node, operator, starts[operator])
 
 
-def _room_until_end(ledger: Ledger, nbytes: int, wanted: range, held: range) -> int | None:
+def _room_until_end(ledger: Ledger, nbytes: int, wanted: range, held: set[int]) -> int | None:
     """The first operator of `wanted` from which on, to its end, there is room; None: there is none in the last.
 
     While the graph holds the tile for itself, in `held`, the turn may hold it too at no cost.
@@ -134,12 +158,16 @@ def _room_until_end(ledger: Ledger, nbytes: int, wanted: range, held: range) -> 
 
 def _refuse_what_never_fits(ledger: Ledger, context: GraphContext) -> None:
     operator = ledger.over_budget()
-    if operator is not None:
-        raise PlanError(
-            f"the {context.kind} graph needs {ledger.at(operator)} bytes of tiles and gradients at once in operator "
-            f"{operator}, and the budget is {ledger.budget}: raise device_memory or host_memory. "
-            f"Largest: {', '.join(map(str, ledger.largest(operator)))}"
-        )
+    if operator is None:
+        return
+    largest = ", ".join(map(str, ledger.largest(operator)))
+    whole = ((context.tiles[token].name, reason) for token, reason in context.undivided.items())
+    reasons = [f"'{name}' can't be tiled: {reason}" for name, reason in whole if f"'{name}'" in largest]
+    raise PlanError(
+        f"the {context.kind} graph needs {ledger.at(operator)} bytes of tiles and gradients at once in operator "
+        f"{operator}, and the budget is {ledger.budget}: raise device_memory or host_memory. "
+        + ". ".join([f"Largest: {largest}", *reasons])
+    )
 
 
 def _operator_starts(graph: fx.Graph) -> dict[int, fx.Node]:

@@ -119,9 +119,9 @@ class _Printer:
 
     def statement(self, node: fx.Node) -> str:
         if node.target in (ops.gather, ops.wait):
-            what = f"{_ZINF_NAMES[node.target]} {self._value(node.args[0])}"
+            what = f"{_ZINF_NAMES[node.target]} {self._tile(node)}"
         elif node.target in _ZINF_NAMES:
-            what = f"{_ZINF_NAMES[node.target]} {', '.join(map(self._value, node.args))}"
+            what = f"{_ZINF_NAMES[node.target]} {', '.join((self._tile(node), *map(self._value, node.args[1:])))}"
             if node.target is not ops.reduce_scatter:  # the others have no result
                 return what + (" for backward" if node.kwargs.get("turn") else "")
         elif node.target is operator.getitem:
@@ -145,6 +145,10 @@ class _Printer:
         ours = len(texts) - self._context.backward_outputs if self._context.kind == "joint" else len(texts)
         lines = _wrapped("return", texts[:ours])
         return lines + (_wrapped("return of backward", texts[ours:]) if self._context.kind == "joint" else [])
+
+    def _tile(self, node: fx.Node) -> str:
+        token = node.args[0]
+        return self._context.tile_of(node).label if token.name in self._context.divided else self._value(token)
 
     def _number(self, node: fx.Node) -> str:
         self._names[node] = name = f"%{next(self._numbers)}"

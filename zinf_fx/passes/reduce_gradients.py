@@ -8,7 +8,8 @@ from typing import ClassVar
 from torch import fx
 
 from zinf_fx import ops
-from zinf_fx.passes.framework import GraphContext
+from zinf_fx.passes.framework import GraphContext, start_argument
+from zinf_fx.passes.gradient_parts import Part, gradient_outputs, parts_of
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,22 @@ class ReduceGradients:
         tokens = {node.name: node for node in graph.find_nodes(op="placeholder")}
         first_gradient = len(output.args[0]) - context.backward_outputs
         results = list(output.args[0])
-        context.gradients = {p: t for p, t in context.gradients.items() if results[first_gradient + p] is not None}
+        gradients = gradient_outputs(graph, context)
+        context.gradients = {p: t for p, t in context.gradients.items() if p in gradients}
         for position, token in context.gradients.items():
-            gradient = results[first_gradient + position]
-            after = gradient if gradient.op != "placeholder" else next(reversed(graph.find_nodes(op="placeholder")))
-            with graph.inserting_after(after):
-                shard = graph.call_function(ops.reduce_scatter, (tokens[token], gradient))
-            shard.meta["val"] = gradient.meta.get("val")
-            # Without it, a gradient that depends on no tangent would be reduced in forward.
-            shard.meta["partitioner_tag"] = "must_be_in_backward"
-            results[first_gradient + position] = shard
+            for part in parts_of(gradients[position], token, context):
+                shard = self._reduce(graph, tokens[token], part)
+                if part.whole is None:
+                    results[first_gradient + position] = shard
+                else:
+                    part.whole.replace_input_with(part.node, shard)
         output.args = (type(output.args[0])(results),)
+
+    def _reduce(self, graph: fx.Graph, token: fx.Node, part: Part) -> fx.Node:
+        last_input = next(reversed(graph.find_nodes(op="placeholder")))
+        with graph.inserting_after(part.node if part.node.op != "placeholder" else last_input):
+            shard = graph.call_function(ops.reduce_scatter, (token, part.node), start_argument(part.key))
+        shard.meta["val"] = part.node.meta.get("val")
+        # Without it, a gradient that depends on no tangent would be reduced in forward.
+        shard.meta["partitioner_tag"] = "must_be_in_backward"
+        return shard

@@ -9,7 +9,8 @@ from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.passes.aliases import is_view
-from zinf_fx.passes.framework import OPERATOR, GraphContext, is_compute
+from zinf_fx.passes.framework import OPERATOR, GraphContext, is_compute, key_of
+from zinf_fx.passes.gradient_parts import assemblies
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class Regions:
     """Number every node with its operator: a new one begins where a matrix is needed after something was computed.
 
     Views, and constants that depend on no input (positions, masks), are too little work to be an operator by
-    themselves: they go with what follows.
+    themselves: they go with what follows. Of a parameter that has several tiles, each begins an operator, whenever it
+    is needed, and the gradient of each ends one.
     """
 
     name: ClassVar[str] = "regions"
@@ -26,15 +28,21 @@ class Regions:
     changes_numerics: ClassVar[bool] = False
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> None:
-        current, computed, gathered = 0, False, set()
+        current, computed, gathered, ended = 0, False, {}, False
+        put_together = assemblies(graph, context)
         for node in graph.nodes:
             if node.op == "placeholder":
                 continue
             if node.target is ops.gather:
-                tile = context.tile_of(node)
-                if computed and tile.opens_operator and tile.index not in gathered:
-                    current, computed = current + 1, False
-                gathered.add(tile.index)
-            elif is_compute(node) and node.all_input_nodes and not is_view(node):
+                tile, key = context.tile_of(node), key_of(node)
+                known = key in gathered if tile.rows is None else gathered.get(key) == current
+                if computed and tile.opens_operator and not known:
+                    current, computed, ended = current + 1, False, False
+                gathered[key] = current
+            elif is_compute(node) and node.all_input_nodes and not is_view(node) and node not in put_together:
+                if ended:
+                    current, ended = current + 1, False
                 computed = True
+            elif node.target is ops.reduce_scatter and context.tile_of(node).rows is not None:
+                ended = True
             node.meta[OPERATOR] = current

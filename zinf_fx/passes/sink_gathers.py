@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import fx
 
+from zinf_fx import ops
 from zinf_fx.passes.framework import GraphContext
 from zinf_fx.passes.tile_values import tile_values
 
@@ -15,7 +16,8 @@ from zinf_fx.passes.tile_values import tile_values
 class SinkGathers:
     """Put each gather, and the views and copies of it, before the first node that computes with them.
 
-    A model that lists its weights first and uses them later would otherwise hold all of them at once.
+    A model that lists its weights first and uses them later would otherwise hold all of them at once. A tile of a
+    parameter that has several is gathered for each use anew: what was too large to be there as a whole must not be.
     """
 
     name: ClassVar[str] = "sink_gathers"
@@ -24,6 +26,7 @@ class SinkGathers:
     changes_numerics: ClassVar[bool] = False
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> None:
+        _gather_parts_for_each_use(graph, context)
         order = {node: position for position, node in enumerate(graph.nodes)}
         place: dict[fx.Node, fx.Node] = {}  # tile value -> the first node that computes with it
         front: dict[fx.Node, fx.Node] = {}  # that node -> the first of the tile values already put before it
@@ -32,3 +35,19 @@ class SinkGathers:
                 place[value] = user = min((place.get(user, user) for user in value.users), key=order.__getitem__)
                 front.setdefault(user, user).prepend(value)
                 front[user] = value
+
+
+def _gather_parts_for_each_use(graph: fx.Graph, context: GraphContext) -> None:
+    """Give each user of a part of a parameter a gather, and views and copies, of its own."""
+    if not context.divided:
+        return
+    values = tile_values(graph)
+    parts: set[fx.Node] = set()
+    for value in values:
+        source = value.all_input_nodes[0]
+        if source in parts or (value.target is ops.gather and source.name in context.divided):
+            parts.add(value)
+    for value in reversed(values):
+        for user in list(value.users)[1:] if value in parts else ():
+            with graph.inserting_before(value):
+                user.replace_input_with(value, graph.node_copy(value))

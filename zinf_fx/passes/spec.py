@@ -15,7 +15,17 @@ from torch import fx
 from zinf_fx import ops
 from zinf_fx.errors import PlanError
 from zinf_fx.passes.aliases import aliases_of
-from zinf_fx.passes.framework import OPERATOR, GraphContext, nodes_calling, operator_of
+from zinf_fx.passes.framework import (
+    OPERATOR,
+    GraphContext,
+    Stay,
+    TileKey,
+    key_of,
+    nodes_calling,
+    operator_of,
+    stays_of,
+)
+from zinf_fx.passes.gradient_parts import gradient_outputs, parts_of
 from zinf_fx.passes.in_flight import Ledger, operators_in, spans
 from zinf_fx.passes.printer import print_around
 from zinf_fx.plan.schedule import HEAD
@@ -40,13 +50,23 @@ class Facts:
         return {node: position for position, node in enumerate(self.graph.nodes)}
 
     @cached_property
-    def steps(self) -> dict[str, dict[object, list[fx.Node]]]:
-        """By token and operation, the nodes that move a tile for this graph itself."""
-        found: dict[str, dict[object, list[fx.Node]]] = {}
-        for node in nodes_calling(self.graph, *ops.LOWERED):
-            if not node.kwargs.get("turn"):
-                found.setdefault(node.args[0].name, {}).setdefault(node.target, []).append(node)
+    def steps(self) -> dict[Stay, dict[object, list[fx.Node]]]:
+        """By stay of a tile and operation, the nodes that move it for this graph itself.
+
+        A parameter that is one tile has one stay.
+        """
+        found: dict[Stay, dict[object, list[fx.Node]]] = {}
+        own = (n for n in nodes_calling(self.graph, *ops.LOWERED) if not n.kwargs.get("turn"))
+        for stay, node in stays_of(own):
+            if stay.key.token not in self.context.divided:
+                stay = Stay(stay.key, 0)
+            found.setdefault(stay, {}).setdefault(node.target, []).append(node)
         return found
+
+    @cached_property
+    def stay_of(self) -> dict[fx.Node, Stay]:
+        """Whose step a node is."""
+        return {node: stay for stay, steps in self.steps.items() for nodes in steps.values() for node in nodes}
 
     @cached_property
     def turn(self) -> list[fx.Node]:
@@ -59,13 +79,12 @@ class Facts:
         return {wait: aliases_of(wait) for wait in nodes_calling(self.graph, ops.wait)}
 
     def name(self, node: fx.Node) -> str:
-        return f"'{self.context.tile_of(node).name}'"
+        return f"'{self.context.tile_of(node).label}'"
 
-    def gradient_at(self, position: int) -> fx.Node | None:
-        """The output that is the gradient of that position."""
-        results = self.output.args[0]
-        first = len(results) - self.context.backward_outputs if self.context.kind == "joint" else 0
-        return results[first + position]
+    @cached_property
+    def gradients(self) -> dict[int, fx.Node]:
+        """By position, the outputs of backward that are gradients of parameters."""
+        return gradient_outputs(self.graph, self.context)
 
 
 @dataclass(frozen=True)
@@ -124,8 +143,10 @@ def _reductions(facts: Facts) -> Violations:
     if "gradients_offloaded" in facts.context.provided:
         return
     for position, token in facts.context.gradients.items():
-        shard = facts.gradient_at(position)
-        if shard is None or shard.target is not ops.reduce_scatter or shard.args[0].name != token:
+        gradient = facts.gradients.get(position)
+        parts = parts_of(gradient, token, facts.context) if gradient is not None else []
+        shards = [p.node for p in parts if p.node.target is ops.reduce_scatter and key_of(p.node) == p.key]
+        if not shards or len(shards) < len(parts):
             yield f"output {position} of backward isn't the one of '{facts.context.tiles[token].name}'", facts.output
 
 
@@ -151,11 +172,16 @@ def _journeys(facts: Facts) -> Violations:
         for one, next_one in pairwise(nodes):
             if facts.order[one] > facts.order[next_one]:
                 yield f"one of {facts.name(one)} comes too early", next_one
+    for stay, steps in facts.steps.items():
+        before = facts.steps.get(Stay(stay.key, stay.number - 1), {})
+        for fetch, release in zip(steps.get(ops.fetch, ()), before.get(ops.release, ()), strict=False):
+            if facts.order[fetch] < facts.order[release]:
+                yield f"{facts.name(fetch)} is still there", fetch
 
 
 def _reads(facts: Facts) -> Violations:
     for wait, aliases in facts.aliases.items():
-        (release,) = facts.steps[wait.args[0].name][ops.release]
+        (release,) = facts.steps[facts.stay_of[wait]][ops.release]
         for reader in dict.fromkeys(user for alias in aliases for user in (alias, *alias.users)):
             if facts.order[reader] > facts.order[release] and reader is not facts.output:
                 yield f"{facts.name(wait)} has been released", reader
@@ -170,17 +196,20 @@ def _escapes(facts: Facts) -> Violations:
 
 
 def _offloads(facts: Facts) -> Violations:
+    stays = {stay for stay, steps in facts.steps.items() if ops.reduce_scatter in steps or ops.offload in steps}
     for position, token in facts.context.gradients.items():
-        name = facts.context.tiles[token].name
-        if facts.gradient_at(position) is not None:
-            yield f"that of '{name}' is still an output", facts.output
-        steps = facts.steps.get(token, {})
+        if position in facts.gradients:
+            yield f"that of '{facts.context.tiles[token].name}' is still an output", facts.output
+        stays |= {Stay(key, 0) for key in facts.context.tiles_of(token)}
+    for stay in sorted(stays):
+        steps, name = facts.steps.get(stay, {}), facts.context.tile(stay.key).label
         for step in (ops.reduce_scatter, ops.offload):
             if len(steps.get(step, ())) != 1:
                 what = step._schema.name.removeprefix("zinf::")
                 yield f"'{name}' has {len(steps.get(step, ()))} x {what}", (steps.get(step) or [facts.output])[-1]
     for node in nodes_calling(facts.graph, ops.offload):
-        if (node.args[1].target, node.args[1].args[:1]) != (ops.reduce_scatter, node.args[:1]):
+        shard = node.args[1]
+        if shard.target is not ops.reduce_scatter or key_of(shard) != key_of(node):
             yield f"what is offloaded for {facts.name(node)} is not its reduce-scattered gradient", node
 
 
@@ -195,21 +224,22 @@ def _budget(facts: Facts) -> Violations:
 
 
 def _turn(facts: Facts) -> Violations:
-    due = [(transfer.op, transfer.token) for transfer in facts.context.successor_head]
-    started: set[tuple[object, str]] = set()
+    due = [(transfer.op, transfer.key) for transfer in facts.context.successor_head]
+    started: set[tuple[object, TileKey]] = set()
     for node in facts.turn:
-        if (node.target, node.args[0].name) not in due or (node.target, node.args[0].name) in started:
+        key = key_of(node)
+        if (node.target, key) not in due or (node.target, key) in started:
             yield f"it has no need of one more for {facts.name(node)}", node
-        needed = [op for op, token in due if token == node.args[0].name]
+        needed = [op for op, other in due if other == key]
         for op in needed[: needed.index(node.target)]:
-            if (op, node.args[0].name) not in started:
+            if (op, key) not in started:
                 yield f"{facts.name(node)} is not yet on its way", node
-        started.add((node.target, node.args[0].name))
+        started.add((node.target, key))
     if facts.context.budget is None and operators_in(facts.graph):
-        for op, token in due:
-            if (op, token) not in started:
+        for op, key in due:
+            if (op, key) not in started:
                 name = op._schema.name.removeprefix("zinf::")
-                yield f"there is no {name} of '{facts.context.tiles[token].name}'", facts.output
+                yield f"there is no {name} of '{facts.context.tile(key).label}'", facts.output
 
 
 RULES = (

@@ -50,21 +50,21 @@ class Traffic:
 
 
 def tiles_of(plan: Plan) -> dict[str, Tile]:
-    """Every tile of the plan by name; with its gradient's tier where any graph computes a gradient for it."""
+    """Every tile of the plan by label; with its gradient's tier where any graph computes a gradient for it."""
     tiles: dict[str, Tile] = {}
     for graph in plan.graphs:
         for tile in graph.tiles:
-            gradient_tier = tile.gradient_tier or (tiles[tile.name].gradient_tier if tile.name in tiles else None)
-            tiles[tile.name] = replace(tile, gradient_tier=gradient_tier)
+            gradient_tier = tile.gradient_tier or (tiles[tile.label].gradient_tier if tile.label in tiles else None)
+            tiles[tile.label] = replace(tile, gradient_tier=gradient_tier)
     return tiles
 
 
 def started_by_turn(plan: Plan, graph: GraphSchedule, kind: EventKind) -> frozenset[str]:
-    """Names of the tiles whose transfers of one kind at the head of `graph` the forward graph has started."""
+    """Labels of the tiles whose transfers of one kind at the head of `graph` the forward graph has started."""
     if graph.kind != "backward":
         return frozenset()
     forward = plan.graph("forward")
-    return frozenset(forward.tiles[e.tile].name for e in forward.events if e.turn and e.kind == kind)
+    return frozenset(forward.tiles[e.tile].label for e in forward.events if e.turn and e.kind == kind)
 
 
 def flows(plan: Plan, graph: GraphSchedule) -> list[Flow]:
@@ -116,7 +116,7 @@ def traffic(plan: Plan, graph: GraphSchedule) -> Traffic:
         nvme_to_host=sum(flow.fetched for flow in flows(plan, graph)),
         host_to_device=sum(_shard(plan, t.nbytes) for t in uploads if t.tier != "device"),
         device_to_host=sum(_shard(plan, t.nbytes) for t in offloads if t.gradient_tier != "device"),
-        host_to_nvme=sum(_blocks(_shard(plan, t.nbytes)) for t in offloads if t.gradient_tier == "nvme"),
+        host_to_nvme=sum(_stored(plan, t) for t in offloads if t.gradient_tier == "nvme"),
     )
 
 
@@ -156,13 +156,19 @@ def _is_there(plan: Plan, graph: GraphSchedule, event: Event, held: set[int]) ->
     """Whether a fetch finds its tile read or being read already."""
     if event.turn:
         return event.tile in held
-    name = graph.tiles[event.tile].name
-    return event.operator == HEAD and name in started_by_turn(plan, graph, "fetch")
+    label = graph.tiles[event.tile].label
+    return event.operator == HEAD and label in started_by_turn(plan, graph, "fetch")
 
 
 def _read(plan: Plan, tile: Tile) -> int:
     """Bytes that a fetch of the tile reads: none for a tile that lives in memory."""
-    return _blocks(_shard(plan, tile.nbytes)) if tile.tier == "nvme" else 0
+    return _stored(plan, tile) if tile.tier == "nvme" else 0
+
+
+def _stored(plan: Plan, tile: Tile) -> int:
+    """Bytes of the blocks that the tile lies in: its ends may share them with its neighbours."""
+    first = tile.start * tile.dtype.itemsize % _BLOCK
+    return _blocks(first + _shard(plan, tile.nbytes))
 
 
 def _shard(plan: Plan, nbytes: int) -> int:

@@ -43,7 +43,7 @@ class PlanNames:
     """The short names of a plan's modules, the same in all its tables."""
 
     def __init__(self, plan: Plan) -> None:
-        self.short = abbreviate(module_of(name) for name in tiles_of(plan))
+        self.short = abbreviate(module_of(tile.name) for tile in tiles_of(plan).values())
 
     def of(self, plan: Plan, graph: GraphSchedule) -> GraphNames:
         """The names in one graph's table."""
@@ -86,12 +86,12 @@ class GraphNames:
         return event.kind, event.turn, module_of(self._graph.tiles[event.tile].name)
 
     def _full(self, event: Event) -> str:
-        name = self._graph.tiles[event.tile].name
-        module = module_of(name)
-        return self._short[module] + name[len(module) :]
+        tile = self._graph.tiles[event.tile]
+        module = module_of(tile.name)
+        return self._short[module] + tile.label[len(module) :]
 
     def _mark(self, event: Event) -> str:
-        under_way = event.operator == HEAD and self._graph.tiles[event.tile].name in self._started.get(event.kind, ())
+        under_way = event.operator == HEAD and self._graph.tiles[event.tile].label in self._started.get(event.kind, ())
         return "*" if event.turn or under_way else ""
 
     def _nbytes(self, events: Iterable[Event]) -> int:

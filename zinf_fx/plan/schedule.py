@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -19,13 +20,15 @@ HEAD = -1
 
 @dataclass(frozen=True)
 class Tile:
-    """The unit of storage, transfer and schedule: one parameter.
+    """The unit of storage, transfer and schedule: one parameter, or some rows of a large one.
 
     Attributes:
         index: position among the graph's tiles.
         name: the parameter's qualified name, as in `named_parameters()`.
+        shape: the tile's own.
         tier: where it lives between uses.
         gradient_tier: where its gradient goes; None when the graph computes none for it.
+        rows: first row of the parameter and the one behind the last, when the parameter has several tiles.
     """
 
     index: int
@@ -34,14 +37,22 @@ class Tile:
     dtype: torch.dtype
     tier: Tier
     gradient_tier: Tier | None
+    rows: tuple[int, int] | None = None
+
+    @property
+    def label(self) -> str:
+        """The parameter's name, and the rows where they are not all: `mlp.up.weight[0:512]`."""
+        return self.name if self.rows is None else f"{self.name}[{self.rows[0]}:{self.rows[1]}]"
+
+    @property
+    def start(self) -> int:
+        """The tile's first element in its parameter."""
+        return 0 if self.rows is None else self.rows[0] * math.prod(self.shape[1:])
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def opens_operator(self) -> bool:

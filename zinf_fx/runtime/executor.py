@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.errors import StoredTensorError
-from zinf_fx.plan.schedule import HEAD, GraphSchedule
+from zinf_fx.plan.schedule import HEAD, GraphSchedule, Tile
 from zinf_fx.runtime.storage import TensorStorage
-from zinf_fx.runtime.stored_tensor import StoredTensor, accumulate_gradient
+from zinf_fx.runtime.stored_tensor import (
+    StoredTensor,
+    accumulate_gradient,
+    accumulate_gradient_part,
+    begin_gradient,
+)
 from zinf_fx.runtime.transfers import StagedTile, Staging
 
 _METHODS = {op: op._schema.name.split("::")[1] for op in ops.LOWERED}
@@ -41,15 +48,15 @@ class Stage:
     def successor(self, stage: Stage) -> None:
         self._successor = weakref.ref(stage)
 
-    def head_storages(self) -> list[TensorStorage]:
-        """What the stage fetches first, as far as its last run tells."""
+    def head_tiles(self) -> list[tuple[TensorStorage, Tile]]:
+        """What the stage fetches first, as far as its last run tells, and from where."""
         return []
 
 
 class Program(Stage):
     """One planned graph, bound to the executor. Called with a list of arguments, which it empties as it goes.
 
-    `tokens` are the placeholders that carry the tiles' tokens, in the order of the schedule's tiles. The storages are
+    `tokens` are the placeholders that carry the tokens of the schedule's tiles, in their order. The storages are
     resolved from the tokens of each call, so one program serves every layer that shares its graph.
     """
 
@@ -60,7 +67,8 @@ class Program(Stage):
         self.starts_successor = schedule.kind != "forward"
         placeholders = [node.name for node in module.graph.find_nodes(op="placeholder")]
         self._token_positions = [placeholders.index(token) for token in tokens]
-        self._module = _bind(module, tokens)
+        index = {(token, tile.start): tile.index for token, tile in zip(tokens, schedule.tiles, strict=True)}
+        self._module = _bind(module, index)
         self._head = [event.tile for event in schedule.at(HEAD, "fetch")]
         self._last_storages: list[weakref.ref[TensorStorage]] = []
 
@@ -83,10 +91,11 @@ class Program(Stage):
         EXECUTOR.end(self)
         return results
 
-    def head_storages(self) -> list[TensorStorage]:
+    def head_tiles(self) -> list[tuple[TensorStorage, Tile]]:
         if not self._last_storages:
             return []
-        return [storage for tile in self._head if (storage := self._last_storages[tile]()) is not None]
+        found = ((self._last_storages[tile](), self.schedule.tiles[tile]) for tile in self._head)
+        return [(storage, tile) for storage, tile in found if storage is not None]
 
 
 class Executor:
@@ -113,16 +122,20 @@ class Executor:
         """A stage ended: start the head of the one that is expected next."""
         successor = stage.successor
         if successor is not None and stage.starts_successor:
-            for storage in successor.head_storages():
-                self.anticipate(successor, storage)
+            for storage, tile in successor.head_tiles():
+                self.anticipate(successor, storage, tile)
 
-    def anticipate(self, stage: Stage, storage: TensorStorage) -> None:
+    def fetch(self, storage: TensorStorage, tile: Tile) -> StagedTile:
+        """Hold a tile, starting to read it unless it is held."""
+        return self.staging.fetch(storage, tile.start, math.prod(tile.shape))
+
+    def anticipate(self, stage: Stage, storage: TensorStorage, tile: Tile) -> None:
         """Fetch a tile that `stage`, expected to come next, will need at its head."""
         if self._expected is None or self._expected() is not stage:
             self.drop_anticipated()
             self._expected = weakref.ref(stage)
         if not storage.resident:
-            stage.anticipated.append(self.staging.fetch(storage))
+            stage.anticipated.append(self.fetch(storage, tile))
 
     def drop_anticipated(self) -> None:
         """Let go of what was fetched in advance; what a running graph holds by now stays."""
@@ -157,13 +170,14 @@ class Run:
         self._storages = storages
         self._held: dict[int, StagedTile] = {}
         self._in_head = True
+        self._begun: dict[int, _PartialGradient] = {}  # by the storage's key
 
     def fetch(self, tile: int, turn: bool = False) -> None:
         """Start reading a tile; for the turn, one of the backward graph's, once it is known that backward follows."""
         if not turn:
-            self._held[tile] = EXECUTOR.staging.fetch(self._storages[tile])
+            self._held[tile] = EXECUTOR.fetch(self._storages[tile], self._tiles[tile])
         elif (successor := self._program.successor) is not None:
-            EXECUTOR.anticipate(successor, self._storages[tile])
+            EXECUTOR.anticipate(successor, self._storages[tile], self._tiles[tile])
 
     def upload(self, tile: int, turn: bool = False) -> None:
         """Host memory is device memory."""
@@ -197,21 +211,47 @@ class Run:
                 f"a hook was registered on '{self._tiles[tile].name}' after its graph was compiled, and would not run: "
                 "register hooks before the first compiled call, or call torch.compiler.reset() after it"
             )
-        accumulate_gradient(parameter, shard)
+        if self._tiles[tile].rows is None:
+            accumulate_gradient(parameter, shard)
+        else:
+            self._offload_part(storage.key, parameter, self._tiles[tile], shard)
+
+    def _offload_part(self, key: int, parameter: StoredTensor, tile: Tile, shard: torch.Tensor) -> None:
+        """Add to a range of the gradient, or write it where this run is the first to; it began with no values."""
+        if parameter.grad is None:
+            begin_gradient(parameter)
+            ranges = {t.start for s, t in zip(self._storages, self._tiles, strict=True) if s.key == key}
+            self._begun[key] = _PartialGradient(parameter, ranges)
+        begun = self._begun.get(key)
+        first = begun is not None and tile.start in begun.missing
+        accumulate_gradient_part(parameter, tile.start, shard, first=first)
+        if first:
+            begun.missing.remove(tile.start)
 
     def abort(self) -> None:
-        """After an exception: drain the reads under way and give every buffer back."""
+        """After an exception: drain the reads under way and give every buffer back. Half a gradient is none."""
+        for begun in self._begun.values():
+            if begun.missing:
+                begun.parameter.grad = None
         while self._held:
             EXECUTOR.staging.release(self._held.popitem()[1])
         EXECUTOR.reset()
 
 
-def _bind(module: fx.GraphModule, tokens: Sequence[str]) -> fx.GraphModule:
+@dataclass
+class _PartialGradient:
+    """A new gradient that arrives tile by tile, and the first elements of the tiles that have not arrived."""
+
+    parameter: StoredTensor
+    missing: set[int]
+
+
+def _bind(module: fx.GraphModule, index: Mapping[tuple[str, int], int]) -> fx.GraphModule:
     """The graph as a function of (run, arguments): its `zinf` nodes become calls of the run's methods.
 
+    `index`: of each tile among the schedule's, by the placeholder of its token and its first element.
     `arguments` is a reversed list from which each input is popped, so that inputs die with their last use.
     """
-    index = {token: position for position, token in enumerate(tokens)}
     bound = fx.Graph()
     run = bound.placeholder("run")
     arguments = bound.placeholder("arguments")
@@ -222,9 +262,9 @@ def _bind(module: fx.GraphModule, tokens: Sequence[str]) -> fx.GraphModule:
             copies[node].name = node.name
         elif node.target in _METHODS:
             rest = [copies[a] for a in node.args[1:]] if node.target in (ops.reduce_scatter, ops.offload) else []
-            copies[node] = bound.call_method(
-                _METHODS[node.target], (run, index[node.args[0].name], *rest), dict(node.kwargs)
-            )
+            options = dict(node.kwargs)
+            tile = index[node.args[0].name, options.pop("start", 0)]
+            copies[node] = bound.call_method(_METHODS[node.target], (run, tile, *rest), options)
         else:
             copies[node] = bound.node_copy(node, copies.__getitem__)
     return fx.GraphModule(module, bound, class_name=f"Planned{module.__class__.__name__}")

@@ -12,7 +12,7 @@ import torch
 
 from zinf_fx.config import Config, Placement, Tier
 from zinf_fx.errors import StoredTensorError, StoreError
-from zinf_fx.runtime.buffers import Buffer, aligned_empty
+from zinf_fx.runtime.buffers import PAGE, Buffer, aligned_empty
 from zinf_fx.runtime.store import Extent, Store, Ticket
 from zinf_fx.runtime.tiers import Tiers
 
@@ -98,22 +98,29 @@ class TensorStorage:
         return TensorStorage(self._usable_tiers(), tier, self.config, self.numel, dtype or self.dtype)
 
     def window(self, start: int = 0, count: int | None = None, *, load: bool = True) -> Window:
-        """`count` elements from `start` (a multiple of WINDOW_ALIGNMENT; default all) in host memory.
+        """`count` elements from `start` (default all) in host memory.
 
-        With `load`, reading them starts at once; without, their values are undefined until written.
+        With `load`, reading them starts at once; without, their values are undefined until written. The store moves
+        whole blocks: what a window has in common with its neighbours' blocks is read in any case, and written back.
+        Both ends on multiples of WINDOW_ALIGNMENT (or at the end) spare that.
         """
         tiers = self._usable_tiers()
         count = self.numel - start if count is None else count
-        assert start % WINDOW_ALIGNMENT == 0 and start >= 0 and start + count <= self.numel, (start, count, self.numel)
+        assert start >= 0 and count >= 0 and start + count <= self.numel, (start, count, self.numel)
         if self._resident is not None:
             return Window(self, start, self._resident[start : start + count], None, None)
-        buffer = tiers.lease(count * self.dtype.itemsize)
+        per_block = PAGE // self.dtype.itemsize
+        first = start // per_block * per_block
+        end = min(-(-(start + count) // per_block) * per_block, self.numel) if count else first
+        shared = first < start or end > start + count
+        buffer = tiers.lease((end - first) * self.dtype.itemsize)
         try:
-            ticket = self._read(buffer.address, start, count) if load and count else None
+            ticket = self._read(buffer.address, first, end - first) if (load or shared) and count else None
         except BaseException:
             buffer.release()
             raise
-        return Window(self, start, buffer.tensor((count,), self.dtype), buffer, ticket)
+        memory = buffer.tensor((end - first,), self.dtype)
+        return Window(self, first, memory, buffer, ticket, slice(start - first, start - first + count))
 
     def value(self) -> torch.Tensor:
         """All elements, flat: the resident bytes themselves, or a copy that the caller owns."""
@@ -210,11 +217,19 @@ class Window:
     """Consecutive elements of one storage in host memory: wait, use, then `store` or `close`, once."""
 
     def __init__(
-        self, storage: TensorStorage, start: int, memory: torch.Tensor, buffer: Buffer | None, ticket: Ticket | None
+        self,
+        storage: TensorStorage,
+        start: int,
+        memory: torch.Tensor,
+        buffer: Buffer | None,
+        ticket: Ticket | None,
+        meant: slice = slice(None),  # noqa: B008
     ) -> None:
+        """`memory`: whole blocks, from element `start` on; `meant` are the elements asked for among them."""
         self._storage: TensorStorage | None = storage
         self._start = start
         self._memory, self._buffer, self._ticket = memory, buffer, ticket
+        self._meant = meant
         self._open = True
 
     def read_only(self) -> Window:
@@ -233,7 +248,7 @@ class Window:
         if self._ticket is not None:
             self._ticket.wait()
             self._ticket = None
-        return self._memory
+        return self._memory[self._meant]
 
     def store(self) -> None:
         """Start writing the elements back; nothing to move for resident bytes."""

@@ -456,6 +456,29 @@ def accumulate_gradient(parameter: StoredTensor, gradient: torch.Tensor) -> None
             parameter.grad.add_(gradient)
 
 
+def begin_gradient(parameter: StoredTensor) -> None:
+    """Give the parameter a `grad` on the tier of gradients, whose values are undefined."""
+    storage = parameter.storage
+    parameter.grad = empty_stored(parameter, storage.tiers, storage.placement.gradients, storage.config)
+
+
+def accumulate_gradient_part(parameter: StoredTensor, start: int, gradient: torch.Tensor, *, first: bool) -> None:
+    """Add `gradient` to the elements of the parameter's `grad` from `start` on, or if `first`, write them."""
+    grad = parameter.grad
+    with torch.no_grad():
+        if not isinstance(grad, StoredTensor) or grad.views:
+            grad.view(-1)[start : start + gradient.numel()].add_(gradient.reshape(-1))
+            return
+        window = grad.storage.window(start, gradient.numel(), load=not first)
+        try:
+            values = window.wait().view(gradient.shape)
+            values.copy_(gradient) if first else values.add_(gradient)
+        except BaseException:
+            window.close()
+            raise
+        window.store()
+
+
 def _store_gradient(parameter: StoredTensor) -> None:
     """Hook: a gradient that eager autograd left on the device moves to the tier of gradients."""
     gradient = parameter.grad

@@ -16,13 +16,13 @@ class StagedTile:
     It doesn't keep the storage alive: compiled code, for which tiles are fetched in advance, may outlive its model.
     """
 
-    def __init__(self, storage: TensorStorage) -> None:
-        self.key = storage.key
+    def __init__(self, storage: TensorStorage, start: int, count: int) -> None:
+        self.key = (storage.key, start, count)
         self.version = storage.version
         self.holds = 0
-        self._nbytes = storage.nbytes
+        self._nbytes = count * storage.dtype.itemsize
         self._counters = storage.tiers.counters
-        self._window = storage.window().read_only()
+        self._window = storage.window(start, count).read_only()
 
     def wait(self) -> torch.Tensor:
         """The tile's elements, flat; counts the time for which compute had to wait."""
@@ -41,15 +41,16 @@ class Staging:
     """Tiles in flight, shared by every graph execution: a tile that one still holds is not read again for the next."""
 
     def __init__(self) -> None:
-        self._tiles: dict[int, StagedTile] = {}  # by the storage's key
+        self._tiles: dict[tuple[int, int, int], StagedTile] = {}  # by the storage's key and the elements
         self._lock = threading.RLock()
 
-    def fetch(self, storage: TensorStorage) -> StagedTile:
-        """Hold `storage`'s tile, starting to read it unless it is already held in its present version."""
+    def fetch(self, storage: TensorStorage, start: int, count: int) -> StagedTile:
+        """Hold `count` elements of `storage`, starting to read them unless they are held in their present version."""
+        key = (storage.key, start, count)
         with self._lock:
-            tile = self._tiles.get(storage.key)
+            tile = self._tiles.get(key)
             if tile is None or tile.version != storage.version:
-                tile = self._tiles[storage.key] = StagedTile(storage)
+                tile = self._tiles[key] = StagedTile(storage, start, count)
             tile.holds += 1
             return tile
 
