@@ -22,7 +22,7 @@ REFUSED = {
     "prefetch of two": ({"prefetch": (1, 2)}, "three distances"),
     "falling prefetch": ({"prefetch": (3, 2, 1)}, "must not fall"),
     "tiny chunk": ({"chunk": 4096}, "the least is 64KiB"),
-    "tile": ({"tile": "auto"}, "tile='auto' is not accepted; accepted: None"),
+    "tile": ({"tile": "automatic"}, "tile='automatic' is not a size"),
     "compute": ({"compute": "inductor"}, "accepted: 'eager'"),
     "activations": ({"activations": "offload"}, "accepted: 'keep'"),
     "store of a wrong type": ({"store": 3}, "is not a path"),

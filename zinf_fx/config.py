@@ -76,7 +76,9 @@ class Config:
         prefetch: how many operators ahead of its use a tile's all-gather, upload and fetch start (ZeRO-Infinity,
             section 6.2). None: each starts when it is needed.
         chunk: bytes of fp32 master weights per chunk of the optimizer step.
-        tile: None, the only value so far: one tile per parameter.
+        tile: bytes, or a text such as "64MiB", above which a parameter is divided into tiles (ZeRO-Infinity, section
+            5.1.3: memory-centric tiling). "auto": tiles as large as fit the budgets; without a budget, or where one
+            tile per parameter fits it, as None: one tile per parameter.
         activations: "keep": what eager PyTorch saves; "recompute": backward computes them again from a few checkpoints,
             chosen for the least peak. `torch.utils.checkpoint` in the model is respected either way.
         checksum: compare a crc32c of what is read from the store with that of what was written.
@@ -90,7 +92,7 @@ class Config:
     host_memory: int | None = None
     prefetch: tuple[int, int, int] | None = (1, 2, 3)
     chunk: int = 32 << 20
-    tile: None = None
+    tile: int | Literal["auto"] | None = None
     activations: str = "keep"
     compute: str = "eager"
     checksum: bool = True
@@ -116,7 +118,9 @@ class Config:
         if self.chunk < 1 << 16:
             raise ConfigError(f"chunk={self.chunk} bytes is too small: the least is 64KiB")
         set_field("prefetch", _parse_prefetch(self.prefetch))
-        for name, accepted in (("tile", (None,)), ("activations", ("keep", "recompute")), ("compute", ("eager",))):
+        if self.tile not in (None, "auto"):
+            set_field("tile", parse_bytes(self.tile, "tile"))
+        for name, accepted in (("activations", ("keep", "recompute")), ("compute", ("eager",))):
             if getattr(self, name) not in accepted:
                 allowed = ", ".join(map(repr, accepted))
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not accepted; accepted: {allowed}")

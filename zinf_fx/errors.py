@@ -21,6 +21,10 @@ class PlanError(ZinfError):
     """A plan breaks an invariant of the graph, exceeds a budget, or doesn't belong to the model at hand."""
 
 
+class BudgetError(PlanError):
+    """What must be in memory at once exceeds a budget."""
+
+
 class OptimizerError(ZinfError):
     """An optimizer that can't step over stored parameters, or was used in a way that would lose an update."""
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from zinf_fx import ops
 from zinf_fx.passes.framework import GraphContext
+from zinf_fx.plan.schedule import Tile
 
 
 @dataclass
@@ -36,15 +38,15 @@ class Reference(fx.Interpreter):
         self._parameters = parameters
         self._progress: dict[str, list[object]] = {}
         self._buffers: dict[str, torch.Tensor] = {}
-        self.gradients: dict[str, torch.Tensor] = {}
+        self._arrived: dict[str, dict[int, torch.Tensor]] = {}
 
     def run_node(self, node: fx.Node) -> Any:
         if node.target is not ops.gather and node.target not in ops.LOWERED:
             return super().run_node(node)
         tile = self._context.tile_of(node)
-        progress = self._progress.setdefault(tile.name, [])
+        progress = self._progress.setdefault(tile.label, [])
         if node.target is ops.gather:
-            return self._parameters[tile.name].clone()
+            return self._value(tile)
         if node.kwargs.get("turn"):
             return None
         if node.target in ops.TRANSFERS:
@@ -54,19 +56,32 @@ class Reference(fx.Interpreter):
         elif node.target is ops.wait:
             assert progress == list(ops.TRANSFERS), f"{node.format_node()} after {progress}"
             progress.append(ops.wait)
-            self._buffers[tile.name] = self._parameters[tile.name].clone()
-            return self._buffers[tile.name]
+            self._buffers[tile.label] = self._value(tile)
+            return self._buffers[tile.label]
         elif node.target is ops.release:
             assert progress[-1:] == [ops.wait], f"{node.format_node()} after {progress}"
             progress.clear()
-            poison(self._buffers.pop(tile.name))
+            poison(self._buffers.pop(tile.label))
         else:
             _, value = self.fetch_args_kwargs_from_env(node)[0]
             if node.target is ops.reduce_scatter:
                 return value
-            assert tile.name not in self.gradients, f"a second gradient: {node.format_node()}"
-            self.gradients[tile.name] = value.clone()
+            arrived = self._arrived.setdefault(tile.name, {})
+            assert tile.rows or not arrived, f"a second gradient: {node.format_node()}"
+            arrived[tile.start] = arrived[tile.start] + value if tile.start in arrived else value.clone()
         return None
+
+    @property
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """What was offloaded, by parameter name; ranges of rows put together."""
+        return {
+            name: parts[0] if len(parts) == 1 else torch.cat([part for _, part in sorted(parts.items())])
+            for name, parts in self._arrived.items()
+        }
+
+    def _value(self, tile: Tile) -> torch.Tensor:
+        value = self._parameters[tile.name]
+        return (value if tile.rows is None else value[slice(*tile.rows)]).clone()
 
     def check_all_given_back(self) -> None:
         assert not self._buffers, f"never released: {sorted(self._buffers)}"
@@ -87,6 +102,13 @@ class Reference(fx.Interpreter):
 def poison(buffer: torch.Tensor) -> None:
     """Make any later read of `buffer` visible."""
     buffer.fill_(torch.nan if buffer.is_floating_point() or buffer.is_complex() else torch.iinfo(buffer.dtype).min)
+
+
+def assert_close(ours: Any, theirs: Any, what: str = "result", tolerance: float = 1e-4) -> None:
+    """Equality within rounding of tensors, or of lists and mappings of them; of bf16, within that of bf16."""
+    dtypes = {value.dtype for value in tree_leaves(theirs) if isinstance(value, torch.Tensor)}
+    tolerance = 0.02 if torch.bfloat16 in dtypes else tolerance
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}")
 
 
 def assert_same(ours: Any, theirs: Any, what: str = "result") -> None:

@@ -32,9 +32,7 @@ class OffloadGradients:
                 continue
             for part in parts:
                 with graph.inserting_after(part.node):
-                    offload = graph.call_function(
-                        ops.offload, (part.node.args[0], part.node), start_argument(part.key)
-                    )
+                    offload = graph.call_function(ops.offload, (part.node.args[0], part.node), start_argument(part.key))
                 offload.meta[OPERATOR] = operator_of(part.node)
             assembled += assembly_of(gradient) if token in context.divided else ()
             results[position] = None

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from zinf_fx import ops
-from zinf_fx.errors import PlanError
+from zinf_fx.errors import BudgetError, PlanError
 from zinf_fx.passes import spec
 from zinf_fx.passes.framework import (
     MADE_BY,
@@ -35,9 +36,14 @@ from zinf_fx.passes.recompute_gathers import RecomputeGathers
 from zinf_fx.passes.reduce_gradients import ReduceGradients
 from zinf_fx.passes.regions import Regions
 from zinf_fx.passes.sink_gathers import SinkGathers
+from zinf_fx.passes.tile import TileParameters
 from zinf_fx.plan.schedule import Event, GraphSchedule, Operator
 
 log = logging.getLogger(__name__)
+
+# Parts of the budget that the largest tile may be, tried in this order until the plan fits. A tile and its gradient may
+# be there together, and the next tile and the gradient before it.
+_TILES_IN_BUDGET = (2, 4, 8, 16, 32, 64)
 
 
 def plan_training(
@@ -48,18 +54,37 @@ def plan_training(
     `context.gradients` is keyed by the position of the gradient among the outputs of the backward graph. `arguments`
     are those of PyTorch's partitioner.
     """
+    for limit, last in _tile_limits(context):
+        graph = joint if last else fx.GraphModule(joint, copy.deepcopy(joint.graph))
+        try:
+            return _plan_training(graph, joint_inputs, replace(context, provided=set()), limit, arguments)
+        except BudgetError:
+            if last:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _tile_limits(context: GraphContext) -> Iterator[tuple[int | None, bool]]:
+    """The tile limits to plan with (None: no tiling) until the plan fits the budget, and which is the last."""
+    budget = context.budget
+    if context.config.tile != "auto" or budget is None:
+        yield (None if context.config.tile == "auto" else context.config.tile), True
+        return
+    limits = [None, *(budget // divisor for divisor in _TILES_IN_BUDGET)]
+    yield from ((limit, limit is limits[-1]) for limit in limits)
+
+
+def _plan_training(
+    joint: fx.GraphModule, joint_inputs: Any, context: GraphContext, tile_limit: int | None, arguments: dict[str, Any]
+) -> tuple[fx.GraphModule, GraphContext, fx.GraphModule, GraphContext]:
+    tiling = [TileParameters(tile_limit)] if tile_limit is not None else []
+    context = replace(context, gradients=dict(context.gradients), divided={}, undivided={})
     activations = {"keep": KeepActivations, "recompute": RecomputeActivations}[context.config.activations]()
-    run_passes(joint.graph, context, [activations, RecomputeGathers(), ReduceGradients()])
+    run_passes(joint.graph, context, [*tiling, activations, RecomputeGathers(), ReduceGradients()])
     forward, backward = partition(joint, joint_inputs, context, **arguments)
-    forward_context = GraphContext("forward", context.config, context.tiles, divided=context.divided, undivided=context.undivided)
-    backward_context = GraphContext(
-        "backward",
-        context.config,
-        context.tiles,
-        context.gradients,
-        divided=context.divided,
-        undivided=context.undivided,
-    )
+    tiled = {"divided": context.divided, "undivided": context.undivided}
+    forward_context = GraphContext("forward", context.config, context.tiles, **tiled)
+    backward_context = GraphContext("backward", context.config, context.tiles, context.gradients, **tiled)
     backward_context.provided.add("gradients_reduced")
     # Backward first: forward has to start what backward needs at its head.
     forward_context.successor_head = _plan_graph(backward, backward_context, [OffloadGradients()])
@@ -69,7 +94,20 @@ def plan_training(
 
 def plan_inference(module: fx.GraphModule, context: GraphContext) -> None:
     """Plan a graph that has no backward."""
-    _plan_graph(module, context, [])
+    captured = module.graph
+    for limit, last in _tile_limits(context):
+        if not last:
+            module.graph = copy.deepcopy(captured)
+        context.divided, context.undivided, context.provided = {}, {}, set()
+        try:
+            if limit is not None:
+                run_passes(module.graph, context, [TileParameters(limit)])
+            _plan_graph(module, context, [])
+            return
+        except BudgetError:
+            if last:
+                raise
+            module.graph = captured
 
 
 def _plan_graph(module: fx.GraphModule, context: GraphContext, extra: Sequence[Pass]) -> tuple[HeadTransfer, ...]:

@@ -13,7 +13,7 @@ from typing import ClassVar
 from torch import fx
 
 from zinf_fx import ops
-from zinf_fx.errors import PlanError
+from zinf_fx.errors import BudgetError
 from zinf_fx.passes.framework import (
     OPERATOR,
     GraphContext,
@@ -38,7 +38,7 @@ class Prefetch:
     """Move every transfer as many operators ahead of its use as `distances` and the byte budget allow.
 
     Where a transfer at its full distance would exceed the budget, it starts later. First come the tiles that the graph
-    itself needs, then those of the turn, then the time that gradients may wait for their offload. PlanError when even
+    itself needs, then those of the turn, then the time that gradients may wait for their offload. BudgetError when even
     what each operator uses exceeds the budget.
 
     Attributes:
@@ -163,7 +163,7 @@ def _refuse_what_never_fits(ledger: Ledger, context: GraphContext) -> None:
     largest = ", ".join(map(str, ledger.largest(operator)))
     whole = ((context.tiles[token].name, reason) for token, reason in context.undivided.items())
     reasons = [f"'{name}' can't be tiled: {reason}" for name, reason in whole if f"'{name}'" in largest]
-    raise PlanError(
+    raise BudgetError(
         f"the {context.kind} graph needs {ledger.at(operator)} bytes of tiles and gradients at once in operator "
         f"{operator}, and the budget is {ledger.budget}: raise device_memory or host_memory. "
         + ". ".join([f"Largest: {largest}", *reasons])

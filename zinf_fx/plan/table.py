@@ -179,8 +179,14 @@ def _header(plan: Plan) -> str:
         )
     budgets = [f"{n} {in_words(v)}" for n in ("device_memory", "host_memory") if (v := getattr(config, n)) is not None]
     lines.append("budgets    " + (", ".join(budgets) or "none"))
-    lines.append(f"options    compute {config.compute}, activations {config.activations}, tile {config.tile}")
+    lines.append(
+        f"options    compute {config.compute}, activations {config.activations}, tile {_tile_text(config.tile)}"
+    )
     return "\n".join(lines)
+
+
+def _tile_text(tile: int | str | None) -> str:
+    return in_words(tile) if isinstance(tile, int) else str(tile)
 
 
 def _legend(plan: Plan, names: PlanNames) -> str:

@@ -223,7 +223,7 @@ class Window:
         memory: torch.Tensor,
         buffer: Buffer | None,
         ticket: Ticket | None,
-        meant: slice = slice(None),  # noqa: B008
+        meant: slice = slice(None),
     ) -> None:
         """`memory`: whole blocks, from element `start` on; `meant` are the elements asked for among them."""
         self._storage: TensorStorage | None = storage

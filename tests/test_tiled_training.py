@@ -1,0 +1,149 @@
+"""Tiled training equals untiled training, within fp32 rounding, and fits budgets that are smaller than one layer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import zinf_fx
+from zinf_fx.errors import PlanError
+from zinf_fx.explain import plans_of
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from gpt import GPT, GPTConfig
+
+# So large that the optimizer doesn't blow up the rounding of gradients that are next to nothing.
+EPSILON = 1e-4
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Linears(torch.nn.Module):
+    """Odd sizes: no tile begins at a block of the store."""
+
+    def __init__(self, width: int = 37, inner: int = 111) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(width, inner), torch.nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(x + self.down(torch.tanh(self.up(x))), target)
+
+
+def linears() -> tuple[torch.nn.Module, Callable]:
+    return Linears(), lambda: (torch.randn(5, 37), torch.randn(5, 37))
+
+
+def gpt(tied: bool) -> tuple[torch.nn.Module, Callable]:
+    model = GPT(GPTConfig(layers=2, hidden=36, heads=2, context=16, vocabulary=61, tied=tied))
+    return model, lambda: (torch.randint(0, 61, (2, 16)), torch.randint(0, 61, (2, 16)))
+
+
+MODELS = {"linears": linears, "gpt": lambda: gpt(tied=False), "tied gpt": lambda: gpt(tied=True)}
+
+
+def build(name: str) -> tuple[torch.nn.Module, Callable]:
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+def train(call: Callable, batch: Callable, optimizer: torch.optim.Optimizer, accumulate: int) -> list[float]:
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(4):
+        for _ in range(accumulate):
+            loss = call(*batch())
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("placement", ["device", "host", "nvme", "infinity-nvme"])
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_untiled(tmp_path: Path, name: str, placement: str, accumulate: int) -> None:
+    plain, batch = build(name)
+    expected = train(plain, batch, torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=EPSILON), accumulate)
+    model, batch = build(name)
+    zinf_fx.offload(model, store=tmp_path, placement=placement, tile=2500)
+    optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-3, eps=EPSILON)
+    losses = train(torch.compile(model, backend="zinf"), batch, optimizer, accumulate)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs.detach(), rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 16])
+def test_any_number_of_tiles(tmp_path: Path, count: int) -> None:
+    plain, batch = build("linears")
+    x, target = batch()
+    model = zinf_fx.offload(Linears(), store=tmp_path, placement="nvme", tile=-(-111 // count) * 37 * 4)
+    model.load_state_dict(plain.state_dict())
+    loss, expected = torch.compile(model, backend="zinf")(x, target), plain(x, target)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=1e-6)
+    plans = plans_of(model, (x, target))
+    tiles = [tile for tile in plans[0].graph("backward").tiles if tile.name == "up.weight"]
+    assert len(tiles) == count
+
+
+def test_forward_is_bitwise_where_the_output_is_tiled(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain, x = torch.nn.Linear(64, 256), torch.randn(32, 64)
+    model = zinf_fx.offload(torch.nn.Linear(64, 256), store=tmp_path, placement="nvme", tile="16KiB")
+    model.load_state_dict(plain.state_dict())
+    with torch.no_grad():
+        assert torch.equal(torch.compile(model, backend="zinf")(x), plain(x))
+
+
+@pytest.mark.parametrize("gradients", ["nvme", "device"])
+def test_a_layer_larger_than_the_budget(tmp_path: Path, gradients: str) -> None:
+    """Untiled it is refused when it is planned; tiled it trains, and its tiles never take more than the budget."""
+    torch.manual_seed(0)
+    plain = Linears(256, 1024)
+    x, target = torch.randn(4, 256), torch.randn(4, 256)
+    plain(x, target).backward()
+    budget = 600 << 10
+    placement = {"parameters": "nvme", "gradients": gradients}
+    model = zinf_fx.offload(Linears(256, 1024), store=tmp_path, placement=placement, device_memory=budget)
+    model.load_state_dict(plain.state_dict())
+    with pytest.raises(Exception, match="the budget is 614400") as raised:
+        torch.compile(model, backend="zinf", options={"tile": None})(x, target)
+    assert isinstance(raised.value.inner_exception, PlanError)
+    torch._dynamo.reset()
+    tiers = model.up.weight.storage.tiers
+    tiers.drain()
+    tiers.host._space.peak = 0
+    torch.compile(model, backend="zinf", options={"tile": "auto"})(x, target).backward()
+    peak = tiers.host.peak
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=1e-6)
+    if gradients == "device":  # else the arena also holds gradients that are being written
+        assert 0 < peak <= budget
+
+
+def test_what_can_not_be_tiled_is_said(tmp_path: Path) -> None:
+    class Sum(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Parameter(torch.randn(64, 64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x + self.table.sin()).sum()
+
+    with pytest.raises(PlanError, match=r"'table' can't be tiled: aten\.sin computes with it"):
+        zinf_fx.explain(Sum(), torch.randn(64, 64), placement="nvme", tile="auto", device_memory="8KiB")

@@ -1,0 +1,41 @@
+"""New nodes with the metadata that later stages read."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch.utils.checkpoint import CheckpointPolicy
+
+# What a node inherits from the one that it replaces: all but what describes its own value.
+_OWN = ("val", "tensor_meta", "example_value")
+
+
+def emit(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A node at the insertion point, in the place of `like`. Running it on fake values tells the type of its result."""
+    node = graph.call_function(target, args, kwargs)
+    fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    node.meta = {key: value for key, value in like.meta.items() if key not in _OWN}
+    mode = detect_fake_mode(list(fake_args))
+    with nullcontext() if mode is None else mode:
+        node.meta["val"] = target(*fake_args, **fake_kwargs)
+    return node
+
+
+def repeat_in_backward(node: fx.Node) -> fx.Node:
+    """Mark a node that is too cheap to be saved."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    node.meta.pop("ac_graph_id", None)
+    return node
+
+
+def erase_unused(graph: fx.Graph, node: fx.Node) -> None:
+    """Remove a node that nothing uses any more, and its inputs that nothing else uses."""
+    if node.users or node.op != "call_function" or node.is_impure():
+        return
+    inputs = node.all_input_nodes
+    graph.erase_node(node)
+    for each in inputs:
+        erase_unused(graph, each)
