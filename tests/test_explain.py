@@ -150,7 +150,7 @@ def test_options_apply_and_contradictions_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="unknown option 'prefetsch'"):
         plans_of(model, (tokens(),), prefetsch=1)
     with pytest.raises(PlanError, match="raise device_memory"):
-        plans_of(model, (tokens(),), device_memory="1KiB")
+        plans_of(model, (tokens(),), device_memory="1KiB", tile=None)
 
 
 class Held(nn.Module):

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import zinf_fx
 from zinf_fx.errors import PlanError
 from zinf_fx.explain import plans_of
+from zinf_fx.runtime import executor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from gpt import GPT, GPTConfig
@@ -147,3 +148,33 @@ def test_what_can_not_be_tiled_is_said(tmp_path: Path) -> None:
 
     with pytest.raises(PlanError, match=r"'table' can't be tiled: aten\.sin computes with it"):
         zinf_fx.explain(Sum(), torch.randn(64, 64), placement="nvme", tile="auto", device_memory="8KiB")
+
+
+def test_half_a_gradient_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, batch = build("linears")
+    model = zinf_fx.offload(Linears(), store=tmp_path, placement="nvme", tile=2500)
+    model.load_state_dict(plain.state_dict())
+    call, inputs = torch.compile(model, backend="zinf"), batch()
+    arrive, calls = executor.accumulate_gradient_part, []
+
+    def fail_later(*args: object, **kwargs: object) -> None:
+        calls.append(args)
+        if len(calls) == 3:
+            raise InterruptedError
+        arrive(*args, **kwargs)
+
+    monkeypatch.setattr(executor, "accumulate_gradient_part", fail_later)
+    with pytest.raises(InterruptedError):
+        call(*inputs).backward()
+    assert model.down.weight.grad is None
+    monkeypatch.undo()
+    call(*inputs).backward()
+    plain(*inputs).backward()
+    torch.testing.assert_close(model.down.weight.grad.full_tensor(), plain.down.weight.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_the_plan_shows_tiles() -> None:
+    text = zinf_fx.explain(Linears(), torch.randn(5, 37), torch.randn(5, 37), placement="nvme", tile="8KiB")
+    assert "tile 8.0 KiB" in text
+    for part in ("up.weight[0:37]", "up.weight[37:74]", "up.weight[74:111]", "down.weight[13:26]"):
+        assert part in text, text

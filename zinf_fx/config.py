@@ -92,7 +92,7 @@ class Config:
     host_memory: int | None = None
     prefetch: tuple[int, int, int] | None = (1, 2, 3)
     chunk: int = 32 << 20
-    tile: int | Literal["auto"] | None = None
+    tile: int | Literal["auto"] | None = "auto"
     activations: str = "keep"
     compute: str = "eager"
     checksum: bool = True

@@ -232,7 +232,7 @@ def test_the_schedule_says_what_the_graph_does() -> None:
 def test_one_budget_for_the_whole_step_names_the_graph_that_breaks_it() -> None:
     model, inputs = CASES["mlp"]()
     with pytest.raises(Exception, match="the backward graph needs") as error:
-        train(model, *inputs, config=Config(placement="nvme", device_memory=130))
+        train(model, *inputs, config=Config(placement="nvme", device_memory=130, tile=None))
     assert isinstance(error.value.inner_exception, PlanError)
 
 

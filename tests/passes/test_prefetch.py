@@ -358,7 +358,7 @@ def test_a_budget_below_one_tile_names_the_tiles() -> None:
 
 def test_the_error_names_gradients_too() -> None:
     with pytest.raises(Exception, match=r"backward .* needs 3072 bytes.*gradient of 'stack.1.weight' \(1024 bytes\)"):
-        layers(2, device_memory=2 * KIB)
+        layers(2, device_memory=2 * KIB, tile=None)
 
 
 @pytest.mark.parametrize("tiles", range(3, 9))

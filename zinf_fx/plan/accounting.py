@@ -126,11 +126,14 @@ def optimizer_traffic(plan: Plan) -> Traffic:
     A parameter of full precision is its own master, and is read too.
     """
     read = written = 0
+    tiles: dict[str, list[Tile]] = {}  # the optimizer doesn't divide parameters as the graphs do
     for tile in tiles_of(plan).values():
-        if tile.gradient_tier is None:
-            continue
-        elements = tile.nbytes // tile.dtype.itemsize
-        value = _blocks(_shard(plan, tile.nbytes))
+        if tile.gradient_tier is not None:
+            tiles.setdefault(tile.name, []).append(tile)
+    for tile, *others in tiles.values():
+        nbytes = sum(t.nbytes for t in (tile, *others))
+        elements = nbytes // tile.dtype.itemsize
+        value = _blocks(_shard(plan, nbytes))
         has_master = tile.dtype.itemsize < 4
         if plan.config.placement.optimizer == "nvme":
             states = (3 if has_master else 2) * _blocks(_shard(plan, elements * _STATE_BYTES))
