@@ -91,7 +91,7 @@ class Capture:
     def _bind(self, module: fx.GraphModule, kind: str) -> Callable[[list], Any]:
         context = self._contexts[kind]
         tokens = [key.token for key in tiles_moved(module.graph, context)]
-        program = Program(module, self.plan.graph(kind), tokens)
+        program = Program(module, self.plan, kind, tokens)
 
         # A caller that compiles its whole training step must not trace into the runtime.
         run = torch.compiler.disable(lambda arguments: program(arguments))

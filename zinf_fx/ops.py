@@ -15,7 +15,8 @@ binds to its own methods: they have no kernel of their own, so a graph can't run
 | offload | start the move of a gradient shard to its tier, adding to what is there | |
 
 `start` is the tile's first element in its parameter, when that has several tiles. `turn=True` marks a transfer that the
-forward graph starts for the backward graph.
+forward graph starts for the backward graph. `resident=True` marks a release after which the tile stays in memory until
+its next fetch, and the transfers of that next journey, which find it there.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ import torch
 
 _library = torch.library.Library("zinf", "DEF")
 _library.define("gather(Tensor token, SymInt[] shape, ScalarType dtype, Device device, *, int start=0) -> Tensor")
-_library.define("fetch(Tensor token, *, int start=0, bool turn=False) -> ()")
-_library.define("upload(Tensor token, *, int start=0, bool turn=False) -> ()")
-_library.define("allgather(Tensor token, *, int start=0, bool turn=False) -> ()")
+_library.define("fetch(Tensor token, *, int start=0, bool turn=False, bool resident=False) -> ()")
+_library.define("upload(Tensor token, *, int start=0, bool turn=False, bool resident=False) -> ()")
+_library.define("allgather(Tensor token, *, int start=0, bool turn=False, bool resident=False) -> ()")
 _library.define("wait(Tensor token, SymInt[] shape, ScalarType dtype, Device device, *, int start=0) -> Tensor")
-_library.define("release(Tensor token, *, int start=0) -> ()")
+_library.define("release(Tensor token, *, int start=0, bool resident=False) -> ()")
 _library.define("reduce_scatter(Tensor token, Tensor gradient, *, int start=0) -> Tensor")
 _library.define("offload(Tensor token, Tensor shard, *, int start=0) -> ()")
 

@@ -65,12 +65,15 @@ class Event:
     """One step of a tile's journey, started (or, for a wait, ended) in an operator.
 
     `turn`: the forward graph starts it for the backward graph.
+    `resident`: of a release, that the tile stays in memory until its next fetch; of that fetch and the upload and
+    all-gather after it, that they find it there.
     """
 
     kind: EventKind
     tile: int
     operator: int
     turn: bool = False
+    resident: bool = False
 
 
 @dataclass(frozen=True)

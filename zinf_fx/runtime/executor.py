@@ -12,7 +12,7 @@ from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.errors import StoredTensorError
-from zinf_fx.plan.schedule import HEAD, GraphSchedule, Tile
+from zinf_fx.plan.schedule import HEAD, GraphKind, Plan, Tile
 from zinf_fx.runtime.storage import TensorStorage
 from zinf_fx.runtime.stored_tensor import (
     StoredTensor,
@@ -57,12 +57,14 @@ class Program(Stage):
     """One planned graph, bound to the executor. Called with a list of arguments, which it empties as it goes.
 
     `tokens` are the placeholders that carry the tokens of the schedule's tiles, in their order. The storages are
-    resolved from the tokens of each call, so one program serves every layer that shares its graph.
+    resolved from the tokens of each call, so one program serves every layer that shares its graph. What stays in memory
+    stays for one such layer.
     """
 
-    def __init__(self, module: fx.GraphModule, schedule: GraphSchedule, tokens: Sequence[str]) -> None:
+    def __init__(self, module: fx.GraphModule, plan: Plan, kind: GraphKind, tokens: Sequence[str]) -> None:
         super().__init__()
-        self.schedule = schedule
+        self.plan = plan
+        self.schedule = schedule = plan.graph(kind)
         # A forward graph starts the head of its backward graph by itself, as its plan says.
         self.starts_successor = schedule.kind != "forward"
         placeholders = [node.name for node in module.graph.find_nodes(op="placeholder")]
@@ -79,8 +81,10 @@ class Program(Stage):
 
     def __call__(self, arguments: list) -> tuple:
         storages = [TensorStorage.of_token(arguments[position]) for position in self._token_positions]
+        if [ref() for ref in self._last_storages] != storages:
+            EXECUTOR.staging.drop_staying()
         self._last_storages = [weakref.ref(storage) for storage in storages]
-        EXECUTOR.begin(self)
+        EXECUTOR.begin(self, self.plan)
         run = Run(self, storages)
         arguments.reverse()
         try:
@@ -110,9 +114,13 @@ class Executor:
         self.staging = Staging()
         self._previous: weakref.ref[Stage] | None = None
         self._expected: weakref.ref[Stage] | None = None  # the one stage for which tiles were fetched in advance
+        self._plan: weakref.ref[Plan] | None = None  # of the graph that ran last
 
-    def begin(self, stage: Stage) -> None:
-        """A stage begins."""
+    def begin(self, stage: Stage, plan: Plan | None = None) -> None:
+        """A stage begins: a graph of `plan`, or an optimizer's step. What stays in memory stays for one plan."""
+        if plan is not None and (self._plan is None or self._plan() is not plan):
+            self.staging.drop_staying()
+            self._plan = weakref.ref(plan)
         previous = self._previous and self._previous()
         if previous is not None:
             previous.successor = stage
@@ -146,6 +154,7 @@ class Executor:
     def reset(self) -> None:
         """Forget what was expected, waiting for reads under way, so that every buffer is back."""
         self.drop_anticipated()
+        self.staging.drop_staying()
         self._previous = None
 
 
@@ -172,17 +181,17 @@ class Run:
         self._in_head = True
         self._begun: dict[int, _PartialGradient] = {}  # by the storage's key
 
-    def fetch(self, tile: int, turn: bool = False) -> None:
+    def fetch(self, tile: int, turn: bool = False, resident: bool = False) -> None:
         """Start reading a tile; for the turn, one of the backward graph's, once it is known that backward follows."""
         if not turn:
             self._held[tile] = EXECUTOR.fetch(self._storages[tile], self._tiles[tile])
         elif (successor := self._program.successor) is not None:
             EXECUTOR.anticipate(successor, self._storages[tile], self._tiles[tile])
 
-    def upload(self, tile: int, turn: bool = False) -> None:
+    def upload(self, tile: int, turn: bool = False, resident: bool = False) -> None:
         """Host memory is device memory."""
 
-    def allgather(self, tile: int, turn: bool = False) -> None:
+    def allgather(self, tile: int, turn: bool = False, resident: bool = False) -> None:
         """One rank holds the whole tile."""
 
     def wait(self, tile: int) -> torch.Tensor:
@@ -192,9 +201,12 @@ class Run:
             EXECUTOR.drop_anticipated()  # this run holds what it needs of it by now
         return self._held[tile].wait().view(self._tiles[tile].shape)
 
-    def release(self, tile: int) -> None:
-        """The tile's buffers are free, unless another run or the turn holds them."""
-        EXECUTOR.staging.release(self._held.pop(tile))
+    def release(self, tile: int, resident: bool = False) -> None:
+        """The tile's buffers are free, unless it stays in memory, or another run or the turn holds them."""
+        if resident:
+            EXECUTOR.staging.stay(self._held.pop(tile), self._storages[tile])
+        else:
+            EXECUTOR.staging.release(self._held.pop(tile))
 
     def reduce_scatter(self, tile: int, gradient: torch.Tensor) -> torch.Tensor:
         """One rank's shard is the whole gradient."""

@@ -28,7 +28,8 @@ class TensorStorage:
 
     `key` is the value of `token`, the tiny tensor that stands for these bytes in graphs. The token's version counter
     counts the writes, so that autograd notices, as for any tensor, a value that changed between forward and backward.
-    `config` is that of the model the tensor belongs to, with the placement decided.
+    `config` is that of the model the tensor belongs to, with the placement decided. `followers` are windows for reading
+    that stay in memory, and which every write to the store changes too.
     """
 
     _by_key: ClassVar[weakref.WeakValueDictionary[int, TensorStorage]] = weakref.WeakValueDictionary()
@@ -65,6 +66,7 @@ class TensorStorage:
         self.numel, self.dtype = numel, dtype
         self.nbytes = numel * dtype.itemsize
         self.parameter: weakref.ref[torch.Tensor] | None = None
+        self.followers: weakref.WeakSet[Window] = weakref.WeakSet()
         self.key = next(_keys)
         with torch.inference_mode(False):
             self.token = torch.tensor(self.key, dtype=torch.int64, device="cpu")
@@ -231,6 +233,8 @@ class Window:
         self._memory, self._buffer, self._ticket = memory, buffer, ticket
         self._meant = meant
         self._open = True
+        self.version: int | None = storage.version
+        """Of the storage's bytes, when they were read or, for a follower, written; None after a failed write."""
 
     def read_only(self) -> Window:
         """This window, which can't be stored any more, and doesn't keep the storage alive."""
@@ -256,13 +260,30 @@ class Window:
         self.wait()
         self._open = False
         memory, self._memory = self._memory, None
+        followers: list[Window] = []
         if self._buffer is not None:
+            followers = self._lead(memory)
             buffer, self._buffer = self._buffer, None
             if memory.numel():
                 self._storage._write(buffer, self._start, memory.numel())
             else:
                 buffer.release()
         self._storage.written()
+        for follower in followers:
+            follower.version = self._storage.version
+
+    def _lead(self, memory: torch.Tensor) -> list[Window]:
+        """Copy what is about to be written to the followers that have had every write so far; returns them."""
+        followers = [f for f in self._storage.followers if f._open and f.version == self._storage.version]
+        for follower in followers:
+            follower.wait()
+            follower.version = None
+            first = max(self._start, follower._start)
+            end = min(self._start + memory.numel(), follower._start + follower._memory.numel())
+            if first < end:
+                theirs = follower._memory[first - follower._start : end - follower._start]
+                theirs.copy_(memory[first - self._start : end - self._start])
+        return followers
 
     def close(self) -> None:
         """Give the memory back without writing. A read under way is waited for: its buffer is not free before."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 
 import torch
 
@@ -18,11 +19,19 @@ class StagedTile:
 
     def __init__(self, storage: TensorStorage, start: int, count: int) -> None:
         self.key = (storage.key, start, count)
-        self.version = storage.version
         self.holds = 0
         self._nbytes = count * storage.dtype.itemsize
         self._counters = storage.tiers.counters
         self._window = storage.window(start, count).read_only()
+
+    @property
+    def version(self) -> int | None:
+        """Of the storage's bytes, that which the tile has."""
+        return self._window.version
+
+    def follow(self, storage: TensorStorage) -> None:
+        """From now on, take over what is written to the storage."""
+        storage.followers.add(self._window)
 
     def wait(self) -> torch.Tensor:
         """The tile's elements, flat; counts the time for which compute had to wait."""
@@ -42,6 +51,8 @@ class Staging:
 
     def __init__(self) -> None:
         self._tiles: dict[tuple[int, int, int], StagedTile] = {}  # by the storage's key and the elements
+        self._staying: dict[tuple[int, int, int], StagedTile] = {}  # held until their next fetch
+        self._watched: weakref.WeakSet[TensorStorage] = weakref.WeakSet()  # those that tiles have stayed of
         self._lock = threading.RLock()
 
     def fetch(self, storage: TensorStorage, start: int, count: int) -> StagedTile:
@@ -52,7 +63,31 @@ class Staging:
             if tile is None or tile.version != storage.version:
                 tile = self._tiles[key] = StagedTile(storage, start, count)
             tile.holds += 1
+            self._let_go(key)
             return tile
+
+    def stay(self, tile: StagedTile, storage: TensorStorage) -> None:
+        """Hand over a hold: the tile stays in memory until its next fetch, whatever is written to it meanwhile."""
+        with self._lock:
+            self._let_go(tile.key)
+            self._staying[tile.key] = tile
+            tile.follow(storage)
+            if storage not in self._watched:
+                self._watched.add(storage)
+                weakref.finalize(storage, self._let_go_of, storage.key).atexit = False
+
+    def drop_staying(self) -> None:
+        """Let go of everything that stays."""
+        for key in list(self._staying):
+            self._let_go(key)
+
+    def _let_go_of(self, storage_key: int) -> None:
+        for key in [key for key in self._staying if key[0] == storage_key]:
+            self._let_go(key)
+
+    def _let_go(self, key: tuple[int, int, int]) -> None:
+        if (tile := self._staying.pop(key, None)) is not None:
+            self.release(tile)
 
     def release(self, tile: StagedTile) -> None:
         """Drop one hold; the last one frees the tile's buffers."""
