@@ -75,6 +75,8 @@ class Config:
         host_memory: budget of the host tier, in bytes or as "4GiB". None: the machine's memory.
         prefetch: how many operators ahead of its use a tile's all-gather, upload and fetch start (ZeRO-Infinity,
             section 6.2). None: each starts when it is needed.
+        residency: keep tiles in memory between uses where the budgets leave room, those first that are used next;
+            without a budget, norms and biases only. False: every use moves its tile again.
         chunk: bytes of fp32 master weights per chunk of the optimizer step.
         tile: bytes, or a text such as "64MiB", above which a parameter is divided into tiles (ZeRO-Infinity, section
             5.1.3: memory-centric tiling). "auto": tiles as large as fit the budgets; without a budget, or where one
@@ -91,6 +93,7 @@ class Config:
     device_memory: int | None = None
     host_memory: int | None = None
     prefetch: tuple[int, int, int] | None = (1, 2, 3)
+    residency: bool = True
     chunk: int = 32 << 20
     tile: int | Literal["auto"] | None = "auto"
     activations: str = "keep"
@@ -107,7 +110,7 @@ class Config:
             set_field("store_is_default", True)
         else:
             set_field("store", _parse_store(self.store))
-        for name in ("checksum", "strict_direct"):
+        for name in ("residency", "checksum", "strict_direct"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not accepted; accepted: True, False")
         set_field("placement", _parse_placement(self.placement))

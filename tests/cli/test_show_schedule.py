@@ -77,7 +77,7 @@ def test_while_an_operator_computes_the_next_ones_are_on_their_way(
     capsys: pytest.CaptureFixture[str], option: list[str], distances: dict[str, int]
 ):
     """Operator i computes; the all-gather of i + 1, the upload of i + 2 and the fetch of i + 3 are started."""
-    (plan,) = data(capsys, GPT, "--placement", "infinity-nvme", *option)
+    (plan,) = data(capsys, GPT, "--placement", "infinity-nvme", "--no-residency", *option)
     forward, backward = (Starts(graph) for graph in plan["graphs"])
     assert forward.count >= 16 and backward.count >= 16
     for kind, distance in distances.items():

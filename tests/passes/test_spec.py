@@ -18,6 +18,7 @@ from zinf_fx.passes.offload_gradients import OffloadGradients
 from zinf_fx.passes.prefetch import Prefetch
 from zinf_fx.passes.reduce_gradients import ReduceGradients
 from zinf_fx.passes.regions import Regions
+from zinf_fx.passes.residency import choose
 from zinf_fx.passes.sink_gathers import SinkGathers
 
 KIB = 1024
@@ -70,6 +71,18 @@ def backward() -> Builder:
     da = built.call(aten.mm.default, dx, built.gather("a"))
     built.returns(da, db, gradients={0: "a", 1: "b"}, backward=2)
     built.run(ReduceGradients(), SinkGathers(), Regions(), LowerGathers(), OffloadGradients(), Prefetch())
+    return built
+
+
+def resident() -> Builder:
+    """The tile of the last operator is that of the first, and stays in memory all the time."""
+    built = Builder("inference", {"a": (16, 16), "b": (16, 16)}, device_memory=2 * KIB, prefetch=None)
+    x = built.input(16, 16)
+    for name in "aba":
+        x = built.call(aten.mm.default, x, built.gather(name))
+    built.returns(x)
+    built.run(SinkGathers(), Regions(), LowerGathers(), Prefetch(None))
+    built.run(*choose([(built.graph, built.context)]))
     return built
 
 
@@ -287,7 +300,17 @@ def the_turn_leaves_a_tile_out(built: Builder) -> None:
     built.graph.erase_node(the(built, ops.fetch, "a", turn=True))
 
 
-@pytest.mark.parametrize("make", [joint, regions, lowered, forward, backward])
+@case(resident, "is there at the next fetch, but that of 'a' doesn't go with its next fetch")
+def what_is_found_has_been_released(built: Builder) -> None:
+    the(built, ops.release, "a").kwargs = {}
+
+
+@case(resident, "but only some of the transfers of 'a' find it")
+def what_is_found_is_moved_again(built: Builder) -> None:
+    the(built, ops.upload, "a").kwargs = {}
+
+
+@pytest.mark.parametrize("make", [joint, regions, lowered, forward, backward, resident])
 def test_the_graphs_are_valid(make: Callable[[], Builder]) -> None:
     built = make()
     spec.check(built.graph, built.context, _placeholders(built), "some pass")

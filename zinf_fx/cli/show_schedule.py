@@ -31,6 +31,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--device-memory", metavar="SIZE", help="budget for tiles in flight, such as 4GiB")
     parser.add_argument("--host-memory", metavar="SIZE", help="budget of the host tier, such as 16GiB")
     parser.add_argument("--tile", metavar="SIZE", help="largest tile, such as 64MiB; auto (default), or none")
+    parser.add_argument("--no-residency", action="store_true", help="move tiles for every use, whatever room there is")
     parser.add_argument("--operators", metavar="A:B", help="print operators A to B - 1 only")
     parser.add_argument("--inference", action="store_true", help="plan a call under torch.no_grad()")
     parser.add_argument("--json", action="store_true", help="print the plan's data as JSON")
@@ -73,6 +74,8 @@ def _fields(options: argparse.Namespace) -> dict[str, object]:
             given[name] = size
     if options.tile is not None:
         given["tile"] = None if options.tile == "none" else options.tile
+    if options.no_residency:
+        given["residency"] = False
     return given
 
 

@@ -15,12 +15,10 @@ from zinf_fx.optim.heap import trim_heap
 from zinf_fx.optim.states import MASTER, ParameterStates, State
 from zinf_fx.optim.torn import TornStep
 from zinf_fx.optim.windows import OpenPiece
+from zinf_fx.plan.accounting import CHUNKS_IN_MEMORY
 from zinf_fx.runtime.freelist import round_up
 from zinf_fx.runtime.storage import WINDOW_ALIGNMENT
 from zinf_fx.runtime.stored_tensor import StoredTensor
-
-# Chunks that the host arena must have room for: opened ahead, updated, being written, and one for fragmentation.
-CHUNKS_IN_MEMORY = 4
 
 
 @dataclass

@@ -72,6 +72,7 @@ class GraphContext:
             gradient it is.
         backward_outputs: joint only: how many of its last outputs are those of backward.
         successor_head: what the next graph needs at its head; this graph starts it in its last operators.
+        staying: tiles that are in memory throughout: from a use before the graph to one after it.
         provided: what the passes so far have established.
     """
 
@@ -84,11 +85,20 @@ class GraphContext:
     provided: set[str] = field(default_factory=set)
     divided: dict[str, tuple[Tile, ...]] = field(default_factory=dict)
     undivided: dict[str, str] = field(default_factory=dict)
+    staying: tuple[TileKey, ...] = ()
 
     @property
     def budget(self) -> int | None:
         """Bytes that may be in flight at once (see [Note: bytes in flight]); None: no limit."""
         return min(filter(None, (self.config.device_memory, self.config.host_memory)), default=None)
+
+    def comes_anew(self, token: str) -> bool:
+        """Whether a parameter's tiles are gathered for each operator that uses them.
+
+        What was too large to be there as a whole must not be, and under a budget it is decided what stays in memory.
+        Else a tile is gathered once, and there from its first use in a graph to its last.
+        """
+        return token in self.divided or self.budget is not None
 
     def tile_of(self, node: fx.Node) -> Tile:
         """The tile that a `zinf` node is about."""

@@ -2,20 +2,21 @@
 
 [Note: bytes in flight]
 A tile is in flight from the operator that fetches it to the one that releases it, both included; what the turn fetches
-for the backward graph, to the end of the forward graph. A gradient is in flight from its reduce-scatter to its offload.
+for the backward graph, to the end of the forward graph. A tile that stays in memory between two uses is in flight from
+the one to the other. A gradient is in flight from its reduce-scatter to its offload.
 Tiles and gradients that live on the device are where they belong, and not in flight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
 from torch import fx
 
 from zinf_fx import ops
-from zinf_fx.passes.framework import GraphContext, Stay, TileKey, nodes_calling, operator_of, stays_of
+from zinf_fx.passes.framework import GraphContext, Stay, TileKey, key_of, nodes_calling, operator_of, stays_of
 from zinf_fx.plan.schedule import HEAD, Tile
 
 
@@ -66,7 +67,23 @@ def spans(graph: fx.Graph, context: GraphContext) -> list[Span]:
         elif kind is ops.reduce_scatter:
             until = where.get((stay, ops.offload), last)
             found.append(Span(f"gradient of '{tile.label}'", gradient_bytes(tile), first, until))
-    return [span for span in found if span.nbytes]
+    found += _between_uses(graph, context)
+    return [span for span in found if span.nbytes and span.first <= span.last]
+
+
+def _between_uses(graph: fx.Graph, context: GraphContext) -> Iterator[Span]:
+    """Of the tiles that stay in memory, from a release, or the head, to the next fetch, or the end."""
+    last = operators_in(graph) - 1
+    since = dict.fromkeys(context.staying, HEAD)
+    for node in nodes_calling(graph, ops.fetch, ops.release):
+        key, tile = key_of(node), context.tile_of(node)
+        if node.kwargs.get("resident") and node.target is ops.fetch:
+            yield Span(f"tile '{tile.label}'", tile_bytes(tile), since.pop(key, HEAD), operator_of(node) - 1)
+        elif node.kwargs.get("resident"):
+            since[key] = operator_of(node) + 1
+    for key, first in since.items():
+        tile = context.tile(key)
+        yield Span(f"tile '{tile.label}'", tile_bytes(tile), first, last)
 
 
 def held_by(graph: fx.Graph) -> dict[TileKey, list[range]]:

@@ -23,8 +23,8 @@ from zinf_fx.passes.framework import (
 
 @dataclass(frozen=True)
 class LowerGathers:
-    """Make the journey of each tile explicit: one per tile and graph, however often the tile is used; of a part of a
-    parameter, one per operator that uses it.
+    """Make the journey of each tile explicit: one per tile and graph, however often the tile is used; one per operator
+    that uses it, where tiles come anew (`GraphContext.comes_anew`).
 
     The tile is released after the last use of it or of any alias of it. What would alias a tile and outlive it, a
     result of the graph or a gradient on its way to its tier, is cloned first.
@@ -40,8 +40,7 @@ class LowerGathers:
         stays: list[fx.Node] = []
         for gather in nodes_calling(graph, ops.gather):
             key = key_of(gather)
-            divided = key.token in context.divided
-            if key in first and not (divided and operator_of(first[key]) != operator_of(gather)):
+            if key in first and (not context.comes_anew(key.token) or _is_there(first[key], gather)):
                 gather.replace_all_uses_with(first[key])
                 graph.erase_node(gather)
             else:
@@ -67,7 +66,7 @@ class LowerGathers:
             leaving = [user for user in alias.users if user is output or user.target is ops.reduce_scatter]
             if leaving:
                 self._clone_for(graph, alias, leaving)
-        last = max(user for alias in aliases for user in (alias, *alias.users))  # nodes compare by position
+        last = _last_use(gather)
         with graph.inserting_after(last):
             graph.call_function(ops.release, (token,), start).meta = {OPERATOR: operator_of(last)}
 
@@ -79,3 +78,14 @@ class LowerGathers:
             clone.meta["val"] = alias.meta["val"].clone()
         for user in users:
             user.replace_input_with(alias, clone)
+
+
+def _is_there(gathered: fx.Node, gather: fx.Node) -> bool:
+    """Whether what was gathered before is there yet: until the operator of its last use."""
+    return operator_of(gather) <= operator_of(_last_use(gathered))
+
+
+def _last_use(gathered: fx.Node) -> fx.Node:
+    """The last node that looks at a tile. What leaves the graph is a clone."""
+    nodes = (user for alias in aliases_of(gathered) for user in (alias, *alias.users))
+    return max(n for n in nodes if n.op != "output" and n.target is not ops.reduce_scatter)  # compared by position

@@ -35,6 +35,7 @@ from zinf_fx.passes.recompute_activations import RecomputeActivations
 from zinf_fx.passes.recompute_gathers import RecomputeGathers
 from zinf_fx.passes.reduce_gradients import ReduceGradients
 from zinf_fx.passes.regions import Regions
+from zinf_fx.passes.residency import choose
 from zinf_fx.passes.sink_gathers import SinkGathers
 from zinf_fx.passes.tile import TileParameters
 from zinf_fx.plan.schedule import Event, GraphSchedule, Operator
@@ -87,8 +88,9 @@ def _plan_training(
     backward_context = GraphContext("backward", context.config, context.tiles, context.gradients, **tiled)
     backward_context.provided.add("gradients_reduced")
     # Backward first: forward has to start what backward needs at its head.
-    forward_context.successor_head = _plan_graph(backward, backward_context, [OffloadGradients()])
-    _plan_graph(forward, forward_context, [])
+    forward_context.successor_head = _schedule(backward.graph, backward_context, [OffloadGradients()])
+    _schedule(forward.graph, forward_context, [])
+    _choose_residency([(forward, forward_context), (backward, backward_context)])
     return forward, forward_context, backward, backward_context
 
 
@@ -102,7 +104,8 @@ def plan_inference(module: fx.GraphModule, context: GraphContext) -> None:
         try:
             if limit is not None:
                 run_passes(module.graph, context, [TileParameters(limit)])
-            _plan_graph(module, context, [])
+            _schedule(module.graph, context, [])
+            _choose_residency([(module, context)])
             return
         except BudgetError:
             if last:
@@ -110,12 +113,19 @@ def plan_inference(module: fx.GraphModule, context: GraphContext) -> None:
             module.graph = captured
 
 
-def _plan_graph(module: fx.GraphModule, context: GraphContext, extra: Sequence[Pass]) -> tuple[HeadTransfer, ...]:
-    """Plan one graph; returns what it needs at its head."""
+def _schedule(graph: fx.Graph, context: GraphContext, extra: Sequence[Pass]) -> tuple[HeadTransfer, ...]:
+    """Schedule one graph; returns what it needs at its head."""
     prefetch = Prefetch(context.config.prefetch)
-    run_passes(module.graph, context, [SinkGathers(), Regions(), LowerGathers(), *extra, prefetch])
-    module.recompile()
-    return prefetch.head(module.graph, context)
+    run_passes(graph, context, [SinkGathers(), Regions(), LowerGathers(), *extra, prefetch])
+    return prefetch.head(graph, context)
+
+
+def _choose_residency(graphs: Sequence[tuple[fx.GraphModule, GraphContext]]) -> None:
+    """What stays in memory between uses, in the scheduled graphs of one step."""
+    chosen = choose([(module.graph, context) for module, context in graphs])
+    for (module, context), residency in zip(graphs, chosen, strict=True):
+        run_passes(module.graph, context, [residency])
+        module.recompile()
 
 
 def run_passes(graph: fx.Graph, context: GraphContext, passes: Sequence[Pass]) -> None:
@@ -152,7 +162,7 @@ def schedule_of(graph: fx.Graph, context: GraphContext) -> GraphSchedule:
         tiles.append(replace(tile, index=position, gradient_tier=gradient_tier))
     kinds = {op: op._schema.name.split("::")[1] for op in ops.LOWERED}
     events = [
-        Event(kinds[n.target], index[key_of(n)], operator_of(n), bool(n.kwargs.get("turn")))
+        Event(kinds[n.target], index[key_of(n)], operator_of(n), *(bool(n.kwargs.get(k)) for k in ("turn", "resident")))
         for n in nodes_calling(graph, *ops.LOWERED)
     ]
     compute: dict[int, list[fx.Node]] = {}

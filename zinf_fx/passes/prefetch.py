@@ -88,7 +88,7 @@ class Prefetch:
         gone = {
             stay: operator_of(node)
             for stay, node in stays_of(nodes_calling(graph, ops.release))
-            if stay.key.token in context.divided
+            if context.comes_anew(stay.key.token)
         }
         earliest: dict[Stay, int] = {}
         for stay, node in transfers:

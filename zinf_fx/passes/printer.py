@@ -123,7 +123,8 @@ class _Printer:
         elif node.target in _ZINF_NAMES:
             what = f"{_ZINF_NAMES[node.target]} {', '.join((self._tile(node), *map(self._value, node.args[1:])))}"
             if node.target is not ops.reduce_scatter:  # the others have no result
-                return what + (" for backward" if node.kwargs.get("turn") else "")
+                marks = {"turn": " for backward", "resident": " resident"}
+                return what + "".join(text for mark, text in marks.items() if node.kwargs.get(mark))
         elif node.target is operator.getitem:
             what = f"{self._value(node.args[0])}[{self._value(node.args[1])}]"
         elif node.op == "get_attr":

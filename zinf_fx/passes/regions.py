@@ -18,8 +18,8 @@ class Regions:
     """Number every node with its operator: a new one begins where a matrix is needed after something was computed.
 
     Views, and constants that depend on no input (positions, masks), are too little work to be an operator by
-    themselves: they go with what follows. Of a parameter that has several tiles, each begins an operator, whenever it
-    is needed, and the gradient of each ends one.
+    themselves: they go with what follows. A matrix that comes anew (`GraphContext.comes_anew`) begins an operator
+    whenever it is needed, and the gradient of each of a parameter's tiles ends one.
     """
 
     name: ClassVar[str] = "regions"
@@ -35,7 +35,7 @@ class Regions:
                 continue
             if node.target is ops.gather:
                 tile, key = context.tile_of(node), key_of(node)
-                known = key in gathered if tile.rows is None else gathered.get(key) == current
+                known = gathered.get(key) == current if context.comes_anew(key.token) else key in gathered
                 if computed and tile.opens_operator and not known:
                     current, computed, ended = current + 1, False, False
                 gathered[key] = current

@@ -16,8 +16,8 @@ from zinf_fx.passes.tile_values import tile_values
 class SinkGathers:
     """Put each gather, and the views and copies of it, before the first node that computes with them.
 
-    A model that lists its weights first and uses them later would otherwise hold all of them at once. A tile of a
-    parameter that has several is gathered for each use anew: what was too large to be there as a whole must not be.
+    A model that lists its weights first and uses them later would otherwise hold all of them at once. Where tiles come
+    anew (`GraphContext.comes_anew`), each use gets a gather of its own.
     """
 
     name: ClassVar[str] = "sink_gathers"
@@ -26,7 +26,7 @@ class SinkGathers:
     changes_numerics: ClassVar[bool] = False
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> None:
-        _gather_parts_for_each_use(graph, context)
+        _gather_for_each_use(graph, context)
         order = {node: position for position, node in enumerate(graph.nodes)}
         place: dict[fx.Node, fx.Node] = {}  # tile value -> the first node that computes with it
         front: dict[fx.Node, fx.Node] = {}  # that node -> the first of the tile values already put before it
@@ -37,17 +37,15 @@ class SinkGathers:
                 front[user] = value
 
 
-def _gather_parts_for_each_use(graph: fx.Graph, context: GraphContext) -> None:
-    """Give each user of a part of a parameter a gather, and views and copies, of its own."""
-    if not context.divided:
-        return
+def _gather_for_each_use(graph: fx.Graph, context: GraphContext) -> None:
+    """Give each user of a tile that comes anew a gather, and views and copies, of its own."""
     values = tile_values(graph)
-    parts: set[fx.Node] = set()
+    anew: set[fx.Node] = set()
     for value in values:
         source = value.all_input_nodes[0]
-        if source in parts or (value.target is ops.gather and source.name in context.divided):
-            parts.add(value)
+        if source in anew or (value.target is ops.gather and context.comes_anew(source.name)):
+            anew.add(value)
     for value in reversed(values):
-        for user in list(value.users)[1:] if value in parts else ():
+        for user in list(value.users)[1:] if value in anew else ():
             with graph.inserting_before(value):
                 user.replace_input_with(value, graph.node_copy(value))

@@ -53,15 +53,20 @@ class Facts:
     def steps(self) -> dict[Stay, dict[object, list[fx.Node]]]:
         """By stay of a tile and operation, the nodes that move it for this graph itself.
 
-        A parameter that is one tile has one stay.
+        A tile that doesn't come anew has one stay, and a parameter that is one tile one gradient.
         """
         found: dict[Stay, dict[object, list[fx.Node]]] = {}
         own = (n for n in nodes_calling(self.graph, *ops.LOWERED) if not n.kwargs.get("turn"))
         for stay, node in stays_of(own):
-            if stay.key.token not in self.context.divided:
+            several = self.context.divided if node.target in (ops.reduce_scatter, ops.offload) else self._anew
+            if stay.key.token not in several:
                 stay = Stay(stay.key, 0)
             found.setdefault(stay, {}).setdefault(node.target, []).append(node)
         return found
+
+    @cached_property
+    def _anew(self) -> set[str]:
+        return {token for token in self.context.tiles if self.context.comes_anew(token)}
 
     @cached_property
     def stay_of(self) -> dict[fx.Node, Stay]:
@@ -223,6 +228,17 @@ def _budget(facts: Facts) -> Violations:
         yield f"{where} has {ledger.at(operator)} of {ledger.budget} bytes ({held})", next(inside, facts.output)
 
 
+def _resident(facts: Facts) -> Violations:
+    for stay, steps in facts.steps.items():
+        there = [node for step in ops.TRANSFERS for node in steps.get(step, ()) if node.kwargs.get("resident")]
+        if there and len(there) < len(ops.TRANSFERS):
+            yield f"only some of the transfers of {facts.name(there[0])} find it", there[0]
+        before = facts.steps.get(Stay(stay.key, stay.number - 1), {})
+        for release in before.get(ops.release, ()) if ops.fetch in steps else ():
+            if bool(release.kwargs.get("resident")) != bool(there):
+                yield f"that of {facts.name(release)} doesn't go with its next fetch", release
+
+
 def _turn(facts: Facts) -> Violations:
     due = [(transfer.op, transfer.key) for transfer in facts.context.successor_head]
     started: set[tuple[object, TileKey]] = set()
@@ -253,6 +269,7 @@ RULES = (
     Rule("nothing reads a tile after its release", "lowered", _reads),
     Rule("results and gradients share no memory with a tile", "lowered", _escapes),
     Rule("each gradient of a tile is reduce-scattered once, and offloaded once", "gradients_offloaded", _offloads),
+    Rule("what a release leaves in memory is there at the next fetch", "residency", _resident),
     Rule("bytes in flight stay within the budget", "prefetched", _budget),
     Rule("the turn starts what the next graph needs at its head", "prefetched", _turn),
 )

@@ -7,15 +7,18 @@ the device from its reduce-scatter to its offload. On the CPU the two memories a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
-from zinf_fx.plan.schedule import HEAD, Event, EventKind, GraphSchedule, Plan, Tile
+from zinf_fx.config import Config
+from zinf_fx.plan.schedule import HEAD, Event, EventKind, GraphKind, GraphSchedule, Plan, Tile
 
 # The store moves whole blocks, and host buffers are whole blocks.
 _BLOCK = 4096
 # Adam keeps two moments of each element and, of a parameter of low precision, a master, in fp32 (ZeRO, section 3.1).
 _STATE_BYTES = 4
+# Chunks of an optimizer's step that are in memory together: opened ahead, updated, being written, and one to spare.
+CHUNKS_IN_MEMORY = 4
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,27 @@ def started_by_turn(plan: Plan, graph: GraphSchedule, kind: EventKind) -> frozen
     return frozenset(forward.tiles[e.tile].label for e in forward.events if e.turn and e.kind == kind)
 
 
+def staying(plan: Plan) -> dict[GraphKind, frozenset[str]]:
+    """By graph, labels of the tiles that are in memory when it begins, because they stayed there; from a step's second
+    repetition on."""
+    now: set[str] = set()
+    found: dict[GraphKind, frozenset[str]] = {}
+    for graph in plan.graphs * 2:
+        found[graph.kind] = frozenset(now)
+        for event in graph.events:
+            if event.resident and event.kind in ("fetch", "release"):
+                label = graph.tiles[event.tile].label
+                now.add(label) if event.kind == "release" else now.discard(label)
+    return found
+
+
+def always_resident(plan: Plan) -> frozenset[str]:
+    """Labels of the tiles that stay in memory from step to step, and are moved once."""
+    moves = {"fetch", "upload", "allgather", "release"}
+    events = [(graph.tiles[e.tile].label, e.resident) for graph in plan.graphs for e in graph.events if e.kind in moves]
+    return frozenset(label for label, _ in events) - {label for label, resident in events if not resident}
+
+
 def flows(plan: Plan, graph: GraphSchedule) -> list[Flow]:
     """The flow of each operator, that of the head first.
 
@@ -78,14 +102,17 @@ def flows(plan: Plan, graph: GraphSchedule) -> list[Flow]:
     held: set[int] = set()  # fetched by this graph and not released: what the turn finds there isn't read again
     for_turn: set[int] = set()
     gradients: set[int] = set()
+    tiles = tiles_of(plan)
+    between = set(staying(plan)[graph.kind])  # labels of what stays in memory, while nothing uses it
     result = []
     for operator in (HEAD, *(o.index for o in graph.operators)):
-        fetched, gone, offloaded = 0, set(), set()
+        fetched, gone, offloaded, stays = 0, set(), set(), set()
         for event in graph.at(operator):
             tile = graph.tiles[event.tile]
             if event.kind == "fetch":
                 fetched += 0 if _is_there(plan, graph, event, held) else _read(plan, tile)
-                in_host.add(tile.index)
+                (on_device if event.resident else in_host).add(tile.index)
+                between.discard(tile.label)
                 gone.discard(tile.index)
                 (for_turn if event.turn else held).add(tile.index)
             elif event.kind == "upload":
@@ -94,23 +121,26 @@ def flows(plan: Plan, graph: GraphSchedule) -> list[Flow]:
             elif event.kind == "release":
                 held.discard(tile.index)
                 gone |= {tile.index} - for_turn
+                stays |= {tile.label} if event.resident else set()
             elif event.kind == "reduce_scatter":
                 gradients.add(tile.index)
             elif event.kind == "offload":
                 offloaded.add(tile.index)
         device = sum(t.nbytes for t in graph.tiles if t.index in on_device and t.tier != "device")
+        device += sum(tiles[label].nbytes for label in between if tiles[label].tier != "device")
         device += sum(t.nbytes for t in graph.tiles if t.index in gradients and t.gradient_tier != "device")
         host = sum(_read(plan, t) for t in graph.tiles if t.index in in_host - on_device)
         result.append(Flow(operator, fetched, device, host))
         in_host -= gone
         on_device -= gone
+        between |= stays
         gradients -= offloaded
     return result
 
 
 def traffic(plan: Plan, graph: GraphSchedule) -> Traffic:
     """What one graph moves."""
-    uploads = [graph.tiles[e.tile] for e in graph.events if e.kind == "upload" and not e.turn]
+    uploads = [graph.tiles[e.tile] for e in graph.events if e.kind == "upload" and not (e.turn or e.resident)]
     offloads = [graph.tiles[e.tile] for e in graph.events if e.kind == "offload"]
     return Traffic(
         nvme_to_host=sum(flow.fetched for flow in flows(plan, graph)),
@@ -147,6 +177,19 @@ def optimizer_traffic(plan: Plan) -> Traffic:
     return Traffic(nvme_to_host=read, host_to_nvme=written)
 
 
+def optimizer_bytes(config: Config, trained: Collection[Tile]) -> int:
+    """Memory that the buffers of a step of Adam take at most, for one rank (ZeRO-Infinity, section 5.2.2)."""
+    most = 0
+    for tile in trained:
+        working = max(tile.dtype.itemsize, _STATE_BYTES)
+        has_master = tile.dtype.itemsize < working
+        moved = 2 * _STATE_BYTES + (working if has_master else 0) if config.placement.optimizer == "nvme" else 0
+        moved += tile.dtype.itemsize * ((tile.tier == "nvme") + (tile.gradient_tier == "nvme"))
+        most = max(most, moved + (working if has_master else 0))
+    elements = min(config.chunk // _STATE_BYTES, sum(t.nbytes // t.dtype.itemsize for t in trained))
+    return CHUNKS_IN_MEMORY * elements * most
+
+
 def phases(plan: Plan) -> Iterator[tuple[str, Traffic]]:
     """The traffic of each graph and, when the plan trains something, of the optimizer's step."""
     for graph in plan.graphs:
@@ -157,6 +200,8 @@ def phases(plan: Plan) -> Iterator[tuple[str, Traffic]]:
 
 def _is_there(plan: Plan, graph: GraphSchedule, event: Event, held: set[int]) -> bool:
     """Whether a fetch finds its tile read or being read already."""
+    if event.resident:
+        return True
     if event.turn:
         return event.tile in held
     label = graph.tiles[event.tile].label

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from zinf_fx.plan.accounting import started_by_turn, tiles_of
 from zinf_fx.plan.schedule import HEAD, Event, EventKind, GraphSchedule, Plan
@@ -55,13 +56,22 @@ class PlanNames:
         return max(self.short.items(), key=lambda item: len(item[0]) - len(item[1]), default=None)
 
 
+class _Group(NamedTuple):
+    """Events of one sort that the tiles of a module have in common."""
+
+    kind: EventKind
+    turn: bool
+    resident: bool
+    module: str
+
+
 class GraphNames:
     """How one graph's cells name tiles."""
 
     def __init__(self, plan: Plan, graph: GraphSchedule, short: dict[str, str]) -> None:
         self._graph, self._short = graph, short
         self._started = {kind: started_by_turn(plan, graph, kind) for kind in ("fetch", "upload", "allgather")}
-        self._together: dict[tuple[EventKind, bool, str], set[int]] = {}
+        self._together: dict[_Group, set[int]] = {}
         for event in graph.events:
             self._together.setdefault(self._group(event), set()).add(event.tile)
 
@@ -71,19 +81,19 @@ class GraphNames:
 
     def groups(self, events: Iterable[Event]) -> list[str]:
         """The names for the tiles of events of one kind: a module's tiles together, most bytes first."""
-        members: dict[tuple[EventKind, bool, str], list[Event]] = {}
+        members: dict[_Group, list[Event]] = {}
         for event in events:
             members.setdefault(self._group(event), []).append(event)
         sized = []
         for group, together in members.items():
             if {e.tile for e in together} == self._together[group]:
-                sized.append((self._nbytes(together), self._short[group[2]] + self._mark(together[0])))
+                sized.append((self._nbytes(together), self._short[group.module] + self._mark(together[0])))
             else:
                 sized += [(self._nbytes([e]), self._full(e) + self._mark(e)) for e in together]
         return [name for _, name in sorted(sized, key=lambda item: -item[0])]
 
-    def _group(self, event: Event) -> tuple[EventKind, bool, str]:
-        return event.kind, event.turn, module_of(self._graph.tiles[event.tile].name)
+    def _group(self, event: Event) -> _Group:
+        return _Group(event.kind, event.turn, event.resident, module_of(self._graph.tiles[event.tile].name))
 
     def _full(self, event: Event) -> str:
         tile = self._graph.tiles[event.tile]

@@ -10,18 +10,19 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
-from zinf_fx.plan.accounting import Flow, Traffic, flows, phases, tiles_of
+from zinf_fx.plan.accounting import Flow, Traffic, always_resident, flows, phases, tiles_of
 from zinf_fx.plan.names import GraphNames, PlanNames
-from zinf_fx.plan.schedule import HEAD, EventKind, GraphSchedule, Operator, Plan
+from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, Operator, Plan
 from zinf_fx.sizes import in_words
 
 WIDTH = 160
-_TITLES: dict[EventKind, tuple[str, str]] = {
+_TITLES: dict[str, tuple[str, str]] = {
     "wait": ("", "waits for"),
     "allgather": ("", "all-gathers"),
     "upload": ("", "uploads"),
     "fetch": ("", "fetches"),
     "release": ("", "releases"),
+    "keep": ("", "keeps"),
     "reduce_scatter": ("reduce-", "scatters"),
     "offload": ("", "offloads"),
 }
@@ -46,7 +47,8 @@ def render(plan: Plan, *, width: int = WIDTH, operators: range | None = None) ->
 
 
 def _graph(plan: Plan, graph: GraphSchedule, names: PlanNames, width: int, wanted: range | None) -> str:
-    kinds = [kind for kind in _TITLES if any(e.kind == kind for e in graph.events)]
+    columns = _Columns(plan)
+    kinds = [kind for kind in _TITLES if any(columns.of(graph, e) == kind for e in graph.events)]
     flow_of = {flow.operator: flow for flow in flows(plan, graph)}
     unit = _Unit.of(max((max(f.fetched, f.device, f.host) for f in flow_of.values()), default=0))
     count = len(graph.operators)
@@ -59,7 +61,7 @@ def _graph(plan: Plan, graph: GraphSchedule, names: PlanNames, width: int, wante
     heads = [("", "op"), ("", "computes"), *(_TITLES[k] for k in kinds), ("", "fetched"), ("in flight", "device")]
     header = list(zip(*heads, ("", "host"), strict=True))
     align = ("right", *["left"] * (len(kinds) + 1), *["right"] * 3)
-    rows = [_Row(graph, operator, kinds, names.of(plan, graph)) for operator in shown]
+    rows = [_Row(graph, operator, kinds, columns, names.of(plan, graph)) for operator in shown]
     for limit, detailed in _CELLS:
         lines = [[*row.cells(limit, detailed), *_sizes(flow_of[row.operator], unit)] for row in rows]
         text = _layout(header, lines, align)
@@ -86,13 +88,28 @@ def _sizes(flow: Flow, unit: _Unit) -> list[str]:
     return [unit.show(flow.fetched), unit.show(flow.device), unit.show(flow.host)]
 
 
+class _Columns:
+    """Which column an event stands in."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._always = always_resident(plan)
+
+    def of(self, graph: GraphSchedule, event: Event) -> str | None:
+        """None: it moves nothing, because the tile is in memory."""
+        if not event.resident:
+            return event.kind
+        keeps = event.kind == "release" and graph.tiles[event.tile].label not in self._always
+        return "keep" if keeps else None
+
+
 @dataclass(frozen=True)
 class _Row:
     """One line: what an operator computes, and what happens to which tiles meanwhile."""
 
     graph: GraphSchedule
     operator: int
-    kinds: Sequence[EventKind]
+    kinds: Sequence[str]
+    columns: _Columns
     names: GraphNames
 
     def cells(self, limit: int, detailed: bool) -> list[str]:
@@ -106,8 +123,8 @@ class _Row:
         operator = self.graph.operators[self.operator]
         return [str(self.operator), _computes(self.graph, operator, self.names, limit, detailed), *tiles]
 
-    def _tiles(self, kind: EventKind, limit: int) -> str:
-        names = self.names.groups(self.graph.at(self.operator, kind))
+    def _tiles(self, kind: str, limit: int) -> str:
+        names = self.names.groups(e for e in self.graph.at(self.operator) if self.columns.of(self.graph, e) == kind)
         everything = " ".join(names)
         if len(everything) <= limit or not names:
             return everything
@@ -182,6 +199,9 @@ def _header(plan: Plan) -> str:
     lines.append(
         f"options    compute {config.compute}, activations {config.activations}, tile {_tile_text(config.tile)}"
     )
+    if always := always_resident(plan):
+        nbytes = sum(tiles_of(plan)[label].nbytes for label in always)
+        lines.append(f"resident   {_count(len(always), 'tile')} ({in_words(nbytes)}) in memory from step to step")
     return "\n".join(lines)
 
 
@@ -194,10 +214,13 @@ def _legend(plan: Plan, names: PlanNames) -> str:
         "A line per operator: the tiles that it waits for, and the transfers that start then and run meanwhile.",
         "Cells name modules; a name stands for all parameters of one (~: cut), +n for n smaller modules.",
     ]
+    columns = _Columns(plan)
     if names.example and names.example[0] != names.example[1]:
         path, short = names.example
         lines.append(f"{short} stands for {path}.")
     lines.append("head: what starts before operator 0. fetched: bytes of which the read from NVMe starts here.")
+    if any(columns.of(graph, e) == "keep" for graph in plan.graphs for e in graph.events):
+        lines.append("keeps: what stays in memory for its next use, and is not moved again for it.")
     if any(e.turn for graph in plan.graphs for e in graph.events):
         lines.append("*: the turn. The forward graph starts these transfers, with which the backward graph begins.")
     if idle := _idle_stages(plan):
