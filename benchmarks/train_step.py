@@ -5,7 +5,8 @@
 
 Every run of a variant is a process of its own, so that peak memory is its own. The variants alternate, and ratios are
 taken between the runs of one round: a machine that slows down for a minute slows all of them. The optimizer's seconds
-end when ``step`` returns; what it does after that is waited for in the next forward, and counted there.
+end when ``step`` returns; what it does after that is waited for in the next forward, and counted there. ``zinf-sync``
+ends it within ``step``, so that its forward and backward are what those take alone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from statistics import median
 from tabulate import tabulate
 from tqdm import tqdm
 
-VARIANTS = ("eager", "compile", "zinf")
+VARIANTS = ("eager", "compile", "zinf", "zinf-sync")
 WORKER = Path(__file__).with_name("train_step_variant.py")
 
 
@@ -79,6 +80,16 @@ def summarise(rounds: Sequence[dict[str, dict]], variant: str) -> dict:
     }
 
 
+def optimizer_share(rounds: Sequence[dict[str, dict]]) -> float:
+    """The part of zinf's step that forward and backward alone would not take, by the median over rounds."""
+
+    def alone(results: dict[str, dict]) -> float:
+        sync = results["zinf-sync"]
+        return median_of(sync["forward"]) + median_of(sync["backward"])
+
+    return median(1 - alone(results) / median_of(results["zinf"]["step"]) for results in rounds)
+
+
 def median_of(value: float | list[float]) -> float:
     return median(value) if isinstance(value, list) else value
 
@@ -97,7 +108,7 @@ def table(summaries: Sequence[dict]) -> str:
             f"{s['peak_resident_bytes'] / 2**30:.2f}",
             *(f"{s['peak_ratio'][name]:.2f}" for name in baselines),
             *(
-                f"{s[moved]:.2f}" if s["variant"] == "zinf" else "-"
+                f"{s[moved]:.2f}" if s["variant"].startswith("zinf") else "-"
                 for moved in ("read_per_parameter", "written_per_parameter")
             ),
         ]
@@ -185,6 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "model": {name: getattr(args, name) for name in ("layers", "hidden", "heads", "context")},
             **{name: getattr(args, name) for name in ("batch", "dtype", "clip", "seed", "warmup", "steps")},
             "offloading": offloading,
+            "overlap": variant != "zinf-sync",
         }
         for variant in variants
     ]
@@ -210,6 +222,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         print(f"medians of {args.repeats} runs of {args.steps} steps after {args.warmup}; ratios within each round\n")
         print(table(summaries))
+        if {"zinf", "zinf-sync"} <= set(variants):
+            print(f"\nthe optimizer's share of zinf's step: {optimizer_share(rounds):.1%}")
         print("".join(f"\n{line}" for line in comparison))
     return 0 if passed else 1
 

@@ -39,12 +39,12 @@ def plain(config: GPTConfig, dtype: torch.dtype, compiled: bool) -> Variant:
     return Variant(model, torch.compile(model) if compiled else model, optimizer, traffic=lambda: (0, 0))
 
 
-def zinf(config: GPTConfig, dtype: torch.dtype, offloading: dict[str, str]) -> Variant:
+def zinf(config: GPTConfig, dtype: torch.dtype, offloading: dict[str, str], overlap: bool) -> Variant:
     import zinf_fx
 
     with default_dtype(dtype), zinf_fx.offloading(**offloading):
         model = GPT(config)
-    optimizer = zinf_fx.optim.AdamW(model.parameters(), **OPTIONS)
+    optimizer = zinf_fx.optim.AdamW(model.parameters(), overlap=overlap, **OPTIONS)
 
     def traffic() -> tuple[int, int]:
         stats = zinf_fx.stats(model)
@@ -79,8 +79,8 @@ def measure(request: dict) -> dict:
     dtype = getattr(torch, request["dtype"])
     config = GPTConfig(**request["model"])
     name = request["variant"]
-    if name == "zinf":
-        variant = zinf(config, dtype, request["offloading"])
+    if name.startswith("zinf"):
+        variant = zinf(config, dtype, request["offloading"], request["overlap"])
     else:
         variant = plain(config, dtype, compiled=name == "compile")
     torch.manual_seed(request["seed"])  # the batch must not depend on how construction used the generator

@@ -54,6 +54,7 @@ def test_a_step_moves_what_its_plan_says(tmp_path: Path, placement: str, dtype: 
     def step() -> None:
         compiled(x).square().mean().backward()
         optimizer.step()
+        optimizer.finish()
         optimizer.zero_grad()
 
     step()

@@ -282,6 +282,7 @@ def test_buffers_are_bounded_and_given_back(twins, delay):
         pair.stored[0].storage.tiers.drain()
         leased.clear()
         optimizer.step()
+        optimizer.finish()
         assert arena.in_use == 0
         assert 0 < max(leased) <= 3 * 4 * (64 << 10)  # three chunks of parameter, gradient and two states
 

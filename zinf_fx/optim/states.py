@@ -42,6 +42,7 @@ class ParameterStates:
         tensors: by name. One holds a value only while the optimizer's `state` shows it.
         version: of the parameter's bytes when the master last agreed with them; None when that isn't known.
         refresh: whether this step takes over into the master what the parameter holds.
+        gradient: what this step consumes; None between steps. The parameter's `grad` may be another one by then.
     """
 
     def __init__(self, parameter: StoredTensor) -> None:
@@ -50,6 +51,7 @@ class ParameterStates:
         self.tensors: dict[str, StoredTensor] = {}
         self.version: int | None = None
         self.refresh = True
+        self.gradient: torch.Tensor | None = None
         self.dtype = working_dtype(parameter)
         if self.has_master:
             self._reserve(MASTER, self.dtype)
@@ -65,7 +67,7 @@ class ParameterStates:
 
         There must be a gradient.
         """
-        gradient = self.parameter.grad
+        gradient = self.gradient
         upcast = self.dtype.itemsize if gradient.dtype != self.dtype else 0
         tensors = [self.parameter, *self.tensors.values(), *([gradient] if isinstance(gradient, StoredTensor) else [])]
         return upcast + sum(tensor.dtype.itemsize for tensor in tensors if not tensor.storage.resident)

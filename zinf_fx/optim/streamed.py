@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import time
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -25,15 +27,20 @@ class Streamed(Optimizer):
     The result takes the options of the torch class. For every stored parameter with a gradient, `step()` brings
     weights, gradient and states to host memory chunk by chunk (`Config.chunk` bytes of fp32 weights), runs the torch
     class on the chunk, and writes back what changed. The next chunk is read, and the one before written, meanwhile
-    (ZeRO-Infinity, sections 5.2.2 and 6.3). Where the class offers `fused`, that is the default. Low-precision
+    (ZeRO-Infinity, sections 5.2.2 and 6.3). With `overlap`, `step()` returns when what the next forward needs first is
+    updated; the rest goes on between the operators of compiled graphs, and whatever reads a parameter, a gradient or a
+    state that is not updated yet waits for it, so that nobody sees a difference. An error of that part is raised where
+    training has got to by then. Where the class offers `fused`, that is the default. Low-precision
     parameters are updated through an fp32 copy, the state "master"; what others write to such a parameter between
     steps is taken over into it. Ordinary parameters in the same optimizer are stepped as by the torch class.
 
     Space for the states of trainable parameters is reserved at construction; they appear in `state`, as stored
-    tensors, after the first step. When `step()` returns, everything is in the store.
+    tensors, after the first step. `finish()` waits until everything is in the store.
 
     Attributes:
-        step_seconds: duration of the last step.
+        overlap: whether steps go on in the background; may be changed between steps. Steps whose gradients are ordinary
+            tensors, or scaled by a GradScaler, never do.
+        step_seconds: for which training did the last step's arithmetic, or waited for it, until now.
         torn: what is known after a step that was interrupted, else None. Stepping is refused until `load_state_dict`.
 
     Raises: StoreError when the states don't fit, OptimizerError for a class that isn't element-wise, for parameters
@@ -44,6 +51,7 @@ class Streamed(Optimizer):
 
     _arithmetic: ClassVar[type[Optimizer]]
     _constructed = False
+    _last_step = None
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -51,7 +59,7 @@ class Streamed(Optimizer):
         if cls._arithmetic is Optimizer:
             raise TypeError(f"{cls.__name__} has no arithmetic: name a torch.optim class after Streamed")
 
-    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+    def __init__(self, params: Iterable[Any], *args: Any, overlap: bool = True, **kwargs: Any) -> None:
         accepted = inspect.signature(self._arithmetic)
         given = accepted.bind(params, *args, **kwargs).arguments
         if "fused" in accepted.parameters and given.get("fused") is None and not given.get("foreach"):
@@ -61,17 +69,45 @@ class Streamed(Optimizer):
         super().__init__([torch.nn.Parameter(torch.zeros(1, 1))], *args, **kwargs)
         self.param_groups.clear()
         self.state.clear()
+        self.overlap = overlap
         self._complete()
         for group in groups:
             self.add_param_group(group)
 
+    @property
+    def state(self) -> defaultdict[torch.Tensor, State]:
+        """As in torch. Finishes a step that goes on in the background."""
+        self.finish()
+        return self._state
+
+    @state.setter
+    def state(self, state: defaultdict[torch.Tensor, State]) -> None:
+        self._state = state
+
+    @property
+    def step_seconds(self) -> float:
+        return self._ordinary_seconds + (self._last_step.seconds if self._last_step is not None else 0.0)
+
+    def finish(self) -> None:
+        """Wait until the last step is done and in the store. Raises: StoreError when it failed; see `torn`."""
+        if self._last_step is not None:
+            self._last_step.finish()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "overlap": self.overlap}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         if not self._constructed:  # a copy, or unpickled
             self._complete()
-        super().__setstate__(state)
+        attributes = dict(state)
+        if "state" in attributes:
+            self.state = attributes.pop("state")
+        super().__setstate__(attributes)
 
     def _complete(self) -> None:
-        self.step_seconds = 0.0
+        self._ordinary_seconds = 0.0
+        self._last_step: StreamedStep | None = None
+        self._finishes_when_dropped = weakref.finalize(self, bool)
         self.torn: TornStep | None = None
         self._stored: dict[torch.Tensor, ParameterStates] = {}
         self._layouts: dict[tuple[str, torch.dtype], StateLayout] = {}
@@ -101,27 +137,27 @@ class Streamed(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """As in torch. Raises: StoreError; OptimizerError from then on, because the step is torn: see `torn`."""
-        if self.torn is not None:
-            raise OptimizerError(str(self.torn))
+        self._check_whole()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            self._check_whole()
         started = time.perf_counter()
+        self._last_step = None
         found_inf = getattr(self, "found_inf", None)  # GradScaler's word that this step is to be skipped
         if found_inf is None or not found_inf.item():
             runs = list(self._runs())
             self._step_ordinary()
+            self._ordinary_seconds = time.perf_counter() - started
             if runs:
                 self._step_stored(runs)
-        self.step_seconds = time.perf_counter() - started
         return loss
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch; element-wise states of stored parameters are stored tensors, which `torch.save` writes as
         ordinary ones. Raises: OptimizerError after a torn step, so that no good checkpoint is overwritten."""
-        if self.torn is not None:
-            raise OptimizerError(str(self.torn))
+        self._check_whole()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -131,6 +167,8 @@ class Streamed(Optimizer):
 
         Raises: OptimizerError for a state that doesn't fit, before anything is changed.
         """
+        if self.torn is None:
+            self.finish()
         entries: dict[StoredTensor, State] = {}
 
         def take_stored(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -227,17 +265,33 @@ class Streamed(Optimizer):
             inner.param_groups, inner.state = groups, self.state
             step_without_hooks(inner)
 
+    def _check_whole(self) -> None:
+        """Finish what goes on in the background. Raises: StoreError if that fails; OptimizerError if a step is torn."""
+        if self.torn is None:
+            self.finish()
+        if self.torn is not None:
+            raise OptimizerError(str(self.torn))
+
     def _step_stored(self, runs: list[Run]) -> None:
-        step = StreamedStep(self, self._arithmetic, self._stored, runs)
+        reference = weakref.ref(self)
+
+        def tear(torn: TornStep) -> None:
+            optimizer = reference()
+            if optimizer is not None:
+                optimizer.torn = torn
+
+        step = self._last_step = StreamedStep(self, self._arithmetic, self._stored, runs, tear)
+        self._finishes_when_dropped.detach()
+        self._finishes_when_dropped = weakref.finalize(self, step.finish)
+        self._finishes_when_dropped.atexit = False
         EXECUTOR.begin(self._stage)
         EXECUTOR.drop_anticipated()
         try:
-            step.run()
-        except BaseException as error:
+            step.start(overlap=self.overlap and step.can_overlap)
+            EXECUTOR.end(self._stage)
+        except BaseException:
             EXECUTOR.reset()
-            self.torn = step.torn(error)
             raise
-        EXECUTOR.end(self._stage)
 
     def _runs(self) -> Iterator[Run]:
         """Stored parameters with gradients, with space for their states, in runs that may share chunks."""
@@ -260,11 +314,17 @@ class Streamed(Optimizer):
                 present = frozenset(name for name in states.tensors if entry.get(name) is not None)
                 for name in present:
                     entry[name] = states.take_over(name, entry[name])
+                states.gradient = parameter.grad
                 states.refresh = MASTER not in present or states.version != parameter.storage.version
                 names = tuple(layouts[dtype].elementwise)
-                run = runs.setdefault((dtype, present), Run(group, dtype, names, present))
+                run = runs.setdefault((dtype, present), Run(_snapshot(group), dtype, names, present))
                 run.parameters.append(parameter)
             yield from runs.values()
+
+
+def _snapshot(group: Group) -> Group:
+    """The group's options at this moment: a scheduler may change them while the step goes on."""
+    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
 
 
 def _as_groups(params: Iterable[Any]) -> list[Group]:

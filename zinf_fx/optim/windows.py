@@ -34,10 +34,11 @@ class OpenPiece:
         """
         self.piece = piece
         self._present = present
+        self._windows: list[Window | Slice] = []
         self._open_windows = ExitStack()
         parameter = piece.parameter
         try:
-            self._gradient = self._keep(open_elements(parameter.grad, piece.start, piece.count))
+            self._gradient = self._keep(open_elements(states.gradient, piece.start, piece.count))
             self._parameter = self._master = None
             if states.has_master:
                 self._master = self._open(states.tensors[MASTER], MASTER in present)
@@ -49,6 +50,11 @@ class OpenPiece:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def ready(self) -> bool:
+        """Whether `wait` would return at once."""
+        return all(window.ready for window in self._windows)
 
     def wait(self, scalars: State, scratch: torch.Tensor) -> None:
         """Wait for the reads, and make `weights`, with their gradient, and `state`, with `scalars` among it.
@@ -92,6 +98,7 @@ class OpenPiece:
 
     def _keep(self, window: Window | Slice) -> Window | Slice:
         self._open_windows.callback(window.close)
+        self._windows.append(window)
         return window
 
     def _take_over(self, parameter: torch.Tensor) -> None:

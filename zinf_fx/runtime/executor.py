@@ -177,6 +177,7 @@ class Run:
         self._program = program
         self._tiles = program.schedule.tiles
         self._storages = storages
+        self._tiers = list({id(storage.tiers): storage.tiers for storage in storages}.values())
         self._held: dict[int, StagedTile] = {}
         self._in_head = True
         self._begun: dict[int, _PartialGradient] = {}  # by the storage's key
@@ -195,7 +196,10 @@ class Run:
         """One rank holds the whole tile."""
 
     def wait(self, tile: int) -> torch.Tensor:
-        """The full tile."""
+        """The full tile. Between operators, work in the background goes on."""
+        for tiers in self._tiers:
+            if tiers.background is not None:
+                tiers.background.advance()
         if self._in_head:
             self._in_head = False
             EXECUTOR.drop_anticipated()  # this run holds what it needs of it by now

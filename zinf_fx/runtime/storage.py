@@ -106,7 +106,7 @@ class TensorStorage:
         whole blocks: what a window has in common with its neighbours' blocks is read in any case, and written back.
         Both ends on multiples of WINDOW_ALIGNMENT (or at the end) spare that.
         """
-        tiers = self._usable_tiers()
+        tiers = self.settle()
         count = self.numel - start if count is None else count
         assert start >= 0 and count >= 0 and start + count <= self.numel, (start, count, self.numel)
         if self._resident is not None:
@@ -126,7 +126,7 @@ class TensorStorage:
 
     def value(self) -> torch.Tensor:
         """All elements, flat: the resident bytes themselves, or a copy that the caller owns."""
-        self._usable_tiers()
+        self.settle()
         if self._resident is not None:
             return self._resident
         memory = aligned_empty(self.nbytes)
@@ -148,6 +148,24 @@ class TensorStorage:
     def written(self) -> None:
         """Count a write made through `value()` of resident bytes or through a window."""
         torch.autograd.graph.increment_version(self.token)
+
+    def announce_write(self) -> None:
+        """Count a write that work in the background will make. Followers will have it when they are looked at."""
+        followers = self.present_followers()
+        self.written()
+        for follower in followers:
+            follower.version = self.version
+
+    def present_followers(self) -> list[Window]:
+        """The followers that have had every write so far."""
+        return [f for f in self.followers if f.open and f.version == self.version]
+
+    def settle(self) -> Tiers:
+        """Wait until no work in the background is about to change these bytes. Returns the tiers."""
+        tiers = self._usable_tiers()
+        if tiers.background is not None:
+            tiers.background.settle(self.key)
+        return tiers
 
     def flush(self) -> None:
         """Wait for the writes under way. Raises: StoreError when one failed: its bytes are lost."""
@@ -232,7 +250,7 @@ class Window:
         self._start = start
         self._memory, self._buffer, self._ticket = memory, buffer, ticket
         self._meant = meant
-        self._open = True
+        self.open = True
         self.version: int | None = storage.version
         """Of the storage's bytes, when they were read or, for a follower, written; None after a failed write."""
 
@@ -246,9 +264,14 @@ class Window:
         """Bytes of the host arena that this window holds; 0 for resident bytes."""
         return self._buffer.nbytes if self._buffer is not None else 0
 
+    @property
+    def ready(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._ticket is None or self._ticket.done()
+
     def wait(self) -> torch.Tensor:
         """The elements, 1-D, once they are there; valid until `store` or `close`."""
-        assert self._open, "a window was used after it was stored or closed"
+        assert self.open, "a window was used after it was stored or closed"
         if self._ticket is not None:
             self._ticket.wait()
             self._ticket = None
@@ -258,7 +281,7 @@ class Window:
         """Start writing the elements back; nothing to move for resident bytes."""
         assert self._storage is not None, "a window for reading can't be stored"
         self.wait()
-        self._open = False
+        self.open = False
         memory, self._memory = self._memory, None
         followers: list[Window] = []
         if self._buffer is not None:
@@ -274,7 +297,7 @@ class Window:
 
     def _lead(self, memory: torch.Tensor) -> list[Window]:
         """Copy what is about to be written to the followers that have had every write so far; returns them."""
-        followers = [f for f in self._storage.followers if f._open and f.version == self._storage.version]
+        followers = self._storage.present_followers()
         for follower in followers:
             follower.wait()
             follower.version = None
@@ -287,9 +310,9 @@ class Window:
 
     def close(self) -> None:
         """Give the memory back without writing. A read under way is waited for: its buffer is not free before."""
-        if not self._open:
+        if not self.open:
             return
-        self._open = False
+        self.open = False
         self._memory = None
         if self._ticket is not None:
             with contextlib.suppress(StoreError):  # whoever needed the values has waited for them, and knows

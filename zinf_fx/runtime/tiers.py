@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import deque
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -30,6 +30,19 @@ class Counters:
     write_stall_seconds: float = 0.0
 
 
+class Background(Protocol):
+    """Work that changes stored tensors between the operators of graphs. Whoever looks at one of them waits for it."""
+
+    def advance(self) -> None:
+        """Do what can be done without waiting."""
+
+    def settle(self, key: int) -> None:
+        """Wait until the storage of this key has its final value; nothing when the work itself asks."""
+
+    def finish(self) -> bool:
+        """Do all that is left. Returns whether there was any; nothing is done when the work itself asks."""
+
+
 class Tiers:
     """The host arena and the store that a set of stored tensors share.
 
@@ -44,6 +57,7 @@ class Tiers:
         self.config = config
         self.host = Arena("host", config.host_memory or physical_memory())
         self.counters = Counters()
+        self.background: Background | None = None
         self._store: Store | None = None
         self._writes: deque[tuple[Ticket, Buffer]] = deque()
         self._lock = threading.RLock()
@@ -79,18 +93,23 @@ class Tiers:
         return self._store
 
     def lease(self, nbytes: int) -> Buffer:
-        """A buffer of the host arena; waits for those that are being written to the store when there is no room.
+        """A buffer of the host arena; where there is no room, waits for writes to the store and for background work.
 
         Raises: StoreError when there is no room yet after that, or a write failed.
         """
-        with self._lock:
-            while True:
+        while True:
+            background = self.background
+            with self._lock:
                 try:
                     return self.host.lease(nbytes)
                 except StoreError:
-                    if not self._writes:
+                    if not self._writes and background is None:
                         raise
-                self._retire()
+                if self._writes:
+                    self._retire()
+                    continue
+            if not background.finish():  # not under the lock, which the background's own leases take
+                return self.host.lease(nbytes)
 
     def writing(self, ticket: Ticket, buffer: Buffer) -> None:
         """Take over `buffer` until `ticket`, a write from it, is done; waits while too many bytes are under way."""
@@ -107,6 +126,12 @@ class Tiers:
             while sum(buffer.capacity for _, buffer in self._writes) > nbytes:
                 self._retire()
             self.counters.write_stall_seconds += time.perf_counter() - started
+
+    @property
+    def idle(self) -> bool:
+        """Whether no write is under way."""
+        with self._lock:
+            return all(ticket.done() for ticket, _ in self._writes)
 
     def drain(self) -> None:
         """Wait for every write under way. Raises: StoreError of the first that failed, after all have ended."""

@@ -58,6 +58,7 @@ class Staging:
     def fetch(self, storage: TensorStorage, start: int, count: int) -> StagedTile:
         """Hold `count` elements of `storage`, starting to read them unless they are held in their present version."""
         key = (storage.key, start, count)
+        storage.settle()
         with self._lock:
             tile = self._tiles.get(key)
             if tile is None or tile.version != storage.version:
