@@ -1,0 +1,75 @@
+"""The benchmark of the streamed optimizer, on few bytes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import zinf_fx
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import optimizer as benchmark
+
+COUNT = 50_000
+
+
+def run(store: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, benchmark.__file__, "--store", store, "--parameters", str(COUNT), "--rounds", "1"]
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=240)
+
+
+def test_rows(tmp_path: Path):
+    done = run(tmp_path, "--json")
+    assert done.returncode == 0, done.stderr
+    rows = [row for row in json.loads(done.stdout)["rows"] if not row["optimizer"].startswith("DeepSpeed")]
+    assert [(row["dtype"], "NVMe" in row["optimizer"]) for row in rows] == [
+        ("bfloat16", True), ("bfloat16", False), ("float32", True), ("float32", False),
+    ]  # fmt: skip
+    # Gradient, master and two moments are read, the weights and all but the gradient written; then without a master.
+    for row, (read, written) in zip(rows[::2], ((14, 14), (16, 12)), strict=True):
+        assert read <= row["read_per_parameter"] < read + 1 and written <= row["written_per_parameter"] < written + 1
+        assert row["ratio_to_limit"] == row["limit_seconds"] / row["seconds"]
+        assert row["parameters_per_second"] == COUNT / row["seconds"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_table_and_what_is_left_out(tmp_path: Path):
+    done = run(tmp_path, "--dtypes", "float32")
+    assert done.returncode == 0, done.stderr
+    assert "zinf_fx.optim.AdamW, all on NVMe" in done.stdout and "limit" in done.stdout
+    assert ("DeepSpeed is not installed" in done.stdout) == (importlib.util.find_spec("deepspeed") is None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_replay_moves_the_same_bytes_and_changes_no_states(tmp_path: Path, dtype: torch.dtype):
+    model = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(n, dtype=dtype)) for n in (30_000, 7, 50_000))
+    zinf_fx.offload(model, store=tmp_path, placement="nvme", chunk="64KiB")
+    optimizer = zinf_fx.optim.AdamW(model.parameters())
+    for parameter in model:
+        parameter.grad = zinf_fx.StoredTensor.of(parameter.storage.like("nvme"), parameter.shape, "cpu")
+        parameter.grad.normal_()
+    tiers = model[0].storage.tiers
+    optimizer.step()
+    with benchmark.recorded(tiers) as recording:
+        optimizer.step()
+    before = {name: value.full_tensor() for name, value in optimizer.state[model[2]].items() if name != "step"}
+    moved = tiers.store.bytes_read, tiers.store.bytes_written
+    benchmark.Replay(tiers.store, recording).run()
+    read, written = tiers.store.bytes_read - moved[0], tiers.store.bytes_written - moved[1]
+    assert read == sum(-(-r.nbytes // 4096) * 4096 for r in recording.requests if not r.write) > 0
+    assert written == sum(-(-r.nbytes // 4096) * 4096 for r in recording.requests if r.write) > 0
+    assert recording.peak <= 4 * 16384 * 20  # chunks, elements, bytes of each
+    for name, value in before.items():
+        assert torch.equal(optimizer.state[model[2]][name].full_tensor(), value), name
+
+
+def test_parameters_of_any_count():
+    for count in (1, 2048 * 2048, 2048 * 2049 + 17, 5_000_000):
+        assert sum(p.numel() for p in benchmark.parameters_like_a_model(count, torch.bfloat16)) == count
