@@ -415,8 +415,9 @@ def test_metadata_is_known_without_reading(tmp_path, monkeypatch: pytest.MonkeyP
     assert repr(stored.detach()[0]) == "StoredTensor(shape=(6,), dtype=torch.float32, device='cpu', tier='nvme')"
     assert "StoredParameter" in f"{stored}"
     assert [name for name, _ in model.named_parameters()] == list(model.state_dict()) == ["p"]
-    for like in (torch.empty_like, torch.zeros_like, torch.rand_like, lambda t: t.new_zeros(3)):
+    for like in (torch.ones_like, torch.rand_like, lambda t: torch.zeros_like(t[1]), lambda t: t.new_zeros(3)):
         assert type(like(stored)) is torch.Tensor
+    assert type(torch.zeros_like(stored, dtype=torch.int8)) is torch.Tensor
 
 
 READS = {

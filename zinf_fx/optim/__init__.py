@@ -1,5 +1,8 @@
 """torch.optim optimizers whose states live in the store: each takes the options of the torch class of its name.
 
+Low-precision parameters are updated through an fp32 master copy. `torch.optim.AdamW`, `Adam`, `SGD` and `Adagrad` with
+`fused=True` work on stored parameters too, without one: see `zinf_fx.optim.fused`.
+
 `Streamed` makes one of any other element-wise optimizer class: `class Lion(Streamed, some_library.Lion): ...`.
 """
 
@@ -7,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+import zinf_fx.optim.fused  # noqa: F401  (registers what plain torch.optim classes need)
 from zinf_fx.optim.streamed import Streamed
 from zinf_fx.optim.torn import TornStep
 

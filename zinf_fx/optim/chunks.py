@@ -9,9 +9,13 @@ from typing import Generic, Protocol, TypeVar
 
 from zinf_fx.runtime.freelist import round_up
 from zinf_fx.runtime.storage import WINDOW_ALIGNMENT
+from zinf_fx.runtime.tiers import Tiers
 
 AHEAD = 1
 """Chunks whose reads are under way while one is updated. The writes of the one before make it three in memory."""
+
+CHUNKS_IN_MEMORY = 4
+"""Chunks that the host arena must have room for: those three, and one for fragmentation."""
 
 
 class Sized(Protocol):
@@ -35,6 +39,14 @@ class Piece(Generic[P]):
     def last(self) -> bool:
         """Whether the parameter ends here."""
         return self.start + self.count == self.parameter.numel()
+
+
+def chunk_elements(chunk: int, bytes_per_element: int, tiers: Iterable[Tiers]) -> int:
+    """Elements of a chunk whose fp32 weights take `chunk` bytes; fewer where a host arena has no room for its buffers,
+    of `bytes_per_element`, CHUNKS_IN_MEMORY times. A multiple of WINDOW_ALIGNMENT."""
+    room = min(each.host.capacity - each.host.in_use for each in tiers)
+    elements = min(chunk // 4, room // max(CHUNKS_IN_MEMORY * bytes_per_element, 1))
+    return max(elements // WINDOW_ALIGNMENT, 1) * WINDOW_ALIGNMENT
 
 
 def cut(parameters: Iterable[P], elements: int) -> Iterator[tuple[Piece[P], ...]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from zinf_fx.runtime.storage import WINDOW_ALIGNMENT, Window
@@ -33,18 +36,40 @@ def open_elements(tensor: torch.Tensor, start: int, count: int) -> Window | Slic
     return Slice(tensor.detach().reshape(-1)[start : start + count])
 
 
-def copy_into(target: StoredTensor, value: torch.Tensor, elements: int) -> None:
-    """Write the elements of `value`, stored or not, to `target`, about `elements` of them at a time."""
-    elements = max(elements // WINDOW_ALIGNMENT, 1) * WINDOW_ALIGNMENT
-    for start in range(0, target.numel(), elements):
-        count = min(elements, target.numel() - start)
+def copy_into(target: StoredTensor, value: torch.Tensor) -> None:
+    """Write the elements of `value`, stored or not, to `target`, a chunk at a time."""
+    for start, count in _chunks(target):
         source = open_elements(value, start, count)
         try:
-            window = target.storage.window(start, count, load=False)
-            try:
-                window.wait().copy_(source.wait())
-                window.store()
-            finally:
-                window.close()
+            with _overwritten(target, start, count) as elements:
+                elements.copy_(source.wait())
         finally:
             source.close()
+
+
+def fill(target: StoredTensor, value: float) -> None:
+    """Set all elements of `target` to `value`, a chunk at a time."""
+    for start, count in _chunks(target):
+        with _overwritten(target, start, count) as elements:
+            elements.fill_(value)
+
+
+def _chunks(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
+    """First element and number of elements of each part of `tensor` that takes about `Config.chunk` bytes."""
+    elements = tensor.storage.config.chunk // tensor.dtype.itemsize
+    elements = max(elements // WINDOW_ALIGNMENT, 1) * WINDOW_ALIGNMENT
+    for start in range(0, tensor.numel(), elements):
+        yield start, min(elements, tensor.numel() - start)
+
+
+@contextmanager
+def _overwritten(target: StoredTensor, start: int, count: int) -> Iterator[torch.Tensor]:
+    """Elements to set in the block, whose writes then start; no more than two chunks are on their way to the store."""
+    storage = target.storage
+    storage.tiers.limit_writes(storage.config.chunk)
+    window = storage.window(start, count, load=False)
+    try:
+        yield window.wait()
+        window.store()
+    finally:
+        window.close()

@@ -92,7 +92,7 @@ class ParameterStates:
         """The tensor of state `name`, now with a copy of `value`'s elements."""
         mine = self.tensors[name]
         if value is not mine:
-            copy_into(mine, value, mine.storage.config.chunk // mine.dtype.itemsize)
+            copy_into(mine, value)
         return mine
 
     def _reserve(self, name: str, dtype: torch.dtype) -> None:

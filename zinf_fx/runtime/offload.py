@@ -13,10 +13,9 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.nn.parameter import is_lazy
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zinf_fx.config import Config
-from zinf_fx.errors import OptimizerError, StoredTensorError
+from zinf_fx.errors import StoredTensorError
 from zinf_fx.runtime.auto_placement import choose
 from zinf_fx.runtime.stored_tensor import (
     StoredTensor,
@@ -29,9 +28,6 @@ from zinf_fx.runtime.tiers import Tiers
 
 # Bytes of parameters that may have left before the memory that they took is given back to the system.
 _TRIM_EVERY = 64 << 20
-
-# An optimizer class with this attribute set knows how to step over stored parameters.
-STREAMS_STORED_PARAMETERS = "streams_stored_parameters"
 
 
 def offload(model: torch.nn.Module, config: Config | None = None, **fields: object) -> torch.nn.Module:
@@ -208,18 +204,3 @@ def decided(config: Config, parameters: list[torch.Tensor] | None) -> Config:
     if config.placement != "auto":
         return config
     return Config.of(config, {"placement": choose(config, parameters)})
-
-
-@register_optimizer_step_pre_hook
-def _refuse_unaware_optimizers(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-    """A plain optimizer would see no gradients, or gather every state: it must not train nothing in silence."""
-    if getattr(optimizer, STREAMS_STORED_PARAMETERS, False):
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if isinstance(parameter, StoredTensor):
-                name = type(optimizer).__name__
-                raise OptimizerError(
-                    f"torch.optim.{name} can't step over stored parameters (found one of shape "
-                    f"{tuple(parameter.shape)}): use zinf_fx.optim.{name}, which streams their states"
-                )

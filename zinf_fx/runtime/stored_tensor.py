@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
@@ -191,6 +191,10 @@ class StoredTensor(torch.Tensor):
         kwargs = kwargs or {}
         if func in _SAME_VALUE:
             return args[0]._twin()
+        if func in _HANDLERS and not any(t.captured for t in tree_iter((args, kwargs)) if isinstance(t, StoredTensor)):
+            result = _HANDLERS[func](func, args, kwargs)
+            if result is not NotImplemented:
+                return result
         mutated = _mutated_arguments(func, args, kwargs)
         if isinstance(args[0] if args else None, StoredTensor) and not mutated:
             if not args[0].captured:
@@ -272,6 +276,20 @@ class StoredTensor(torch.Tensor):
         converted = TensorStorage(storage.tiers, storage.tier, storage.config, self.numel(), dtype)
         converted.set(self._gather())
         return StoredTensor.of(converted, self.shape, device)
+
+
+Handler = Callable[[torch._ops.OpOverload, tuple, dict], Any]
+
+_HANDLERS: dict[torch._ops.OpOverload, Handler] = {}
+
+
+def handle(operation: torch._ops.OpOverloadPacket, handler: Handler) -> None:
+    """Let `handler(overload, args, kwargs)` run `operation` on stored tensors, in place of gathering their values.
+
+    It returns what the operation does, or NotImplemented to leave a case to the ordinary way. Inside a graph that is
+    being captured it isn't asked.
+    """
+    _HANDLERS.update((getattr(operation, name), handler) for name in operation.overloads())
 
 
 _SAME_VALUE = {aten.detach.default, aten.alias.default}

@@ -1,0 +1,278 @@
+"""Plain torch.optim classes with `fused=True` over stored parameters: their one operation, chunk by chunk.
+
+The arithmetic is PyTorch's, in the dtype of the parameters: states of bf16 parameters are bf16 too, and there is no
+master copy. The classes of `zinf_fx.optim` have one.
+
+The torch class makes its states by `zeros_like`, `full_like` or `empty_like` of its parameters and gradients. Without
+further arguments these give a stored tensor on the tier of optimizer states, for any whole stored tensor. States that
+came otherwise, from `load_state_dict` or from before the model was offloaded, move there when the next step begins.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Collection, Iterable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from types import NotImplementedType
+from typing import Any, ClassVar
+
+import torch
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from zinf_fx.errors import OptimizerError, StoreError
+from zinf_fx.optim.chunks import Piece, chunk_elements, cut, opened_ahead
+from zinf_fx.optim.elements import Slice, copy_into, fill, open_elements
+from zinf_fx.optim.states import working_dtype
+from zinf_fx.optim.streamed import Streamed
+from zinf_fx.runtime.executor import EXECUTOR, Stage
+from zinf_fx.runtime.storage import Window
+from zinf_fx.runtime.stored_tensor import StoredTensor, handle
+
+aten = torch.ops.aten
+
+# The classes whose whole step is one of the operations in `_OPERATIONS`.
+_FUSED_CLASSES = (Adam, AdamW, SGD, Adagrad)
+_OPERATIONS = (aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_, aten._fused_adagrad_)
+# The list of step counters: one number for each parameter, and not in its shape.
+_COUNTERS = "state_steps"
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One parameter, and what belongs to it in the other lists of a fused operation, by the lists' names."""
+
+    operands: dict[str, torch.Tensor]
+
+    def numel(self) -> int:
+        return self.operands["self"].numel()
+
+    @property
+    def stored(self) -> list[StoredTensor]:
+        """The operands that live in the store."""
+        return [operand for operand in self.operands.values() if isinstance(operand, StoredTensor)]
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Bytes of buffers that the update of an element takes; resident ones take none."""
+        return sum(tensor.dtype.itemsize for tensor in self.stored if not tensor.storage.resident)
+
+
+class OpenRows:
+    """Pieces of rows with their windows open: wait for them, run the operation on `lists`, `store`, `close`."""
+
+    def __init__(self, pieces: Iterable[Piece[Row]], written: Collection[str], unread: Collection[str]) -> None:
+        """`written`, `unread`: names of the lists that the operation changes, and whose present values it ignores."""
+        self._written = written
+        self._parts: list[dict[str, Window | Slice]] = []
+        self._stack = ExitStack()
+        try:
+            for piece in pieces:
+                part: dict[str, Window | Slice] = {}
+                self._parts.append(part)
+                for name, operand in piece.parameter.operands.items():
+                    if name == _COUNTERS:
+                        part[name] = Slice(operand)
+                    elif isinstance(operand, StoredTensor) and name in unread:
+                        part[name] = operand.storage.window(piece.start, piece.count, load=False)
+                    else:
+                        part[name] = open_elements(operand, piece.start, piece.count)
+                    self._stack.callback(part[name].close)
+        except BaseException:
+            self.close()
+            raise
+
+    def lists(self) -> dict[str, list[torch.Tensor]]:
+        """The operation's lists, of flat pieces, once they are there."""
+        return {name: [part[name].wait() for part in self._parts] for name in self._parts[0]}
+
+    def store(self) -> None:
+        """Start writing back what the operation changed."""
+        for part in self._parts:
+            for name, window in part.items():
+                if name in self._written and isinstance(window, Window):
+                    window.store()
+
+    def close(self) -> None:
+        """Give back what was not stored."""
+        self._stack.close()
+
+
+def _run(operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> None:
+    """A fused operation over lists with stored tensors among them."""
+    found_inf = kwargs.get("found_inf")
+    if found_inf is not None and found_inf.item():  # the kernels change nothing then: spare the transfers
+        return
+    arguments = operation._schema.arguments[: len(args)]
+    lists = {argument.name: values for argument, values in zip(arguments, args, strict=True)}
+    rows = [
+        Row({name: values[index] for name, values in lists.items() if values}) for index in range(len(lists["self"]))
+    ]
+    ordinary = [row for row in rows if not row.stored]
+    if ordinary:
+        operation(*([r.operands[name] for r in ordinary] if lists[name] else [] for name in lists), **kwargs)
+    stored = [row for row in rows if row.stored]
+    written = {argument.name for argument in arguments if argument.alias_info is not None}
+    if kwargs.get("grad_scale") is None:
+        written.remove("grads")  # they change only by being unscaled
+    unread = {"momentum_buffer_list"} if kwargs.get("is_first_step") else set()
+    for row in stored:
+        _check(row, written)
+
+    tiers = list({id(t.storage.tiers): t.storage.tiers for row in stored for t in row.stored}.values())
+    bytes_per_element = max(row.bytes_per_element for row in stored)
+    chunk = min(t.storage.config.chunk for row in stored for t in row.stored)
+    elements = chunk_elements(chunk, bytes_per_element, tiers)
+    EXECUTOR.drop_anticipated()
+    try:
+        opened = opened_ahead(cut(stored, elements), lambda pieces: OpenRows(pieces, written, unread))
+        with closing(opened):
+            for rows_of_chunk in opened:
+                with closing(rows_of_chunk):
+                    pieces = rows_of_chunk.lists()
+                    if _PlainStep.running is not None:
+                        _PlainStep.running.torn = True
+                    operation(*(pieces.get(name, []) for name in lists), **kwargs)
+                    rows_of_chunk.store()
+                for each in tiers:
+                    each.limit_writes(elements * bytes_per_element)
+        for each in tiers:
+            each.drain()
+        for row in stored:  # let autograd notice, as after any in-place update
+            torch.autograd.graph.increment_version(row.operands["self"])
+    except BaseException as error:
+        EXECUTOR.reset()
+        for each in tiers:
+            try:
+                each.drain()
+            except StoreError as failed:
+                if str(failed) != str(error):
+                    error.add_note(f"and then: {failed}")
+        raise
+
+
+def _check(row: Row, written: Collection[str]) -> None:
+    """Raises: OptimizerError for a parameter or another operand that can't be updated in pieces."""
+    for name, operand in row.operands.items():
+        if isinstance(operand, StoredTensor):
+            working_dtype(operand)
+        elif name in written and not operand.is_contiguous():
+            raise OptimizerError(
+                f"an ordinary tensor of shape {tuple(operand.shape)} in {name} is not contiguous, so that it can't be "
+                "updated in pieces beside a stored parameter: make it contiguous"
+            )
+
+
+def _like(operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> StoredTensor | NotImplementedType:
+    """`zeros_like`, `full_like` or `empty_like` of a whole stored tensor, without another dtype, device or layout."""
+    source, *value = args
+    if source.views or any(v is not None for k, v in kwargs.items() if k not in ("memory_format", "pin_memory")):
+        return NotImplemented
+    result = _state(source)
+    if operation is not aten.empty_like.default:
+        fill(result, value[0] if value else 0)
+    return result
+
+
+def _state(parameter: StoredTensor) -> StoredTensor:
+    """A new tensor of the shape and dtype of `parameter`, without a value yet, where optimizer states live."""
+    storage = parameter.storage.like(parameter.storage.placement.optimizer)
+    return StoredTensor.of(storage, parameter.shape, parameter.device)
+
+
+for _operation in _OPERATIONS:
+    handle(_operation, _run)
+for _overload in (aten.zeros_like, aten.full_like, aten.empty_like):
+    handle(_overload, _like)
+
+
+# -- whole steps of plain optimizers -----------------------------------------------------------------------------------
+
+
+class _PlainStep(Stage):
+    """What is known of the steps of one plain optimizer.
+
+    Attributes:
+        running: the one whose step is under way.
+        torn: its parameters are being changed, or were when its last step was interrupted.
+    """
+
+    running: ClassVar[_PlainStep | None] = None
+    of: ClassVar[weakref.WeakKeyDictionary[Optimizer, _PlainStep]] = weakref.WeakKeyDictionary()
+    torn = False
+
+
+@register_optimizer_step_pre_hook
+def _begin(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    """Before the step of any optimizer. Raises: OptimizerError for one that can't step over stored parameters."""
+    _PlainStep.running = None
+    if isinstance(optimizer, Streamed):
+        return
+    parameters = []
+    for group in optimizer.param_groups:
+        stored = [p for p in group["params"] if isinstance(p, StoredTensor)]
+        if stored and not (isinstance(optimizer, _FUSED_CLASSES) and group.get("fused")):
+            raise _refusal(type(optimizer), stored[0])
+        for dtype in {p.dtype for p in stored} if isinstance(optimizer, SGD) else ():
+            if not sgd_updates(dtype):
+                raise OptimizerError(
+                    f"torch.optim.SGD(fused=True) leaves parameters of {dtype} on the CPU as they are in torch "
+                    f"{torch.__version__} (its issue 191763), stored or not: use zinf_fx.optim.SGD"
+                )
+        parameters += stored
+    if not parameters:
+        return
+    step = _PlainStep.of.get(optimizer)
+    if step is None:
+        step = _PlainStep.of[optimizer] = _PlainStep()
+        optimizer.register_load_state_dict_post_hook(_forget)
+    if step.torn:
+        raise OptimizerError(
+            "a step of this optimizer was interrupted, and some parameters may be updated and others not; load the "
+            "model's parameters and the optimizer's state_dict from a checkpoint before going on"
+        )
+    for parameter in parameters:
+        _move_states(parameter, optimizer.state.get(parameter, {}))
+    _PlainStep.running = step
+    EXECUTOR.begin(step)
+
+
+@register_optimizer_step_post_hook
+def _end(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    step, _PlainStep.running = _PlainStep.running, None
+    if step is not None:
+        step.torn = False
+        EXECUTOR.end(step)
+
+
+def _forget(optimizer: Optimizer) -> None:
+    _PlainStep.of[optimizer].torn = False
+
+
+def _move_states(parameter: StoredTensor, states: dict[str, Any]) -> None:
+    """States in memory that have the parameter's shape move to their tier."""
+    for name, value in states.items():
+        in_memory = isinstance(value, torch.Tensor) and not isinstance(value, StoredTensor)
+        if in_memory and name != "step" and value.shape == parameter.shape:
+            states[name] = _state(parameter)
+            copy_into(states[name], value)
+
+
+@functools.cache
+def sgd_updates(dtype: torch.dtype) -> bool:
+    """Whether PyTorch's fused SGD on the CPU changes whole vectors of `dtype`: up to torch 2.13, not of 16 bits."""
+    parameter, gradient = torch.zeros(64, dtype=dtype), torch.ones(64, dtype=dtype)
+    options = {"weight_decay": 0.0, "momentum": 0.0, "lr": 1.0, "dampening": 0.0, "nesterov": False, "maximize": False}
+    torch._fused_sgd_([parameter], [gradient], [], is_first_step=False, **options)
+    return torch.equal(parameter, -gradient)
+
+
+def _refusal(kind: type[Optimizer], parameter: StoredTensor) -> OptimizerError:
+    ways = [f"zinf_fx.optim.{c.__name__}" for c in Streamed.__subclasses__() if c.__mro__[2] is kind]
+    ways += ["fused=True"] if kind in _FUSED_CLASSES else []
+    return OptimizerError(
+        f"{kind.__module__}.{kind.__qualname__} can't step over stored parameters (found one of shape "
+        f"{tuple(parameter.shape)}): use {' or '.join(ways) or 'one of zinf_fx.optim'}, whose steps are streamed"
+    )
