@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file, storage_ptr
 from torch import nn
 
 import zinf_fx
@@ -488,3 +489,22 @@ def test_gathered_takes_a_module(models):
         for p in plain.parameters():
             p.add_(1)
     check_same(plain, stored)
+
+
+def test_memory_for_readers_from_outside(make: Make, tmp_path):
+    model = nn.ParameterDict({"a": make(matrix()), "b": make(matrix() + 1)})
+    model["tied"] = model["a"]
+    states = model.state_dict()
+    (a, b, tied), view = (states[name] for name in ("a", "b", "tied")), model["a"].detach()[1:]
+    assert storage_ptr(a) == storage_ptr(tied) == storage_ptr(view) != storage_ptr(b)
+    assert a.data_ptr() == tied.data_ptr() != b.data_ptr()
+    assert view.data_ptr() == a.data_ptr() + a.stride(0) * a.itemsize
+    assert make(torch.empty(0)).data_ptr() == 0
+    with torch.no_grad():
+        model["a"].add_(1)  # what was in memory is out of date
+    with pytest.raises(RuntimeError, match="share memory"):
+        save_file(states, tmp_path / "model.safetensors")
+    del states["tied"]
+    save_file(states, tmp_path / "model.safetensors")
+    for name, value in load_file(tmp_path / "model.safetensors").items():
+        assert torch.equal(value, states[name].full_tensor())

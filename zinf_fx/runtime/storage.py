@@ -66,6 +66,7 @@ class TensorStorage:
         self.numel, self.dtype = numel, dtype
         self.nbytes = numel * dtype.itemsize
         self.parameter: weakref.ref[torch.Tensor] | None = None
+        self._snapshot: tuple[weakref.ref[torch.Tensor], int] | None = None  # and its version
         self.followers: weakref.WeakSet[Window] = weakref.WeakSet()
         self.key = next(_keys)
         with torch.inference_mode(False):
@@ -133,6 +134,22 @@ class TensorStorage:
         if self.numel:
             self._read(memory.data_ptr(), 0, self.numel).wait()
         return memory[: self.nbytes].view(self.dtype)
+
+    def snapshot(self) -> torch.Tensor:
+        """`value()`, in the same memory for all who hold it at a time, until the bytes are written. To be read only."""
+        value = self._snapshot and self._snapshot[0]()
+        if value is None or self._snapshot[1] != self.version:
+            value = self.value()
+            self._snapshot = weakref.ref(value), self.version
+        return value
+
+    def __call__(self) -> TensorStorage:
+        """This. So `tensor.storage().data_ptr()` is for a stored tensor what it is for any: see `data_ptr`."""
+        return self
+
+    def data_ptr(self) -> int:
+        """An address that tells this storage from every other, stored or not; the bytes are not there."""
+        return self.token.data_ptr()
 
     def set(self, value: torch.Tensor) -> None:
         """Write all elements from a tensor of as many elements (any shape; converted to this dtype)."""

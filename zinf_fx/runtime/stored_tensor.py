@@ -58,6 +58,7 @@ class StoredTensor(torch.Tensor):
     base: Base
     views: tuple[ViewStep, ...]
     _storage: TensorStorage | None
+    _in_memory: tuple[torch.Tensor, torch.Tensor]  # the whole and this tensor's value, once data_ptr() was asked for
     _expects_gradient = False  # becomes true on an object, and goes where its implementation goes
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -174,6 +175,20 @@ class StoredTensor(torch.Tensor):
         with torch.no_grad():
             self.data.copy_(value)
 
+    def data_ptr(self) -> int:
+        """The address of the value in memory, to be read, as of any tensor: safetensors saves through it.
+
+        It is gathered for that, and kept as long as this object; what is written there doesn't reach the store. Tensors
+        of one storage share the memory.
+        """
+        if self.captured:
+            return super().data_ptr()
+        with torch.no_grad():
+            whole = self.storage.snapshot()
+            value = self._replay(whole.view(self.base.shape))
+        self._in_memory = whole, value
+        return value.data_ptr()
+
     def _has_no_memory(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise StoredTensorError(
             f"a stored tensor of shape {tuple(self.shape)} has no memory of its own that could be shared or changed "
@@ -239,7 +254,10 @@ class StoredTensor(torch.Tensor):
 
     def _gather(self) -> torch.Tensor:
         self.expect_gradient()
-        value = ops.gather(self.token, self.base.shape, self.base.dtype, self.base.device)
+        return self._replay(ops.gather(self.token, self.base.shape, self.base.dtype, self.base.device))
+
+    def _replay(self, value: torch.Tensor) -> torch.Tensor:
+        """The views of this tensor, on `value`, which is that of the base."""
         for step in self.views:
             value = step(value)
         return value
@@ -367,10 +385,7 @@ def _write_through(func: Any, args: tuple, kwargs: dict, mutated: list[StoredTen
             else:
                 flat = storage.value()
             bases[storage.key] = flat.view(tensor.base.shape)
-        value = bases[storage.key]
-        for step in tensor.views:
-            value = step(value)
-        values[id(tensor)] = value
+        values[id(tensor)] = tensor._replay(bases[storage.key])
 
     def substitute(tensor: StoredTensor) -> torch.Tensor:
         return values[id(tensor)] if id(tensor) in values else tensor._gather()
