@@ -1,0 +1,1 @@
+"""What other libraries need to know of zinf_fx, where they are installed."""
