@@ -7,15 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from zinf_fx.plan.accounting import CHUNKS_IN_MEMORY
 from zinf_fx.runtime.freelist import round_up
 from zinf_fx.runtime.storage import WINDOW_ALIGNMENT
 from zinf_fx.runtime.tiers import Tiers
 
 AHEAD = 1
 """Chunks whose reads are under way while one is updated. The writes of the one before make it three in memory."""
-
-CHUNKS_IN_MEMORY = 4
-"""Chunks that the host arena must have room for: those three, and one for fragmentation."""
 
 
 class Sized(Protocol):
