@@ -220,12 +220,12 @@ def test_lists_pass_through_memory_one_tensor_at_a_time(tmp_path, values_at_once
     model = zinf_fx.offload(nn.ParameterList(matrix() for _ in range(6)), store=tmp_path, placement="nvme")
     tensors = list(model)
     with torch.no_grad():
-        torch._foreach_mul_(tensors, 2.0)
+        torch._foreach_add_(tensors, 2.0)
         norms = torch._foreach_norm(tensors)
-        torch._amp_foreach_non_finite_check_and_unscale_(tensors, torch.zeros(1), torch.tensor(0.5))
+        torch._foreach_neg_(tensors)
     assert len(values_at_once) == 18 and max(values_at_once) <= 2
-    assert all(norm.equal(matrix().mul(2).norm()) for norm in norms)
-    assert all(t.full_tensor().equal(matrix()) for t in tensors)
+    assert all(norm.equal(matrix().add(2).norm()) for norm in norms)
+    assert all(t.full_tensor().equal(matrix().add(2).neg()) for t in tensors)
 
 
 @pytest.mark.parametrize("norm", [2.0, 1.0, torch.inf])

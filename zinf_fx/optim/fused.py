@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection, Iterable
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from collections.abc import Collection
 from types import NotImplementedType
 from typing import Any, ClassVar
 
@@ -22,13 +20,12 @@ import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zinf_fx.errors import OptimizerError, StoreError
-from zinf_fx.optim.chunks import Piece, chunk_elements, cut, opened_ahead
-from zinf_fx.optim.elements import Slice, copy_into, fill, open_elements
+from zinf_fx.errors import OptimizerError
+from zinf_fx.optim.elements import copy_into, fill
+from zinf_fx.optim.rows import Row, update_in_chunks
 from zinf_fx.optim.states import working_dtype
 from zinf_fx.optim.streamed import Streamed
 from zinf_fx.runtime.executor import EXECUTOR, Stage
-from zinf_fx.runtime.storage import Window
 from zinf_fx.runtime.stored_tensor import StoredTensor, handle
 
 aten = torch.ops.aten
@@ -36,68 +33,6 @@ aten = torch.ops.aten
 # The classes whose whole step is one of the operations in `_OPERATIONS`.
 _FUSED_CLASSES = (Adam, AdamW, SGD, Adagrad)
 _OPERATIONS = (aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_, aten._fused_adagrad_)
-# The list of step counters: one number for each parameter, and not in its shape.
-_COUNTERS = "state_steps"
-
-
-@dataclass(frozen=True, eq=False)
-class Row:
-    """One parameter, and what belongs to it in the other lists of a fused operation, by the lists' names."""
-
-    operands: dict[str, torch.Tensor]
-
-    def numel(self) -> int:
-        return self.operands["self"].numel()
-
-    @property
-    def stored(self) -> list[StoredTensor]:
-        """The operands that live in the store."""
-        return [operand for operand in self.operands.values() if isinstance(operand, StoredTensor)]
-
-    @property
-    def bytes_per_element(self) -> int:
-        """Bytes of buffers that the update of an element takes; resident ones take none."""
-        return sum(tensor.dtype.itemsize for tensor in self.stored if not tensor.storage.resident)
-
-
-class OpenRows:
-    """Pieces of rows with their windows open: wait for them, run the operation on `lists`, `store`, `close`."""
-
-    def __init__(self, pieces: Iterable[Piece[Row]], written: Collection[str], unread: Collection[str]) -> None:
-        """`written`, `unread`: names of the lists that the operation changes, and whose present values it ignores."""
-        self._written = written
-        self._parts: list[dict[str, Window | Slice]] = []
-        self._stack = ExitStack()
-        try:
-            for piece in pieces:
-                part: dict[str, Window | Slice] = {}
-                self._parts.append(part)
-                for name, operand in piece.parameter.operands.items():
-                    if name == _COUNTERS:
-                        part[name] = Slice(operand)
-                    elif isinstance(operand, StoredTensor) and name in unread:
-                        part[name] = operand.storage.window(piece.start, piece.count, load=False)
-                    else:
-                        part[name] = open_elements(operand, piece.start, piece.count)
-                    self._stack.callback(part[name].close)
-        except BaseException:
-            self.close()
-            raise
-
-    def lists(self) -> dict[str, list[torch.Tensor]]:
-        """The operation's lists, of flat pieces, once they are there."""
-        return {name: [part[name].wait() for part in self._parts] for name in self._parts[0]}
-
-    def store(self) -> None:
-        """Start writing back what the operation changed."""
-        for part in self._parts:
-            for name, window in part.items():
-                if name in self._written and isinstance(window, Window):
-                    window.store()
-
-    def close(self) -> None:
-        """Give back what was not stored."""
-        self._stack.close()
 
 
 def _run(operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -121,36 +56,20 @@ def _run(operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) 
     for row in stored:
         _check(row, written)
 
-    tiers = list({id(t.storage.tiers): t.storage.tiers for row in stored for t in row.stored}.values())
-    bytes_per_element = max(row.bytes_per_element for row in stored)
-    chunk = min(t.storage.config.chunk for row in stored for t in row.stored)
-    elements = chunk_elements(chunk, bytes_per_element, tiers)
     EXECUTOR.drop_anticipated()
+
+    def update(pieces: dict[str, list[torch.Tensor]]) -> None:
+        if _PlainStep.running is not None:
+            _PlainStep.running.torn = True
+        operation(*(pieces.get(name, []) for name in lists), **kwargs)
+
     try:
-        opened = opened_ahead(cut(stored, elements), lambda pieces: OpenRows(pieces, written, unread))
-        with closing(opened):
-            for rows_of_chunk in opened:
-                with closing(rows_of_chunk):
-                    pieces = rows_of_chunk.lists()
-                    if _PlainStep.running is not None:
-                        _PlainStep.running.torn = True
-                    operation(*(pieces.get(name, []) for name in lists), **kwargs)
-                    rows_of_chunk.store()
-                for each in tiers:
-                    each.limit_writes(elements * bytes_per_element)
-        for each in tiers:
-            each.drain()
-        for row in stored:  # let autograd notice, as after any in-place update
-            torch.autograd.graph.increment_version(row.operands["self"])
-    except BaseException as error:
+        update_in_chunks(stored, update, written, unread)
+    except BaseException:
         EXECUTOR.reset()
-        for each in tiers:
-            try:
-                each.drain()
-            except StoreError as failed:
-                if str(failed) != str(error):
-                    error.add_note(f"and then: {failed}")
         raise
+    for row in stored:  # let autograd notice, as after any in-place update
+        torch.autograd.graph.increment_version(row.operands["self"])
 
 
 def _check(row: Row, written: Collection[str]) -> None:

@@ -1,0 +1,119 @@
+"""Horizontally fused element-wise operations, over lists of tensors that may be stored: chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+
+import torch
+
+from zinf_fx.errors import StoreError
+from zinf_fx.optim.chunks import Piece, chunk_elements, cut, opened_ahead
+from zinf_fx.optim.elements import Slice, open_elements
+from zinf_fx.runtime.storage import Window
+from zinf_fx.runtime.stored_tensor import StoredTensor
+
+# The list of step counters: one number for each parameter, and not in its shape.
+_COUNTERS = "state_steps"
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """What belongs together in the lists of a horizontally fused operation, by the lists' names.
+
+    "self" has the shape that the others have too; "state_steps" has one number.
+    """
+
+    operands: dict[str, torch.Tensor]
+
+    def numel(self) -> int:
+        return self.operands["self"].numel()
+
+    @property
+    def stored(self) -> list[StoredTensor]:
+        """The operands that live in the store."""
+        return [operand for operand in self.operands.values() if isinstance(operand, StoredTensor)]
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Bytes of buffers that the update of an element takes; resident ones take none."""
+        return sum(tensor.dtype.itemsize for tensor in self.stored if not tensor.storage.resident)
+
+
+class OpenRows:
+    """Pieces of rows with their windows open: wait for them, run the operation on `lists`, `store`, `close`."""
+
+    def __init__(self, pieces: Iterable[Piece[Row]], written: Collection[str], unread: Collection[str]) -> None:
+        """`written`, `unread`: names of the lists that the operation changes, and whose present values it ignores."""
+        self._written = written
+        self._parts: list[dict[str, Window | Slice]] = []
+        self._stack = ExitStack()
+        try:
+            for piece in pieces:
+                part: dict[str, Window | Slice] = {}
+                self._parts.append(part)
+                for name, operand in piece.parameter.operands.items():
+                    if name == _COUNTERS:
+                        part[name] = Slice(operand)
+                    elif isinstance(operand, StoredTensor) and name in unread:
+                        part[name] = operand.storage.window(piece.start, piece.count, load=False)
+                    else:
+                        part[name] = open_elements(operand, piece.start, piece.count)
+                    self._stack.callback(part[name].close)
+        except BaseException:
+            self.close()
+            raise
+
+    def lists(self) -> dict[str, list[torch.Tensor]]:
+        """The operation's lists, of flat pieces, once they are there."""
+        return {name: [part[name].wait() for part in self._parts] for name in self._parts[0]}
+
+    def store(self) -> None:
+        """Start writing back what the operation changed."""
+        for part in self._parts:
+            for name, window in part.items():
+                if name in self._written and isinstance(window, Window):
+                    window.store()
+
+    def close(self) -> None:
+        """Give back what was not stored."""
+        self._stack.close()
+
+
+def update_in_chunks(
+    rows: Sequence[Row],
+    update: Callable[[dict[str, list[torch.Tensor]]], None],
+    written: Collection[str],
+    unread: Collection[str] = (),
+) -> None:
+    """Call `update` with the lists of each chunk of `rows`, of flat pieces, while the next one is read and the one
+    before written (ZeRO-Infinity, section 5.2.2). Each row has a stored tensor in it. All is in the store at the end.
+
+    `written`, `unread`: names of the lists that `update` changes, and whose present values it ignores.
+
+    Raises: StoreError; some elements are updated then, and others not.
+    """
+    stored = [tensor for row in rows for tensor in row.stored]
+    tiers = list({id(tensor.storage.tiers): tensor.storage.tiers for tensor in stored}.values())
+    bytes_per_element = max(row.bytes_per_element for row in rows)
+    elements = chunk_elements(min(tensor.storage.config.chunk for tensor in stored), bytes_per_element, tiers)
+    try:
+        opened = opened_ahead(cut(rows, elements), lambda pieces: OpenRows(pieces, written, unread))
+        with closing(opened):
+            for chunk in opened:
+                with closing(chunk):
+                    update(chunk.lists())
+                    chunk.store()
+                for each in tiers:
+                    each.limit_writes(elements * bytes_per_element)
+        for each in tiers:
+            each.drain()
+    except BaseException as error:
+        for each in tiers:
+            try:
+                each.drain()
+            except StoreError as failed:
+                if str(failed) != str(error):
+                    error.add_note(f"and then: {failed}")
+        raise

@@ -1,0 +1,66 @@
+"""What is done to all gradients at once between backward and the step, chunk by chunk: unscaling and clipping."""
+
+from __future__ import annotations
+
+from types import NotImplementedType
+from typing import Any
+
+import torch
+
+from zinf_fx.optim.rows import Row, update_in_chunks
+from zinf_fx.runtime.stored_tensor import StoredTensor, handle
+
+aten = torch.ops.aten
+
+# They change every element by itself: GradScaler's unscaling and search for infinities, and what clip_grad_norm_ and
+# clip_grad_value_ do in the end, on lists with `foreach=True` and otherwise on one gradient after the other.
+_ON_LISTS = (
+    aten._amp_foreach_non_finite_check_and_unscale_,
+    aten._foreach_mul_,
+    aten._foreach_clamp_min_,
+    aten._foreach_clamp_max_,
+)
+_ON_ONE = (aten.mul_, aten.clamp_)
+
+
+def _run_on_list(operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> NotImplementedType | None:
+    """One of the operations on a list, where all else that it takes is the same for each tensor."""
+    tensors, *rest = args
+    stored = [tensor for tensor in tensors if isinstance(tensor, StoredTensor)]
+    if kwargs or not all(_is_number(value) for value in rest) or any(tensor.views for tensor in stored):
+        return NotImplemented
+    ordinary = [tensor for tensor in tensors if not isinstance(tensor, StoredTensor)]
+    if ordinary:
+        operation(ordinary, *rest)
+    rows = [Row({"self": tensor}) for tensor in stored]
+    update_in_chunks(rows, lambda pieces: operation(pieces["self"], *rest), written={"self"})
+    return None
+
+
+def _run_on_one(
+    operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]
+) -> NotImplementedType | torch.Tensor:
+    """One of the operations on one tensor. (One without dimensions has other rules for the dtype of the result.)"""
+    tensor, *rest = args
+    stored = isinstance(tensor, StoredTensor) and not tensor.views and tensor.dim()
+    if kwargs or not stored or not all(_is_number(value) for value in rest):
+        return NotImplemented
+
+    def update(pieces: dict[str, list[torch.Tensor]]) -> None:
+        for piece in pieces["self"]:
+            operation(piece, *rest)
+
+    update_in_chunks([Row({"self": tensor})], update, written={"self"})
+    return tensor
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and value.dim() <= 1 and not isinstance(value, StoredTensor)
+    return value is None or isinstance(value, (int, float))
+
+
+for _operation in _ON_LISTS:
+    handle(_operation, _run_on_list)
+for _operation in _ON_ONE:
+    handle(_operation, _run_on_one)
