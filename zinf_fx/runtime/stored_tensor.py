@@ -311,7 +311,7 @@ def handle(operation: torch._ops.OpOverloadPacket, handler: Handler) -> None:
 
 
 _SAME_VALUE = {aten.detach.default, aten.alias.default}
-# Results depend on shape, dtype and device alone, so that no value is gathered.
+# Results depend on shape, dtype and device alone, so that no value is gathered. (Optimizers take some over: `handle`.)
 _METADATA_ONLY = {
     aten.empty_like.default,
     aten.zeros_like.default,
