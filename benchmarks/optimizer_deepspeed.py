@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO-3 optimizer step with parameters and states on NVMe, for optimizer.py, in a process of its own.
 
-A JSON request as argument, a JSON line as answer. The first run builds DeepSpeed's operators, which takes ninja, libaio's
-headers and minutes.
+A JSON request as argument, a JSON line as answer. The first run builds DeepSpeed's operators, which takes ninja,
+libaio's headers and minutes.
 """
 
 from __future__ import annotations
