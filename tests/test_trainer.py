@@ -31,7 +31,7 @@ def trainer(model: torch.nn.Module, directory: Path, **options: object) -> trans
         report_to=[], use_cpu=True, disable_tqdm=True, seed=0, **options,
     )  # fmt: skip
     assert arguments.optim == "adamw_torch_fused"
-    return transformers.Trainer(model=model, args=arguments, train_dataset=texts())
+    return transformers.Trainer(model=model, args=arguments, train_dataset=texts(), eval_dataset=texts(4))
 
 
 def logged(run: transformers.Trainer) -> list[tuple[float, float]]:
@@ -95,3 +95,25 @@ def test_resuming_from_a_checkpoint(tmp_path: Path):
     assert logged(resumed) == logged(whole)
     for theirs, mine in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(mine.full_tensor(), theirs.full_tensor())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"eval_strategy": "epoch", "load_best_model_at_end": True}, {"bf16": True}],
+    ids=["evaluation and the best checkpoint", "autocast"],
+)
+def test_other_arguments(tmp_path: Path, options: dict[str, object]):
+    runs = []
+    for name, compiled in (("plain", {}), ("stored", COMPILED)):
+        torch.manual_seed(0)
+        model = _gpt2()
+        if compiled:
+            (tmp_path / "store").mkdir()
+            zinf_fx.offload(model, store=tmp_path / "store", placement="nvme")
+        run = trainer(model, tmp_path / name, **options, **compiled)
+        run.train()
+        runs.append(run)
+    evaluated = [[entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry] for run in runs]
+    assert logged(runs[0]) == logged(runs[1]) and evaluated[0] == evaluated[1]
+    for theirs, mine in zip(*(run.model.parameters() for run in runs), strict=True):
+        assert torch.equal(mine.full_tensor(), theirs)

@@ -160,7 +160,8 @@ def _begin(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
 
 @register_optimizer_step_post_hook
 def _end(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-    step, _PlainStep.running = _PlainStep.running, None
+    _PlainStep.running = None
+    step = _PlainStep.of.get(optimizer)
     if step is not None:
         step.torn = False
         EXECUTOR.end(step)
