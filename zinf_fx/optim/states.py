@@ -72,6 +72,12 @@ class ParameterStates:
         tensors = [self.parameter, *self.tensors.values(), *([gradient] if isinstance(gradient, StoredTensor) else [])]
         return upcast + sum(tensor.dtype.itemsize for tensor in tensors if not tensor.storage.resident)
 
+    @property
+    def bytes_written(self) -> int:
+        """Bytes per element that an update writes to the store."""
+        tensors = (self.parameter, *self.tensors.values())
+        return sum(tensor.dtype.itemsize for tensor in tensors if not tensor.storage.resident)
+
     def reserve(self, layout: StateLayout) -> None:
         """Make room for the states of `layout` that have none. Raises: StoreError when there is no space."""
         for name, dtype in layout.elementwise.items():

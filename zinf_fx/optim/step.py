@@ -202,7 +202,7 @@ class StreamedStep:
     def _open_chunks(self) -> None:
         bytes_per_element = max(self._stored[p].bytes_per_element for p in self._parameters)
         elements = self._chunk_elements(bytes_per_element)
-        self._bytes_writing = elements * bytes_per_element
+        self._bytes_writing = elements * max(self._stored[p].bytes_written for p in self._parameters)
         self._scratch = self._lease_scratch(elements, self._close)
         chunks = [(run, pieces) for run in self._runs for pieces in cut(run.parameters, elements)]
         chunks.sort(key=lambda chunk: min(piece.parameter.storage.key for piece in chunk[1]))

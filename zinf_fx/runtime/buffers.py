@@ -76,8 +76,12 @@ class Arena:
 
     @property
     def peak(self) -> int:
-        """The most bytes that were leased at a time."""
+        """The most bytes that were leased at a time, since the last `restart_peak`."""
         return self._space.peak
+
+    def restart_peak(self) -> None:
+        """Measure the peak from now on."""
+        self._space.peak = self.in_use
 
     def trim(self) -> None:
         """Gives the memory of free pieces back to the system. Their next use pays for new pages."""

@@ -485,6 +485,8 @@ def accumulate_gradient(parameter: StoredTensor, gradient: torch.Tensor) -> None
         if parameter.grad is None:
             storage = parameter.storage
             parameter.grad = store_value(gradient, storage.tiers, storage.placement.gradients, storage.config)
+        elif isinstance(parameter.grad, StoredTensor):
+            accumulate_gradient_part(parameter, 0, gradient, first=False)
         else:
             parameter.grad.add_(gradient)
 

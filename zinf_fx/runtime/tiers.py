@@ -58,6 +58,7 @@ class Tiers:
         self.host = Arena("host", config.host_memory or physical_memory())
         self.counters = Counters()
         self.background: Background | None = None
+        self.planned_peak = 0
         self._store: Store | None = None
         self._writes: deque[tuple[Ticket, Buffer]] = deque()
         self._lock = threading.RLock()
@@ -92,6 +93,13 @@ class Tiers:
         """The NVMe tier if anything was ever placed on it."""
         return self._store
 
+    def plan_peak(self, nbytes: int) -> None:
+        """Note what a plan takes of the host arena at most, before its first step: `host.peak` begins anew."""
+        with self._lock:
+            self.drain()
+            self.planned_peak = max(self.planned_peak, nbytes)
+            self.host.restart_peak()
+
     def lease(self, nbytes: int) -> Buffer:
         """A buffer of the host arena; where there is no room, waits for writes to the store and for background work.
 
@@ -112,11 +120,13 @@ class Tiers:
                 return self.host.lease(nbytes)
 
     def writing(self, ticket: Ticket, buffer: Buffer) -> None:
-        """Take over `buffer` until `ticket`, a write from it, is done; waits while too many bytes are under way."""
+        """Take over `buffer` until `ticket`, a write from it, is done; waits while too many bytes are under way.
+
+        Buffers come back in order, and not before there is need of their room: so how much the arena holds doesn't
+        depend on how fast the disk is.
+        """
         with self._lock:
             self._writes.append((ticket, buffer))
-            while self._writes and self._writes[0][0].done():
-                self._retire()
             self.limit_writes(_MAX_BYTES_WRITING)
 
     def limit_writes(self, nbytes: int) -> None:
