@@ -20,7 +20,9 @@ class Stats:
     Attributes:
         bytes_read, bytes_written: between NVMe and host memory, states of the optimizer included.
         read_seconds, write_seconds: for which at least one block of that direction was under way.
-        host_bytes, peak_host_bytes: leased from the host arena now, and at most.
+        host_bytes, peak_host_bytes: leased from the host arena now, and at most; the latter since the first call that
+            was planned, if there was one.
+        planned_host_bytes: what the plans say that they lease at most, one at a time; 0 before the first.
         gathered_bytes: of tiles that compute regions waited for, wherever the tiles live.
         stall_seconds: for which compute waited for a tile.
         write_stall_seconds: for which too many writes were under way to start another.
@@ -33,6 +35,7 @@ class Stats:
     write_seconds: float = 0.0
     host_bytes: int = 0
     peak_host_bytes: int = 0
+    planned_host_bytes: int = 0
     gathered_bytes: int = 0
     stall_seconds: float = 0.0
     write_stall_seconds: float = 0.0
@@ -47,6 +50,7 @@ class Stats:
             ["waited for writes", "", f"{self.write_stall_seconds:.3f} s", ""],
             ["host arena now", in_words(self.host_bytes), "", ""],
             ["host arena at most", in_words(self.peak_host_bytes), "", ""],
+            ["host arena at most, as planned", in_words(self.planned_host_bytes), "", ""],
         ]
         align = ("left", "right", "right", "right")
         table = tabulate(rows, tablefmt="plain", disable_numparse=True, colalign=align)
@@ -72,6 +76,7 @@ def _sum(all_tiers: Collection[Tiers]) -> Stats:
         write_seconds=sum(store.write_seconds for store in stores),
         host_bytes=sum(tiers.host.in_use for tiers in all_tiers),
         peak_host_bytes=sum(tiers.host.peak for tiers in all_tiers),
+        planned_host_bytes=sum(tiers.planned_peak for tiers in all_tiers),
         gathered_bytes=sum(c.gathered_bytes for c in counters),
         stall_seconds=sum(c.stall_seconds for c in counters),
         write_stall_seconds=sum(c.write_stall_seconds for c in counters),

@@ -12,6 +12,7 @@ from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.config import Config
+from zinf_fx.plan.memory import HostUse, gradient_buffer, living_on_host
 from zinf_fx.plan.schedule import HEAD, Tile
 
 # Node metadata that passes write and later stages read.
@@ -89,8 +90,33 @@ class GraphContext:
 
     @property
     def budget(self) -> int | None:
-        """Bytes that may be in flight at once (see [Note: bytes in flight]); None: no limit."""
-        return min(filter(None, (self.config.device_memory, self.config.host_memory)), default=None)
+        """Bytes that may be in flight at once (see [Note: bytes in flight]); None: no limit; negative: no room."""
+        return None if self.limit is None else self.limit - self.gradient_buffer
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there is a budget."""
+        return self.config.device_memory is not None or self.config.host_memory is not None
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes for all that is moved: of the memories, what the states that live in them leave; None: no limit."""
+        device, host = self.config.device_memory, self.config.host_memory
+        limits = [device] if device is not None else []
+        return min([*limits, host - self.living.total] if host is not None else limits, default=None)
+
+    @property
+    def living(self) -> HostUse:
+        """The states that live in host memory."""
+        return living_on_host(self.config.placement, list(self.tiles.values()))
+
+    @property
+    def gradient_buffer(self) -> int:
+        """Bytes of gradients that may be on their way to NVMe at once."""
+        if self.kind != "backward":
+            return 0
+        trained = [tile for token in self.gradients.values() for tile in self.tiles_of(token).values()]
+        return gradient_buffer(trained, self.limit)
 
     def comes_anew(self, token: str) -> bool:
         """Whether a parameter's tiles are gathered for each operator that uses them.
@@ -98,7 +124,7 @@ class GraphContext:
         What was too large to be there as a whole must not be, and under a budget it is decided what stays in memory.
         Else a tile is gathered once, and there from its first use in a graph to its last.
         """
-        return token in self.divided or self.budget is not None
+        return token in self.divided or self.is_limited
 
     def tile_of(self, node: fx.Node) -> Tile:
         """The tile that a `zinf` node is about."""

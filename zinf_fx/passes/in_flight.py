@@ -125,6 +125,10 @@ class Ledger:
             return None
         return next((i - 1 for i, live in enumerate(self._live) if live > self.budget), None)
 
+    def fullest(self) -> int:
+        """The operator with the most bytes in flight, the first of several."""
+        return self._live.index(max(self._live)) - 1
+
     def at(self, operator: int) -> int:
         """Bytes in flight in one operator."""
         return self._live[operator + 1]

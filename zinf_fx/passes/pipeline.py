@@ -67,8 +67,8 @@ def plan_training(
 
 def _tile_limits(context: GraphContext) -> Iterator[tuple[int | None, bool]]:
     """The tile limits to plan with (None: no tiling) until the plan fits the budget, and which is the last."""
-    budget = context.budget
-    if context.config.tile != "auto" or budget is None:
+    budget = context.limit
+    if context.config.tile != "auto" or budget is None or budget <= 0:
         yield (None if context.config.tile == "auto" else context.config.tile), True
         return
     limits = [None, *(budget // divisor for divisor in _TILES_IN_BUDGET)]

@@ -27,6 +27,7 @@ from zinf_fx.passes.framework import (
     stays_of,
 )
 from zinf_fx.passes.in_flight import Ledger, gradient_bytes, held_by, operators_in, spans, tile_bytes
+from zinf_fx.passes.refusal import refusal
 from zinf_fx.plan.schedule import HEAD
 
 # Operators between the one that computes a gradient and the one during which it is offloaded.
@@ -55,7 +56,8 @@ class Prefetch:
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> None:
         ledger = Ledger(spans(graph, context), operators_in(graph), context.budget)
-        _refuse_what_never_fits(ledger, context)
+        if ledger.over_budget() is not None:
+            raise BudgetError(refusal(ledger, context))
         if self.distances is None:
             self._move_ahead(graph, context, ledger, (0, 0, 0))
         else:
@@ -154,20 +156,6 @@ def _room_until_end(ledger: Ledger, nbytes: int, wanted: range, held: set[int]) 
             break
         start = operator
     return start
-
-
-def _refuse_what_never_fits(ledger: Ledger, context: GraphContext) -> None:
-    operator = ledger.over_budget()
-    if operator is None:
-        return
-    largest = ", ".join(map(str, ledger.largest(operator)))
-    whole = ((context.tiles[token].name, reason) for token, reason in context.undivided.items())
-    reasons = [f"'{name}' can't be tiled: {reason}" for name, reason in whole if f"'{name}'" in largest]
-    raise BudgetError(
-        f"the {context.kind} graph needs {ledger.at(operator)} bytes of tiles and gradients at once in operator "
-        f"{operator}, and the budget is {ledger.budget}: raise device_memory or host_memory. "
-        + ". ".join([f"Largest: {largest}", *reasons])
-    )
 
 
 def _operator_starts(graph: fx.Graph) -> dict[int, fx.Node]:

@@ -18,7 +18,7 @@ from torch import fx
 from zinf_fx import ops
 from zinf_fx.passes.framework import GraphContext, Stay, TileKey, key_of, nodes_calling, operator_of, stays_of
 from zinf_fx.passes.in_flight import Ledger, operators_in, spans, tile_bytes
-from zinf_fx.plan.accounting import optimizer_bytes
+from zinf_fx.plan.memory import chunk_buffers
 
 
 class Use(NamedTuple):
@@ -137,8 +137,8 @@ class Room:
             free += [context.budget - ledger.at(operator) for operator in range(-1, count)]
             lengths.append(count + 1)
         context = graphs[-1][1]
-        trained = [t for token in context.gradients.values() for t in context.tiles_of(token).values()]
-        free.append(context.budget - optimizer_bytes(context.config, trained))
+        trained = [context.tiles[token] for token in context.gradients.values()]
+        free.append(context.budget + context.gradient_buffer - chunk_buffers(context.config, trained))
         return cls(free, [0, *accumulate(lengths)][: len(lengths)])
 
     def take(self, gap: Gap) -> bool:

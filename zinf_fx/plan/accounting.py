@@ -7,17 +7,17 @@ the device from its reduce-scatter to its offload. On the CPU the two memories a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from zinf_fx.config import Config
 from zinf_fx.plan.schedule import HEAD, Event, EventKind, GraphKind, GraphSchedule, Plan, Tile
 
 # The store moves whole blocks, and host buffers are whole blocks.
 _BLOCK = 4096
 # Adam keeps two moments of each element and, of a parameter of low precision, a master, in fp32 (ZeRO, section 3.1).
-_STATE_BYTES = 4
-# Chunks of an optimizer's step that are in memory together: opened ahead, updated, being written, and one to spare.
+STATE_BYTES = 4
+# Chunks of an optimizer's step that the host arena must have room for: opened ahead, updated, being written, and one to
+# spare.
 CHUNKS_IN_MEMORY = 4
 
 
@@ -110,7 +110,7 @@ def flows(plan: Plan, graph: GraphSchedule) -> list[Flow]:
         for event in graph.at(operator):
             tile = graph.tiles[event.tile]
             if event.kind == "fetch":
-                fetched += 0 if _is_there(plan, graph, event, held) else _read(plan, tile)
+                fetched += 0 if _is_there(plan, graph, event, held) else bytes_read(plan, tile)
                 (on_device if event.resident else in_host).add(tile.index)
                 between.discard(tile.label)
                 gone.discard(tile.index)
@@ -129,7 +129,7 @@ def flows(plan: Plan, graph: GraphSchedule) -> list[Flow]:
         device = sum(t.nbytes for t in graph.tiles if t.index in on_device and t.tier != "device")
         device += sum(tiles[label].nbytes for label in between if tiles[label].tier != "device")
         device += sum(t.nbytes for t in graph.tiles if t.index in gradients and t.gradient_tier != "device")
-        host = sum(_read(plan, t) for t in graph.tiles if t.index in in_host - on_device)
+        host = sum(bytes_read(plan, t) for t in graph.tiles if t.index in in_host - on_device)
         result.append(Flow(operator, fetched, device, host))
         in_host -= gone
         on_device -= gone
@@ -163,10 +163,10 @@ def optimizer_traffic(plan: Plan) -> Traffic:
     for tile, *others in tiles.values():
         nbytes = sum(t.nbytes for t in (tile, *others))
         elements = nbytes // tile.dtype.itemsize
-        value = _blocks(_shard(plan, nbytes))
+        value = blocks(_shard(plan, nbytes))
         has_master = tile.dtype.itemsize < 4
         if plan.config.placement.optimizer == "nvme":
-            states = (3 if has_master else 2) * _blocks(_shard(plan, elements * _STATE_BYTES))
+            states = (3 if has_master else 2) * blocks(_shard(plan, elements * STATE_BYTES))
             read += states
             written += states
         if tile.gradient_tier == "nvme":
@@ -175,19 +175,6 @@ def optimizer_traffic(plan: Plan) -> Traffic:
             written += value
             read += 0 if has_master else value
     return Traffic(nvme_to_host=read, host_to_nvme=written)
-
-
-def optimizer_bytes(config: Config, trained: Collection[Tile]) -> int:
-    """Memory that the buffers of a step of Adam take at most, for one rank (ZeRO-Infinity, section 5.2.2)."""
-    most = 0
-    for tile in trained:
-        working = max(tile.dtype.itemsize, _STATE_BYTES)
-        has_master = tile.dtype.itemsize < working
-        moved = 2 * _STATE_BYTES + (working if has_master else 0) if config.placement.optimizer == "nvme" else 0
-        moved += tile.dtype.itemsize * ((tile.tier == "nvme") + (tile.gradient_tier == "nvme"))
-        most = max(most, moved + (working if has_master else 0))
-    elements = min(config.chunk // _STATE_BYTES, sum(t.nbytes // t.dtype.itemsize for t in trained))
-    return CHUNKS_IN_MEMORY * elements * most
 
 
 def phases(plan: Plan) -> Iterator[tuple[str, Traffic]]:
@@ -208,7 +195,7 @@ def _is_there(plan: Plan, graph: GraphSchedule, event: Event, held: set[int]) ->
     return event.operator == HEAD and label in started_by_turn(plan, graph, "fetch")
 
 
-def _read(plan: Plan, tile: Tile) -> int:
+def bytes_read(plan: Plan, tile: Tile) -> int:
     """Bytes that a fetch of the tile reads: none for a tile that lives in memory."""
     return _stored(plan, tile) if tile.tier == "nvme" else 0
 
@@ -216,7 +203,7 @@ def _read(plan: Plan, tile: Tile) -> int:
 def _stored(plan: Plan, tile: Tile) -> int:
     """Bytes of the blocks that the tile lies in: its ends may share them with its neighbours."""
     first = tile.start * tile.dtype.itemsize % _BLOCK
-    return _blocks(first + _shard(plan, tile.nbytes))
+    return blocks(first + _shard(plan, tile.nbytes))
 
 
 def _shard(plan: Plan, nbytes: int) -> int:
@@ -224,5 +211,6 @@ def _shard(plan: Plan, nbytes: int) -> int:
     return -(-nbytes // plan.world_size)
 
 
-def _blocks(nbytes: int) -> int:
+def blocks(nbytes: int) -> int:
+    """So many bytes, in whole blocks of the store."""
     return -(-nbytes // _BLOCK) * _BLOCK

@@ -108,11 +108,15 @@ class GraphSchedule:
 
 @dataclass(frozen=True)
 class Plan:
-    """The schedule of one captured graph: forward and backward, or inference alone."""
+    """The schedule of one captured graph: forward and backward, or inference alone.
+
+    `gradient_buffer`: bytes of gradients that may be on their way to NVMe at once.
+    """
 
     graphs: tuple[GraphSchedule, ...]
     config: Config
     world_size: int = 1
+    gradient_buffer: int = 0
 
     def graph(self, kind: GraphKind) -> GraphSchedule:
         """The graph of one kind. Raises: KeyError when the plan has none."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 from zinf_fx.plan.accounting import Flow, Traffic, always_resident, flows, phases, tiles_of
+from zinf_fx.plan.memory import host_arena
 from zinf_fx.plan.names import GraphNames, PlanNames
 from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, Operator, Plan
 from zinf_fx.sizes import in_words
@@ -39,7 +40,7 @@ def render(plan: Plan, *, width: int = WIDTH, operators: range | None = None) ->
     names = PlanNames(plan)
     parts = [_header(plan), _legend(plan, names)]
     parts += [_graph(plan, graph, names, width, operators) for graph in plan.graphs]
-    parts += [_traffic(plan), _peaks(plan)]
+    parts += [_traffic(plan), _peaks(plan), _arena(plan)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -270,6 +271,23 @@ def _peaks(plan: Plan) -> str:
         rows.append([what, *map(in_words, sizes), where if sizes[2] else ""])
     headers = ["most in flight", "device", "host", "together", "in operator"]
     return _layout([headers], rows, ("left", *["right"] * 4))
+
+
+def _arena(plan: Plan) -> str:
+    """What the host arena holds at most in each phase, and of what."""
+    uses = host_arena(plan)
+    parts = {
+        "tiles": [use.tiles for use in uses],
+        "gradients being written": [use.writes for use in uses],
+        "gradients": [use.gradients for use in uses],
+        "parameters": [use.parameters for use in uses],
+        "optimizer states": [use.states for use in uses],
+        "optimizer chunks": [use.chunks for use in uses],
+        "together": [use.total for use in uses],
+    }
+    rows = [[what, *map(in_words, sizes)] for what, sizes in parts.items() if any(sizes) or what == "together"]
+    headers = ["host arena at most", *({"optimizer": "Adam step"}.get(use.phase, use.phase) for use in uses)]
+    return _layout([headers], rows, ("left", *["right"] * len(uses)))
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from torch import fx
 from zinf_fx import ops
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.plan.schedule import HEAD, GraphKind, Plan, Tile
+from zinf_fx.runtime.buffers import PAGE
+from zinf_fx.runtime.freelist import round_up
 from zinf_fx.runtime.storage import TensorStorage
 from zinf_fx.runtime.stored_tensor import (
     StoredTensor,
@@ -227,6 +229,9 @@ class Run:
                 f"a hook was registered on '{self._tiles[tile].name}' after its graph was compiled, and would not run: "
                 "register hooks before the first compiled call, or call torch.compiler.reset() after it"
             )
+        if self._tiles[tile].gradient_tier == "nvme":
+            nbytes = round_up(self._tiles[tile].nbytes, PAGE)
+            storage.tiers.limit_writes(max(self._program.plan.gradient_buffer - nbytes, 0))
         if self._tiles[tile].rows is None:
             accumulate_gradient(parameter, shard)
         else:

@@ -1,0 +1,150 @@
+"""What the plan says that the host arena holds at most is what it holds; what can't fit is refused, and says why."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zinf_fx
+from zinf_fx.errors import BudgetError
+from zinf_fx.explain import plans_of
+from zinf_fx.plan.memory import host_arena, most
+from zinf_fx.runtime.executor import EXECUTOR
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from gpt import GPT, GPTConfig
+
+TOLERANCE = 0.05
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    EXECUTOR.reset()
+    gc.collect()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, a batch, and the options that it trains with."""
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[], tuple[torch.Tensor, ...]]
+    options: dict[str, object]
+
+
+class Wide(nn.Module):
+    """One layer is larger than the budget."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 4096), nn.Linear(4096, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.down(self.up(x).relu())).square().mean()
+
+
+def gpt(layers: int, hidden: int, tied: bool = True, dtype: torch.dtype = torch.float32) -> Callable[[], nn.Module]:
+    config = GPTConfig(layers=layers, hidden=hidden, heads=4, context=32, vocabulary=1000, tied=tied)
+    return lambda: GPT(config).to(dtype)
+
+
+def tokens() -> tuple[torch.Tensor, ...]:
+    return torch.randint(0, 1000, (2, 32)), torch.randint(0, 1000, (2, 32))
+
+
+def rows() -> tuple[torch.Tensor, ...]:
+    return (torch.randn(4, 256),)
+
+
+SHAPES = {
+    "wide, tiled": Shape(Wide, rows, {"placement": "nvme", "device_memory": "3MiB", "chunk": "256KiB"}),
+    "deep": Shape(gpt(4, 128), tokens, {"placement": "nvme", "device_memory": "4MiB", "chunk": "128KiB"}),
+    "broad": Shape(gpt(2, 512), tokens, {"placement": "infinity-nvme", "chunk": "4MiB"}),
+    "untied, bf16": Shape(gpt(2, 256, False, torch.bfloat16), tokens, {"placement": "nvme", "chunk": "1MiB"}),
+    "in host memory": Shape(gpt(2, 256), tokens, {"placement": "infinity-cpu"}),
+    "within a host budget": Shape(gpt(2, 256), tokens, {"placement": "infinity-nvme", "host_memory": "24MiB"}),
+    "recomputed": Shape(gpt(2, 256), tokens, {"placement": "nvme", "activations": "recompute", "chunk": "8MiB"}),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_predicted_peaks_are_the_measured_ones(tmp_path: Path, name: str) -> None:
+    shape = SHAPES[name]
+    torch.manual_seed(0)
+    model = zinf_fx.offload(shape.model(), store=tmp_path, **shape.options)
+    compiled, optimizer = torch.compile(model, backend="zinf"), zinf_fx.optim.AdamW(model.parameters(), overlap=False)
+    (plan,) = plans_of(model, shape.batch())
+    tiers = next(iter(model.parameters())).storage.tiers
+    peaks: list[dict[str, int]] = []
+    compiled(*shape.batch()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    for _ in range(2):  # what stays in memory is there from now on
+        peak = {}
+        tiers.host.restart_peak()
+        loss = compiled(*shape.batch())
+        peak["forward"] = zinf_fx.stats(model).peak_host_bytes
+        tiers.host.restart_peak()
+        loss.backward()
+        peak["backward"] = zinf_fx.stats(model).peak_host_bytes
+        tiers.host.restart_peak()
+        optimizer.step()
+        peak["optimizer"] = zinf_fx.stats(model).peak_host_bytes
+        optimizer.zero_grad()
+        peaks.append(peak)
+    planned = {use.phase: use.total for use in host_arena(plan)}
+    for peak in peaks:
+        assert peak == pytest.approx(planned, rel=TOLERANCE)
+    assert zinf_fx.stats(model).planned_host_bytes == most(plan) >= max(planned.values()) > 0
+    assert "as planned" in str(zinf_fx.stats(model))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_step_that_goes_on_in_the_background_takes_no_more_than_planned(tmp_path: Path, name: str) -> None:
+    shape = SHAPES[name]
+    model = zinf_fx.offload(shape.model(), store=tmp_path, **shape.options)
+    compiled, optimizer = torch.compile(model, backend="zinf"), zinf_fx.optim.AdamW(model.parameters())
+    for _ in range(3):
+        compiled(*shape.batch()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    stats = zinf_fx.stats(model)
+    assert 0.7 * stats.planned_host_bytes < stats.peak_host_bytes <= 1.01 * stats.planned_host_bytes, str(stats)
+
+
+@pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if "memory" in "".join(shape.options)])
+def test_budgets_hold(tmp_path: Path, name: str) -> None:
+    shape = SHAPES[name]
+    model = zinf_fx.offload(shape.model(), store=tmp_path, **shape.options)
+    config = next(iter(model.parameters())).storage.config
+    (plan,) = plans_of(model, shape.batch())
+    for use in host_arena(plan):
+        if use.phase != "optimizer" and config.device_memory is not None:
+            assert use.tiles + use.writes <= config.device_memory * 1.01, use
+        if config.host_memory is not None:
+            assert use.total <= config.host_memory, use
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"placement": "nvme", "device_memory": "1MiB", "tile": None}, ["up.weight", "device_memory=", 'tile="auto"']),
+        ({"placement": "infinity-cpu", "host_memory": "10MiB"}, ["optimizer states that live in host", "on nvme"]),
+        ({"placement": "infinity-nvme", "host_memory": "5MiB"}, ["gradients that live in host", "placement of grad"]),
+    ],
+)
+def test_what_can_not_fit_is_refused_with_a_table(options: dict[str, object], says: list[str]) -> None:
+    with pytest.raises(BudgetError) as refused:
+        zinf_fx.explain(Wide(), *rows(), **options)
+    for part in ("together", "To fit:", *says):
+        assert part in str(refused.value), str(refused.value)
