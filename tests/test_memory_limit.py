@@ -1,0 +1,95 @@
+"""Training under a memory limit that the kernel enforces: who exceeds it is killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+MIB = 1 << 20
+ROOTS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))  # of version 1, and of 2
+LIMITS = ("memory.limit_in_bytes", "memory.max")
+PEAKS = ("memory.max_usage_in_bytes", "memory.peak")
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A control group of its own, without a limit yet."""
+    for root in ROOTS:
+        path = root / f"zinf_fx_test_{os.getpid()}"
+        try:
+            path.mkdir()
+        except OSError:
+            continue
+        if any((path / name).exists() for name in LIMITS):
+            yield path
+            path.rmdir()
+            return
+        path.rmdir()
+    pytest.skip("no control group can be made here: that takes root, and a writable /sys/fs/cgroup")
+
+
+def limit(group: Path, nbytes: int) -> None:
+    """From now on, the group's processes have so much memory, and no swap."""
+    (name,) = (name for name in LIMITS if (group / name).exists())
+    (group / name).write_text(str(nbytes))
+    for swap, value in (("memory.memsw.limit_in_bytes", nbytes), ("memory.swap.max", 0)):
+        with suppress(OSError):
+            (group / swap).write_text(str(value))
+
+
+def peak(group: Path) -> int:
+    """The most bytes that the group's processes had."""
+    return next(int((group / name).read_text()) for name in PEAKS if (group / name).exists())
+
+
+PROGRAM = """
+import sys, torch, zinf_fx
+from torch import nn
+store, procs, tile = sys.argv[1:]
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4096, 24576), nn.Linear(24576, 4096)
+    def forward(self, x):
+        return (x + self.down(self.up(x).relu())).square().mean()
+
+options = dict(store=store, placement="nvme", device_memory="64MiB", chunk="2MiB")
+options["tile"] = None if tile == "none" else tile
+model = zinf_fx.offload(Model(), **options)
+open(procs, "w").write("0")  # from here on, what is allocated counts against the limit
+compiled, optimizer = torch.compile(model, backend="zinf"), zinf_fx.optim.AdamW(model.parameters(), lr=1e-5)
+x, losses = torch.randn(8, 4096), []
+for _ in range(3):
+    loss = compiled(x)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+assert losses[0] > losses[1] > losses[2], losses
+print("trained")
+"""
+
+
+def run(group: Path, store: Path, tile: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", PROGRAM, str(store), str(group / "cgroup.procs"), tile]
+    return subprocess.run(command, capture_output=True, text=True, timeout=250)
+
+
+def test_a_layer_larger_than_the_limit_trains_in_tiles(group: Path, tmp_path: Path) -> None:
+    """Each of two layers has 384 MiB; compiler, activations and buffers together get less."""
+    limit(group, 288 * MIB)
+    done = run(group, tmp_path, "auto")
+    assert done.stdout == "trained\n", f"status {done.returncode}: {done.stderr[-3000:]}"
+    assert peak(group) <= 288 * MIB
+
+
+def test_untiled_it_is_refused_when_it_is_planned(group: Path, tmp_path: Path) -> None:
+    done = run(group, tmp_path, "none")
+    assert done.returncode == 1 and "BudgetError" in done.stderr and 'tile="auto"' in done.stderr, done.stderr[-3000:]
