@@ -77,6 +77,8 @@ def gradient_buffer(gradients: Collection[Tile], budget: int | None) -> int:
 
 def living_on_host(placement: Placement, tiles: Collection[Tile]) -> HostUse:
     """What of a model's states lives in the arena at the end of backward, before any buffer. Each has whole blocks."""
+    if not tiles:  # a model without stored parameters may have no placement
+        return HostUse("")
     whole = _whole(tiles)
     trained = [tile for tile in whole if tile.gradient_tier is not None]
     return HostUse(
