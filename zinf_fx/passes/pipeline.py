@@ -38,6 +38,7 @@ from zinf_fx.passes.regions import Regions
 from zinf_fx.passes.residency import choose
 from zinf_fx.passes.sink_gathers import SinkGathers
 from zinf_fx.passes.tile import TileParameters
+from zinf_fx.passes.tile_cross_entropy import TileCrossEntropy
 from zinf_fx.plan.schedule import Event, GraphSchedule, Operator
 
 log = logging.getLogger(__name__)
@@ -75,10 +76,14 @@ def _tile_limits(context: GraphContext) -> Iterator[tuple[int | None, bool]]:
     yield from ((limit, limit is limits[-1]) for limit in limits)
 
 
+def _tiling(limit: int | None) -> list[Pass]:
+    return [] if limit is None else [TileParameters(limit), TileCrossEntropy()]
+
+
 def _plan_training(
     joint: fx.GraphModule, joint_inputs: Any, context: GraphContext, tile_limit: int | None, arguments: dict[str, Any]
 ) -> tuple[fx.GraphModule, GraphContext, fx.GraphModule, GraphContext]:
-    tiling = [TileParameters(tile_limit)] if tile_limit is not None else []
+    tiling = _tiling(tile_limit)
     context = replace(context, gradients=dict(context.gradients), divided={}, undivided={})
     activations = {"keep": KeepActivations, "recompute": RecomputeActivations}[context.config.activations]()
     run_passes(joint.graph, context, [*tiling, activations, RecomputeGathers(), ReduceGradients()])
@@ -102,8 +107,7 @@ def plan_inference(module: fx.GraphModule, context: GraphContext) -> None:
             module.graph = copy.deepcopy(captured)
         context.divided, context.undivided, context.provided = {}, {}, set()
         try:
-            if limit is not None:
-                run_passes(module.graph, context, [TileParameters(limit)])
+            run_passes(module.graph, context, _tiling(limit))
             _schedule(module.graph, context, [])
             _choose_residency([(module, context)])
             return
