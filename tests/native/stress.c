@@ -130,7 +130,7 @@ static void close_while_poisoned(char *memory)
     for (int i = 0; i < MANY; i++)
         requests[i] = submit(ZINF_READ, memory + i * PAGE, 0, PAGE, NULL);
     CHECK(zinf_engine_close(engine, &counters) == 0);
-    CHECK(zinf_file_detach(file) == 0);
+    CHECK(zinf_file_detach(file, -1) == 0);
     int failed = 0;
     for (int i = 0; i < MANY; i++) {
         zinf_outcome outcome;

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -299,17 +301,56 @@ def test_close_finishes_what_is_under_way(bench: Bench):
 
 
 def test_a_dropped_ticket_keeps_its_memory_until_the_transfer_is_over(bench: Bench):
+    class Owner:
+        pass
+
+    data, owner = random_bytes(BLOCK), Owner()
+    alive = weakref.ref(owner)
+    bench.engine.inject(Fault("completion", delay=0.5))
+    bench.file.submit(WRITE, data.data_ptr(), 0, BLOCK, owner)  # the ticket is dropped at once, and nobody waits
+    del owner
+    assert alive() is not None
+    bench.file.detach()
+    assert alive() is None
+
+
+def test_an_interrupted_reader_loses_its_memory_only_when_the_disk_is_done(bench: Bench):
     data = random_bytes(BLOCK)
-    bench.engine.inject(Fault("completion", delay=0.3))
+    bench.write(data).wait()
+    memory = aligned_empty(BLOCK)
+    alive = weakref.ref(memory)
+    bench.engine.inject(Fault("completion", operation="read", delay=1.0))
+
+    def read(memory: torch.Tensor) -> None:
+        bench.file.submit(READ, memory.data_ptr(), 0, BLOCK, memory).wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        threading.Timer(0.2, signal.raise_signal, (signal.SIGINT,)).start()
+        read(memory)
+    del memory
+    assert alive() is not None
+    bench.file.detach()
+    assert alive() is None
+
+
+def test_detaching_from_a_stuck_device_names_it_and_can_be_interrupted(bench: Bench, caplog, monkeypatch):
+    monkeypatch.setattr("zinf_fx.native.engine.WAIT_SLICE", 0.125)
+    monkeypatch.setattr("zinf_fx.native.engine.STUCK_AFTER", 0.25)
+    bench.engine.inject(Fault("completion", delay=2.0))
+    data = random_bytes(BLOCK)
     ticket = bench.write(data)
-    begin = time.monotonic()
-    del ticket
-    assert time.monotonic() - begin > 0.2
+    threading.Timer(0.6, signal.raise_signal, (signal.SIGINT,)).start()
+    with pytest.raises(KeyboardInterrupt):
+        bench.file.detach()
+    assert not ticket.done() and f"everything under way on {bench.file.path}" in caplog.text
+    ticket.wait()
 
 
 def test_a_dropped_ticket_logs_its_error(bench: Bench, caplog: pytest.LogCaptureFixture):
     bench.engine.inject(Fault("completion", errno=errno.ENOSPC))
-    bench.write(random_bytes(BLOCK))
+    data = random_bytes(BLOCK)
+    bench.write(data)
+    bench.file.detach()
     assert "nobody waited" in caplog.text and "ENOSPC" not in caplog.text and "full" in caplog.text
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import signal
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -16,6 +19,7 @@ import zinf_fx
 from zinf_fx import StoredTensor
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.runtime.storage import TensorStorage
+from zinf_fx.runtime.store import Fault
 
 Make = Callable[..., nn.Parameter]
 
@@ -508,3 +512,22 @@ def test_memory_for_readers_from_outside(make: Make, tmp_path):
     save_file(states, tmp_path / "model.safetensors")
     for name, value in load_file(tmp_path / "model.safetensors").items():
         assert torch.equal(value, states[name].full_tensor())
+
+
+def test_an_interrupt_while_a_value_is_read_harms_no_memory(tmp_path):
+    module = nn.ParameterList([nn.Parameter(torch.full((1 << 14,), 3.0))])
+    zinf_fx.offload(module, store=tmp_path, placement="nvme")
+    storage = module[0].storage
+    storage.flush()
+    storage.tiers.drain()
+    store = storage.tiers.store
+    for read in (module[0].full_tensor, lambda: storage.window().close()):
+        store.inject(Fault("completion", operation="read", delay=1.0))
+        threading.Timer(0.2, signal.raise_signal, (signal.SIGINT,)).start()
+        with pytest.raises(KeyboardInterrupt):
+            read()
+        others = [torch.full((1 << 14,), 7.0) for _ in range(50)]  # in the memory of the reader, if it was freed
+        time.sleep(1.1)
+        assert all((other == 7).all() for other in others)
+    assert module[0].full_tensor().eq(3).all()
+    assert storage.tiers.host.in_use == 0

@@ -84,8 +84,9 @@ void zinf_engine_counters(zinf_engine *engine, zinf_counters *out);
 /* A handle for an open descriptor, which stays the caller's. alignment: bytes that direct transfers need (1: none). */
 int zinf_file_attach(zinf_engine *engine, int fd, size_t alignment, zinf_file **out);
 
-/* Waits for the file's requests and drops the handle. */
-int zinf_file_detach(zinf_file *file);
+/* Waits for the file's requests and drops the handle.
+ * timeout_ns < 0: for ever. -ETIMEDOUT if they are not done by then; the handle stays. */
+int zinf_file_detach(zinf_file *file, int64_t timeout_ns);
 
 /* Queues a transfer of `length` bytes between memory and the file at `offset`. The memory must stay until the request is
  * done, and what is written must not change before.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections import deque
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 
 from zinf_fx.errors import ConfigError, StoreError
@@ -163,6 +165,7 @@ class Engine:
         self._pid = os.getpid()
         self._closed = False
         self._last = Counters()
+        self._abandoned: deque[_Abandoned] = deque()
 
     def attach(self, fd: int, path: str | os.PathLike[str], *, alignment: int) -> File:
         """A handle for an open descriptor, which stays the caller's. `alignment`: bytes, 1 for none."""
@@ -201,6 +204,21 @@ class Engine:
     def clear_faults(self) -> None:
         """Disarms every fault."""
         lib.zinf_clear_faults(self._open())
+
+    def abandon(self, ticket: _Abandoned) -> None:
+        """Keep what belongs to a transfer under way until it is over."""
+        self._abandoned.append(ticket)
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Let go of abandoned transfers that are over."""
+        for _ in range(len(self._abandoned)):
+            try:
+                ticket = self._abandoned.popleft()
+            except IndexError:  # another thread sweeps too
+                return
+            if not ticket.over():
+                self._abandoned.append(ticket)
 
     def close(self) -> None:
         """Finishes every request and joins the thread. Tickets stay valid. A forked child leaves it alone."""
@@ -261,6 +279,7 @@ class File:
         whose entry `first_page` is that of the page at `offset`, a write sets checksums and a read compares them.
         """
         self.engine._open()
+        self.engine.sweep()
         out = ffi.new("zinf_request **")
         table, generation = ffi.NULL, 0
         if sums is not None:
@@ -284,16 +303,17 @@ class File:
         """Waits for the file's requests and drops the handle. A forked child leaves it alone."""
         if self._handle is None or os.getpid() != self.engine._pid:
             return
-        handle, self._handle = self._handle, None
-        code = lib.zinf_file_detach(handle)
+        code = _in_slices(lambda ns: lib.zinf_file_detach(self._handle, ns), f"everything under way on {self.path}")
         assert code == 0, f"detach of {self.path}: {os.strerror(-code)}"
+        self._handle = None
+        self.engine.sweep()
 
 
 class Ticket:
     """One transfer under way. Waiting for it waits for no other.
 
-    It keeps its memory's owner until the transfer is over: a ticket that is dropped earlier waits in its destructor,
-    and logs an error that nobody asked for.
+    Its memory's owner is kept until the transfer is over, even if the ticket is dropped earlier. An error that nobody
+    asked for is logged.
     """
 
     __slots__ = (
@@ -340,43 +360,61 @@ class Ticket:
             raise error
 
     def _join(self) -> None:
-        """Waits in slices, because a thread that sleeps in C sees no signal."""
-        waited = 0.0
-        slice_ns = int(WAIT_SLICE * 1e9)
-        while code := lib.zinf_wait(self._request, slice_ns):
-            if code != -errno.ETIMEDOUT:
-                raise StoreError(
-                    "wait", self._file.path, HINTS.get(-code, "waiting failed"), offset=self.offset, errno=-code
-                )
-            waited += WAIT_SLICE
-            if waited % STUCK_AFTER == 0:
-                log.warning(
-                    "waiting for %.0f s for the %s of %d bytes at offset %d of %s",
-                    waited,
-                    self.name,
-                    self.length,
-                    self.offset,
-                    self._file.path,
-                )
+        what = f"the {self.name} of {self.length} bytes at offset {self.offset} of {self._file.path}"
+        code = _in_slices(lambda ns: lib.zinf_wait(self._request, ns), what)
+        if code:
+            raise StoreError(
+                "wait", self._file.path, HINTS.get(-code, "waiting failed"), offset=self.offset, errno=-code
+            )
         self._owner = None
 
     def _outcome(self) -> StoreError | None:
-        raw = ffi.new("zinf_outcome *")
-        lib.zinf_result(self._request, raw)
-        if not raw.error:
-            return None
-        detail = HINTS.get(raw.error, "the transfer failed")
-        if raw.poisoned:
-            detail = "an earlier request saw the device fail; the file accepts no more requests"
-        return StoreError(self.name, self._file.path, detail, offset=raw.offset, length=raw.length, errno=raw.error)
+        return _outcome(self._request, self.name, self._file.path)
 
     def __del__(self) -> None:
-        if self._observed or os.getpid() != self._pid:
-            return
-        self._join()
-        error = self._outcome()
+        if not self._observed and os.getpid() == self._pid:
+            # No waiting here: Python drops an interrupt that comes in a destructor, and memory would go with it.
+            self._file.engine.abandon(_Abandoned(self._request, self._owner, self.name, self._file.path))
+
+
+@dataclass(frozen=True)
+class _Abandoned:
+    """What is left of a ticket that nobody will wait for."""
+
+    request: ffi.CData
+    owner: object
+    name: str
+    path: str | os.PathLike[str]
+
+    def over(self) -> bool:
+        """Whether the transfer is; logs its error."""
+        if not lib.zinf_done(self.request):
+            return False
+        error = _outcome(self.request, self.name, self.path)
         if error is not None:
             log.error("nobody waited for a ticket that failed: %s", error)
+        return True
+
+
+def _outcome(request: ffi.CData, name: str, path: str | os.PathLike[str]) -> StoreError | None:
+    raw = ffi.new("zinf_outcome *")
+    lib.zinf_result(request, raw)
+    if not raw.error:
+        return None
+    detail = HINTS.get(raw.error, "the transfer failed")
+    if raw.poisoned:
+        detail = "an earlier request saw the device fail; the file accepts no more requests"
+    return StoreError(name, path, detail, offset=raw.offset, length=raw.length, errno=raw.error)
+
+
+def _in_slices(wait: Callable[[int], int], what: str) -> int:
+    """`wait(ns)` again and again until it doesn't time out: a thread that sleeps in C sees no signal."""
+    waited = 0.0
+    while (code := wait(int(WAIT_SLICE * 1e9))) == -errno.ETIMEDOUT:
+        waited += WAIT_SLICE
+        if waited % STUCK_AFTER == 0:
+            log.warning("waiting for %.0f s for %s", waited, what)
+    return code
 
 
 def inject_setup_fault(nth: int, error: int) -> None:

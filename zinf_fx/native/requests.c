@@ -68,15 +68,33 @@ int zinf_file_attach(zinf_engine *engine, int fd, size_t alignment, zinf_file **
     return 0;
 }
 
-int zinf_file_detach(zinf_file *file)
+/* Until `condition` is signalled or the deadline is over; the engine's mutex is held. */
+static int wait_until(zinf_engine *engine, pthread_cond_t *condition, int64_t timeout_ns, const struct timespec *deadline)
+{
+    return timeout_ns < 0 ? pthread_cond_wait(condition, &engine->mutex)
+                          : pthread_cond_timedwait(condition, &engine->mutex, deadline);
+}
+
+static struct timespec deadline_in(int64_t timeout_ns)
+{
+    int64_t until = timeout_ns < 0 ? 0 : zinf_now_ns() + timeout_ns;
+    return (struct timespec){.tv_sec = until / 1000000000, .tv_nsec = until % 1000000000};
+}
+
+int zinf_file_detach(zinf_file *file, int64_t timeout_ns)
 {
     zinf_engine *engine = file->engine;
     if (engine->process != getpid())
         return -ECHILD;
+    struct timespec deadline = deadline_in(timeout_ns);
+    int error = 0;
     pthread_mutex_lock(&engine->mutex);
-    while (file->requests)
-        pthread_cond_wait(&file->unused, &engine->mutex);
+    while (file->requests && !error)
+        error = wait_until(engine, &file->unused, timeout_ns, &deadline);
+    bool used = file->requests;
     pthread_mutex_unlock(&engine->mutex);
+    if (used)
+        return -error;
     pthread_cond_destroy(&file->unused);
     free(file);
     zinf_engine_unref(engine);
@@ -140,8 +158,7 @@ int zinf_wait(zinf_request *request, int64_t timeout_ns)
         return 0;
     if (engine->process != getpid())
         return -ECHILD;
-    int64_t until = timeout_ns < 0 ? 0 : zinf_now_ns() + timeout_ns;
-    struct timespec deadline = {.tv_sec = until / 1000000000, .tv_nsec = until % 1000000000};
+    struct timespec deadline = deadline_in(timeout_ns);
     int error = 0;
     pthread_mutex_lock(&engine->mutex);
     if (request->queued && request != engine->head) {
@@ -149,8 +166,7 @@ int zinf_wait(zinf_request *request, int64_t timeout_ns)
         zinf_enqueue(engine, request, true);
     }
     while (!zinf_done(request) && !error)
-        error = timeout_ns < 0 ? pthread_cond_wait(&request->finished, &engine->mutex)
-                               : pthread_cond_timedwait(&request->finished, &engine->mutex, &deadline);
+        error = wait_until(engine, &request->finished, timeout_ns, &deadline);
     if (zinf_done(request))
         error = 0;
     pthread_mutex_unlock(&engine->mutex);

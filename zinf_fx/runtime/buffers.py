@@ -115,11 +115,12 @@ class Buffer:
         nbytes: as asked for; `capacity` is what there is, a multiple of 4096.
     """
 
-    __slots__ = ("__weakref__", "_arena", "_map", "_offset", "address", "capacity", "nbytes")
+    __slots__ = ("__weakref__", "_arena", "_forsaken", "_map", "_offset", "address", "capacity", "nbytes")
 
     def __init__(self, arena: Arena, memory: mmap.mmap, offset: int, address: int, nbytes: int, capacity: int) -> None:
         self._arena = arena
         self._map: mmap.mmap | None = memory
+        self._forsaken = False
         self._offset = offset
         self.address = address
         self.nbytes = nbytes
@@ -142,6 +143,14 @@ class Buffer:
         assert self._map is not None, f"a buffer of {self._arena.name!r} was released twice"
         self._map = None
         self._arena._give_back(self._offset, self.capacity)
+
+    def release_when_dropped(self) -> None:
+        """For an owner who can't wait any more: a transfer under way has this buffer too, and will be the last to."""
+        self._forsaken = True
+
+    def __del__(self) -> None:
+        if self._forsaken and self._map is not None:
+            self.release()
 
 
 def aligned_empty(nbytes: int) -> torch.Tensor:

@@ -118,7 +118,7 @@ class TensorStorage:
         shared = first < start or end > start + count
         buffer = tiers.lease((end - first) * self.dtype.itemsize)
         try:
-            ticket = self._read(buffer.address, first, end - first) if (load or shared) and count else None
+            ticket = self._read(buffer.address, first, end - first, buffer) if (load or shared) and count else None
         except BaseException:
             buffer.release()
             raise
@@ -132,7 +132,7 @@ class TensorStorage:
             return self._resident
         memory = aligned_empty(self.nbytes)
         if self.numel:
-            self._read(memory.data_ptr(), 0, self.numel).wait()
+            self._read(memory.data_ptr(), 0, self.numel, memory).wait()
         return memory[: self.nbytes].view(self.dtype)
 
     def snapshot(self) -> torch.Tensor:
@@ -195,11 +195,11 @@ class TensorStorage:
             )
         return self.tiers
 
-    def _read(self, address: int, start: int, count: int) -> Ticket:
+    def _read(self, address: int, start: int, count: int, owner: object) -> Ticket:
         elements = range(start, start + count)
         self._settle(elements)
         itemsize = self.dtype.itemsize
-        ticket = self.tiers.store.read(self._extent, address, start * itemsize, count * itemsize)
+        ticket = self.tiers.store.read(self._extent, address, start * itemsize, count * itemsize, owner=owner)
         self._reads[:] = [(read, earlier) for read, earlier in self._reads if not earlier.done()]
         self._reads.append((elements, ticket))
         return ticket
@@ -331,9 +331,15 @@ class Window:
             return
         self.open = False
         self._memory = None
-        if self._ticket is not None:
-            with contextlib.suppress(StoreError):  # whoever needed the values has waited for them, and knows
-                self._ticket.wait()
-        if self._buffer is not None:
-            self._buffer.release()
-            self._buffer = None
+        ticket, self._ticket = self._ticket, None
+        buffer, self._buffer = self._buffer, None
+        if ticket is not None:
+            try:
+                ticket.wait()
+            except StoreError:
+                pass  # whoever needed the values has waited for them, and knows
+            except BaseException:  # Ctrl-C
+                buffer.release_when_dropped()
+                raise
+        if buffer is not None:
+            buffer.release()

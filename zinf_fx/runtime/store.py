@@ -369,10 +369,15 @@ class _Resources:
 
     def close(self) -> None:
         """Everything in order: requests, threads, descriptors, files, locks. A forked child drops its descriptors."""
-        for volume in self.volumes:
-            volume.detach()
-        for engine in self.engines.values():
-            engine.close()
+        try:
+            for volume in self.volumes:
+                volume.detach()
+            for engine in self.engines.values():
+                engine.close()
+        except BaseException:  # Ctrl-C while a device is stuck: what is under way still uses the descriptors
+            for volume in self.volumes:
+                volume.unlink()
+            raise
         for volume in self.volumes:
             volume.remove()
 

@@ -99,6 +99,10 @@ class Volume:
     def remove(self) -> None:
         """Closes and deletes the files, once the engine is closed or they are detached from it."""
         self.drop_descriptors()
+        self.unlink()
+
+    def unlink(self) -> None:
+        """Deletes the files, whose descriptors stay open."""
         self._scratch.remove()
 
     def drop_descriptors(self) -> None:
