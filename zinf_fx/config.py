@@ -107,7 +107,7 @@ class Config:
         set_field = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
         if self.store is None:
             set_field("store", _default_store())
-            set_field("store_is_default", True)
+            set_field("store_is_default", not os.environ.get("ZINF_STORE"))
         else:
             set_field("store", _parse_store(self.store))
         for name in ("residency", "checksum", "strict_direct"):

@@ -37,10 +37,14 @@ def test_dead_jobs_go_and_running_ones_stay(tmp_path: Path, capsys: pytest.Captu
 def test_the_default_is_the_default_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    store = tmp_path / "store"
-    monkeypatch.setenv("ZINF_STORE", str(store))
+    monkeypatch.delenv("ZINF_STORE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert main(["clean"]) == 0
-    assert "never used" in capsys.readouterr().out and not store.exists()
+    assert "never used" in capsys.readouterr().out and not (tmp_path / "cache").exists()
+    store = tmp_path / "store"
+    monkeypatch.setenv("ZINF_STORE", str(store))  # who names a store means one that is there
+    assert main(["clean"]) == 2
+    assert "clean failed" in capsys.readouterr().err and not store.exists()
     store.mkdir()
     dead = abandon(store)
     assert main(["clean"]) == 0
@@ -51,3 +55,15 @@ def test_a_directory_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["clean", str(tmp_path / "missing")]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("zinf-fx: error: store clean failed") and err.count("\n") == 1
+
+
+def test_what_stays_and_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    starting = tmp_path / f"zinf-scratch-1-{'0' * 16}"
+    starting.mkdir(mode=0o700)
+    foreign = abandon(tmp_path)
+    (foreign / "mine").write_text("keep")
+    assert main(["clean", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert f"stays    {starting}: it has no lock" in out
+    assert f"stays    {foreign}: it holds something that the store didn't make" in out
+    assert (foreign / "mine").exists() and starting.exists()

@@ -133,3 +133,11 @@ def test_the_measured_profile(store: Path):
     assert found(store, "measured").mend == f"zinf-fx bench-io {store}"
     store_profile(store, Profile(3 << 30, 6 << 30, 4 << 30, "aio", 8, 4 << 20, 1.0))
     assert "read 3.00 GiB/s" in found(store, "measured").found
+
+
+def test_a_named_store_that_is_missing_is_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("ZINF_STORE", str(tmp_path / "unmounted"))
+    assert main(["doctor"]) == 1
+    assert "mkdir -p" in capsys.readouterr().out and not (tmp_path / "unmounted").exists()

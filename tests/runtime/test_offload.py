@@ -472,3 +472,17 @@ def test_an_unwritable_directory(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(StoreError, match="not writable"):
         zinf_fx.offload(trained(), store=tmp_path, placement="nvme")
+
+
+def test_space_for_gradients_is_reserved_before_the_first_step(tmp_path):
+    model = torch.nn.Sequential(*[torch.nn.Linear(256, 256, bias=False) for _ in range(4)])
+    model[0].requires_grad_(False)
+    parameters = sum(p.nbytes for p in model.parameters())
+    zinf_fx.offload(model, store=tmp_path, placement="nvme")
+    store = model[0].weight.storage.tiers.store
+    reserved = store.in_use
+    assert reserved == parameters + parameters * 3 // 4
+    for _ in range(2):
+        model(torch.randn(2, 256)).sum().backward()
+        assert store.in_use == reserved
+        model.zero_grad()

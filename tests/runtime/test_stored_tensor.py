@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 import signal
 import threading
@@ -17,7 +18,7 @@ from torch import nn
 
 import zinf_fx
 from zinf_fx import StoredTensor
-from zinf_fx.errors import StoredTensorError
+from zinf_fx.errors import StoredTensorError, StoreError
 from zinf_fx.runtime.storage import TensorStorage
 from zinf_fx.runtime.store import Fault
 
@@ -531,3 +532,30 @@ def test_an_interrupt_while_a_value_is_read_harms_no_memory(tmp_path):
         assert all((other == 7).all() for other in others)
     assert module[0].full_tensor().eq(3).all()
     assert storage.tiers.host.in_use == 0
+
+
+def test_a_forked_child_is_refused_on_every_tier(make: Make):
+    stored = make(matrix())
+    pid = os.fork()
+    if pid == 0:
+        try:
+            stored.full_tensor()
+        except StoreError as error:
+            os._exit(0 if "fork" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_gathered_gives_one_value_for_a_tensor_that_comes_twice(make: Make):
+    stored = make(matrix())
+    with zinf_fx.gathered([stored, stored], modify=True) as (one, other):
+        assert one is other
+        one.fill_(5)
+    assert stored.full_tensor().eq(5).all()
+    with (
+        pytest.raises(StoredTensorError, match="several views"),
+        zinf_fx.gathered([stored, stored.data.t()], modify=True),
+    ):
+        pass
+    with zinf_fx.gathered([stored, stored.data.t()]) as (whole, view):
+        assert torch.equal(whole.t(), view)

@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 
 from zinf_fx.config import Config
-from zinf_fx.runtime.scratch import NAME
-from zinf_fx.runtime.store import reclaim
+from zinf_fx.runtime.scratch import IN_USE, survey
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
@@ -27,19 +26,22 @@ def run(options: argparse.Namespace) -> None:
     if options.directory is not None:
         _clean(options.directory)
         return
-    for directory in Config().stores:
-        if directory.exists():
+    config = Config()
+    for directory in config.stores:
+        if directory.exists() or not config.store_is_default:
             _clean(directory)
         else:
             print(f"{directory}: nothing to clean, the default store was never used")
 
 
 def _clean(directory: Path) -> None:
-    removed = reclaim(directory)
-    stay = sorted(path for path in directory.iterdir() if NAME.fullmatch(path.name))
-    for path in removed:
-        print(f"removed  {path}")
-    for path in stay:
-        print(f"in use   {path}")
-    if not removed and not stay:
+    found = survey(directory, remove=True)
+    for path, stays in sorted(found.items(), key=lambda item: (item[1] is not None, item[0])):
+        if stays is None:
+            print(f"removed  {path}")
+        elif stays == IN_USE:
+            print(f"in use   {path}")
+        else:
+            print(f"stays    {path}: {stays}")
+    if not found:
         print(f"{directory}: no scratch directories")

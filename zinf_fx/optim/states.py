@@ -79,7 +79,20 @@ class ParameterStates:
         return sum(tensor.dtype.itemsize for tensor in tensors if not tensor.storage.resident)
 
     def reserve(self, layout: StateLayout) -> None:
-        """Make room for the states of `layout` that have none. Raises: StoreError when there is no space."""
+        """Make room for the states of `layout` that have none, and for a master where one is needed by now.
+
+        Raises: StoreError when there is no space, OptimizerError when the parameter's dtype became another one in which
+        the states don't fit.
+        """
+        if working_dtype(self.parameter) != self.dtype:
+            raise OptimizerError(
+                f"a parameter of shape {tuple(self.parameter.shape)} was converted to {self.parameter.dtype} after its "
+                f"states were made in {self.dtype}: make a new optimizer after converting the model"
+            )
+        if self.has_master and MASTER not in self.tensors:
+            self._reserve(MASTER, self.dtype)
+        elif not self.has_master:
+            self.tensors.pop(MASTER, None)
         for name, dtype in layout.elementwise.items():
             if name not in self.tensors:
                 self._reserve(name, dtype)

@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from zinf_fx.errors import StoreError
 from zinf_fx.optim.arithmetic import Group, borrow, step_without_hooks
 from zinf_fx.optim.chunks import Piece, cut, opened_ahead
-from zinf_fx.optim.heap import trim_heap
 from zinf_fx.optim.states import MASTER, ParameterStates, State
 from zinf_fx.optim.torn import TornStep
 from zinf_fx.optim.windows import OpenPiece
 from zinf_fx.plan.accounting import CHUNKS_IN_MEMORY
 from zinf_fx.runtime.freelist import round_up
+from zinf_fx.runtime.heap import trim_heap
 from zinf_fx.runtime.storage import WINDOW_ALIGNMENT
 from zinf_fx.runtime.stored_tensor import StoredTensor
 

@@ -213,6 +213,8 @@ class Streamed(Optimizer):
         if states is None:
             states = self._stored[parameter] = ParameterStates(parameter)
         states.reserve(layout)
+        if not states.has_master and parameter in self._state:
+            self._state[parameter].pop(MASTER, None)
         return states
 
     def _fitting(self, group: Group, parameter: StoredTensor, entry: State) -> State:

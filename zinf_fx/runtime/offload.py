@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,12 +16,14 @@ from torch.nn.parameter import is_lazy
 from zinf_fx.config import Config
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.runtime.auto_placement import choose
+from zinf_fx.runtime.heap import trim_heap
 from zinf_fx.runtime.stored_tensor import (
     StoredTensor,
     accumulate_gradient,
     as_parameter,
     check_device,
     empty_stored,
+    reserve_gradient,
 )
 from zinf_fx.runtime.tiers import Tiers
 
@@ -89,7 +90,7 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
         freed += parameter.nbytes
         if freed >= _TRIM_EVERY:
             freed = 0
-            _trim_heap()
+            trim_heap()
 
     handles = [
         register_module_parameter_registration_hook(register),
@@ -125,15 +126,7 @@ def offload_parameters(parameters: Mapping[str, torch.nn.Parameter], config: Con
         twin = twins.pop()  # gets the memory of `parameter`, and must not be kept
         replace_in_place(parameter, twin if to_disk else _written(parameter, twin))
     twin = None
-    _trim_heap()
-
-
-def _trim_heap() -> None:
-    """Give the memory of freed tensors back. glibc keeps it when small blocks lie behind, and then doesn't reuse it
-    either for a tensor of the same size, because of the alignment that tensors ask for."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
+    trim_heap()
 
 
 def _reserved(parameter: torch.nn.Parameter, tiers: Tiers, config: Config) -> StoredTensor:
@@ -143,6 +136,8 @@ def _reserved(parameter: torch.nn.Parameter, tiers: Tiers, config: Config) -> St
         twin = empty_stored(parameter, tiers, placement.parameters, config).requires_grad_(parameter.requires_grad)
         if parameter.grad is not None:
             twin.grad = empty_stored(parameter.grad, tiers, placement.gradients, config)
+        else:
+            reserve_gradient(twin)
         return as_parameter(twin)
 
 

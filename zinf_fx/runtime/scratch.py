@@ -20,6 +20,7 @@ from zinf_fx.errors import StoreError
 log = logging.getLogger(__name__)
 
 LOCK = "lock"
+IN_USE = "its job is running"
 UNLOCKED = "lock.new"
 NAME = re.compile(r"zinf-scratch-\d+-[0-9a-f]{16}")
 CONTENT = re.compile(r"lock|lock\.new|probe|data-\d+")
@@ -116,12 +117,18 @@ def reclaim(directory: Path | str) -> list[Path]:
     Raises:
         StoreError: `directory` can't be read.
     """
-    return [path for path in _named_like_scratch(directory) if _if_dead(path, remove=True)]
+    return [path for path, stays in survey(directory, remove=True).items() if stays is None]
 
 
 def orphans(directory: Path | str) -> list[Path]:
     """What `reclaim` would remove. Raises: StoreError when `directory` can't be read."""
-    return [path for path in _named_like_scratch(directory) if _if_dead(path, remove=False)]
+    return [path for path, stays in survey(directory, remove=False).items() if stays is None]
+
+
+def survey(directory: Path | str, *, remove: bool) -> dict[Path, str | None]:
+    """What has the name of a scratch directory below `directory`, and why it stays; None for those of dead jobs, which
+    are removed if `remove`. Raises: StoreError when `directory` can't be read."""
+    return {path: _why_it_stays(path, remove=remove) for path in _named_like_scratch(directory)}
 
 
 def _named_like_scratch(directory: Path | str) -> list[Path]:
@@ -133,31 +140,31 @@ def _named_like_scratch(directory: Path | str) -> list[Path]:
     return [directory / name for name in entries if NAME.fullmatch(name)]
 
 
-def _if_dead(path: Path, *, remove: bool) -> bool:
-    """Whether it is a dead job's, and now removed if `remove`.
+def _why_it_stays(path: Path, *, remove: bool) -> str | None:
+    """None for a dead job's, which is removed if `remove`.
 
     Works on descriptors, never through links, so that nothing outside the directory can be reached.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        log.info("%s stays: %s", path, error)
-        return False
+        return f"it can't be opened ({error.strerror})"
     try:
         info = os.fstat(fd)
         names = os.listdir(fd)
-        if info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) != 0o700 or LOCK not in names:
-            log.info("%s stays: its owner, mode or content is not that of a scratch directory", path)
-            return False
+        if info.st_uid != os.geteuid():
+            return f"it belongs to user {info.st_uid}"
+        if stat.S_IMODE(info.st_mode) != 0o700:
+            return f"its mode is {stat.S_IMODE(info.st_mode):o}, not that of a scratch directory"
+        if LOCK not in names:
+            return "it has no lock: a job is starting, or was killed while it did; if so, remove the directory by hand"
         if not all(CONTENT.fullmatch(name) and _is_plain_file(fd, name) for name in names):
-            log.info("%s stays: it holds something that the store didn't make", path)
-            return False
-        return _if_unlocked(path, fd, names, remove=remove)
+            return "it holds something that the store didn't make"
+        return None if _if_unlocked(path, fd, names, remove=remove) else IN_USE
     except FileNotFoundError:
-        return False  # somebody else reclaimed it meanwhile
+        return "somebody else is removing it"
     except OSError as error:
-        log.warning("%s stays: %s", path, error)
-        return False
+        return f"it can't be removed ({error.strerror})"
     finally:
         os.close(fd)
 

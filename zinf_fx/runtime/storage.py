@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
+import os
 import weakref
 from collections.abc import Iterable
 from typing import ClassVar
@@ -12,6 +14,7 @@ import torch
 
 from zinf_fx.config import Config, Placement, Tier
 from zinf_fx.errors import StoredTensorError, StoreError
+from zinf_fx.native.engine import HINTS
 from zinf_fx.runtime.buffers import PAGE, Buffer, aligned_empty
 from zinf_fx.runtime.store import Extent, Store, Ticket
 from zinf_fx.runtime.tiers import Tiers
@@ -67,6 +70,7 @@ class TensorStorage:
         self.nbytes = numel * dtype.itemsize
         self.parameter: weakref.ref[torch.Tensor] | None = None
         self._snapshot: tuple[weakref.ref[torch.Tensor], int] | None = None  # and its version
+        self.gradient_space: TensorStorage | None = None  # reserved for the first gradient
         self.followers: weakref.WeakSet[Window] = weakref.WeakSet()
         self.key = next(_keys)
         with torch.inference_mode(False):
@@ -193,6 +197,8 @@ class TensorStorage:
             raise StoredTensorError(
                 "this tensor was made for planning only and has no values: offload a real model to run it"
             )
+        if os.getpid() != self.tiers.pid:
+            raise StoreError("use", "stored tensor", HINTS[errno.ECHILD], errno=errno.ECHILD)
         return self.tiers
 
     def _read(self, address: int, start: int, count: int, owner: object) -> Ticket:

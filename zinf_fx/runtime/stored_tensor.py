@@ -479,12 +479,32 @@ def as_parameter(tensor: StoredTensor) -> StoredTensor:
     return tensor
 
 
+def reserve_gradient(parameter: StoredTensor) -> None:
+    """Reserve space for the first gradient, where space may run out: on disk. Later ones find what it gives back.
+
+    Raises: StoreError when there is none, now and not in the first backward pass.
+    """
+    storage = parameter.storage
+    if parameter.requires_grad and storage.placement.gradients == "nvme":
+        storage.gradient_space = storage.like("nvme")
+
+
+def _new_gradient(parameter: StoredTensor, dtype: torch.dtype) -> StoredTensor:
+    """Without a value yet, on the tier of gradients."""
+    storage = parameter.storage
+    space, storage.gradient_space = storage.gradient_space, None
+    if space is None or space.dtype != dtype:
+        space = storage.like(storage.placement.gradients, dtype)
+    return StoredTensor.of(space, parameter.shape, parameter.device)
+
+
 def accumulate_gradient(parameter: StoredTensor, gradient: torch.Tensor) -> None:
     """Add `gradient` to the parameter's `grad`, as autograd would, on the tier of gradients."""
     with torch.no_grad():
         if parameter.grad is None:
-            storage = parameter.storage
-            parameter.grad = store_value(gradient, storage.tiers, storage.placement.gradients, storage.config)
+            stored = _new_gradient(parameter, gradient.dtype)
+            stored.storage.set(gradient)
+            parameter.grad = stored
         elif isinstance(parameter.grad, StoredTensor):
             accumulate_gradient_part(parameter, 0, gradient, first=False)
         else:
@@ -493,8 +513,7 @@ def accumulate_gradient(parameter: StoredTensor, gradient: torch.Tensor) -> None
 
 def begin_gradient(parameter: StoredTensor) -> None:
     """Give the parameter a `grad` on the tier of gradients, whose values are undefined."""
-    storage = parameter.storage
-    parameter.grad = empty_stored(parameter, storage.tiers, storage.placement.gradients, storage.config)
+    parameter.grad = _new_gradient(parameter, parameter.dtype)
 
 
 def accumulate_gradient_part(parameter: StoredTensor, start: int, gradient: torch.Tensor, *, first: bool) -> None:
@@ -538,15 +557,22 @@ def gathered(
     """The full values of `tensors` as ordinary tensors; with `modify`, changes to them are written back at the end.
 
     Gives one tensor for a tensor, else a list in the order of the iterable (of `module.parameters()` for a module).
-    Ordinary tensors among them are passed as they are, so that changes to them take effect at once. Nothing is
-    written back when the block raises.
+    Ordinary tensors among them are passed as they are, so that changes to them take effect at once. A stored one that
+    comes several times, as tied weights do, has one value. Nothing is written back when the block raises.
+
+    Raises: StoredTensorError with `modify` for several views of one stored tensor, whose values could contradict.
     """
     single = isinstance(tensors, torch.Tensor)
     wanted = [tensors] if single else list(tensors.parameters() if isinstance(tensors, torch.nn.Module) else tensors)
-    values = [t.full_tensor() if isinstance(t, StoredTensor) else t for t in wanted]
+    stored: dict[tuple, StoredTensor] = {(t.storage.key, t.views): t for t in wanted if isinstance(t, StoredTensor)}
+    if modify and len({key for key, _ in stored}) < len(stored):
+        raise StoredTensorError(
+            "gathered() was given several views of one stored tensor with modify=True: give it the whole tensor once"
+        )
+    gathered = {key: tensor.full_tensor() for key, tensor in stored.items()}
+    values = [gathered[t.storage.key, t.views] if isinstance(t, StoredTensor) else t for t in wanted]
     yield values[0] if single else values
     if modify:
         with torch.no_grad():
-            for tensor, value in zip(wanted, values, strict=True):
-                if tensor is not value:
-                    tensor.copy_(value)
+            for key, tensor in stored.items():
+                tensor.copy_(gathered[key])

@@ -55,6 +55,7 @@ class Tiers:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.pid = os.getpid()
         self.host = Arena("host", config.host_memory or physical_memory())
         self.counters = Counters()
         self.background: Background | None = None
