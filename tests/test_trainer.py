@@ -13,6 +13,8 @@ import zinf_fx
 
 pytest.importorskip("accelerate")
 
+import zinf_fx.integrations.accelerate
+
 COMPILED = {"torch_compile": True, "torch_compile_backend": "zinf"}
 VOCABULARY, LENGTH = 64, 12
 

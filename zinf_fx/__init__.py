@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zinf_fx.integrations.accelerate  # noqa: F401  (takes effect by being imported)
 from zinf_fx import errors, optim
 from zinf_fx.config import Config, Placement
 from zinf_fx.explain import explain

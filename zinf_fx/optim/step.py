@@ -13,11 +13,10 @@ from torch.optim import Optimizer
 
 from zinf_fx.errors import StoreError
 from zinf_fx.optim.arithmetic import Group, borrow, step_without_hooks
-from zinf_fx.optim.chunks import Piece, cut, opened_ahead
+from zinf_fx.optim.chunks import Piece, chunk_elements, cut, opened_ahead
 from zinf_fx.optim.states import MASTER, ParameterStates, State
 from zinf_fx.optim.torn import TornStep
 from zinf_fx.optim.windows import OpenPiece
-from zinf_fx.plan.accounting import CHUNKS_IN_MEMORY
 from zinf_fx.runtime.freelist import round_up
 from zinf_fx.runtime.heap import trim_heap
 from zinf_fx.runtime.storage import WINDOW_ALIGNMENT
@@ -201,7 +200,8 @@ class StreamedStep:
 
     def _open_chunks(self) -> None:
         bytes_per_element = max(self._stored[p].bytes_per_element for p in self._parameters)
-        elements = self._chunk_elements(bytes_per_element)
+        chunk = min(parameter.storage.config.chunk for parameter in self._parameters)
+        elements = chunk_elements(chunk, bytes_per_element, self._tiers)
         self._bytes_writing = elements * max(self._stored[p].bytes_written for p in self._parameters)
         self._scratch = self._lease_scratch(elements, self._close)
         chunks = [(run, pieces) for run in self._runs for pieces in cut(run.parameters, elements)]
@@ -262,13 +262,6 @@ class StreamedStep:
             tuple(names[p] for p in self._parameters if p in self._begun and p not in updated),
             tuple(names[p] for p in self._parameters if p not in self._begun),
         )
-
-    def _chunk_elements(self, bytes_per_element: int) -> int:
-        """As many as configured; fewer where the host arena has no room for CHUNKS_IN_MEMORY."""
-        elements = min(p.storage.config.chunk for p in self._parameters) // torch.float32.itemsize
-        room = min(tiers.host.capacity - tiers.host.in_use for tiers in self._tiers)
-        elements = min(elements, room // max(CHUNKS_IN_MEMORY * bytes_per_element, 1))
-        return max(elements // WINDOW_ALIGNMENT, 1) * WINDOW_ALIGNMENT
 
     def _lease_scratch(self, elements: int, stack: ExitStack) -> torch.Tensor:
         """Memory for a chunk's gradients in the dtype of the update, if any is in another."""
