@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -93,3 +94,23 @@ def test_a_layer_larger_than_the_limit_trains_in_tiles(group: Path, tmp_path: Pa
 def test_untiled_it_is_refused_when_it_is_planned(group: Path, tmp_path: Path) -> None:
     done = run(group, tmp_path, "none")
     assert done.returncode == 1 and "BudgetError" in done.stderr and 'tile="auto"' in done.stderr, done.stderr[-3000:]
+
+
+VARIANT = Path(__file__).parents[1] / "benchmarks" / "train_step_variant.py"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_gpt_of_303_million_parameters_trains_in_1536_mib(group: Path, tmp_path: Path) -> None:
+    """Its states have 4.2 GB; interpreter, PyTorch and compiler count too."""
+    request = {
+        "variant": "zinf",
+        "model": {"layers": 24, "hidden": 1024, "heads": 16, "context": 512},
+        **{"batch": 4, "dtype": "bfloat16", "warmup": 0, "steps": 2, "clip": None, "seed": 0, "overlap": True},
+        "offloading": {"placement": "nvme", "activations": "recompute", "chunk": "8MiB", "store": str(tmp_path)},
+    }
+    limit(group, 1536 * MIB)
+    command = f"echo $$ > {group}/cgroup.procs; exec {sys.executable} {VARIANT} '{json.dumps(request)}'"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=1100)
+    assert done.returncode == 0, f"status {done.returncode}: {done.stderr[-3000:]}"
+    assert peak(group) <= 1536 * MIB

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from zinf_fx.config import Config, Placement
 from zinf_fx.plan.accounting import CHUNKS_IN_MEMORY, STATE_BYTES, blocks, bytes_read, staying, tiles_of
@@ -75,9 +75,9 @@ def gradient_buffer(gradients: Collection[Tile], budget: int | None) -> int:
     return max(max(sizes, default=0), min(limit, sum(sizes)))
 
 
-def living_on_host(placement: Placement, tiles: Collection[Tile]) -> HostUse:
+def living_on_host(placement: Placement | Literal["auto"], tiles: Collection[Tile]) -> HostUse:
     """What of a model's states lives in the arena at the end of backward, before any buffer. Each has whole blocks."""
-    if not tiles:  # a model without stored parameters may have no placement
+    if not tiles or placement == "auto":  # only a model without stored parameters is planned with "auto"
         return HostUse("")
     whole = _whole(tiles)
     trained = [tile for tile in whole if tile.gradient_tier is not None]
