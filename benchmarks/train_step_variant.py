@@ -6,7 +6,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,17 +32,19 @@ class Variant:
     """Bytes read from and written to the store so far."""
 
 
-def plain(config: GPTConfig, dtype: torch.dtype, compiled: bool) -> Variant:
-    with default_dtype(dtype):
+def plain(config: GPTConfig, dtype: torch.dtype, device: torch.device, compiled: bool) -> Variant:
+    with default_dtype(dtype), device:
         model = GPT(config)
     optimizer = adamw(model.parameters(), dtype, **OPTIONS)
     return Variant(model, torch.compile(model) if compiled else model, optimizer, traffic=lambda: (0, 0))
 
 
-def zinf(config: GPTConfig, dtype: torch.dtype, offloading: dict[str, str], overlap: bool) -> Variant:
+def zinf(
+    config: GPTConfig, dtype: torch.dtype, device: torch.device, offloading: dict[str, str], overlap: bool
+) -> Variant:
     import zinf_fx
 
-    with default_dtype(dtype), zinf_fx.offloading(**offloading):
+    with default_dtype(dtype), device, zinf_fx.offloading(**offloading):
         model = GPT(config)
     optimizer = zinf_fx.optim.AdamW(model.parameters(), overlap=overlap, **OPTIONS)
 
@@ -53,17 +55,19 @@ def zinf(config: GPTConfig, dtype: torch.dtype, offloading: dict[str, str], over
     return Variant(model, torch.compile(model, backend="zinf"), optimizer, traffic)
 
 
-def timed_step(variant: Variant, batch: tuple[Tensor, Tensor], clip: float | None) -> dict[str, float]:
+def timed_step(variant: Variant, batch: Sequence[Tensor], clip: float | None) -> dict[str, float]:
     begin = time.perf_counter()
     loss = variant.loss(*batch)
     value = loss.item()
     after_forward = time.perf_counter()
     loss.backward()
+    finish(loss.device)
     after_backward = time.perf_counter()
     if clip is not None:
         torch.nn.utils.clip_grad_norm_(variant.model.parameters(), clip)
     variant.optimizer.step()
     variant.optimizer.zero_grad()
+    finish(loss.device)
     end = time.perf_counter()
     return {
         "loss": value,
@@ -74,17 +78,23 @@ def timed_step(variant: Variant, batch: tuple[Tensor, Tensor], clip: float | Non
     }
 
 
+def finish(device: torch.device) -> None:
+    """Until what was queued on a CUDA device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def measure(request: dict) -> dict:
     torch.manual_seed(request["seed"])
-    dtype = getattr(torch, request["dtype"])
+    dtype, device = getattr(torch, request["dtype"]), torch.device(request["device"])
     config = GPTConfig(**request["model"])
     name = request["variant"]
     if name.startswith("zinf"):
-        variant = zinf(config, dtype, request["offloading"], request["overlap"])
+        variant = zinf(config, dtype, device, request["offloading"], request["overlap"])
     else:
-        variant = plain(config, dtype, compiled=name == "compile")
+        variant = plain(config, dtype, device, compiled=name == "compile")
     torch.manual_seed(request["seed"])  # the batch must not depend on how construction used the generator
-    batch = example_batch(config, request["batch"])
+    batch = [tensor.to(device) for tensor in example_batch(config, request["batch"])]
 
     warmup = [timed_step(variant, batch, request["clip"]) for _ in range(request["warmup"])]
     before = variant.traffic()
@@ -96,10 +106,12 @@ def measure(request: dict) -> dict:
         "parameters": parameters,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "gpu": f"{torch.cuda.get_device_name(device)}, " if device.type == "cuda" else "",
         "losses": [step["loss"] for step in warmup + measured],
         "first_step": (warmup + measured)[0]["step"],
         **{part: [step[part] for step in measured] for part in ("step", "forward", "backward", "optimizer")},
         "peak_resident_bytes": peak_resident_bytes(),
+        "peak_device_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
         "rusage_maxrss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "read_per_parameter": read / moved,
         "written_per_parameter": written / moved,

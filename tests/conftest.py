@@ -11,6 +11,8 @@ import pytest
 
 # Test models are tiny: a second thread costs more than it computes. Before torch is imported, and for child processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# cuBLAS gives the same bits each time only with this; it looks once.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 # A job in the background (a CI runner, say) starts with SIGINT ignored, and so would the programs that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -23,6 +23,7 @@ class Stats:
         host_bytes, peak_host_bytes: leased from the host arena now, and at most; the latter since the first call that
             was planned, if there was one.
         planned_host_bytes: what the plans say that they lease at most, one at a time; 0 before the first.
+        peak_device_bytes: that PyTorch allocated on the CUDA devices of the parameters at most, activations included.
         gathered_bytes: of tiles that compute regions waited for, wherever the tiles live.
         stall_seconds: for which compute waited for a tile.
         write_stall_seconds: for which too many writes were under way to start another.
@@ -36,6 +37,7 @@ class Stats:
     host_bytes: int = 0
     peak_host_bytes: int = 0
     planned_host_bytes: int = 0
+    peak_device_bytes: int = 0
     gathered_bytes: int = 0
     stall_seconds: float = 0.0
     write_stall_seconds: float = 0.0
@@ -52,6 +54,8 @@ class Stats:
             ["host arena at most", in_words(self.peak_host_bytes), "", ""],
             ["host arena at most, as planned", in_words(self.planned_host_bytes), "", ""],
         ]
+        if self.peak_device_bytes:
+            rows.append(["device at most", in_words(self.peak_device_bytes), "", ""])
         align = ("left", "right", "right", "right")
         table = tabulate(rows, tablefmt="plain", disable_numparse=True, colalign=align)
         lines = [f"I/O by {self.provider}" if self.provider else "nothing on NVMe", *table.splitlines()]
@@ -61,11 +65,13 @@ class Stats:
 def stats(model: torch.nn.Module) -> Stats:
     """The counters behind the stored parameters of `model`, compiled or not; all 0 when it has none."""
     model = getattr(model, "_orig_mod", model)
-    storages = [p.storage for p in model.parameters() if isinstance(p, StoredTensor)]
-    return _sum({id(s.tiers): s.tiers for s in storages if s.tiers is not None}.values())
+    stored = [p for p in model.parameters() if isinstance(p, StoredTensor)]
+    all_tiers = {id(p.storage.tiers): p.storage.tiers for p in stored if p.storage.tiers is not None}
+    devices = {p.device for p in stored if p.device.type == "cuda"}
+    return _sum(all_tiers.values(), sum(torch.cuda.max_memory_allocated(device) for device in devices))
 
 
-def _sum(all_tiers: Collection[Tiers]) -> Stats:
+def _sum(all_tiers: Collection[Tiers], peak_device_bytes: int) -> Stats:
     stores = [tiers.store_in_use.counters() for tiers in all_tiers if tiers.store_in_use is not None]
     counters = [tiers.counters for tiers in all_tiers]
     providers = dict.fromkeys(tiers.store_in_use.provider for tiers in all_tiers if tiers.store_in_use is not None)
@@ -77,6 +83,7 @@ def _sum(all_tiers: Collection[Tiers]) -> Stats:
         host_bytes=sum(tiers.host.in_use for tiers in all_tiers),
         peak_host_bytes=sum(tiers.host.peak for tiers in all_tiers),
         planned_host_bytes=sum(tiers.planned_peak for tiers in all_tiers),
+        peak_device_bytes=peak_device_bytes,
         gathered_bytes=sum(c.gathered_bytes for c in counters),
         stall_seconds=sum(c.stall_seconds for c in counters),
         write_stall_seconds=sum(c.write_stall_seconds for c in counters),

@@ -32,6 +32,7 @@ def result(variant: str, step: list[float], peak: int, losses: list[float]) -> d
         "optimizer": step,
         "peak_resident_bytes": peak,
         "rusage_maxrss_bytes": peak,
+        "peak_device_bytes": 0,
         "read_per_parameter": 14.0,
         "written_per_parameter": 16.0,
     }

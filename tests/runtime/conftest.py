@@ -23,7 +23,7 @@ def values_at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def value(storage: TensorStorage) -> torch.Tensor:
         result = value_of(storage)
-        if not storage.resident:
+        if not storage.in_place:
             alive[:] = [ref for ref in alive if not ref.expired()]
             alive.append(StorageWeakRef(result.untyped_storage()))
             counts.append(len(alive))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-from zinf_fx.runtime.storage import WINDOW_ALIGNMENT, Window
+from zinf_fx.runtime.device import CPU, Device
+from zinf_fx.runtime.storage import WINDOW_ALIGNMENT, TensorStorage
 from zinf_fx.runtime.stored_tensor import StoredTensor
+from zinf_fx.runtime.windows import DeviceWindow, Window
 
 
 class Slice:
@@ -27,19 +30,33 @@ class Slice:
         """Nothing to give back."""
 
 
-def open_elements(tensor: torch.Tensor, start: int, count: int) -> Window | Slice:
-    """`count` elements of `tensor` from `start` on, in row-major order, to be read. Their reads start now."""
+def open_window(
+    storage: TensorStorage, place: Device, start: int, count: int, *, load: bool = True
+) -> Window | DeviceWindow:
+    """A window where `place` computes."""
+    window = storage.window if place.in_host_memory else storage.device_window
+    return window(start, count, load=load)
+
+
+def open_elements(tensor: torch.Tensor, place: Device, start: int, count: int) -> Window | DeviceWindow | Slice:
+    """`count` elements of `tensor` from `start` on, in row-major order, to be read where `place` computes. Their reads
+    start now."""
     if isinstance(tensor, StoredTensor):
         if not tensor.views:
-            return tensor.storage.window(start, count)
+            return open_window(tensor.storage, place, start, count)
         tensor = tensor.full_tensor()
-    return Slice(tensor.detach().reshape(-1)[start : start + count])
+    return Slice(tensor.detach().reshape(-1)[start : start + count].to(place.torch_device))
+
+
+def moved(value: Any, place: Device) -> Any:
+    """`value`, where `place` computes if it is a tensor."""
+    return value.to(place.torch_device) if isinstance(value, torch.Tensor) else value
 
 
 def copy_into(target: StoredTensor, value: torch.Tensor) -> None:
     """Write the elements of `value`, stored or not, to `target`, a chunk at a time."""
     for start, count in _chunks(target):
-        source = open_elements(value, start, count)
+        source = open_elements(value, CPU, start, count)
         try:
             with _overwritten(target, start, count) as elements:
                 elements.copy_(source.wait())

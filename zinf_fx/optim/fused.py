@@ -21,10 +21,11 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zinf_fx.errors import OptimizerError
-from zinf_fx.optim.elements import copy_into, fill
+from zinf_fx.optim.elements import copy_into, fill, moved
 from zinf_fx.optim.rows import Row, update_in_chunks
-from zinf_fx.optim.states import working_dtype
+from zinf_fx.optim.states import place_of, working_dtype
 from zinf_fx.optim.streamed import Streamed
+from zinf_fx.runtime.device import CPU
 from zinf_fx.runtime.executor import EXECUTOR, Stage
 from zinf_fx.runtime.stored_tensor import StoredTensor, handle
 
@@ -57,14 +58,17 @@ def _run(operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) 
         _check(row, written)
 
     EXECUTOR.drop_anticipated()
+    places = {place_of(tensor) for row in stored for tensor in row.stored}
+    place = places.pop() if len(places) == 1 else CPU
+    options = {name: moved(value, place) for name, value in kwargs.items()}
 
     def update(pieces: dict[str, list[torch.Tensor]]) -> None:
         if _PlainStep.running is not None:
             _PlainStep.running.torn = True
-        operation(*(pieces.get(name, []) for name in lists), **kwargs)
+        operation(*(pieces.get(name, []) for name in lists), **options)
 
     try:
-        update_in_chunks(stored, update, written, unread)
+        update_in_chunks(stored, place, update, written, unread)
     except BaseException:
         EXECUTOR.reset()
         raise

@@ -10,9 +10,10 @@ import torch
 
 from zinf_fx.errors import StoreError
 from zinf_fx.optim.chunks import Piece, chunk_elements, cut, opened_ahead
-from zinf_fx.optim.elements import Slice, open_elements
-from zinf_fx.runtime.storage import Window
+from zinf_fx.optim.elements import Slice, moved, open_elements, open_window
+from zinf_fx.runtime.device import Device
 from zinf_fx.runtime.stored_tensor import StoredTensor
+from zinf_fx.runtime.windows import DeviceWindow, Window
 
 # The list of step counters: one number for each parameter, and not in its shape.
 _COUNTERS = "state_steps"
@@ -37,29 +38,32 @@ class Row:
 
     @property
     def bytes_per_element(self) -> int:
-        """Bytes of buffers that the update of an element takes; resident ones take none."""
-        return sum(tensor.dtype.itemsize for tensor in self.stored if not tensor.storage.resident)
+        """Bytes of buffers that the update of an element takes; what lives in host memory takes none."""
+        return sum(tensor.dtype.itemsize for tensor in self.stored if not tensor.storage.in_host_memory)
 
 
 class OpenRows:
     """Pieces of rows with their windows open: wait for them, run the operation on `lists`, `store`, `close`."""
 
-    def __init__(self, pieces: Iterable[Piece[Row]], written: Collection[str], unread: Collection[str]) -> None:
-        """`written`, `unread`: names of the lists that the operation changes, and whose present values it ignores."""
+    def __init__(
+        self, pieces: Iterable[Piece[Row]], place: Device, written: Collection[str], unread: Collection[str]
+    ) -> None:
+        """`place`: what runs the operation. `written`, `unread`: names of the lists that it changes, and whose present
+        values it ignores."""
         self._written = written
-        self._parts: list[dict[str, Window | Slice]] = []
+        self._parts: list[dict[str, Window | DeviceWindow | Slice]] = []
         self._stack = ExitStack()
         try:
             for piece in pieces:
-                part: dict[str, Window | Slice] = {}
+                part: dict[str, Window | DeviceWindow | Slice] = {}
                 self._parts.append(part)
                 for name, operand in piece.parameter.operands.items():
                     if name == _COUNTERS:
-                        part[name] = Slice(operand)
+                        part[name] = Slice(moved(operand, place))
                     elif isinstance(operand, StoredTensor) and name in unread:
-                        part[name] = operand.storage.window(piece.start, piece.count, load=False)
+                        part[name] = open_window(operand.storage, place, piece.start, piece.count, load=False)
                     else:
-                        part[name] = open_elements(operand, piece.start, piece.count)
+                        part[name] = open_elements(operand, place, piece.start, piece.count)
                     self._stack.callback(part[name].close)
         except BaseException:
             self.close()
@@ -73,7 +77,7 @@ class OpenRows:
         """Start writing back what the operation changed."""
         for part in self._parts:
             for name, window in part.items():
-                if name in self._written and isinstance(window, Window):
+                if name in self._written and not isinstance(window, Slice):
                     window.store()
 
     def close(self) -> None:
@@ -83,6 +87,7 @@ class OpenRows:
 
 def update_in_chunks(
     rows: Sequence[Row],
+    place: Device,
     update: Callable[[dict[str, list[torch.Tensor]]], None],
     written: Collection[str],
     unread: Collection[str] = (),
@@ -90,7 +95,8 @@ def update_in_chunks(
     """Call `update` with the lists of each chunk of `rows`, of flat pieces, while the next one is read and the one
     before written (ZeRO-Infinity, section 5.2.2). Each row has a stored tensor in it. All is in the store at the end.
 
-    `written`, `unread`: names of the lists that `update` changes, and whose present values it ignores.
+    `place`: what computes. `written`, `unread`: names of the lists that `update` changes, and whose present values it
+    ignores.
 
     Raises: StoreError; some elements are updated then, and others not.
     """
@@ -99,7 +105,7 @@ def update_in_chunks(
     bytes_per_element = max(row.bytes_per_element for row in rows)
     elements = chunk_elements(min(tensor.storage.config.chunk for tensor in stored), bytes_per_element, tiers)
     try:
-        opened = opened_ahead(cut(rows, elements), lambda pieces: OpenRows(pieces, written, unread))
+        opened = opened_ahead(cut(rows, elements), lambda pieces: OpenRows(pieces, place, written, unread))
         with closing(opened):
             for chunk in opened:
                 with closing(chunk):

@@ -33,7 +33,8 @@ def _run_on_list(operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str
     if ordinary:
         operation(ordinary, *rest)
     rows = [Row({"self": tensor}) for tensor in stored]
-    update_in_chunks(rows, lambda pieces: operation(pieces["self"], *rest), written={"self"})
+    place = stored[0].storage.device  # that of the numbers, too
+    update_in_chunks(rows, place, lambda pieces: operation(pieces["self"], *rest), written={"self"})
     return None
 
 
@@ -50,7 +51,7 @@ def _run_on_one(
         for piece in pieces["self"]:
             operation(piece, *rest)
 
-    update_in_chunks([Row({"self": tensor})], update, written={"self"})
+    update_in_chunks([Row({"self": tensor})], tensor.storage.device, update, written={"self"})
     return tensor
 
 

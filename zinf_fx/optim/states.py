@@ -9,6 +9,7 @@ import torch
 from zinf_fx.errors import OptimizerError
 from zinf_fx.optim.arithmetic import StateLayout
 from zinf_fx.optim.elements import copy_into
+from zinf_fx.runtime.device import CPU, Device
 from zinf_fx.runtime.stored_tensor import StoredTensor
 
 State = dict[str, Any]
@@ -35,10 +36,17 @@ def working_dtype(parameter: StoredTensor) -> torch.dtype:
     return parameter.dtype if parameter.dtype.itemsize >= 4 else torch.float32
 
 
+def place_of(parameter: StoredTensor) -> Device:
+    """What updates a parameter: its device where the states live there, else the CPU (ZeRO-Offload)."""
+    storage = parameter.storage
+    return storage.device if storage.placement.optimizer == "device" else CPU
+
+
 class ParameterStates:
     """Reserved space for the states of one stored parameter, on the tier of optimizer states.
 
     Attributes:
+        place: what updates the parameter.
         tensors: by name. One holds a value only while the optimizer's `state` shows it.
         version: of the parameter's bytes when the master last agreed with them; None when that isn't known.
         refresh: whether this step takes over into the master what the parameter holds.
@@ -48,6 +56,7 @@ class ParameterStates:
     def __init__(self, parameter: StoredTensor) -> None:
         """Reserve the master. Raises: StoreError when there is no space."""
         self.parameter = parameter
+        self.place = place_of(parameter)
         self.tensors: dict[str, StoredTensor] = {}
         self.version: int | None = None
         self.refresh = True
@@ -63,20 +72,21 @@ class ParameterStates:
 
     @property
     def bytes_per_element(self) -> int:
-        """Bytes of buffers that the update of an element takes, the upcast gradient included; resident ones take none.
+        """Bytes of buffers that the update of an element takes, the upcast gradient included; what lives in host memory
+        takes none.
 
         There must be a gradient.
         """
         gradient = self.gradient
         upcast = self.dtype.itemsize if gradient.dtype != self.dtype else 0
         tensors = [self.parameter, *self.tensors.values(), *([gradient] if isinstance(gradient, StoredTensor) else [])]
-        return upcast + sum(tensor.dtype.itemsize for tensor in tensors if not tensor.storage.resident)
+        return upcast + sum(tensor.dtype.itemsize for tensor in tensors if not tensor.storage.in_host_memory)
 
     @property
     def bytes_written(self) -> int:
         """Bytes per element that an update writes to the store."""
         tensors = (self.parameter, *self.tensors.values())
-        return sum(tensor.dtype.itemsize for tensor in tensors if not tensor.storage.resident)
+        return sum(tensor.dtype.itemsize for tensor in tensors if not tensor.storage.in_host_memory)
 
     def reserve(self, layout: StateLayout) -> None:
         """Make room for the states of `layout` that have none, and for a master where one is needed by now.

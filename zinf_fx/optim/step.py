@@ -14,9 +14,11 @@ from torch.optim import Optimizer
 from zinf_fx.errors import StoreError
 from zinf_fx.optim.arithmetic import Group, borrow, step_without_hooks
 from zinf_fx.optim.chunks import Piece, chunk_elements, cut, opened_ahead
+from zinf_fx.optim.elements import moved
 from zinf_fx.optim.states import MASTER, ParameterStates, State
 from zinf_fx.optim.torn import TornStep
 from zinf_fx.optim.windows import OpenPiece
+from zinf_fx.runtime.device import CPU, Device
 from zinf_fx.runtime.freelist import round_up
 from zinf_fx.runtime.heap import trim_heap
 from zinf_fx.runtime.storage import WINDOW_ALIGNMENT
@@ -25,14 +27,16 @@ from zinf_fx.runtime.stored_tensor import StoredTensor
 
 @dataclass
 class Run:
-    """Parameters of one group with the same states present, updated in the same dtype: they may share a chunk.
+    """Parameters of one group with the same states present, updated in one place and dtype: they may share a chunk.
 
     Attributes:
+        place: what updates them.
         names: the element-wise states.
         present: those of them, and of the master, that hold values; the torch class makes the others.
     """
 
     group: Group
+    place: Device
     dtype: torch.dtype
     names: tuple[str, ...]
     present: frozenset[str]
@@ -213,7 +217,7 @@ class StreamedStep:
     def _update_next(self) -> None:
         chunk = self._next
         with closing(chunk):
-            self._update(chunk, self._scratch.view(chunk.run.dtype))
+            self._update(chunk, self._scratch[chunk.run.place].view(chunk.run.dtype))
         if chunk.run.is_first:
             trim_heap()
         for tiers in self._tiers:
@@ -263,29 +267,41 @@ class StreamedStep:
             tuple(names[p] for p in self._parameters if p not in self._begun),
         )
 
-    def _lease_scratch(self, elements: int, stack: ExitStack) -> torch.Tensor:
-        """Memory for a chunk's gradients in the dtype of the update, if any is in another."""
-        if all(self._stored[p].gradient.dtype == self._stored[p].dtype for p in self._parameters):
-            return torch.empty(0, dtype=torch.uint8)
-        buffer = self._tiers[0].host.lease(elements * max(run.dtype.itemsize for run in self._runs))
-        stack.callback(buffer.release)
-        return buffer.tensor((buffer.nbytes,), torch.uint8)
+    def _lease_scratch(self, elements: int, stack: ExitStack) -> dict[Device, torch.Tensor]:
+        """Memory for a chunk's gradients in the dtype of the update, where any is in another."""
+        scratch = {run.place: torch.empty(0, dtype=torch.uint8) for run in self._runs}
+        nbytes = elements * max(run.dtype.itemsize for run in self._runs)
+        states = [self._stored[p] for p in self._parameters]
+        for place in {each.place for each in states if each.gradient.dtype != each.dtype}:
+            if place is CPU:
+                buffer = self._tiers[0].host.lease(nbytes)
+                stack.callback(buffer.release)
+                scratch[place] = buffer.tensor((nbytes,), torch.uint8)
+            else:
+                scratch[place] = torch.empty(nbytes, dtype=torch.uint8, device=place.torch_device)
+        return scratch
 
     def _update(self, chunk: _OpenChunk, scratch: torch.Tensor) -> None:
-        state, offset = self._state, 0
+        run, state, offset = chunk.run, self._state, 0
+        # Fused kernels count steps where they run, and the others on the CPU.
+        counts_at = run.place if run.group.get("fused") else CPU
         for part in chunk.parts:
             parameter = part.piece.parameter
             tensors = self._stored[parameter].tensors
-            part.wait({k: v for k, v in state[parameter].items() if k not in tensors}, scratch[offset:])
+            scalars = {k: moved(v, counts_at) for k, v in state[parameter].items() if k not in tensors}
+            part.wait(scalars, scratch[offset:])
             offset += round_up(part.piece.count, WINDOW_ALIGNMENT)
         self._begun.update(part.piece.parameter for part in chunk.parts)
-        inner = borrow(self._template, self._kind, chunk.run.group, [part.weights for part in chunk.parts])
+        inner = borrow(self._template, self._kind, run.group, [part.weights for part in chunk.parts])
+        for name in ("grad_scale", "found_inf"):  # GradScaler's, on the device of the gradients
+            if name in vars(inner):
+                setattr(inner, name, moved(vars(inner)[name], run.place))
         inner.state.update((part.weights, part.state) for part in chunk.parts)
         step_without_hooks(inner)
         for part in chunk.parts:
             scalars = part.store(inner.state[part.weights])
             if part.piece.last:
-                self._finish(chunk.run, part.piece.parameter, scalars)
+                self._finish(run, part.piece.parameter, scalars)
 
     def _finish(self, run: Run, parameter: StoredTensor, scalars: State) -> None:
         """All pieces are updated: show the states, and let others see the parameter."""

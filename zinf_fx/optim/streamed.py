@@ -17,6 +17,7 @@ from zinf_fx.optim.arithmetic import Group, StateLayout, borrow, probe, step_wit
 from zinf_fx.optim.states import MASTER, ParameterStates, State, working_dtype
 from zinf_fx.optim.step import Run, StreamedStep
 from zinf_fx.optim.torn import TornStep
+from zinf_fx.runtime.device import Device
 from zinf_fx.runtime.executor import EXECUTOR, Stage
 from zinf_fx.runtime.stored_tensor import StoredTensor
 
@@ -25,14 +26,15 @@ class Streamed(Optimizer):
     """Base class, before a torch.optim class: `class AdamW(Streamed, torch.optim.AdamW)`.
 
     The result takes the options of the torch class. For every stored parameter with a gradient, `step()` brings
-    weights, gradient and states to host memory chunk by chunk (`Config.chunk` bytes of fp32 weights), runs the torch
-    class on the chunk, and writes back what changed. The next chunk is read, and the one before written, meanwhile
-    (ZeRO-Infinity, sections 5.2.2 and 6.3). With `overlap`, `step()` returns when what the next forward needs first is
-    updated; the rest goes on between the operators of compiled graphs, and whatever reads a parameter, a gradient or a
-    state that is not updated yet waits for it, so that nobody sees a difference. An error of that part is raised where
-    training has got to by then. Where the class offers `fused`, that is the default. Low-precision
-    parameters are updated through an fp32 copy, the state "master"; what others write to such a parameter between
-    steps is taken over into it. Ordinary parameters in the same optimizer are stepped as by the torch class.
+    weights, gradient and states to host memory (to the device, where the states live there) chunk by chunk
+    (`Config.chunk` bytes of fp32 weights), runs the torch class on the chunk, and writes back what changed. The next
+    chunk is read, and the one before written, meanwhile (ZeRO-Infinity, sections 5.2.2 and 6.3). With `overlap`,
+    `step()` returns when what the next forward needs first is updated; the rest goes on between the operators of
+    compiled graphs, and whatever reads a parameter, a gradient or a state that is not updated yet waits for it, so that
+    nobody sees a difference. An error of that part is raised where training has got to by then. Where the class offers
+    `fused`, that is the default. Low-precision parameters are updated through an fp32 copy, the state "master"; what
+    others write to such a parameter between steps is taken over into it. Ordinary parameters in the same optimizer are
+    stepped as by the torch class.
 
     Space for the states of trainable parameters is reserved at construction; they appear in `state`, as stored
     tensors, after the first step. `finish()` waits until everything is in the store.
@@ -298,7 +300,7 @@ class Streamed(Optimizer):
     def _runs(self) -> Iterator[Run]:
         """Stored parameters with gradients, with space for their states, in runs that may share chunks."""
         for group in self.param_groups:
-            runs: dict[tuple[torch.dtype, frozenset[str]], Run] = {}
+            runs: dict[tuple[Device, torch.dtype, frozenset[str]], Run] = {}
             layouts: dict[torch.dtype, StateLayout] = {}
             for parameter in group["params"]:
                 if not isinstance(parameter, StoredTensor) or parameter.grad is None:
@@ -319,7 +321,8 @@ class Streamed(Optimizer):
                 states.gradient = parameter.grad
                 states.refresh = MASTER not in present or states.version != parameter.storage.version
                 names = tuple(layouts[dtype].elementwise)
-                run = runs.setdefault((dtype, present), Run(_snapshot(group), dtype, names, present))
+                key = (states.place, dtype, present)
+                run = runs.setdefault(key, Run(_snapshot(group), states.place, dtype, names, present))
                 run.parameters.append(parameter)
             yield from runs.values()
 

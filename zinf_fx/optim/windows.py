@@ -1,4 +1,4 @@
-"""A piece of a parameter in host memory: its weights, gradient and states, there together for one update."""
+"""A piece of a parameter: its weights, gradient and states, in one memory together for one update."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import ExitStack
 import torch
 
 from zinf_fx.optim.chunks import Piece
-from zinf_fx.optim.elements import Slice, open_elements
+from zinf_fx.optim.elements import Slice, open_elements, open_window
 from zinf_fx.optim.states import MASTER, ParameterStates, State
-from zinf_fx.runtime.storage import Window
 from zinf_fx.runtime.stored_tensor import StoredTensor
+from zinf_fx.runtime.windows import DeviceWindow, Window
 
 
 class OpenPiece:
@@ -33,12 +33,13 @@ class OpenPiece:
         Raises: StoreError; no window is open then.
         """
         self.piece = piece
+        self._place = states.place
         self._present = present
-        self._windows: list[Window | Slice] = []
+        self._windows: list[Window | DeviceWindow | Slice] = []
         self._open_windows = ExitStack()
         parameter = piece.parameter
         try:
-            self._gradient = self._keep(open_elements(states.gradient, piece.start, piece.count))
+            self._gradient = self._keep(open_elements(states.gradient, self._place, piece.start, piece.count))
             self._parameter = self._master = None
             if states.has_master:
                 self._master = self._open(states.tensors[MASTER], MASTER in present)
@@ -57,7 +58,7 @@ class OpenPiece:
         return all(window.ready for window in self._windows)
 
     def wait(self, scalars: State, scratch: torch.Tensor) -> None:
-        """Wait for the reads, and make `weights`, with their gradient, and `state`, with `scalars` among it.
+        """Wait for the reads, and make `weights`, with their gradient, and `state`, with copies of `scalars` among it.
 
         `scratch`: memory for the gradient in the weights' dtype, of at least as many elements; used on need.
         """
@@ -93,10 +94,10 @@ class OpenPiece:
         self.state = {}
         self._open_windows.close()
 
-    def _open(self, tensor: StoredTensor, load: bool) -> Window:
-        return self._keep(tensor.storage.window(self.piece.start, self.piece.count, load=load))
+    def _open(self, tensor: StoredTensor, load: bool) -> Window | DeviceWindow:
+        return self._keep(open_window(tensor.storage, self._place, self.piece.start, self.piece.count, load=load))
 
-    def _keep(self, window: Window | Slice) -> Window | Slice:
+    def _keep(self, window: Window | DeviceWindow | Slice) -> Window | DeviceWindow | Slice:
         self._open_windows.callback(window.close)
         self._windows.append(window)
         return window

@@ -26,7 +26,11 @@ def choose(config: Config, parameters: list[torch.Tensor] | None) -> Placement:
         placement = Placement("nvme", "host", "nvme")
         log.info("placement auto: the model is being built and its size unknown: parameters and optimizer on nvme")
         return placement
-    room = min(filter(None, (config.device_memory, config.host_memory, int(physical_memory() * _SHARE))))
+    host_room = min(filter(None, (config.host_memory, int(physical_memory() * _SHARE))))
+    device = parameters[0].device if parameters else torch.device("cpu")
+    has_memory = device.type == "cuda"
+    device_memory = int(torch.cuda.get_device_properties(device).total_memory * _SHARE) if has_memory else host_room
+    room = min(filter(None, (config.device_memory, device_memory)))
     trainable = [p for p in parameters if p.requires_grad]
     sizes = {
         "parameters": sum(p.numel() * p.element_size() for p in parameters),
@@ -37,7 +41,11 @@ def choose(config: Config, parameters: list[torch.Tensor] | None) -> Placement:
     for state in ("optimizer", "gradients", "parameters"):
         if sum(size for name, size in sizes.items() if tiers[name] == "device") <= room:
             break
-        tiers[state] = "nvme"
+        if has_memory and sizes[state] <= host_room:
+            tiers[state] = "host"
+            host_room -= sizes[state]
+        else:
+            tiers[state] = "nvme"
     decided = ", ".join(f"{name} ({sizes[name] / 2**20:.0f} MiB) on {tier}" for name, tier in tiers.items())
     log.info("placement auto: %s; %.0f MiB may stay resident", decided, room / 2**20)
     return Placement(**tiers)

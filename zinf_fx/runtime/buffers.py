@@ -6,15 +6,32 @@ import ctypes
 import errno
 import math
 import mmap
+import threading
+from collections import deque
+from typing import Protocol
 
 import torch
 
 from zinf_fx.errors import StoreError
 from zinf_fx.runtime.freelist import Space, round_up
+from zinf_fx.runtime.pinned import SLAB, Memory, Registry, slabs
 
 PAGE = 4096
 HUGE_PAGE = 2 << 20
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's value: Python names it from 3.13 on
+
+# Bytes of released buffers that a device has still to read before the release of one more waits.
+_MAX_BYTES_LEAVING = 256 << 20
+
+
+class Ticket(Protocol):
+    """A transfer under way."""
+
+    def done(self) -> bool:
+        """Whether it is over."""
+
+    def wait(self) -> None:
+        """Returns when it is over."""
 
 
 class Arena:
@@ -36,15 +53,17 @@ class Arena:
         self.option = option
         self._space = Space()
         self._space.extend(0, self.capacity)
+        self._leaving: deque[tuple[Ticket, Buffer]] = deque()
+        self._lock = threading.RLock()
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         try:
-            self._map: mmap.mmap | None = mmap.mmap(-1, self.capacity + HUGE_PAGE, flags=flags)
+            self._map: Memory | None = Memory(-1, self.capacity + SLAB, flags=flags)
         except OSError as error:
             raise StoreError(
                 "reserve", name, f"no address space for the arena; lower {option}", length=capacity, errno=error.errno
             ) from error
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self._base = round_up(address, HUGE_PAGE) - address
+        self._base = round_up(address, SLAB) - address
         self._address = address + self._base
         self._map.madvise(mmap.MADV_DONTFORK)
         if self.capacity >= HUGE_PAGE:
@@ -53,13 +72,20 @@ class Arena:
     def lease(self, nbytes: int) -> Buffer:
         """A buffer of at least `nbytes` bytes: the size rounded up to 4096, aligned to that, or to 2 MiB from 2 MiB on.
 
+        Waits for buffers that a device still reads when there is no room without them.
+
         Raises:
             StoreError: the arena is exhausted, or too fragmented.
         """
         memory = self._map
         assert memory is not None, f"lease from the closed arena {self.name!r}"
         size = round_up(max(nbytes, 1), PAGE)
-        offset = self._space.take(size, HUGE_PAGE if size >= HUGE_PAGE else PAGE)
+        alignment = HUGE_PAGE if size >= HUGE_PAGE else PAGE
+        self._let_go_what_is_done()
+        offset = self._space.take(size, alignment)
+        while offset is None and self._leaving:
+            self._let_go()
+            offset = self._space.take(size, alignment)
         if offset is None:
             raise StoreError(
                 "lease",
@@ -67,11 +93,18 @@ class Arena:
                 f"{nbytes} bytes asked for, {self.in_use} of {self.capacity} bytes leased, "
                 f"largest free piece {self._space.largest} bytes; raise {self.option}",
             )
+        memory.use(self._address + offset, size, self._address + self.capacity)
         return Buffer(self, memory, self._base + offset, self._address + offset, nbytes, size)
+
+    def serve(self, registry: Registry) -> None:
+        """From now on, register what is leased with a device."""
+        if self._map is not None:
+            self._map.serve(registry)
 
     @property
     def in_use(self) -> int:
         """Bytes leased."""
+        self._let_go_what_is_done()
         return self._space.in_use
 
     @property
@@ -84,12 +117,20 @@ class Arena:
         self._space.peak = self.in_use
 
     def trim(self) -> None:
-        """Gives the memory of free pieces back to the system. Their next use pays for new pages."""
+        """Gives the memory of free pieces back to the system. Their next use pays for new pages.
+
+        What is registered with a device stays: the device would go on with the old pages.
+        """
         memory = self._map
-        if memory is not None:
-            self._space.visit_free(
-                lambda start, end: memory.madvise(mmap.MADV_DONTNEED, self._base + start, end - start)
-            )
+        if memory is None:
+            return
+
+        def give_back(start: int, end: int) -> None:
+            for first, last in slabs(self._address + start, end - start):
+                if not memory.knows(first):
+                    memory.madvise(mmap.MADV_DONTNEED, self._base + first - self._address, last - first)
+
+        self._space.visit_free(give_back)
 
     def close(self) -> None:
         """No leases any more. The memory goes when the last buffer and the last tensor over it are gone."""
@@ -102,6 +143,28 @@ class Arena:
         except OSError as error:
             if error.errno != errno.EINVAL:  # a kernel without transparent huge pages
                 raise
+
+    def _release_after(self, ticket: Ticket, buffer: Buffer) -> None:
+        with self._lock:
+            self._leaving.append((ticket, buffer))
+            self._let_go_what_is_done()
+            while len(self._leaving) > 1 and sum(b.capacity for _, b in self._leaving) > _MAX_BYTES_LEAVING:
+                self._let_go()
+
+    def _let_go_what_is_done(self) -> None:
+        if not self._leaving:
+            return
+        with self._lock:
+            while self._leaving and self._leaving[0][0].done():
+                self._let_go()
+
+    def _let_go(self) -> None:
+        with self._lock:
+            if self._leaving:
+                ticket, buffer = self._leaving[0]
+                ticket.wait()
+                self._leaving.popleft()
+                buffer.release()
 
     def _give_back(self, offset: int, size: int) -> None:
         self._space.give(offset - self._base, size)
@@ -143,6 +206,10 @@ class Buffer:
         assert self._map is not None, f"a buffer of {self._arena.name!r} was released twice"
         self._map = None
         self._arena._give_back(self._offset, self.capacity)
+
+    def release_after(self, ticket: Ticket) -> None:
+        """As `release`, once `ticket`, a copy to a device, is done; waits where many buffers are released like this."""
+        self._arena._release_after(ticket, self)
 
     def release_when_dropped(self) -> None:
         """For an owner who can't wait any more: a transfer under way has this buffer too, and will be the last to."""

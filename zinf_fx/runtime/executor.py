@@ -139,12 +139,16 @@ class Executor:
         """Hold a tile, starting to read it unless it is held."""
         return self.staging.fetch(storage, tile.start, math.prod(tile.shape))
 
+    def upload(self, storage: TensorStorage, tile: Tile) -> None:
+        """Start copying a tile that is held to the device."""
+        self.staging.upload(storage, tile.start, math.prod(tile.shape))
+
     def anticipate(self, stage: Stage, storage: TensorStorage, tile: Tile) -> None:
         """Fetch a tile that `stage`, expected to come next, will need at its head."""
         if self._expected is None or self._expected() is not stage:
             self.drop_anticipated()
             self._expected = weakref.ref(stage)
-        if not storage.resident:
+        if not storage.in_place:
             stage.anticipated.append(self.fetch(storage, tile))
 
     def drop_anticipated(self) -> None:
@@ -171,8 +175,8 @@ def _release_all(tiles: list[StagedTile]) -> None:
 class Run:
     """One execution of one graph: the tiles it holds. Its methods are the operations of `ops`.
 
-    With one rank and the CPU as the device, host memory is device memory: upload, allgather and reduce_scatter move
-    nothing, and `wait` returns the buffer that the disk wrote into.
+    With one rank, allgather and reduce_scatter move nothing. With the CPU as the device, host memory is device memory:
+    upload moves nothing either, and `wait` returns the buffer that the disk wrote into.
     """
 
     def __init__(self, program: Program, storages: list[TensorStorage]) -> None:
@@ -192,7 +196,8 @@ class Run:
             EXECUTOR.anticipate(successor, self._storages[tile], self._tiles[tile])
 
     def upload(self, tile: int, turn: bool = False, resident: bool = False) -> None:
-        """Host memory is device memory."""
+        """Start copying a tile to the device, behind what is queued there by now."""
+        EXECUTOR.upload(self._storages[tile], self._tiles[tile])
 
     def allgather(self, tile: int, turn: bool = False, resident: bool = False) -> None:
         """One rank holds the whole tile."""
@@ -300,7 +305,9 @@ def _accumulates(parameter: StoredTensor) -> bool:
     if torch._C._current_graph_task_id() == -1:
         return True
     try:
-        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
+        with torch.enable_grad():  # as torch.autograd.graph.get_gradient_edge does, by an op that is cheap here
+            (edge,) = torch.ops.aten.alias.default(parameter).grad_fn.next_functions
+        return torch._C._will_engine_execute_node(edge[0])
     except RuntimeError as error:
         raise StoredTensorError(
             f"torch.autograd.grad can't return the gradient of a stored parameter of shape {tuple(parameter.shape)} "

@@ -1,4 +1,4 @@
-"""Where the bytes of a stored tensor live, and how a part of them is brought to host memory and back."""
+"""Where the bytes of a stored tensor live, and how a part of them is brought to where it is worked on, and back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import errno
 import itertools
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -15,9 +16,10 @@ import torch
 from zinf_fx.config import Config, Placement, Tier
 from zinf_fx.errors import StoredTensorError, StoreError
 from zinf_fx.native.engine import HINTS
-from zinf_fx.runtime.buffers import PAGE, Buffer, aligned_empty
-from zinf_fx.runtime.store import Extent, Store, Ticket
-from zinf_fx.runtime.tiers import Tiers
+from zinf_fx.runtime.buffers import PAGE, Buffer, Ticket, aligned_empty
+from zinf_fx.runtime.device import CPU, Device
+from zinf_fx.runtime.tiers import DelayedWrite, Tiers
+from zinf_fx.runtime.windows import DeviceWindow, Under, Window
 
 # Element offsets of windows are multiples of this, so that their byte offsets suit direct I/O for every dtype, and
 # vectorised kernels cut a tensor where they would without windows.
@@ -31,37 +33,44 @@ class TensorStorage:
 
     `key` is the value of `token`, the tiny tensor that stands for these bytes in graphs. The token's version counter
     counts the writes, so that autograd notices, as for any tensor, a value that changed between forward and backward.
-    `config` is that of the model the tensor belongs to, with the placement decided. `followers` are windows for reading
-    that stay in memory, and which every write to the store changes too.
+    `config` is that of the model the tensor belongs to, with the placement decided, and `device` what it computes on.
+    `followers` are windows for reading that stay in memory, and which every write to the store changes too.
     """
 
     _by_key: ClassVar[weakref.WeakValueDictionary[int, TensorStorage]] = weakref.WeakValueDictionary()
 
-    def __init__(self, tiers: Tiers, tier: Tier, config: Config, numel: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, tiers: Tiers, tier: Tier, config: Config, numel: int, dtype: torch.dtype, device: Device = CPU
+    ) -> None:
         """Reserve space on `tier`. Raises: StoreError when there is not enough, before anything else is changed."""
         self._identify(tier, config, numel, dtype)
-        self.tiers = tiers
+        self.tiers, self.device = tiers, device
+        # What is under way between where the bytes live and anywhere else.
+        self._writes: Under = []
+        self.reads: Under = []
         self._extent = None
-        self._resident: torch.Tensor | None = None
-        self._writes: list[tuple[range, Ticket]] = []
-        self._reads: list[tuple[range, Ticket]] = []
+        self._in_host: torch.Tensor | None = None  # the bytes, where the CPU can work on them
+        self._on_device: torch.Tensor | None = None  # the bytes, where the device can
+        if not device.in_host_memory:
+            tiers.host.serve(device)
         if tier == "nvme":
             self._extent = tiers.store.allocate(self.nbytes)
-            # The whole scratch directory goes at exit.
-            weakref.finalize(self, _free, tiers.store, self._extent, self._writes, self._reads).atexit = False
+            self._at_end(tiers.store.free, self._extent)
         elif tier == "host":
             buffer = tiers.lease(self.nbytes)
-            self._resident = buffer.tensor((numel,), dtype)
-            weakref.finalize(self, buffer.release).atexit = False
+            self._in_host = buffer.tensor((numel,), dtype)
+            self._at_end(buffer.release)
         else:
-            self._resident = torch.empty(numel, dtype=dtype)
+            self._on_device = torch.empty(numel, dtype=dtype, device=device.torch_device)
+        if device.in_host_memory:
+            self._in_host = self._on_device = self._in_host if tier == "host" else self._on_device
 
     @classmethod
     def abstract(cls, tier: Tier, config: Config, numel: int, dtype: torch.dtype) -> TensorStorage:
         """A storage without bytes, for planning: it has a token, and any access to a value raises."""
         storage = cls.__new__(cls)
         storage._identify(tier, config, numel, dtype)
-        storage.tiers = storage._resident = None
+        storage.tiers = storage._in_host = storage._on_device = None
         return storage
 
     def _identify(self, tier: Tier, config: Config, numel: int, dtype: torch.dtype) -> None:
@@ -91,9 +100,14 @@ class TensorStorage:
         return self.config.placement
 
     @property
-    def resident(self) -> bool:
-        """Whether the bytes are in memory between uses."""
-        return self._resident is not None
+    def in_place(self) -> bool:
+        """Whether the bytes live where the device computes, so that `value` gives them themselves."""
+        return self._on_device is not None
+
+    @property
+    def in_host_memory(self) -> bool:
+        """Whether the bytes live in host memory, so that `window` gives them themselves."""
+        return self._in_host is not None
 
     @property
     def version(self) -> int:
@@ -102,7 +116,7 @@ class TensorStorage:
 
     def like(self, tier: Tier, dtype: torch.dtype | None = None) -> TensorStorage:
         """New, uninitialised storage of as many elements beside this one (a gradient, an optimizer state)."""
-        return TensorStorage(self._usable_tiers(), tier, self.config, self.numel, dtype or self.dtype)
+        return TensorStorage(self._usable_tiers(), tier, self.config, self.numel, dtype or self.dtype, self.device)
 
     def window(self, start: int = 0, count: int | None = None, *, load: bool = True) -> Window:
         """`count` elements from `start` (default all) in host memory.
@@ -112,32 +126,47 @@ class TensorStorage:
         Both ends on multiples of WINDOW_ALIGNMENT (or at the end) spare that.
         """
         tiers = self.settle()
-        count = self.numel - start if count is None else count
-        assert start >= 0 and count >= 0 and start + count <= self.numel, (start, count, self.numel)
-        if self._resident is not None:
-            return Window(self, start, self._resident[start : start + count], None, None)
-        per_block = PAGE // self.dtype.itemsize
+        count = self._count(start, count)
+        if self._in_host is not None:
+            self._settle(range(start, start + count))
+            return Window(self, start, self._in_host[start : start + count], None, None)
+        per_block = PAGE // self.dtype.itemsize if self._extent is not None else 1
         first = start // per_block * per_block
         end = min(-(-(start + count) // per_block) * per_block, self.numel) if count else first
         shared = first < start or end > start + count
         buffer = tiers.lease((end - first) * self.dtype.itemsize)
         try:
-            ticket = self._read(buffer.address, first, end - first, buffer) if (load or shared) and count else None
+            memory = buffer.tensor((end - first,), self.dtype)
+            ticket = self._read(first, memory, buffer) if (load or shared) and count else None
         except BaseException:
             buffer.release()
             raise
-        memory = buffer.tensor((end - first,), self.dtype)
         return Window(self, first, memory, buffer, ticket, slice(start - first, start - first + count))
 
-    def value(self) -> torch.Tensor:
-        """All elements, flat: the resident bytes themselves, or a copy that the caller owns."""
+    def device_window(self, start: int = 0, count: int | None = None, *, load: bool = True) -> Window | DeviceWindow:
+        """As `window`, in device memory."""
         self.settle()
-        if self._resident is not None:
-            return self._resident
-        memory = aligned_empty(self.nbytes)
-        if self.numel:
-            self._read(memory.data_ptr(), 0, self.numel, memory).wait()
-        return memory[: self.nbytes].view(self.dtype)
+        count = self._count(start, count)
+        if self._on_device is not None:
+            return Window(self, start, self._on_device[start : start + count], None, None)
+        host = self.window(start, count, load=load)
+        return host if self.device.in_host_memory else DeviceWindow(host, self.device, count, self.dtype, load)
+
+    def value(self) -> torch.Tensor:
+        """All elements, flat, on the device: the bytes themselves, or a copy that the caller owns."""
+        self.settle()
+        if self._on_device is not None:
+            return self._on_device
+        if self.device.in_host_memory:
+            memory = aligned_empty(self.nbytes)[: self.nbytes].view(self.dtype)
+            if self.numel:
+                self._read(0, memory, memory).wait()
+            return memory
+        window = self.device_window().read_only()
+        try:
+            return window.wait()
+        finally:
+            window.close()
 
     def snapshot(self) -> torch.Tensor:
         """`value()`, in the same memory for all who hold it at a time, until the bytes are written. To be read only."""
@@ -155,19 +184,34 @@ class TensorStorage:
         """An address that tells this storage from every other, stored or not; the bytes are not there."""
         return self.token.data_ptr()
 
+    @torch.no_grad()
     def set(self, value: torch.Tensor) -> None:
-        """Write all elements from a tensor of as many elements (any shape; converted to this dtype)."""
-        window = self.window(load=False)
-        try:
-            with torch.no_grad():
-                window.wait().view(value.shape).copy_(value)
-        except BaseException:
-            window.close()
-            raise
-        window.store()
+        """Write all elements from a tensor of as many elements (any shape; converted to this dtype).
 
-    def written(self) -> None:
-        """Count a write made through `value()` of resident bytes or through a window."""
+        From the device, the write may be under way when this returns: the caller may drop `value`, but not change it.
+        """
+        self.settle()
+        if self._on_device is not None:
+            self._on_device.view(value.shape).copy_(value)
+            self.written()
+        elif self._in_host is not None:
+            earlier = [ticket for _, ticket in (*self._writes, *self.reads)]
+            copy = self.device.download(value, self._in_host, after=earlier)
+            self._writes.clear()
+            self.written((range(self.numel), copy))
+        else:
+            window = self.window(load=False)
+            try:
+                copy = self.device.download(value, window.wait())
+            except BaseException:
+                window.close()
+                raise
+            window.store(after=copy)
+
+    def written(self, after: tuple[range, Ticket] | None = None) -> None:
+        """Count a write made through `value()` of bytes in place or through a window, which is over when `after` is."""
+        if after is not None:
+            self._writes.append(after)
         torch.autograd.graph.increment_version(self.token)
 
     def announce_write(self) -> None:
@@ -201,27 +245,53 @@ class TensorStorage:
             raise StoreError("use", "stored tensor", HINTS[errno.ECHILD], errno=errno.ECHILD)
         return self.tiers
 
-    def _read(self, address: int, start: int, count: int, owner: object) -> Ticket:
+    def _count(self, start: int, count: int | None) -> int:
+        count = self.numel - start if count is None else count
+        assert start >= 0 and count >= 0 and start + count <= self.numel, (start, count, self.numel)
+        return count
+
+    def _read(self, start: int, memory: torch.Tensor, owner: object) -> Ticket:
+        count = memory.numel()
+        if self._on_device is not None:
+            return self.device.download(self._on_device[start : start + count], memory)
         elements = range(start, start + count)
         self._settle(elements)
         itemsize = self.dtype.itemsize
-        ticket = self.tiers.store.read(self._extent, address, start * itemsize, count * itemsize, owner=owner)
-        self._reads[:] = [(read, earlier) for read, earlier in self._reads if not earlier.done()]
-        self._reads.append((elements, ticket))
+        offset, nbytes = start * itemsize, count * itemsize
+        ticket = self.tiers.store.read(self._extent, memory.data_ptr(), offset, nbytes, owner=owner)
+        self.reads[:] = [(read, earlier) for read, earlier in self.reads if not earlier.done()]
+        self.reads.append((elements, ticket))
         return ticket
 
-    def _write(self, buffer: Buffer, start: int, count: int) -> None:
-        elements = range(start, start + count)
-        itemsize = self.dtype.itemsize
+    def write_back(self, start: int, memory: torch.Tensor, buffer: Buffer, after: Ticket | None) -> None:
+        """Start writing elements to where they live, once `after` is done; takes over their memory, `buffer`."""
+        elements = range(start, start + memory.numel())
+        offset, nbytes = start * self.dtype.itemsize, memory.nbytes
         try:
+            if self._on_device is not None:
+                upload = self.device.upload(self._on_device[elements.start : elements.stop])
+                upload.start(memory)
+                upload.join()
+                buffer.release_after(upload)
+                return
             self._settle(elements)
-            _await_reads(ticket for read, ticket in self._reads if _overlap(read, elements))
-            ticket = self.tiers.store.write(self._extent, buffer.address, start * itemsize, count * itemsize)
+            self.await_reads(elements)
+            write = partial(self.tiers.store.write, self._extent, buffer.address, offset, nbytes)
+            ticket: Ticket = write() if after is None or after.done() else DelayedWrite(after, write)
         except BaseException:
             buffer.release()
             raise
         self._writes.append((elements, ticket))
-        self.tiers.writing(ticket, buffer)
+        self.tiers.writing(ticket, buffer, self)
+
+    def await_reads(self, elements: range) -> None:
+        """Wait until neither the disk nor the device reads what is to change."""
+        _await(ticket for read, ticket in self.reads if _overlap(read, elements))
+
+    def _at_end(self, release: Callable[..., None], *arguments: object) -> None:
+        """Call `release` when this storage is gone, and nothing is under way to or from it: what comes next in its
+        place must not be overtaken. Not at exit, when the whole scratch directory goes."""
+        weakref.finalize(self, _release, self._writes, self.reads, release, *arguments).atexit = False
 
     def _settle(self, elements: range) -> None:
         """The store promises no order: what touches `elements` follows the writes to them that are under way."""
@@ -240,112 +310,13 @@ def _overlap(one: range, other: range) -> bool:
     return one.start < other.stop and other.start < one.stop
 
 
-def _await_reads(tickets: Iterable[Ticket]) -> None:
-    """Until the disk is done with bytes that are to change. Whether a read failed concerns only who asked for it."""
+def _await(tickets: Iterable[Ticket]) -> None:
+    """Until they are over. A failed read concerns only who asked for the values; `Tiers` reports failed writes."""
     for ticket in tickets:
         with contextlib.suppress(StoreError):
             ticket.wait()
 
 
-def _free(store: Store, extent: Extent, writes: list[tuple[range, Ticket]], reads: list[tuple[range, Ticket]]) -> None:
-    """Give an extent back once nothing is under way to it: its next owner's writes must not be overtaken."""
-    _await_reads(ticket for _, ticket in reads)
-    for _, ticket in writes:
-        with contextlib.suppress(StoreError):  # these bytes are nobody's any more, and `Tiers` reports the failure
-            ticket.wait()
-    store.free(extent)
-
-
-class Window:
-    """Consecutive elements of one storage in host memory: wait, use, then `store` or `close`, once."""
-
-    def __init__(
-        self,
-        storage: TensorStorage,
-        start: int,
-        memory: torch.Tensor,
-        buffer: Buffer | None,
-        ticket: Ticket | None,
-        meant: slice = slice(None),
-    ) -> None:
-        """`memory`: whole blocks, from element `start` on; `meant` are the elements asked for among them."""
-        self._storage: TensorStorage | None = storage
-        self._start = start
-        self._memory, self._buffer, self._ticket = memory, buffer, ticket
-        self._meant = meant
-        self.open = True
-        self.version: int | None = storage.version
-        """Of the storage's bytes, when they were read or, for a follower, written; None after a failed write."""
-
-    def read_only(self) -> Window:
-        """This window, which can't be stored any more, and doesn't keep the storage alive."""
-        self._storage = None
-        return self
-
-    @property
-    def nbytes_leased(self) -> int:
-        """Bytes of the host arena that this window holds; 0 for resident bytes."""
-        return self._buffer.nbytes if self._buffer is not None else 0
-
-    @property
-    def ready(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._ticket is None or self._ticket.done()
-
-    def wait(self) -> torch.Tensor:
-        """The elements, 1-D, once they are there; valid until `store` or `close`."""
-        assert self.open, "a window was used after it was stored or closed"
-        if self._ticket is not None:
-            self._ticket.wait()
-            self._ticket = None
-        return self._memory[self._meant]
-
-    def store(self) -> None:
-        """Start writing the elements back; nothing to move for resident bytes."""
-        assert self._storage is not None, "a window for reading can't be stored"
-        self.wait()
-        self.open = False
-        memory, self._memory = self._memory, None
-        followers: list[Window] = []
-        if self._buffer is not None:
-            followers = self._lead(memory)
-            buffer, self._buffer = self._buffer, None
-            if memory.numel():
-                self._storage._write(buffer, self._start, memory.numel())
-            else:
-                buffer.release()
-        self._storage.written()
-        for follower in followers:
-            follower.version = self._storage.version
-
-    def _lead(self, memory: torch.Tensor) -> list[Window]:
-        """Copy what is about to be written to the followers that have had every write so far; returns them."""
-        followers = self._storage.present_followers()
-        for follower in followers:
-            follower.wait()
-            follower.version = None
-            first = max(self._start, follower._start)
-            end = min(self._start + memory.numel(), follower._start + follower._memory.numel())
-            if first < end:
-                theirs = follower._memory[first - follower._start : end - follower._start]
-                theirs.copy_(memory[first - self._start : end - self._start])
-        return followers
-
-    def close(self) -> None:
-        """Give the memory back without writing. A read under way is waited for: its buffer is not free before."""
-        if not self.open:
-            return
-        self.open = False
-        self._memory = None
-        ticket, self._ticket = self._ticket, None
-        buffer, self._buffer = self._buffer, None
-        if ticket is not None:
-            try:
-                ticket.wait()
-            except StoreError:
-                pass  # whoever needed the values has waited for them, and knows
-            except BaseException:  # Ctrl-C
-                buffer.release_when_dropped()
-                raise
-        if buffer is not None:
-            buffer.release()
+def _release(writes: Under, reads: Under, release: Callable[..., None], *arguments: object) -> None:
+    _await(ticket for _, ticket in (*reads, *writes))
+    release(*arguments)

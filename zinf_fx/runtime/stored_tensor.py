@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from zinf_fx import ops
 from zinf_fx.config import Config, Tier
 from zinf_fx.errors import StoredTensorError
+from zinf_fx.runtime.device import device_of
 from zinf_fx.runtime.storage import TensorStorage
 from zinf_fx.runtime.tiers import Tiers
 
@@ -123,7 +124,7 @@ class StoredTensor(torch.Tensor):
         """The full value as an ordinary tensor that the caller owns."""
         with torch.no_grad():
             value = self._gather()
-            return value.clone() if self.storage.resident else value
+            return value.clone() if self.storage.in_place else value
 
     def to_local(self) -> torch.Tensor:
         """This rank's shard as an ordinary tensor; with one rank, the full value."""
@@ -288,12 +289,12 @@ class StoredTensor(torch.Tensor):
     def _convert(self, kwargs: dict) -> StoredTensor:
         """What Module.to() makes of this tensor: another stored tensor on the same tier."""
         dtype = kwargs.get("dtype") or self.dtype
-        device = torch.device(kwargs.get("device") or self.device)
-        check_device(device, "this stored tensor")
-        storage = self.storage
-        converted = TensorStorage(storage.tiers, storage.tier, storage.config, self.numel(), dtype)
+        target = torch.device(kwargs.get("device") or self.device)
+        check_device(target, "this stored tensor")
+        storage, device = self.storage, device_of(target)
+        converted = TensorStorage(storage.tiers, storage.tier, storage.config, self.numel(), dtype, device)
         converted.set(self._gather())
-        return StoredTensor.of(converted, self.shape, device)
+        return StoredTensor.of(converted, self.shape, device.torch_device)
 
 
 Handler = Callable[[torch._ops.OpOverload, tuple, dict], Any]
@@ -378,10 +379,10 @@ def _write_through(func: Any, args: tuple, kwargs: dict, mutated: list[StoredTen
     for tensor in mutated:
         storage = tensor.storage
         if storage.key not in bases:
-            if storage.resident:
+            if storage.in_place:
                 flat = storage.value().clone() if in_scratch else storage.value()
             elif overwrites and not tensor.views:
-                flat = torch.empty(storage.numel, dtype=storage.dtype)
+                flat = torch.empty(storage.numel, dtype=storage.dtype, device=storage.device.torch_device)
             else:
                 flat = storage.value()
             bases[storage.key] = flat.view(tensor.base.shape)
@@ -399,7 +400,7 @@ def _write_through(func: Any, args: tuple, kwargs: dict, mutated: list[StoredTen
         storage = tensor.storage
         base = bases.pop(storage.key, None)
         if base is not None:
-            storage.written() if storage.resident and not in_scratch else storage.set(base)
+            storage.written() if storage.in_place and not in_scratch else storage.set(base)
     originals = {id(values[id(tensor)]): tensor for tensor in mutated}
     return tree_map_only(torch.Tensor, lambda t: originals.get(id(t), t), result)
 
@@ -453,7 +454,7 @@ def _foreach(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _gather_kernel(token: torch.Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Eager `zinf.gather`. The bytes of resident storages are returned themselves: no caller may write to them."""
+    """Eager `zinf.gather`. Bytes that live on the device are returned themselves: no caller may write to them."""
     return TensorStorage.of_token(token).value().view(shape)
 
 
@@ -462,14 +463,14 @@ ops.implement_gather(_gather_kernel)
 
 def empty_stored(like: torch.Tensor, tiers: Tiers, tier: Tier, config: Config) -> StoredTensor:
     """A new stored tensor on `tier` with the shape, dtype and device of `like`, and no value yet."""
-    storage = TensorStorage(tiers, tier, config, like.numel(), like.dtype)
+    storage = TensorStorage(tiers, tier, config, like.numel(), like.dtype, device_of(like.device))
     return StoredTensor.of(storage, like.shape, like.device)
 
 
 def store_value(value: torch.Tensor, tiers: Tiers, tier: Tier, config: Config) -> StoredTensor:
     """A new stored tensor on `tier` with the value of `value`."""
     stored = empty_stored(value, tiers, tier, config)
-    stored.storage.set(value.detach())
+    stored.storage.set(value._gather() if isinstance(value, StoredTensor) else value.detach())
     return stored
 
 
@@ -523,7 +524,7 @@ def accumulate_gradient_part(parameter: StoredTensor, start: int, gradient: torc
         if not isinstance(grad, StoredTensor) or grad.views:
             grad.view(-1)[start : start + gradient.numel()].add_(gradient.reshape(-1))
             return
-        window = grad.storage.window(start, gradient.numel(), load=not first)
+        window = grad.storage.device_window(start, gradient.numel(), load=not first)
         try:
             values = window.wait().view(gradient.shape)
             values.copy_(gradient) if first else values.add_(gradient)
@@ -544,9 +545,9 @@ def _store_gradient(parameter: StoredTensor) -> None:
 
 def check_device(device: torch.device, what: str) -> None:
     """Raises: StoredTensorError for a device that tiles can't be brought to."""
-    if device.type != "cpu":
+    if device.type not in ("cpu", "cuda"):
         raise StoredTensorError(
-            f"{what} is on device '{device}': this version brings tiles to the CPU only; keep the model on the CPU"
+            f"{what} is on device '{device}': tiles are brought to the CPU and to CUDA devices only"
         )
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -14,8 +15,8 @@ import torch
 
 from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError, StoreError
-from zinf_fx.runtime.buffers import Arena, Buffer
-from zinf_fx.runtime.store import Store, Ticket
+from zinf_fx.runtime.buffers import Arena, Buffer, Ticket
+from zinf_fx.runtime.store import Store
 
 # Dirty bytes that may be on their way to the store before a writer waits for the oldest.
 _MAX_BYTES_WRITING = 256 << 20
@@ -43,6 +44,41 @@ class Background(Protocol):
         """Do all that is left. Returns whether there was any; nothing is done when the work itself asks."""
 
 
+class DelayedWrite:
+    """A write to the store that begins when the values are in host memory, and somebody asks."""
+
+    def __init__(self, arrival: Ticket, write: Callable[[], Ticket]) -> None:
+        self._arrival = arrival
+        self._write: Callable[[], Ticket] | None = write
+        self._ticket: Ticket | None = None
+        self._refusal: str | None = None
+        self._lock = threading.RLock()
+
+    def begun(self) -> bool:
+        """Whether the write is under way or over; begins it if it can."""
+        with self._lock:
+            if self._write is not None and self._arrival.done():
+                write, self._write = self._write, None
+                try:
+                    self._ticket = write()
+                except StoreError as error:
+                    self._refusal = str(error)  # an error that is kept would keep, by its traceback, whoever asked
+            return self._write is None
+
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self.begun() and (self._ticket is None or self._ticket.done())
+
+    def wait(self) -> None:
+        """Return when the bytes are in the store. Raises: StoreError."""
+        if not self.begun():
+            self._arrival.wait()
+            self.begun()
+        if self._refusal is not None:
+            raise StoreError("write", "the store", f"it could not begin: {self._refusal}")
+        self._ticket.wait()
+
+
 class Tiers:
     """The host arena and the store that a set of stored tensors share.
 
@@ -62,6 +98,9 @@ class Tiers:
         self.planned_peak = 0
         self._store: Store | None = None
         self._writes: deque[tuple[Ticket, Buffer]] = deque()
+        # Those among the writes that have not begun, and whose bytes they write: while one begins, the finalizer of
+        # these, which waits for it, must not run.
+        self._delayed: deque[tuple[DelayedWrite, object]] = deque()
         self._lock = threading.RLock()
 
     @classmethod
@@ -120,14 +159,17 @@ class Tiers:
             if not background.finish():  # not under the lock, which the background's own leases take
                 return self.host.lease(nbytes)
 
-    def writing(self, ticket: Ticket, buffer: Buffer) -> None:
-        """Take over `buffer` until `ticket`, a write from it, is done; waits while too many bytes are under way.
+    def writing(self, ticket: Ticket, buffer: Buffer, storage: object) -> None:
+        """Take over `buffer` until `ticket`, a write of `storage` from it, is done; waits where many are under way.
 
         Buffers come back in order, and not before there is need of their room: so how much the arena holds doesn't
         depend on how fast the disk is.
         """
         with self._lock:
             self._writes.append((ticket, buffer))
+            if isinstance(ticket, DelayedWrite):
+                self._delayed.append((ticket, storage))
+            self._begin_delayed()
             self.limit_writes(_MAX_BYTES_WRITING)
 
     def limit_writes(self, nbytes: int) -> None:
@@ -156,11 +198,17 @@ class Tiers:
         if failure is not None:
             raise failure
 
+    def _begin_delayed(self) -> None:
+        while self._delayed and self._delayed[0][0].begun():
+            self._delayed.popleft()
+
     def _retire(self) -> None:
+        self._begin_delayed()
         ticket, buffer = self._writes[0]
         try:
             ticket.wait()
         finally:
+            self._begin_delayed()
             if ticket.done():  # not after Ctrl-C: the disk still reads the buffer
                 self._writes.popleft()
                 buffer.release()

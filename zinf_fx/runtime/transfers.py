@@ -22,7 +22,11 @@ class StagedTile:
         self.holds = 0
         self._nbytes = count * storage.dtype.itemsize
         self._counters = storage.tiers.counters
-        self._window = storage.window(start, count).read_only()
+        self._window = storage.device_window(start, count).read_only()
+
+    def upload(self) -> None:
+        """Start to copy it to the device."""
+        self._window.upload()
 
     @property
     def version(self) -> int | None:
@@ -31,7 +35,7 @@ class StagedTile:
 
     def follow(self, storage: TensorStorage) -> None:
         """From now on, take over what is written to the storage."""
-        storage.followers.add(self._window)
+        self._window.follow(storage)
 
     def wait(self) -> torch.Tensor:
         """The tile's elements, flat; counts the time for which compute had to wait."""
@@ -66,6 +70,13 @@ class Staging:
             tile.holds += 1
             self._let_go(key)
             return tile
+
+    def upload(self, storage: TensorStorage, start: int, count: int) -> None:
+        """Start to copy a tile to the device if it is held in its present version: `wait` copies any other."""
+        with self._lock:
+            tile = self._tiles.get((storage.key, start, count))
+            if tile is not None and tile.version == storage.version:
+                tile.upload()
 
     def stay(self, tile: StagedTile, storage: TensorStorage) -> None:
         """Hand over a hold: the tile stays in memory until its next fetch, whatever is written to it meanwhile."""

@@ -1,0 +1,243 @@
+"""Where a model computes: a CPU, whose memory is host memory, or a CUDA device, which tiles are copied to and from.
+
+[Note: order on a device]
+Compute is queued on the device's current stream, and copies on two streams of their own, one per direction. A copy
+follows the compute that was queued when it was asked for; what is queued after its `join` follows the copy. Memory on
+the device belongs to the compute stream, and whoever drops it has joined the copies from and to it. So memory on the
+device is bounded by the order in which the program queues its work, however far it runs ahead of the device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from functools import cache
+from typing import Protocol
+
+import torch
+
+from zinf_fx.runtime.pinned import Registry, slabs
+
+# Bytes of values that may be on their way to host memory before compute waits for the oldest.
+_MAX_BYTES_LEAVING = 64 << 20
+
+
+class Copy(Protocol):
+    """A copy between host and device memory, under way."""
+
+    def done(self) -> bool:
+        """Whether it is over."""
+
+    def wait(self) -> None:
+        """Return when it is over."""
+
+    def join(self) -> None:
+        """What the device computes from now on follows the copy."""
+
+
+class Upload(Copy, Protocol):
+    """A copy to the device, which is started when the elements are in host memory.
+
+    Attributes:
+        value: where they go, on the device; None after `drop`.
+    """
+
+    value: torch.Tensor | None
+
+    def start(self, host: torch.Tensor) -> None:
+        """Start to copy elements, flat, from host memory, which has to stay as it is until the copy is done."""
+
+    def drop(self) -> None:
+        """Forget the value: its memory may go to what the device computes from now on."""
+
+
+class Device(Registry, Protocol):
+    """A device to compute on.
+
+    Attributes:
+        torch_device: as PyTorch names it.
+        in_host_memory: whether it computes in host memory, so that nothing has to be copied.
+    """
+
+    torch_device: torch.device
+    in_host_memory: bool
+
+    def upload(self, value: torch.Tensor) -> Upload:
+        """A copy to `value`, flat and on the device, that follows what is queued now."""
+
+    def download(self, value: torch.Tensor, host: torch.Tensor, after: Iterable[Copy] = ()) -> Copy:
+        """Start to copy `value`, of any shape, to host memory, flat, in the dtype that this has.
+
+        The copy follows those in `after`. The caller may drop `value`, but not write to it before the copy is joined.
+        """
+
+
+class Cpu:
+    """Computes in host memory. Copies, where there are any, are over at once."""
+
+    torch_device = torch.device("cpu")
+    in_host_memory = True
+
+    def upload(self, value: torch.Tensor) -> Upload:
+        return _Copied(value)
+
+    def download(self, value: torch.Tensor, host: torch.Tensor, after: Iterable[Copy] = ()) -> Copy:
+        for copy in after:
+            copy.wait()
+        host.view(value.shape).copy_(value)
+        return _Copied(value)
+
+    def register(self, address: int, nbytes: int) -> str | None:
+        return None
+
+    def unregister(self, address: int) -> None:
+        pass
+
+
+class _Copied:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value: torch.Tensor | None = value
+
+    def start(self, host: torch.Tensor) -> None:
+        self.value.copy_(host)
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+    join = wait
+
+    def drop(self) -> None:
+        self.value = None
+
+
+CPU = Cpu()
+
+
+class Cuda:
+    """A CUDA device: copies run beside compute, on streams of their own, from and to registered host memory."""
+
+    in_host_memory = False
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+        self.uploads = torch.cuda.Stream(torch_device)
+        self.downloads = torch.cuda.Stream(torch_device)
+        self._leaving: deque[_CudaDownload] = deque()
+        self._runtime = torch.cuda.cudart()
+
+    def upload(self, value: torch.Tensor) -> Upload:
+        return _CudaUpload(self, value)
+
+    def download(self, value: torch.Tensor, host: torch.Tensor, after: Iterable[Copy] = ()) -> Copy:
+        if value.device != self.torch_device:
+            return CPU.download(value, host, after)
+        copy = _CudaDownload(self, value.detach().reshape(-1).to(host.dtype), host, after)
+        self._leaving.append(copy)
+        while len(self._leaving) > 1 and sum(c.nbytes for c in self._leaving) > _MAX_BYTES_LEAVING:
+            self._leaving.popleft().join()
+        return copy
+
+    def compute(self) -> torch.cuda.Stream:
+        """The stream that compute is queued on at present."""
+        return torch.cuda.current_stream(self.torch_device.index)
+
+    def register(self, address: int, nbytes: int) -> str | None:
+        portable = 1  # known in every CUDA context
+        error = int(self._runtime.cudaHostRegister(address, nbytes, portable))
+        return f"cudaHostRegister of {nbytes} bytes gave error {error} (ulimit -l?)" if error else None
+
+    def unregister(self, address: int) -> None:
+        self._runtime.cudaHostUnregister(address)
+
+
+class _CudaCopy:
+    """What uploads and downloads have in common: the event after the copy, and the stream that owns the memory."""
+
+    def __init__(self, device: Cuda) -> None:
+        self._device = device
+        self._owner = device.compute()
+        self._queued = self._owner.record_event()
+        self._copied: torch.cuda.Event | None = None
+        self._joined = False  # by the owner
+
+    def _start(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor, host: torch.Tensor) -> None:
+        stream.wait_event(self._queued)
+        address, itemsize = host.data_ptr(), host.dtype.itemsize
+        with torch.cuda.stream(stream):
+            for first, last in slabs(address, host.nbytes):
+                part = slice((first - address) // itemsize, (last - address) // itemsize)
+                target[part].copy_(source[part], non_blocking=True)
+        self._copied = stream.record_event()
+
+    def done(self) -> bool:
+        return self._copied is not None and self._copied.query()
+
+    def wait(self) -> None:
+        self._copied.synchronize()
+
+    def join(self) -> None:
+        if not self._joined:
+            self._owner.wait_event(self._copied)
+            self._joined = True
+
+
+class _CudaUpload(_CudaCopy):
+    def __init__(self, device: Cuda, value: torch.Tensor) -> None:
+        super().__init__(device)
+        self.value: torch.Tensor | None = value
+
+    def start(self, host: torch.Tensor) -> None:
+        self._start(self._device.uploads, self.value, host, host)
+
+    def join(self) -> None:
+        super().join()
+        stream = self._device.compute()
+        if stream.cuda_stream != self._owner.cuda_stream:
+            stream.wait_event(self._copied)
+            self.value.record_stream(stream)
+
+    def drop(self) -> None:
+        if self._copied is not None:
+            super().join()
+        self.value = None
+
+
+class _CudaDownload(_CudaCopy):
+    """Keeps the value until the copy is known to be done, or joined."""
+
+    def __init__(self, device: Cuda, value: torch.Tensor, host: torch.Tensor, after: Iterable[Copy]) -> None:
+        super().__init__(device)
+        self.nbytes = value.nbytes
+        self._value: torch.Tensor | None = value
+        for copy in after:
+            device.downloads.wait_event(copy._copied) if isinstance(copy, _CudaCopy) else copy.wait()
+        self._start(device.downloads, host, value, host)
+
+    def done(self) -> bool:
+        if not super().done():
+            return False
+        self._value = None
+        return True
+
+    def wait(self) -> None:
+        super().wait()
+        self._value = None
+
+    def join(self) -> None:
+        super().join()
+        self._value = None
+
+
+@cache
+def _cuda(index: int) -> Cuda:
+    return Cuda(torch.device("cuda", index))
+
+
+def device_of(device: torch.device) -> Device:
+    """What computes on a device of PyTorch's. Raises: KeyError for a type of device that is not supported."""
+    if device.type == "cuda":
+        return _cuda(torch.cuda.current_device() if device.index is None else device.index)
+    return {"cpu": CPU}[device.type]
