@@ -92,9 +92,9 @@ def recorded(tiers: Tiers) -> Iterator[Recording]:
         return buffer
 
     def noting(start: Callable[..., Ticket], write: bool) -> Callable[..., Ticket]:
-        def note(extent: Extent, address: int, offset: int, nbytes: int) -> Ticket:
+        def note(extent: Extent, address: int, offset: int, nbytes: int, *, owner: object = None) -> Ticket:
             recording.requests.append(Request(write, extent, offset, nbytes))
-            return start(extent, address, offset, nbytes)
+            return start(extent, address, offset, nbytes, owner=owner)
 
         return note
 
