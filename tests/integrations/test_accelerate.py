@@ -18,6 +18,7 @@ def test_backend_is_known():
     plugin = TorchDynamoPlugin(backend="zinf")
     assert plugin.to_kwargs() == {"backend": "zinf"}
     assert plugin.backend != DynamoBackend.NO and plugin.backend == DynamoBackend("ZINF") and "ZINF" in DynamoBackend
+    assert plugin.backend is DynamoBackend.ZINF and plugin.backend in list(DynamoBackend)
     assert copy.deepcopy(plugin.backend) == pickle.loads(pickle.dumps(plugin.backend)) == plugin.backend
 
 

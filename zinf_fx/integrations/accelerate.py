@@ -10,13 +10,14 @@ from accelerate.utils.dataclasses import DynamoBackend
 NAME = "ZINF"
 
 
-def _missing(cls: type, value: object) -> object:
-    """What an enumeration asks for a value that it doesn't have."""
-    if value != NAME:
-        return None
-    member = str.__new__(cls, NAME)
-    member._name_ = member._value_ = NAME
-    return member
+def add_member(kind: type, name: str) -> None:
+    """Let an enumeration of strings have one more member, whose value is its name."""
+    member = str.__new__(kind, name)
+    member._name_ = member._value_ = name
+    setattr(kind, name, member)
+    kind._member_map_[name] = kind._value2member_map_[name] = member
+    kind._member_names_.append(name)
 
 
-DynamoBackend._missing_ = classmethod(_missing)
+if NAME not in DynamoBackend.__members__:
+    add_member(DynamoBackend, NAME)
