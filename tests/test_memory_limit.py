@@ -105,6 +105,7 @@ def test_a_gpt_of_303_million_parameters_trains_in_1536_mib(group: Path, tmp_pat
     """Its states have 4.2 GB; interpreter, PyTorch and compiler count too."""
     request = {
         "variant": "zinf",
+        "device": "cpu",
         "model": {"layers": 24, "hidden": 1024, "heads": 16, "context": 512},
         **{"batch": 4, "dtype": "bfloat16", "warmup": 0, "steps": 2, "clip": None, "seed": 0, "overlap": True},
         "offloading": {"placement": "nvme", "activations": "recompute", "chunk": "8MiB", "store": str(tmp_path)},
