@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from zinf_fx.errors import StoreError
 from zinf_fx.optim.chunks import Piece, chunk_elements, cut, opened_ahead
 from zinf_fx.optim.elements import Slice, moved, open_elements, open_window
 from zinf_fx.runtime.device import Device
 from zinf_fx.runtime.stored_tensor import StoredTensor
+from zinf_fx.runtime.tiers import drain_after
 from zinf_fx.runtime.windows import DeviceWindow, Window
 
 # The list of step counters: one number for each parameter, and not in its shape.
@@ -116,10 +116,5 @@ def update_in_chunks(
         for each in tiers:
             each.drain()
     except BaseException as error:
-        for each in tiers:
-            try:
-                each.drain()
-            except StoreError as failed:
-                if str(failed) != str(error):
-                    error.add_note(f"and then: {failed}")
+        drain_after(error, tiers)
         raise

@@ -23,6 +23,7 @@ from zinf_fx.runtime.freelist import round_up
 from zinf_fx.runtime.heap import trim_heap
 from zinf_fx.runtime.storage import WINDOW_ALIGNMENT
 from zinf_fx.runtime.stored_tensor import StoredTensor
+from zinf_fx.runtime.tiers import drain_after
 
 
 @dataclass
@@ -193,7 +194,7 @@ class StreamedStep:
         except BaseException as error:
             self._over = True
             self._close.close()
-            torn = self.torn(error)
+            torn = self._torn(error)
             self._leave()
             if torn is not None:
                 self._failed(torn)
@@ -229,8 +230,7 @@ class StreamedStep:
         for tiers in self._tiers:
             tiers.drain()
         for parameter in self._parameters:
-            for tensor in (parameter, *self._stored[parameter].tensors.values()):
-                tensor.storage.flush()
+            self._flush(parameter)
         self._over = True
         self._close.close()
         self._leave()
@@ -244,15 +244,10 @@ class StreamedStep:
             if tiers.background is self:
                 tiers.background = None
 
-    def torn(self, error: BaseException) -> TornStep | None:
+    def _torn(self, error: BaseException) -> TornStep | None:
         """After `error`, once the writes under way have ended: how far it got; None if nothing changed and `start`
         raises it."""
-        for tiers in self._tiers:
-            try:
-                tiers.drain()
-            except StoreError as failed:
-                if str(failed) != str(error):
-                    error.add_note(f"and then: {failed}")
+        drain_after(error, self._tiers)
         if not self._begun and not self._overlapped:
             return None
         updated = {p for p in self._finished if self._in_store(p)}
@@ -317,10 +312,13 @@ class StreamedStep:
                 self._pending.discard(tensor.storage.key)
         states.gradient = None
 
+    def _flush(self, parameter: StoredTensor) -> None:
+        for tensor in (parameter, *self._stored[parameter].tensors.values()):
+            tensor.storage.flush()
+
     def _in_store(self, parameter: StoredTensor) -> bool:
         try:
-            for tensor in (parameter, *self._stored[parameter].tensors.values()):
-                tensor.storage.flush()
+            self._flush(parameter)
         except StoreError:
             return False
         return True

@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -212,6 +212,16 @@ class Tiers:
             if ticket.done():  # not after Ctrl-C: the disk still reads the buffer
                 self._writes.popleft()
                 buffer.release()
+
+
+def drain_after(error: BaseException, several: Iterable[Tiers]) -> None:
+    """Wait for every write under way, after `error`, which gets notes of other failures."""
+    for tiers in several:
+        try:
+            tiers.drain()
+        except StoreError as failed:
+            if str(failed) != str(error):
+                error.add_note(f"and then: {failed}")
 
 
 def check_one_rank() -> None:
