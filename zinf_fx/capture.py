@@ -24,7 +24,7 @@ from zinf_fx.errors import PlanError
 from zinf_fx.passes.framework import GraphContext, nodes_calling
 from zinf_fx.passes.pipeline import plan_inference, plan_training, schedule_of, tiles_moved
 from zinf_fx.plan.memory import most
-from zinf_fx.plan.schedule import GraphSchedule, Plan, Tile
+from zinf_fx.plan.schedule import Plan, Tile
 from zinf_fx.runtime.executor import Program, bind_parameters
 from zinf_fx.runtime.stored_tensor import StoredTensor
 
@@ -77,19 +77,27 @@ class Capture:
         forward, forward_context, backward, backward_context = plan_training(joint, joint_inputs, context, **arguments)
         self._contexts = {"forward": forward_context, "backward": backward_context}
         graphs = schedule_of(forward.graph, forward_context), schedule_of(backward.graph, backward_context)
-        self._set_plan(graphs, backward_context.gradient_buffer)
+        self._set_plan(
+            Plan(
+                graphs,
+                self.config,
+                gradient_buffer=backward_context.gradient_buffer,
+                activation_buffer=forward_context.activation_buffer,
+                kept=forward_context.kept,
+            )
+        )
         return forward, backward
 
     def _inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         tiles = self._tiles(module.graph)
         self._contexts = {"inference": GraphContext("inference", self.config, tiles)}
         plan_inference(module, self._contexts["inference"])
-        self._set_plan((schedule_of(module.graph, self._contexts["inference"]),))
+        self._set_plan(Plan((schedule_of(module.graph, self._contexts["inference"]),), self.config))
         return self._bind(module, "inference")
 
-    def _set_plan(self, graphs: tuple[GraphSchedule, ...], gradient_buffer: int = 0) -> None:
-        self.plan = Plan(graphs, self.config, gradient_buffer=gradient_buffer)
-        peak = most(self.plan)
+    def _set_plan(self, plan: Plan) -> None:
+        self.plan = plan
+        peak = most(plan)
         for tiers in {tensor.storage.tiers for tensor in self._inputs if isinstance(tensor, StoredTensor)} - {None}:
             tiers.plan_peak(peak)
 

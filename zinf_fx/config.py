@@ -123,10 +123,18 @@ class Config:
         set_field("prefetch", _parse_prefetch(self.prefetch))
         if self.tile not in (None, "auto"):
             set_field("tile", parse_bytes(self.tile, "tile"))
-        for name, accepted in (("activations", ("keep", "recompute")), ("compute", ("eager",))):
+        for name, accepted in (("activations", ("keep", "recompute", "offload")), ("compute", ("eager",))):
             if getattr(self, name) not in accepted:
                 allowed = ", ".join(map(repr, accepted))
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not accepted; accepted: {allowed}")
+
+    @property
+    def activation_tier(self) -> Tier:
+        """Where saved activations live between forward and backward."""
+        placement = self.placement
+        if placement == "auto" or self.activations != "offload" or placement.activations != "device":
+            return "device" if placement == "auto" else placement.activations
+        return "nvme" if "nvme" in (placement.parameters, placement.gradients, placement.optimizer) else "host"
 
     @property
     def stores(self) -> tuple[Path, ...]:
@@ -177,8 +185,6 @@ def _parse_placement(value: object) -> Placement | Literal["auto"]:
             raise ConfigError(f"placement has an unknown state {state!r}; accepted: {', '.join(states)}")
         if tier not in TIERS:
             raise ConfigError(f"placement of {state} is {tier!r}; accepted: {', '.join(TIERS)}")
-    if value.get("activations", "device") != "device":
-        raise ConfigError(f"placement of activations is {value['activations']!r}; accepted so far: device")
     return Placement(**value)
 
 

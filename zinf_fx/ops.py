@@ -13,7 +13,9 @@ binds to its own methods: they have no kernel of their own, so a graph can't run
 | release | the tile's buffers are free | re-partition |
 | reduce_scatter | start the collective that turns a full gradient into this rank's shard | |
 | offload | start the move of a gradient shard to its tier, adding to what is there | |
+| offload_activation | start the move of an activation to its tier; the token of the tile that it is from now on | |
 
+An activation that left comes back in backward as any tile does.
 `start` is the tile's first element in its parameter, when that has several tiles. `turn=True` marks a transfer that the
 forward graph starts for the backward graph. `resident=True` marks a release after which the tile stays in memory until
 its next fetch, and the transfers of that next journey, which find it there.
@@ -32,6 +34,7 @@ _library.define("wait(Tensor token, SymInt[] shape, ScalarType dtype, Device dev
 _library.define("release(Tensor token, *, int start=0, bool resident=False) -> ()")
 _library.define("reduce_scatter(Tensor token, Tensor gradient, *, int start=0) -> Tensor")
 _library.define("offload(Tensor token, Tensor shard, *, int start=0) -> ()")
+_library.define("offload_activation(Tensor value) -> Tensor")
 
 gather = torch.ops.zinf.gather.default
 fetch = torch.ops.zinf.fetch.default
@@ -41,11 +44,12 @@ wait = torch.ops.zinf.wait.default
 release = torch.ops.zinf.release.default
 reduce_scatter = torch.ops.zinf.reduce_scatter.default
 offload = torch.ops.zinf.offload.default
+offload_activation = torch.ops.zinf.offload_activation.default
 
 TRANSFERS = (fetch, upload, allgather)
-LOWERED = (*TRANSFERS, wait, release, reduce_scatter, offload)
+LOWERED = (*TRANSFERS, wait, release, reduce_scatter, offload, offload_activation)
 
-for _op in (fetch, upload, allgather, wait, release, reduce_scatter, offload):
+for _op in LOWERED:
     # FX removes a node without users unless it is known to have an effect.
     torch.fx.node.has_side_effect(_op)
 
@@ -61,6 +65,11 @@ def _full_tile(
 @torch.library.register_fake("zinf::reduce_scatter", lib=_library)
 def _shard(token: torch.Tensor, gradient: torch.Tensor, *, start: int = 0) -> torch.Tensor:
     return torch.empty_like(gradient)
+
+
+@torch.library.register_fake("zinf::offload_activation", lib=_library)
+def _token(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty((), dtype=torch.int64, device="cpu")
 
 
 for _name in ("fetch", "upload", "allgather", "release", "offload"):

@@ -12,7 +12,7 @@ from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.config import Config
-from zinf_fx.plan.memory import HostUse, gradient_buffer, living_on_host
+from zinf_fx.plan.memory import HostUse, gradient_buffer, living_on_host, write_buffer
 from zinf_fx.plan.schedule import HEAD, Tile
 
 # Node metadata that passes write and later stages read.
@@ -28,7 +28,9 @@ class TileKey(NamedTuple):
 
 
 def key_of(node: fx.Node) -> TileKey:
-    """The key of the tile that a `zinf` node is about."""
+    """The key of the tile that a `zinf` node is about: the node itself is the token of an activation that leaves."""
+    if node.target is ops.offload_activation:
+        return TileKey(node.name)
     return TileKey(node.args[0].name, node.kwargs.get("start", 0))
 
 
@@ -66,7 +68,8 @@ class GraphContext:
     Attributes:
         kind: which graph it is.
         config: the options in force.
-        tiles: each parameter as one tile, by the name of the placeholder that carries its token.
+        tiles: each parameter as one tile, by the name of the placeholder that carries its token; and each activation that
+            leaves, by the name of the node that is its token.
         divided: by token, the tiles of each parameter that has several, in the order of their rows.
         undivided: by token, why a parameter that exceeds the tile limit is one tile nevertheless.
         gradients: joint and backward: by position among the outputs of backward, the token of the parameter whose
@@ -74,6 +77,7 @@ class GraphContext:
         backward_outputs: joint only: how many of its last outputs are those of backward.
         successor_head: what the next graph needs at its head; this graph starts it in its last operators.
         staying: tiles that are in memory throughout: from a use before the graph to one after it.
+        kept: bytes of activations that stay on the device from forward to backward.
         provided: what the passes so far have established.
     """
 
@@ -87,11 +91,12 @@ class GraphContext:
     divided: dict[str, tuple[Tile, ...]] = field(default_factory=dict)
     undivided: dict[str, str] = field(default_factory=dict)
     staying: tuple[TileKey, ...] = ()
+    kept: int = 0
 
     @property
     def budget(self) -> int | None:
         """Bytes that may be in flight at once (see [Note: bytes in flight]); None: no limit; negative: no room."""
-        return None if self.limit is None else self.limit - self.gradient_buffer
+        return None if self.limit is None else self.limit - self.gradient_buffer - self.activation_buffer
 
     @property
     def is_limited(self) -> bool:
@@ -100,14 +105,14 @@ class GraphContext:
 
     @property
     def limit(self) -> int | None:
-        """Bytes for all that is moved: of the memories, what the states that live in them leave; None: no limit."""
+        """Bytes for all that is moved: of the memories, what lives in them leaves; None: no limit."""
         device, host = self.config.device_memory, self.config.host_memory
-        limits = [device] if device is not None else []
+        limits = [device - self.kept] if device is not None else []
         return min([*limits, host - self.living.total] if host is not None else limits, default=None)
 
     @property
     def living(self) -> HostUse:
-        """The states that live in host memory."""
+        """The states, and the activations that left, that live in host memory."""
         return living_on_host(self.config.placement, list(self.tiles.values()))
 
     @property
@@ -117,6 +122,13 @@ class GraphContext:
             return 0
         trained = [tile for token in self.gradients.values() for tile in self.tiles_of(token).values()]
         return gradient_buffer(trained, self.limit)
+
+    @property
+    def activation_buffer(self) -> int:
+        """Bytes of activations that may be on their way to NVMe at once."""
+        if self.kind != "forward":
+            return 0
+        return write_buffer([t.nbytes for t in self.tiles.values() if t.activation and t.tier == "nvme"], self.limit)
 
     def comes_anew(self, token: str) -> bool:
         """Whether a parameter's tiles are gathered for each operator that uses them.
@@ -172,6 +184,15 @@ def stays_of(nodes: Iterable[fx.Node]) -> Iterator[tuple[Stay, fx.Node]]:
 def is_compute(node: fx.Node) -> bool:
     """Whether the node computes something: neither a transfer nor an input, constant or output."""
     return node.op in ("call_function", "call_module", "call_method") and node.target not in (ops.gather, *ops.LOWERED)
+
+
+def bytes_computed(node: fx.Node) -> int:
+    """Bytes of a node's result: with symbolic sizes, of those at hand; of a tuple, 0, because its members are counted."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return 0
+    numel = value.numel()
+    return (numel if isinstance(numel, int) else int(numel.node.hint or 0)) * value.dtype.itemsize
 
 
 def operator_of(node: fx.Node) -> int:

@@ -27,6 +27,13 @@ from zinf_fx.passes.framework import (
 )
 from zinf_fx.passes.keep_activations import KeepActivations
 from zinf_fx.passes.lower_gathers import LowerGathers
+from zinf_fx.passes.offload_activations import (
+    OffloadActivations,
+    ReloadActivations,
+    bytes_of,
+    leaving,
+    saved_activations,
+)
 from zinf_fx.passes.offload_gradients import OffloadGradients
 from zinf_fx.passes.partition import partition
 from zinf_fx.passes.prefetch import Prefetch
@@ -85,13 +92,23 @@ def _plan_training(
 ) -> tuple[fx.GraphModule, GraphContext, fx.GraphModule, GraphContext]:
     tiling = _tiling(tile_limit)
     context = replace(context, gradients=dict(context.gradients), divided={}, undivided={})
-    activations = {"keep": KeepActivations, "recompute": RecomputeActivations}[context.config.activations]()
+    activations = {
+        "keep": KeepActivations,
+        "offload": KeepActivations,
+        "recompute": RecomputeActivations,
+    }[context.config.activations]()
     run_passes(joint.graph, context, [*tiling, activations, RecomputeGathers(), ReduceGradients()])
     forward, backward = partition(joint, joint_inputs, context, **arguments)
-    tiled = {"divided": context.divided, "undivided": context.undivided}
-    forward_context = GraphContext("forward", context.config, context.tiles, **tiled)
-    backward_context = GraphContext("backward", context.config, context.tiles, context.gradients, **tiled)
+    tier = context.config.activation_tier
+    movable, fixed = saved_activations(forward.graph, arguments["num_fwd_outputs"])
+    leave = leaving(movable) if tier != "device" else ()
+    both = {"divided": context.divided, "undivided": context.undivided}
+    both["kept"] = bytes_of(movable) - bytes_of(leave) + bytes_of(fixed)
+    forward_context = GraphContext("forward", context.config, dict(context.tiles), **both)
+    backward_context = GraphContext("backward", context.config, dict(context.tiles), context.gradients, **both)
     backward_context.provided.add("gradients_reduced")
+    run_passes(forward.graph, forward_context, [OffloadActivations(leave, tier)])
+    run_passes(backward.graph, backward_context, [ReloadActivations(leave, tier)])
     # Backward first: forward has to start what backward needs at its head.
     forward_context.successor_head = _schedule(backward.graph, backward_context, [OffloadGradients()])
     _schedule(forward.graph, forward_context, [])

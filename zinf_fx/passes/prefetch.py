@@ -66,7 +66,8 @@ class Prefetch:
             self._delay_offloads(graph, context, ledger)
 
     def head(self, graph: fx.Graph, context: GraphContext) -> tuple[HeadTransfer, ...]:
-        """What a scheduled graph needs at its head, for the `successor_head` of the graph before it."""
+        """What a scheduled graph needs at its head, for the `successor_head` of the graph before it: parameters. What
+        activations it needs first, that graph has only just computed."""
         distance_of = dict(zip((ops.allgather, ops.upload, ops.fetch), self.distances or (0, 0, 0), strict=True))
         use: dict[TileKey, int] = {}
         for node in nodes_calling(graph, ops.wait):
@@ -79,7 +80,7 @@ class Prefetch:
                 key_of(node).start,
             )
             for node in nodes_calling(graph, *ops.TRANSFERS)
-            if operator_of(node) == HEAD
+            if operator_of(node) == HEAD and not context.tile_of(node).activation
         )
 
     def _move_ahead(

@@ -15,8 +15,8 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zinf_fx.passes.aliases import aliased_inputs, is_view
-from zinf_fx.passes.framework import GraphContext, is_compute
+from zinf_fx.passes.aliases import is_view, memory_of
+from zinf_fx.passes.framework import GraphContext, bytes_computed, is_compute
 from zinf_fx.passes.tile_values import tile_values
 
 
@@ -36,7 +36,7 @@ class RecomputeActivations:
     def __call__(self, graph: fx.Graph, context: GraphContext) -> None:
         forward = _forward_nodes(graph, context.backward_outputs)
         crossing = _crossing(forward)
-        cuts = _best_cuts(crossing, [0 if is_view(n) else _nbytes(n) for n in forward])
+        cuts = _best_cuts(crossing, [0 if is_view(n) else bytes_computed(n) for n in forward])
         saved = set().union(*(crossing[cut] for cut in cuts))
         segment = 0
         for position, node in enumerate(forward):
@@ -75,13 +75,10 @@ def _forward_nodes(graph: fx.Graph, backward_outputs: int) -> list[fx.Node]:
 
 def _crossing(forward: list[fx.Node]) -> list[frozenset[fx.Node]]:
     """For each position, the nodes up to it whose memory a later forward node reads."""
-    root: dict[fx.Node, fx.Node] = {}
+    root = {node: memory_of(node) for node in forward}
     position_of = {node: position for position, node in enumerate(forward)}
     last_use: dict[fx.Node, int] = {}
     for position, node in enumerate(forward):
-        # A member of a tuple has memory of its own; any other view has that of what it views.
-        viewed = [] if node.target is operator.getitem and not is_view(node.args[0]) else aliased_inputs(node)
-        root[node] = root.get(viewed[0], viewed[0]) if viewed else node
         for source in node.all_input_nodes:
             last_use[root.get(source, source)] = position
     result, live = [], set()
@@ -90,7 +87,7 @@ def _crossing(forward: list[fx.Node]) -> list[frozenset[fx.Node]]:
         leaving.setdefault(last, []).append(node)
     for position, node in enumerate(forward):
         live.difference_update(leaving.get(position, ()))
-        if root[node] is node and _nbytes(node) and last_use.get(node, position) > position:
+        if root[node] is node and bytes_computed(node) and last_use.get(node, position) > position:
             live.add(node)
         result.append(frozenset(n for n in live if n in position_of))
     return result
@@ -98,14 +95,14 @@ def _crossing(forward: list[fx.Node]) -> list[frozenset[fx.Node]]:
 
 def _best_cuts(crossing: list[frozenset[fx.Node]], sizes: list[int]) -> list[int]:
     """The positions to cut behind: those whose saved bytes and largest segment are least together."""
-    bytes_crossing = [sum(map(_nbytes, nodes)) for nodes in crossing]
+    bytes_crossing = [sum(map(bytes_computed, nodes)) for nodes in crossing]
     candidates = _local_minima(bytes_crossing)
     total = sum(sizes)
     best, best_peak = [], total
     limit = total // 2
     while limit > 0 and candidates:
         cuts, largest = _cut_by_size(candidates, sizes, limit)
-        saved = sum(map(_nbytes, set().union(*(crossing[cut] for cut in cuts))))
+        saved = sum(map(bytes_computed, set().union(*(crossing[cut] for cut in cuts))))
         if saved + largest < best_peak:
             best, best_peak = cuts, saved + largest
         if len(cuts) == len(candidates):
@@ -145,12 +142,3 @@ def _local_minima(values: list[int]) -> list[int]:
                 minima.append(candidate)
             falling = False
     return minima
-
-
-def _nbytes(node: fx.Node) -> int:
-    """Bytes of a node's result; of a tuple, 0: its members are counted."""
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return 0
-    numel = value.numel()
-    return (numel if isinstance(numel, int) else int(numel.node.hint or 0)) * value.dtype.itemsize

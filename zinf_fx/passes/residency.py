@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import ClassVar, NamedTuple
 
 from torch import fx
@@ -104,7 +104,8 @@ def choose(graphs: Sequence[tuple[fx.Graph, GraphContext]]) -> list[Residency]:
 
 
 def gaps_of(graphs: Sequence[tuple[fx.Graph, GraphContext]]) -> Iterator[Gap]:
-    """The gaps between the uses of each tile; the last one of a step ends at the first use of the next."""
+    """The gaps between the uses of each tile; the last one of a step ends at the first use of the next, except of an
+    activation, which has other values then."""
     uses: dict[TileKey, list[Use]] = {}
     early: dict[TileKey, int] = {}
     for number, (graph, _) in enumerate(graphs):
@@ -114,7 +115,8 @@ def gaps_of(graphs: Sequence[tuple[fx.Graph, GraphContext]]) -> Iterator[Gap]:
     for key, of_tile in uses.items():
         tile = graphs[of_tile[0].graph][1].tile(key)
         if tile_bytes(tile):
-            for before, after in zip(of_tile, (*of_tile[1:], of_tile[0]), strict=True):
+            next_step = () if tile.activation else of_tile[:1]
+            for before, after in pairwise((*of_tile, *next_step)):
                 yield Gap(before, after, tile_bytes(tile), not tile.opens_operator)
 
 

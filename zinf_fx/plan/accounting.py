@@ -2,7 +2,7 @@
 
 Predicted from the plan alone, for one rank. A tile of the NVMe tier is in host memory from its fetch to its upload, and
 a tile of a slower tier than the device is on the device from its upload to its release. A gradient that leaves is on
-the device from its reduce-scatter to its offload. On the CPU the two memories are one, and their sum is what is used.
+the device from its reduce-scatter to its offload. What is saved for backward and stays is `Plan.kept`. On the CPU the two memories are one, and their sum is what is used.
 """
 
 from __future__ import annotations
@@ -142,11 +142,14 @@ def traffic(plan: Plan, graph: GraphSchedule) -> Traffic:
     """What one graph moves."""
     uploads = [graph.tiles[e.tile] for e in graph.events if e.kind == "upload" and not (e.turn or e.resident)]
     offloads = [graph.tiles[e.tile] for e in graph.events if e.kind == "offload"]
+    leaving = [graph.tiles[e.tile] for e in graph.events if e.kind == "offload_activation"]
     return Traffic(
         nvme_to_host=sum(flow.fetched for flow in flows(plan, graph)),
         host_to_device=sum(_shard(plan, t.nbytes) for t in uploads if t.tier != "device"),
-        device_to_host=sum(_shard(plan, t.nbytes) for t in offloads if t.gradient_tier != "device"),
-        host_to_nvme=sum(_stored(plan, t) for t in offloads if t.gradient_tier == "nvme"),
+        device_to_host=sum(_shard(plan, t.nbytes) for t in offloads if t.gradient_tier != "device")
+        + sum(_shard(plan, t.nbytes) for t in leaving),
+        host_to_nvme=sum(_stored(plan, t) for t in offloads if t.gradient_tier == "nvme")
+        + sum(_stored(plan, t) for t in leaving if t.tier == "nvme"),
     )
 
 

@@ -8,7 +8,7 @@ Everything else of a process (activations, the gradient of the operator that com
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -18,10 +18,10 @@ from zinf_fx.plan.schedule import GraphSchedule, Plan, Tile
 
 # Elements of the chunks that the optimizer cuts parameters into are a multiple of this.
 _CHUNK_ALIGNMENT = 4096
-# Gradients on their way to NVMe, whatever the model, as far as one tile's gradient is not larger (ZeRO, section 6.2).
-_GRADIENT_BUFFER = 64 << 20
+# Writes on their way to NVMe, whatever the model, as far as one tensor is not larger (ZeRO, section 6.2).
+_WRITE_BUFFER = 64 << 20
 # The part of a budget that they may take.
-_GRADIENT_SHARE = 4
+_WRITE_SHARE = 4
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,9 @@ class HostUse:
         phase: "forward", "backward", "inference" or "optimizer".
         parameters, states: those that live in host memory.
         gradients: those of them that have arrived by then.
+        activations: those that live in host memory from forward to backward.
         tiles: of the NVMe tier, from fetch to release, and what stays between uses.
-        writes: gradients on their way to NVMe.
+        writes: gradients and activations on their way to NVMe.
         chunks: of the optimizer's step.
     """
 
@@ -41,6 +42,7 @@ class HostUse:
     parameters: int = 0
     states: int = 0
     gradients: int = 0
+    activations: int = 0
     tiles: int = 0
     writes: int = 0
     chunks: int = 0
@@ -48,7 +50,8 @@ class HostUse:
     @property
     def total(self) -> int:
         """All of it."""
-        return self.parameters + self.states + self.gradients + self.tiles + self.writes + self.chunks
+        living = self.parameters + self.states + self.gradients + self.activations
+        return living + self.tiles + self.writes + self.chunks
 
 
 class ChunkBytes(NamedTuple):
@@ -70,8 +73,12 @@ class ChunkBytes(NamedTuple):
 
 def gradient_buffer(gradients: Collection[Tile], budget: int | None) -> int:
     """Bytes of gradients that may be on their way to NVMe at once, for tiles whose gradients are computed."""
-    sizes = [tile.nbytes for tile in gradients if tile.gradient_tier == "nvme"]
-    limit = _GRADIENT_BUFFER if budget is None else min(_GRADIENT_BUFFER, budget // _GRADIENT_SHARE)
+    return write_buffer([tile.nbytes for tile in gradients if tile.gradient_tier == "nvme"], budget)
+
+
+def write_buffer(sizes: Collection[int], budget: int | None) -> int:
+    """Bytes that may be on their way to NVMe at once, of tensors of these sizes."""
+    limit = _WRITE_BUFFER if budget is None else min(_WRITE_BUFFER, budget // _WRITE_SHARE)
     return max(max(sizes, default=0), min(limit, sum(sizes)))
 
 
@@ -79,13 +86,14 @@ def living_on_host(placement: Placement | Literal["auto"], tiles: Collection[Til
     """What of a model's states lives in the arena at the end of backward, before any buffer. Each has whole blocks."""
     if not tiles or placement == "auto":  # only a model without stored parameters is planned with "auto"
         return HostUse("")
-    whole = _whole(tiles)
+    whole = _whole(tile for tile in tiles if not tile.activation)
     trained = [tile for tile in whole if tile.gradient_tier is not None]
     return HostUse(
         "",
         parameters=sum(blocks(tile.nbytes) for tile in whole if tile.tier == "host"),
         gradients=sum(blocks(tile.nbytes) for tile in trained if tile.gradient_tier == "host"),
         states=sum(_state_bytes(tile) for tile in trained) if placement.optimizer == "host" else 0,
+        activations=sum(blocks(tile.nbytes) for tile in tiles if tile.activation and tile.tier == "host"),
     )
 
 
@@ -164,15 +172,18 @@ def _uses(plan: Plan, graph: GraphSchedule) -> Iterator[_Use]:
         elif event.kind == "offload" and tile.gradient_tier == "host" and tile.name not in begun:
             begun.add(tile.name)
             gradients += blocks(whole[tile.name].nbytes)
-        elif event.kind == "offload" and tile.gradient_tier == "nvme":
+        elif (event.kind == "offload" and tile.gradient_tier == "nvme") or (
+            event.kind == "offload_activation" and tile.tier == "nvme"
+        ):
+            buffer = plan.gradient_buffer if event.kind == "offload" else plan.activation_buffer
             nbytes = blocks(tile.start * tile.dtype.itemsize % blocks(1) + tile.nbytes)
-            while sum(writes) > max(plan.gradient_buffer - nbytes, 0):
+            while sum(writes) > max(buffer - nbytes, 0):
                 writes.popleft()
             writes.append(nbytes)
         yield _Use(gradients, sum(sizes[label] for label in there), sum(writes))
 
 
-def _whole(tiles: Collection[Tile]) -> list[Tile]:
+def _whole(tiles: Iterable[Tile]) -> list[Tile]:
     """Parameters as one tile each."""
     found: dict[str, Tile] = {}
     for tile in tiles:

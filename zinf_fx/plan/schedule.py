@@ -12,7 +12,9 @@ import torch
 from zinf_fx.config import Config, Tier
 
 GraphKind = Literal["forward", "backward", "inference"]
-EventKind = Literal["fetch", "upload", "allgather", "wait", "release", "reduce_scatter", "offload"]
+EventKind = Literal[
+    "fetch", "upload", "allgather", "wait", "release", "reduce_scatter", "offload", "offload_activation"
+]
 
 # The operator number of what happens before the first operator.
 HEAD = -1
@@ -20,7 +22,8 @@ HEAD = -1
 
 @dataclass(frozen=True)
 class Tile:
-    """The unit of storage, transfer and schedule: one parameter, or some rows of a large one.
+    """The unit of storage, transfer and schedule: one parameter, some rows of a large one, or an activation that leaves
+    in forward and comes back in backward.
 
     Attributes:
         index: position among the graph's tiles.
@@ -29,6 +32,7 @@ class Tile:
         tier: where it lives between uses.
         gradient_tier: where its gradient goes; None when the graph computes none for it.
         rows: first row of the parameter and the one behind the last, when the parameter has several tiles.
+        activation: whether it is an activation: as flat as it lies in memory, and other values in every step.
     """
 
     index: int
@@ -38,6 +42,7 @@ class Tile:
     tier: Tier
     gradient_tier: Tier | None
     rows: tuple[int, int] | None = None
+    activation: bool = False
 
     @property
     def label(self) -> str:
@@ -110,13 +115,16 @@ class GraphSchedule:
 class Plan:
     """The schedule of one captured graph: forward and backward, or inference alone.
 
-    `gradient_buffer`: bytes of gradients that may be on their way to NVMe at once.
+    `gradient_buffer`, `activation_buffer`: bytes of gradients, and of activations, that may be on their way to NVMe at
+    once. `kept`: bytes of activations that stay where they were computed, from forward to backward.
     """
 
     graphs: tuple[GraphSchedule, ...]
     config: Config
     world_size: int = 1
     gradient_buffer: int = 0
+    activation_buffer: int = 0
+    kept: int = 0
 
     def graph(self, kind: GraphKind) -> GraphSchedule:
         """The graph of one kind. Raises: KeyError when the plan has none."""

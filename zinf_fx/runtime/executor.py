@@ -13,6 +13,7 @@ from torch import fx
 from zinf_fx import ops
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.plan.schedule import HEAD, GraphKind, Plan, Tile
+from zinf_fx.runtime.activations import ActivationSlots
 from zinf_fx.runtime.buffers import PAGE
 from zinf_fx.runtime.freelist import round_up
 from zinf_fx.runtime.storage import TensorStorage
@@ -22,9 +23,11 @@ from zinf_fx.runtime.stored_tensor import (
     accumulate_gradient_part,
     begin_gradient,
 )
+from zinf_fx.runtime.tiers import Tiers
 from zinf_fx.runtime.transfers import StagedTile, Staging
 
 _METHODS = {op: op._schema.name.split("::")[1] for op in ops.LOWERED}
+_TAKE_A_VALUE = (ops.reduce_scatter, ops.offload)
 
 
 class Stage:
@@ -70,11 +73,14 @@ class Program(Stage):
         # A forward graph starts the head of its backward graph by itself, as its plan says.
         self.starts_successor = schedule.kind != "forward"
         placeholders = [node.name for node in module.graph.find_nodes(op="placeholder")]
-        self._token_positions = [placeholders.index(token) for token in tokens]
         index = {(token, tile.start): tile.index for token, tile in zip(tokens, schedule.tiles, strict=True)}
+        # Those of activations that leave are made as the graph runs.
+        self._token_positions = [placeholders.index(token) if token in placeholders else None for token in tokens]
+        leaving = module.graph.find_nodes(op="call_function", target=ops.offload_activation)
+        self.slots = ActivationSlots(plan, {index[n.name, 0]: n.args[0].meta["val"].device for n in leaving})
         self._module = _bind(module, index)
-        self._head = [event.tile for event in schedule.at(HEAD, "fetch")]
-        self._last_storages: list[weakref.ref[TensorStorage]] = []
+        self._head = [e.tile for e in schedule.at(HEAD, "fetch") if not schedule.tiles[e.tile].activation]
+        self._last_storages: dict[int, weakref.ref[TensorStorage]] = {}  # of parameters
 
     @property
     def code(self) -> str:
@@ -82,10 +88,11 @@ class Program(Stage):
         return self._module.code
 
     def __call__(self, arguments: list) -> tuple:
-        storages = [TensorStorage.of_token(arguments[position]) for position in self._token_positions]
-        if [ref() for ref in self._last_storages] != storages:
+        storages = [p if p is None else TensorStorage.of_token(arguments[p]) for p in self._token_positions]
+        parameters = {t.index: storages[t.index] for t in self.schedule.tiles if not t.activation}
+        if {tile: ref() for tile, ref in self._last_storages.items()} != parameters:
             EXECUTOR.staging.drop_staying()
-        self._last_storages = [weakref.ref(storage) for storage in storages]
+        self._last_storages = {tile: weakref.ref(storage) for tile, storage in parameters.items()}
         EXECUTOR.begin(self, self.plan)
         run = Run(self, storages)
         arguments.reverse()
@@ -179,11 +186,15 @@ class Run:
     upload moves nothing either, and `wait` returns the buffer that the disk wrote into.
     """
 
-    def __init__(self, program: Program, storages: list[TensorStorage]) -> None:
+    def __init__(self, program: Program, storages: list[TensorStorage | None]) -> None:
+        """`storages`: of each tile; None: of an activation that this run is to offload."""
         self._program = program
         self._tiles = program.schedule.tiles
         self._storages = storages
-        self._tiers = list({id(storage.tiers): storage.tiers for storage in storages}.values())
+        self._tiers = list({id(storage.tiers): storage.tiers for storage in storages if storage is not None}.values())
+        if program.slots:
+            self._tiers = self._tiers or [Tiers.of(program.plan.config)]
+            program.slots.reserve(self._tiers[0])
         self._held: dict[int, StagedTile] = {}
         self._in_head = True
         self._begun: dict[int, _PartialGradient] = {}  # by the storage's key
@@ -242,6 +253,15 @@ class Run:
         else:
             self._offload_part(storage.key, parameter, self._tiles[tile], shard)
 
+    def offload_activation(self, tile: int, value: torch.Tensor) -> torch.Tensor:
+        """Move a saved activation to its tier; its token, which backward gets in its place."""
+        tiers, planned = self._tiers[0], self._tiles[tile]
+        storage, token = self._program.slots.take(tile, tiers)
+        if planned.tier == "nvme":
+            tiers.limit_writes(max(self._program.plan.activation_buffer - round_up(planned.nbytes, PAGE), 0))
+        storage.set(value)
+        return token
+
     def _offload_part(self, key: int, parameter: StoredTensor, tile: Tile, shard: torch.Tensor) -> None:
         """Add to a range of the gradient, or write it where this run is the first to; it began with no values."""
         if parameter.grad is None:
@@ -287,10 +307,12 @@ def _bind(module: fx.GraphModule, index: Mapping[tuple[str, int], int]) -> fx.Gr
             copies[node] = bound.call_method("pop", (arguments,))
             copies[node].name = node.name
         elif node.target in _METHODS:
-            rest = [copies[a] for a in node.args[1:]] if node.target in (ops.reduce_scatter, ops.offload) else []
+            makes_token = node.target is ops.offload_activation
+            token = node if makes_token else node.args[0]
+            values = node.args if makes_token else node.args[1:] if node.target in _TAKE_A_VALUE else ()
             options = dict(node.kwargs)
-            tile = index[node.args[0].name, options.pop("start", 0)]
-            copies[node] = bound.call_method(_METHODS[node.target], (run, tile, *rest), options)
+            tile = index[token.name, options.pop("start", 0)]
+            copies[node] = bound.call_method(_METHODS[node.target], (run, tile, *(copies[v] for v in values)), options)
         else:
             copies[node] = bound.node_copy(node, copies.__getitem__)
     return fx.GraphModule(module, bound, class_name=f"Planned{module.__class__.__name__}")

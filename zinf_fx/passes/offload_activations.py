@@ -1,0 +1,161 @@
+"""Saved activations leave the device in forward, and come back in backward as tiles do, with a prefetch of their own.
+
+ZeRO-Infinity, section 5.1.2, offloads activation checkpoints to host memory and leaves NVMe for the future; ZeRO,
+section 6.1, calls it Pa+cpu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from zinf_fx import ops
+from zinf_fx.config import Tier
+from zinf_fx.errors import PlanError
+from zinf_fx.passes.aliases import memory_of
+from zinf_fx.passes.framework import GraphContext, bytes_computed, is_compute
+from zinf_fx.plan.schedule import Tile
+
+LEAVES = "zinf_leaves"
+"""Node metadata: whether what is saved of the node's memory leaves the device; without it, it does."""
+
+# Bytes below which an activation stays: a transfer costs as much as one of many more bytes.
+_SMALLEST = 1 << 14
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Saved activations that share memory: `memory` is the node that made it, `values` are the nodes that are saved."""
+
+    memory: fx.Node
+    values: tuple[fx.Node, ...]
+    nbytes: int
+
+    @property
+    def name(self) -> str:
+        """That of the tile, if it leaves."""
+        return f"activation:{self.memory.name}"
+
+
+@dataclass(frozen=True)
+class OffloadActivations:
+    """On the forward graph: save a token for each of `leaving`, as soon as its memory is computed."""
+
+    name: ClassVar[str] = "offload_activations"
+    requires: ClassVar[tuple[str, ...]] = ()
+    provides: ClassVar[tuple[str, ...]] = ("activations_offloaded",)
+    changes_numerics: ClassVar[bool] = False
+
+    leaving: tuple[Saved, ...]
+    tier: Tier
+
+    def __call__(self, graph: fx.Graph, context: GraphContext) -> None:
+        output = next(iter(graph.find_nodes(op="output")))
+        tokens: dict[fx.Node, fx.Node] = {}
+        for saved in self.leaving:
+            value = saved.memory.meta["val"]
+            with graph.inserting_after(saved.memory):
+                flat = graph.call_function(torch.ops.aten.as_strided.default, (saved.memory, [value.numel()], [1]))
+            with graph.inserting_after(flat):
+                token = graph.call_function(ops.offload_activation, (flat,))
+            with value.fake_mode:
+                flat.meta["val"], token.meta["val"] = value.as_strided((value.numel(),), (1,)), _fake_token()
+            tokens |= dict.fromkeys(saved.values, token)
+            context.tiles[token.name] = _tile(saved, self.tier, len(context.tiles))
+        output.args = (type(output.args[0])(tokens.get(result, result) for result in output.args[0]),)
+
+
+@dataclass(frozen=True)
+class ReloadActivations:
+    """On the backward graph: gather what left, where what was saved of it is used."""
+
+    name: ClassVar[str] = "reload_activations"
+    requires: ClassVar[tuple[str, ...]] = ()
+    provides: ClassVar[tuple[str, ...]] = ("activations_reloaded",)
+    changes_numerics: ClassVar[bool] = False
+
+    leaving: tuple[Saved, ...]
+    tier: Tier
+
+    def __call__(self, graph: fx.Graph, context: GraphContext) -> None:
+        inputs = {node.target: node for node in graph.find_nodes(op="placeholder")}
+        first = next(node for node in graph.nodes if node.op != "placeholder")
+        for saved in self.leaving:
+            memory = saved.memory.meta["val"]
+            inputs_of = [inputs[value.name] for value in saved.values]
+            token = inputs_of[0]
+            context.tiles[token.name] = _tile(saved, self.tier, len(context.tiles))
+            with graph.inserting_before(first):
+                gather = graph.call_function(ops.gather, (token, [memory.numel()], memory.dtype, memory.device))
+            with memory.fake_mode:
+                gather.meta["val"] = memory.new_empty((memory.numel(),))
+            for value, placeholder in zip(saved.values, inputs_of, strict=True):
+                fake = value.meta["val"]
+                offset = fake.storage_offset() - memory.storage_offset()
+                arguments = (gather, list(fake.shape), list(fake.stride()), offset)
+                with graph.inserting_before(first):
+                    view = graph.call_function(torch.ops.aten.as_strided.default, arguments)
+                view.meta["val"] = fake
+                placeholder.replace_all_uses_with(view, delete_user_cb=lambda user, gather=gather: user is not gather)
+            with memory.fake_mode:
+                for placeholder in inputs_of:
+                    placeholder.meta["val"] = _fake_token()
+
+
+def saved_activations(forward: fx.Graph, results: int) -> tuple[list[Saved], list[Saved]]:
+    """What the forward graph computes and saves for backward, beside its first `results` outputs: what can leave, and
+    what can't: what the caller gets too, what is small or has holes, and what has a size known at run time only."""
+    outputs = next(iter(forward.find_nodes(op="output"))).args[0]
+    returned = {memory_of(node) for node in outputs[:results] if isinstance(node, fx.Node)}
+    values: dict[fx.Node, list[fx.Node]] = {}
+    for node in outputs[results:]:
+        if isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor):
+            values.setdefault(memory_of(node), []).append(node)
+    movable, fixed = [], []
+    for memory, nodes in values.items():
+        if is_compute(memory):
+            saved = Saved(memory, tuple(dict.fromkeys(nodes)), bytes_computed(memory))
+            leaves = memory not in returned and saved.nbytes >= _SMALLEST and _is_dense(memory.meta["val"])
+            (movable if leaves else fixed).append(saved)
+    return movable, fixed
+
+
+def leaving(movable: Sequence[Saved]) -> tuple[Saved, ...]:
+    """Those that are to leave. Raises: PlanError when the size of one is known at run time only."""
+    found = tuple(saved for saved in movable if saved.memory.meta.get(LEAVES, True))
+    for saved in found:
+        value = saved.memory.meta["val"]
+        if not all(isinstance(size, int) for size in value.shape):
+            raise PlanError(
+                f"activation '{saved.memory.name}' of shape {tuple(value.shape)} is to leave the device, and its size is "
+                "known at run time only: compile with dynamic=False, or keep or recompute activations"
+            )
+    return found
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    """Whether the elements lie side by side in memory, in any order of the dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _tile(saved: Saved, tier: Tier, index: int) -> Tile:
+    value = saved.memory.meta["val"]
+    return Tile(index, saved.name, (value.numel(),), value.dtype, tier, None, activation=True)
+
+
+def _fake_token() -> torch.Tensor:
+    return torch.empty((), dtype=torch.int64, device="cpu")
+
+
+def bytes_of(several: Sequence[Saved]) -> int:
+    """Their bytes together."""
+    return sum(saved.nbytes for saved in several)

@@ -1,0 +1,52 @@
+"""Where the activations of one forward graph go until backward: storages that serve again in every step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+
+import torch
+
+from zinf_fx.plan.schedule import Plan, Tile
+from zinf_fx.runtime.device import device_of
+from zinf_fx.runtime.storage import TensorStorage
+from zinf_fx.runtime.tiers import Tiers
+
+
+class ActivationSlots:
+    """For each activation of a graph that leaves, storages in which one lives from forward to backward.
+
+    There is one for each, reserved before the first step, and more while several forward passes wait for their backward.
+    """
+
+    def __init__(self, plan: Plan, devices: Mapping[int, torch.device]) -> None:
+        """`devices`: by the index of its tile in the forward schedule, where each activation is computed."""
+        self._config = plan.config
+        self._tiles = {index: plan.graph("forward").tiles[index] for index in devices}
+        self._devices = devices
+        self._free: dict[int, list[TensorStorage]] = {}
+
+    def reserve(self, tiers: Tiers) -> None:
+        """Take the room that a step needs, if there is none yet. Raises: StoreError when there is not enough."""
+        if not self._free:
+            self._free = {index: [self._storage(index, tile, tiers)] for index, tile in self._tiles.items()}
+
+    def __bool__(self) -> bool:
+        """Whether any activation leaves."""
+        return bool(self._tiles)
+
+    def take(self, index: int, tiers: Tiers) -> tuple[TensorStorage, torch.Tensor]:
+        """A storage for an activation, and the token that stands for it: the storage is free when the token is gone."""
+        free = self._free[index]
+        storage = free.pop() if free else self._storage(index, self._tiles[index], tiers)
+        key = _Key(storage.key.to_bytes(8, "little"))
+        weakref.finalize(key, free.append, storage).atexit = False
+        return storage, torch.frombuffer(key, dtype=torch.int64)[0]
+
+    def _storage(self, index: int, tile: Tile, tiers: Tiers) -> TensorStorage:
+        device = device_of(self._devices[index])
+        return TensorStorage(tiers, tile.tier, self._config, tile.shape[0], tile.dtype, device)
+
+
+class _Key(bytearray):
+    """The key of a storage, as the memory of a token: it lives as long as any tensor over it, however it is saved."""
