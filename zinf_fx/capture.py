@@ -24,8 +24,10 @@ from zinf_fx.errors import PlanError
 from zinf_fx.passes.framework import GraphContext, nodes_calling
 from zinf_fx.passes.pipeline import plan_inference, plan_training, schedule_of, tiles_moved
 from zinf_fx.plan.memory import most
+from zinf_fx.plan.rates import NOMINAL, Rates
 from zinf_fx.plan.schedule import Plan, Tile
 from zinf_fx.runtime.executor import Program, bind_parameters
+from zinf_fx.runtime.rates import measured
 from zinf_fx.runtime.stored_tensor import StoredTensor
 
 
@@ -39,9 +41,11 @@ class Capture:
         self._inputs = list(inputs)
         self._names = _input_names(module)
         self._contexts: dict[str, GraphContext] = {}
+        self._rates = NOMINAL
 
     def compile(self) -> Callable[..., Any]:
         """Plan the graph; the result is called with the values of the graph's inputs."""
+        self._rates = self._measured()  # while values can be computed
         compiled = aot_module_simplified(
             self._module,
             self._inputs,
@@ -73,7 +77,7 @@ class Capture:
                 if position is not None:  # autograd finds no gradient for a weight that is used detached
                     positions[position] = node.name
         gradients = output.args[0][arguments["num_fwd_outputs"] :]
-        context = GraphContext("joint", self.config, tiles, positions, len(gradients))
+        context = GraphContext("joint", self.config, tiles, positions, len(gradients), rates=self._rates)
         forward, forward_context, backward, backward_context = plan_training(joint, joint_inputs, context, **arguments)
         self._contexts = {"forward": forward_context, "backward": backward_context}
         graphs = schedule_of(forward.graph, forward_context), schedule_of(backward.graph, backward_context)
@@ -87,6 +91,14 @@ class Capture:
             )
         )
         return forward, backward
+
+    def _measured(self) -> Rates:
+        """Of this machine, where a choice depends on them; nominal ones for a model without values."""
+        stored = next((tensor for tensor in self._inputs if isinstance(tensor, StoredTensor)), None)
+        chooses = self.config.activations == "auto" and self.config.device_memory is not None
+        if not chooses or stored is None or stored.storage.tiers is None:
+            return NOMINAL
+        return measured(stored.device, stored.dtype, self.config.activation_tier, self.config.stores)
 
     def _inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         tiles = self._tiles(module.graph)

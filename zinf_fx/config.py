@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
@@ -40,6 +40,8 @@ PRESETS: dict[str, Placement] = {
     "infinity-nvme": Placement("nvme", "host", "nvme"),
 }
 
+ACTIVATIONS = ("keep", "recompute", "offload", "auto")
+
 _UNITS = {"": 1, "B": 1, **{f"{p}iB": 1 << 10 * (i + 1) for i, p in enumerate("KMGT")}}
 _UNITS |= {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")}
 
@@ -71,7 +73,8 @@ class Config:
             cache directory.
         placement: where model states live: "auto", a preset's name, or a mapping of `parameters`, `gradients`,
             `optimizer`, `activations` to "device", "host" or "nvme" (kinds left out stay on the device).
-        device_memory: budget for tiles in flight on the device, in bytes or as "4GiB". None: no limit.
+        device_memory: budget for the states that live on the device, the activations that stay there from forward to
+            backward, and tiles and gradients in flight, in bytes or as "4GiB". None: no limit.
         host_memory: budget of the host tier, in bytes or as "4GiB". None: the machine's memory.
         prefetch: how many operators ahead of its use a tile's all-gather, upload and fetch start (ZeRO-Infinity,
             section 6.2). None: each starts when it is needed.
@@ -82,7 +85,11 @@ class Config:
             5.1.3: memory-centric tiling). "auto": tiles as large as fit the budgets; without a budget, or where one
             tile per parameter fits it, as None: one tile per parameter.
         activations: "keep": what eager PyTorch saves; "recompute": backward computes them again from a few checkpoints,
-            chosen for the least peak. `torch.utils.checkpoint` in the model is respected either way.
+            chosen for the least peak; a number: from a checkpoint before every so many layers (ZeRO-Infinity,
+            equation 3: ci); "offload": what eager PyTorch saves leaves the device; "auto": each is kept, recomputed or
+            offloaded, for the least time within device_memory. What is saved lives where `placement` says; "offload"
+            and "auto", where that says "device", use NVMe if any state lives there, and else host memory.
+            `torch.utils.checkpoint` in the model is respected in any case.
         checksum: compare a crc32c of what is read from the store with that of what was written.
         strict_direct: refuse a store where direct I/O doesn't work, instead of using the page cache.
         compute: "eager", the only value so far: compute regions run operator by operator.
@@ -96,7 +103,7 @@ class Config:
     residency: bool = True
     chunk: int = 32 << 20
     tile: int | Literal["auto"] | None = "auto"
-    activations: str = "keep"
+    activations: str | int = "keep"
     compute: str = "eager"
     checksum: bool = True
     strict_direct: bool = False
@@ -123,17 +130,23 @@ class Config:
         set_field("prefetch", _parse_prefetch(self.prefetch))
         if self.tile not in (None, "auto"):
             set_field("tile", parse_bytes(self.tile, "tile"))
-        for name, accepted in (("activations", ("keep", "recompute", "offload")), ("compute", ("eager",))):
-            if getattr(self, name) not in accepted:
-                allowed = ", ".join(map(repr, accepted))
-                raise ConfigError(f"{name}={getattr(self, name)!r} is not accepted; accepted: {allowed}")
+        if not (isinstance(self.activations, int) and not isinstance(self.activations, bool) and self.activations > 0):
+            self._check("activations", ACTIVATIONS, "the number of layers between two checkpoints")
+        self._check("compute", ("eager",))
+
+    def _check(self, name: str, accepted: Sequence[str], *others: str) -> None:
+        if getattr(self, name) not in accepted:
+            allowed = ", ".join([*map(repr, accepted), *others])
+            raise ConfigError(f"{name}={getattr(self, name)!r} is not accepted; accepted: {allowed}")
 
     @property
     def activation_tier(self) -> Tier:
         """Where saved activations live between forward and backward."""
         placement = self.placement
-        if placement == "auto" or self.activations != "offload" or placement.activations != "device":
-            return "device" if placement == "auto" else placement.activations
+        if placement == "auto":  # only a model without stored parameters is planned with "auto"
+            return "device"
+        if self.activations not in ("offload", "auto") or placement.activations != "device":
+            return placement.activations
         return "nvme" if "nvme" in (placement.parameters, placement.gradients, placement.optimizer) else "host"
 
     @property

@@ -12,7 +12,8 @@ from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.config import Config
-from zinf_fx.plan.memory import HostUse, gradient_buffer, living_on_host, write_buffer
+from zinf_fx.plan.memory import HostUse, gradient_buffer, living_on_device, living_on_host, write_buffer
+from zinf_fx.plan.rates import NOMINAL, Rates
 from zinf_fx.plan.schedule import HEAD, Tile
 
 # Node metadata that passes write and later stages read.
@@ -68,8 +69,8 @@ class GraphContext:
     Attributes:
         kind: which graph it is.
         config: the options in force.
-        tiles: each parameter as one tile, by the name of the placeholder that carries its token; and each activation that
-            leaves, by the name of the node that is its token.
+        tiles: each parameter as one tile, by the name of the placeholder that carries its token; and each activation
+            that leaves, by the name of the node that is its token.
         divided: by token, the tiles of each parameter that has several, in the order of their rows.
         undivided: by token, why a parameter that exceeds the tile limit is one tile nevertheless.
         gradients: joint and backward: by position among the outputs of backward, the token of the parameter whose
@@ -78,6 +79,7 @@ class GraphContext:
         successor_head: what the next graph needs at its head; this graph starts it in its last operators.
         staying: tiles that are in memory throughout: from a use before the graph to one after it.
         kept: bytes of activations that stay on the device from forward to backward.
+        rates: of the machine that the plan is for.
         provided: what the passes so far have established.
     """
 
@@ -92,6 +94,7 @@ class GraphContext:
     undivided: dict[str, str] = field(default_factory=dict)
     staying: tuple[TileKey, ...] = ()
     kept: int = 0
+    rates: Rates = NOMINAL
 
     @property
     def budget(self) -> int | None:
@@ -107,13 +110,18 @@ class GraphContext:
     def limit(self) -> int | None:
         """Bytes for all that is moved: of the memories, what lives in them leaves; None: no limit."""
         device, host = self.config.device_memory, self.config.host_memory
-        limits = [device - self.kept] if device is not None else []
+        limits = [device - self.kept - self.living_on_device.total] if device is not None else []
         return min([*limits, host - self.living.total] if host is not None else limits, default=None)
 
     @property
     def living(self) -> HostUse:
         """The states, and the activations that left, that live in host memory."""
         return living_on_host(self.config.placement, list(self.tiles.values()))
+
+    @property
+    def living_on_device(self) -> HostUse:
+        """The states that live on the device."""
+        return living_on_device(self.config.placement, list(self.tiles.values()))
 
     @property
     def gradient_buffer(self) -> int:
@@ -187,7 +195,7 @@ def is_compute(node: fx.Node) -> bool:
 
 
 def bytes_computed(node: fx.Node) -> int:
-    """Bytes of a node's result: with symbolic sizes, of those at hand; of a tuple, 0, because its members are counted."""
+    """Bytes of a node's result, with the sizes at hand where they are symbolic; of a tuple 0: its members are counted."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return 0

@@ -3,8 +3,7 @@
 [Note: bytes in flight]
 A tile is in flight from the operator that fetches it to the one that releases it, both included; what the turn fetches
 for the backward graph, to the end of the forward graph. A tile that stays in memory between two uses is in flight from
-the one to the other. A gradient is in flight from its reduce-scatter to its offload, and an activation that leaves in
-the operator that offloads it.
+the one to the other. A gradient is in flight from its reduce-scatter to its offload.
 Tiles and gradients that live on the device are where they belong, and not in flight.
 """
 
@@ -51,7 +50,7 @@ def operators_in(graph: fx.Graph) -> int:
 
 def spans(graph: fx.Graph, context: GraphContext) -> list[Span]:
     """Everything that is in flight in a lowered graph. A tile that the turn fetches again is counted once."""
-    moved = (ops.fetch, ops.release, ops.reduce_scatter, ops.offload, ops.offload_activation)
+    moved = (ops.fetch, ops.release, ops.reduce_scatter, ops.offload)
     where: dict[tuple[Stay, object], int] = {}
     for stay, node in stays_of(nodes_calling(graph, *moved)):
         where[stay, "turn" if node.kwargs.get("turn") else node.target] = operator_of(node)
@@ -68,8 +67,6 @@ def spans(graph: fx.Graph, context: GraphContext) -> list[Span]:
         elif kind is ops.reduce_scatter:
             until = where.get((stay, ops.offload), last)
             found.append(Span(f"gradient of '{tile.label}'", gradient_bytes(tile), first, until))
-        elif kind is ops.offload_activation:
-            found.append(Span(*of_tile, first, first))
     found += _between_uses(graph, context)
     return [span for span in found if span.nbytes and span.first <= span.last]
 

@@ -24,7 +24,7 @@ LEAVES = "zinf_leaves"
 """Node metadata: whether what is saved of the node's memory leaves the device; without it, it does."""
 
 # Bytes below which an activation stays: a transfer costs as much as one of many more bytes.
-_SMALLEST = 1 << 14
+SMALLEST = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def saved_activations(forward: fx.Graph, results: int) -> tuple[list[Saved], lis
     for memory, nodes in values.items():
         if is_compute(memory):
             saved = Saved(memory, tuple(dict.fromkeys(nodes)), bytes_computed(memory))
-            leaves = memory not in returned and saved.nbytes >= _SMALLEST and _is_dense(memory.meta["val"])
+            leaves = memory not in returned and saved.nbytes >= SMALLEST and _is_dense(memory.meta["val"])
             (movable if leaves else fixed).append(saved)
     return movable, fixed
 
@@ -131,8 +131,8 @@ def leaving(movable: Sequence[Saved]) -> tuple[Saved, ...]:
         value = saved.memory.meta["val"]
         if not all(isinstance(size, int) for size in value.shape):
             raise PlanError(
-                f"activation '{saved.memory.name}' of shape {tuple(value.shape)} is to leave the device, and its size is "
-                "known at run time only: compile with dynamic=False, or keep or recompute activations"
+                f"activation '{saved.memory.name}' of shape {tuple(value.shape)} is to leave the device, and its size "
+                "is known at run time only: compile with dynamic=False, or keep or recompute activations"
             )
     return found
 

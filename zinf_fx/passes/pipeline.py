@@ -14,6 +14,7 @@ from torch import fx
 from zinf_fx import ops
 from zinf_fx.errors import BudgetError, PlanError
 from zinf_fx.passes import spec
+from zinf_fx.passes.choose_activations import ChooseActivations
 from zinf_fx.passes.framework import (
     MADE_BY,
     GraphContext,
@@ -50,8 +51,9 @@ from zinf_fx.plan.schedule import Event, GraphSchedule, Operator
 
 log = logging.getLogger(__name__)
 
-# Parts of the budget that the largest tile may be, tried in this order until the plan fits. A tile and its gradient may
-# be there together, and the next tile and the gradient before it.
+# A tile and its gradient may be there together, and the next tile and the gradient before it.
+_TILES_TOGETHER = 4
+# Parts of the budget that the largest tile may be, tried in this order until the plan fits.
 _TILES_IN_BUDGET = (2, 4, 8, 16, 32, 64)
 
 
@@ -87,17 +89,37 @@ def _tiling(limit: int | None) -> list[Pass]:
     return [] if limit is None else [TileParameters(limit), TileCrossEntropy()]
 
 
+def _activations(context: GraphContext, tile_limit: int | None) -> Pass:
+    """The pass for the policy in force."""
+    config = context.config
+    if isinstance(config.activations, int):
+        return RecomputeActivations(config.activations)
+    if config.activations == "auto":
+        return ChooseActivations(_room_for_activations(context, tile_limit), context.rates)
+    return RecomputeActivations() if config.activations == "recompute" else KeepActivations()
+
+
+def _room_for_activations(context: GraphContext, tile_limit: int | None) -> int | None:
+    """What of the device's budget the states that live there and the tiles in flight leave; None: there is no budget.
+
+    Tiles get what `_TILES_TOGETHER` of the largest take, and at least a quarter.
+    """
+    budget = context.config.device_memory
+    if budget is None:
+        return None
+    moved = [tile.nbytes for tile in context.tiles.values() if tile.tier != "device"]
+    largest = min(max(moved, default=0), budget if tile_limit is None else tile_limit)
+    return max(budget - context.living_on_device.total - max(_TILES_TOGETHER * largest, budget // 4), 0)
+
+
 def _plan_training(
     joint: fx.GraphModule, joint_inputs: Any, context: GraphContext, tile_limit: int | None, arguments: dict[str, Any]
 ) -> tuple[fx.GraphModule, GraphContext, fx.GraphModule, GraphContext]:
     tiling = _tiling(tile_limit)
     context = replace(context, gradients=dict(context.gradients), divided={}, undivided={})
-    activations = {
-        "keep": KeepActivations,
-        "offload": KeepActivations,
-        "recompute": RecomputeActivations,
-    }[context.config.activations]()
-    run_passes(joint.graph, context, [*tiling, activations, RecomputeGathers(), ReduceGradients()])
+    run_passes(
+        joint.graph, context, [*tiling, _activations(context, tile_limit), RecomputeGathers(), ReduceGradients()]
+    )
     forward, backward = partition(joint, joint_inputs, context, **arguments)
     tier = context.config.activation_tier
     movable, fixed = saved_activations(forward.graph, arguments["num_fwd_outputs"])

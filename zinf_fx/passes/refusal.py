@@ -8,6 +8,7 @@ from tabulate import tabulate
 
 from zinf_fx.passes.framework import GraphContext
 from zinf_fx.passes.in_flight import Ledger
+from zinf_fx.plan.memory import HostUse
 from zinf_fx.plan.schedule import HEAD
 from zinf_fx.sizes import in_words
 
@@ -18,24 +19,29 @@ def refusal(ledger: Ledger, context: GraphContext) -> str:
     largest = ", ".join(map(str, ledger.largest(operator)))
     whole = ((context.tiles[token].name, reason) for token, reason in context.undivided.items())
     reasons = [f"'{name}' can't be tiled: {reason}" for name, reason in whole if f"'{name}'" in largest]
+    buffers = context.gradient_buffer + context.activation_buffer
+    left = (
+        f"the budget is {context.limit}" if context.limit >= 0 else f"what lives there exceeds it by {-context.limit}"
+    )
     first = (
-        f"the {context.kind} graph needs {ledger.at(operator) + context.gradient_buffer} bytes of tiles and gradients "
-        f"at once in operator {operator}, and the budget is {context.limit}: raise device_memory or host_memory. "
+        f"the {context.kind} graph needs {ledger.at(operator) + buffers} bytes of tiles and gradients at once in "
+        f"operator {operator}, and {left}: raise device_memory or host_memory. "
     )
     lines = [first + ". ".join([f"Largest: {largest}", *reasons]), "", _table(ledger, operator, context), "", "To fit:"]
     return "\n".join(lines + [f"  {option}" for option in _options(ledger, operator, context)])
 
 
 def _table(ledger: Ledger, operator: int, context: GraphContext) -> str:
-    living, config = context.living, context.config
+    config = context.config
     held = ledger.largest(operator, count=5)
     rest = ledger.at(operator) - sum(span.nbytes for span in held)
     where = "at the head" if operator == HEAD else f"in operator {operator}"
     needed = [
-        ("parameters that live in host memory", living.parameters),
-        ("gradients that live in host memory", living.gradients),
-        ("optimizer states that live in host memory", living.states),
+        *_living("in host memory", context.living if config.host_memory is not None else HostUse("")),
+        *_living("on the device", context.living_on_device if config.device_memory is not None else HostUse("")),
+        ("activations kept for backward", context.kept if config.device_memory is not None else 0),
         ("gradients on their way to NVMe", context.gradient_buffer),
+        ("activations on their way to NVMe", context.activation_buffer),
         *((f"{span.what} {where}", span.nbytes) for span in held),
         (f"everything else {where}", rest),
     ]
@@ -47,20 +53,32 @@ def _table(ledger: Ledger, operator: int, context: GraphContext) -> str:
     return tabulate(rows, headers=["what", "needs"], colalign=("left", "right"), disable_numparse=True)
 
 
+def _living(where: str, use: HostUse) -> Iterator[tuple[str, int]]:
+    yield f"parameters that live {where}", use.parameters
+    yield f"gradients that live {where}", use.gradients
+    yield f"optimizer states that live {where}", use.states
+    yield f"activations that live {where}", use.activations
+
+
 def _options(ledger: Ledger, operator: int, context: GraphContext) -> Iterator[str]:
     """What the user can change, each by itself enough, or at least of help."""
     config, living = context.config, context.living
-    moved = ledger.at(operator) + context.gradient_buffer
-    if config.device_memory is not None and config.device_memory < moved:
-        yield f"device_memory={moved}"
+    moved = ledger.at(operator) + context.gradient_buffer + context.activation_buffer
+    on_device = moved + context.kept + context.living_on_device.total
+    if config.device_memory is not None and config.device_memory < on_device:
+        yield f"device_memory={on_device}"
+        yield from _elsewhere(context.living_on_device, "host or nvme")
+        if context.kept:
+            yield f'activations="recompute", "offload" or "auto": up to {in_words(context.kept)} less'
     if config.host_memory is not None and config.host_memory < moved + living.total:
         yield f"host_memory={moved + living.total}"
-        for state, nbytes in (
-            ("parameters", living.parameters),
-            ("gradients", living.gradients),
-            ("optimizer", living.states),
-        ):
-            if nbytes:
-                yield f"placement of {state} on nvme: {in_words(nbytes)} less"
+        yield from _elsewhere(living, "nvme")
     if config.tile != "auto":
         yield 'tile="auto": what exceeds the budget is divided'
+
+
+def _elsewhere(living: HostUse, where: str) -> Iterator[str]:
+    states = {"parameters": living.parameters, "gradients": living.gradients, "optimizer": living.states}
+    for state, nbytes in (states | {"activations": living.activations}).items():
+        if nbytes:
+            yield f"placement of {state} on {where}: {in_words(nbytes)} less"

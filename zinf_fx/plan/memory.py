@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from zinf_fx.config import Config, Placement
+from zinf_fx.config import Config, Placement, Tier
 from zinf_fx.plan.accounting import CHUNKS_IN_MEMORY, STATE_BYTES, blocks, bytes_read, staying, tiles_of
 from zinf_fx.plan.schedule import GraphSchedule, Plan, Tile
 
@@ -84,16 +84,25 @@ def write_buffer(sizes: Collection[int], budget: int | None) -> int:
 
 def living_on_host(placement: Placement | Literal["auto"], tiles: Collection[Tile]) -> HostUse:
     """What of a model's states lives in the arena at the end of backward, before any buffer. Each has whole blocks."""
+    return _living("host", placement, tiles)
+
+
+def living_on_device(placement: Placement | Literal["auto"], tiles: Collection[Tile]) -> HostUse:
+    """As `living_on_host`, what lives on the device."""
+    return _living("device", placement, tiles)
+
+
+def _living(tier: Tier, placement: Placement | Literal["auto"], tiles: Collection[Tile]) -> HostUse:
     if not tiles or placement == "auto":  # only a model without stored parameters is planned with "auto"
         return HostUse("")
     whole = _whole(tile for tile in tiles if not tile.activation)
     trained = [tile for tile in whole if tile.gradient_tier is not None]
     return HostUse(
         "",
-        parameters=sum(blocks(tile.nbytes) for tile in whole if tile.tier == "host"),
-        gradients=sum(blocks(tile.nbytes) for tile in trained if tile.gradient_tier == "host"),
-        states=sum(_state_bytes(tile) for tile in trained) if placement.optimizer == "host" else 0,
-        activations=sum(blocks(tile.nbytes) for tile in tiles if tile.activation and tile.tier == "host"),
+        parameters=sum(blocks(tile.nbytes) for tile in whole if tile.tier == tier),
+        gradients=sum(blocks(tile.nbytes) for tile in trained if tile.gradient_tier == tier),
+        states=sum(_state_bytes(tile) for tile in trained) if placement.optimizer == tier else 0,
+        activations=sum(blocks(tile.nbytes) for tile in tiles if tile.activation and tile.tier == tier),
     )
 
 

@@ -1,0 +1,155 @@
+"""The forward part of a joint graph, cut into segments that backward can compute again (ZeRO-Infinity, section 3)."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from zinf_fx import ops
+from zinf_fx.passes.aliases import memory_of
+from zinf_fx.passes.framework import GraphContext, bytes_computed, is_compute
+from zinf_fx.passes.tile_values import tile_values
+
+# The first number in a parameter's name is that of its layer, and what stands before it tells stacks of layers apart.
+_LAYER = re.compile(r"(?:^|(.*?)\.)(\d+)(?:\.|$)")
+
+
+class Segments:
+    """The compute nodes that the results of forward depend on, less the values of tiles, and where they can be cut.
+
+    Attributes:
+        forward: the nodes, in graph order.
+        crossing: for each position, the nodes up to it whose memory a later one reads: what is saved at a cut there.
+    """
+
+    def __init__(self, graph: fx.Graph, context: GraphContext) -> None:
+        self._tiles = tile_values(graph)
+        self.forward = _forward_nodes(graph, context.backward_outputs, self._tiles)
+        self.crossing = _crossing(self.forward)
+        self._context = context
+
+    def at_minima(self) -> list[int]:
+        """Positions behind which fewer bytes cross than before and after: between the layers of a transformer, where
+        only the residual stream does."""
+        values = [sum(map(bytes_computed, nodes)) for nodes in self.crossing]
+        minima = []
+        falling, candidate = True, None
+        for position, value in enumerate(values):
+            before = values[position - 1] if position else None
+            if before is None or value < before:
+                falling, candidate = True, position
+            elif value > before:
+                if falling and candidate is not None and candidate > 0:
+                    minima.append(candidate)
+                falling = False
+        return minima
+
+    def before_layers(self) -> list[int]:
+        """For each layer that parameters' names tell of (`blocks.3.mlp.up.weight`), in the order of their use, the
+        position behind which it begins: where least crosses, between the uses of its parameters and of those before."""
+        uses: dict[tuple[str, str], list[int]] = {}
+        last_use = -1
+        before: dict[tuple[str, str], int] = {}
+        for position, node in enumerate(self.forward):
+            for layer in dict.fromkeys(map(self._layer_of, self._parameters_of(node))):
+                if layer is not None and layer not in uses:
+                    before[layer] = last_use
+                if layer is not None:
+                    uses.setdefault(layer, []).append(position)
+                last_use = position
+        found = []
+        for layer, positions in uses.items():
+            between = range(max(before[layer], 0), positions[0])
+            if between:
+                found.append(min(between, key=lambda p: sum(map(bytes_computed, self.crossing[p]))))
+        return found
+
+    def _parameters_of(self, node: fx.Node) -> Iterable[fx.Node]:
+        """The gathers whose values a node computes with."""
+        for source in node.all_input_nodes:
+            while source in self._tiles and source.target is not ops.gather:
+                source = source.all_input_nodes[0]
+            if source.target is ops.gather:
+                yield source
+
+    def _layer_of(self, gather: fx.Node) -> tuple[str, str] | None:
+        found = _LAYER.match(self._context.tile_of(gather).name)
+        return (found[1] or "", found[2]) if found else None
+
+    def tag(self, cuts: Sequence[int], recomputed: Collection[int]) -> None:
+        """Tell the partitioner to compute the segments in `recomputed` again, and to save what crosses the cuts around
+        them, and all of the others. Random numbers are saved. A decision of the user's `torch.utils.checkpoint` stands.
+        """
+        around = {cut for number, cut in enumerate(cuts) if number in recomputed or number + 1 in recomputed}
+        saved = set().union(*(self.crossing[cut] for cut in around))
+        for number, nodes in enumerate(self.between(cuts)):
+            for node in nodes:
+                if "recompute" not in node.meta:
+                    kept = _is_random(node) or node in saved or number not in recomputed
+                    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
+                    node.meta["ac_graph_id"] = number + 1
+
+    def between(self, cuts: Sequence[int]) -> list[list[fx.Node]]:
+        """The nodes of each segment, in order."""
+        found: list[list[fx.Node]] = [[]]
+        number_of: dict[fx.Node, int] = {}
+        ends = set(cuts)
+        for position, node in enumerate(self.forward):
+            # A member of a tuple is computed with the tuple.
+            number_of[node] = number = number_of[node.args[0]] if _is_member(node) else len(found) - 1
+            found[number].append(node)
+            if position in ends:
+                found.append([])
+        return found
+
+
+def _is_member(node: fx.Node) -> bool:
+    return node.target is operator.getitem
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Whether computing the node again would draw other random numbers. Attention without dropout draws none."""
+    if _is_member(node):
+        return _is_random(node.args[0])
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]
+    position = names.index("dropout_p") if "dropout_p" in names else len(node.args)
+    dropout = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p")
+    return "dropout_p" not in names or bool(dropout)
+
+
+def _forward_nodes(graph: fx.Graph, backward_outputs: int, tiles: Collection[fx.Node]) -> list[fx.Node]:
+    outputs = next(iter(graph.find_nodes(op="output"))).args[0]
+    needed = {n for n in outputs[: len(outputs) - backward_outputs] if isinstance(n, fx.Node)}
+    forward = []
+    for node in reversed(graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+            if is_compute(node) and node not in tiles:
+                forward.append(node)
+    return forward[::-1]
+
+
+def _crossing(forward: list[fx.Node]) -> list[frozenset[fx.Node]]:
+    root = {node: memory_of(node) for node in forward}
+    position_of = {node: position for position, node in enumerate(forward)}
+    last_use: dict[fx.Node, int] = {}
+    for position, node in enumerate(forward):
+        for source in node.all_input_nodes:
+            last_use[root.get(source, source)] = position
+    result, live = [], set()
+    leaving: dict[int, list[fx.Node]] = {}
+    for node, last in last_use.items():
+        leaving.setdefault(last, []).append(node)
+    for position, node in enumerate(forward):
+        live.difference_update(leaving.get(position, ()))
+        if root[node] is node and bytes_computed(node) and last_use.get(node, position) > position:
+            live.add(node)
+        result.append(frozenset(n for n in live if n in position_of))
+    return result
