@@ -10,15 +10,26 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from twins import Net, assert_nothing_leaked, assert_same_gradients, fresh_dynamo, pair, x
+from twins import Net, assert_nothing_leaked, assert_same_gradients, fresh_dynamo, x
 
 import zinf_fx
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import Fault
+from zinf_fx.passes import offload_activations
 from zinf_fx.runtime.executor import EXECUTOR
 from zinf_fx.runtime.tiers import Tiers
 
-__all__ = ["fresh_dynamo", "pair"]  # fixtures
+__all__ = ["fresh_dynamo"]  # a fixture
+
+
+@pytest.fixture(params=["keep", "offload"])
+def pair(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Net, Net]:
+    """A plain model, and its twin on disk, whose activations stay in memory, or go to disk whatever their size."""
+    monkeypatch.setattr(offload_activations, "SMALLEST", 1)
+    torch.manual_seed(0)
+    plain = Net()
+    options = {"placement": "nvme", "activations": request.param}
+    return plain, zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, **options)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

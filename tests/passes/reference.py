@@ -1,7 +1,7 @@
 """Runs any graph between two passes with the plainest meaning of the zinf operations, and catches what is forbidden.
 
 A waited-for tile is a buffer of its own, filled with NaN when the tile is released: whatever reads it later, directly
-or through an alias, shows in the results.
+or through an alias, shows in the results. The token of an activation that left is the activation itself, flat.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ class Reference(fx.Interpreter):
             return super().run_node(node)
         tile = self._context.tile_of(node)
         progress = self._progress.setdefault(tile.label, [])
+        if node.target is ops.offload_activation:
+            return self.fetch_args_kwargs_from_env(node)[0][0].clone()
         if node.target is ops.gather:
-            return self._value(tile)
+            return self._value(tile, node)
         if node.kwargs.get("turn"):
             return None
         if node.target in ops.TRANSFERS:
@@ -56,7 +58,7 @@ class Reference(fx.Interpreter):
         elif node.target is ops.wait:
             assert progress == list(ops.TRANSFERS), f"{node.format_node()} after {progress}"
             progress.append(ops.wait)
-            self._buffers[tile.label] = self._value(tile)
+            self._buffers[tile.label] = self._value(tile, node)
             return self._buffers[tile.label]
         elif node.target is ops.release:
             assert progress[-1:] == [ops.wait], f"{node.format_node()} after {progress}"
@@ -79,8 +81,8 @@ class Reference(fx.Interpreter):
             for name, parts in self._arrived.items()
         }
 
-    def _value(self, tile: Tile) -> torch.Tensor:
-        value = self._parameters[tile.name]
+    def _value(self, tile: Tile, node: fx.Node) -> torch.Tensor:
+        value = self.env[node.args[0]] if tile.activation else self._parameters[tile.name]
         return (value if tile.rows is None else value[slice(*tile.rows)]).clone()
 
     def check_all_given_back(self) -> None:

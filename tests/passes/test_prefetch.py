@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 from building import Builder, aten
@@ -368,7 +371,9 @@ def test_the_whole_step_stays_within_the_budget(tiles: int) -> None:
     model = Expression(
         lambda m, x: m.stack(x).relu().sum(), stack=nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(6)))
     )
-    config = Config(placement="infinity-nvme", device_memory=tiles * KIB, residency=False)
+    config = Config(placement="infinity-nvme", residency=False)
+    kept = train(copy.deepcopy(model), torch.randn(4, 16), config=config).planned["forward"][1].kept
+    config = replace(config, device_memory=kept + tiles * KIB)
     record = assert_trains_like_eager(model, torch.randn(4, 16), config=config)
     for kind in ("forward", "backward"):
         graph, context = record.planned[kind][0].graph, record.planned[kind][1]
@@ -380,8 +385,11 @@ def test_the_whole_step_stays_within_the_budget(tiles: int) -> None:
 
 
 def test_offloads_wait_only_where_there_is_room() -> None:
+    kept = layers(6).planned["forward"][1].kept
+
     def offloads(budget: int | None) -> list[int]:
-        graph = layers(6, **({} if budget is None else {"device_memory": budget})).planned["backward"][0].graph
+        options = {} if budget is None else {"device_memory": kept + budget}
+        graph = layers(6, **options).planned["backward"][0].graph
         made = {n.args[0]: operator_of(n) for n in nodes_calling(graph, ops.reduce_scatter)}
         return [operator_of(n) - made[n.args[0]] for n in nodes_calling(graph, ops.offload)]
 
@@ -390,10 +398,16 @@ def test_offloads_wait_only_where_there_is_room() -> None:
     assert 0 < sum(offloads(5 * KIB)) < 7
 
 
-def test_tiles_of_the_device_need_no_room() -> None:
+def test_states_and_activations_that_live_on_the_device_count() -> None:
     record_of = lambda **options: train(  # noqa: E731
         Expression(lambda m, x: m.layer(x).relu().sum(), layer=nn.Linear(16, 16)),
         torch.randn(4, 16),
         config=Config(placement="device", **options),
     )
-    assert record_of(device_memory=1).planned.keys() == {"forward", "backward"}
+    _, context = record_of().planned["forward"]
+    states = 4 * 2 * 4096  # the weight, the bias, their gradients and Adam's moments, in blocks
+    assert (context.living_on_device.total, context.kept) == (states, 4 * 16 * 4)
+    assert record_of(device_memory=states + context.kept).planned.keys() == {"forward", "backward"}
+    with pytest.raises(Exception, match=r"what lives there exceeds it by 1(.|\n)*activations kept.*256 B") as refused:
+        record_of(device_memory=states + context.kept - 1)
+    assert "placement of parameters on host or nvme: 8.0 KiB less" in str(refused.value)

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import torch
 
 from zinf_fx.cli.target import HELP, TargetError, build
-from zinf_fx.config import PRESETS, Config
+from zinf_fx.config import ACTIVATIONS, PRESETS, Config
 from zinf_fx.errors import ConfigError, ZinfError
 from zinf_fx.explain import describe, plans_of
 from zinf_fx.plan.json import to_json
@@ -31,6 +31,11 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--device-memory", metavar="SIZE", help="budget for tiles in flight, such as 4GiB")
     parser.add_argument("--host-memory", metavar="SIZE", help="budget of the host tier, such as 16GiB")
     parser.add_argument("--tile", metavar="SIZE", help="largest tile, such as 64MiB; auto (default), or none")
+    parser.add_argument(
+        "--activations",
+        metavar="POLICY",
+        help=f"{', '.join(ACTIVATIONS)}, or a number of layers between two checkpoints (default: keep)",
+    )
     parser.add_argument("--no-residency", action="store_true", help="move tiles for every use, whatever room there is")
     parser.add_argument("--operators", metavar="A:B", help="print operators A to B - 1 only")
     parser.add_argument("--inference", action="store_true", help="plan a call under torch.no_grad()")
@@ -74,6 +79,8 @@ def _fields(options: argparse.Namespace) -> dict[str, object]:
             given[name] = size
     if options.tile is not None:
         given["tile"] = None if options.tile == "none" else options.tile
+    if options.activations is not None:
+        given["activations"] = int(options.activations) if options.activations.isdecimal() else options.activations
     if options.no_residency:
         given["residency"] = False
     return given

@@ -6,6 +6,7 @@ section 6.1, calls it Pa+cpu.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,10 +16,11 @@ from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.config import Tier
-from zinf_fx.errors import PlanError
 from zinf_fx.passes.aliases import memory_of
 from zinf_fx.passes.framework import GraphContext, bytes_computed, is_compute
 from zinf_fx.plan.schedule import Tile
+
+log = logging.getLogger(__name__)
 
 LEAVES = "zinf_leaves"
 """Node metadata: whether what is saved of the node's memory leaves the device; without it, it does."""
@@ -124,21 +126,28 @@ def saved_activations(forward: fx.Graph, results: int) -> tuple[list[Saved], lis
     return movable, fixed
 
 
-def leaving(movable: Sequence[Saved]) -> tuple[Saved, ...]:
-    """Those that are to leave. Raises: PlanError when the size of one is known at run time only."""
-    found = tuple(saved for saved in movable if saved.memory.meta.get(LEAVES, True))
-    for saved in found:
-        value = saved.memory.meta["val"]
-        if not all(isinstance(size, int) for size in value.shape):
-            raise PlanError(
-                f"activation '{saved.memory.name}' of shape {tuple(value.shape)} is to leave the device, and its size "
-                "is known at run time only: compile with dynamic=False, or keep or recompute activations"
-            )
-    return found
+def leaving(movable: Sequence[Saved], fixed: Sequence[Saved]) -> tuple[Saved, ...]:
+    """Those that are to leave. What would, if its size were known, stays, with a warning."""
+    dynamic = [saved for saved in fixed if not _is_static(saved.memory.meta["val"]) and saved.nbytes >= SMALLEST]
+    if dynamic:
+        log.warning(
+            "%d activations stay on the device, because their sizes are known at run time only (%s has the shape %s): "
+            "torch.compile(..., dynamic=False) plans for each size",
+            len(dynamic),
+            dynamic[0].memory.name,
+            tuple(dynamic[0].memory.meta["val"].shape),
+        )
+    return tuple(saved for saved in movable if saved.memory.meta.get(LEAVES, True))
+
+
+def _is_static(value: torch.Tensor) -> bool:
+    return all(isinstance(size, int) for size in (*value.shape, *value.stride()))
 
 
 def _is_dense(value: torch.Tensor) -> bool:
-    """Whether the elements lie side by side in memory, in any order of the dimensions."""
+    """Whether the elements lie side by side in memory, in any order of the dimensions, as far as is known."""
+    if not _is_static(value):
+        return False
     expected = 1
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size > 1 and stride != expected:

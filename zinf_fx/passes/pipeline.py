@@ -123,7 +123,7 @@ def _plan_training(
     forward, backward = partition(joint, joint_inputs, context, **arguments)
     tier = context.config.activation_tier
     movable, fixed = saved_activations(forward.graph, arguments["num_fwd_outputs"])
-    leave = leaving(movable) if tier != "device" else ()
+    leave = leaving(movable, fixed) if tier != "device" else ()
     both = {"divided": context.divided, "undivided": context.undivided}
     both["kept"] = bytes_of(movable) - bytes_of(leave) + bytes_of(fixed)
     forward_context = GraphContext("forward", context.config, dict(context.tiles), **both)

@@ -97,6 +97,8 @@ class _Columns:
 
     def of(self, graph: GraphSchedule, event: Event) -> str | None:
         """None: it moves nothing, because the tile is in memory."""
+        if event.kind == "offload_activation":
+            return "offload"
         if not event.resident:
             return event.kind
         keeps = event.kind == "release" and graph.tiles[event.tile].label not in self._always
@@ -176,7 +178,8 @@ def _middle_cut(name: str, limit: int) -> str:
 
 
 def _header(plan: Plan) -> str:
-    tiles = tiles_of(plan).values()
+    tiles = [tile for tile in tiles_of(plan).values() if not tile.activation]
+    leaving = [tile for tile in tiles_of(plan).values() if tile.activation]
     config, placement = plan.config, plan.config.placement
     parameters = sum(t.nbytes // t.dtype.itemsize for t in tiles)
     dtypes = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tiles}))
@@ -200,6 +203,11 @@ def _header(plan: Plan) -> str:
     lines.append(
         f"options    compute {config.compute}, activations {config.activations}, tile {_tile_text(config.tile)}"
     )
+    if plan.kept or leaving:
+        gone = sum(tile.nbytes for tile in leaving)
+        text = f"saved      {in_words(plan.kept)} of activations stay on the device from forward to backward"
+        where = f", {in_words(gone)} in {_count(len(leaving), 'tile')} go to {leaving[0].tier}" if leaving else ""
+        lines.append(text + where)
     if always := always_resident(plan):
         nbytes = sum(tiles_of(plan)[label].nbytes for label in always)
         lines.append(f"resident   {_count(len(always), 'tile')} ({in_words(nbytes)}) in memory from step to step")
@@ -241,7 +249,7 @@ def _traffic(plan: Plan) -> str:
     titles = {"optimizer": "Adam step"}
     columns = list(phases(plan))
     total = sum((moved for _, moved in columns), Traffic())
-    parameters = sum(t.nbytes // t.dtype.itemsize for t in tiles_of(plan).values())
+    parameters = sum(t.nbytes // t.dtype.itemsize for t in tiles_of(plan).values() if not t.activation)
     directions = {
         "NVMe -> host": "nvme_to_host",
         "host -> device": "host_to_device",
@@ -278,7 +286,8 @@ def _arena(plan: Plan) -> str:
     uses = host_arena(plan)
     parts = {
         "tiles": [use.tiles for use in uses],
-        "gradients being written": [use.writes for use in uses],
+        "being written": [use.writes for use in uses],
+        "activations": [use.activations for use in uses],
         "gradients": [use.gradients for use in uses],
         "parameters": [use.parameters for use in uses],
         "optimizer states": [use.states for use in uses],
