@@ -103,7 +103,10 @@ class Reference(fx.Interpreter):
 
 def poison(buffer: torch.Tensor) -> None:
     """Make any later read of `buffer` visible."""
-    buffer.fill_(torch.nan if buffer.is_floating_point() or buffer.is_complex() else torch.iinfo(buffer.dtype).min)
+    if buffer.dtype is torch.bool:
+        buffer.logical_not_()
+    else:
+        buffer.fill_(torch.nan if buffer.is_floating_point() or buffer.is_complex() else torch.iinfo(buffer.dtype).min)
 
 
 def assert_close(ours: Any, theirs: Any, what: str = "result", tolerance: float = 1e-4) -> None:

@@ -57,7 +57,7 @@ class ChooseActivations:
             idle = _idle_seconds(graph, context, parts, self.rates)
             recomputed, leaving = choose(parts, self.room, self.rates, idle)
         segments.tag(cuts, recomputed)
-        for node in segments.forward:
+        for node in graph.nodes:
             node.meta[LEAVES] = node in leaving
 
 

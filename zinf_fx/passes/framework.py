@@ -195,7 +195,7 @@ def is_compute(node: fx.Node) -> bool:
 
 
 def bytes_computed(node: fx.Node) -> int:
-    """Bytes of a node's result, with the sizes at hand where they are symbolic; of a tuple 0: its members are counted."""
+    """Bytes of a node's result, with the sizes at hand where they are symbolic; of a tuple 0, as its members count."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return 0

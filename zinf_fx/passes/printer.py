@@ -120,6 +120,8 @@ class _Printer:
     def statement(self, node: fx.Node) -> str:
         if node.target in (ops.gather, ops.wait):
             what = f"{_ZINF_NAMES[node.target]} {self._tile(node)}"
+        elif node.target is ops.offload_activation:
+            what = f"{_ZINF_NAMES[node.target]} {self._value(node.args[0])} as {self._context.tile_of(node).name}"
         elif node.target in _ZINF_NAMES:
             what = f"{_ZINF_NAMES[node.target]} {', '.join((self._tile(node), *map(self._value, node.args[1:])))}"
             if node.target is not ops.reduce_scatter:  # the others have no result

@@ -43,8 +43,8 @@ class RecomputeActivations:
             cuts = segments.before_layers()[:: self.interval]
             if not cuts:
                 raise PlanError(
-                    f"activations={self.interval} asks for a checkpoint every {self.interval} layers, and no parameter's "
-                    "name tells of layers, as blocks.3.mlp.up.weight does: use activations='recompute'"
+                    f"activations={self.interval} asks for a checkpoint every {self.interval} layers, and no name of a "
+                    "parameter tells of layers, as blocks.3.mlp.up.weight does: use activations='recompute'"
                 )
         segments.tag(cuts, range(len(cuts)))
 

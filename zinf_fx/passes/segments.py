@@ -101,21 +101,23 @@ class Segments:
         ends = set(cuts)
         for position, node in enumerate(self.forward):
             # A member of a tuple is computed with the tuple.
-            number_of[node] = number = number_of[node.args[0]] if _is_member(node) else len(found) - 1
+            number_of[node] = number = number_of.get(_source(node), len(found) - 1)
             found[number].append(node)
             if position in ends:
                 found.append([])
         return found
 
 
-def _is_member(node: fx.Node) -> bool:
-    return node.target is operator.getitem
+def _source(node: fx.Node) -> fx.Node:
+    """Of a member of a tuple, the node that computes the tuple."""
+    while node.target is operator.getitem:
+        node = node.args[0]
+    return node
 
 
 def _is_random(node: fx.Node) -> bool:
     """Whether computing the node again would draw other random numbers. Attention without dropout draws none."""
-    if _is_member(node):
-        return _is_random(node.args[0])
+    node = _source(node)
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     names = [argument.name for argument in node.target._schema.arguments]
@@ -127,13 +129,11 @@ def _is_random(node: fx.Node) -> bool:
 def _forward_nodes(graph: fx.Graph, backward_outputs: int, tiles: Collection[fx.Node]) -> list[fx.Node]:
     outputs = next(iter(graph.find_nodes(op="output"))).args[0]
     needed = {n for n in outputs[: len(outputs) - backward_outputs] if isinstance(n, fx.Node)}
-    forward = []
     for node in reversed(graph.nodes):
         if node in needed:
             needed.update(node.all_input_nodes)
-            if is_compute(node) and node not in tiles:
-                forward.append(node)
-    return forward[::-1]
+    # What else a needed node computes may be for backward alone: a mask, the statistics of a norm.
+    return [n for n in graph.nodes if is_compute(n) and n not in tiles and (n in needed or _source(n) in needed)]
 
 
 def _crossing(forward: list[fx.Node]) -> list[frozenset[fx.Node]]:

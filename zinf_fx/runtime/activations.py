@@ -16,7 +16,7 @@ from zinf_fx.runtime.tiers import Tiers
 class ActivationSlots:
     """For each activation of a graph that leaves, storages in which one lives from forward to backward.
 
-    There is one for each, reserved before the first step, and more while several forward passes wait for their backward.
+    There is one for each, reserved before the first step, and more while several forward passes await their backward.
     """
 
     def __init__(self, plan: Plan, devices: Mapping[int, torch.device]) -> None:

@@ -1,0 +1,241 @@
+"""Saved activations that leave for host memory or disk, or are recomputed: the same training, with fewer bytes kept."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import zinf_fx
+from zinf_fx.errors import StoreError
+from zinf_fx.explain import plans_of
+from zinf_fx.native.engine import Fault
+from zinf_fx.plan.accounting import Traffic, phases
+from zinf_fx.plan.schedule import Plan
+from zinf_fx.runtime.executor import EXECUTOR
+from zinf_fx.runtime.store import Store
+from zinf_fx.stats import Stats
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from gpt import GPT, GPTConfig
+
+CONFIG = GPTConfig(layers=4, hidden=64, heads=4, context=64, vocabulary=128)
+STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    EXECUTOR.reset()
+    gc.collect()
+
+
+def build() -> GPT:
+    torch.manual_seed(0)
+    return GPT(CONFIG)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(0, 128, (4, 64)), torch.randint(0, 128, (4, 64))
+
+
+def train(call: Callable, optimizer: torch.optim.Optimizer, steps: int = STEPS) -> list[float]:
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(steps):
+        loss = call(*batch())
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def placed(tier: str, states: str = "nvme") -> dict[str, str]:
+    return {"parameters": states, "gradients": states, "optimizer": states, "activations": tier}
+
+
+def left(plan: Plan) -> int:
+    """Bytes of the activations that leave."""
+    return sum(tile.nbytes for tile in plan.graph("forward").tiles if tile.activation)
+
+
+POLICIES: dict[str, dict[str, object]] = {
+    "all to disk": {"placement": "nvme", "activations": "offload"},
+    "all to host memory": {"placement": "infinity-cpu", "activations": "offload"},
+    "from resident states": {"placement": placed("nvme", "device"), "activations": "keep"},
+    "checkpoints to disk": {"placement": placed("nvme"), "activations": "recompute"},
+    "a checkpoint for every layer": {"placement": "nvme", "activations": 1},
+    "a checkpoint for every other layer, on the host": {"placement": placed("host"), "activations": 2},
+    "chosen, little room": {"placement": "nvme", "activations": "auto", "device_memory": "2MiB", "tile": None},
+    "chosen, more room": {"placement": "nvme", "activations": "auto", "device_memory": "4MiB", "tile": None},
+    "all to disk, a host budget": {"placement": "nvme", "activations": "offload", "host_memory": "16MiB"},
+    "all to disk, no prefetch": {"placement": "nvme", "activations": "offload", "prefetch": None},
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_training_is_bitwise_that_of_plain_pytorch(tmp_path: Path, name: str) -> None:
+    plain = build()
+    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
+    model = zinf_fx.offload(build(), store=tmp_path, **POLICIES[name])
+    losses = train(torch.compile(model, backend="zinf"), zinf_fx.optim.AdamW(model.parameters(), lr=1e-2))
+    assert losses == expected
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.full_tensor(), theirs), name
+
+
+def test_less_room_keeps_less() -> None:
+    def kept(**options: object) -> int:
+        (plan,) = plans_of(build(), batch(), placement="nvme", tile=None, **options)
+        return plan.kept
+
+    everything = kept()
+    assert everything == kept(activations="auto") == kept(activations="auto", device_memory="1GiB")
+    choices = [kept(activations="auto", device_memory=f"{size}KiB") for size in (5000, 4000, 3000, 2000)]
+    assert everything > choices[0] > choices[1] > choices[2] > choices[3]
+    assert kept(activations="offload") < kept(activations=1) < kept(activations=2) < everything
+
+
+def test_kept_activations_that_exceed_the_budget_are_refused() -> None:
+    with pytest.raises(zinf_fx.errors.BudgetError, match="activations kept for backward") as refused:
+        plans_of(build(), batch(), placement="nvme", device_memory="2MiB")
+    assert 'activations="recompute", "offload" or "auto"' in str(refused.value)
+
+
+def test_layers_without_numbers_are_refused() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.up(x).tanh().sum()
+
+    with pytest.raises(zinf_fx.errors.PlanError, match=r"blocks\.3\.mlp\.up\.weight"):
+        zinf_fx.explain(Plain(), torch.randn(4, 8), activations=2)
+
+
+def settled(model: nn.Module) -> Stats:
+    """The counters once nothing is under way: a step starts reads for the next."""
+    before = None
+    while before != (before := zinf_fx.stats(model)):
+        time.sleep(0.05)
+    return before
+
+
+@pytest.mark.parametrize("residency", [True, False])
+def test_a_step_moves_exactly_what_its_plan_says(tmp_path: Path, residency: bool) -> None:
+    options = {"placement": "nvme", "activations": "offload", "residency": residency, "host_memory": "16MiB"}
+    model = zinf_fx.offload(build(), store=tmp_path, **options)
+    compiled, optimizer = torch.compile(model, backend="zinf"), zinf_fx.optim.AdamW(model.parameters())
+    train(compiled, optimizer, 2)
+    before = settled(model)
+    train(compiled, optimizer, 4)
+    after = settled(model)
+    (plan,) = plans_of(model, batch())
+    predicted = sum((phase for _, phase in phases(plan)), Traffic())
+    assert (after.bytes_read - before.bytes_read) / 4 == predicted.nvme_to_host
+    assert (after.bytes_written - before.bytes_written) / 4 == predicted.host_to_nvme
+    assert dict(phases(plan))["forward"].host_to_nvme >= left(plan) > 2 << 20
+
+
+class Stack(nn.Module):
+    """A few layers with dropout, whose masks are saved too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = F.dropout(F.gelu(layer(x)), 0.25)
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("device_memory", [None, "3MiB"])
+def test_random_numbers_are_those_of_forward(tmp_path: Path, device_memory: str | None) -> None:
+    torch.manual_seed(0)
+    plain, x = Stack(), torch.randn(64, 256)
+    model = zinf_fx.offload(
+        copy.deepcopy(plain),
+        store=tmp_path,
+        placement="nvme",
+        activations="offload" if device_memory is None else "auto",
+        device_memory=device_memory,
+        tile=None,
+    )
+    for call in (plain, torch.compile(model, backend="zinf")):
+        torch.manual_seed(3)
+        call(x).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad.full_tensor(), theirs.grad)
+
+
+def test_room_on_disk_is_taken_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zinf_fx.offload(Stack(), store=tmp_path, placement="nvme", activations="offload")
+    call, x = torch.compile(model, backend="zinf"), torch.randn(64, 256)
+    allocate = Store.allocate
+
+    def full(self: Store, nbytes: int) -> object:
+        if nbytes == x.nbytes:
+            raise StoreError("allocate", str(tmp_path), "the disk is full", length=nbytes, errno=errno.ENOSPC)
+        return allocate(self, nbytes)
+
+    monkeypatch.setattr(Store, "allocate", full)
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    with pytest.raises(StoreError, match="the disk is full"):
+        call(x)
+    assert torch.equal(torch.get_rng_state(), state), "nothing was computed"
+    monkeypatch.setattr(Store, "allocate", allocate)
+    call(x).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_storages_serve_again(tmp_path: Path) -> None:
+    model = zinf_fx.offload(Stack(), store=tmp_path, placement="nvme", activations="offload")
+    call, x = torch.compile(model, backend="zinf"), torch.randn(64, 256)
+    allocated: list[int] = []
+    for _ in range(2):  # gradients have their places from then on
+        call(x).backward()
+    store, allocate = model.layers[0].weight.storage.tiers.store, Store.allocate
+    store.allocate = lambda nbytes: allocated.append(nbytes) or allocate(store, nbytes)
+    for _ in range(3):
+        call(x).backward()
+    assert not allocated
+    losses = [call(x), call(x)]  # both wait for their backward: one more storage for each activation
+    assert len(allocated) > 0
+    more = len(allocated)
+    for loss in losses:
+        loss.backward()
+    losses = [call(x), call(x)]
+    assert len(allocated) == more
+
+
+@pytest.mark.parametrize("stage", ["read", "write"])
+def test_a_disk_error_reaches_whoever_needs_the_activation(tmp_path: Path, stage: str) -> None:
+    model = zinf_fx.offload(Stack(), store=tmp_path, placement=placed("nvme", "host"), activations="keep")
+    call, x = torch.compile(model, backend="zinf"), torch.randn(64, 256)
+    call(x).backward()
+    store = model.layers[0].weight.storage.tiers.store
+    torch.manual_seed(3)
+    if stage == "write":
+        store.inject(Fault("completion", operation="write", errno=errno.EIO))
+    loss = call(x)
+    if stage == "read":
+        store.inject(Fault("completion", operation="read", errno=errno.EIO))
+    with pytest.raises(StoreError, match=r"EIO|Input/output error"):
+        loss.backward()
+    store.clear_faults()
