@@ -1,4 +1,4 @@
-"""Where memory goes: activations kept or recomputed, and how large a layer may be under a budget.
+"""Where memory goes: activations kept, recomputed or moved, and how large a layer may be under a budget.
 
     python benchmarks/memory.py                                       # minutes
     python benchmarks/memory.py --layers 24 --hidden 1024 --context 512 --budget 256MiB
@@ -29,7 +29,15 @@ from zinf_fx.errors import BudgetError
 from zinf_fx.explain import plans_of
 from zinf_fx.sizes import in_words
 
-POLICIES = ("keep", "recompute")
+_STATES = {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme"}
+# What is saved for backward, and where it lives until then. On a CPU, host memory is where it was computed.
+POLICIES = {
+    "kept": {"activations": "keep"},
+    "recomputed": {"activations": "recompute"},
+    "to host memory": {"activations": "offload", "placement": _STATES | {"activations": "host"}},
+    "to NVMe": {"activations": "offload"},
+    "recomputed, checkpoints to NVMe": {"activations": "recompute", "placement": _STATES | {"activations": "nvme"}},
+}
 FACTORS = (1, 2, 4, 8, 16)
 _HEAD = 64  # hidden sizes are multiples of an attention head's
 
@@ -37,13 +45,13 @@ _HEAD = 64  # hidden sizes are multiples of an attention head's
 def activations(args: argparse.Namespace) -> Iterator[list[str]]:
     """A row per policy: peak resident memory, seconds per step, and the first policy's beside them."""
     first: dict | None = None
-    for policy in POLICIES:
-        offloading = {"placement": "nvme", "activations": policy, "chunk": args.chunk}
+    for policy, options in POLICIES.items():
+        offloading = {"placement": "nvme", "chunk": args.chunk, **options}
         request = {
             "variant": "zinf",
             "model": {name: getattr(args, name) for name in ("layers", "hidden", "heads", "context")},
             **{name: getattr(args, name) for name in ("batch", "dtype", "warmup", "steps")},
-            **{"clip": None, "seed": 0, "overlap": True},
+            **{"clip": None, "seed": 0, "overlap": True, "device": "cpu"},
             "offloading": offloading | ({"store": str(args.store)} if args.store else {}),
         }
         result = run_variant(request)
@@ -109,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(
         f"\nGPT {args.layers} x {args.hidden}, {args.dtype}, batch {args.batch} x {args.context}, all states on disk\n"
     )
-    headers = ["activations", "peak\nresident", "peak /\nkeep", "s per\nstep", "time /\nkeep", "same\nlosses"]
+    headers = ["activations", "peak\nresident", "peak /\nkept", "s per\nstep", "time /\nkept", "same\nlosses"]
     align = ("left", *["right"] * 5)
     print(tabulate(list(activations(args)), headers=headers, disable_numparse=True, colalign=align))
     print(f"\na transformer layer in {args.dtype} within device_memory={in_words(budget)}\n")
