@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-WIDTH, HEIGHT = 1000, 570
+WIDTH, HEIGHT = 1000, 590
 INK, MUTED, LINE = "#1f2933", "#52606d", "#9aa5b1"
 GRAPH, PASS, RUN = "#e3f0fb", "#f4f0e6", "#e6f4ea"
 
@@ -41,7 +41,7 @@ def main() -> None:
             20,
             20,
             186,
-            150,
+            170,
             "Your model",
             ["torch.compile(", '  model, backend="zinf")', "", "each stored parameter", "becomes a gather node"],
             GRAPH,
@@ -50,19 +50,39 @@ def main() -> None:
             260,
             20,
             210,
-            150,
+            170,
             "Joint graph",
-            ["keep_activations", "recompute_gathers", "reduce_gradients", "partition"],
+            [
+                "tile, tile_cross_entropy",
+                "keep, recompute or",
+                "choose_activations",
+                "recompute_gathers",
+                "reduce_gradients",
+                "partition",
+            ],
             PASS,
         ),
         box(
-            530, 20, 210, 150, "Forward, backward", ["regions", "lower_gathers", "offload_gradients", "prefetch"], PASS
+            530,
+            20,
+            210,
+            170,
+            "Forward, backward",
+            [
+                "offload_activations",
+                "regions, lower_gathers",
+                "offload_gradients",
+                "prefetch",
+                "residency",
+                "buffers",
+            ],
+            PASS,
         ),
         box(
             800,
             20,
             180,
-            150,
+            170,
             "Programs",
             ["generated Python that", "calls the runtime", "between operators;", "the Plan beside it"],
             RUN,
@@ -70,11 +90,11 @@ def main() -> None:
         arrow(206, 95, 256, 95, "capture"),
         arrow(470, 95, 526, 95),
         arrow(740, 95, 796, 95, "bind"),
-        '<text x="20" y="204" class="s">The specification is checked after every pass.</text>',
-        '<text x="20" y="252" class="t">While operator i computes: i+1 all-gathers, i+2 uploads, i+3 is fetched</text>',
+        '<text x="20" y="224" class="s">The specification is checked after every pass.</text>',
+        '<text x="20" y="272" class="t">While operator i computes: i+1 all-gathers, i+2 uploads, i+3 is fetched</text>',
     ]
     fetch, upload, gather, compute, leave = "#7fb2e5", "#a7cdf0", "#cfe4f7", "#8fcb9b", "#e8c27a"
-    rows = 272
+    rows = 292
     body += [
         lane(rows, "NVMe → host", [(k, 1, f"fetch {k + 3}", fetch) for k in range(6)]),
         lane(rows + 42, "host → device", [(k, 1, f"upload {k + 2}", upload) for k in range(6)]),
