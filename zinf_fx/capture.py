@@ -93,12 +93,14 @@ class Capture:
         return forward, backward
 
     def _measured(self) -> Rates:
-        """Of this machine, where a choice depends on them; nominal ones for a model without values."""
+        """Of this machine, where a choice depends on them; nominal ones where there is no store to measure."""
+        config = self.config
         stored = next((tensor for tensor in self._inputs if isinstance(tensor, StoredTensor)), None)
-        chooses = self.config.activations == "auto" and self.config.device_memory is not None
-        if not chooses or stored is None or stored.storage.tiers is None:
+        if config.activations != "auto" or config.device_memory is None or stored is None:
             return NOMINAL
-        return measured(stored.device, stored.dtype, self.config.activation_tier, self.config.stores)
+        if config.activation_tier == "nvme" and not all(directory.is_dir() for directory in config.stores):
+            return NOMINAL
+        return measured(stored.device, stored.dtype, config.activation_tier, config.stores)
 
     def _inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         tiles = self._tiles(module.graph)

@@ -1,0 +1,39 @@
+"""What a choice of activations is weighed with: measured once, or taken from what was measured before."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from zinf_fx.runtime import rates
+from zinf_fx.runtime.measure import Profile, store_profile
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    rates._disk.cache_clear()
+
+
+def test_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = rates.measured(CPU, torch.float32, "nvme", (tmp_path,))
+    assert min(found.flops, found.memory, found.read, found.write) > 1e6 and found.copies
+    assert not [path for path in tmp_path.iterdir() if path.name != "cache"], "nothing is left behind"
+    monkeypatch.setattr(rates, "Trial", None)
+    assert rates.measured(CPU, torch.float32, "nvme", (tmp_path,)) == found
+
+
+def test_what_bench_io_stored_is_taken(tmp_path: Path) -> None:
+    store_profile(tmp_path, Profile(5e6, 4e6, 3e6, "libaio", 8, 1 << 22, time.time()))
+    found = rates.measured(CPU, torch.float32, "nvme", (tmp_path,))
+    assert (found.read, found.write) == (5e6, 4e6)
+
+
+def test_host_memory_needs_no_disk(tmp_path: Path) -> None:
+    found = rates.measured(CPU, torch.float32, "host", (tmp_path / "nowhere",))
+    assert found.read == found.write == found.memory / 2
