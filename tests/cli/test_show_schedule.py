@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -144,7 +145,30 @@ def test_a_range_of_operators(capsys: pytest.CaptureFixture[str]):
     assert main(["show-schedule", GPT, "--placement", "host", "--operators", "3:5"]) == 0
     text = capsys.readouterr().out
     assert text.count("shown are 3 to 4") == 2
-    assert [line[:2] for line in text.splitlines() if line[:2].strip().isdigit()] == [" 3", " 4", " 3", " 4"]
+    assert re.findall(r"^ ?(\d+)  ", text, flags=re.MULTILINE) == ["3", "4", "3", "4"]
+
+
+@pytest.mark.parametrize("text", ["18:", "30:40"])
+def test_a_range_behind_the_last_operator_is_refused(capsys: pytest.CaptureFixture[str], text: str):
+    assert main(["show-schedule", GPT, "--placement", "host", "--operators", text]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and f"operators='{text}' has none of the plan's, which are 0 to 17" in err
+
+
+def test_charts_are_blocks_in_a_terminal_only(
+    capsys: pytest.CaptureFixture[str], targets: Path, monkeypatch: pytest.MonkeyPatch
+):
+    command = ["show-schedule", f"{targets}:small", "--placement", "nvme"]
+    main(command)
+    elsewhere = capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "90")
+    main(command)
+    blocks = capsys.readouterr().out
+    main([*command, "--ascii"])
+    plain = capsys.readouterr().out
+    assert elsewhere.isascii() and plain.isascii() and "forward, host arena" in plain
+    assert "│████" in blocks and max(map(len, blocks.splitlines())) <= 110
 
 
 def test_auto_is_decided_and_said(capsys: pytest.CaptureFixture[str], targets: Path):
@@ -194,6 +218,8 @@ def test_a_factory_that_needs_values_is_called_again_with_them(capsys: pytest.Ca
         (["targets.py:small", "--device-memory", "8B", "--placement", "host"], "and the budget is 8"),
         (["targets.py:small", "--operators", "3"], "operators='3' is not a range"),
         (["targets.py:small", "--operators", "-3:5"], "operators='-3:5' is not a range"),
+        (["targets.py:small", "--operators", "5:2"], "operators='5:2' is empty"),
+        (["targets.py:small", "--operators", "2:2"], "operators='2:2' is empty"),
     ],
 )
 def test_errors_are_one_line(

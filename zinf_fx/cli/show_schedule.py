@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
 
 from zinf_fx.cli.target import HELP, TargetError, build
 from zinf_fx.config import ACTIVATIONS, PRESETS, Config
+from zinf_fx.curve import ASCII, BLOCKS
 from zinf_fx.errors import ConfigError, ZinfError
 from zinf_fx.explain import describe, plans_of
 from zinf_fx.plan.json import to_json
+from zinf_fx.plan.schedule import Plan
 from zinf_fx.plan.table import WIDTH
 
 
@@ -23,7 +26,10 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         "show-schedule",
         help="what computes and what moves, operator by operator",
         description="Prints the plan of a model: what each operator computes, and which tiles are waited for, "
-        "all-gathered, uploaded, fetched and released meanwhile. Needs no store, and no memory for the model.",
+        "all-gathered, uploaded, fetched and released meanwhile. Charts below each table show its memory from "
+        "operator to operator: the tiles and gradients in flight, on the device and still in host memory, against "
+        "--device-memory, and what the host arena holds, against --host-memory. Needs no store, and no memory for the "
+        "model.",
     )
     parser.add_argument("target", metavar="TARGET", help=HELP)
     parser.add_argument("--placement", help=f"auto (default), {', '.join(PRESETS)}, or parameters=nvme,gradients=host")
@@ -39,7 +45,8 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--no-residency", action="store_true", help="move tiles for every use, whatever room there is")
     parser.add_argument("--operators", metavar="A:B", help="print operators A to B - 1 only")
     parser.add_argument("--inference", action="store_true", help="plan a call under torch.no_grad()")
-    parser.add_argument("--json", action="store_true", help="print the plan's data as JSON")
+    parser.add_argument("--ascii", action="store_true", help="charts without block characters, as outside terminals")
+    parser.add_argument("--json", action="store_true", help="print the plan's data, and memory per operator, as JSON")
     parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
     parser.set_defaults(run=run)
 
@@ -60,11 +67,15 @@ def run(options: argparse.Namespace) -> None:
             raise TargetError(
                 f"planning {options.target} on its example inputs raised {type(error).__name__}: {found[0]}"
             ) from error
+    if operators is not None:
+        _check_any(options.operators, operators, plans)
     if options.json:
         print(to_json(plans))
     else:
-        width = shutil.get_terminal_size((WIDTH, 24)).columns if sys.stdout.isatty() else WIDTH
-        print(describe(model, plans, requested, width=width, operators=operators), end="")
+        terminal = sys.stdout.isatty()
+        width = shutil.get_terminal_size((WIDTH, 24)).columns if terminal else WIDTH
+        glyphs = BLOCKS if terminal and not options.ascii else ASCII
+        print(describe(model, plans, requested, width=width, operators=operators, glyphs=glyphs), end="")
 
 
 def _fields(options: argparse.Namespace) -> dict[str, object]:
@@ -105,4 +116,14 @@ def _operators(text: str | None) -> range | None:
     first, colon, end = text.partition(":")
     if not colon or not all(part == "" or part.isdecimal() for part in (first, end)):
         raise ConfigError(f"operators={text!r} is not a range: give A:B, such as 20:40, :40 or 20:")
-    return range(int(first or 0), int(end) if end else sys.maxsize)
+    wanted = range(int(first or 0), int(end) if end else sys.maxsize)
+    if not wanted:
+        raise ConfigError(f"operators={text!r} is empty: A:B prints operators A to B - 1, so A must be less than B")
+    return wanted
+
+
+def _check_any(text: str, wanted: range, plans: Sequence[Plan]) -> None:
+    """Raises: ConfigError when no graph has an operator of the range."""
+    last = max((len(graph.operators) - 1 for plan in plans for graph in plan.graphs), default=0)
+    if wanted.start > last:
+        raise ConfigError(f"operators={text!r} has none of the plan's, which are 0 to {last}")

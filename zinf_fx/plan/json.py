@@ -9,12 +9,30 @@ from pathlib import Path
 
 import torch
 
-from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.accounting import flows
+from zinf_fx.plan.memory import arena_by_operator
+from zinf_fx.plan.schedule import GraphSchedule, Plan
 
 
 def to_json(plans: Sequence[Plan]) -> str:
-    """An array with an object per plan. Fields are those of the dataclasses; dtypes are names such as "float32"."""
-    return json.dumps([asdict(plan) for plan in plans], indent=1, default=_plain)
+    """An array with an object per plan. Fields are those of the dataclasses; dtypes are names such as "float32".
+
+    Each graph has `memory` besides, with an object per operator, that of the head (-1) first: bytes that start to be
+    read from NVMe (`fetched`), that are in flight (`device`, `host`), and that the host arena holds (`arena`).
+    """
+    return json.dumps([_object(plan) for plan in plans], indent=1, default=_plain)
+
+
+def _object(plan: Plan) -> dict[str, object]:
+    data = asdict(plan)
+    for found, graph in zip(data["graphs"], plan.graphs, strict=True):
+        found["memory"] = _memory(plan, graph)
+    return data
+
+
+def _memory(plan: Plan, graph: GraphSchedule) -> list[dict[str, int]]:
+    both = zip(flows(plan, graph), arena_by_operator(plan, graph), strict=True)
+    return [{**asdict(flow), "arena": arena} for flow, arena in both]
 
 
 def _plain(value: object) -> str:

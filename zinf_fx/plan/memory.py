@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from zinf_fx.config import Config, Placement, Tier
 from zinf_fx.plan.accounting import CHUNKS_IN_MEMORY, STATE_BYTES, blocks, bytes_read, staying, tiles_of
-from zinf_fx.plan.schedule import GraphSchedule, Plan, Tile
+from zinf_fx.plan.schedule import HEAD, GraphSchedule, Plan, Tile
 
 # Elements of the chunks that the optimizer cuts parameters into are a multiple of this.
 _CHUNK_ALIGNMENT = 4096
@@ -153,6 +153,25 @@ def most(plan: Plan) -> int:
         together = step.total - step.tiles + uses["forward"].tiles
         peak = max(peak, together)
     return peak if plan.config.host_memory is None else min(peak, plan.config.host_memory)
+
+
+def arena_by_operator(plan: Plan, graph: GraphSchedule) -> list[int]:
+    """Bytes of the arena at its fullest while each operator of a graph computes, that of the head first.
+
+    In the steady state; without the optimizer's step, part of which may go on during the forward graph.
+    """
+    living = living_on_host(plan.config.placement, list(tiles_of(plan).values()))
+    totals = [living.parameters + living.states + sum(use) for use in _uses(plan, graph)]
+    now, *after = totals
+    fullest = []
+    numbered = deque(zip((event.operator for event in graph.events), after, strict=True))
+    for operator in (HEAD, *(o.index for o in graph.operators)):
+        most_here = now
+        while numbered and numbered[0][0] == operator:
+            now = numbered.popleft()[1]
+            most_here = max(most_here, now)
+        fullest.append(most_here)
+    return fullest
 
 
 class _Use(NamedTuple):

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
+from zinf_fx.curve import ASCII, Glyphs
 from zinf_fx.plan.accounting import Flow, Traffic, always_resident, flows, phases, tiles_of
 from zinf_fx.plan.memory import host_arena
+from zinf_fx.plan.memory_curve import render_curves
 from zinf_fx.plan.names import GraphNames, PlanNames
 from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, Operator, Plan
 from zinf_fx.sizes import in_words
@@ -32,14 +34,16 @@ _CELLS = [*((limit, True) for limit in range(40, 13, -1)), *((limit, False) for 
 _MATRIX_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 
 
-def render(plan: Plan, *, width: int = WIDTH, operators: range | None = None) -> str:
+def render(plan: Plan, *, width: int = WIDTH, operators: range | None = None, glyphs: Glyphs = ASCII) -> str:
     """The plan as text of at most `width` columns (as far as names allow).
 
-    `operators`: the operators to print; default all. The head line is printed with operator 0.
+    `operators`: the operators to print; default all. The head line is printed with operator 0. Charts are of all.
+    `glyphs`: what charts are drawn with.
     """
     names = PlanNames(plan)
     parts = [_header(plan), _legend(plan, names)]
-    parts += [_graph(plan, graph, names, width, operators) for graph in plan.graphs]
+    for graph in plan.graphs:
+        parts += [_graph(plan, graph, names, width, operators), *render_curves(plan, graph, glyphs, width)]
     parts += [_traffic(plan), _peaks(plan), _arena(plan)]
     return "\n\n".join(parts) + "\n"
 

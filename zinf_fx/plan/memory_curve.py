@@ -1,0 +1,41 @@
+"""Memory over a step as charts, operator by operator: what is in flight, and what the host arena holds."""
+
+from __future__ import annotations
+
+from zinf_fx.curve import Curve, Glyphs
+from zinf_fx.plan.accounting import flows
+from zinf_fx.plan.memory import arena_by_operator
+from zinf_fx.plan.schedule import HEAD, GraphSchedule, Plan
+from zinf_fx.sizes import in_words
+
+
+def in_flight(plan: Plan, graph: GraphSchedule) -> Curve:
+    """Bytes on the device, and stacked on them those still in host memory; `device_memory` is the budget of both."""
+    of_graph = flows(plan, graph)
+    on_device, in_host = [flow.device for flow in of_graph], [flow.host for flow in of_graph]
+    return Curve(on_device, in_host, budget=plan.config.device_memory, first=HEAD)
+
+
+def host_arena_curve(plan: Plan, graph: GraphSchedule) -> Curve:
+    """Bytes of the host arena, whose budget is `host_memory`."""
+    return Curve(arena_by_operator(plan, graph), budget=plan.config.host_memory, first=HEAD)
+
+
+def render_curves(plan: Plan, graph: GraphSchedule, glyphs: Glyphs, width: int) -> list[str]:
+    """A chart for each memory, under a line that says what it shows; none for a memory that holds nothing."""
+    device, host = in_flight(plan, graph), host_arena_curve(plan, graph)
+    full, above = glyphs.fills[-1], glyphs.above
+    parts = (
+        (f"device memory in flight by operator ({full}; {above}: still in host memory)", device),
+        ("host arena by operator", host),
+    )
+    return [f"{graph.kind}, {_title(what, curve)}\n{curve.draw(glyphs, width)}" for what, curve in parts if curve.peak]
+
+
+def _title(what: str, curve: Curve) -> str:
+    operator = HEAD + curve.fullest
+    where = "head" if operator == HEAD else f"operator {operator}"
+    text = f"{what}: at most {in_words(curve.peak)}, in {where}"
+    if curve.budget is not None and not curve.budget_in_sight:
+        text += f"; budget {in_words(curve.budget)}"
+    return text
