@@ -115,3 +115,17 @@ def test_a_gpt_of_303_million_parameters_trains_in_1536_mib(group: Path, tmp_pat
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=1100)
     assert done.returncode == 0, f"status {done.returncode}: {done.stderr[-3000:]}"
     assert peak(group) <= 1536 * MIB
+
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "bigger_than_memory.py"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_example_finds_the_limit_and_trains_twice_as_much_below_it(group: Path, tmp_path: Path) -> None:
+    limit(group, 1024 * MIB)
+    command = f"echo $$ > {group}/cgroup.procs; exec {sys.executable} {EXAMPLE} --store {tmp_path}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=550)
+    assert done.returncode == 0, f"status {done.returncode}: {done.stderr[-3000:]}"
+    assert f"memory limit 1.0 GiB ({group}" in done.stdout and "2.0 GiB of states" in done.stdout
+    assert peak(group) <= 1024 * MIB

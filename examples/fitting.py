@@ -1,0 +1,92 @@
+"""A GPT whose states exceed a memory and fit a disk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from gpt import GPT, GPTConfig
+
+from zinf_fx.runtime.filesystem import file_system_of
+from zinf_fx.sizes import in_words
+
+# Per parameter: itself and its gradient in bfloat16; a master copy and two moments in float32.
+BYTES = {"parameters": 2, "gradients": 2, "optimizer": 12}
+BYTES_PER_PARAMETER = sum(BYTES.values())
+KINDS = {"parameters": "bfloat16", "gradients": "bfloat16", "optimizer": "master copy and two moments, float32"}
+
+# The part of the free disk space that may be taken: others write there too.
+DISK_SHARE = 0.95
+HEAD_SIZE = 128
+HIDDEN_PER_LAYER = 64
+
+
+class RefusedError(Exception):
+    """What was asked for can't be done here."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A model for this machine, what of it there is, and what was changed to make it fit."""
+
+    config: GPTConfig
+    parameters: int
+    note: str | None = None
+
+    @property
+    def states(self) -> int:
+        """Bytes of everything that training keeps from step to step."""
+        return self.parameters * BYTES_PER_PARAMETER
+
+    @property
+    def shape(self) -> str:
+        return f"{self.config.layers} layers of {self.config.hidden}"
+
+
+def parameters_of(config: GPTConfig) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in GPT(config).parameters())
+
+
+def shaped(states: int, context: int) -> GPTConfig:
+    """A GPT of usual proportions whose states have about so many bytes, not fewer."""
+    parameters = states / BYTES_PER_PARAMETER
+    layers = (parameters / (12 * HIDDEN_PER_LAYER**2)) ** (1 / 3)  # a block has about 12 hidden**2
+    hidden = max(1, round(layers * HIDDEN_PER_LAYER / HEAD_SIZE)) * HEAD_SIZE
+    one = GPTConfig(layers=1, hidden=hidden, heads=hidden // HEAD_SIZE, context=context)
+    block = parameters_of(replace(one, layers=2)) - parameters_of(one)
+    return replace(one, layers=1 + max(0, math.ceil((parameters - parameters_of(one)) / block)))
+
+
+def fit(states: int, memory: int, room: int, context: int) -> Fit:
+    """The GPT whose states have at least `states` bytes or, where the disk has only `room`, as many as it holds.
+
+    Raises: RefusedError if they would not exceed the memory then.
+    """
+    config = shaped(min(states, room), context)
+    while config.layers > 1 and parameters_of(config) * BYTES_PER_PARAMETER > room:
+        config = replace(config, layers=config.layers - 1)
+    found = Fit(config, parameters_of(config))
+    if found.states > room or found.states <= memory:
+        raise RefusedError(
+            f"states larger than the memory, {in_words(memory)}, don't fit the disk, of which {in_words(room)} may be "
+            "taken: free some, or give a --store on another one, more of --disk, or a smaller --memory"
+        )
+    if found.states >= states:
+        return found
+    return replace(found, note=f"scaled down: states of {in_words(states)} don't fit {in_words(room)} of the disk")
+
+
+def room_on(directories: Sequence[Path]) -> int:
+    """Bytes of the stores' disks that may be taken. Raises: RefusedError where a disk is memory."""
+    free: dict[str, int] = {}
+    for directory in directories:
+        existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+        file_system = file_system_of(existing)
+        if file_system.in_memory:
+            raise RefusedError(f"{directory} is on {file_system.kind}, which is memory: give a --store on a disk")
+        free[file_system.key] = file_system.free
+    return int(sum(free.values()) * DISK_SHARE)

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+import bigger_than_memory
+from bigger_than_memory import main
+from fitting import BYTES_PER_PARAMETER, RefusedError, fit, parameters_of, room_on, shaped
+from gpt import GPT
+from memory_limit import MemoryLimit, memory_limit
+from timeline import Sample, Timeline
+
+from zinf_fx.curve import ASCII
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+def test_a_run_on_a_disk_that_is_a_little_larger_than_the_memory(tmp_path: Path) -> None:
+    options = ["--memory", "1GiB", "--disk", "1100MiB", "--steps", "2", "--context", "64"]
+    plot, store = tmp_path / "timeline.svg", tmp_path / "store"
+    store.mkdir()
+    command = [sys.executable, bigger_than_memory.__file__, *options, "--store", str(store), "--plot", str(plot)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    output = done.stdout
+
+    # The model was scaled down to the disk. Its states exceed the memory, and what was resident doesn't.
+    assert "scaled down: states of 2.0 GiB don't fit 1.1 GiB of the disk" in output
+    parameters = int(row(output, "parameters").split(", ")[0].replace(",", ""))
+    assert GIB < parameters * BYTES_PER_PARAMETER <= 1100 * MIB
+    assert row(output, "memory limit") == "1.0 GiB, as given"
+    assert [row(output, f"states on {tier}") for tier in ("device", "host", "nvme")] == ["0 B", "0 B", "1.1 GiB"]
+    resident = mebibytes(row(output, "resident at most, everything included"))
+    assert 200 < resident < 1024
+    ratio = float(row(output, "states / resident at most"))
+    assert ratio == pytest.approx(parameters * BYTES_PER_PARAMETER / MIB / resident, abs=0.06)
+
+    # It learns, the plan holds, and each step writes a gradient, parameter, master copy and moments.
+    first, second = map(float, row(output, "loss of each step, nats per byte").split())
+    assert 5 < first < 6.5 and second < first - 0.1
+    planned, measured = (mebibytes(row(output, f"host arena at most, {what}")) for what in ("as planned", "measured"))
+    assert 0.5 * planned < measured <= planned <= 256
+    assert row(output, "written per step").endswith(", 16.0 bytes per parameter")
+    assert len(row(output, "seconds per step (compilation is in the first)").split()) == 2
+    for what in ("read and written, over all steps", "while anything was being read"):
+        assert re.fullmatch(r"\d+\.\d [MG]iB/s", row(output, what)), what
+
+    # The timeline, as a chart and as SVG; and nothing stays in the store.
+    assert "(s: start, c: construct, f: forward, b: backward, o: optimizer)" in output
+    (marks,) = re.findall(r"^ +([scfbo]{8,})$", output, flags=re.MULTILINE)
+    assert re.fullmatch("s*c+f+b+o*f+b+o+", marks), marks
+    picture = ElementTree.parse(plot).getroot()
+    points = picture.find("{*}polyline").get("points").split()
+    assert len(points) > 10 and len(picture.findall("{*}rect")) >= len(points)
+    assert list(store.iterdir()) == []
+
+
+def row(output: str, name: str) -> str:
+    """The cell beside a name in the table."""
+    (cell,) = re.findall(rf"^{re.escape(name)}  +(.*)$", output, flags=re.MULTILINE)
+    return cell
+
+
+def mebibytes(text: str) -> float:
+    number, unit = text.split()
+    assert unit == "MiB"
+    return float(number)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--memory", "8GiB", "--disk", "3GiB"], "don't fit the disk, of which 3.0 GiB may be taken"),
+            (["--memory", "8GiB", "--states", "8GiB"], "--states 8.0 GiB is no more than the memory, 8.0 GiB"),
+            (["--memory", "8GiB", "--resident", "9GiB"], "--resident 9.0 GiB is more than the memory, 8.0 GiB"),
+            (["--memory", "8GiB", "--resident", "64MiB"], "allow at least"),
+            (["--memory", "much"], "the size='much' is not a size"),
+            (["--text", "/there/is/none"], "no such file or directory: /there/is/none"),
+        ],
+    )
+    def test_before_anything_is_built(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+    ) -> None:
+        with pytest.raises(SystemExit) as exit:
+            main(["--store", str(tmp_path), *options])
+        out, err = capsys.readouterr()
+        assert exit.value.code == 2 and out == "" and message in err and list(tmp_path.iterdir()) == []
+
+    def test_a_store_in_memory(self) -> None:
+        if not Path("/dev/shm").is_dir():
+            pytest.skip("no /dev/shm here")
+        with pytest.raises(RefusedError, match="which is memory: give a --store on a disk"):
+            room_on([Path("/dev/shm")])
+
+
+class TestFitting:
+    @pytest.mark.parametrize("states", [200 * MIB, 3 * GIB, 48 * GIB, 500 * GIB])
+    def test_the_model_is_as_large_as_asked(self, states: int) -> None:
+        found = fit(states, memory=states // 2, room=1 << 50, context=128)
+        assert found.note is None and states <= found.states <= 1.35 * states
+        assert found.states == found.parameters * 16
+        assert found.config.hidden == 128 * found.config.heads
+        assert 20 <= found.config.hidden / found.config.layers <= 120
+
+    def test_a_model_has_the_parameters_that_are_counted(self) -> None:
+        config = shaped(20 * MIB, 64)
+        assert parameters_of(config) == sum(parameter.numel() for parameter in GPT(config).parameters())
+
+    def test_a_disk_that_is_too_small_scales_the_model_down(self) -> None:
+        found = fit(48 * GIB, memory=24 * GIB, room=30 * GIB, context=128)
+        assert 24 * GIB < found.states <= 30 * GIB
+        assert found.note == "scaled down: states of 48.0 GiB don't fit 30.0 GiB of the disk"
+
+    def test_what_would_not_exceed_the_memory_is_refused(self) -> None:
+        with pytest.raises(RefusedError, match=r"larger than the memory, 24.0 GiB, don't fit the disk"):
+            fit(48 * GIB, memory=24 * GIB, room=24 * GIB, context=128)
+
+    def test_directories_of_one_disk_count_once(self, tmp_path: Path) -> None:
+        (tmp_path / "a").mkdir()
+        once = room_on([tmp_path / "a"])
+        assert once > 0 and room_on([tmp_path / "a", tmp_path / "not" / "there"]) == pytest.approx(once, rel=0.2)
+
+
+class TestMemoryLimit:
+    def group(self, tmp_path: Path, lines: str, **limits: str) -> MemoryLimit:
+        groups, mount = tmp_path / "cgroup", tmp_path / "mount"
+        groups.write_text(lines)
+        for name, text in limits.items():
+            file = mount / name.replace("__", "/")
+            file = file.with_name({"limit": "memory.limit_in_bytes", "max": "memory.max"}[file.name])
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"{text}\n")
+        return memory_limit(groups, mount)
+
+    def test_version_2_and_the_groups_around(self, tmp_path: Path) -> None:
+        limit = self.group(tmp_path, "0::/job/step\n", job__step__max="max", job__max="5000000", max="9000000")
+        assert limit == MemoryLimit(5_000_000, str(tmp_path / "mount" / "job" / "memory.max"))
+
+    def test_version_1(self, tmp_path: Path) -> None:
+        lines = "5:cpu,cpuacct:/job\n4:memory:/job\n0::/\n"
+        limit = self.group(tmp_path, lines, memory__job__limit="4000000", memory__limit=str(1 << 62))
+        assert limit == MemoryLimit(4_000_000, str(tmp_path / "mount" / "memory" / "job" / "memory.limit_in_bytes"))
+
+    def test_a_container_that_sees_its_own_group_as_the_root(self, tmp_path: Path) -> None:
+        limit = self.group(tmp_path, "4:memory:/docker/0123\n", memory__limit="3000000")
+        assert limit.nbytes == 3_000_000
+
+    @pytest.mark.parametrize("lines", ["0::/\n", "", "4:memory:/\n"])
+    def test_without_limits_it_is_the_machines(self, tmp_path: Path, lines: str) -> None:
+        limit = self.group(tmp_path, lines, max="max", memory__limit=str(1 << 62))
+        assert limit.source == "the machine's memory" and limit.nbytes > 256 * MIB
+
+    def test_without_control_groups(self, tmp_path: Path) -> None:
+        assert memory_limit(tmp_path / "none", tmp_path).source == "the machine's memory"
+
+
+class TestTimeline:
+    def test_it_samples_while_it_runs(self) -> None:
+        seen: list[Sample] = []
+        timeline = Timeline(seen.append)
+        with timeline.running():
+            timeline.phase = "first"
+        assert timeline.samples == seen and len(seen) >= 1 and seen[0].nbytes > MIB
+
+    def test_phases_and_seconds_stand_below_the_chart(self) -> None:
+        timeline = Timeline()
+        timeline.samples = [Sample(i / 2, "up" if i < 6 else "down", i * MIB) for i in range(1, 13)]
+        lines = timeline.chart(12 * MIB, ASCII, 60).splitlines()
+        assert lines[0] == "resident memory over time in seconds (u: up, d: down)"
+        assert lines[2].endswith("## budget 12.0 MiB")
+        assert lines[-1].strip() == "u" * 10 + "d" * 14
+        assert lines[-2].split()[0] == "0" and int(lines[-2].split()[-1]) <= 6
