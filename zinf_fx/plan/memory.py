@@ -161,8 +161,7 @@ def arena_by_operator(plan: Plan, graph: GraphSchedule) -> list[int]:
     In the steady state; without the optimizer's step, part of which may go on during the forward graph.
     """
     living = living_on_host(plan.config.placement, list(tiles_of(plan).values()))
-    totals = [living.parameters + living.states + sum(use) for use in _uses(plan, graph)]
-    now, *after = totals
+    now, *after = (replace(living, **use._asdict()).total for use in _uses(plan, graph))
     fullest = []
     numbered = deque(zip((event.operator for event in graph.events), after, strict=True))
     for operator in (HEAD, *(o.index for o in graph.operators)):

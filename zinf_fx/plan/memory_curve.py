@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from zinf_fx.curve import Curve, Glyphs
-from zinf_fx.plan.accounting import flows
-from zinf_fx.plan.memory import arena_by_operator
+from zinf_fx.plan.accounting import flows, tiles_of
+from zinf_fx.plan.memory import arena_by_operator, living_on_device
 from zinf_fx.plan.schedule import HEAD, GraphSchedule, Plan
 from zinf_fx.sizes import in_words
 
 
 def in_flight(plan: Plan, graph: GraphSchedule) -> Curve:
-    """Bytes on the device, and stacked on them those still in host memory; `device_memory` is the budget of both."""
+    """Bytes on the device, and stacked on them those still in host memory. The budget of both is what `device_memory`
+    leaves beside what lives on the device, and the activations that stay there for backward."""
+    budget = plan.config.device_memory
+    if budget is not None:
+        budget -= plan.kept + living_on_device(plan.config.placement, list(tiles_of(plan).values())).total
     of_graph = flows(plan, graph)
     on_device, in_host = [flow.device for flow in of_graph], [flow.host for flow in of_graph]
-    return Curve(on_device, in_host, budget=plan.config.device_memory, first=HEAD)
+    return Curve(on_device, in_host, budget=budget, first=HEAD)
 
 
 def host_arena_curve(plan: Plan, graph: GraphSchedule) -> Curve:
