@@ -26,6 +26,8 @@ class Slice:
         """The elements, 1-D."""
         return self._elements
 
+    arrived = wait
+
     def close(self) -> None:
         """Nothing to give back."""
 

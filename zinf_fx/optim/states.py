@@ -75,12 +75,13 @@ class ParameterStates:
         """Bytes of buffers that the update of an element takes, the upcast gradient included; what lives in host memory
         takes none.
 
-        There must be a gradient.
+        Without a gradient yet, one of the parameter's dtype in memory is assumed.
         """
-        gradient = self.gradient
+        gradient = self.parameter if self.gradient is None else self.gradient
         upcast = self.dtype.itemsize if gradient.dtype != self.dtype else 0
-        tensors = [self.parameter, *self.tensors.values(), *([gradient] if isinstance(gradient, StoredTensor) else [])]
-        return upcast + sum(tensor.dtype.itemsize for tensor in tensors if not tensor.storage.in_host_memory)
+        tensors = (self.parameter, self.gradient, *self.tensors.values())
+        streamed = [t for t in tensors if isinstance(t, StoredTensor) and not t.storage.in_host_memory]
+        return upcast + sum(tensor.dtype.itemsize for tensor in streamed)
 
     @property
     def bytes_written(self) -> int:

@@ -4,87 +4,38 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
 
 import torch
 from torch.optim import Optimizer
 
 from zinf_fx.errors import StoreError
-from zinf_fx.optim.arithmetic import Group, borrow, step_without_hooks
-from zinf_fx.optim.chunks import Piece, chunk_elements, cut, opened_ahead
+from zinf_fx.optim.arithmetic import borrow, step_without_hooks
+from zinf_fx.optim.chunk import OpenChunk, Run
+from zinf_fx.optim.chunks import AHEAD, Piece, chunk_elements, cut
 from zinf_fx.optim.elements import moved
 from zinf_fx.optim.states import MASTER, ParameterStates, State
 from zinf_fx.optim.torn import TornStep
-from zinf_fx.optim.windows import OpenPiece
 from zinf_fx.runtime.device import CPU, Device
 from zinf_fx.runtime.freelist import round_up
 from zinf_fx.runtime.heap import trim_heap
 from zinf_fx.runtime.storage import WINDOW_ALIGNMENT
 from zinf_fx.runtime.stored_tensor import StoredTensor
-from zinf_fx.runtime.tiers import drain_after
-
-
-@dataclass
-class Run:
-    """Parameters of one group with the same states present, updated in one place and dtype: they may share a chunk.
-
-    Attributes:
-        place: what updates them.
-        names: the element-wise states.
-        present: those of them, and of the master, that hold values; the torch class makes the others.
-    """
-
-    group: Group
-    place: Device
-    dtype: torch.dtype
-    names: tuple[str, ...]
-    present: frozenset[str]
-    parameters: list[StoredTensor] = field(default_factory=list)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the torch class makes states, in memory of its own."""
-        return not self.present.issuperset(self.names)
-
-
-class _OpenChunk:
-    """A chunk whose windows are open."""
-
-    def __init__(
-        self, run: Run, pieces: tuple[Piece[StoredTensor], ...], stored: dict[torch.Tensor, ParameterStates]
-    ) -> None:
-        self.run = run
-        self.parts: list[OpenPiece] = []
-        self._close = ExitStack()
-        try:
-            for piece in pieces:
-                part = OpenPiece(piece, stored[piece.parameter], run.names, run.present)
-                self.parts.append(part)
-                self._close.callback(part.close)
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def ready(self) -> bool:
-        """Whether all of its reads are done."""
-        return all(part.ready for part in self.parts)
-
-    def close(self) -> None:
-        """Close the windows that were not stored."""
-        self._close.close()
+from zinf_fx.runtime.tiers import Tiers, drain_after
 
 
 class StreamedStep:
-    """One step of `optimizer`, by the arithmetic of class `kind`, over the parameters of `runs`.
+    """One step of `optimizer`, by the arithmetic of class `kind`, over the parameters that `add` is called with.
 
-    Everything that decides the result is read at construction. `start` begins it; then it is the `Background` of its
-    tiers until `finish`, or until the last chunk was updated by `advance`. Chunks are updated in the order in which
-    their tensors were made, which is about the order in which forward will ask for them.
+    Everything that decides the result is read at construction and in `add`. From the first `add` on, it is the
+    `Background` of the parameters' tiers; `close` says that no more come. It is over when all are updated and in the
+    store. Chunks are updated in the order in which their tensors were made, which is about the order in which forward
+    will ask for them; of those added one by one, whatever fills a chunk is updated first.
 
     Attributes:
+        closed: no more parameters come.
         seconds: for which the training waited or did the step's arithmetic.
     """
 
@@ -92,73 +43,101 @@ class StreamedStep:
         self,
         optimizer: Optimizer,
         kind: type[Optimizer],
+        state: dict[torch.Tensor, State],
         stored: dict[torch.Tensor, ParameterStates],
-        runs: list[Run],
         failed: Callable[[TornStep], None],
     ) -> None:
-        """`stored`: where each parameter's states live. `failed` is told how a step failed that changed anything."""
+        """`state`: what the optimizer shows. `stored`: where each parameter's states live. `failed` is told how a step
+        failed that changed anything."""
         # Nothing here holds the optimizer: when nobody else does either, it can finish the step.
-        self._kind, self._stored, self._failed = kind, stored, failed
+        self._kind, self._state, self._stored, self._failed = kind, state, stored, failed
         self._template = borrow(optimizer, kind, {}, [])
         self._template.__dict__.pop("step", None)  # a scheduler's, bound to the optimizer
         self._names = [(group["params"], group.get("param_names")) for group in optimizer.param_groups]
-        self._state = optimizer.state
-        for run in runs:
-            run.parameters.sort(key=lambda parameter: parameter.storage.key)
-        self._runs = runs
-        self._parameters = [p for run in runs for p in run.parameters]
-        self._tiers = list({id(p.storage.tiers): p.storage.tiers for p in self._parameters}.values())
+        self._tiers: list[Tiers] = []
+        self._parameters: dict[StoredTensor, None] = {}  # in the order in which they came
+        self._loose: dict[Run, list[StoredTensor]] = {}  # not cut into chunks yet
+        self._unopened: deque[tuple[Run, tuple[Piece[StoredTensor], ...]]] = deque()
+        self._opened: deque[OpenChunk] = deque()
         self._begun: set[StoredTensor] = set()
         self._finished: set[StoredTensor] = set()
         self._pending: set[int] = set()  # keys of the storages that are not final yet
+        self._elements = self._bytes_writing = 0
+        self._bytes_held = 0  # of gradients that nobody else has
+        self._scratch: dict[Device, torch.Tensor] = {}
         self._close = ExitStack()
         self._lock = threading.RLock()
-        self._busy = self._overlapped = self._over = False
+        self._busy = self._waits = self._behind = self._final = self._over = False
+        self._overlaps = True
+        self.closed = False
         self.seconds = 0.0
 
-    @property
-    def can_overlap(self) -> bool:
-        """Whether to go on in the background is safe, and of any use: what the step reads is in the store, where
-        nobody changes it unnoticed, and there are reads to wait for."""
-        gradients = [self._stored[p].gradient for p in self._parameters]
-        scaled = getattr(self._template, "grad_scale", None) is not None
-        streamed = any(self._stored[p].bytes_per_element for p in self._parameters)
-        return streamed and not scaled and all(isinstance(g, StoredTensor) and not g.views for g in gradients)
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        """Whether the parameter was added."""
+        return parameter in self._parameters
 
-    def start(self, overlap: bool) -> None:
-        """Open the first chunks; with `overlap`, return then, else when all is done.
+    def add(self, run: Run, parameter: StoredTensor, *, owned: bool = False) -> None:
+        """Take over a parameter's update: the gradient is in `stored`, and with `owned`, nobody else's any more.
 
-        Raises: StoreError when a step failed that is still under way on the same tiers; this one is not begun then.
+        Raises: StoreError when a step failed that is still under way on the same tiers; this one takes nothing then.
         """
-        for tiers in self._tiers:
-            if tiers.background is not None:
-                tiers.background.finish()
-        for parameter in self._parameters:
+        with self._lock:
+            tiers = parameter.storage.tiers
+            if tiers.background is not self:
+                if tiers.background is not None:
+                    tiers.background.finish()
+                tiers.background = self
+            if tiers not in self._tiers:
+                self._tiers.append(tiers)
+            gradient = self._stored[parameter].gradient
+            self._final |= owned
+            self._overlaps &= owned or (isinstance(gradient, StoredTensor) and not gradient.views)
             # Let autograd notice at once, as after any in-place update.
             torch.autograd.graph.increment_version(parameter)
             parameter.storage.announce_write()
-            states = self._stored[parameter]
-            stored = [t for t in (parameter, states.gradient, *states.tensors.values()) if isinstance(t, StoredTensor)]
-            self._pending.update(tensor.storage.key for tensor in stored)
-        with self._working():
-            self._open_chunks()
-        for tiers in self._tiers:
-            tiers.background = self
-        self._overlapped = overlap
-        if not overlap:
+            self._pending.update(tensor.storage.key for tensor in self._tensors(parameter))
+            self._parameters[parameter] = None
+            self._loose.setdefault(run, []).append(parameter)
+            self._bytes_held += gradient.nbytes if owned else 0
+
+    def make_room(self, nbytes: int, limit: int) -> None:
+        """Update chunks until so many bytes more of gradients fit `limit`, or none are held."""
+        with self._lock:
+            if not self._busy and not self._over and self._bytes_held > max(limit - nbytes, 0):
+                with self._working():
+                    while self._bytes_held > max(limit - nbytes, 0):
+                        self._update_next()
+
+    def close(self, overlap: bool) -> None:
+        """No more parameters come. With `overlap`, go on in the background where that is safe and of any use; else
+        return when all is done.
+
+        Raises: StoreError; the step is torn unless nothing was changed, and no gradient consumed.
+        """
+        self.closed = True
+        scaled = getattr(self._template, "grad_scale", None) is not None
+        reads = any(self._stored[p].bytes_per_element for p in self._parameters)
+        if overlap and self._overlaps and reads and not scaled:
+            with self._lock, self._working():
+                self._cut_loose()
+                self._open_ahead()
+            self._final = True
+        else:
             self.finish()
 
     def advance(self) -> None:
-        """Update the chunks that were read meanwhile."""
+        """Do what can be done without waiting."""
         if self._busy or not self._lock.acquire(blocking=False):
             return
         try:
             if self._over:
                 return
             with self._working():
-                while self._next is not None and self._next.ready:
+                if self.closed or self._loose_elements() >= self._elements:
+                    self._cut_loose()
+                while self._can_go_on():
                     self._update_next()
-                if self._next is None and all(tiers.idle for tiers in self._tiers):
+                if self.closed and not self._left and all(tiers.idle for tiers in self._tiers):
                     self._end()
         finally:
             self._lock.release()
@@ -173,58 +152,114 @@ class StreamedStep:
                             self._update_next()
 
     def finish(self) -> bool:
-        """Update all chunks, and wait until they are in the store."""
+        """Update all that came so far, and wait until it is in the store."""
         with self._lock:
-            if self._busy or self._over:
+            if self._busy or self._over or not (self.closed or self._left):
                 return False
             with self._working():
-                while self._next is not None:
+                while self._left:
                     self._update_next()
-                self._end()
+                if self.closed:
+                    self._end()
+                else:
+                    self._wait_for_writes(0)
             return True
+
+    def abandon(self, error: BaseException) -> None:
+        """`error` ended what would have added more parameters: those that came are updated, the others are not."""
+        with self._lock:
+            if not self._over and not self.closed:
+                self._fail(error)
+
+    @property
+    def _left(self) -> bool:
+        """Whether any chunk is to be updated still."""
+        return bool(self._opened or self._unopened or self._loose)
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """Around all work: accesses to tensors are the step's own. An exception ends the step."""
+        """Around all work: accesses to tensors are the step's own. An exception ends the step, except for Ctrl-C while
+        it only waits: what comes next goes on with it."""
         started = time.perf_counter()
         self._busy = True
         try:
             with torch.no_grad():
                 yield
         except BaseException as error:
-            self._over = True
-            self._close.close()
-            torn = self._torn(error)
-            self._leave()
-            if torn is not None:
-                self._failed(torn)
+            if isinstance(error, Exception) or not self._waits:
+                self._fail(error)
             raise
         finally:
-            self._busy = False
+            self._busy = self._waits = False
             self.seconds += time.perf_counter() - started
 
-    def _open_chunks(self) -> None:
-        bytes_per_element = max(self._stored[p].bytes_per_element for p in self._parameters)
-        chunk = min(parameter.storage.config.chunk for parameter in self._parameters)
-        elements = chunk_elements(chunk, bytes_per_element, self._tiers)
-        self._bytes_writing = elements * max(self._stored[p].bytes_written for p in self._parameters)
-        self._scratch = self._lease_scratch(elements, self._close)
-        chunks = [(run, pieces) for run in self._runs for pieces in cut(run.parameters, elements)]
+    def _fail(self, error: BaseException) -> None:
+        self._over = True
+        self._release()
+        torn = self._torn(error)
+        self._leave()
+        if torn is not None:
+            self._failed(torn)
+
+    def _loose_elements(self) -> int:
+        return sum(parameter.numel() for parameters in self._loose.values() for parameter in parameters)
+
+    def _cut_loose(self) -> None:
+        """Cut what came into chunks."""
+        if not self._loose:
+            return
+        if not self._elements:
+            states = list(self._stored.values())
+            bytes_per_element = max(each.bytes_per_element for each in states)
+            chunk = min(parameter.storage.config.chunk for parameter in self._parameters)
+            self._elements = chunk_elements(chunk, bytes_per_element, self._tiers)
+            self._bytes_writing = self._elements * max(each.bytes_written for each in states)
+        chunks = []
+        for run, parameters in self._loose.items():
+            parameters.sort(key=lambda parameter: parameter.storage.key)
+            chunks += [(run, pieces) for pieces in cut(parameters, self._elements)]
         chunks.sort(key=lambda chunk: min(piece.parameter.storage.key for piece in chunk[1]))
-        opened = opened_ahead(chunks, lambda chunk: _OpenChunk(*chunk, self._stored))
-        self._chunks = self._close.enter_context(closing(opened))
-        self._next = next(self._chunks, None)
+        self._loose.clear()
+        self._unopened += chunks
+
+    def _can_go_on(self) -> bool:
+        """Whether a chunk can be updated without waiting for reads, or for writes to make room."""
+        if not self._behind or all(tiers.writing_at_most(self._bytes_writing) for tiers in self._tiers):
+            self._open_ahead()
+            return bool(self._opened) and self._opened[0].ready
+        return False
+
+    def _open_ahead(self) -> None:
+        """Open chunks until AHEAD of them follow the next one, when the writes before the last update's are done."""
+        if self._behind:
+            self._wait_for_writes(self._bytes_writing)
+            self._behind = False
+        while self._unopened and len(self._opened) <= AHEAD:
+            run, pieces = self._unopened[0]
+            self._lease_scratch(run, pieces)
+            self._opened.append(OpenChunk(run, pieces, self._stored))
+            self._unopened.popleft()
+
+    def _wait_for_writes(self, nbytes: int) -> None:
+        self._waits = True
+        for tiers in self._tiers:
+            tiers.limit_writes(nbytes)
+        self._waits = False
 
     def _update_next(self) -> None:
-        chunk = self._next
+        if not self._opened and not self._unopened:
+            self._cut_loose()
+        self._open_ahead()
+        chunk = self._opened[0]
+        self._waits = True
+        chunk.arrive()
+        self._waits = False
+        self._opened.popleft()
         with closing(chunk):
-            self._update(chunk, self._scratch[chunk.run.place].view(chunk.run.dtype))
+            self._update(chunk, self._scratch.get(chunk.run.place))
+        self._behind = True
         if chunk.run.is_first:
             trim_heap()
-        for tiers in self._tiers:
-            tiers.limit_writes(self._bytes_writing)
-        self._next = None
-        self._next = next(self._chunks, None)
 
     def _end(self) -> None:
         for tiers in self._tiers:
@@ -232,8 +267,17 @@ class StreamedStep:
         for parameter in self._parameters:
             self._flush(parameter)
         self._over = True
-        self._close.close()
+        self._release()
         self._leave()
+
+    def _release(self) -> None:
+        """Give back what is open."""
+        self._loose.clear()
+        self._unopened.clear()
+        with self._close:
+            for chunk in self._opened:
+                self._close.callback(chunk.close)
+            self._opened.clear()
 
     def _leave(self) -> None:
         """The step is over, well or not."""
@@ -245,38 +289,38 @@ class StreamedStep:
                 tiers.background = None
 
     def _torn(self, error: BaseException) -> TornStep | None:
-        """After `error`, once the writes under way have ended: how far it got; None if nothing changed and `start`
-        raises it."""
+        """After `error`, once the writes under way have ended: how far it got; None if nothing changed and the
+        gradients are there still."""
         drain_after(error, self._tiers)
-        if not self._begun and not self._overlapped:
+        if not self._begun and not self._final:
             return None
         updated = {p for p in self._finished if self._in_store(p)}
         names: dict[torch.Tensor, str] = {}
         for number, (parameters, named) in enumerate(self._names):
             numbered = [f"parameter {position} of group {number}" for position in range(len(parameters))]
             names |= dict(zip(parameters, named or numbered, strict=True))
+        concerned = self._parameters if self.closed else self._stored
         return TornStep(
             f"{type(error).__name__}: {error}" if str(error) else type(error).__name__,
-            tuple(names[p] for p in self._parameters if p in updated),
-            tuple(names[p] for p in self._parameters if p in self._begun and p not in updated),
-            tuple(names[p] for p in self._parameters if p not in self._begun),
+            tuple(names[p] for p in concerned if p in updated),
+            tuple(names[p] for p in concerned if p in self._begun and p not in updated),
+            tuple(names[p] for p in concerned if p not in self._begun),
         )
 
-    def _lease_scratch(self, elements: int, stack: ExitStack) -> dict[Device, torch.Tensor]:
+    def _lease_scratch(self, run: Run, pieces: tuple[Piece[StoredTensor], ...]) -> None:
         """Memory for a chunk's gradients in the dtype of the update, where any is in another."""
-        scratch = {run.place: torch.empty(0, dtype=torch.uint8) for run in self._runs}
-        nbytes = elements * max(run.dtype.itemsize for run in self._runs)
-        states = [self._stored[p] for p in self._parameters]
-        for place in {each.place for each in states if each.gradient.dtype != each.dtype}:
-            if place is CPU:
-                buffer = self._tiers[0].host.lease(nbytes)
-                stack.callback(buffer.release)
-                scratch[place] = buffer.tensor((nbytes,), torch.uint8)
-            else:
-                scratch[place] = torch.empty(nbytes, dtype=torch.uint8, device=place.torch_device)
-        return scratch
+        states = [self._stored[piece.parameter] for piece in pieces]
+        if run.place in self._scratch or all(each.gradient.dtype == each.dtype for each in states):
+            return
+        nbytes = self._elements * max(each.dtype.itemsize for each in self._stored.values())
+        if run.place is CPU:
+            buffer = self._tiers[0].host.lease(nbytes)
+            self._close.callback(buffer.release)
+            self._scratch[CPU] = buffer.tensor((nbytes,), torch.uint8)
+        else:
+            self._scratch[run.place] = torch.empty(nbytes, dtype=torch.uint8, device=run.place.torch_device)
 
-    def _update(self, chunk: _OpenChunk, scratch: torch.Tensor) -> None:
+    def _update(self, chunk: OpenChunk, scratch: torch.Tensor | None) -> None:
         run, state, offset = chunk.run, self._state, 0
         # Fused kernels count steps where they run, and the others on the CPU.
         counts_at = run.place if run.group.get("fused") else CPU
@@ -284,7 +328,7 @@ class StreamedStep:
             parameter = part.piece.parameter
             tensors = self._stored[parameter].tensors
             scalars = {k: moved(v, counts_at) for k, v in state[parameter].items() if k not in tensors}
-            part.wait(scalars, scratch[offset:])
+            part.wait(scalars, None if scratch is None else scratch.view(run.dtype)[offset:])
             offset += round_up(part.piece.count, WINDOW_ALIGNMENT)
         self._begun.update(part.piece.parameter for part in chunk.parts)
         inner = borrow(self._template, self._kind, run.group, [part.weights for part in chunk.parts])
@@ -307,10 +351,15 @@ class StreamedStep:
             entry[MASTER] = states.tensors[MASTER]
             states.version = parameter.storage.version
         self._finished.add(parameter)
-        for tensor in (parameter, states.gradient, *states.tensors.values()):
-            if isinstance(tensor, StoredTensor):
-                self._pending.discard(tensor.storage.key)
+        self._pending.difference_update(tensor.storage.key for tensor in self._tensors(parameter))
+        if not isinstance(states.gradient, StoredTensor) and self._bytes_held:
+            self._bytes_held -= states.gradient.nbytes
         states.gradient = None
+
+    def _tensors(self, parameter: StoredTensor) -> list[StoredTensor]:
+        """Those that the parameter's update reads and writes."""
+        states = self._stored[parameter]
+        return [t for t in (parameter, states.gradient, *states.tensors.values()) if isinstance(t, StoredTensor)]
 
     def _flush(self, parameter: StoredTensor) -> None:
         for tensor in (parameter, *self._stored[parameter].tensors.values()):

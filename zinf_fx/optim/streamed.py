@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 
 from zinf_fx.errors import OptimizerError
 from zinf_fx.optim.arithmetic import Group, StateLayout, borrow, probe, step_without_hooks
+from zinf_fx.optim.chunk import Run
 from zinf_fx.optim.states import MASTER, ParameterStates, State, working_dtype
-from zinf_fx.optim.step import Run, StreamedStep
+from zinf_fx.optim.step import StreamedStep
 from zinf_fx.optim.torn import TornStep
 from zinf_fx.runtime.device import Device
 from zinf_fx.runtime.executor import EXECUTOR, Stage
@@ -113,6 +114,7 @@ class Streamed(Optimizer):
         self.torn: TornStep | None = None
         self._stored: dict[torch.Tensor, ParameterStates] = {}
         self._layouts: dict[tuple[str, torch.dtype], StateLayout] = {}
+        self._runs: dict[tuple[int, Device, torch.dtype, frozenset[str]], Run] = {}  # of the step that is being made
         self._stage = Stage()
         self._constructed = True
 
@@ -149,11 +151,12 @@ class Streamed(Optimizer):
         self._last_step = None
         found_inf = getattr(self, "found_inf", None)  # GradScaler's word that this step is to be skipped
         if found_inf is None or not found_inf.item():
-            runs = list(self._runs())
+            self._runs.clear()
+            updates = list(self._updates())
             self._step_ordinary()
             self._ordinary_seconds = time.perf_counter() - started
-            if runs:
-                self._step_stored(runs)
+            if updates:
+                self._step_stored(updates)
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -276,7 +279,20 @@ class Streamed(Optimizer):
         if self.torn is not None:
             raise OptimizerError(str(self.torn))
 
-    def _step_stored(self, runs: list[Run]) -> None:
+    def _step_stored(self, updates: list[tuple[Run, StoredTensor]]) -> None:
+        EXECUTOR.begin(self._stage)
+        EXECUTOR.drop_anticipated()
+        try:
+            step = self._new_step()
+            for run, parameter in updates:
+                step.add(run, parameter)
+            step.close(overlap=self.overlap)
+            EXECUTOR.end(self._stage)
+        except BaseException:
+            EXECUTOR.reset()
+            raise
+
+    def _new_step(self) -> StreamedStep:
         reference = weakref.ref(self)
 
         def tear(torn: TornStep) -> None:
@@ -284,47 +300,40 @@ class Streamed(Optimizer):
             if optimizer is not None:
                 optimizer.torn = torn
 
-        step = self._last_step = StreamedStep(self, self._arithmetic, self._stored, runs, tear)
+        step = self._last_step = StreamedStep(self, self._arithmetic, self._state, self._stored, tear)
         self._finishes_when_dropped.detach()
         self._finishes_when_dropped = weakref.finalize(self, step.finish)
         self._finishes_when_dropped.atexit = False
-        EXECUTOR.begin(self._stage)
-        EXECUTOR.drop_anticipated()
-        try:
-            step.start(overlap=self.overlap and step.can_overlap)
-            EXECUTOR.end(self._stage)
-        except BaseException:
-            EXECUTOR.reset()
-            raise
+        return step
 
-    def _runs(self) -> Iterator[Run]:
-        """Stored parameters with gradients, with space for their states, in runs that may share chunks."""
-        for group in self.param_groups:
-            runs: dict[tuple[Device, torch.dtype, frozenset[str]], Run] = {}
-            layouts: dict[torch.dtype, StateLayout] = {}
+    def _updates(self) -> Iterator[tuple[Run, StoredTensor]]:
+        """Stored parameters with gradients, with space for their states, and what they have in common with others."""
+        for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
-                if not isinstance(parameter, StoredTensor) or parameter.grad is None:
-                    continue
-                if parameter.grad.layout != torch.strided:
-                    raise OptimizerError(
-                        f"the gradient of a stored parameter of shape {tuple(parameter.shape)} has layout "
-                        f"{parameter.grad.layout}: only dense gradients can be streamed (sparse=False)"
-                    )
-                dtype = working_dtype(parameter)
-                if dtype not in layouts:
-                    layouts[dtype] = self._layout(group, dtype)
-                states = self._reserve(parameter, layouts[dtype])
-                entry = self.state[parameter]
-                present = frozenset(name for name in states.tensors if entry.get(name) is not None)
-                for name in present:
-                    entry[name] = states.take_over(name, entry[name])
-                states.gradient = parameter.grad
-                states.refresh = MASTER not in present or states.version != parameter.storage.version
-                names = tuple(layouts[dtype].elementwise)
-                key = (states.place, dtype, present)
-                run = runs.setdefault(key, Run(_snapshot(group), states.place, dtype, names, present))
-                run.parameters.append(parameter)
-            yield from runs.values()
+                if isinstance(parameter, StoredTensor) and parameter.grad is not None:
+                    yield self._run_of(number, parameter), parameter
+
+    def _run_of(self, number: int, parameter: StoredTensor) -> Run:
+        """The run of a parameter of a group, whose gradient is to be consumed."""
+        group = self.param_groups[number]
+        if parameter.grad.layout != torch.strided:
+            raise OptimizerError(
+                f"the gradient of a stored parameter of shape {tuple(parameter.shape)} has layout "
+                f"{parameter.grad.layout}: only dense gradients can be streamed (sparse=False)"
+            )
+        dtype = working_dtype(parameter)
+        layout = self._layout(group, dtype)
+        states = self._reserve(parameter, layout)
+        entry = self._state[parameter]
+        present = frozenset(name for name in states.tensors if entry.get(name) is not None)
+        for name in present:
+            entry[name] = states.take_over(name, entry[name])
+        states.gradient = parameter.grad
+        states.refresh = MASTER not in present or states.version != parameter.storage.version
+        key = (number, states.place, dtype, present)
+        if key not in self._runs:
+            self._runs[key] = Run(_snapshot(group), states.place, dtype, tuple(layout.elementwise), present)
+        return self._runs[key]
 
 
 def _snapshot(group: Group) -> Group:

@@ -57,8 +57,13 @@ class OpenPiece:
         """Whether `wait` would return at once."""
         return all(window.ready for window in self._windows)
 
-    def wait(self, scalars: State, scratch: torch.Tensor) -> None:
-        """Wait for the reads, and make `weights`, with their gradient, and `state`, with copies of `scalars` among it.
+    def arrive(self) -> None:
+        """Wait for the reads, and change nothing."""
+        for window in self._windows:
+            window.arrived()
+
+    def wait(self, scalars: State, scratch: torch.Tensor | None) -> None:
+        """After the reads, make `weights`, with their gradient, and `state`, with copies of `scalars` among it.
 
         `scratch`: memory for the gradient in the weights' dtype, of at least as many elements; used on need.
         """

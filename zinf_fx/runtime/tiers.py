@@ -180,6 +180,17 @@ class Tiers:
                 self._retire()
             self.counters.write_stall_seconds += time.perf_counter() - started
 
+    def writing_at_most(self, nbytes: int) -> bool:
+        """Whether `limit_writes` would return at once."""
+        with self._lock:
+            self._begin_delayed()
+            left = sum(buffer.capacity for _, buffer in self._writes)
+            for ticket, buffer in self._writes:
+                if left <= nbytes or not ticket.done():
+                    break
+                left -= buffer.capacity
+            return left <= nbytes
+
     @property
     def idle(self) -> bool:
         """Whether no write is under way."""

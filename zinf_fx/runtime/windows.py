@@ -211,6 +211,10 @@ class DeviceWindow:
             self._copy.join()
         return self._copy.value
 
+    def arrived(self) -> None:
+        """Wait until the elements are in host memory."""
+        self._host.arrived()
+
     def store(self) -> None:
         """Start writing the elements back."""
         host = self._device.download(self.wait(), self._host.arrived(), after=self._host.readers)

@@ -1,0 +1,71 @@
+"""A chunk of an optimizer's step: pieces of parameters that share options and states, with their windows open."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from zinf_fx.optim.arithmetic import Group
+from zinf_fx.optim.chunks import Piece
+from zinf_fx.optim.states import ParameterStates
+from zinf_fx.optim.windows import OpenPiece
+from zinf_fx.runtime.device import Device
+from zinf_fx.runtime.stored_tensor import StoredTensor
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What parameters have in common that may share a chunk: a group, the states present, place and dtype.
+
+    Attributes:
+        group: its options when the step took them.
+        place: what updates them.
+        names: the element-wise states.
+        present: those of them, and of the master, that hold values; the torch class makes the others.
+    """
+
+    group: Group
+    place: Device
+    dtype: torch.dtype
+    names: tuple[str, ...]
+    present: frozenset[str]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the torch class makes states, in memory of its own."""
+        return not self.present.issuperset(self.names)
+
+
+class OpenChunk:
+    """The windows of a chunk, opened at construction."""
+
+    def __init__(
+        self, run: Run, pieces: tuple[Piece[StoredTensor], ...], stored: dict[torch.Tensor, ParameterStates]
+    ) -> None:
+        self.run = run
+        self.parts: list[OpenPiece] = []
+        self._close = ExitStack()
+        try:
+            for piece in pieces:
+                part = OpenPiece(piece, stored[piece.parameter], run.names, run.present)
+                self.parts.append(part)
+                self._close.callback(part.close)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def ready(self) -> bool:
+        """Whether all of its reads are done."""
+        return all(part.ready for part in self.parts)
+
+    def arrive(self) -> None:
+        """Wait for its reads, and change nothing."""
+        for part in self.parts:
+            part.arrive()
+
+    def close(self) -> None:
+        """Close the windows that were not stored."""
+        self._close.close()
