@@ -101,7 +101,7 @@ def update_in_chunks(
     Raises: StoreError; some elements are updated then, and others not.
     """
     stored = [tensor for row in rows for tensor in row.stored]
-    tiers = list({id(tensor.storage.tiers): tensor.storage.tiers for tensor in stored}.values())
+    tiers = list({id(tiers): tiers for tiers in (tensor.storage.usable_tiers() for tensor in stored)}.values())
     bytes_per_element = max(row.bytes_per_element for row in rows)
     elements = chunk_elements(min(tensor.storage.config.chunk for tensor in stored), bytes_per_element, tiers)
     try:

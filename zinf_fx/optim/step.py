@@ -35,7 +35,8 @@ class StreamedStep:
     will ask for them; of those added one by one, whatever fills a chunk is updated first.
 
     Attributes:
-        closed: no more parameters come.
+        parameters: those that were added, in order.
+        closed: no more come.
         seconds: for which the training waited or did the step's arithmetic.
     """
 
@@ -55,7 +56,7 @@ class StreamedStep:
         self._template.__dict__.pop("step", None)  # a scheduler's, bound to the optimizer
         self._names = [(group["params"], group.get("param_names")) for group in optimizer.param_groups]
         self._tiers: list[Tiers] = []
-        self._parameters: dict[StoredTensor, None] = {}  # in the order in which they came
+        self.parameters: dict[StoredTensor, None] = {}  # in the order in which they came
         self._loose: dict[Run, list[StoredTensor]] = {}  # not cut into chunks yet
         self._unopened: deque[tuple[Run, tuple[Piece[StoredTensor], ...]]] = deque()
         self._opened: deque[OpenChunk] = deque()
@@ -63,7 +64,7 @@ class StreamedStep:
         self._finished: set[StoredTensor] = set()
         self._pending: set[int] = set()  # keys of the storages that are not final yet
         self._elements = self._bytes_writing = 0
-        self._bytes_held = 0  # of gradients that nobody else has
+        self._held: dict[StoredTensor, int] = {}  # bytes of gradients in memory that nobody else has
         self._scratch: dict[Device, torch.Tensor] = {}
         self._close = ExitStack()
         self._lock = threading.RLock()
@@ -71,10 +72,6 @@ class StreamedStep:
         self._overlaps = True
         self.closed = False
         self.seconds = 0.0
-
-    def __contains__(self, parameter: torch.Tensor) -> bool:
-        """Whether the parameter was added."""
-        return parameter in self._parameters
 
     def add(self, run: Run, parameter: StoredTensor, *, owned: bool = False) -> None:
         """Take over a parameter's update: the gradient is in `stored`, and with `owned`, nobody else's any more.
@@ -96,17 +93,23 @@ class StreamedStep:
             torch.autograd.graph.increment_version(parameter)
             parameter.storage.announce_write()
             self._pending.update(tensor.storage.key for tensor in self._tensors(parameter))
-            self._parameters[parameter] = None
+            self.parameters[parameter] = None
             self._loose.setdefault(run, []).append(parameter)
-            self._bytes_held += gradient.nbytes if owned else 0
+            if owned and not isinstance(gradient, StoredTensor):
+                self._held[parameter] = gradient.nbytes
 
     def make_room(self, nbytes: int, limit: int) -> None:
         """Update chunks until so many bytes more of gradients fit `limit`, or none are held."""
         with self._lock:
-            if not self._busy and not self._over and self._bytes_held > max(limit - nbytes, 0):
+            if not self._busy and self.bytes_held > max(limit - nbytes, 0):
                 with self._working():
-                    while self._bytes_held > max(limit - nbytes, 0):
+                    while self.bytes_held > max(limit - nbytes, 0):
                         self._update_next()
+
+    @property
+    def bytes_held(self) -> int:
+        """Of gradients in memory that wait for their update."""
+        return sum(self._held.values())
 
     def close(self, overlap: bool) -> None:
         """No more parameters come. With `overlap`, go on in the background where that is safe and of any use; else
@@ -116,11 +119,9 @@ class StreamedStep:
         """
         self.closed = True
         scaled = getattr(self._template, "grad_scale", None) is not None
-        reads = any(self._stored[p].bytes_per_element for p in self._parameters)
+        reads = any(self._stored[p].bytes_per_element for p in self.parameters)
         if overlap and self._overlaps and reads and not scaled:
-            with self._lock, self._working():
-                self._cut_loose()
-                self._open_ahead()
+            self.advance()
             self._final = True
         else:
             self.finish()
@@ -211,7 +212,7 @@ class StreamedStep:
         if not self._elements:
             states = list(self._stored.values())
             bytes_per_element = max(each.bytes_per_element for each in states)
-            chunk = min(parameter.storage.config.chunk for parameter in self._parameters)
+            chunk = min(parameter.storage.config.chunk for parameter in self.parameters)
             self._elements = chunk_elements(chunk, bytes_per_element, self._tiers)
             self._bytes_writing = self._elements * max(each.bytes_written for each in states)
         chunks = []
@@ -264,7 +265,7 @@ class StreamedStep:
     def _end(self) -> None:
         for tiers in self._tiers:
             tiers.drain()
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             self._flush(parameter)
         self._over = True
         self._release()
@@ -282,7 +283,8 @@ class StreamedStep:
     def _leave(self) -> None:
         """The step is over, well or not."""
         self._pending.clear()
-        for parameter in self._parameters:
+        self._held.clear()
+        for parameter in self.parameters:
             self._stored[parameter].gradient = None
         for tiers in self._tiers:
             if tiers.background is self:
@@ -299,7 +301,7 @@ class StreamedStep:
         for number, (parameters, named) in enumerate(self._names):
             numbered = [f"parameter {position} of group {number}" for position in range(len(parameters))]
             names |= dict(zip(parameters, named or numbered, strict=True))
-        concerned = self._parameters if self.closed else self._stored
+        concerned = self.parameters if self.closed else self._stored
         return TornStep(
             f"{type(error).__name__}: {error}" if str(error) else type(error).__name__,
             tuple(names[p] for p in concerned if p in updated),
@@ -352,8 +354,7 @@ class StreamedStep:
             states.version = parameter.storage.version
         self._finished.add(parameter)
         self._pending.difference_update(tensor.storage.key for tensor in self._tensors(parameter))
-        if not isinstance(states.gradient, StoredTensor) and self._bytes_held:
-            self._bytes_held -= states.gradient.nbytes
+        self._held.pop(parameter, None)
         states.gradient = None
 
     def _tensors(self, parameter: StoredTensor) -> list[StoredTensor]:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from zinf_fx.errors import OptimizerError
 from zinf_fx.optim.arithmetic import Group, StateLayout, borrow, probe, step_without_hooks
 from zinf_fx.optim.chunk import Run
+from zinf_fx.optim.in_backward import GRADIENT_BUFFER, Consumer, gone
 from zinf_fx.optim.states import MASTER, ParameterStates, State, working_dtype
 from zinf_fx.optim.step import StreamedStep
 from zinf_fx.optim.torn import TornStep
@@ -37,12 +38,18 @@ class Streamed(Optimizer):
     others write to such a parameter between steps is taken over into it. Ordinary parameters in the same optimizer are
     stepped as by the torch class.
 
+    With `step_in_backward`, a parameter is updated as soon as backward has its gradient and needs its value no more
+    (of compiled graphs: all those whose forward pass ran), and the gradient is gone; `step()` updates what is left. So
+    there is one backward pass per step, without clipping, GradScaler and closures, and a learning rate that changes
+    between backward and `step()` is for the next step.
+
     Space for the states of trainable parameters is reserved at construction; they appear in `state`, as stored
     tensors, after the first step. `finish()` waits until everything is in the store.
 
     Attributes:
         overlap: whether steps go on in the background; may be changed between steps. Steps whose gradients are ordinary
             tensors, or scaled by a GradScaler, never do.
+        step_in_backward: whether backward updates parameters.
         step_seconds: for which training did the last step's arithmetic, or waited for it, until now.
         torn: what is known after a step that was interrupted, else None. Stepping is refused until `load_state_dict`.
 
@@ -62,7 +69,9 @@ class Streamed(Optimizer):
         if cls._arithmetic is Optimizer:
             raise TypeError(f"{cls.__name__} has no arithmetic: name a torch.optim class after Streamed")
 
-    def __init__(self, params: Iterable[Any], *args: Any, overlap: bool = True, **kwargs: Any) -> None:
+    def __init__(
+        self, params: Iterable[Any], *args: Any, overlap: bool = True, step_in_backward: bool = False, **kwargs: Any
+    ) -> None:
         accepted = inspect.signature(self._arithmetic)
         given = accepted.bind(params, *args, **kwargs).arguments
         if "fused" in accepted.parameters and given.get("fused") is None and not given.get("foreach"):
@@ -72,7 +81,7 @@ class Streamed(Optimizer):
         super().__init__([torch.nn.Parameter(torch.zeros(1, 1))], *args, **kwargs)
         self.param_groups.clear()
         self.state.clear()
-        self.overlap = overlap
+        self.overlap, self.step_in_backward = overlap, step_in_backward
         self._complete()
         for group in groups:
             self.add_param_group(group)
@@ -97,7 +106,7 @@ class Streamed(Optimizer):
             self._last_step.finish()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "overlap": self.overlap}
+        return {**super().__getstate__(), "overlap": self.overlap, "step_in_backward": self.step_in_backward}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if not self._constructed:  # a copy, or unpickled
@@ -115,7 +124,9 @@ class Streamed(Optimizer):
         self._stored: dict[torch.Tensor, ParameterStates] = {}
         self._layouts: dict[tuple[str, torch.dtype], StateLayout] = {}
         self._runs: dict[tuple[int, Device, torch.dtype, frozenset[str]], Run] = {}  # of the step that is being made
+        self._groups: dict[torch.Tensor, int] = {}  # of each parameter, the number of its group then
         self._stage = Stage()
+        self._consumer = Consumer(self)
         self._constructed = True
 
     def add_param_group(self, param_group: Group) -> None:
@@ -131,6 +142,8 @@ class Streamed(Optimizer):
                     layout = self._layout(group, working_dtype(parameter))
                     if parameter.requires_grad or parameter.grad is not None:
                         self._reserve(parameter, layout)
+                    if self.step_in_backward:
+                        self._consumer.follow(parameter)
         except BaseException:
             self.param_groups.pop()
             for parameter in group["params"]:
@@ -141,6 +154,8 @@ class Streamed(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """As in torch. Raises: StoreError; OptimizerError from then on, because the step is torn: see `torn`."""
+        if self.step_in_backward:
+            self._check_steps_in_backward(closure)
         self._check_whole()
         loss = None
         if closure is not None:
@@ -148,21 +163,56 @@ class Streamed(Optimizer):
                 loss = closure()
             self._check_whole()
         started = time.perf_counter()
-        self._last_step = None
         found_inf = getattr(self, "found_inf", None)  # GradScaler's word that this step is to be skipped
         if found_inf is None or not found_inf.item():
-            self._runs.clear()
-            updates = list(self._updates())
+            step = self._begun_in_backward or self._new_step()
+            updates = list(self._updates(step))
             self._step_ordinary()
             self._ordinary_seconds = time.perf_counter() - started
-            if updates:
-                self._step_stored(updates)
+            self._step_stored(step, updates)
         return loss
+
+    def update_in_backward(self, parameter: StoredTensor) -> None:
+        """Begin the update of a parameter whose gradient is whole, and take the gradient. Backward calls this.
+
+        Raises: StoreError; OptimizerError for a second gradient before `step()`, or when a step is torn.
+        """
+        if self.torn is not None:
+            raise OptimizerError(str(self.torn))
+        step = self._begun_in_backward
+        if step is not None and parameter in step.parameters:
+            raise OptimizerError(
+                f"a parameter of shape {tuple(parameter.shape)} got a second gradient before optimizer.step(): with "
+                "step_in_backward=True, the first one has updated it; call step() after each backward pass, or leave "
+                "the option out to accumulate gradients"
+            )
+        if step is None:
+            self.finish()
+            step = self._new_step()
+        if parameter in self._groups:
+            with torch.no_grad():
+                run = self._run_of(parameter)
+            parameter.grad = gone(parameter, parameter.grad)
+            step.add(run, parameter, owned=True)
+            step.advance()
+
+    def make_room(self, nbytes: int) -> None:
+        """Update parameters until so many bytes more of gradients may be held in memory. Backward calls this."""
+        if (step := self._begun_in_backward) is not None:
+            step.make_room(nbytes, GRADIENT_BUFFER)
+
+    def abandon(self, error: BaseException) -> None:
+        """Backward ended with `error`: a step that it began is torn. Backward calls this."""
+        if (step := self._begun_in_backward) is not None:
+            step.abandon(error)
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch; element-wise states of stored parameters are stored tensors, which `torch.save` writes as
-        ordinary ones. Raises: OptimizerError after a torn step, so that no good checkpoint is overwritten."""
+        ordinary ones. Raises: OptimizerError after a torn step, so that no good checkpoint is overwritten, and between
+        a backward pass that updated parameters and `step()`."""
         self._check_whole()
+        if self._begun_in_backward is not None:
+            raise OptimizerError("backward has updated some parameters and not others: call step() before state_dict()")
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -269,26 +319,47 @@ class Streamed(Optimizer):
                 groups.append({**group, "params": ordinary})
         if groups:
             inner = borrow(self, self._arithmetic, {}, [])
-            inner.param_groups, inner.state = groups, self.state
+            inner.param_groups, inner.state = groups, self._state
             step_without_hooks(inner)
 
     def _check_whole(self) -> None:
         """Finish what goes on in the background. Raises: StoreError if that fails; OptimizerError if a step is torn."""
-        if self.torn is None:
+        if self.torn is None and self._begun_in_backward is None:
             self.finish()
         if self.torn is not None:
             raise OptimizerError(str(self.torn))
 
-    def _step_stored(self, updates: list[tuple[Run, StoredTensor]]) -> None:
+    def _check_steps_in_backward(self, closure: object) -> None:
+        refused = "a closure" if closure is not None else "a GradScaler" if hasattr(self, "found_inf") else None
+        if refused is not None:
+            raise OptimizerError(
+                f"step() got {refused}, and step_in_backward=True updates parameters before it is called: leave the "
+                "option out"
+            )
+
+    @property
+    def _begun_in_backward(self) -> StreamedStep | None:
+        """The step that backward began, until `step()`."""
+        step = self._last_step
+        return step if step is not None and step.parameters and not step.closed else None
+
+    def _step_stored(self, step: StreamedStep, updates: list[tuple[Run, StoredTensor]]) -> None:
+        if not updates and not step.parameters:
+            self._last_step = None
+            return
         EXECUTOR.begin(self._stage)
         EXECUTOR.drop_anticipated()
         try:
-            step = self._new_step()
             for run, parameter in updates:
                 step.add(run, parameter)
             step.close(overlap=self.overlap)
+            if self.step_in_backward:
+                for parameter in self._groups:
+                    if isinstance(parameter, StoredTensor):  # it may have become one after it joined
+                        self._consumer.follow(parameter)
             EXECUTOR.end(self._stage)
-        except BaseException:
+        except BaseException as error:
+            step.abandon(error)
             EXECUTOR.reset()
             raise
 
@@ -300,21 +371,24 @@ class Streamed(Optimizer):
             if optimizer is not None:
                 optimizer.torn = torn
 
+        self._last_step = None
+        self._runs.clear()
+        self._groups = {p: number for number, group in enumerate(self.param_groups) for p in group["params"]}
         step = self._last_step = StreamedStep(self, self._arithmetic, self._state, self._stored, tear)
         self._finishes_when_dropped.detach()
         self._finishes_when_dropped = weakref.finalize(self, step.finish)
         self._finishes_when_dropped.atexit = False
         return step
 
-    def _updates(self) -> Iterator[tuple[Run, StoredTensor]]:
-        """Stored parameters with gradients, with space for their states, and what they have in common with others."""
-        for number, group in enumerate(self.param_groups):
-            for parameter in group["params"]:
-                if isinstance(parameter, StoredTensor) and parameter.grad is not None:
-                    yield self._run_of(number, parameter), parameter
+    def _updates(self, step: StreamedStep) -> Iterator[tuple[Run, StoredTensor]]:
+        """Stored parameters whose gradients `step` has not taken, with their runs."""
+        for parameter in self._groups:
+            if isinstance(parameter, StoredTensor) and parameter.grad is not None and parameter not in step.parameters:
+                yield self._run_of(parameter), parameter
 
-    def _run_of(self, number: int, parameter: StoredTensor) -> Run:
-        """The run of a parameter of a group, whose gradient is to be consumed."""
+    def _run_of(self, parameter: StoredTensor) -> Run:
+        """The run of a parameter whose gradient is to be consumed, with space for its states."""
+        number = self._groups[parameter]
         group = self.param_groups[number]
         if parameter.grad.layout != torch.strided:
             raise OptimizerError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -81,6 +82,10 @@ class Program(Stage):
         self._module = _bind(module, index)
         self._head = [e.tile for e in schedule.at(HEAD, "fetch") if not schedule.tiles[e.tile].activation]
         self._last_storages: dict[int, weakref.ref[TensorStorage]] = {}  # of parameters
+        # After so many events of a tile, this graph needs neither its value nor its gradient any more.
+        events = [event for event in schedule.events if not schedule.tiles[event.tile].activation]
+        self.last_uses = Counter(event.tile for event in events if event.kind in ("release", "offload"))
+        self.gradients = Counter(event.tile for event in events if event.kind == "offload")
 
     @property
     def code(self) -> str:
@@ -95,11 +100,14 @@ class Program(Stage):
         self._last_storages = {tile: weakref.ref(storage) for tile, storage in parameters.items()}
         EXECUTOR.begin(self, self.plan)
         run = Run(self, storages)
+        if self.schedule.kind == "forward":
+            for storage in set(parameters.values()):
+                storage.backwards_due += 1
         arguments.reverse()
         try:
             results = self._module(run, arguments)
-        except BaseException:
-            run.abort()
+        except BaseException as error:
+            run.abort(error)
             raise
         EXECUTOR.end(self)
         return results
@@ -198,6 +206,13 @@ class Run:
         self._held: dict[int, StagedTile] = {}
         self._in_head = True
         self._begun: dict[int, _PartialGradient] = {}  # by the storage's key
+        # In backward, by the storage's key: what is to come of releases and offloads, and of offloads alone.
+        self._uses_left: Counter[int] = Counter()
+        self._gradients_left: Counter[int] = Counter()
+        if program.schedule.kind == "backward":
+            for tile, uses in program.last_uses.items():
+                self._uses_left[storages[tile].key] += uses
+                self._gradients_left[storages[tile].key] += program.gradients[tile]
 
     def fetch(self, tile: int, turn: bool = False, resident: bool = False) -> None:
         """Start reading a tile; for the turn, one of the backward graph's, once it is known that backward follows."""
@@ -229,6 +244,7 @@ class Run:
             EXECUTOR.staging.stay(self._held.pop(tile), self._storages[tile])
         else:
             EXECUTOR.staging.release(self._held.pop(tile))
+        self._passed(tile)
 
     def reduce_scatter(self, tile: int, gradient: torch.Tensor) -> torch.Tensor:
         """One rank's shard is the whole gradient."""
@@ -236,7 +252,11 @@ class Run:
 
     def offload(self, tile: int, shard: torch.Tensor) -> None:
         """Move a gradient to its tier and add it to the parameter's `.grad`, as autograd would."""
-        storage = self._storages[tile]
+        self._accumulate(self._storages[tile], tile, shard)
+        self._gradients_left[self._storages[tile].key] -= 1
+        self._passed(tile)
+
+    def _accumulate(self, storage: TensorStorage, tile: int, shard: torch.Tensor) -> None:
         parameter = storage.parameter and storage.parameter()
         if parameter is None or not parameter.requires_grad or not _accumulates(parameter):
             return
@@ -245,6 +265,10 @@ class Run:
                 f"a hook was registered on '{self._tiles[tile].name}' after its graph was compiled, and would not run: "
                 "register hooks before the first compiled call, or call torch.compiler.reset() after it"
             )
+        if self._consumed_from_memory(storage, parameter, shard):
+            storage.consumer.make_room(shard.nbytes)
+            parameter.grad = shard
+            return
         if self._tiles[tile].gradient_tier == "nvme":
             nbytes = round_up(self._tiles[tile].nbytes, PAGE)
             storage.tiers.limit_writes(max(self._program.plan.gradient_buffer - nbytes, 0))
@@ -262,6 +286,25 @@ class Run:
         storage.set(value)
         return token
 
+    def _consumed_from_memory(self, storage: TensorStorage, parameter: StoredTensor, shard: torch.Tensor) -> bool:
+        """Whether a gradient needs no place on its tier: whole, it is consumed when this graph has used the tile."""
+        whole = shard.shape == parameter.shape and shard.dtype == parameter.dtype
+        only = self._gradients_left[storage.key] == 1 and storage.backwards_due == 1 and parameter.grad is None
+        return storage.consumer is not None and storage.device.in_host_memory and whole and only
+
+    def _passed(self, tile: int) -> None:
+        """A release or an offload of a tile is over. After the last of a backward graph, and when
+        no other graph is to use it, the gradient may be consumed."""
+        if tile not in self._program.last_uses or not self._uses_left:
+            return
+        storage = self._storages[tile]
+        self._uses_left[storage.key] -= 1
+        if not self._uses_left[storage.key]:
+            storage.backwards_due = max(storage.backwards_due - 1, 0)
+            parameter = storage.parameter and storage.parameter()
+            if storage.consumer is not None and not storage.backwards_due and parameter is not None:
+                storage.consumer.arrived(parameter)
+
     def _offload_part(self, key: int, parameter: StoredTensor, tile: Tile, shard: torch.Tensor) -> None:
         """Add to a range of the gradient, or write it where this run is the first to; it began with no values."""
         if parameter.grad is None:
@@ -274,11 +317,14 @@ class Run:
         if first:
             begun.missing.remove(tile.start)
 
-    def abort(self) -> None:
-        """After an exception: drain the reads under way and give every buffer back. Half a gradient is none."""
+    def abort(self, error: BaseException) -> None:
+        """After `error`: drain the reads under way and give every buffer back. Half a gradient is none."""
         for begun in self._begun.values():
             if begun.missing:
                 begun.parameter.grad = None
+        if self._uses_left:
+            for consumer in {storage.consumer for storage in self._storages if storage.consumer is not None}:
+                consumer.interrupted(error)
         while self._held:
             EXECUTOR.staging.release(self._held.popitem()[1])
         EXECUTOR.reset()

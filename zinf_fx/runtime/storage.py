@@ -9,7 +9,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -28,6 +28,22 @@ WINDOW_ALIGNMENT = 4096
 _keys = itertools.count(1)
 
 
+_FOR_PLANNING = "this tensor was made for planning only and has no values: offload a real model to run it"
+
+
+class GradientConsumer(Protocol):
+    """What takes a parameter's gradient as soon as it is whole: an optimizer that steps in backward."""
+
+    def arrived(self, parameter: torch.Tensor) -> None:
+        """`parameter.grad` is whole, and what is left of backward needs neither it nor the parameter's value."""
+
+    def make_room(self, nbytes: int) -> None:
+        """Before a gradient of so many bytes is kept in memory until it is consumed."""
+
+    def interrupted(self, error: BaseException) -> None:
+        """`error` ended a backward pass in the middle."""
+
+
 class TensorStorage:
     """The bytes of one stored tensor, flat, on one tier.
 
@@ -35,6 +51,8 @@ class TensorStorage:
     counts the writes, so that autograd notices, as for any tensor, a value that changed between forward and backward.
     `config` is that of the model the tensor belongs to, with the placement decided, and `device` what it computes on.
     `followers` are windows for reading that stay in memory, and which every write to the store changes too.
+    `consumer` is told when the gradient of the parameter with these bytes is whole; `backwards_due` compiled forward
+    passes with it have no backward pass yet.
     """
 
     _by_key: ClassVar[weakref.WeakValueDictionary[int, TensorStorage]] = weakref.WeakValueDictionary()
@@ -66,11 +84,14 @@ class TensorStorage:
             self._in_host = self._on_device = self._in_host if tier == "host" else self._on_device
 
     @classmethod
-    def abstract(cls, tier: Tier, config: Config, numel: int, dtype: torch.dtype) -> TensorStorage:
-        """A storage without bytes, for planning: it has a token, and any access to a value raises."""
+    def abstract(
+        cls, tier: Tier, config: Config, numel: int, dtype: torch.dtype, why: str = _FOR_PLANNING
+    ) -> TensorStorage:
+        """A storage without bytes, for planning: it has a token, and any access to a value raises, saying `why`."""
         storage = cls.__new__(cls)
         storage._identify(tier, config, numel, dtype)
         storage.tiers = storage._in_host = storage._on_device = None
+        storage.device, storage._why_abstract = CPU, why
         return storage
 
     def _identify(self, tier: Tier, config: Config, numel: int, dtype: torch.dtype) -> None:
@@ -80,6 +101,8 @@ class TensorStorage:
         self.parameter: weakref.ref[torch.Tensor] | None = None
         self._snapshot: tuple[weakref.ref[torch.Tensor], int] | None = None  # and its version
         self.gradient_space: TensorStorage | None = None  # reserved for the first gradient
+        self.consumer: GradientConsumer | None = None
+        self.backwards_due = 0
         self.followers: weakref.WeakSet[Window] = weakref.WeakSet()
         self.key = next(_keys)
         with torch.inference_mode(False):
@@ -116,7 +139,7 @@ class TensorStorage:
 
     def like(self, tier: Tier, dtype: torch.dtype | None = None) -> TensorStorage:
         """New, uninitialised storage of as many elements beside this one (a gradient, an optimizer state)."""
-        return TensorStorage(self._usable_tiers(), tier, self.config, self.numel, dtype or self.dtype, self.device)
+        return TensorStorage(self.usable_tiers(), tier, self.config, self.numel, dtype or self.dtype, self.device)
 
     def window(self, start: int = 0, count: int | None = None, *, load: bool = True) -> Window:
         """`count` elements from `start` (default all) in host memory.
@@ -227,7 +250,7 @@ class TensorStorage:
 
     def settle(self) -> Tiers:
         """Wait until no work in the background is about to change these bytes. Returns the tiers."""
-        tiers = self._usable_tiers()
+        tiers = self.usable_tiers()
         if tiers.background is not None:
             tiers.background.settle(self.key)
         return tiers
@@ -236,11 +259,10 @@ class TensorStorage:
         """Wait for the writes under way. Raises: StoreError when one failed: its bytes are lost."""
         self._settle(range(self.numel))
 
-    def _usable_tiers(self) -> Tiers:
+    def usable_tiers(self) -> Tiers:
+        """The tiers. Raises: StoredTensorError when there are no bytes, StoreError in another process."""
         if self.tiers is None:
-            raise StoredTensorError(
-                "this tensor was made for planning only and has no values: offload a real model to run it"
-            )
+            raise StoredTensorError(self._why_abstract)
         if os.getpid() != self.tiers.pid:
             raise StoreError("use", "stored tensor", HINTS[errno.ECHILD], errno=errno.ECHILD)
         return self.tiers

@@ -541,6 +541,9 @@ def _store_gradient(parameter: StoredTensor) -> None:
         return
     parameter.grad = None
     accumulate_gradient(parameter, gradient)
+    storage = parameter.storage
+    if storage.consumer is not None and storage.backwards_due <= 0:
+        storage.consumer.arrived(parameter)
 
 
 def check_device(device: torch.device, what: str) -> None:
