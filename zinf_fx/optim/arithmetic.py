@@ -52,6 +52,15 @@ class StateLayout:
     elementwise: Mapping[str, torch.dtype]
     scalars: Mapping[str, torch.dtype | None]
 
+    def stored_as(self, narrow: torch.dtype) -> StateLayout:
+        """The same, with floating-point element-wise states no wider than `narrow`."""
+
+        def narrowed(dtype: torch.dtype) -> torch.dtype:
+            return narrow if dtype.is_floating_point and dtype.itemsize > narrow.itemsize else dtype
+
+        elementwise = {name: narrowed(dtype) for name, dtype in self.elementwise.items()}
+        return StateLayout(MappingProxyType(elementwise), self.scalars)
+
 
 def probe(optimizer: Optimizer, kind: type[Optimizer], group: Group, dtype: torch.dtype) -> StateLayout:
     """The layout of `kind`'s states, from three steps over a matrix of `dtype` and over the same matrix in two pieces.

@@ -71,17 +71,25 @@ class ParameterStates:
         return self.parameter.dtype != self.dtype
 
     @property
+    def rounded(self) -> list[str]:
+        """Names of the states that are kept in less than the dtype of the update, in order."""
+        return [name for name, tensor in self.tensors.items() if tensor.dtype.itemsize < self.dtype.itemsize]
+
+    @property
+    def scratch_rows(self) -> int:
+        """How often an element needs memory in the dtype of the update, for what is in another."""
+        gradient = self.parameter if self.gradient is None else self.gradient
+        return 1 + len(self.rounded) if self.rounded or gradient.dtype != self.dtype else 0
+
+    @property
     def bytes_per_element(self) -> int:
-        """Bytes of buffers that the update of an element takes, the upcast gradient included; what lives in host memory
-        takes none.
+        """Bytes of buffers that the update of an element takes, of scratch too; what lives in host memory takes none.
 
         Without a gradient yet, one of the parameter's dtype in memory is assumed.
         """
-        gradient = self.parameter if self.gradient is None else self.gradient
-        upcast = self.dtype.itemsize if gradient.dtype != self.dtype else 0
         tensors = (self.parameter, self.gradient, *self.tensors.values())
         streamed = [t for t in tensors if isinstance(t, StoredTensor) and not t.storage.in_host_memory]
-        return upcast + sum(tensor.dtype.itemsize for tensor in streamed)
+        return self.scratch_rows * self.dtype.itemsize + sum(tensor.dtype.itemsize for tensor in streamed)
 
     @property
     def bytes_written(self) -> int:

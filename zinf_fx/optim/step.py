@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -310,17 +311,17 @@ class StreamedStep:
         )
 
     def _lease_scratch(self, run: Run, pieces: tuple[Piece[StoredTensor], ...]) -> None:
-        """Memory for a chunk's gradients in the dtype of the update, where any is in another."""
-        states = [self._stored[piece.parameter] for piece in pieces]
-        if run.place in self._scratch or all(each.gradient.dtype == each.dtype for each in states):
+        """Memory for what a chunk has in other dtypes than that of the update, if anything."""
+        if run.place in self._scratch or not any(self._stored[piece.parameter].scratch_rows for piece in pieces):
             return
-        nbytes = self._elements * max(each.dtype.itemsize for each in self._stored.values())
+        every = list(self._stored.values())
+        shape = (max(each.scratch_rows for each in every), self._elements, max(each.dtype.itemsize for each in every))
         if run.place is CPU:
-            buffer = self._tiers[0].host.lease(nbytes)
+            buffer = self._tiers[0].host.lease(math.prod(shape))
             self._close.callback(buffer.release)
-            self._scratch[CPU] = buffer.tensor((nbytes,), torch.uint8)
+            self._scratch[CPU] = buffer.tensor(shape, torch.uint8)
         else:
-            self._scratch[run.place] = torch.empty(nbytes, dtype=torch.uint8, device=run.place.torch_device)
+            self._scratch[run.place] = torch.empty(shape, dtype=torch.uint8, device=run.place.torch_device)
 
     def _update(self, chunk: OpenChunk, scratch: torch.Tensor | None) -> None:
         run, state, offset = chunk.run, self._state, 0
@@ -330,7 +331,7 @@ class StreamedStep:
             parameter = part.piece.parameter
             tensors = self._stored[parameter].tensors
             scalars = {k: moved(v, counts_at) for k, v in state[parameter].items() if k not in tensors}
-            part.wait(scalars, None if scratch is None else scratch.view(run.dtype)[offset:])
+            part.wait(scalars, None if scratch is None else scratch.flatten(1).view(run.dtype)[:, offset:])
             offset += round_up(part.piece.count, WINDOW_ALIGNMENT)
         self._begun.update(part.piece.parameter for part in chunk.parts)
         inner = borrow(self._template, self._kind, run.group, [part.weights for part in chunk.parts])

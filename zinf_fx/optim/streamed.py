@@ -50,6 +50,8 @@ class Streamed(Optimizer):
         overlap: whether steps go on in the background; may be changed between steps. Steps whose gradients are ordinary
             tensors, or scaled by a GradScaler, never do.
         step_in_backward: whether backward updates parameters.
+        state_dtype: of the element-wise states in the store, where the torch class's own is wider: torch.bfloat16
+            halves their bytes. They are updated in the class's dtype, and rounded when they are stored; masters stay.
         step_seconds: for which training did the last step's arithmetic, or waited for it, until now.
         torn: what is known after a step that was interrupted, else None. Stepping is refused until `load_state_dict`.
 
@@ -70,8 +72,18 @@ class Streamed(Optimizer):
             raise TypeError(f"{cls.__name__} has no arithmetic: name a torch.optim class after Streamed")
 
     def __init__(
-        self, params: Iterable[Any], *args: Any, overlap: bool = True, step_in_backward: bool = False, **kwargs: Any
+        self,
+        params: Iterable[Any],
+        *args: Any,
+        overlap: bool = True,
+        step_in_backward: bool = False,
+        state_dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
+        if state_dtype not in (None, torch.float32, torch.bfloat16):
+            raise OptimizerError(
+                f"state_dtype={state_dtype!r} is not accepted: None, torch.float32 and torch.bfloat16 are"
+            )
         accepted = inspect.signature(self._arithmetic)
         given = accepted.bind(params, *args, **kwargs).arguments
         if "fused" in accepted.parameters and given.get("fused") is None and not given.get("foreach"):
@@ -81,7 +93,7 @@ class Streamed(Optimizer):
         super().__init__([torch.nn.Parameter(torch.zeros(1, 1))], *args, **kwargs)
         self.param_groups.clear()
         self.state.clear()
-        self.overlap, self.step_in_backward = overlap, step_in_backward
+        self.overlap, self.step_in_backward, self.state_dtype = overlap, step_in_backward, state_dtype
         self._complete()
         for group in groups:
             self.add_param_group(group)
@@ -106,7 +118,8 @@ class Streamed(Optimizer):
             self._last_step.finish()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "overlap": self.overlap, "step_in_backward": self.step_in_backward}
+        options = ("overlap", "step_in_backward", "state_dtype")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in options}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if not self._constructed:  # a copy, or unpickled
@@ -260,7 +273,10 @@ class Streamed(Optimizer):
         options = {k: v for k, v in group.items() if k not in ("params", "param_names", "lr", "initial_lr")}
         key = (repr(options), dtype)
         if key not in self._layouts:
-            self._layouts = {key: probe(self, self._arithmetic, group, dtype), **dict(list(self._layouts.items())[:15])}
+            layout = probe(self, self._arithmetic, group, dtype)
+            if self.state_dtype is not None:
+                layout = layout.stored_as(self.state_dtype)
+            self._layouts = {key: layout, **dict(list(self._layouts.items())[:15])}
         return self._layouts[key]
 
     def _reserve(self, parameter: StoredTensor, layout: StateLayout) -> ParameterStates:

@@ -48,6 +48,7 @@ class OpenPiece:
             else:
                 self._parameter = self._open(parameter, True)
             self._states = {name: self._open(states.tensors[name], name in present) for name in names}
+            self._rounded = states.rounded
         except BaseException:
             self.close()
             raise
@@ -65,7 +66,8 @@ class OpenPiece:
     def wait(self, scalars: State, scratch: torch.Tensor | None) -> None:
         """After the reads, make `weights`, with their gradient, and `state`, with copies of `scalars` among it.
 
-        `scratch`: memory for the gradient in the weights' dtype, of at least as many elements; used on need.
+        `scratch`: in the weights' dtype, `scratch_rows` of at least as many elements: for the gradient and for states
+        in another dtype.
         """
         if self._master is None:
             self.weights = self._parameter.wait()
@@ -75,10 +77,13 @@ class OpenPiece:
                 self._take_over(self._parameter.wait())
         gradient = self._gradient.wait()
         if gradient.dtype != self.weights.dtype:
-            gradient = scratch[: self.piece.count].copy_(gradient)
+            gradient = scratch[0, : self.piece.count].copy_(gradient)
         self.weights.grad = gradient
         self.state = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in scalars.items()}
         self.state |= {name: window.wait() for name, window in self._states.items() if name in self._present}
+        for row, name in enumerate(self._rounded, start=1):
+            if name in self.state:
+                self.state[name] = scratch[row, : self.piece.count].copy_(self.state[name])
 
     def store(self, state: State) -> State:
         """Start writing the updated weights and the element-wise ones of `state`. Returns the others."""
