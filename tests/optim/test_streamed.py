@@ -13,6 +13,7 @@ import zinf_fx
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError, StoreError
 from zinf_fx.native.engine import Fault
+from zinf_fx.runtime.stored_tensor import accumulate_gradient
 
 FUSED = {"fused": True}
 # The class's name, its options, and those that the plain class needs besides for the same arithmetic.
@@ -425,3 +426,45 @@ def test_a_model_that_is_converted_after_its_optimizer_was_made(tmp_path):
         parameter.grad = torch.ones(parameter.shape, dtype=torch.float64)
     with pytest.raises(OptimizerError, match="make a new optimizer after converting"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("parameter_too", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gathered_reads_and_sets_masters_moments_and_gradients(twins, overlap: bool, parameter_too: bool):
+    pair = twins(dtype=torch.bfloat16)
+    optimizer = optim.AdamW(pair.stored, overlap=overlap)
+    reference = torch.optim.AdamW(pair.masters, fused=True)
+    pair.train(optimizer, reference)
+    pair.give_gradients()
+    for parameter in pair.stored:  # where backward leaves them
+        value, parameter.grad = parameter.grad, None
+        accumulate_gradient(parameter, value)
+    for stored, master in zip(pair.stored, pair.masters, strict=True):
+        mine, theirs = optimizer.state[stored], reference.state[master]
+        with zinf_fx.gathered([mine["master"], mine["exp_avg"], stored.grad], modify=True) as values:
+            for value, expected in zip(values, (master, theirs["exp_avg"], master.grad), strict=True):
+                assert not isinstance(value, zinf_fx.StoredTensor) and torch.equal(value, expected.to(value.dtype))
+                value.mul_(-0.5)  # exact in any dtype
+                expected.mul_(-0.5)
+        if parameter_too:
+            with torch.no_grad():
+                stored.copy_(master)
+    optimizer.step()
+    reference.step()
+    pair.check()
+
+
+def test_buffers_do_not_grow_with_the_model(twins):
+    peaks = []
+    for matrices in (4, 32):
+        pair = twins(shapes=((256, 256), (256,)) * matrices, dtype=torch.bfloat16)
+        optimizer = optim.AdamW(pair.stored, overlap=False)
+        for parameter in pair.stored:
+            accumulate_gradient(parameter, torch.ones(parameter.shape, dtype=parameter.dtype))
+        tiers = pair.stored[0].storage.tiers
+        tiers.drain()
+        tiers.host.restart_peak()
+        optimizer.step()
+        peaks.append(tiers.host.peak)
+    three_chunks = (2 * 16 + 14 + 4) * (64 << 10) // 4
+    assert peaks[0] == peaks[1] <= three_chunks
