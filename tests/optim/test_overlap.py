@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import errno
 import gc
+import signal
+import threading
 
 import pytest
 import torch
@@ -133,6 +135,21 @@ def test_a_fault_in_the_background_is_raised_where_it_is_met(twins):
     for refused in (optimizer.step, optimizer.state_dict):
         with pytest.raises(OptimizerError, match="step was interrupted"):
             refused()
+
+
+def test_ctrl_c_while_it_waits_leaves_the_step_whole(twins):
+    pair, optimizer, reference = prepared(twins)
+    late_reads(pair)
+    optimizer.step()
+    ctrl_c = threading.Timer(LATE / 3, signal.raise_signal, (signal.SIGINT,))
+    ctrl_c.start()
+    with pytest.raises(KeyboardInterrupt):
+        pair.stored[-1].full_tensor()
+    ctrl_c.join()
+    assert optimizer.torn is None and background(pair) is not None
+    reference.step()
+    pair.check()
+    pair.train(optimizer, reference)
 
 
 def test_a_step_that_could_not_begin_in_the_background_is_torn_too(twins):
