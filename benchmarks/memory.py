@@ -51,7 +51,7 @@ def activations(args: argparse.Namespace) -> Iterator[list[str]]:
             "variant": "zinf",
             "model": {name: getattr(args, name) for name in ("layers", "hidden", "heads", "context")},
             **{name: getattr(args, name) for name in ("batch", "dtype", "warmup", "steps")},
-            **{"clip": None, "seed": 0, "overlap": True, "device": "cpu"},
+            **{"clip": None, "seed": 0, "optimizer": {}, "device": "cpu"},
             "offloading": offloading | ({"store": str(args.store)} if args.store else {}),
         }
         result = run_variant(request)

@@ -40,13 +40,13 @@ def plain(config: GPTConfig, dtype: torch.dtype, device: torch.device, compiled:
 
 
 def zinf(
-    config: GPTConfig, dtype: torch.dtype, device: torch.device, offloading: dict[str, str], overlap: bool
+    config: GPTConfig, dtype: torch.dtype, device: torch.device, offloading: dict[str, str], options: dict[str, bool]
 ) -> Variant:
     import zinf_fx
 
     with default_dtype(dtype), device, zinf_fx.offloading(**offloading):
         model = GPT(config)
-    optimizer = zinf_fx.optim.AdamW(model.parameters(), overlap=overlap, **OPTIONS)
+    optimizer = zinf_fx.optim.AdamW(model.parameters(), **options, **OPTIONS)
 
     def traffic() -> tuple[int, int]:
         stats = zinf_fx.stats(model)
@@ -90,7 +90,7 @@ def measure(request: dict) -> dict:
     config = GPTConfig(**request["model"])
     name = request["variant"]
     if name.startswith("zinf"):
-        variant = zinf(config, dtype, device, request["offloading"], request["overlap"])
+        variant = zinf(config, dtype, device, request["offloading"], request["optimizer"])
     else:
         variant = plain(config, dtype, device, compiled=name == "compile")
     torch.manual_seed(request["seed"])  # the batch must not depend on how construction used the generator
