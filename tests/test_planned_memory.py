@@ -109,17 +109,22 @@ def test_predicted_peaks_are_the_measured_ones(tmp_path: Path, name: str) -> Non
     assert "as planned" in str(zinf_fx.stats(model))
 
 
+@pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_step_that_goes_on_in_the_background_takes_no_more_than_planned(tmp_path: Path, name: str) -> None:
+def test_a_step_that_goes_on_in_the_background_takes_no_more_than_planned(
+    tmp_path: Path, name: str, in_backward: bool
+) -> None:
     shape = SHAPES[name]
     model = zinf_fx.offload(shape.model(), store=tmp_path, **shape.options)
-    compiled, optimizer = torch.compile(model, backend="zinf"), zinf_fx.optim.AdamW(model.parameters())
+    optimizer = zinf_fx.optim.AdamW(model.parameters(), step_in_backward=in_backward)
+    compiled = torch.compile(model, backend="zinf")
     for _ in range(3):
         compiled(*shape.batch()).backward()
         optimizer.step()
         optimizer.zero_grad()
     stats = zinf_fx.stats(model)
-    assert 0.7 * stats.planned_host_bytes < stats.peak_host_bytes <= 1.01 * stats.planned_host_bytes, str(stats)
+    least = 0.4 if in_backward else 0.7  # gradients are planned for, and consumed before they need a place
+    assert least * stats.planned_host_bytes < stats.peak_host_bytes <= 1.01 * stats.planned_host_bytes, str(stats)
 
 
 @pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if "memory" in "".join(shape.options)])
