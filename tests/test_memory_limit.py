@@ -107,7 +107,7 @@ def test_a_gpt_of_303_million_parameters_trains_in_1536_mib(group: Path, tmp_pat
         "variant": "zinf",
         "device": "cpu",
         "model": {"layers": 24, "hidden": 1024, "heads": 16, "context": 512},
-        **{"batch": 4, "dtype": "bfloat16", "warmup": 0, "steps": 2, "clip": None, "seed": 0, "overlap": True},
+        **{"batch": 4, "dtype": "bfloat16", "warmup": 0, "steps": 2, "clip": None, "seed": 0, "optimizer": {}},
         "offloading": {"placement": "nvme", "activations": "recompute", "chunk": "8MiB", "store": str(tmp_path)},
     }
     limit(group, 1536 * MIB)
