@@ -22,7 +22,7 @@ from zinf_fx import ops
 from zinf_fx.config import Config
 from zinf_fx.errors import PlanError
 from zinf_fx.passes.framework import GraphContext, nodes_calling
-from zinf_fx.passes.pipeline import plan_inference, plan_training, schedule_of, tiles_moved
+from zinf_fx.passes.pipeline import plan_inference, plan_of, plan_training, tiles_moved
 from zinf_fx.plan.memory import most
 from zinf_fx.plan.rates import NOMINAL, Rates
 from zinf_fx.plan.schedule import Plan, Tile
@@ -80,16 +80,7 @@ class Capture:
         context = GraphContext("joint", self.config, tiles, positions, len(gradients), rates=self._rates)
         forward, forward_context, backward, backward_context = plan_training(joint, joint_inputs, context, **arguments)
         self._contexts = {"forward": forward_context, "backward": backward_context}
-        graphs = schedule_of(forward.graph, forward_context), schedule_of(backward.graph, backward_context)
-        self._set_plan(
-            Plan(
-                graphs,
-                self.config,
-                gradient_buffer=backward_context.gradient_buffer,
-                activation_buffer=forward_context.activation_buffer,
-                kept=forward_context.kept,
-            )
-        )
+        self._set_plan(plan_of([(forward.graph, forward_context), (backward.graph, backward_context)]))
         return forward, backward
 
     def _measured(self) -> Rates:
@@ -106,14 +97,13 @@ class Capture:
         tiles = self._tiles(module.graph)
         self._contexts = {"inference": GraphContext("inference", self.config, tiles)}
         plan_inference(module, self._contexts["inference"])
-        self._set_plan(Plan((schedule_of(module.graph, self._contexts["inference"]),), self.config))
+        self._set_plan(plan_of([(module.graph, self._contexts["inference"])]))
         return self._bind(module, "inference")
 
     def _set_plan(self, plan: Plan) -> None:
         self.plan = plan
-        peak = most(plan)
         for tiers in {tensor.storage.tiers for tensor in self._inputs if isinstance(tensor, StoredTensor)} - {None}:
-            tiers.plan_peak(peak)
+            tiers.plan(plan.regions, most(plan))
 
     def _bind(self, module: fx.GraphModule, kind: str) -> Callable[[list], Any]:
         context = self._contexts[kind]

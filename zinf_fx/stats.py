@@ -20,9 +20,12 @@ class Stats:
     Attributes:
         bytes_read, bytes_written: between NVMe and host memory, states of the optimizer included.
         read_seconds, write_seconds: for which at least one block of that direction was under way.
-        host_bytes, peak_host_bytes: leased from the host arena now, and at most; the latter since the first call that
-            was planned, if there was one.
-        planned_host_bytes: what the plans say that they lease at most, one at a time; 0 before the first.
+        host_bytes: leased from the host arena now.
+        peak_host_bytes: of the host arena that were leased at any time since the last plan was made, together: so many
+            may be resident.
+        planned_host_bytes: what the plans say that this is, one at a time; 0 before the first.
+        placed_buffers, displaced_buffers: leased where their plans say, and elsewhere: because somebody else had the
+            place, as when graphs run in another order than planned.
         peak_device_bytes: that PyTorch allocated on the CUDA devices of the parameters at most, activations included.
         gathered_bytes: of tiles that compute regions waited for, wherever the tiles live.
         stall_seconds: for which compute waited for a tile.
@@ -37,6 +40,8 @@ class Stats:
     host_bytes: int = 0
     peak_host_bytes: int = 0
     planned_host_bytes: int = 0
+    placed_buffers: int = 0
+    displaced_buffers: int = 0
     peak_device_bytes: int = 0
     gathered_bytes: int = 0
     stall_seconds: float = 0.0
@@ -53,6 +58,7 @@ class Stats:
             ["host arena now", in_words(self.host_bytes), "", ""],
             ["host arena at most", in_words(self.peak_host_bytes), "", ""],
             ["host arena at most, as planned", in_words(self.planned_host_bytes), "", ""],
+            ["buffers where planned, and elsewhere", f"{self.placed_buffers:,}", f"{self.displaced_buffers:,}", ""],
         ]
         if self.peak_device_bytes:
             rows.append(["device at most", in_words(self.peak_device_bytes), "", ""])
@@ -81,8 +87,10 @@ def _sum(all_tiers: Collection[Tiers], peak_device_bytes: int) -> Stats:
         read_seconds=sum(store.read_seconds for store in stores),
         write_seconds=sum(store.write_seconds for store in stores),
         host_bytes=sum(tiers.host.in_use for tiers in all_tiers),
-        peak_host_bytes=sum(tiers.host.peak for tiers in all_tiers),
+        peak_host_bytes=sum(tiers.host.touched for tiers in all_tiers),
         planned_host_bytes=sum(tiers.planned_peak for tiers in all_tiers),
+        placed_buffers=sum(c.placed for c in counters),
+        displaced_buffers=sum(c.displaced for c in counters),
         peak_device_bytes=peak_device_bytes,
         gathered_bytes=sum(c.gathered_bytes for c in counters),
         stall_seconds=sum(c.stall_seconds for c in counters),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -13,7 +14,9 @@ from zinf_fx.runtime.storage import WINDOW_ALIGNMENT
 from zinf_fx.runtime.tiers import Tiers
 
 AHEAD = 1
-"""Chunks whose reads are under way while one is updated. The writes of the one before make it three in memory."""
+"""Chunks whose reads are under way while one is updated."""
+TOGETHER = AHEAD + 2
+"""Chunks in memory: those opened, the one under update, and the one before, which is being written."""
 
 
 class Sized(Protocol):
@@ -41,9 +44,11 @@ class Piece(Generic[P]):
 
 def chunk_elements(chunk: int, bytes_per_element: int, tiers: Iterable[Tiers]) -> int:
     """Elements of a chunk whose fp32 weights take `chunk` bytes; fewer where a host arena has no room for its buffers,
-    of `bytes_per_element`, CHUNKS_IN_MEMORY times. A multiple of WINDOW_ALIGNMENT."""
+    of `bytes_per_element`, CHUNKS_IN_MEMORY times, or a plan has fewer. A multiple of WINDOW_ALIGNMENT."""
+    tiers = list(tiers)
+    planned = min((each.chunk_elements for each in tiers if each.chunk_elements is not None), default=chunk)
     room = min(each.host.capacity - each.host.in_use for each in tiers)
-    elements = min(chunk // 4, room // max(CHUNKS_IN_MEMORY * bytes_per_element, 1))
+    elements = min(chunk // 4, planned, room // max(CHUNKS_IN_MEMORY * bytes_per_element, 1))
     return max(elements // WINDOW_ALIGNMENT, 1) * WINDOW_ALIGNMENT
 
 
@@ -76,6 +81,17 @@ class Opened(Protocol):
     """A chunk whose windows are open."""
 
     def close(self) -> None: ...
+
+
+@contextmanager
+def in_turn(tiers: Iterable[Tiers], number: int, nbytes: int, behind: int = 0) -> Iterator[None]:
+    """Leases in the block are for chunk `number`, of at most `nbytes`: behind the first bytes of the room that is
+    planned for them, chunks take turns in equal parts, so that each finds its part free."""
+    first = behind + number % TOGETHER * nbytes
+    with ExitStack() as rooms:
+        for each in tiers:
+            rooms.enter_context(each.stepping(range(first, first + nbytes)))
+        yield
 
 
 Chunk = TypeVar("Chunk")

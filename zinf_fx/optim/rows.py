@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zinf_fx.optim.chunks import Piece, chunk_elements, cut, opened_ahead
+from zinf_fx.optim.chunks import Piece, chunk_elements, cut, in_turn, opened_ahead
 from zinf_fx.optim.elements import Slice, moved, open_elements, open_window
 from zinf_fx.runtime.device import Device
 from zinf_fx.runtime.stored_tensor import StoredTensor
@@ -104,8 +104,14 @@ def update_in_chunks(
     tiers = list({id(tiers): tiers for tiers in (tensor.storage.usable_tiers() for tensor in stored)}.values())
     bytes_per_element = max(row.bytes_per_element for row in rows)
     elements = chunk_elements(min(tensor.storage.config.chunk for tensor in stored), bytes_per_element, tiers)
+
+    def open_rows(numbered: tuple[int, tuple[Piece[Row], ...]]) -> OpenRows:
+        number, pieces = numbered
+        with in_turn(tiers, number, elements * bytes_per_element):
+            return OpenRows(pieces, place, written, unread)
+
     try:
-        opened = opened_ahead(cut(rows, elements), lambda pieces: OpenRows(pieces, place, written, unread))
+        opened = opened_ahead(enumerate(cut(rows, elements)), open_rows)
         with closing(opened):
             for chunk in opened:
                 with closing(chunk):

@@ -87,9 +87,14 @@ class ParameterStates:
 
         Without a gradient yet, one of the parameter's dtype in memory is assumed.
         """
+        return self.scratch_rows * self.dtype.itemsize + self.bytes_opened
+
+    @property
+    def bytes_opened(self) -> int:
+        """Bytes of windows for the update of an element."""
         tensors = (self.parameter, self.gradient, *self.tensors.values())
         streamed = [t for t in tensors if isinstance(t, StoredTensor) and not t.storage.in_host_memory]
-        return self.scratch_rows * self.dtype.itemsize + sum(tensor.dtype.itemsize for tensor in streamed)
+        return sum(tensor.dtype.itemsize for tensor in streamed)
 
     @property
     def bytes_written(self) -> int:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from zinf_fx.errors import StoreError
 from zinf_fx.optim.arithmetic import borrow, step_without_hooks
 from zinf_fx.optim.chunk import OpenChunk, Run
-from zinf_fx.optim.chunks import AHEAD, Piece, chunk_elements, cut
+from zinf_fx.optim.chunks import AHEAD, Piece, chunk_elements, cut, in_turn
 from zinf_fx.optim.elements import moved
 from zinf_fx.optim.states import MASTER, ParameterStates, State
 from zinf_fx.optim.torn import TornStep
@@ -64,7 +64,7 @@ class StreamedStep:
         self._begun: set[StoredTensor] = set()
         self._finished: set[StoredTensor] = set()
         self._pending: set[int] = set()  # keys of the storages that are not final yet
-        self._elements = self._bytes_writing = 0
+        self._elements = self._bytes_writing = self._chunk_bytes = self._chunks_opened = 0
         self._held: dict[StoredTensor, int] = {}  # bytes of gradients in memory that nobody else has
         self._scratch: dict[Device, torch.Tensor] = {}
         self._close = ExitStack()
@@ -185,7 +185,9 @@ class StreamedStep:
         started = time.perf_counter()
         self._busy = True
         try:
-            with torch.no_grad():
+            with torch.no_grad(), ExitStack() as rooms:
+                for tiers in self._tiers:
+                    rooms.enter_context(tiers.stepping())
                 yield
         except BaseException as error:
             if isinstance(error, Exception) or not self._waits:
@@ -216,6 +218,7 @@ class StreamedStep:
             chunk = min(parameter.storage.config.chunk for parameter in self.parameters)
             self._elements = chunk_elements(chunk, bytes_per_element, self._tiers)
             self._bytes_writing = self._elements * max(each.bytes_written for each in states)
+            self._chunk_bytes = self._elements * max(each.bytes_opened for each in states)
         chunks = []
         for run, parameters in self._loose.items():
             parameters.sort(key=lambda parameter: parameter.storage.key)
@@ -239,8 +242,11 @@ class StreamedStep:
         while self._unopened and len(self._opened) <= AHEAD:
             run, pieces = self._unopened[0]
             self._lease_scratch(run, pieces)
-            self._opened.append(OpenChunk(run, pieces, self._stored))
+            scratch = self._scratch[CPU].nbytes if CPU in self._scratch else 0
+            with in_turn(self._tiers, self._chunks_opened, self._chunk_bytes, behind=scratch):
+                self._opened.append(OpenChunk(run, pieces, self._stored))
             self._unopened.popleft()
+            self._chunks_opened += 1
 
     def _wait_for_writes(self, nbytes: int) -> None:
         self._waits = True
@@ -317,7 +323,7 @@ class StreamedStep:
         every = list(self._stored.values())
         shape = (max(each.scratch_rows for each in every), self._elements, max(each.dtype.itemsize for each in every))
         if run.place is CPU:
-            buffer = self._tiers[0].host.lease(math.prod(shape))
+            buffer = self._tiers[0].lease(math.prod(shape))
             self._close.callback(buffer.release)
             self._scratch[CPU] = buffer.tensor(shape, torch.uint8)
         else:

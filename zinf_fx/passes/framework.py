@@ -14,7 +14,7 @@ from zinf_fx import ops
 from zinf_fx.config import Config
 from zinf_fx.plan.memory import HostUse, gradient_buffer, living_on_device, living_on_host, write_buffer
 from zinf_fx.plan.rates import NOMINAL, Rates
-from zinf_fx.plan.schedule import HEAD, Tile
+from zinf_fx.plan.schedule import HEAD, Regions, Tile
 
 # Node metadata that passes write and later stages read.
 OPERATOR = "zinf_operator"  # number of the operator that a node belongs to; HEAD before the first
@@ -81,6 +81,7 @@ class GraphContext:
         kept: bytes of activations that stay on the device from forward to backward.
         rates: of the machine that the plan is for.
         provided: what the passes so far have established.
+        regions: what the plan's transfer buffers take of each memory.
     """
 
     kind: Literal["joint", "forward", "backward", "inference"]
@@ -95,6 +96,7 @@ class GraphContext:
     staying: tuple[TileKey, ...] = ()
     kept: int = 0
     rates: Rates = NOMINAL
+    regions: Regions = field(default_factory=Regions)
 
     @property
     def budget(self) -> int | None:

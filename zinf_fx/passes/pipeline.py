@@ -14,6 +14,7 @@ from torch import fx
 from zinf_fx import ops
 from zinf_fx.errors import BudgetError, PlanError
 from zinf_fx.passes import spec
+from zinf_fx.passes.buffers import excess, place
 from zinf_fx.passes.choose_activations import ChooseActivations
 from zinf_fx.passes.framework import (
     MADE_BY,
@@ -42,12 +43,14 @@ from zinf_fx.passes.printer import print_graph
 from zinf_fx.passes.recompute_activations import RecomputeActivations
 from zinf_fx.passes.recompute_gathers import RecomputeGathers
 from zinf_fx.passes.reduce_gradients import ReduceGradients
+from zinf_fx.passes.refusal import refusal_of_regions
 from zinf_fx.passes.regions import Regions
+from zinf_fx.passes.regions_spec import check_regions
 from zinf_fx.passes.residency import choose
 from zinf_fx.passes.sink_gathers import SinkGathers
 from zinf_fx.passes.tile import TileParameters
 from zinf_fx.passes.tile_cross_entropy import TileCrossEntropy
-from zinf_fx.plan.schedule import Event, GraphSchedule, Operator
+from zinf_fx.plan.schedule import Event, GraphSchedule, Operator, Plan
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +58,8 @@ log = logging.getLogger(__name__)
 _TILES_TOGETHER = 4
 # Parts of the budget that the largest tile may be, tried in this order until the plan fits.
 _TILES_IN_BUDGET = (2, 4, 8, 16, 32, 64)
+# How often less may stay in memory, so that buffers find places within the budget, before nothing does.
+_TRIES = 4
 
 
 def plan_training(
@@ -134,7 +139,7 @@ def _plan_training(
     # Backward first: forward has to start what backward needs at its head.
     forward_context.successor_head = _schedule(backward.graph, backward_context, [OffloadGradients()])
     _schedule(forward.graph, forward_context, [])
-    _choose_residency([(forward, forward_context), (backward, backward_context)])
+    _place_buffers([(forward, forward_context), (backward, backward_context)])
     return forward, forward_context, backward, backward_context
 
 
@@ -148,7 +153,7 @@ def plan_inference(module: fx.GraphModule, context: GraphContext) -> None:
         try:
             run_passes(module.graph, context, _tiling(limit))
             _schedule(module.graph, context, [])
-            _choose_residency([(module, context)])
+            _place_buffers([(module, context)])
             return
         except BudgetError:
             if last:
@@ -163,12 +168,48 @@ def _schedule(graph: fx.Graph, context: GraphContext, extra: Sequence[Pass]) -> 
     return prefetch.head(graph, context)
 
 
-def _choose_residency(graphs: Sequence[tuple[fx.GraphModule, GraphContext]]) -> None:
-    """What stays in memory between uses, in the scheduled graphs of one step."""
-    chosen = choose([(module.graph, context) for module, context in graphs])
-    for (module, context), residency in zip(graphs, chosen, strict=True):
-        run_passes(module.graph, context, [residency])
+def _place_buffers(modules: Sequence[tuple[fx.GraphModule, GraphContext]]) -> None:
+    """What stays in memory between uses, in the scheduled graphs of one step, and where every buffer lies.
+
+    Less stays where buffers would not find places within the budget. Raises: BudgetError when they don't even if
+    nothing stays.
+    """
+    scheduled = [(module.graph, context.successor_head) for module, context in modules]
+    contexts = [context for _, context in modules]
+    spare = 0
+    for left in reversed(range(_TRIES + 1)):
+        for (module, context), (graph, head) in zip(modules, scheduled, strict=True):
+            module.graph = copy.deepcopy(graph) if context.is_limited else graph
+            context.successor_head = head
+        graphs = [(module.graph, context) for module, context in modules]
+        for (graph, context), residency in zip(graphs, choose(graphs, spare), strict=True):
+            run_passes(graph, context, [residency])
+        for (graph, context), buffers in zip(graphs, place(plan_of(graphs)), strict=True):
+            run_passes(graph, context, [buffers])
+        plan = plan_of(graphs)
+        check_regions(plan)
+        over = excess(plan)
+        if over <= 0:
+            break
+        if not left:
+            raise BudgetError(refusal_of_regions(plan, contexts[-1]))
+        spare = spare + over if left > 1 else contexts[0].limit
+    for module, _ in modules:
         module.recompile()
+
+
+def plan_of(graphs: Sequence[tuple[fx.Graph, GraphContext]]) -> Plan:
+    """The plan that the scheduled graphs of a step stand for."""
+    schedules = tuple(schedule_of(graph, context) for graph, context in graphs)
+    first, last = graphs[0][1], graphs[-1][1]
+    return Plan(
+        schedules,
+        last.config,
+        gradient_buffer=last.gradient_buffer,
+        activation_buffer=first.activation_buffer,
+        kept=last.kept,
+        regions=last.regions,
+    )
 
 
 def run_passes(graph: fx.Graph, context: GraphContext, passes: Sequence[Pass]) -> None:
@@ -205,16 +246,23 @@ def schedule_of(graph: fx.Graph, context: GraphContext) -> GraphSchedule:
         tiles.append(replace(tile, index=position, gradient_tier=gradient_tier))
     kinds = {op: op._schema.name.split("::")[1] for op in ops.LOWERED}
     events = [
-        Event(kinds[n.target], index[key_of(n)], operator_of(n), *(bool(n.kwargs.get(k)) for k in ("turn", "resident")))
+        Event(
+            kinds[n.target],
+            index[key_of(n)],
+            operator_of(n),
+            *(bool(n.kwargs.get(k)) for k in ("turn", "resident")),
+            n.kwargs.get("offset"),
+        )
         for n in nodes_calling(graph, *ops.LOWERED)
     ]
+    separate = any(node.args[3].type != "cpu" for node in nodes_calling(graph, ops.wait))
     compute: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
         if is_compute(node):
             compute.setdefault(operator_of(node), []).append(node)
     count = 1 + max((*compute, *(e.operator for e in events)), default=0)
     operators = [Operator(i, _label(compute.get(i, [])), len(compute.get(i, []))) for i in range(count)]
-    return GraphSchedule(context.kind, tuple(tiles), tuple(operators), tuple(events))
+    return GraphSchedule(context.kind, tuple(tiles), tuple(operators), tuple(events), separate)
 
 
 def tiles_moved(graph: fx.Graph, context: GraphContext) -> dict[TileKey, int]:

@@ -14,8 +14,9 @@
       release a.weight  # lower_gathers
     return %2
 
-Values are numbered in graph order, so the text depends on nothing but the graph. After `#` stands the pass that made
-the node, where one did. In a joint graph `[must_save]`, `[must_recompute]` is what the partitioner is told.
+Values are numbered in graph order, so the text depends on nothing but the graph. After `at` stands the offset of a
+transfer's buffer, where it has one, and after `#` the pass that made the node, where one did. In a joint graph
+`[must_save]`, `[must_recompute]` is what the partitioner is told.
 """
 
 from __future__ import annotations
@@ -126,7 +127,8 @@ class _Printer:
             what = f"{_ZINF_NAMES[node.target]} {', '.join((self._tile(node), *map(self._value, node.args[1:])))}"
             if node.target is not ops.reduce_scatter:  # the others have no result
                 marks = {"turn": " for backward", "resident": " resident"}
-                return what + "".join(text for mark, text in marks.items() if node.kwargs.get(mark))
+                what += "".join(text for mark, text in marks.items() if node.kwargs.get(mark))
+                return what + (f" at {node.kwargs['offset']}" if "offset" in node.kwargs else "")
         elif node.target is operator.getitem:
             what = f"{self._value(node.args[0])}[{self._value(node.args[1])}]"
         elif node.op == "get_attr":

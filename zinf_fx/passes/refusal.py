@@ -8,8 +8,9 @@ from tabulate import tabulate
 
 from zinf_fx.passes.framework import GraphContext
 from zinf_fx.passes.in_flight import Ledger
-from zinf_fx.plan.memory import HostUse
-from zinf_fx.plan.schedule import HEAD
+from zinf_fx.plan.lifetimes import Clock, host_buffers, profile
+from zinf_fx.plan.memory import HostUse, chunks_of
+from zinf_fx.plan.schedule import HEAD, Plan
 from zinf_fx.sizes import in_words
 
 
@@ -31,19 +32,54 @@ def refusal(ledger: Ledger, context: GraphContext) -> str:
     return "\n".join(lines + [f"  {option}" for option in _options(ledger, operator, context)])
 
 
+def refusal_of_regions(plan: Plan, context: GraphContext) -> str:
+    """The text for a plan whose buffers, in their places, exceed a budget."""
+    buffers = host_buffers(plan)
+    needed = profile(buffers, Clock(plan).end)
+    fullest = needed.index(max(needed))
+    there = sorted(
+        (b for b in buffers if any(fullest in span for span in b.spans)), key=lambda b: b.nbytes, reverse=True
+    )
+    parts = [
+        *((f"{buffer.what} of '{buffer.label}'", buffer.nbytes) for buffer in there[:5]),
+        ("other tiles and gradients on their way", sum(buffer.nbytes for buffer in there[5:])),
+        ("optimizer's chunks, and what lies beside them", plan.regions.host - needed[fullest]),
+    ]
+    config, total = context.config, plan.regions.host + context.living.total
+    memory, nbytes = "device_memory", plan.regions.device
+    if config.host_memory is not None and total > config.host_memory:
+        memory, nbytes = "host_memory", total
+    first = (
+        f"the buffers of a step need {nbytes} bytes of {memory} at once, and the budget is {getattr(config, memory)}: "
+        f"raise {memory}"
+    )
+    options = [f"{memory}={nbytes}", *_elsewhere(context.living, "nvme")]
+    if chunks_of(plan).total > needed[fullest]:
+        options.append(f"chunk: smaller than {in_words(config.chunk)}")
+    return "\n".join([first, "", _rows(parts, context), "", "To fit:", *(f"  {option}" for option in options)])
+
+
 def _table(ledger: Ledger, operator: int, context: GraphContext) -> str:
-    config = context.config
     held = ledger.largest(operator, count=5)
     rest = ledger.at(operator) - sum(span.nbytes for span in held)
     where = "at the head" if operator == HEAD else f"in operator {operator}"
-    needed = [
-        *_living("in host memory", context.living if config.host_memory is not None else HostUse("")),
-        *_living("on the device", context.living_on_device if config.device_memory is not None else HostUse("")),
-        ("activations kept for backward", context.kept if config.device_memory is not None else 0),
+    parts = [
         ("gradients on their way to NVMe", context.gradient_buffer),
         ("activations on their way to NVMe", context.activation_buffer),
         *((f"{span.what} {where}", span.nbytes) for span in held),
         (f"everything else {where}", rest),
+    ]
+    return _rows(parts, context)
+
+
+def _rows(parts: list[tuple[str, int]], context: GraphContext) -> str:
+    """The states that live in host memory, other parts, their sum, and the budgets."""
+    config = context.config
+    needed = [
+        *_living("in host memory", context.living if config.host_memory is not None else HostUse("")),
+        *_living("on the device", context.living_on_device if config.device_memory is not None else HostUse("")),
+        ("activations kept for backward", context.kept if config.device_memory is not None else 0),
+        *parts,
     ]
     rows = [(what, in_words(nbytes)) for what, nbytes in needed if nbytes]
     rows += [("together", in_words(sum(nbytes for _, nbytes in needed)))]

@@ -80,14 +80,14 @@ class Residency:
                 graph.erase_node(node)
 
 
-def choose(graphs: Sequence[tuple[fx.Graph, GraphContext]]) -> list[Residency]:
+def choose(graphs: Sequence[tuple[fx.Graph, GraphContext]], spare: int = 0) -> list[Residency]:
     """What stays in memory in the scheduled graphs of a step, in their order: within the room that they leave.
 
     Small parameters (vectors: norms, biases) come first. Without a budget nobody has said how much may stay, and only
-    they do.
+    they do. `spare`: bytes of the room that are to be left.
     """
     context = graphs[0][1]
-    room = None if context.budget is None else Room.of(graphs)
+    room = None if context.budget is None else Room.of(graphs, spare)
     stay: list[Gap] = []
     if context.config.residency:
         for gap in sorted(gaps_of(graphs), key=_order):
@@ -129,8 +129,8 @@ class Room:
         self._starts = starts
 
     @classmethod
-    def of(cls, graphs: Sequence[tuple[fx.Graph, GraphContext]]) -> Room:
-        """What the budget leaves beside what is in flight."""
+    def of(cls, graphs: Sequence[tuple[fx.Graph, GraphContext]], spare: int = 0) -> Room:
+        """What the budget, less `spare`, leaves beside what is in flight."""
         free: list[int] = []
         lengths = []
         for graph, context in graphs:
@@ -140,8 +140,8 @@ class Room:
             lengths.append(count + 1)
         context = graphs[-1][1]
         trained = [context.tiles[token] for token in context.gradients.values()]
-        free.append(context.budget + context.gradient_buffer - chunk_buffers(context.config, trained))
-        return cls(free, [0, *accumulate(lengths)][: len(lengths)])
+        free.append(context.budget + context.gradient_buffer - chunk_buffers(context.config, trained).total)
+        return cls([nbytes - spare for nbytes in free], [0, *accumulate(lengths)][: len(lengths)])
 
     def take(self, gap: Gap) -> bool:
         """Whether the tile can stay in this gap; if so, it has taken its room."""

@@ -1,4 +1,4 @@
-"""What a step holds in the host arena, simulated event by event.
+"""What a step holds in the host arena, event by event, and how much of it the plan sets apart.
 
 The arena is where the bytes of the host tier live, and all buffers between the disk and compute: of tiles, of gradients
 on their way to the disk, and of the optimizer's chunks. On the CPU there is no other memory that a plan hands out.
@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from zinf_fx.config import Config, Placement, Tier
-from zinf_fx.plan.accounting import CHUNKS_IN_MEMORY, STATE_BYTES, blocks, bytes_read, staying, tiles_of
+from zinf_fx.plan.accounting import CHUNKS_IN_MEMORY, STATE_BYTES, blocks, tiles_of
+from zinf_fx.plan.lifetimes import Clock, host_buffers, profile
 from zinf_fx.plan.schedule import HEAD, GraphSchedule, Plan, Tile
 
 # Elements of the chunks that the optimizer cuts parameters into are a multiple of this.
@@ -106,53 +107,94 @@ def _living(tier: Tier, placement: Placement | Literal["auto"], tiles: Collectio
     )
 
 
-def chunk_buffers(config: Config, trained: Collection[Tile], room: int | None = None, writes: int = 0) -> int:
-    """Bytes of buffers of a step of Adam: a chunk under update, the next one, and the writes of the one before.
+class ChunkBuffers(NamedTuple):
+    """Of an optimizer's step: the elements of a chunk, and bytes of buffers.
 
-    `room`: what the arena has left, where it is limited; a chunk takes at most a quarter of it. `writes`: bytes that
-    are on their way to NVMe when the step begins.
+    `opened` from its beginning on, for the fp32 scratch, a chunk under update and the next one; `later` for the one
+    before, when no gradients are on their way to NVMe any more. Chunks take turns in these three equal parts. Of the
+    third, `writing` is needed while there are the others.
+    """
+
+    elements: int = 0
+    opened: int = 0
+    later: int = 0
+    writing: int = 0
+
+    @property
+    def total(self) -> int:
+        """All room."""
+        return self.opened + self.later
+
+
+def chunk_buffers(
+    config: Config, trained: Collection[Tile], room: int | None = None, elements: int | None = None
+) -> ChunkBuffers:
+    """The buffers of a step of Adam.
+
+    `room`: what the arena has left, where it is limited; a chunk takes at most a quarter of it. `elements`: of a chunk,
+    at most; default as `config` says.
     """
     if not trained:
-        return 0
+        return ChunkBuffers()
     bytes_of = [ChunkBytes.of(config.placement, tile) for tile in trained]
     opened, written, scratch = (max(sizes) for sizes in zip(*bytes_of, strict=True))
-    chunk = config.chunk // STATE_BYTES
+    chunk = config.chunk // STATE_BYTES if elements is None else elements
     if room is not None:
         chunk = min(chunk, max(room, 0) // max(CHUNKS_IN_MEMORY * (opened + scratch), 1))
     chunk = max(chunk // _CHUNK_ALIGNMENT, 1) * _CHUNK_ALIGNMENT
     total = sum(-(-(t.nbytes // t.dtype.itemsize) // _CHUNK_ALIGNMENT) * _CHUNK_ALIGNMENT for t in trained)
-    both = min(total, 2 * chunk) * opened
-    three = min(total - chunk, 2 * chunk) * opened + chunk * written if total > 2 * chunk else 0
-    return max(both + writes, three) + chunk * scratch
+    both, three = (min(total, count * chunk) * opened for count in (2, 3))
+    writing = max(three - both - chunk * (opened - written), 0)
+    return ChunkBuffers(chunk, both + chunk * scratch, three - both, writing)
+
+
+def trained_in(plan: Plan) -> list[Tile]:
+    """The parameters, each as one tile, that an optimizer's step follows the plan for."""
+    if not any(graph.kind == "backward" for graph in plan.graphs):
+        return []
+    return _whole([tile for tile in tiles_of(plan).values() if tile.gradient_tier is not None])
+
+
+def living(plan: Plan) -> HostUse:
+    """The states of the plan's parameters that live in host memory."""
+    return living_on_host(plan.config.placement, list(tiles_of(plan).values()))
+
+
+def chunks_of(plan: Plan, elements: int | None = None) -> ChunkBuffers:
+    """The buffers of the optimizer's step that follows the plan's graphs; `elements` of a chunk, as far as given or,
+    with regions, planned."""
+    elements = elements or plan.regions.chunk_elements or None
+    room = plan.config.host_memory
+    if room is not None:
+        now = profile(host_buffers(plan), Clock(plan).end)[Clock(plan).step]
+        room -= living(plan).total + now
+    return chunk_buffers(plan.config, trained_in(plan), room, elements)
 
 
 def host_arena(plan: Plan) -> list[HostUse]:
     """The use of the arena in each phase of a step, in the steady state; gradients begin as None in each step."""
-    tiles = tiles_of(plan)
-    living = living_on_host(plan.config.placement, list(tiles.values()))
-    found = [
-        max((replace(living, phase=graph.kind, **use._asdict()) for use in _uses(plan, graph)), key=lambda u: u.total)
-        for graph in plan.graphs
-    ]
-    trained = [tile for tile in tiles.values() if tile.gradient_tier is not None]
-    if trained and any(graph.kind == "backward" for graph in plan.graphs):
-        *_, end = _uses(plan, plan.graph("backward"))
-        use = replace(living, phase="optimizer", tiles=end.tiles)
-        room = None if plan.config.host_memory is None else plan.config.host_memory - use.total - end.writes
-        found.append(replace(use, chunks=chunk_buffers(plan.config, _whole(trained), room, end.writes)))
+    clock, states = Clock(plan), living(plan)
+    buffers = host_buffers(plan)
+    tiles = profile([buffer for buffer in buffers if buffer.what == "tile"], clock.end)
+    writes = profile([buffer for buffer in buffers if buffer.what == "write"], clock.end)
+    found = []
+    for number, graph in enumerate(plan.graphs):
+        times = range(clock.starts[number], clock.starts[number + 1])
+        uses = (
+            replace(states, phase=graph.kind, gradients=arrived, tiles=tiles[now], writes=writes[now])
+            for now, arrived in zip(times, _gradients(graph), strict=True)
+        )
+        found.append(max(uses, key=lambda use: use.total, default=replace(states, phase=graph.kind)))
+    if trained_in(plan):
+        chunks = chunks_of(plan)
+        use = replace(states, phase="optimizer", tiles=tiles[clock.step])
+        found.append(replace(use, chunks=chunks.opened + max(chunks.writing, writes[clock.step])))
     return found
 
 
 def most(plan: Plan) -> int:
-    """Bytes of the host arena that training, or inference, takes at most, when an optimizer's step goes on during the
-    next forward graph."""
-    uses = {use.phase: use for use in host_arena(plan)}
-    peak = max(use.total for use in uses.values())
-    if "optimizer" in uses and "forward" in uses and uses["optimizer"].chunks:
-        step = uses["optimizer"]
-        together = step.total - step.tiles + uses["forward"].tiles
-        peak = max(peak, together)
-    return peak if plan.config.host_memory is None else min(peak, plan.config.host_memory)
+    """Bytes of the host arena that training, or inference, takes: the states that live in it, and the plan's region."""
+    return living(plan).total + plan.regions.host
 
 
 def arena_by_operator(plan: Plan, graph: GraphSchedule) -> list[int]:
@@ -160,54 +202,33 @@ def arena_by_operator(plan: Plan, graph: GraphSchedule) -> list[int]:
 
     In the steady state; without the optimizer's step, part of which may go on during the forward graph.
     """
-    living = living_on_host(plan.config.placement, list(tiles_of(plan).values()))
-    now, *after = (replace(living, **use._asdict()).total for use in _uses(plan, graph))
+    clock, states = Clock(plan), replace(living(plan), gradients=0).total
+    needed = profile(host_buffers(plan), clock.end)
+    begin = clock.starts[plan.graphs.index(graph)]
+    now = states + needed[begin - 1]  # before the first step comes the last
+    numbered = deque(zip(graph.events, needed[begin:], _gradients(graph), strict=False))
     fullest = []
-    numbered = deque(zip((event.operator for event in graph.events), after, strict=True))
     for operator in (HEAD, *(o.index for o in graph.operators)):
         most_here = now
-        while numbered and numbered[0][0] == operator:
-            now = numbered.popleft()[1]
+        while numbered and numbered[0][0].operator == operator:
+            _, buffers, gradients = numbered.popleft()
+            now = states + buffers + gradients
             most_here = max(most_here, now)
         fullest.append(most_here)
     return fullest
 
 
-class _Use(NamedTuple):
-    gradients: int
-    tiles: int
-    writes: int
-
-
-def _uses(plan: Plan, graph: GraphSchedule) -> Iterator[_Use]:
-    """The use of the arena by what a graph moves: at its head, and after each of its events."""
-    sizes = {label: bytes_read(plan, tile) for label, tile in tiles_of(plan).items()}
+def _gradients(graph: GraphSchedule) -> Iterator[int]:
+    """Bytes of gradients in host memory that have arrived after each event."""
     whole = {tile.name: tile for tile in _whole(graph.tiles)}
-    there = set(staying(plan)[graph.kind])
-    for_turn: set[int] = set()
     begun: set[str] = set()
-    gradients = 0
-    writes: deque[int] = deque()
-    yield _Use(0, sum(sizes[label] for label in there), 0)
+    arrived = 0
     for event in graph.events:
         tile = graph.tiles[event.tile]
-        if event.kind == "fetch":
-            there.add(tile.label)
-            for_turn |= {tile.index} if event.turn else set()
-        elif event.kind == "release" and not event.resident and tile.index not in for_turn:
-            there.discard(tile.label)
-        elif event.kind == "offload" and tile.gradient_tier == "host" and tile.name not in begun:
+        if event.kind == "offload" and tile.gradient_tier == "host" and tile.name not in begun:
             begun.add(tile.name)
-            gradients += blocks(whole[tile.name].nbytes)
-        elif (event.kind == "offload" and tile.gradient_tier == "nvme") or (
-            event.kind == "offload_activation" and tile.tier == "nvme"
-        ):
-            buffer = plan.gradient_buffer if event.kind == "offload" else plan.activation_buffer
-            nbytes = blocks(tile.start * tile.dtype.itemsize % blocks(1) + tile.nbytes)
-            while sum(writes) > max(buffer - nbytes, 0):
-                writes.popleft()
-            writes.append(nbytes)
-        yield _Use(gradients, sum(sizes[label] for label in there), sum(writes))
+            arrived += blocks(whole[tile.name].nbytes)
+        yield arrived
 
 
 def _whole(tiles: Iterable[Tile]) -> list[Tile]:

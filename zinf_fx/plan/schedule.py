@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -72,6 +72,8 @@ class Event:
     `turn`: the forward graph starts it for the backward graph.
     `resident`: of a release, that the tile stays in memory until its next fetch; of that fetch and the upload and
     all-gather after it, that they find it there.
+    `offset`: of a fetch, of an upload and of the offload of a gradient, where its buffer lies in the region of the
+    memory that the bytes go to; None: it takes none.
     """
 
     kind: EventKind
@@ -79,6 +81,7 @@ class Event:
     operator: int
     turn: bool = False
     resident: bool = False
+    offset: int | None = None
 
 
 @dataclass(frozen=True)
@@ -92,12 +95,16 @@ class Operator:
 
 @dataclass(frozen=True)
 class GraphSchedule:
-    """Operators and events of one graph, in execution order."""
+    """Operators and events of one graph, in execution order.
+
+    `separate_device`: whether what computes has memory of its own, to which tiles are copied.
+    """
 
     kind: GraphKind
     tiles: tuple[Tile, ...]
     operators: tuple[Operator, ...]
     events: tuple[Event, ...]
+    separate_device: bool = False
 
     def at(self, operator: int, kind: EventKind | None = None) -> list[Event]:
         """The events of one operator (HEAD: before the first), optionally of one kind."""
@@ -112,11 +119,29 @@ class GraphSchedule:
 
 
 @dataclass(frozen=True)
+class Regions:
+    """How many bytes a plan's transfer buffers take of each memory, in one piece.
+
+    Attributes:
+        host, device: the largest end of any buffer there. That of the host arena is set apart for them; on a device,
+            PyTorch's allocator serves them.
+        chunks: of `host`, the first bytes that the buffers of the optimizer's step may take.
+        chunk_elements: of a chunk of the optimizer's step, for which that is enough; 0: there is no step.
+    """
+
+    host: int = 0
+    device: int = 0
+    chunks: int = 0
+    chunk_elements: int = 0
+
+
+@dataclass(frozen=True)
 class Plan:
     """The schedule of one captured graph: forward and backward, or inference alone.
 
     `gradient_buffer`, `activation_buffer`: bytes of gradients, and of activations, that may be on their way to NVMe at
-    once. `kept`: bytes of activations that stay where they were computed, from forward to backward.
+    once. `kept`: bytes of activations that stay where they were computed, from forward to backward. `regions`: what the
+    events' offsets lie in.
     """
 
     graphs: tuple[GraphSchedule, ...]
@@ -125,6 +150,7 @@ class Plan:
     gradient_buffer: int = 0
     activation_buffer: int = 0
     kept: int = 0
+    regions: Regions = field(default_factory=Regions)
 
     def graph(self, kind: GraphKind) -> GraphSchedule:
         """The graph of one kind. Raises: KeyError when the plan has none."""

@@ -12,7 +12,7 @@ from tabulate import tabulate
 
 from zinf_fx.curve import ASCII, Glyphs
 from zinf_fx.plan.accounting import Flow, Traffic, always_resident, flows, phases, tiles_of
-from zinf_fx.plan.memory import host_arena
+from zinf_fx.plan.memory import host_arena, living, most
 from zinf_fx.plan.memory_curve import render_curves
 from zinf_fx.plan.names import GraphNames, PlanNames
 from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, Operator, Plan
@@ -300,7 +300,22 @@ def _arena(plan: Plan) -> str:
     }
     rows = [[what, *map(in_words, sizes)] for what, sizes in parts.items() if any(sizes) or what == "together"]
     headers = ["host arena at most", *({"optimizer": "Adam step"}.get(use.phase, use.phase) for use in uses)]
-    return _layout([headers], rows, ("left", *["right"] * len(uses)))
+    return _layout([headers], rows, ("left", *["right"] * len(uses))) + _regions(plan)
+
+
+def _regions(plan: Plan) -> str:
+    """What is set apart for transfer buffers, in which each has its place."""
+    regions, lines = plan.regions, []
+    if regions.host:
+        parts = f"{in_words(regions.host)} for transfers in one piece"
+        if regions.chunks:
+            parts += f", of which {in_words(regions.chunks)} for optimizer chunks"
+        if states := living(plan).total:
+            parts += f"; {in_words(states)} for states"
+        lines.append(f"host arena {in_words(most(plan))}: {parts}")
+    if regions.device:
+        lines.append(f"device memory {in_words(regions.device)}: for tiles, if each has its place")
+    return "\n\n" + "\n".join(lines) if lines else ""
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------

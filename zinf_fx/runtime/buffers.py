@@ -41,6 +41,8 @@ class Arena:
     system grants them, and stays so for the next lease until `trim`. A process made by fork doesn't have the range:
     touching it there is a segmentation fault, and direct I/O into it never races with copy-on-write.
 
+    A region of it can be set apart for leases whose places in it are planned. Others go elsewhere while they can.
+
     Args:
         name: the tier, for messages.
         capacity: bytes, rounded up to 4096.
@@ -53,6 +55,7 @@ class Arena:
         self.option = option
         self._space = Space()
         self._space.extend(0, self.capacity)
+        self._region = range(0)
         self._leaving: deque[tuple[Ticket, Buffer]] = deque()
         self._lock = threading.RLock()
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
@@ -77,15 +80,13 @@ class Arena:
         Raises:
             StoreError: the arena is exhausted, or too fragmented.
         """
-        memory = self._map
-        assert memory is not None, f"lease from the closed arena {self.name!r}"
         size = round_up(max(nbytes, 1), PAGE)
         alignment = HUGE_PAGE if size >= HUGE_PAGE else PAGE
         self._let_go_what_is_done()
-        offset = self._space.take(size, alignment)
+        offset = self._take(size, alignment)
         while offset is None and self._leaving:
             self._let_go()
-            offset = self._space.take(size, alignment)
+            offset = self._take(size, alignment)
         if offset is None:
             raise StoreError(
                 "lease",
@@ -93,8 +94,32 @@ class Arena:
                 f"{nbytes} bytes asked for, {self.in_use} of {self.capacity} bytes leased, "
                 f"largest free piece {self._space.largest} bytes; raise {self.option}",
             )
-        memory.use(self._address + offset, size, self._address + self.capacity)
-        return Buffer(self, memory, self._base + offset, self._address + offset, nbytes, size)
+        return self._buffer(offset, nbytes, size)
+
+    def lease_in(self, room: range, nbytes: int) -> Buffer | None:
+        """A buffer in a part of the region, aligned to 4096; None if there is no room in it.
+
+        Huge pages are the arena's, so that direct I/O is as fast from wherever in it a buffer begins.
+        """
+        start, size = self._region.start, round_up(max(nbytes, 1), PAGE)
+        self._let_go_what_is_done()
+        offset = self._space.take(size, PAGE, range(start + room.start, min(start + room.stop, self._region.stop)))
+        return None if offset is None else self._buffer(offset, nbytes, size)
+
+    def reserve(self, nbytes: int) -> None:
+        """Have a region of at least so many bytes, if the arena has that much in one piece; whatever is leased in it
+        stays there."""
+        if nbytes <= len(self._region):
+            return
+        old = self._region
+        more = range(old.stop, old.start + nbytes)
+        for alignment, within in ((PAGE, more), (HUGE_PAGE, None), (PAGE, None)):
+            size = len(more) if within is not None else nbytes
+            start = self._space.take(size, alignment, within)
+            if start is not None:
+                self._space.give(start, size)
+                self._region = range(start if within is None else old.start, start + size)
+                return
 
     def serve(self, registry: Registry) -> None:
         """From now on, register what is leased with a device."""
@@ -112,12 +137,18 @@ class Arena:
         """The most bytes that were leased at a time, since the last `restart_peak`."""
         return self._space.peak
 
+    @property
+    def touched(self) -> int:
+        """Bytes that were leased at any time since the last `restart_peak`: so many may be resident."""
+        return self._space.touched
+
     def restart_peak(self) -> None:
-        """Measure the peak from now on."""
-        self._space.peak = self.in_use
+        """Measure `peak` and `touched` from now on."""
+        self._let_go_what_is_done()
+        self._space.restart()
 
     def trim(self) -> None:
-        """Gives the memory of free pieces back to the system. Their next use pays for new pages.
+        """Gives the memory of free pieces outside the region back to the system. Their next use pays for new pages.
 
         What is registered with a device stays: the device would go on with the old pages.
         """
@@ -126,15 +157,30 @@ class Arena:
             return
 
         def give_back(start: int, end: int) -> None:
-            for first, last in slabs(self._address + start, end - start):
-                if not memory.knows(first):
-                    memory.madvise(mmap.MADV_DONTNEED, self._base + first - self._address, last - first)
+            for low, high in ((start, min(end, self._region.start)), (max(start, self._region.stop), end)):
+                for first, last in slabs(self._address + low, high - low):
+                    if not memory.knows(first):
+                        memory.madvise(mmap.MADV_DONTNEED, self._base + first - self._address, last - first)
 
         self._space.visit_free(give_back)
 
     def close(self) -> None:
         """No leases any more. The memory goes when the last buffer and the last tensor over it are gone."""
         self._map = None
+
+    def _take(self, size: int, alignment: int) -> int | None:
+        outside = range(0, self._region.start), range(self._region.stop, self.capacity)
+        for within in (*outside, None) if self._region else (None,):
+            offset = self._space.take(size, alignment, within)
+            if offset is not None:
+                return offset
+        return None
+
+    def _buffer(self, offset: int, nbytes: int, size: int) -> Buffer:
+        memory = self._map
+        assert memory is not None, f"lease from the closed arena {self.name!r}"
+        memory.use(self._address + offset, size, self._address + self.capacity)
+        return Buffer(self, memory, self._base + offset, self._address + offset, nbytes, size)
 
     def _advise_huge_pages(self) -> None:
         assert self._map is not None

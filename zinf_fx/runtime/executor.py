@@ -54,8 +54,8 @@ class Stage:
     def successor(self, stage: Stage) -> None:
         self._successor = weakref.ref(stage)
 
-    def head_tiles(self) -> list[tuple[TensorStorage, Tile]]:
-        """What the stage fetches first, as far as its last run tells, and from where."""
+    def head_tiles(self) -> list[tuple[TensorStorage, Tile, int | None]]:
+        """What the stage fetches first, as far as its last run tells: from where, and to which offset."""
         return []
 
 
@@ -80,7 +80,7 @@ class Program(Stage):
         leaving = module.graph.find_nodes(op="call_function", target=ops.offload_activation)
         self.slots = ActivationSlots(plan, {index[n.name, 0]: n.args[0].meta["val"].device for n in leaving})
         self._module = _bind(module, index)
-        self._head = [e.tile for e in schedule.at(HEAD, "fetch") if not schedule.tiles[e.tile].activation]
+        self._head = [e for e in schedule.at(HEAD, "fetch") if not schedule.tiles[e.tile].activation]
         self._last_storages: dict[int, weakref.ref[TensorStorage]] = {}  # of parameters
         # After so many events of a tile, this graph needs neither its value nor its gradient any more.
         events = [event for event in schedule.events if not schedule.tiles[event.tile].activation]
@@ -112,11 +112,11 @@ class Program(Stage):
         EXECUTOR.end(self)
         return results
 
-    def head_tiles(self) -> list[tuple[TensorStorage, Tile]]:
+    def head_tiles(self) -> list[tuple[TensorStorage, Tile, int | None]]:
         if not self._last_storages:
             return []
-        found = ((self._last_storages[tile](), self.schedule.tiles[tile]) for tile in self._head)
-        return [(storage, tile) for storage, tile in found if storage is not None]
+        found = ((self._last_storages[e.tile](), self.schedule.tiles[e.tile], e.offset) for e in self._head)
+        return [(storage, tile, offset) for storage, tile, offset in found if storage is not None]
 
 
 class Executor:
@@ -147,24 +147,24 @@ class Executor:
         """A stage ended: start the head of the one that is expected next."""
         successor = stage.successor
         if successor is not None and stage.starts_successor:
-            for storage, tile in successor.head_tiles():
-                self.anticipate(successor, storage, tile)
+            for storage, tile, offset in successor.head_tiles():
+                self.anticipate(successor, storage, tile, offset)
 
-    def fetch(self, storage: TensorStorage, tile: Tile) -> StagedTile:
-        """Hold a tile, starting to read it unless it is held."""
-        return self.staging.fetch(storage, tile.start, math.prod(tile.shape))
+    def fetch(self, storage: TensorStorage, tile: Tile, offset: int | None) -> StagedTile:
+        """Hold a tile, starting to read it unless it is held; to `offset` in the region of the host arena."""
+        return self.staging.fetch(storage, tile.start, math.prod(tile.shape), offset)
 
     def upload(self, storage: TensorStorage, tile: Tile) -> None:
         """Start copying a tile that is held to the device."""
         self.staging.upload(storage, tile.start, math.prod(tile.shape))
 
-    def anticipate(self, stage: Stage, storage: TensorStorage, tile: Tile) -> None:
+    def anticipate(self, stage: Stage, storage: TensorStorage, tile: Tile, offset: int | None) -> None:
         """Fetch a tile that `stage`, expected to come next, will need at its head."""
         if self._expected is None or self._expected() is not stage:
             self.drop_anticipated()
             self._expected = weakref.ref(stage)
         if not storage.in_place:
-            stage.anticipated.append(self.fetch(storage, tile))
+            stage.anticipated.append(self.fetch(storage, tile, offset))
 
     def drop_anticipated(self) -> None:
         """Let go of what was fetched in advance; what a running graph holds by now stays."""
@@ -214,14 +214,14 @@ class Run:
                 self._uses_left[storages[tile].key] += uses
                 self._gradients_left[storages[tile].key] += program.gradients[tile]
 
-    def fetch(self, tile: int, turn: bool = False, resident: bool = False) -> None:
+    def fetch(self, tile: int, turn: bool = False, resident: bool = False, offset: int | None = None) -> None:
         """Start reading a tile; for the turn, one of the backward graph's, once it is known that backward follows."""
         if not turn:
-            self._held[tile] = EXECUTOR.fetch(self._storages[tile], self._tiles[tile])
+            self._held[tile] = EXECUTOR.fetch(self._storages[tile], self._tiles[tile], offset)
         elif (successor := self._program.successor) is not None:
-            EXECUTOR.anticipate(successor, self._storages[tile], self._tiles[tile])
+            EXECUTOR.anticipate(successor, self._storages[tile], self._tiles[tile], offset)
 
-    def upload(self, tile: int, turn: bool = False, resident: bool = False) -> None:
+    def upload(self, tile: int, turn: bool = False, resident: bool = False, offset: int | None = None) -> None:
         """Start copying a tile to the device, behind what is queued there by now."""
         EXECUTOR.upload(self._storages[tile], self._tiles[tile])
 
@@ -250,13 +250,13 @@ class Run:
         """One rank's shard is the whole gradient."""
         return gradient
 
-    def offload(self, tile: int, shard: torch.Tensor) -> None:
+    def offload(self, tile: int, shard: torch.Tensor, offset: int | None = None) -> None:
         """Move a gradient to its tier and add it to the parameter's `.grad`, as autograd would."""
-        self._accumulate(self._storages[tile], tile, shard)
+        self._accumulate(self._storages[tile], tile, shard, offset)
         self._gradients_left[self._storages[tile].key] -= 1
         self._passed(tile)
 
-    def _accumulate(self, storage: TensorStorage, tile: int, shard: torch.Tensor) -> None:
+    def _accumulate(self, storage: TensorStorage, tile: int, shard: torch.Tensor, offset: int | None) -> None:
         parameter = storage.parameter and storage.parameter()
         if parameter is None or not parameter.requires_grad or not _accumulates(parameter):
             return
@@ -273,17 +273,17 @@ class Run:
             nbytes = round_up(self._tiles[tile].nbytes, PAGE)
             storage.tiers.limit_writes(max(self._program.plan.gradient_buffer - nbytes, 0))
         if self._tiles[tile].rows is None:
-            accumulate_gradient(parameter, shard)
+            accumulate_gradient(parameter, shard, offset)
         else:
-            self._offload_part(storage.key, parameter, self._tiles[tile], shard)
+            self._offload_part(storage.key, parameter, self._tiles[tile], shard, offset)
 
-    def offload_activation(self, tile: int, value: torch.Tensor) -> torch.Tensor:
-        """Move a saved activation to its tier; its token, which backward gets in its place."""
+    def offload_activation(self, tile: int, value: torch.Tensor, offset: int | None = None) -> torch.Tensor:
+        """Move a saved activation to its tier, through `offset`; its token, which backward gets in its place."""
         tiers, planned = self._tiers[0], self._tiles[tile]
         storage, token = self._program.slots.take(tile, tiers)
         if planned.tier == "nvme":
             tiers.limit_writes(max(self._program.plan.activation_buffer - round_up(planned.nbytes, PAGE), 0))
-        storage.set(value)
+        storage.set(value, offset)
         return token
 
     def _consumed_from_memory(self, storage: TensorStorage, parameter: StoredTensor, shard: torch.Tensor) -> bool:
@@ -305,7 +305,9 @@ class Run:
             if storage.consumer is not None and not storage.backwards_due and parameter is not None:
                 storage.consumer.arrived(parameter)
 
-    def _offload_part(self, key: int, parameter: StoredTensor, tile: Tile, shard: torch.Tensor) -> None:
+    def _offload_part(
+        self, key: int, parameter: StoredTensor, tile: Tile, shard: torch.Tensor, offset: int | None
+    ) -> None:
         """Add to a range of the gradient, or write it where this run is the first to; it began with no values."""
         if parameter.grad is None:
             begin_gradient(parameter)
@@ -313,7 +315,7 @@ class Run:
             self._begun[key] = _PartialGradient(parameter, ranges)
         begun = self._begun.get(key)
         first = begun is not None and tile.start in begun.missing
-        accumulate_gradient_part(parameter, tile.start, shard, first=first)
+        accumulate_gradient_part(parameter, tile.start, shard, first=first, offset=offset)
         if first:
             begun.missing.remove(tile.start)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -34,25 +34,58 @@ class FreeList:
         """Bytes of the largest free interval."""
         return max((end - start for start, end in self), default=0)
 
-    def take(self, nbytes: int, alignment: int) -> int | None:
+    def take(self, nbytes: int, alignment: int, within: range | None = None) -> int | None:
         """The start of `nbytes` bytes, aligned, out of the smallest interval that holds them; the lowest of equals.
 
-        None if no interval does.
+        `within`: where they are to lie; default anywhere. None if no interval has room for them.
         """
-        best: tuple[int, int, int] | None = None
-        for index, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
-            aligned = round_up(start, alignment)
-            if aligned + nbytes <= end and (best is None or end - start < best[0]):
-                best = (end - start, index, aligned)
-        if best is None:
+        found = self._find(nbytes, alignment, within)
+        if found is None:
             return None
-        _, index, aligned = best
+        index, aligned = found
         start, end = self._starts.pop(index), self._ends.pop(index)
         for piece in ((aligned + nbytes, end), (start, aligned)):
             if piece[0] < piece[1]:
                 self._starts.insert(index, piece[0])
                 self._ends.insert(index, piece[1])
         return aligned
+
+    def _find(self, nbytes: int, alignment: int, within: range | None) -> tuple[int, int] | None:
+        """Which interval `take` takes from, and where."""
+        first, last = 0, len(self._starts)
+        if within is not None:
+            first = max(bisect_right(self._starts, within.start) - 1, 0)
+            last = bisect_left(self._starts, within.stop)
+        best: tuple[int, int, int] | None = None
+        for index in range(first, last):
+            start, end = self._starts[index], self._ends[index]
+            if within is not None:
+                start, end = max(start, within.start), min(end, within.stop)
+            aligned = round_up(start, alignment)
+            if aligned + nbytes <= end and (best is None or end - start < best[0]):
+                best = (end - start, index, aligned)
+        return best and best[1:]
+
+    def discard(self, start: int, end: int) -> None:
+        """Makes [start, end) not free, whatever of it is."""
+        index = max(bisect_right(self._starts, start) - 1, 0)
+        while index < len(self._starts) and self._starts[index] < end:
+            if self._ends[index] <= start:
+                index += 1
+                continue
+            first, last = self._starts.pop(index), self._ends.pop(index)
+            for piece in ((end, last), (first, start)):
+                if piece[0] < piece[1]:
+                    self._starts.insert(index, piece[0])
+                    self._ends.insert(index, piece[1])
+            if first < start:
+                index += 1
+
+    def copy(self) -> FreeList:
+        """The same intervals."""
+        twin = FreeList()
+        twin._starts, twin._ends = list(self._starts), list(self._ends)
+        return twin
 
     def give(self, start: int, nbytes: int) -> None:
         """Makes [start, start + nbytes) free. It must not be free yet, not in part either."""
@@ -94,6 +127,8 @@ class Space:
         self._free = FreeList()
         self._returned: deque[tuple[int, int]] = deque()
         self._in_use = 0
+        self._size = 0
+        self._untouched = FreeList()
         self.peak = 0
         """The most bytes that were taken at a time."""
 
@@ -110,14 +145,28 @@ class Space:
             self._take_back()
             return self._free.largest
 
-    def take(self, nbytes: int, alignment: int) -> int | None:
+    @property
+    def touched(self) -> int:
+        """Bytes that were taken at any time since the last `restart`."""
+        with self._lock:
+            return self._size - self._untouched.nbytes
+
+    def restart(self) -> None:
+        """Measure `peak` and `touched` from now on."""
+        with self._lock:
+            self._take_back()
+            self.peak = self._in_use
+            self._untouched = self._free.copy()
+
+    def take(self, nbytes: int, alignment: int, within: range | None = None) -> int | None:
         """As `FreeList.take`."""
         with self._lock:
             self._take_back()
-            start = self._free.take(nbytes, alignment)
+            start = self._free.take(nbytes, alignment, within)
             if start is not None:
                 self._in_use += nbytes
                 self.peak = max(self.peak, self._in_use)
+                self._untouched.discard(start, start + nbytes)
         return start
 
     def give(self, start: int, nbytes: int) -> None:
@@ -129,6 +178,8 @@ class Space:
         """Adds an interval that was never part of the space."""
         with self._lock:
             self._free.give(start, nbytes)
+            self._untouched.give(start, nbytes)
+            self._size += nbytes
 
     def free_before(self, end: int) -> int:
         """As `FreeList.free_before`."""

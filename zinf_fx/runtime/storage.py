@@ -141,8 +141,11 @@ class TensorStorage:
         """New, uninitialised storage of as many elements beside this one (a gradient, an optimizer state)."""
         return TensorStorage(self.usable_tiers(), tier, self.config, self.numel, dtype or self.dtype, self.device)
 
-    def window(self, start: int = 0, count: int | None = None, *, load: bool = True) -> Window:
-        """`count` elements from `start` (default all) in host memory.
+    def window(
+        self, start: int = 0, count: int | None = None, *, load: bool = True, offset: int | None = None
+    ) -> Window:
+        """`count` elements from `start` (default all) in host memory; if they are moved there, to where `offset` says
+        (see `Tiers.lease`).
 
         With `load`, reading them starts at once; without, their values are undefined until written. The store moves
         whole blocks: what a window has in common with its neighbours' blocks is read in any case, and written back.
@@ -157,7 +160,7 @@ class TensorStorage:
         first = start // per_block * per_block
         end = min(-(-(start + count) // per_block) * per_block, self.numel) if count else first
         shared = first < start or end > start + count
-        buffer = tiers.lease((end - first) * self.dtype.itemsize)
+        buffer = tiers.lease((end - first) * self.dtype.itemsize, offset)
         try:
             memory = buffer.tensor((end - first,), self.dtype)
             ticket = self._read(first, memory, buffer) if (load or shared) and count else None
@@ -166,13 +169,15 @@ class TensorStorage:
             raise
         return Window(self, first, memory, buffer, ticket, slice(start - first, start - first + count))
 
-    def device_window(self, start: int = 0, count: int | None = None, *, load: bool = True) -> Window | DeviceWindow:
-        """As `window`, in device memory."""
+    def device_window(
+        self, start: int = 0, count: int | None = None, *, load: bool = True, offset: int | None = None
+    ) -> Window | DeviceWindow:
+        """As `window`, in device memory. `offset` is where in host memory they pass through."""
         self.settle()
         count = self._count(start, count)
         if self._on_device is not None:
             return Window(self, start, self._on_device[start : start + count], None, None)
-        host = self.window(start, count, load=load)
+        host = self.window(start, count, load=load, offset=offset)
         return host if self.device.in_host_memory else DeviceWindow(host, self.device, count, self.dtype, load)
 
     def value(self) -> torch.Tensor:
@@ -208,8 +213,9 @@ class TensorStorage:
         return self.token.data_ptr()
 
     @torch.no_grad()
-    def set(self, value: torch.Tensor) -> None:
-        """Write all elements from a tensor of as many elements (any shape; converted to this dtype).
+    def set(self, value: torch.Tensor, offset: int | None = None) -> None:
+        """Write all elements from a tensor of as many elements (any shape; converted to this dtype); `offset` as for
+        `window`.
 
         From the device, the write may be under way when this returns: the caller may drop `value`, but not change it.
         """
@@ -223,7 +229,7 @@ class TensorStorage:
             self._writes.clear()
             self.written((range(self.numel), copy))
         else:
-            window = self.window(load=False)
+            window = self.window(load=False, offset=offset)
             try:
                 copy = self.device.download(value, window.wait())
             except BaseException:

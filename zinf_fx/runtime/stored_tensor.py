@@ -499,15 +499,16 @@ def _new_gradient(parameter: StoredTensor, dtype: torch.dtype) -> StoredTensor:
     return StoredTensor.of(space, parameter.shape, parameter.device)
 
 
-def accumulate_gradient(parameter: StoredTensor, gradient: torch.Tensor) -> None:
-    """Add `gradient` to the parameter's `grad`, as autograd would, on the tier of gradients."""
+def accumulate_gradient(parameter: StoredTensor, gradient: torch.Tensor, offset: int | None = None) -> None:
+    """Add `gradient` to the parameter's `grad`, as autograd would, on the tier of gradients. `offset`: where in the
+    host arena's region it passes through, on its way to NVMe."""
     with torch.no_grad():
         if parameter.grad is None:
             stored = _new_gradient(parameter, gradient.dtype)
-            stored.storage.set(gradient)
+            stored.storage.set(gradient, offset)
             parameter.grad = stored
         elif isinstance(parameter.grad, StoredTensor):
-            accumulate_gradient_part(parameter, 0, gradient, first=False)
+            accumulate_gradient_part(parameter, 0, gradient, first=False, offset=offset)
         else:
             parameter.grad.add_(gradient)
 
@@ -517,14 +518,17 @@ def begin_gradient(parameter: StoredTensor) -> None:
     parameter.grad = _new_gradient(parameter, parameter.dtype)
 
 
-def accumulate_gradient_part(parameter: StoredTensor, start: int, gradient: torch.Tensor, *, first: bool) -> None:
-    """Add `gradient` to the elements of the parameter's `grad` from `start` on, or if `first`, write them."""
+def accumulate_gradient_part(
+    parameter: StoredTensor, start: int, gradient: torch.Tensor, *, first: bool, offset: int | None = None
+) -> None:
+    """Add `gradient` to the elements of the parameter's `grad` from `start` on, or if `first`, write them; `offset` as
+    for `accumulate_gradient`."""
     grad = parameter.grad
     with torch.no_grad():
         if not isinstance(grad, StoredTensor) or grad.views:
             grad.view(-1)[start : start + gradient.numel()].add_(gradient.reshape(-1))
             return
-        window = grad.storage.device_window(start, gradient.numel(), load=not first)
+        window = grad.storage.device_window(start, gradient.numel(), load=not first, offset=offset)
         try:
             values = window.wait().view(gradient.shape)
             values.copy_(gradient) if first else values.add_(gradient)

@@ -7,7 +7,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -15,7 +16,9 @@ import torch
 
 from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError, StoreError
-from zinf_fx.runtime.buffers import Arena, Buffer, Ticket
+from zinf_fx.plan.schedule import Regions
+from zinf_fx.runtime.buffers import PAGE, Arena, Buffer, Ticket
+from zinf_fx.runtime.freelist import round_up
 from zinf_fx.runtime.store import Store
 
 # Dirty bytes that may be on their way to the store before a writer waits for the oldest.
@@ -24,11 +27,14 @@ _MAX_BYTES_WRITING = 256 << 20
 
 @dataclass
 class Counters:
-    """What moved, in bytes, and what was waited for, in seconds, since the job began."""
+    """What moved, in bytes, and what was waited for, in seconds, since the job began; and how many buffers lay where
+    their plans said, and how many did not."""
 
     gathered_bytes: int = 0
     stall_seconds: float = 0.0
     write_stall_seconds: float = 0.0
+    placed: int = 0
+    displaced: int = 0
 
 
 class Background(Protocol):
@@ -96,6 +102,10 @@ class Tiers:
         self.counters = Counters()
         self.background: Background | None = None
         self.planned_peak = 0
+        self.chunk_elements: int | None = None
+        """Of a chunk of an optimizer's step, for which there is room in the region; None before the first plan."""
+        self._chunks = range(0)  # of the region, what is for an optimizer's step
+        self._room: range | None = None  # in which leases are to be made
         self._store: Store | None = None
         self._writes: deque[tuple[Ticket, Buffer]] = deque()
         # Those among the writes that have not begun, and whose bytes they write: while one begins, the finalizer of
@@ -133,21 +143,46 @@ class Tiers:
         """The NVMe tier if anything was ever placed on it."""
         return self._store
 
-    def plan_peak(self, nbytes: int) -> None:
-        """Note what a plan takes of the host arena at most, before its first step: `host.peak` begins anew."""
+    def plan(self, regions: Regions, peak: int) -> None:
+        """Before the first step of a plan: set its regions apart, and measure anew how much of the host arena is used.
+
+        `peak`: bytes of the host arena that the plan takes at most. Plans share the regions: one is used at a time.
+        """
         with self._lock:
             self.drain()
-            self.planned_peak = max(self.planned_peak, nbytes)
+            self.host.reserve(regions.host)
+            if regions.chunks > self._chunks.stop:
+                self._chunks, self.chunk_elements = range(regions.chunks), regions.chunk_elements
+            self.planned_peak = max(self.planned_peak, peak)
+            self.host.trim()
             self.host.restart_peak()
 
-    def lease(self, nbytes: int) -> Buffer:
+    @contextmanager
+    def stepping(self, part: range | None = None) -> Iterator[None]:
+        """Leases in the block are an optimizer's: in the room that its chunks have in the region, or part of it."""
+        room = self._chunks if part is None else range(part.start, min(part.stop, self._chunks.stop))
+        before, self._room = self._room, room or None
+        try:
+            yield
+        finally:
+            self._room = before
+
+    def lease(self, nbytes: int, offset: int | None = None) -> Buffer:
         """A buffer of the host arena; where there is no room, waits for writes to the store and for background work.
+
+        `offset`: where in the region it is planned. It lies elsewhere if somebody has that place: another plan, or a
+        graph that runs out of turn.
 
         Raises: StoreError when there is no room yet after that, or a write failed.
         """
+        room = self._room if offset is None else range(offset, offset + round_up(nbytes, PAGE))
         while True:
             background = self.background
             with self._lock:
+                # The room for chunks has the writes of an earlier chunk in it; for a tile's place nobody waits.
+                waits = offset is None
+                if room is not None and (buffer := self._lease_in(room, nbytes, waits)) is not None:
+                    return buffer
                 try:
                     return self.host.lease(nbytes)
                 except StoreError:
@@ -158,6 +193,17 @@ class Tiers:
                     continue
             if not background.finish():  # not under the lock, which the background's own leases take
                 return self.host.lease(nbytes)
+
+    def _lease_in(self, room: range, nbytes: int, waits: bool) -> Buffer | None:
+        buffer = self.host.lease_in(room, nbytes)
+        while buffer is None and self._writes and (waits or self._writes[0][0].done()):
+            self._retire()
+            buffer = self.host.lease_in(room, nbytes)
+        if buffer is None:
+            self.counters.displaced += 1
+        else:
+            self.counters.placed += 1
+        return buffer
 
     def writing(self, ticket: Ticket, buffer: Buffer, storage: object) -> None:
         """Take over `buffer` until `ticket`, a write of `storage` from it, is done; waits where many are under way.

@@ -17,12 +17,13 @@ class StagedTile:
     It doesn't keep the storage alive: compiled code, for which tiles are fetched in advance, may outlive its model.
     """
 
-    def __init__(self, storage: TensorStorage, start: int, count: int) -> None:
+    def __init__(self, storage: TensorStorage, start: int, count: int, offset: int | None = None) -> None:
+        """`offset`: where in the host arena's region its bytes are planned."""
         self.key = (storage.key, start, count)
         self.holds = 0
         self._nbytes = count * storage.dtype.itemsize
         self._counters = storage.tiers.counters
-        self._window = storage.device_window(start, count).read_only()
+        self._window = storage.device_window(start, count, offset=offset).read_only()
 
     def upload(self) -> None:
         """Start to copy it to the device."""
@@ -59,14 +60,15 @@ class Staging:
         self._watched: weakref.WeakSet[TensorStorage] = weakref.WeakSet()  # those that tiles have stayed of
         self._lock = threading.RLock()
 
-    def fetch(self, storage: TensorStorage, start: int, count: int) -> StagedTile:
+    def fetch(self, storage: TensorStorage, start: int, count: int, offset: int | None = None) -> StagedTile:
         """Hold `count` elements of `storage`, starting to read them unless they are held in their present version."""
         key = (storage.key, start, count)
         storage.settle()
         with self._lock:
             tile = self._tiles.get(key)
             if tile is None or tile.version != storage.version:
-                tile = self._tiles[key] = StagedTile(storage, start, count)
+                self._let_go(key)
+                tile = self._tiles[key] = StagedTile(storage, start, count, offset)
             tile.holds += 1
             self._let_go(key)
             return tile

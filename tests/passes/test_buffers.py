@@ -1,0 +1,164 @@
+"""buffers: every transfer has its place in a region, and what has none within the budget is planned otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from building import Builder, aten
+from capturing import assert_trains_like_eager
+from models import CASES
+from torch import nn
+
+import zinf_fx
+from zinf_fx import ops
+from zinf_fx.config import Config
+from zinf_fx.errors import BudgetError, PlanError
+from zinf_fx.explain import plans_of
+from zinf_fx.passes.buffers import excess, place
+from zinf_fx.passes.framework import nodes_calling
+from zinf_fx.passes.lower_gathers import LowerGathers
+from zinf_fx.passes.pipeline import plan_of
+from zinf_fx.passes.prefetch import Prefetch
+from zinf_fx.passes.regions import Regions
+from zinf_fx.passes.regions_spec import check_regions
+from zinf_fx.passes.residency import choose
+from zinf_fx.passes.sink_gathers import SinkGathers
+from zinf_fx.plan.memory import most
+from zinf_fx.plan.schedule import Plan
+
+KIB = 1024
+
+
+def test_golden() -> None:
+    """`tied` stays between its uses; `b` goes where `a` was."""
+    built = Builder("inference", {"a": (64, 64), "b": (64, 64), "tied": (64, 64)}, device_memory="32KiB", prefetch=None)
+    x = built.input(2, 64)
+    for name in ("tied", "a", "b", "tied"):
+        x = built.call(aten.mm.default, x, built.gather(name))
+    built.returns(x)
+    built.run(SinkGathers(), Regions(), LowerGathers(), Prefetch(None))
+    built.run(*choose([(built.graph, built.context)]))
+    (buffers,) = place(plan_of([(built.graph, built.context)]))
+    built.check(
+        buffers,
+        after="""
+        inference graph
+        inputs
+          a : f32[64, 64] on nvme, gradient on host
+          b : f32[64, 64] on nvme, gradient on host
+          tied : f32[64, 64] on nvme, gradient on host
+          %0 : f32[2, 64]
+        operator 0
+          fetch tied resident at 0  # lower_gathers
+          upload tied resident  # lower_gathers
+          allgather tied resident  # lower_gathers
+          %1 = wait tied : f32[64, 64]  # lower_gathers
+          %2 = aten.mm(%0, %1) : f32[2, 64]
+          release tied resident  # lower_gathers
+        operator 1
+          fetch a at 16384  # lower_gathers
+          upload a  # lower_gathers
+          allgather a  # lower_gathers
+          %3 = wait a : f32[64, 64]  # lower_gathers
+          %4 = aten.mm(%2, %3) : f32[2, 64]
+          release a  # lower_gathers
+        operator 2
+          fetch b at 16384  # lower_gathers
+          upload b  # lower_gathers
+          allgather b  # lower_gathers
+          %5 = wait b : f32[64, 64]  # lower_gathers
+          %6 = aten.mm(%4, %5) : f32[2, 64]
+          release b  # lower_gathers
+        operator 3
+          fetch tied resident at 0  # lower_gathers
+          upload tied resident  # lower_gathers
+          allgather tied resident  # lower_gathers
+          %7 = wait tied : f32[64, 64]  # lower_gathers
+          %8 = aten.mm(%6, %7) : f32[2, 64]
+          release tied resident  # lower_gathers
+        return %8
+        """,
+    )
+    assert built.context.regions.host == 32 * KIB
+
+
+@pytest.mark.parametrize("options", [{}, {"device_memory": "4KiB"}, {"activations": "recompute"}])
+@pytest.mark.parametrize("name", ["tied_far_apart", "mlp"])
+def test_numerics(name: str, options: dict[str, str]) -> None:
+    model, inputs = CASES[name]()
+    record = assert_trains_like_eager(model, *inputs, config=Config(placement="nvme", **options))
+    for module, _ in record.planned.values():
+        fetches = [n for n in nodes_calling(module.graph, ops.fetch)]
+        assert fetches and all("offset" in node.kwargs for node in fetches)
+
+
+class Stack(nn.Module):
+    """Layers of several sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(128, 256 * (n + 1)) for n in range(4))
+        self.down = nn.ModuleList(nn.Linear(256 * (n + 1), 128) for n in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(up(x).relu())
+        return x.square().mean()
+
+
+def planned(**options: object) -> Plan:
+    (plan,) = plans_of(Stack(), (torch.randn(4, 128),), **{"placement": "nvme", "chunk": "64KiB", **options})
+    return plan
+
+
+def test_a_plan_in_which_buffers_collide_is_refused() -> None:
+    plan = planned()
+    check_regions(plan)
+    forward, backward = plan.graphs
+    two = [n for n, event in enumerate(forward.events) if event.kind == "fetch"][:2]
+    events = list(forward.events)
+    events[two[1]] = replace(events[two[1]], offset=events[two[0]].offset)
+    with pytest.raises(PlanError, match=r"no two buffers .* share bytes, but these do: .*up\.0\.weight"):
+        check_regions(replace(plan, graphs=(replace(forward, events=tuple(events)), backward)))
+    with pytest.raises(PlanError, match=r"each buffer lies in its region, but that in host memory has"):
+        check_regions(replace(plan, regions=replace(plan.regions, host=plan.regions.host - 4096)))
+    events[two[1]] = replace(events[two[1]], offset=None)
+    with pytest.raises(PlanError, match="each buffer has one offset"):
+        check_regions(replace(plan, graphs=(replace(forward, events=tuple(events)), backward)))
+
+
+@pytest.mark.parametrize("placement", ["nvme", "infinity-nvme", "infinity-cpu"])
+@pytest.mark.parametrize("kib", [1200, 1700, 2500, 4000, 16000])
+def test_regions_and_states_stay_within_a_host_budget_or_the_plan_is_refused(kib: int, placement: str) -> None:
+    try:
+        plan = planned(host_memory=kib * KIB, placement=placement)
+    except BudgetError as error:
+        assert kib < 16000 and "host_memory" in str(error)
+        return
+    assert most(plan) <= kib * KIB and excess(plan) <= 0
+    check_regions(plan)
+
+
+def test_less_stays_where_places_need_the_room() -> None:
+    """Whole blocks take more than the tiles' bytes, by which the schedule goes."""
+    plan = planned(host_memory=1900 * KIB)
+    assert most(plan) <= 1900 * KIB < most(planned())
+
+
+def test_a_refusal_names_the_largest_and_what_would_fit() -> None:
+    """The least chunk of an optimizer's step is larger than the layer, and than the budget."""
+    layer, x = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)), torch.randn(2, 16)
+    with pytest.raises(BudgetError, match="of host_memory at once, and the budget is 65536") as refused:
+        zinf_fx.explain(layer, x, placement="nvme", host_memory="64KiB")
+    for part in ("together", "To fit:", "optimizer's chunks"):
+        assert part in str(refused.value)
+    needed = int(str(refused.value).partition("host_memory=")[2].split()[0])
+    assert "host arena" in zinf_fx.explain(layer, x, placement="nvme", host_memory=needed)
+
+
+def test_explain_says_what_the_arena_is_for() -> None:
+    text = zinf_fx.explain(Stack(), torch.randn(4, 128), placement="infinity-nvme", chunk="64KiB")
+    (line,) = (line for line in text.splitlines() if line.startswith("host arena") and "in one piece" in line)
+    assert "for optimizer chunks" in line and "for states" in line

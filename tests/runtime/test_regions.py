@@ -1,0 +1,163 @@
+"""Planned places: handed out where they are free, and else another; the rest of the arena is for all others."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from zinf_fx.config import Config
+from zinf_fx.errors import StoreError
+from zinf_fx.plan.schedule import Regions
+from zinf_fx.runtime.buffers import HUGE_PAGE, PAGE, Arena, Buffer
+from zinf_fx.runtime.tiers import Tiers
+
+MIB = 1 << 20
+
+
+def offset(arena: Arena, buffer: Buffer) -> int:
+    return buffer.address - arena._address
+
+
+def test_a_place_is_given_where_it_is_free() -> None:
+    arena = Arena("host", 64 * MIB)
+    living = arena.lease(3 * MIB)
+    arena.reserve(8 * MIB)
+    start = arena._region.start
+    assert start >= 3 * MIB and start % HUGE_PAGE == 0
+    one = arena.lease_in(range(PAGE, PAGE + 5000), 5000 - PAGE)
+    assert offset(arena, one) == start + PAGE and one.capacity == PAGE
+    assert arena.lease_in(range(PAGE, 2 * PAGE), PAGE) is None
+    one.release()
+    assert offset(arena, arena.lease_in(range(PAGE, 2 * PAGE), PAGE)) == start + PAGE
+    assert arena.lease_in(range(8 * MIB - PAGE, 8 * MIB + PAGE), 2 * PAGE) is None  # beyond the region
+    assert arena.lease_in(range(8 * MIB - PAGE, 8 * MIB + PAGE), PAGE) is not None
+    living.release()
+
+
+def test_others_keep_out_of_the_region_while_they_can() -> None:
+    arena = Arena("host", 16 * MIB)
+    below = arena.lease(2 * MIB)
+    arena.reserve(8 * MIB)
+    start, stop = arena._region.start, arena._region.stop
+    below.release()
+    buffers = [arena.lease(MIB) for _ in range(8)]
+    assert all(not start <= offset(arena, buffer) < stop for buffer in buffers)
+    inside = [arena.lease(MIB) for _ in range(8)]
+    assert all(start <= offset(arena, buffer) < stop for buffer in inside)
+    assert arena.lease_in(range(MIB), MIB) is None
+    with pytest.raises(StoreError, match="raise host_memory"):
+        arena.lease(1)
+
+
+def test_a_region_grows_where_it_is_or_moves() -> None:
+    arena = Arena("host", 64 * MIB)
+    arena.reserve(4 * MIB)
+    start = arena._region.start
+    held = arena.lease_in(range(MIB), MIB)
+    arena.reserve(6 * MIB)
+    arena.reserve(2 * MIB)
+    assert arena._region == range(start, start + 6 * MIB)
+    beside = arena.lease(MIB)  # right behind it
+    arena.reserve(8 * MIB)
+    assert len(arena._region) == 8 * MIB and arena._region.start >= offset(arena, beside) + MIB
+    arena.reserve(65 * MIB)  # there is no room: the plan's leases go anywhere
+    assert len(arena._region) == 8 * MIB
+    held.release()
+    beside.release()
+    assert arena.in_use == 0
+
+
+def test_trim_spares_the_region() -> None:
+    arena = Arena("host", 64 * MIB)
+    first, second = arena.lease(4 * MIB), arena.lease(4 * MIB)
+    values = [buffer.tensor((4 * MIB,), torch.uint8).fill_(7) for buffer in (first, second)]
+    first.release()
+    second.release()
+    arena.reserve(4 * MIB)
+    assert arena._region.start == 0
+    arena.trim()
+    assert values[0].eq(7).all() and values[1].eq(0).all()
+
+
+def test_what_was_touched_is_counted_once() -> None:
+    arena = Arena("host", 64 * MIB)
+    arena.reserve(8 * MIB)
+    kept = arena.lease(PAGE)
+    arena.restart_peak()
+    for _ in range(3):
+        for start in (0, PAGE, 3 * PAGE):
+            arena.lease_in(range(start, start + 2 * PAGE), 2 * PAGE).release()
+    assert arena.touched == 6 * PAGE and arena.peak == 3 * PAGE and arena.in_use == PAGE
+    kept.release()
+    arena.restart_peak()
+    assert arena.touched == arena.peak == 0
+
+
+def test_places_and_leases_never_share_a_byte() -> None:
+    """At random: whoever has a buffer finds in it what it wrote."""
+    generator = random.Random(0)
+    arena = Arena("host", 2 * MIB)
+    arena.reserve(MIB)
+    held: list[tuple[Buffer, torch.Tensor, int]] = []
+    for mark in range(3000):
+        nbytes = generator.randrange(1, 40) * 1024
+        if generator.random() < 0.6:
+            at = generator.randrange(0, 300) * PAGE
+            buffer = arena.lease_in(range(at, at + nbytes + generator.choice([0, 0, 100_000])), nbytes)
+        else:
+            try:
+                buffer = arena.lease(nbytes)
+            except StoreError:
+                buffer = None
+        if buffer is not None:
+            held.append((buffer, buffer.tensor((nbytes,), torch.uint8).fill_(mark % 251), mark % 251))
+        while len(held) > 20 or (held and buffer is None):
+            old, values, written = held.pop(generator.randrange(len(held)))
+            assert values.eq(written).all()
+            old.release()
+            buffer = old
+    assert arena.in_use == sum(buffer.capacity for buffer, _, _ in held)
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> Tiers:
+    found = Tiers(Config(store=tmp_path, host_memory="4MiB"))
+    found.plan(Regions(host=2 * MIB, chunks=MIB, chunk_elements=PAGE), 2 * MIB)
+    return found
+
+
+def test_a_taken_place_is_counted_and_another_found(tiers: Tiers) -> None:
+    one, other = tiers.lease(PAGE, offset=MIB), tiers.lease(PAGE, offset=MIB)
+    assert one.address != other.address
+    assert (tiers.counters.placed, tiers.counters.displaced) == (1, 1)
+
+
+def test_a_place_is_free_when_the_write_from_it_is_done(tiers: Tiers) -> None:
+    class Write:
+        over = False
+
+        def done(self) -> bool:
+            return self.over
+
+        def wait(self) -> None:
+            self.over = True
+
+    first = tiers.lease(PAGE, offset=MIB)
+    address, write = first.address, Write()
+    tiers.writing(write, first, None)
+    assert tiers.lease(PAGE, offset=MIB).address != address
+    write.over = True
+    assert tiers.lease(PAGE, offset=MIB).address == address
+
+
+def test_chunks_have_their_room_and_take_turns_in_it(tiers: Tiers) -> None:
+    region = tiers.host._address + tiers.host._region.start
+    with tiers.stepping():
+        assert tiers.lease(PAGE).address == region
+        with tiers.stepping(range(MIB // 2, 2 * MIB)):
+            part = [tiers.lease(MIB // 4).address - region for _ in range(3)]
+    assert part[:2] == [MIB // 2, 3 * MIB // 4] and not 0 <= part[2] < 2 * MIB
+    assert not 0 <= tiers.lease(PAGE).address - region < 2 * MIB

@@ -1,0 +1,193 @@
+"""The buffers that a step's transfers need, and from which event to which each is needed.
+
+A step repeats: forward, backward, the optimizer's step, and again forward. Its clock counts the events of its graphs,
+one after the other, and then the two halves of the optimizer's step. A buffer may be needed around the end of the step:
+that of a tile which stays in memory for the next one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+from zinf_fx.plan.accounting import blocks, bytes_read, tiles_of
+from zinf_fx.plan.schedule import Event, EventKind, Plan, Tile
+
+
+class EventAt(NamedTuple):
+    """An event of a plan: the number of its graph, and its own there."""
+
+    graph: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """One buffer.
+
+    Attributes:
+        what: whether it is for a tile, or for a gradient on its way to NVMe.
+        label: the tile's.
+        spans: when it is needed, as ranges of the clock: one, or two around the end of a step.
+        takers: the events at which it is taken, or found to be taken.
+    """
+
+    what: Literal["tile", "write", "chunks"]
+    label: str
+    nbytes: int
+    spans: tuple[range, ...]
+    takers: tuple[EventAt, ...] = ()
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The times of a plan's events, and of the optimizer's step after them."""
+
+    plan: Plan
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """When each graph begins and, last, when the optimizer's step does."""
+        return [0, *accumulate(len(graph.events) for graph in self.plan.graphs)]
+
+    @property
+    def step(self) -> int:
+        """The first half of the optimizer's step, while gradients may still be on their way to NVMe."""
+        return self.starts[-1]
+
+    @property
+    def end(self) -> int:
+        """After the second half, and when the next step begins."""
+        return self.step + 2
+
+    @property
+    def always(self) -> range:
+        """All the time."""
+        return range(self.end)
+
+    def of(self, kind: str) -> range:
+        """While the graph of one kind runs; empty if there is none."""
+        for number, graph in enumerate(self.plan.graphs):
+            if graph.kind == kind:
+                return range(self.starts[number], self.starts[number + 1])
+        return range(0)
+
+
+def host_buffers(plan: Plan) -> list[Lifetime]:
+    """The buffers in host memory: of tiles that are read from NVMe, and of gradients that are written there.
+
+    Where the device computes in host memory, a tile's is needed until its release, else until its upload. Then a tile
+    that stays on the device needs one for each fetch nevertheless: it is read again where it has changed.
+    """
+    separate = any(graph.separate_device for graph in plan.graphs)
+    closes: EventKind = "upload" if separate else "release"
+    return [*_tiles(plan, "fetch", closes, lambda tile: bytes_read(plan, tile)), *_writes(plan)]
+
+
+def device_buffers(plan: Plan) -> list[Lifetime]:
+    """The buffers in the memory of a device that has its own: of tiles that don't live there."""
+    if not any(graph.separate_device for graph in plan.graphs):
+        return []
+    return list(_tiles(plan, "upload", "release", lambda tile: 0 if tile.tier == "device" else blocks(tile.nbytes)))
+
+
+@dataclass
+class _Open:
+    """A buffer that is needed from time `start` on, of a clock that doesn't begin anew with the next step."""
+
+    start: int
+    takers: list[EventAt] = field(default_factory=list)
+
+
+def _tiles(plan: Plan, opens: EventKind, closes: EventKind, size: Callable[[Tile], int]) -> Iterator[Lifetime]:
+    """Of each tile, from the event that needs its buffer first to the one after which nobody does.
+
+    Two steps are followed, because a tile may stay from one to the next. What the turn fetches is not given up before
+    backward has fetched it too.
+    """
+    clock = Clock(plan)
+    sizes = {label: size(tile) for label, tile in tiles_of(plan).items()}
+    there: dict[str, _Open] = {}
+    for_turn: set[str] = set()
+    for now, at, event, label in _two_steps(clock):
+        if not sizes[label]:
+            continue
+        if event.kind == "fetch":
+            (for_turn.add if event.turn else for_turn.discard)(label)
+        if event.kind == opens:
+            there.setdefault(label, _Open(now)).takers.append(at)
+        if event.kind == closes and label in there and not _stays(event, label in for_turn):
+            found = there.pop(label)
+            if now >= clock.end:
+                spans = _around(found.start, now, clock.end)
+                yield Lifetime("tile", label, sizes[label], spans, tuple(dict.fromkeys(found.takers)))
+    for label, found in there.items():
+        if found.start < clock.end and len(found.takers) > 1:
+            yield Lifetime("tile", label, sizes[label], (clock.always,), tuple(dict.fromkeys(found.takers)))
+
+
+def _stays(event: Event, for_turn: bool) -> bool:
+    return event.kind == "release" and (event.resident or for_turn)
+
+
+def _two_steps(clock: Clock) -> Iterator[tuple[int, EventAt, Event, str]]:
+    for begin in (0, clock.end):
+        for graph, schedule in enumerate(clock.plan.graphs):
+            labels = [tile.label for tile in schedule.tiles]
+            for number, event in enumerate(schedule.events):
+                yield begin + clock.starts[graph] + number, EventAt(graph, number), event, labels[event.tile]
+
+
+def _around(start: int, stop: int, end: int) -> tuple[range, ...]:
+    """[start, stop) of two steps of `end` each, `stop` in the second, as ranges of one."""
+    if stop - start >= end:
+        return (range(end),)
+    if start >= end:
+        return (range(start - end, stop - end),)
+    return (range(stop - end), range(start, end))
+
+
+def _writes(plan: Plan) -> Iterator[Lifetime]:
+    """Of activations and gradients on their way to NVMe: each until its room is needed for another, or for the
+    optimizer's chunks."""
+    clock = Clock(plan)
+    writing: deque[tuple[EventAt, Tile, int]] = deque()
+    for graph, schedule in enumerate(plan.graphs):
+        for number, event in enumerate(schedule.events):
+            tile = schedule.tiles[event.tile]
+            if event.kind == "offload" and tile.gradient_tier == "nvme":
+                buffer = plan.gradient_buffer
+            elif event.kind == "offload_activation" and tile.tier == "nvme":
+                buffer = plan.activation_buffer
+            else:
+                continue
+            now = clock.starts[graph] + number
+            while sum(nbytes for _, _, nbytes in writing) > max(buffer - blocks(tile.nbytes), 0):
+                yield _write(clock, *writing.popleft(), now)
+            first = tile.start * tile.dtype.itemsize % blocks(1)
+            writing.append((EventAt(graph, number), tile, blocks(first + tile.nbytes)))
+    for each in writing:
+        yield _write(clock, *each, clock.step + 1)
+
+
+def _write(clock: Clock, at: EventAt, tile: Tile, nbytes: int, stop: int) -> Lifetime:
+    return Lifetime("write", tile.label, nbytes, (range(clock.starts[at.graph] + at.number, stop),), (at,))
+
+
+def overlap(one: tuple[range, ...], other: tuple[range, ...]) -> bool:
+    """Whether two buffers are needed at a time."""
+    return any(a.start < b.stop and b.start < a.stop for a in one for b in other)
+
+
+def profile(buffers: Collection[Lifetime], end: int) -> list[int]:
+    """Bytes that are needed at each time before `end`."""
+    change = [0] * (end + 1)
+    for buffer in buffers:
+        for span in buffer.spans:
+            change[span.start] += buffer.nbytes
+            change[span.stop] -= buffer.nbytes
+    return list(accumulate(change))[:end]
