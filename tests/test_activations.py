@@ -7,6 +7,7 @@ import errno
 import gc
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zinf_fx
-from zinf_fx.errors import StoreError
+from zinf_fx.errors import StoredTensorError, StoreError
 from zinf_fx.explain import plans_of
 from zinf_fx.native.engine import Fault
 from zinf_fx.plan.accounting import Traffic, phases
@@ -239,3 +240,76 @@ def test_a_disk_error_reaches_whoever_needs_the_activation(tmp_path: Path, stage
     with pytest.raises(StoreError, match=r"EIO|Input/output error"):
         loss.backward()
     store.clear_faults()
+
+
+class Rotary(nn.Module):
+    """Pairs of features are turned as complex numbers, as in the original Llama; one of the saved is conjugated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex(self.up(x).sin().unflatten(-1, (-1, 2)))
+        turned = torch.view_as_real(pairs * pairs * pairs.conj()).flatten(-2)
+        return self.down(turned).square().mean()
+
+
+class Columns(nn.Module):
+    """An operator whose kernel lays its result out in another way than its fake says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(by_columns(self.up(x))).square().mean()
+
+
+@torch.library.custom_op("zinf_tests::by_columns", mutates_args=())
+def by_columns(x: torch.Tensor) -> torch.Tensor:
+    return x.clone().t().contiguous().t()
+
+
+by_columns.register_fake(torch.empty_like)
+by_columns.register_autograd(lambda ctx, grad: grad.clone())
+
+
+@pytest.mark.parametrize(("build", "tolerance"), [(Rotary, 0.0), (Columns, 1e-5)])
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_what_comes_back_is_what_left_however_it_lay(
+    tmp_path: Path, build: type[nn.Module], tolerance: float, tier: str
+) -> None:
+    """To the bit, unless it comes back as its fake lay: sums are then of another order."""
+    torch.manual_seed(0)
+    plain, x = build(), torch.randn(256, 64)
+    model = zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, placement=placed(tier))
+    for call in (plain, torch.compile(model, backend="zinf")):
+        call(x).backward()
+    (plan,) = plans_of(model, (x,))
+    assert left(plan) > 0
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_a_model_that_dies_takes_its_activations_along(tmp_path: Path, tier: str) -> None:
+    model = zinf_fx.offload(Stack(), store=tmp_path, placement=placed(tier))
+    call = torch.compile(model, backend="zinf")
+    call(torch.randn(64, 256)).backward()
+    tiers = weakref.ref(model.layers[0].weight.storage.tiers)
+    del model, call
+    gc.collect()
+    assert tiers() is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_copies_of_tokens_never_stand_for_other_values(tmp_path: Path) -> None:
+    """A hook that copies what is saved lets an activation go before its backward."""
+    model = zinf_fx.offload(Stack(), store=tmp_path, placement="nvme", activations="offload")
+    call = torch.compile(model, backend="zinf")
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
+        first, second = call(torch.randn(64, 256)), call(torch.randn(64, 256))
+    second.backward()
+    with pytest.raises(StoredTensorError, match="saved-tensor hook"):
+        first.backward()

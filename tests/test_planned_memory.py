@@ -62,6 +62,10 @@ def tokens() -> tuple[torch.Tensor, ...]:
     return torch.randint(0, 1000, (2, 32)), torch.randint(0, 1000, (2, 32))
 
 
+def wide() -> tuple[torch.Tensor, ...]:
+    return torch.randint(0, 1000, (16, 32)), torch.randint(0, 1000, (16, 32))
+
+
 def rows() -> tuple[torch.Tensor, ...]:
     return (torch.randn(4, 256),)
 
@@ -74,6 +78,17 @@ SHAPES = {
     "in host memory": Shape(gpt(2, 256), tokens, {"placement": "infinity-cpu"}),
     "within a host budget": Shape(gpt(2, 256), tokens, {"placement": "infinity-nvme", "host_memory": "24MiB"}),
     "recomputed": Shape(gpt(2, 256), tokens, {"placement": "nvme", "activations": "recompute", "chunk": "8MiB"}),
+    "activations on disk": Shape(gpt(2, 256), wide, {"placement": "nvme", "activations": "offload", "chunk": "1MiB"}),
+    "activations on disk, gradients in host memory": Shape(
+        gpt(2, 256), wide, {"placement": "infinity-nvme", "activations": "offload", "chunk": "1MiB"}
+    ),
+    "activations on disk, within a device budget": Shape(
+        gpt(2, 256), wide, {"placement": "nvme", "activations": "offload", "chunk": "1MiB", "device_memory": "8MiB"}
+    ),
+    "activations on disk, within a host budget": Shape(
+        gpt(2, 256), wide, {"placement": "infinity-nvme", "activations": "offload", "host_memory": "28MiB"}
+    ),
+    "activations in host memory": Shape(gpt(2, 256), wide, {"placement": "infinity-cpu", "activations": "offload"}),
 }
 
 

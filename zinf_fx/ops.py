@@ -24,6 +24,8 @@ memory a transfer's buffer lies, where it takes one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 _library = torch.library.Library("zinf", "DEF")
@@ -35,7 +37,7 @@ _library.define("wait(Tensor token, SymInt[] shape, ScalarType dtype, Device dev
 _library.define("release(Tensor token, *, int start=0, bool resident=False) -> ()")
 _library.define("reduce_scatter(Tensor token, Tensor gradient, *, int start=0) -> Tensor")
 _library.define("offload(Tensor token, Tensor shard, *, int start=0, int? offset=None) -> ()")
-_library.define("offload_activation(Tensor value, *, int? offset=None) -> Tensor")
+_library.define("offload_activation(Tensor value, SymInt[] stride, *, int? offset=None) -> Tensor")
 
 gather = torch.ops.zinf.gather.default
 fetch = torch.ops.zinf.fetch.default
@@ -69,7 +71,7 @@ def _shard(token: torch.Tensor, gradient: torch.Tensor, *, start: int = 0) -> to
 
 
 @torch.library.register_fake("zinf::offload_activation", lib=_library)
-def _token(value: torch.Tensor, *, offset: int | None = None) -> torch.Tensor:
+def _token(value: torch.Tensor, stride: Sequence[int], *, offset: int | None = None) -> torch.Tensor:
     return torch.empty((), dtype=torch.int64, device="cpu")
 
 

@@ -49,15 +49,14 @@ def test_golden() -> None:
           %2 = aten.t(%1) : f32[4, 3]
           %3 = aten.mm(%0, %2) : f32[2, 3]
           %4 = aten.tanh(%3) : f32[2, 3]
-          %5 = aten.as_strided(%4, [6], [1]) : f32[6]  # offload_activations
-          %6 = offload_activation %5 as activation:tanh : i64[]  # offload_activations
-          %7 = aten.t(%4) : f32[3, 2]
-          %8 = gather b.weight : f32[2, 2]
-          %9 = aten.t(%8) : f32[2, 2]
-          %10 = gather b.bias : f32[2]
-          %11 = aten.addmm(%10, %7, %9) : f32[3, 2]
-          %12 = aten.sum(%11) : f32[]
-        return %12, a.weight, %0, b.weight, b.bias, %6
+          %5 = offload_activation %4 as activation:tanh : i64[]  # offload_activations
+          %6 = aten.t(%4) : f32[3, 2]
+          %7 = gather b.weight : f32[2, 2]
+          %8 = aten.t(%7) : f32[2, 2]
+          %9 = gather b.bias : f32[2]
+          %10 = aten.addmm(%9, %6, %8) : f32[3, 2]
+          %11 = aten.sum(%10) : f32[]
+        return %11, a.weight, %0, b.weight, b.bias, %5
         """
     )
     assert text_after(record, "reload_activations") == dedent(

@@ -61,11 +61,9 @@ class OffloadActivations:
         for saved in self.leaving:
             value = saved.memory.meta["val"]
             with graph.inserting_after(saved.memory):
-                flat = graph.call_function(torch.ops.aten.as_strided.default, (saved.memory, [value.numel()], [1]))
-            with graph.inserting_after(flat):
-                token = graph.call_function(ops.offload_activation, (flat,))
+                token = graph.call_function(ops.offload_activation, (saved.memory, list(value.stride())))
             with value.fake_mode:
-                flat.meta["val"], token.meta["val"] = value.as_strided((value.numel(),), (1,)), _fake_token()
+                token.meta["val"] = _fake_token()
             tokens |= dict.fromkeys(saved.values, token)
             context.tiles[token.name] = _tile(saved, self.tier, len(context.tiles))
         output.args = (type(output.args[0])(tokens.get(result, result) for result in output.args[0]),)
@@ -110,7 +108,8 @@ class ReloadActivations:
 
 def saved_activations(forward: fx.Graph, results: int) -> tuple[list[Saved], list[Saved]]:
     """What the forward graph computes and saves for backward, beside its first `results` outputs: what can leave, and
-    what can't: what the caller gets too, what is small or has holes, and what has a size known at run time only."""
+    what can't: what the caller gets too, what is small or has holes, what is saved as another type or conjugated, and
+    what has a size known at run time only."""
     outputs = next(iter(forward.find_nodes(op="output"))).args[0]
     returned = {memory_of(node) for node in outputs[:results] if isinstance(node, fx.Node)}
     values: dict[fx.Node, list[fx.Node]] = {}
@@ -122,6 +121,7 @@ def saved_activations(forward: fx.Graph, results: int) -> tuple[list[Saved], lis
         if is_compute(memory):
             saved = Saved(memory, tuple(dict.fromkeys(nodes)), bytes_computed(memory))
             leaves = memory not in returned and saved.nbytes >= SMALLEST and _is_dense(memory.meta["val"])
+            leaves = leaves and all(_is_plain_view(node.meta["val"], memory.meta["val"]) for node in nodes)
             (movable if leaves else fixed).append(saved)
     return movable, fixed
 
@@ -154,6 +154,12 @@ def _is_dense(value: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def _is_plain_view(value: torch.Tensor, memory: torch.Tensor) -> bool:
+    """Whether sizes, strides and an offset tell how the value lies in the memory."""
+    plain = value.dtype == memory.dtype and not value.is_conj() and not value.is_neg()
+    return plain and _is_static(value) and isinstance(value.storage_offset(), int)
 
 
 def _tile(saved: Saved, tier: Tier, index: int) -> Tile:

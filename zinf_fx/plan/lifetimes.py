@@ -152,11 +152,11 @@ def _around(start: int, stop: int, end: int) -> tuple[range, ...]:
 
 
 def _writes(plan: Plan) -> Iterator[Lifetime]:
-    """Of activations and gradients on their way to NVMe: each until its room is needed for another, or for the
-    optimizer's chunks."""
+    """On their way to NVMe: activations, each until its room is needed for another, or backward begins; gradients, too,
+    or the optimizer's chunks need it."""
     clock = Clock(plan)
-    writing: deque[tuple[EventAt, Tile, int]] = deque()
     for graph, schedule in enumerate(plan.graphs):
+        writing: deque[tuple[EventAt, Tile, int]] = deque()
         for number, event in enumerate(schedule.events):
             tile = schedule.tiles[event.tile]
             if event.kind == "offload" and tile.gradient_tier == "nvme":
@@ -170,8 +170,8 @@ def _writes(plan: Plan) -> Iterator[Lifetime]:
                 yield _write(clock, *writing.popleft(), now)
             first = tile.start * tile.dtype.itemsize % blocks(1)
             writing.append((EventAt(graph, number), tile, blocks(first + tile.nbytes)))
-    for each in writing:
-        yield _write(clock, *each, clock.step + 1)
+        for each in writing:
+            yield _write(clock, *each, clock.step + 1 if schedule.kind == "backward" else clock.starts[graph + 1])
 
 
 def _write(clock: Clock, at: EventAt, tile: Tile, nbytes: int, stop: int) -> Lifetime:

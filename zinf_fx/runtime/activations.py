@@ -24,21 +24,29 @@ class ActivationSlots:
         self._config = plan.config
         self._tiles = {index: plan.graph("forward").tiles[index] for index in devices}
         self._devices = devices
-        self._free: dict[int, list[TensorStorage]] = {}
+        # Compiled code may outlive the models that it served, and must not prolong the life of their memories.
+        self._free: weakref.WeakKeyDictionary[object, dict[int, list[TensorStorage]]] = weakref.WeakKeyDictionary()
 
-    def reserve(self, tiers: Tiers) -> None:
-        """Take the room that a step needs, if there is none yet. Raises: StoreError when there is not enough."""
-        if not self._free:
-            self._free = {index: [self._storage(index, tile, tiers)] for index, tile in self._tiles.items()}
+    def reserve(self, owner: object, tiers: Tiers) -> None:
+        """Take the room that a step needs, if there is none yet; it is given back when `owner` is gone.
+
+        Raises: StoreError when there is not enough.
+        """
+        if owner not in self._free:
+            self._free[owner] = {index: [self._storage(index, tile, tiers)] for index, tile in self._tiles.items()}
 
     def __bool__(self) -> bool:
         """Whether any activation leaves."""
         return bool(self._tiles)
 
-    def take(self, index: int, tiers: Tiers) -> tuple[TensorStorage, torch.Tensor]:
-        """A storage for an activation, and the token that stands for it: the storage is free when the token is gone."""
-        free = self._free[index]
+    def take(self, owner: object, index: int, tiers: Tiers) -> tuple[TensorStorage, torch.Tensor]:
+        """A storage for an activation, and the token that stands for it: the storage is free when the token is gone.
+
+        A copy of the token stands for nothing from the storage's next use on.
+        """
+        free = self._free[owner][index]
         storage = free.pop() if free else self._storage(index, self._tiles[index], tiers)
+        storage.renew_key()
         key = _Key(storage.key.to_bytes(8, "little"))
         weakref.finalize(key, free.append, storage).atexit = False
         return storage, torch.frombuffer(key, dtype=torch.int64)[0]

@@ -79,6 +79,9 @@ class Program(Stage):
         self._token_positions = [placeholders.index(token) if token in placeholders else None for token in tokens]
         leaving = module.graph.find_nodes(op="call_function", target=ops.offload_activation)
         self.slots = ActivationSlots(plan, {index[n.name, 0]: n.args[0].meta["val"].device for n in leaving})
+        self.awaits_activations = schedule.kind == "backward" and any(
+            tile.activation and tile.tier == "nvme" for tile in schedule.tiles
+        )
         self._module = _bind(module, index)
         self._head = [e for e in schedule.at(HEAD, "fetch") if not schedule.tiles[e.tile].activation]
         self._last_storages: dict[int, weakref.ref[TensorStorage]] = {}  # of parameters
@@ -105,6 +108,7 @@ class Program(Stage):
                 storage.backwards_due += 1
         arguments.reverse()
         try:
+            run.await_activations()
             results = self._module(run, arguments)
         except BaseException as error:
             run.abort(error)
@@ -200,9 +204,11 @@ class Run:
         self._tiles = program.schedule.tiles
         self._storages = storages
         self._tiers = list({id(storage.tiers): storage.tiers for storage in storages if storage is not None}.values())
+        # Slots die with the model; of a graph without parameters, with its compiled code.
+        self._owner: object = next((storage for storage in storages if storage is not None), program.slots)
         if program.slots:
             self._tiers = self._tiers or [Tiers.of(program.plan.config)]
-            program.slots.reserve(self._tiers[0])
+            program.slots.reserve(self._owner, self._tiers[0])
         self._held: dict[int, StagedTile] = {}
         self._in_head = True
         self._begun: dict[int, _PartialGradient] = {}  # by the storage's key
@@ -213,6 +219,13 @@ class Run:
             for tile, uses in program.last_uses.items():
                 self._uses_left[storages[tile].key] += uses
                 self._gradients_left[storages[tile].key] += program.gradients[tile]
+
+    def await_activations(self) -> None:
+        """Before backward, until those that left are on NVMe: what left last is needed first, and the plan has no room
+        for their buffers from then on. Raises: StoreError when a write failed."""
+        if self._program.awaits_activations:
+            for tiers in self._tiers:
+                tiers.limit_writes(0)
 
     def fetch(self, tile: int, turn: bool = False, resident: bool = False, offset: int | None = None) -> None:
         """Start reading a tile; for the turn, one of the backward graph's, once it is known that backward follows."""
@@ -277,10 +290,18 @@ class Run:
         else:
             self._offload_part(storage.key, parameter, self._tiles[tile], shard, offset)
 
-    def offload_activation(self, tile: int, value: torch.Tensor, offset: int | None = None) -> torch.Tensor:
-        """Move a saved activation to its tier, through `offset`; its token, which backward gets in its place."""
+    def offload_activation(
+        self, tile: int, value: torch.Tensor, stride: Sequence[int], offset: int | None = None
+    ) -> torch.Tensor:
+        """Move a saved activation to its tier, through `offset`; its token, which backward gets in its place.
+
+        `stride`: as planned. A kernel may lay its result out in another way than its fake said.
+        """
+        if value.stride() != tuple(stride):
+            value = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
+        value = value.as_strided((value.numel(),), (1,))
         tiers, planned = self._tiers[0], self._tiles[tile]
-        storage, token = self._program.slots.take(tile, tiers)
+        storage, token = self._program.slots.take(self._owner, tile, tiers)
         if planned.tier == "nvme":
             tiers.limit_writes(max(self._program.plan.activation_buffer - round_up(planned.nbytes, PAGE), 0))
         storage.set(value, offset)
@@ -358,9 +379,10 @@ def _bind(module: fx.GraphModule, index: Mapping[tuple[str, int], int]) -> fx.Gr
             makes_token = node.target is ops.offload_activation
             token = node if makes_token else node.args[0]
             values = node.args if makes_token else node.args[1:] if node.target in _TAKE_A_VALUE else ()
+            values = fx.node.map_arg(values, copies.__getitem__)
             options = dict(node.kwargs)
             tile = index[token.name, options.pop("start", 0)]
-            copies[node] = bound.call_method(_METHODS[node.target], (run, tile, *(copies[v] for v in values)), options)
+            copies[node] = bound.call_method(_METHODS[node.target], (run, tile, *values), options)
         else:
             copies[node] = bound.node_copy(node, copies.__getitem__)
     return fx.GraphModule(module, bound, class_name=f"Planned{module.__class__.__name__}")

@@ -104,6 +104,12 @@ class TensorStorage:
         self.consumer: GradientConsumer | None = None
         self.backwards_due = 0
         self.followers: weakref.WeakSet[Window] = weakref.WeakSet()
+        self.key = 0
+        self.renew_key()
+
+    def renew_key(self) -> None:
+        """Go under a key that no storage had, with a token of its own: the old ones stand for nothing."""
+        self._by_key.pop(self.key, None)
         self.key = next(_keys)
         with torch.inference_mode(False):
             self.token = torch.tensor(self.key, dtype=torch.int64, device="cpu")
@@ -114,7 +120,10 @@ class TensorStorage:
         """The storage that a token stands for."""
         storage = cls._by_key.get(int(token))
         if storage is None:
-            raise StoredTensorError(f"token {int(token)} stands for no living stored tensor of this process")
+            raise StoredTensorError(
+                f"token {int(token)} stands for no living stored tensor of this process: where a saved-tensor hook "
+                "copies tensors (save_on_cpu(pin_memory=True) does), use activations='keep'"
+            )
         return storage
 
     @property
