@@ -1,0 +1,67 @@
+"""A printed figure beside ours: whether they agree and, where they don't, why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Literal
+
+Relation = Literal["=", ">", "<"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One figure.
+
+    Attributes:
+        printed: digits as the paper has them; their last place says how far it was rounded.
+        ours: in the same unit.
+        relation: the paper's: the figure itself, or "over" or "less than" a figure.
+        why: what explains a difference that isn't rounding.
+    """
+
+    printed: str
+    ours: float
+    relation: Relation = "="
+    why: str | None = None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the figures are the same up to rounding, or ours is over or less as the paper says."""
+        if self.relation == "=":
+            return abs(Decimal(self.ours) - Decimal(self.printed)) <= self._half_a_place
+        return self.ours > float(self.printed) if self.relation == ">" else self.ours < float(self.printed)
+
+    @property
+    def shown(self) -> str:
+        """Ours with as many places as the paper has; with one more where it says "over" or "less than"."""
+        places = -Decimal(self.printed).as_tuple().exponent + (self.relation != "=")
+        return f"{self.ours:.{places}f}"
+
+    @property
+    def difference(self) -> float:
+        """Ours less the printed figure, as a share of the printed figure."""
+        return self.ours / float(self.printed) - 1
+
+    @property
+    def _half_a_place(self) -> Decimal:
+        # A figure half-way between two places may be rounded either way, and is a little off in binary.
+        return Decimal(1).scaleb(Decimal(self.printed).as_tuple().exponent) / 2 + Decimal("1e-9")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A table of the paper: a name per row, and a cell per column."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[Cell, ...]], ...]
+
+    @property
+    def cells(self) -> list[Cell]:
+        """All of them."""
+        return [cell for _, cells in self.rows for cell in cells]
+
+    def cell(self, row: str, column: str) -> Cell:
+        """The cell of one row and column."""
+        return dict(self.rows)[row][self.columns.index(column)]

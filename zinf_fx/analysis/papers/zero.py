@@ -1,0 +1,143 @@
+"""ZeRO: tables 1 and 2, and what sections 3, 6, 7 and 8 state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from zinf_fx.analysis import communication, memory
+from zinf_fx.analysis import symbols as s
+from zinf_fx.analysis.memory import ZERO_STATES
+from zinf_fx.analysis.papers.comparison import Cell, Comparison
+from zinf_fx.analysis.partitioning import PARTITIONED, largest_model, per_device
+from zinf_fx.analysis.symbols import evaluate
+
+_GB = 1e9
+_STAGES = ("zero-1", "zero-2", "zero-3")
+_STAGE_NAMES = {"dp": "baseline", "zero-1": "Pos", "zero-2": "Pos+g", "zero-3": "Pos+g+p"}
+
+_TABLE_1 = {  # degree of data parallelism: GB per device for 7.5B, 128B and 1T parameters, in each stage
+    1: ("120", "120", "120", "2048", "2048", "2048", "16000", "16000", "16000"),
+    4: ("52.5", "41.3", "30", "896", "704", "512", "7000", "5500", "4000"),
+    16: ("35.6", "21.6", "7.5", "608", "368", "128", "4750", "2875", "1000"),
+    64: ("31.4", "16.6", "1.88", "536", "284", "32", "4187", "2218", "250"),
+    256: ("30.4", "15.4", "0.47", "518", "263", "8", "4046", "2054", "62.5"),
+    1024: ("30.1", "15.1", "0.12", "513", "257", "2", "4011", "2013", "15.6"),
+}
+_MODELS = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}
+_CUT = "the paper cuts the decimals off here, where it rounds elsewhere"
+
+_TABLE_2 = {  # degree of model parallelism: largest model, in billions of parameters, on 64 x as many devices
+    1: ("2", "7.6", "14.4", "128"),
+    2: ("4", "15.2", "28.8", "256"),
+    4: ("8", "30.4", "57.6", "512"),
+    8: ("16", "60.8", "115.2", "1024"),
+    16: ("32", "121.6", "230.4", "2048"),
+}
+_TABLE_2_RANKS = 64
+_V100 = 32e9
+# The table gives the last column's models as 0.5T, 1T and 2T.
+_IN_TRILLIONS = {"512": ("0.5", 1e12), "1024": ("1", 1e12), "2048": ("2", 1e12)}
+_MULTIPLIED = "the paper multiplies the first row, already rounded, by the degree of model parallelism"
+
+
+def comparisons() -> Iterator[Comparison]:
+    """The tables, in the paper's order."""
+    yield table_1()
+    yield table_2()
+    yield volumes()
+    yield activations()
+
+
+def table_1() -> Comparison:
+    """Model states per device (section 5.4)."""
+    rows = []
+    for ranks, printed in _TABLE_1.items():
+        ours = [
+            evaluate(
+                per_device(PARTITIONED[stage]),
+                {**ZERO_STATES.values, s.parameters: size, s.ranks: ranks},
+            )
+            / _GB
+            for size in _MODELS.values()
+            for stage in _STAGES
+        ]
+        rows.append((str(ranks), tuple(_cut(*pair) for pair in zip(printed, ours, strict=True))))
+    columns = tuple(f"{model} {_STAGE_NAMES[stage]}" for model in _MODELS for stage in _STAGES)
+    return Comparison(
+        "ZeRO, table 1: GB of model states per device, by degree of data parallelism", columns, tuple(rows)
+    )
+
+
+def _cut(printed: str, ours: float) -> Cell:
+    cell = Cell(printed, ours)
+    return cell if cell.agrees or str(math.floor(ours)) != printed else Cell(printed, ours, why=_CUT)
+
+
+def table_2() -> Comparison:
+    """Largest model of the theoretical columns: 32 GB devices, 64-way data parallelism."""
+    stages = ("dp", *_STAGES)
+    rows = []
+    for tensor_ranks, printed in _TABLE_2.items():
+        cells = []
+        for stage, text, first in zip(stages, printed, _TABLE_2[1], strict=True):
+            values = {s.device_memory: _V100, s.ranks: _TABLE_2_RANKS, s.tensor_ranks: tensor_ranks}
+            largest = evaluate(largest_model(PARTITIONED[stage]), {**ZERO_STATES.values, **values})
+            text, unit = _IN_TRILLIONS.get(text, (text, _GB))
+            cell = Cell(text, largest / unit)
+            multiplied = math.isclose(float(first) * tensor_ranks, float(text))
+            cells.append(cell if cell.agrees or not multiplied else Cell(text, largest / unit, why=_MULTIPLIED))
+        rows.append((str(tensor_ranks), tuple(cells)))
+    columns = tuple(_STAGE_NAMES[stage] for stage in stages)
+    title = "ZeRO, table 2: largest model, billions of parameters (from 0.5T: trillions), by model parallelism"
+    return Comparison(title, columns, tuple(rows))
+
+
+def volumes() -> Comparison:
+    """What sections 7 and 8 derive."""
+
+    def per_parameter(stage: str) -> float:
+        volume = communication.for_many_ranks(communication.data_parallel_volume(PARTITIONED[stage]))
+        return evaluate(volume / s.parameters, {})
+
+    message = s.batch * s.sequence * s.hidden * s.layers
+    model_parallel = communication.for_many_ranks(communication.model_parallel_volume())
+    added = communication.for_many_ranks(communication.partitioned_checkpoints_volume())
+    offloaded = communication.offloaded_checkpoints_volume() * s.tensor_ranks
+    rows = (
+        ("data parallelism / Ψ (7.1)", Cell("2", per_parameter("dp"))),
+        ("Pos / Ψ (7)", Cell("2", per_parameter("zero-1"))),
+        ("Pos+g / Ψ (7.2.1)", Cell("2", per_parameter("zero-2"))),
+        ("Pos+g+p / Ψ (7.2.2)", Cell("3", per_parameter("zero-3"))),
+        ("model parallelism / (seq x hd), a block (8)", Cell("12", evaluate(model_parallel / message, {}))),
+        ("Pa / (seq x hd), a block (8)", Cell("1", evaluate(added / message, {}))),
+        ("Pa / model parallelism, % (8)", Cell("10", 100 * evaluate(added / model_parallel, {}), "<")),
+        ("Pa+cpu / stored by Pa (8)", Cell("2", evaluate(offloaded / message, {}))),
+    )
+    return Comparison(
+        "ZeRO, sections 7 and 8: elements that a device exchanges per step",
+        ("volume",),
+        tuple((name, (cell,)) for name, cell in rows),
+    )
+
+
+def activations() -> Comparison:
+    """Activation memory that the text states, in GB."""
+    # 100B parameters are 125 layers of 8192 (table 5); batch 32, sequence 1024 and 16-way model parallelism (6.1).
+    large = {s.layers: 125, s.hidden: 8192, s.batch: 32, s.sequence: 1024, s.interval: 1, s.tensor_ranks: 16}
+    whole = evaluate(memory.activation_checkpoints(), large)
+    partitioned = evaluate(memory.partitioned_checkpoints(), large)
+    halved = (
+        "half of ours: the number of elements in billions. In fp16 that is 67 GB, which is 62.5 GiB, the 60 GB that "
+        "section 3.2 gives for such a model"
+    )
+    rows = (
+        ("100B, checkpoints (3.2)", Cell("60", whole / 2**30, why="'around 60 GB', rounded to tens of GiB")),
+        ("100B, checkpoints (6.1)", Cell("33", whole / _GB, why=halved)),
+        ("100B, Pa (6.1)", Cell("2", partitioned / _GB, why=halved)),
+    )
+    return Comparison(
+        "ZeRO, sections 3.2 and 6.1: GB of activation checkpoints, batch 32 x 1024",
+        ("memory",),
+        tuple((name, (cell,)) for name, cell in rows),
+    )
