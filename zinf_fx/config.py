@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -54,6 +56,16 @@ def parse_bytes(value: int | str, name: str) -> int:
     if match and match[2] in _UNITS and float(match[1]) > 0:
         return int(float(match[1]) * _UNITS[match[2]])
     raise ConfigError(f"{name}={value!r} is not a size: give bytes, or a text such as '4GiB' or '512MiB'")
+
+
+def parse_rate(value: float | str, name: str) -> float:
+    """Bytes per second from a number or a text such as "3GB/s" or "3 GiB/s"."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
+        return float(value)
+    if isinstance(value, str):
+        with contextlib.suppress(ConfigError):
+            return float(parse_bytes(value.strip().removesuffix("/s"), name))
+    raise ConfigError(f"{name}={value!r} is not a bandwidth: give bytes per second, or a text such as '3GB/s'")
 
 
 def _default_store() -> Path | tuple[Path, ...]:

@@ -1,0 +1,95 @@
+"""Hardware descriptions: those of the package, and what is refused of others."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from zinf_fx.errors import ConfigError
+from zinf_fx.plan import hardware
+from zinf_fx.plan.hardware import Link, Memory
+
+TEXT = files(hardware).joinpath("dgx-2.toml").read_text()
+
+
+def test_every_description_of_the_package_loads():
+    assert hardware.names() == ["dgx-2", "dgx-a100", "dgx-h100", "rtx-4090"]
+    for name in hardware.names():
+        found = hardware.load(name)
+        assert found.name and found.ranks == found.nodes * found.ranks_per_node
+        # Each memory is larger and slower than the one above it, for all devices of a node together.
+        devices = found.ranks_per_node
+        assert devices * found.device.capacity < found.host.capacity < found.nvme.capacity
+        assert devices * found.device.read > found.host.read > found.nvme.read
+        assert found.nvme.endurance > 100 * found.nvme.capacity
+
+
+def test_the_dgx_2_is_that_of_figure_2b():
+    found = hardware.load("dgx-2")
+    assert (found.ranks, found.host.capacity, found.nvme.capacity) == (16, int(1.5 * 2**40), 28 * 10**12)
+    assert found.device == Memory(32 << 30, 900e9, 900e9)
+    assert found.upload == Link(3e9, 10e-6) and found.nvme.read == 16 * 1.6e9
+    assert found.achieved("float16") == pytest.approx(70e12)
+    assert found.link == found.in_node
+
+
+def test_a_file(tmp_path: Path):
+    path = tmp_path / "mine.toml"
+    path.write_text(TEXT.replace("nodes = 1", "nodes = 4", 1))
+    found = hardware.load(str(path))
+    assert found.ranks == 64 and found.link == found.between_nodes
+
+
+def test_what_there_is_not():
+    with pytest.raises(ConfigError, match=r"hardware 'dgx-3' is unknown; accepted: dgx-2, .*, or a file NAME\.toml"):
+        hardware.load("dgx-3")
+    with pytest.raises(ConfigError, match=r"hardware file gone\.toml can't be read: .*No such file"):
+        hardware.load("gone.toml")
+    with pytest.raises(ConfigError, match="NVIDIA DGX-2 has no peak for bfloat16; it has: float16, float32"):
+        hardware.load("dgx-2").achieved("bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("nodes = 1", "nodes = ", "hardware x is not TOML: "),
+        ("nodes = 1", "", "hardware x: field 'nodes' is missing; needed: name, nodes"),
+        ("nodes = 1", "nodes = 1\nracks = 2", "unknown field 'racks'; accepted: name, nodes"),
+        ("nodes = 1", "nodes = 0", "nodes=0 is not a whole number of at least 1"),
+        ("nodes = 1", "nodes = 1.5", "nodes=1.5 is not a whole number of at least 1"),
+        ("nodes = 1", "nodes = true", "nodes=True is not a whole number of at least 1"),
+        ('name = "NVIDIA DGX-2"', "name = 2", "name=2 is not a text"),
+        ("achievable = 0.56", "achievable = 56", "achievable=56 is not a number above 0 and up to 1"),
+        ("achievable = 0.56", "achievable = -0.5", "achievable=-0.5 is not a number above 0 and up to 1"),
+        ("float16 = 125e12", "float16 = -125e12", "peak.float16=-125000000000000.0 is not a positive number"),
+        ("float16 = 125e12", "float16 = nan", "peak.float16=nan is not a positive number"),
+        ("float16 = 125e12", 'float16 = "125 TFLOP"', "peak.float16='125 TFLOP' is not a positive number"),
+        ("float16 = 125e12", "half = 125e12", "peak has an unknown dtype 'half'; accepted: float32, float16, bfloat16"),
+        ('capacity = "32GiB"', 'capacity = "32 gigs"', "device.capacity='32 gigs' is not a size"),
+        ('capacity = "32GiB"', "capacity = -1", "device.capacity=-1 is not a size"),
+        ('capacity = "32GiB"', 'size = "32GiB"', "unknown field 'device.size'; accepted: capacity, read, write"),
+        ('bandwidth = "150GB/s"', 'bandwidth = "fast"', "in_node.bandwidth='fast' is not a bandwidth"),
+        ('bandwidth = "150GB/s"', "bandwidth = -3", "in_node.bandwidth=-3 is not a bandwidth"),
+        ("latency = 20e-6", "latency = -20e-6", "between_nodes.latency=-2e-05 is not a positive number"),
+        ("latency = 20e-6", "", "field 'between_nodes.latency' is missing; needed: bandwidth, latency"),
+        ('endurance = "56000TB"', "", "field 'nvme.endurance' is missing"),
+    ],
+)
+def test_a_description_is_checked(before: str, after: str, message: str):
+    assert before in TEXT
+    with pytest.raises(ConfigError) as found:
+        hardware.parse(TEXT.replace(before, after, 1), "x")
+    assert message in str(found.value) and str(found.value).startswith("hardware x"), found.value
+
+
+def test_a_table_that_is_a_value():
+    head, _, rest = TEXT.partition("[upload]")
+    _, _, rest = rest.partition("[download]")
+    with pytest.raises(ConfigError, match="upload=3 is not a table of bandwidth, latency"):
+        hardware.parse(f"upload = 3\n{head}[download]{rest}", "x")
+    head, _, rest = TEXT.partition("[peak]")
+    _, _, rest = rest.partition("[device]")
+    with pytest.raises(ConfigError, match="peak=125 is not a table of FLOP per second, by dtype"):
+        hardware.parse(f"peak = 125\n{head}[device]{rest}", "x")

@@ -1,0 +1,199 @@
+"""Descriptions of machines: what computes, what holds how much, and what moves how fast.
+
+A description is a TOML file; those beside this one are found by name. `load` checks it strictly.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_type_hints
+
+from zinf_fx.config import parse_bytes, parse_rate
+from zinf_fx.errors import ConfigError
+
+# -- what a value may be ----------------------------------------------------------------------------------------------
+
+
+def _number(value: object, name: str, wanted: str = "a positive number") -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 < value < math.inf):
+        raise ConfigError(f"{name}={value!r} is not {wanted}")
+    return float(value)
+
+
+def _count(value: object, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}={value!r} is not a whole number of at least 1")
+    return value
+
+
+def _share(value: object, name: str) -> float:
+    share = _number(value, name, "a number above 0 and up to 1")
+    if share > 1:
+        raise ConfigError(f"{name}={value!r} is not a number above 0 and up to 1")
+    return share
+
+
+def _text(value: object, name: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{name}={value!r} is not a text")
+    return value
+
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def _peaks(value: object, name: str) -> dict[str, float]:
+    if not isinstance(value, Mapping) or not value:
+        raise ConfigError(f"{name}={value!r} is not a table of FLOP per second, by dtype: {', '.join(DTYPES)}")
+    if unknown := sorted(set(value) - set(DTYPES)):
+        raise ConfigError(f"{name} has an unknown dtype {unknown[0]!r}; accepted: {', '.join(DTYPES)}")
+    return {dtype: _number(peak, f"{name}.{dtype}") for dtype, peak in value.items()}
+
+
+# A field's type, and the function that makes it of a value and the field's name, or refuses the value.
+_Bytes = Annotated[int, parse_bytes]
+_Rate = Annotated[float, parse_rate]
+_Seconds = Annotated[float, _number]
+_Count = Annotated[int, _count]
+_Share = Annotated[float, _share]
+_Text = Annotated[str, _text]
+_Peaks = Annotated[dict[str, float], _peaks]
+
+
+# -- the description --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that it holds, and bytes per second that are read from it and written to it."""
+
+    capacity: _Bytes
+    read: _Rate
+    write: _Rate
+
+
+@dataclass(frozen=True)
+class Disks(Memory):
+    """The NVMe drives of a node together.
+
+    `endurance`: bytes that may be written before they are worn (TBW), all drives'.
+    """
+
+    endurance: _Bytes
+
+
+@dataclass(frozen=True)
+class Link:
+    """Bytes per second in one direction, and seconds until the first byte arrives."""
+
+    bandwidth: _Rate
+    latency: _Seconds
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A cluster of equal nodes with equal devices.
+
+    Attributes:
+        name: for people.
+        nodes, ranks_per_node: a rank has one device.
+        peak: FLOP per second of one device, by dtype, as its maker states it, without sparsity.
+        achievable: the share of the peak that training reaches when it waits for no transfer.
+        device: memory of one device.
+        host, nvme: of one node, which its ranks share.
+        upload, download: between host memory and one device, while all devices of the node use theirs.
+        in_node, between_nodes: what a collective of all ranks of one node sees, and of several nodes.
+    """
+
+    name: _Text
+    nodes: _Count
+    ranks_per_node: _Count
+    achievable: _Share
+    peak: _Peaks
+    device: Memory
+    host: Memory
+    nvme: Disks
+    upload: Link
+    download: Link
+    in_node: Link
+    between_nodes: Link
+
+    @property
+    def ranks(self) -> int:
+        """In all nodes."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def link(self) -> Link:
+        """What a collective of all ranks sees."""
+        return self.in_node if self.nodes == 1 else self.between_nodes
+
+    def achieved(self, dtype: str) -> float:
+        """FLOP per second of one device that waits for no transfer. Raises: ConfigError for a dtype without a peak."""
+        if dtype not in self.peak:
+            raise ConfigError(f"{self.name} has no peak for {dtype}; it has: {', '.join(self.peak)}")
+        return self.peak[dtype] * self.achievable
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+def names() -> list[str]:
+    """The descriptions that come with the package."""
+    return sorted(
+        entry.name.removesuffix(".toml") for entry in files(__name__).iterdir() if entry.name.endswith(".toml")
+    )
+
+
+def load(name: str) -> Hardware:
+    """A description by its name, or from a TOML file.
+
+    Raises: ConfigError: there is none, or it isn't one; the message names the field.
+    """
+    if name in names():
+        return parse(files(__name__).joinpath(f"{name}.toml").read_text(), name)
+    path = Path(name)
+    if path.suffix != ".toml":
+        raise ConfigError(f"hardware {name!r} is unknown; accepted: {', '.join(names())}, or a file NAME.toml")
+    try:
+        return parse(path.read_text(), name)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"hardware file {name} can't be read: {error}") from error
+
+
+def parse(text: str, source: str) -> Hardware:
+    """A description from TOML; `source` is named in errors. Raises: ConfigError."""
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"hardware {source} is not TOML: {error}") from error
+    try:
+        return _build(Hardware, content, "")
+    except ConfigError as error:
+        raise ConfigError(f"hardware {source}: {error}") from error
+
+
+def _build(kind: type, table: object, where: str) -> Any:
+    """An instance of a dataclass from a table: each of its fields, and nothing else."""
+    accepted = [one.name for one in fields(kind)]
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{where}={table!r} is not a table of {', '.join(accepted)}")
+    inside = f"{where}." if where else ""
+    if unknown := sorted(set(table) - set(accepted)):
+        raise ConfigError(f"unknown field {inside + unknown[0]!r}; accepted: {', '.join(accepted)}")
+    if missing := [name for name in accepted if name not in table]:
+        raise ConfigError(f"field {inside + missing[0]!r} is missing; needed: {', '.join(accepted)}")
+    kinds = get_type_hints(kind, include_extras=True)
+    return kind(**{name: _made(kinds[name], table[name], inside + name) for name in accepted})
+
+
+def _made(kind: Any, value: object, name: str) -> Any:
+    if is_dataclass(kind):
+        return _build(kind, value, name)
+    _, check = get_args(kind)
+    return check(value, name)
