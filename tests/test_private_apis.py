@@ -64,6 +64,8 @@ NAMES: dict[str, str] = {
     "torch._ops.HigherOrderOperator": "passes/aliases.py takes them for anything",
     "torch._dynamo.exc.BackendCompilerFailed": "explain.py unwraps what the backend raised",
     "torch.Tensor._make_wrapper_subclass": "runtime/stored_tensor.py is such a subclass",
+    "torch._subclasses.fake_tensor.FakeTensorMode": "estimate/workload.py runs a model without values",
+    "torch.UntypedStorage._cdata": "estimate/workload.py counts what shares memory once",
     "torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE": "passes/keep_activations.py tags with it",
     "torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE": "passes/recompute_gathers.py tags with it",
 }

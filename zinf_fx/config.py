@@ -44,8 +44,8 @@ PRESETS: dict[str, Placement] = {
 
 ACTIVATIONS = ("keep", "recompute", "offload", "auto")
 
-_UNITS = {"": 1, "B": 1, **{f"{p}iB": 1 << 10 * (i + 1) for i, p in enumerate("KMGT")}}
-_UNITS |= {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")}
+_UNITS = {"": 1, "B": 1, **{f"{p}iB": 1 << 10 * (i + 1) for i, p in enumerate("KMGTP")}}
+_UNITS |= {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGTP")}
 
 
 def parse_bytes(value: int | str, name: str) -> int:

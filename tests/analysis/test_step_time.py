@@ -32,6 +32,8 @@ FIELDS = ("link", "upload", "download", "read", "written", "updated", "update_re
         ("infinity-cpu", (4500, 1000, 500, 0, 0, 6000, 0, 0)),
         # As above from NVMe; the step reads the states, and writes them and the parameters.
         ("infinity-nvme", (4500, 1000, 500, 1000, 0, 6000, 3000, 3500)),
+        # Gradients are written in backward and read by the step, besides.
+        ("nvme", (4500, 1000, 500, 1000, 500, 6000, 3500, 3500)),
     ],
 )
 def test_bytes_of_each_preset(preset: str, expected: tuple[int, ...]):
@@ -84,5 +86,5 @@ def test_wear():
     values = {**VALUES, s.step_seconds: 2.0, s.endurance: 3500 * SECONDS_PER_DAY}
     assert evaluate(written_per_day(moved), values) == 3500 / 2 * SECONDS_PER_DAY
     assert evaluate(days_to_endurance(moved), values) == 2
-    for preset in PARTITIONED.keys() - {"infinity-nvme"}:
+    for preset in PARTITIONED.keys() - {"infinity-nvme", "nvme"}:
         assert days_to_endurance(traffic(preset, recompute=True)) == sympy.oo

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import ROUND_HALF_UP, Decimal
 from typing import Literal
 
 Relation = Literal["=", ">", "<"]
@@ -27,16 +27,15 @@ class Cell:
 
     @property
     def agrees(self) -> bool:
-        """Whether the figures are the same up to rounding, or ours is over or less as the paper says."""
+        """Whether ours, rounded, is the printed figure, or is over or less than it as the paper says."""
         if self.relation == "=":
-            return abs(Decimal(self.ours) - Decimal(self.printed)) <= self._half_a_place
+            return self._rounded(self._places) == Decimal(self.printed)
         return self.ours > float(self.printed) if self.relation == ">" else self.ours < float(self.printed)
 
     @property
     def shown(self) -> str:
         """Ours with as many places as the paper has; with one more where it says "over" or "less than"."""
-        places = -Decimal(self.printed).as_tuple().exponent + (self.relation != "=")
-        return f"{self.ours:.{places}f}"
+        return str(self._rounded(self._places + (self.relation != "=")))
 
     @property
     def difference(self) -> float:
@@ -44,9 +43,13 @@ class Cell:
         return self.ours / float(self.printed) - 1
 
     @property
-    def _half_a_place(self) -> Decimal:
-        # A figure half-way between two places may be rounded either way, and is a little off in binary.
-        return Decimal(1).scaleb(Decimal(self.printed).as_tuple().exponent) / 2 + Decimal("1e-9")
+    def _places(self) -> int:
+        return -Decimal(self.printed).as_tuple().exponent
+
+    def _rounded(self, places: int) -> Decimal:
+        # What is half-way between two figures in decimals may be a little off in binary.
+        exact = Decimal(str(round(self.ours, 9)))
+        return exact.quantize(Decimal(1).scaleb(-places), rounding=ROUND_HALF_UP)
 
 
 @dataclass(frozen=True)

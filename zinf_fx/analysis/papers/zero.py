@@ -16,16 +16,34 @@ _GB = 1e9
 _STAGES = ("zero-1", "zero-2", "zero-3")
 _STAGE_NAMES = {"dp": "baseline", "zero-1": "Pos", "zero-2": "Pos+g", "zero-3": "Pos+g+p"}
 
-_TABLE_1 = {  # degree of data parallelism: GB per device for 7.5B, 128B and 1T parameters, in each stage
-    1: ("120", "120", "120", "2048", "2048", "2048", "16000", "16000", "16000"),
-    4: ("52.5", "41.3", "30", "896", "704", "512", "7000", "5500", "4000"),
-    16: ("35.6", "21.6", "7.5", "608", "368", "128", "4750", "2875", "1000"),
-    64: ("31.4", "16.6", "1.88", "536", "284", "32", "4187", "2218", "250"),
-    256: ("30.4", "15.4", "0.47", "518", "263", "8", "4046", "2054", "62.5"),
-    1024: ("30.1", "15.1", "0.12", "513", "257", "2", "4011", "2013", "15.6"),
-}
 _MODELS = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}
-_CUT = "the paper cuts the decimals off here, where it rounds elsewhere"
+_TABLE_1 = {  # model: GB per device by degree of data parallelism, in each stage
+    "7.5B": {
+        1: ("120", "120", "120"),
+        4: ("52.5", "41.3", "30"),
+        16: ("35.6", "21.6", "7.5"),
+        64: ("31.4", "16.6", "1.88"),
+        256: ("30.4", "15.4", "0.47"),
+        1024: ("30.1", "15.1", "0.12"),
+    },
+    "128B": {
+        1: ("2048", "2048", "2048"),
+        4: ("896", "704", "512"),
+        16: ("608", "368", "128"),
+        64: ("536", "284", "32"),
+        256: ("518", "263", "8"),
+        1024: ("513", "257", "2"),
+    },
+    "1T": {
+        1: ("16000", "16000", "16000"),
+        4: ("7000", "5500", "4000"),
+        16: ("4750", "2875", "1000"),
+        64: ("4187", "2218", "250"),
+        256: ("4046", "2054", "62.5"),
+        1024: ("4011", "2013", "15.6"),
+    },
+}
+_CUT = "the paper cuts the decimals of figures this large off, and rounds the others"
 
 _TABLE_2 = {  # degree of model parallelism: largest model, in billions of parameters, on 64 x as many devices
     1: ("2", "7.6", "14.4", "128"),
@@ -43,30 +61,22 @@ _MULTIPLIED = "the paper multiplies the first row, already rounded, by the degre
 
 def comparisons() -> Iterator[Comparison]:
     """The tables, in the paper's order."""
-    yield table_1()
+    for model in _MODELS:
+        yield table_1(model)
     yield table_2()
     yield volumes()
     yield activations()
 
 
-def table_1() -> Comparison:
-    """Model states per device (section 5.4)."""
+def table_1(model: str) -> Comparison:
+    """Model states per device (section 5.4), of one of the table's models."""
     rows = []
-    for ranks, printed in _TABLE_1.items():
-        ours = [
-            evaluate(
-                per_device(PARTITIONED[stage]),
-                {**ZERO_STATES.values, s.parameters: size, s.ranks: ranks},
-            )
-            / _GB
-            for size in _MODELS.values()
-            for stage in _STAGES
-        ]
+    for ranks, printed in _TABLE_1[model].items():
+        values = {**ZERO_STATES.values, s.parameters: _MODELS[model], s.ranks: ranks}
+        ours = [evaluate(per_device(PARTITIONED[stage]), values) / _GB for stage in _STAGES]
         rows.append((str(ranks), tuple(_cut(*pair) for pair in zip(printed, ours, strict=True))))
-    columns = tuple(f"{model} {_STAGE_NAMES[stage]}" for model in _MODELS for stage in _STAGES)
-    return Comparison(
-        "ZeRO, table 1: GB of model states per device, by degree of data parallelism", columns, tuple(rows)
-    )
+    title = f"ZeRO, table 1, {model}: GB of model states per device, by degree of data parallelism"
+    return Comparison(title, tuple(_STAGE_NAMES[stage] for stage in _STAGES), tuple(rows))
 
 
 def _cut(printed: str, ours: float) -> Cell:
@@ -89,7 +99,9 @@ def table_2() -> Comparison:
             cells.append(cell if cell.agrees or not multiplied else Cell(text, largest / unit, why=_MULTIPLIED))
         rows.append((str(tensor_ranks), tuple(cells)))
     columns = tuple(_STAGE_NAMES[stage] for stage in stages)
-    title = "ZeRO, table 2: largest model, billions of parameters (from 0.5T: trillions), by model parallelism"
+    title = (
+        "ZeRO, table 2: largest model in billions of parameters (last rows of Pos+g+p: trillions), by model parallelism"
+    )
     return Comparison(title, columns, tuple(rows))
 
 
@@ -128,8 +140,8 @@ def activations() -> Comparison:
     whole = evaluate(memory.activation_checkpoints(), large)
     partitioned = evaluate(memory.partitioned_checkpoints(), large)
     halved = (
-        "half of ours: the number of elements in billions. In fp16 that is 67 GB, which is 62.5 GiB, the 60 GB that "
-        "section 3.2 gives for such a model"
+        "the paper's is half of that: the number of elements, as if each took one byte. 67 GB is 62.5 GiB, section "
+        "3.2's 60 GB"
     )
     rows = (
         ("100B, checkpoints (3.2)", Cell("60", whole / 2**30, why="'around 60 GB', rounded to tens of GiB")),

@@ -76,7 +76,7 @@ def figure_2a() -> Comparison:
         why = {4: _MSWM_OF_10K} if hidden == 10 else {}
         cells = tuple(Cell(p, o, why=why.get(i)) for i, (p, o) in enumerate(zip(printed, ours, strict=True)))
         rows.append((f"{layers} x {hidden}K", cells))
-    columns = ("parameters T", "states TB", "activations TB", "checkpoints TB", "MSWM GB", "AWM GB")
+    columns = ("params. T", "states TB", "act. TB", "ckpt. TB", "MSWM GB", "AWM GB")
     return Comparison("ZeRO-Infinity, figure 2a: memory of massive models (layers x hidden)", columns, tuple(rows))
 
 

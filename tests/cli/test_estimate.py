@@ -1,0 +1,187 @@
+"""`zinf-fx estimate`: golden texts, models, hardware, JSON, and errors in one line."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zinf_fx.cli import main
+from zinf_fx.plan import hardware
+
+GPT = f"{Path(__file__).parents[2] / 'examples' / 'gpt.py'}:small"
+TRILLION = ["--layers", "128", "--hidden", "25600", "--heads", "256", "--batch", "7", "--sequence", "1024"]
+SMALL = ["--layers", "2", "--hidden", "64", "--heads", "4", "--batch", "1", "--sequence", "32"]
+
+TARGETS = """
+import torch
+from torch import nn
+
+def frozen():
+    return nn.Linear(4, 4).requires_grad_(False), (torch.zeros(2, 4),)
+
+def wrong_inputs():
+    return nn.Linear(4, 4), (torch.zeros(2, 5),)
+"""
+
+
+def text(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["estimate", *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert all(len(line) <= 80 for line in out.splitlines()), "wider than 80 columns"
+    return out
+
+
+def data(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert main(["estimate", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+# Output
+
+
+def test_golden_of_a_trillion_parameters_on_a_dgx_2(golden, capsys: pytest.CaptureFixture[str]):
+    golden("estimate_trillion.txt", text(capsys, *TRILLION))
+
+
+def test_golden_of_the_papers_tables(golden, capsys: pytest.CaptureFixture[str]):
+    golden("estimate_reproduce.txt", text(capsys, "--reproduce"))
+
+
+@pytest.mark.parametrize("name", hardware.names())
+def test_a_model_on_every_description(capsys: pytest.CaptureFixture[str], name: str):
+    out = text(capsys, *SMALL, "--hardware", name)
+    assert "The first to fit is dp" in out and "Nothing is written with dp." in out
+
+
+def test_a_model_that_fits_nowhere(capsys: pytest.CaptureFixture[str]):
+    out = text(capsys, *TRILLION, "--hardware", "rtx-4090")
+    assert out.endswith("\n\nNo placement fits: nvme needs 14.6 TiB of NVMe in each node, not 1.8 TiB.\n")
+    assert "TFLOP/s per device" not in out and "BANDWIDTH" not in out
+    out = text(capsys, *TRILLION, "--hardware", "rtx-4090", "--host-memory", "8GiB")
+    assert "needs 43.8 GiB of host memory in each node, not 8.0 GiB,\nand 14.6 TiB of NVMe in" in out
+
+
+def test_wanted_efficiencies_and_placements(capsys: pytest.CaptureFixture[str]):
+    out = text(capsys, *TRILLION, "--placement", "infinity-nvme", "--efficiency", "0.25", "0.75", "0.995")
+    assert "BANDWIDTH with infinity-nvme" in out and "25 %" in out and "75 %" in out and "99.5 %" in out
+
+
+# The model
+
+
+def test_a_target(capsys: pytest.CaptureFixture[str]):
+    found = data(capsys, GPT, "--hardware", "dgx-a100", "--placement", "infinity-nvme")
+    assert found["workload"]["parameters"] == 842_496 and found["workload"]["dtype"] == "float32"
+    assert found["states"] == {"parameters": 4 * 842_496, "gradients": 4 * 842_496, "optimizer": 8 * 842_496}
+    assert found["chosen"] == "infinity-nvme"
+    assert "activations kept for backward" in text(capsys, GPT)
+
+
+def test_options_of_the_model(capsys: pytest.CaptureFixture[str]):
+    plain = data(capsys, *SMALL)["workload"]
+    found = data(capsys, *SMALL, "--checkpoint-interval", "2", "--dtype", "float32", "--optimizer-bytes", "16")[
+        "workload"
+    ]
+    assert plain["dtype"] == "float16"  # the DGX-2's
+    assert (found["dtype"], found["states"]["optimizer"]) == ("float32", 16)
+    assert found["checkpoints"] == plain["checkpoints"]  # half as many, twice as large
+    assert found["working_activations"] == 4 * plain["working_activations"]
+
+
+# The hardware
+
+
+def test_options_of_the_hardware(capsys: pytest.CaptureFixture[str]):
+    sizes = ("--nodes=2", "--gpus-per-node=3", "--device-memory=1GiB", "--host-memory=2GiB", "--nvme=3TB")
+    rates = ("--nvme-bandwidth=4GB/s,5GB/s", "--host-bandwidth=6GB", "--link-bandwidth=7GB/s", "--peak=8.5")
+    found = data(capsys, *SMALL, *sizes, *rates, "--endurance=1.5PB")["hardware"]
+    assert (found["nodes"], found["ranks_per_node"]) == (2, 3)
+    assert [found[tier]["capacity"] for tier in ("device", "host", "nvme")] == [1 << 30, 2 << 30, 3 * 10**12]
+    assert (found["nvme"]["read"], found["nvme"]["write"], found["nvme"]["endurance"]) == (4e9, 5e9, 15 * 10**14)
+    assert found["upload"]["bandwidth"] == found["download"]["bandwidth"] == 6e9
+    assert found["in_node"]["bandwidth"] == found["between_nodes"]["bandwidth"] == 7e9
+    assert (found["peak"]["float16"], found["achievable"]) == (8.5e12, 1.0)
+
+
+def test_hardware_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        files(hardware).joinpath("dgx-2.toml").read_text().replace('name = "NVIDIA DGX-2"', 'name = "My box"')
+    )
+    assert "\nMy box: 1 node x 16 devices" in text(capsys, *SMALL, "--hardware", str(path))
+
+
+# JSON
+
+
+def test_json_has_what_the_text_has(capsys: pytest.CaptureFixture[str]):
+    found = data(capsys, *TRILLION, "--efficiency", "0.5")
+    assert found["chosen"] == "nvme"
+    (chosen,) = [one for one in found["predictions"] if one["preset"] == "nvme"]
+    assert chosen["fits"] and chosen["exceeded"] == [] and chosen["checkpoints"] == "host"
+    assert chosen["flops_serial"] * chosen["serial"] == pytest.approx(found["workload"]["work"])
+    assert chosen["disk_written"] == 16 * 1_006_632_960_000  # all of the states
+    assert {tuple(need["bandwidths"]) for need in found["needs"]} == {("0.5",)}
+
+
+def test_the_papers_tables_as_json(capsys: pytest.CaptureFixture[str]):
+    tables = data(capsys, "--reproduce")
+    (figure,) = [table for table in tables if "figure 2a" in table["title"]]
+    name, cells = figure["rows"][0]
+    assert name == "80 x 10K" and cells[4]["printed"] == "1.95" and cells[4]["ours"] == 1.5625 and cells[4]["why"]
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            [],
+            "no model: give a TARGET, or dimensions (--layers, --hidden, --heads, --batch, --sequence missing)",
+        ),
+        (SMALL[:-2], "no model: give a TARGET, or dimensions (--sequence missing)"),
+        ([*SMALL, "--layers", "0"], "layers='0' is not a whole number of at least 1"),
+        ([*SMALL, "--layers=-3"], "layers='-3' is not a whole number of at least 1"),
+        ([*SMALL, "--hidden", "25K"], "hidden='25K' is not a whole number of at least 1"),
+        ([*SMALL, "--checkpoint-interval", "3"], "checkpoint-interval=3 is more than the 2 layers"),
+        ([*SMALL, "--optimizer-bytes", "many"], "optimizer-bytes='many' is not a whole number of at least 1"),
+        ([*SMALL, "--efficiency", "half"], "efficiency='half' is not a positive number"),
+        ([*SMALL, "--efficiency", "90"], "efficiency=90 is not accepted: give numbers above 0 and below 1"),
+        ([*SMALL, "--placement", "zero-9"], "placement='zero-9' is unknown; accepted: 'dp', 'zero-1'"),
+        ([*SMALL, "--hardware", "dgx-9"], "hardware 'dgx-9' is unknown; accepted: dgx-2, dgx-a100"),
+        ([*SMALL, "--hardware", "gone.toml"], "hardware file gone.toml can't be read"),
+        ([*SMALL, "--dtype", "bfloat16"], "NVIDIA DGX-2 has no peak for bfloat16; it has: float16, float32"),
+        ([*SMALL, "--nodes", "two"], "nodes='two' is not a whole number of at least 1"),
+        ([*SMALL, "--device-memory", "lots"], "device-memory='lots' is not a size"),
+        ([*SMALL, "--nvme-bandwidth", "3GB/s,fast"], "nvme-bandwidth='fast' is not a bandwidth"),
+        ([*SMALL, "--peak", "-3"], "peak='-3' is not a positive number"),
+        (["targets.py:frozen"], "targets.py:frozen trains nothing"),
+        (["targets.py:wrong_inputs"], "running targets.py:wrong_inputs on its example inputs, without values, raised"),
+        (["targets.py:gone"], "'targets.py' has no 'gone'; its functions: frozen, wrong_inputs"),
+        (
+            ["targets.py:frozen", "--layers", "2"],
+            "the target targets.py:frozen has its own dimensions: leave out layers",
+        ),
+        (["targets.py:frozen", "--dtype", "float32"], "has its own dimensions: leave out dtype"),
+        (["--reproduce", "--layers", "2"], "reproduce takes no model, and layers was given"),
+    ],
+)
+def test_errors_are_one_line(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
+):
+    (tmp_path / "targets.py").write_text(TARGETS)
+    monkeypatch.chdir(tmp_path)
+    assert main(["estimate", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("zinf-fx: error: ") and message in err and err.count("\n") == 1, err

@@ -1,0 +1,8 @@
+"""What training a model takes on given hardware, before either exists: memory, bandwidth, time and wear."""
+
+from __future__ import annotations
+
+from zinf_fx.estimate.prediction import Estimate, Need, Prediction, estimate
+from zinf_fx.estimate.workload import Workload, of_module, of_transformer
+
+__all__ = ["Estimate", "Need", "Prediction", "Workload", "estimate", "of_module", "of_transformer"]

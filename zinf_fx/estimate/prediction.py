@@ -1,0 +1,236 @@
+"""A workload on hardware: what fits where, the bandwidth that an efficiency takes, the time of a step, and wear."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import sympy
+
+from zinf_fx.analysis import efficiency, wear
+from zinf_fx.analysis import symbols as s
+from zinf_fx.analysis.partitioning import PARTITIONED, STATES, on_tier, per_device
+from zinf_fx.analysis.step_time import step_time
+from zinf_fx.analysis.symbols import evaluate
+from zinf_fx.analysis.traffic import traffic
+from zinf_fx.config import PRESETS, TIERS, Tier
+from zinf_fx.errors import ConfigError
+from zinf_fx.estimate.workload import Workload
+from zinf_fx.plan.hardware import Hardware, Memory
+
+_PARTS = ("compute", "link", "upload", "download", "disk", "optimizer")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One preset.
+
+    Attributes:
+        preset: its name.
+        checkpoints: where activation checkpoints wait: on the device, or in host memory if only so it fits.
+        memory: bytes on each tier: of one device, of one node's host memory, of one node's NVMe.
+        exceeded: the tiers that are too small.
+        seconds: of each part of a step: compute, the links, and the optimizer's step.
+        serial, overlapped: seconds of a step, with nothing overlapped and with all that can be.
+        disk_read, disk_written: bytes per step, of all nodes.
+        written_per_day: bytes per day on one node, at the overlapped rate.
+        days: until a node's drives have written what they endure; None where nothing is written.
+    """
+
+    preset: str
+    checkpoints: Tier
+    memory: Mapping[Tier, int]
+    exceeded: tuple[Tier, ...]
+    seconds: Mapping[str, float]
+    serial: float
+    overlapped: float
+    disk_read: int
+    disk_written: int
+    written_per_day: float
+    days: float | None
+
+    @property
+    def fits(self) -> bool:
+        """Every tier is large enough."""
+        return not self.exceeded
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes per second and device that wanted efficiencies take, if one state alone is moved (section 4).
+
+    Attributes:
+        moved: what is moved, and over what.
+        intensity: FLOP per byte (of a device's work and what the device moves).
+        bandwidths: by efficiency.
+        available: what the hardware has.
+    """
+
+    moved: str
+    intensity: float
+    bandwidths: Mapping[float, float]
+    available: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The answer.
+
+    Attributes:
+        workload, hardware: the question.
+        states: bytes of each model state, in one copy.
+        predictions: by preset, those first that cost less to communicate.
+        chosen: the preset that bandwidths are given for: that asked for, else the first to fit; None if none does.
+        needs: bandwidths for the chosen preset.
+    """
+
+    workload: Workload
+    hardware: Hardware
+    states: Mapping[str, int]
+    predictions: tuple[Prediction, ...]
+    chosen: Prediction | None
+    needs: tuple[Need, ...]
+
+    def flops(self, seconds: float) -> float:
+        """FLOP per second of one device when a step takes so long."""
+        return self.workload.work / seconds
+
+
+def estimate(
+    workload: Workload, hardware: Hardware, *, wanted: Sequence[float] = (), preset: str | None = None
+) -> Estimate:
+    """What the workload takes on the hardware.
+
+    Args:
+        wanted: efficiencies between 0 and 1 to give bandwidths for.
+        preset: to give them for this one, not for the first that fits.
+
+    Raises: ConfigError.
+    """
+    for one in wanted:
+        if not 0 < one < 1:
+            raise ConfigError(f"efficiency={one:g} is not accepted: give numbers above 0 and below 1")
+    if preset is not None and preset not in PARTITIONED:
+        raise ConfigError(f"placement={preset!r} is unknown; accepted: {', '.join(map(repr, PARTITIONED))}")
+    values = _values(workload, hardware)
+    predictions = tuple(_predict(name, workload, hardware, values) for name in PARTITIONED)
+    by_name = {one.preset: one for one in predictions}
+    chosen = by_name[preset] if preset else next((one for one in predictions if one.fits), None)
+    states = {state: round(evaluate(per_device((), [state]), values)) for state in STATES}
+    needs = tuple(_needs(chosen, workload, hardware, values, wanted)) if chosen else ()
+    return Estimate(workload, hardware, states, predictions, chosen, needs)
+
+
+def _values(workload: Workload, hardware: Hardware) -> dict[sympy.Symbol, float]:
+    """The numbers for the papers' symbols; a device has its share of what a node's devices use together."""
+    share = hardware.ranks_per_node
+    return {
+        **workload.states.values,
+        s.parameters: workload.parameters,
+        s.ranks: hardware.ranks,
+        s.work: workload.work,
+        s.checkpoint_bytes: workload.checkpoints,
+        s.peak: hardware.achieved(workload.dtype),
+        s.link_bandwidth: hardware.link.bandwidth,
+        s.upload_bandwidth: hardware.upload.bandwidth,
+        s.download_bandwidth: hardware.download.bandwidth,
+        s.read_bandwidth: hardware.nvme.read / share,
+        s.write_bandwidth: hardware.nvme.write / share,
+        s.endurance: hardware.nvme.endurance / share,
+    }
+
+
+def _update_bandwidth(preset: str, hardware: Hardware) -> float:
+    """Of the memory that a device's states are updated in; those of NVMe pass through host memory."""
+    if PRESETS[preset].optimizer == "device":
+        return _both_ways(hardware.device)
+    return _both_ways(hardware.host) / hardware.ranks_per_node
+
+
+def _both_ways(memory: Memory) -> float:
+    """Bytes per second when as much is read as written."""
+    return 2 / (1 / memory.read + 1 / memory.write)
+
+
+def _predict(preset: str, workload: Workload, hardware: Hardware, values: Mapping[sympy.Symbol, float]) -> Prediction:
+    values = {**values, s.update_bandwidth: _update_bandwidth(preset, hardware)}
+    checkpoints, memory, exceeded = _placed(preset, workload, hardware, values)
+    moved = traffic(preset, recompute=workload.recompute, checkpoints=checkpoints)
+    times = step_time(moved)
+    overlapped = evaluate(times.overlapped, values)
+    values[s.step_seconds] = overlapped
+    writes = moved.disk_written != 0
+    return Prediction(
+        preset=preset,
+        checkpoints=checkpoints,
+        memory=memory,
+        exceeded=exceeded,
+        seconds={part: evaluate(getattr(times, part), values) for part in _PARTS},
+        serial=evaluate(times.serial, values),
+        overlapped=overlapped,
+        disk_read=round(hardware.ranks * evaluate(moved.disk_read, values)),
+        disk_written=round(hardware.ranks * evaluate(moved.disk_written, values)),
+        written_per_day=hardware.ranks_per_node * evaluate(wear.written_per_day(moved), values),
+        days=evaluate(wear.days_to_endurance(moved), values) if writes else None,
+    )
+
+
+def _placed(
+    preset: str, workload: Workload, hardware: Hardware, values: Mapping[sympy.Symbol, float]
+) -> tuple[Tier, dict[Tier, int], tuple[Tier, ...]]:
+    """Where checkpoints go, what is on each tier then, and which tiers that exceeds.
+
+    ZeRO-Infinity's placements offload checkpoints to host memory when they don't fit on the device (sections 5.1.2 and
+    7.1). Working memory is that of one operator and of the activations between checkpoints (section 3); of the
+    operator, where the device doesn't hold all parameters anyway.
+    """
+    per_node = {"device": 1, "host": hardware.ranks_per_node, "nvme": hardware.ranks_per_node}
+    whole = "parameters" not in PARTITIONED[preset] and PRESETS[preset].parameters == "device"
+    working = workload.working_activations + (0 if whole else workload.working_states)
+    states = {tier: per_node[tier] * evaluate(on_tier(preset, tier), values) for tier in TIERS}
+    capacity = {tier: getattr(hardware, tier).capacity for tier in TIERS}
+    choices: tuple[Tier, ...] = ("device",) if PRESETS[preset].parameters == "device" else ("device", "host")
+    for checkpoints in choices:
+        memory = {tier: round(nbytes) for tier, nbytes in states.items()}
+        memory["device"] += working
+        memory[checkpoints] += per_node[checkpoints] * workload.checkpoints
+        exceeded = tuple(tier for tier in TIERS if memory[tier] > capacity[tier])
+        if "device" not in exceeded:
+            break
+    return checkpoints, memory, exceeded
+
+
+def _needs(
+    chosen: Prediction,
+    workload: Workload,
+    hardware: Hardware,
+    values: Mapping[sympy.Symbol, float],
+    wanted: Sequence[float],
+) -> Iterator[Need]:
+    """For each state that moves: between devices whole, to and from slower memory each device's part."""
+    placement, partitioned = PRESETS[chosen.preset], PARTITIONED[chosen.preset]
+    states = efficiency.parameters_and_gradients_moved(workload.recompute)
+    optimizer = efficiency.optimizer_states_moved()
+    rows: list[tuple[str, sympy.Expr, float]] = []
+    if hardware.ranks > 1 and "parameters" in partitioned:
+        rows.append(("parameters, gradients: links", states, hardware.link.bandwidth))
+    where = {"device": "device", "host": "host", "nvme": "NVMe"}
+    share = hardware.ranks_per_node
+    nvme = _both_ways(hardware.nvme) / share
+    if placement.parameters != "device":
+        link = min(hardware.upload.bandwidth, hardware.download.bandwidth)
+        available = min(link, hardware.nvme.read / share) if placement.parameters == "nvme" else link
+        rows.append((f"parameters, gradients: {where[placement.parameters]}", states / s.ranks, available))
+    part = optimizer / s.ranks if "optimizer" in partitioned else optimizer
+    available = nvme if placement.optimizer == "nvme" else _update_bandwidth(chosen.preset, hardware)
+    rows.append((f"optimizer states: {where[placement.optimizer]}", part, available))
+    if chosen.checkpoints == "host":
+        link = min(hardware.upload.bandwidth, hardware.download.bandwidth)
+        rows.append(("checkpoints: host", 2 * s.checkpoint_bytes, link))
+    for moved, nbytes, available in rows:
+        ait = evaluate(s.work / nbytes, values)
+        bandwidths = {
+            one: evaluate(efficiency.needed_bandwidth(), {**values, s.intensity: ait, s.efficiency: one})
+            for one in wanted
+        }
+        yield Need(moved, ait, bandwidths, available)

@@ -1,0 +1,168 @@
+"""An estimate as plain text, of at most 80 columns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from tabulate import tabulate
+
+from zinf_fx.config import TIERS
+from zinf_fx.estimate.prediction import Estimate, Prediction
+from zinf_fx.sizes import in_words
+
+_PARTS = {
+    "compute": "compute",
+    "link": "between devices",
+    "upload": "host to device",
+    "download": "device to host",
+    "disk": "disk",
+    "optimizer": "optimizer's step",
+}
+_UNITS = (("seconds", 1), ("milliseconds", 1e3), ("microseconds", 1e6))
+
+
+def render(estimate: Estimate) -> str:
+    """The whole estimate."""
+    parts = [_header(estimate), _states(estimate), _placements(estimate)]
+    if estimate.chosen is None:
+        parts.append(_lack(estimate))
+    else:
+        parts += [_bandwidths(estimate, estimate.chosen), _step(estimate, estimate.chosen), _disk(estimate.chosen)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _header(estimate: Estimate) -> str:
+    workload, hardware = estimate.workload, estimate.hardware
+    achieved = _digits(hardware.achieved(workload.dtype) / 1e12)
+    return (
+        f"{workload.model}\n"
+        f"{hardware.name}: {_count(hardware.nodes, 'node')} x {_count(hardware.ranks_per_node, 'device')}, "
+        f"{achieved} TFLOP/s achieved by each in {workload.dtype}"
+    )
+
+
+def _states(estimate: Estimate) -> str:
+    per_parameter = estimate.workload.states
+    rows = [[state, f"{getattr(per_parameter, state):.3g}", in_words(n)] for state, n in estimate.states.items()]
+    rows.append(["together", f"{per_parameter.total:.3g}", in_words(sum(estimate.states.values()))])
+    workload = estimate.workload
+    kept = "activation checkpoints" if workload.recompute else "activations kept for backward"
+    working = workload.working_states + workload.working_activations
+    return (
+        f"MODEL STATES: {workload.parameters:,} parameters\n\n"
+        + _table(["", "bytes each", "one copy"], rows)
+        + f"\n\nBesides, per device: {in_words(workload.checkpoints)} of {kept};\n"
+        + f"{in_words(working)} to work in, where parameters are gathered operator by operator."
+    )
+
+
+def _placements(estimate: Estimate) -> str:
+    hardware = estimate.hardware
+    heads = ["", *TIERS, "fits", "TFLOP/s"]
+    rows = [
+        [
+            one.preset,
+            *(in_words(one.memory[tier]) for tier in TIERS),
+            _fits(one),
+            _range(estimate, one) if one.fits else "",
+        ]
+        for one in estimate.predictions
+    ]
+    rows.append(["there is", *(in_words(getattr(hardware, tier).capacity) for tier in TIERS), "", ""])
+    if not any(one.fits for one in estimate.predictions):
+        heads, rows = heads[:-1], [row[:-1] for row in rows]
+    lines = ["PLACEMENTS: bytes on each device, and in each node's host memory and NVMe", ""]
+    lines += [_table(heads, rows, left=(0, 4)), ""]
+    if any(one.fits and one.checkpoints == "host" for one in estimate.predictions):
+        lines.append("*: with activation checkpoints in host memory.")
+    if first := next((one.preset for one in estimate.predictions if one.fits), None):
+        lines.append(f"The first to fit is {first}; those after it move more.")
+        lines.append("TFLOP/s per device: with nothing overlapped, and with all that can be.")
+        if estimate.workload.recompute:
+            lines.append("They count the recomputation of activations too (ZeRO-Infinity, equation 3).")
+    return "\n".join(lines).rstrip()
+
+
+def _fits(one: Prediction) -> str:
+    if one.exceeded:
+        return "no: " + ", ".join(one.exceeded)
+    return "yes *" if one.checkpoints == "host" else "yes"
+
+
+def _range(estimate: Estimate, one: Prediction) -> str:
+    return " - ".join(_teraflops(estimate, seconds) for seconds in (one.serial, one.overlapped))
+
+
+def _teraflops(estimate: Estimate, seconds: float) -> str:
+    return _digits(estimate.flops(seconds) / 1e12)
+
+
+def _bandwidths(estimate: Estimate, chosen: Prediction) -> str:
+    wanted = list(estimate.needs[0].bandwidths)
+    rows = [
+        [
+            need.moved,
+            _digits(need.intensity),
+            *(_rate(need.bandwidths[one]) for one in wanted),
+            _rate(need.available),
+        ]
+        for need in estimate.needs
+    ]
+    heads = ["", "FLOP/byte", *(f"{100 * one:.3g} %" for one in wanted), "there is"]
+    note = "For these efficiencies, if nothing else is moved (ZeRO-Infinity, equation 2)."
+    return f"BANDWIDTH with {chosen.preset}, GB/s per device\n\n{_table(heads, rows)}\n\n{note}"
+
+
+def _step(estimate: Estimate, chosen: Prediction) -> str:
+    unit, factor = next(((u, f) for u, f in _UNITS if chosen.serial * f >= 1), _UNITS[-1])
+    rows = [[title, chosen.seconds[part], ""] for part, title in _PARTS.items() if chosen.seconds[part]]
+    for title, seconds in (("without overlap", chosen.serial), ("all overlapped", chosen.overlapped)):
+        rows.append([title, seconds, f"{_teraflops(estimate, seconds)} TFLOP/s per device"])
+    shown = [[title, _digits(seconds * factor), note] for title, seconds, note in rows]
+    return f"STEP with {chosen.preset}, {unit}\n\n" + _table(None, shown, left=(0, 2))
+
+
+def _disk(chosen: Prediction) -> str:
+    if chosen.days is None:
+        return f"DISK\n\nNothing is written with {chosen.preset}."
+    rows = [
+        ["read per step, all nodes", in_words(chosen.disk_read)],
+        ["written per step, all nodes", in_words(chosen.disk_written)],
+        ["written per day and node", f"{chosen.written_per_day / 1e12:,.1f} TB"],
+        ["days until the drives are worn", f"{chosen.days:,.0f}"],
+    ]
+    return f"DISK with {chosen.preset}, all overlapped\n\n" + _table(None, rows)
+
+
+def _lack(estimate: Estimate) -> str:
+    """What the last preset lacks, which needs the least of devices and of host memory."""
+    last = estimate.predictions[-1]
+    wheres = {"device": "on each device", "host": "of host memory in each node", "nvme": "of NVMe in each node"}
+    there_is = {tier: in_words(getattr(estimate.hardware, tier).capacity) for tier in last.exceeded}
+    lacks = [f"{in_words(last.memory[tier])} {wheres[tier]}, not {size}" for tier, size in there_is.items()]
+    return f"No placement fits: {last.preset} needs " + ",\nand ".join(lacks) + "."
+
+
+def _table(heads: Sequence[str] | None, rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    columns = range(len(rows[0]))
+    align = tuple("left" if column in left else "right" for column in columns)
+    text = tabulate(
+        rows, headers=heads or (), tablefmt="simple" if heads else "plain", disable_numparse=True, colalign=align
+    )
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _rate(bytes_per_second: float) -> str:
+    return _digits(bytes_per_second / 1e9)
+
+
+def _digits(value: float) -> str:
+    """Three significant digits, without an exponent: 0.0123, 12.3, 1,230."""
+    rounded = float(f"{value:.3g}")
+    places = max(2 - math.floor(math.log10(rounded)), 0) if rounded else 0
+    return f"{rounded:,.{places}f}"

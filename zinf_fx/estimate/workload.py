@@ -1,0 +1,199 @@
+"""What one device does in a step, from a Transformer's dimensions or from a module that is run without values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+from zinf_fx.analysis import efficiency, memory
+from zinf_fx.analysis import symbols as s
+from zinf_fx.analysis.memory import StateBytes
+from zinf_fx.analysis.symbols import evaluate
+from zinf_fx.errors import ConfigError
+
+# Adam's moments, and the master of a parameter of low precision, in fp32 (ZeRO, section 3.1).
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and what a step of it takes on one device.
+
+    Attributes:
+        model: in words.
+        dtype: what most parameters have, such as "bfloat16".
+        parameters: how many.
+        states: bytes per parameter of each model state, on average.
+        work: FLOP per device and step.
+        checkpoints: bytes of activations that are kept per device from forward to backward.
+        working_states: bytes of the largest operator's parameter and gradient (MSWM).
+        working_activations: bytes of the activations that are computed again at a time (AWM).
+        recompute: backward computes activations again.
+    """
+
+    model: str
+    dtype: str
+    parameters: int
+    states: StateBytes
+    work: float
+    checkpoints: int
+    working_states: int
+    working_activations: int
+    recompute: bool
+
+
+def states_of(dtype: str, optimizer_bytes: float | None = None) -> StateBytes:
+    """Bytes per parameter of mixed-precision or fp32 Adam; a parameter in fp32 is its own master.
+
+    `optimizer_bytes`: instead of 12 or 8.
+    """
+    size = getattr(torch, dtype).itemsize
+    return StateBytes(size, size, optimizer_bytes or (2 if size == _FP32 else 3) * _FP32)
+
+
+def of_transformer(
+    *,
+    layers: int,
+    hidden: int,
+    heads: int,
+    batch: int,
+    sequence: int,
+    interval: int = 1,
+    dtype: str = "bfloat16",
+    optimizer_bytes: float | None = None,
+) -> Workload:
+    """A GPT-like Transformer with activation checkpoints (ZeRO-Infinity, sections 3 and 4.1).
+
+    `batch`: sequences per device. `interval`: blocks from one checkpoint to the next.
+    """
+    states = states_of(dtype, optimizer_bytes)
+    values = {
+        s.layers: layers,
+        s.hidden: hidden,
+        s.heads: heads,
+        s.batch: batch,
+        s.sequence: sequence,
+        s.interval: interval,
+    }
+    parameters = int(evaluate(memory.transformer_parameters(), values))
+    # The paper's formulas for activations and for the largest operator are for elements of 2 bytes.
+    widths = states.parameters / 2
+    return Workload(
+        model=f"Transformer of {layers:,} layers x {hidden:,} hidden, {heads:,} heads; batch {batch:,} x {sequence:,}",
+        dtype=dtype,
+        parameters=parameters,
+        states=states,
+        work=evaluate(efficiency.computation(), {**values, s.parameters: parameters}),
+        checkpoints=int(widths * evaluate(memory.activation_checkpoints(), values)),
+        working_states=int(widths * evaluate(memory.model_state_working_memory(), values)),
+        working_activations=int(widths * evaluate(memory.activation_working_memory(), values)),
+        recompute=True,
+    )
+
+
+def of_module(
+    model: torch.nn.Module,
+    inputs: Sequence[Any] | Mapping[str, Any],
+    *,
+    name: str,
+    optimizer_bytes: float | None = None,
+) -> Workload:
+    """A module with example inputs for one device, run forward and backward on tensors without values.
+
+    FLOP are those of matrix products and convolutions. Activations are what autograd saves; those that
+    `torch.utils.checkpoint` drops are not among them. Frozen parameters have no gradient and no optimizer states.
+
+    Raises: ConfigError: nothing in the model is trained by this call. Whatever the model raises.
+    """
+    run = _Run(model, inputs)
+    everything = list(model.parameters())
+    trained = [parameter for parameter in everything if parameter.requires_grad]
+    if not trained or not run.trains:
+        raise ConfigError(f"{name} trains nothing: no parameter requires a gradient from what the model returns")
+    count = sum(parameter.numel() for parameter in everything)
+    by_dtype: dict[str, int] = {}
+    for parameter in everything:
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        by_dtype[dtype] = by_dtype.get(dtype, 0) + parameter.numel()
+    per_parameter = lambda nbytes: nbytes / count  # noqa: E731
+    return Workload(
+        model=name,
+        dtype=max(by_dtype, key=by_dtype.__getitem__),
+        parameters=count,
+        states=StateBytes(
+            per_parameter(sum(_nbytes(one) for one in everything)),
+            per_parameter(sum(_nbytes(one) for one in trained)),
+            per_parameter(sum(one.numel() * _optimizer_bytes(one, optimizer_bytes) for one in trained)),
+        ),
+        work=run.work,
+        checkpoints=run.saved,
+        working_states=max(_nbytes(one) * (2 if one.requires_grad else 1) for one in everything),
+        working_activations=0,  # counted with what is saved: nothing is computed again in bulk
+        recompute=False,
+    )
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _optimizer_bytes(parameter: torch.Tensor, chosen: float | None) -> float:
+    return chosen or (2 if parameter.element_size() >= _FP32 else 3) * _FP32
+
+
+class _Run:
+    """One forward and backward on fake tensors: `work` in FLOP, `saved` bytes of activations, and whether it trains."""
+
+    def __init__(self, model: torch.nn.Module, inputs: Sequence[Any] | Mapping[str, Any]) -> None:
+        mode = FakeTensorMode()
+        fake = lambda tensor: _fake(tensor, mode)  # noqa: E731
+        step = _Step(model)
+        state = {name: fake(tensor) for name, tensor in (*step.named_parameters(), *step.named_buffers())}
+        arguments = tree_map_only(torch.Tensor, fake, inputs)
+        args, kwargs = ((), dict(arguments)) if isinstance(arguments, Mapping) else (tuple(arguments), {})
+        there_anyway = {_storage(t) for t in (*state.values(), *tree_iter(arguments)) if isinstance(t, torch.Tensor)}
+        with mode, FlopCounterMode(display=False) as counter:
+            self.trains = torch.func.functional_call(step, state, args, kwargs)
+        self.work = counter.get_total_flops()
+        kept = {_storage(tensor): tensor for tensor in step.saved}
+        self.saved = sum(t.untyped_storage().nbytes() for storage, t in kept.items() if storage not in there_anyway)
+
+
+class _Step(torch.nn.Module):
+    """A model whose call is a forward and a backward, so that a recomputation has the same parameters."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.saved: list[torch.Tensor] = []
+
+    def forward(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether anything that the model returns requires a gradient."""
+        with torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor):
+            results = self.model(*args, **kwargs)
+        trained = [t for t in tree_iter(results) if isinstance(t, torch.Tensor) and t.requires_grad]
+        if trained:
+            torch.autograd.backward(trained, [torch.ones_like(t) for t in trained])
+        return bool(trained)
+
+    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.saved.append(tensor)
+        return tensor
+
+
+def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A tensor without values, on the CPU if the tensor is on the meta device."""
+    device = torch.device("cpu") if tensor.is_meta else tensor.device
+    with mode:
+        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return like.requires_grad_(tensor.requires_grad)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
