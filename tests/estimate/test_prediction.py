@@ -125,6 +125,11 @@ def test_a_step_on_a_round_machine():
     assert found.days == pytest.approx(1000)
 
 
+def test_the_days_are_unknown_where_the_endurance_is():
+    found = by_preset(estimate(LOAD, replace(ROUND, nvme=replace(ROUND.nvme, endurance=None))))["infinity-nvme"]
+    assert found.days is None and found.written_per_day > 0
+
+
 def test_collectives_of_several_nodes_see_the_link_between_them():
     found = by_preset(estimate(LOAD, replace(ROUND, nodes=2)))["zero-3"]
     assert found.seconds["link"] == pytest.approx(3 * 200 * 3 / 4 / 1.0)

@@ -42,6 +42,10 @@ def test_a_file(tmp_path: Path):
     assert found.ranks == 64 and found.link == found.between_nodes
 
 
+def test_an_endurance_may_be_unknown():
+    assert hardware.parse(TEXT.replace('"56000TB"', '"unknown"'), "x").nvme.endurance is None
+
+
 def test_what_there_is_not():
     with pytest.raises(ConfigError, match=r"hardware 'dgx-3' is unknown; accepted: dgx-2, .*, or a file NAME\.toml"):
         hardware.load("dgx-3")
@@ -74,6 +78,7 @@ def test_what_there_is_not():
         ('bandwidth = "150GB/s"', "bandwidth = -3", "in_node.bandwidth=-3 is not a bandwidth"),
         ("latency = 20e-6", "latency = -20e-6", "between_nodes.latency=-2e-05 is not a positive number"),
         ("latency = 20e-6", "", "field 'between_nodes.latency' is missing; needed: bandwidth, latency"),
+        ('endurance = "56000TB"', 'endurance = "long"', "nvme.endurance='long' is not a size"),
         ('endurance = "56000TB"', "", "field 'nvme.endurance' is missing"),
     ],
 )

@@ -34,7 +34,7 @@ class Prediction:
         serial, overlapped: seconds of a step, with nothing overlapped and with all that can be.
         disk_read, disk_written: bytes per step, of all nodes.
         written_per_day: bytes per day on one node, at the overlapped rate.
-        days: until a node's drives have written what they endure; None where nothing is written.
+        days: until a node's drives have written what they endure; None where that isn't known or nothing is written.
     """
 
     preset: str
@@ -136,7 +136,6 @@ def _values(workload: Workload, hardware: Hardware) -> dict[sympy.Symbol, float]
         s.download_bandwidth: hardware.download.bandwidth,
         s.read_bandwidth: hardware.nvme.read / share,
         s.write_bandwidth: hardware.nvme.write / share,
-        s.endurance: hardware.nvme.endurance / share,
     }
 
 
@@ -159,7 +158,10 @@ def _predict(preset: str, workload: Workload, hardware: Hardware, values: Mappin
     times = step_time(moved)
     overlapped = evaluate(times.overlapped, values)
     values[s.step_seconds] = overlapped
-    writes = moved.disk_written != 0
+    endurance = hardware.nvme.endurance
+    wears = moved.disk_written != 0 and endurance is not None
+    if wears:
+        values[s.endurance] = endurance / hardware.ranks_per_node
     return Prediction(
         preset=preset,
         checkpoints=checkpoints,
@@ -171,7 +173,7 @@ def _predict(preset: str, workload: Workload, hardware: Hardware, values: Mappin
         disk_read=round(hardware.ranks * evaluate(moved.disk_read, values)),
         disk_written=round(hardware.ranks * evaluate(moved.disk_written, values)),
         written_per_day=hardware.ranks_per_node * evaluate(wear.written_per_day(moved), values),
-        days=evaluate(wear.days_to_endurance(moved), values) if writes else None,
+        days=evaluate(wear.days_to_endurance(moved), values) if wears else None,
     )
 
 

@@ -124,13 +124,13 @@ def _step(estimate: Estimate, chosen: Prediction) -> str:
 
 
 def _disk(chosen: Prediction) -> str:
-    if chosen.days is None:
+    if not chosen.disk_written:
         return f"DISK\n\nNothing is written with {chosen.preset}."
     rows = [
         ["read per step, all nodes", in_words(chosen.disk_read)],
         ["written per step, all nodes", in_words(chosen.disk_written)],
         ["written per day and node", f"{chosen.written_per_day / 1e12:,.1f} TB"],
-        ["days until the drives are worn", f"{chosen.days:,.0f}"],
+        ["days until the drives are worn", "unknown" if chosen.days is None else f"{chosen.days:,.0f}"],
     ]
     return f"DISK with {chosen.preset}, all overlapped\n\n" + _table(None, rows)
 

@@ -55,6 +55,10 @@ def _peaks(value: object, name: str) -> dict[str, float]:
     return {dtype: _number(peak, f"{name}.{dtype}") for dtype, peak in value.items()}
 
 
+def _endurance(value: object, name: str) -> int | None:
+    return None if value == "unknown" else parse_bytes(value, name)
+
+
 # A field's type, and the function that makes it of a value and the field's name, or refuses the value.
 _Bytes = Annotated[int, parse_bytes]
 _Rate = Annotated[float, parse_rate]
@@ -62,6 +66,7 @@ _Seconds = Annotated[float, _number]
 _Count = Annotated[int, _count]
 _Share = Annotated[float, _share]
 _Text = Annotated[str, _text]
+_Endurance = Annotated[int | None, _endurance]
 _Peaks = Annotated[dict[str, float], _peaks]
 
 
@@ -81,10 +86,10 @@ class Memory:
 class Disks(Memory):
     """The NVMe drives of a node together.
 
-    `endurance`: bytes that may be written before they are worn (TBW), all drives'.
+    `endurance`: bytes that may be written before they are worn (TBW), all drives'; None, in a file "unknown".
     """
 
-    endurance: _Bytes
+    endurance: _Endurance
 
 
 @dataclass(frozen=True)
