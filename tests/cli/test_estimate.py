@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,39 @@ def test_hardware_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert "\nMy box: 1 node x 16 devices" in text(capsys, *SMALL, "--hardware", str(path))
 
 
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
+    """The directories that were measured; nothing is, in truth."""
+    directories = []
+
+    def measure(store: Path) -> hardware.Hardware:
+        assert store.is_dir()
+        directories.append(store)
+        return replace(hardware.load("rtx-4090"), name="measured here")
+
+    monkeypatch.setattr("zinf_fx.cli.estimate.measure_machine", measure)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("ZINF_STORE", raising=False)
+    return directories
+
+
+def test_this_machine(capsys: pytest.CaptureFixture[str], measured: list[Path], tmp_path: Path):
+    assert main(["estimate", *SMALL, "--hardware", "this-machine"]) == 0
+    out, err = capsys.readouterr()
+    assert "\nmeasured here: 1 node x 1 device" in out
+    assert err == "zinf-fx: measuring this machine, which takes some seconds\n"
+    assert main(["estimate", *SMALL, "--hardware", "this-machine", "--store", str(tmp_path)]) == 0
+    assert measured == [tmp_path / "cache" / "zinf_fx", tmp_path]
+
+
+def test_more_of_this_machine_needs_a_link(capsys: pytest.CaptureFixture[str], measured: list[Path]):
+    options = [*SMALL, "--hardware", "this-machine", "--nodes", "2"]
+    assert main(["estimate", *options]) == 2 and measured == []
+    assert "this-machine with other nodes or devices needs --link-bandwidth" in capsys.readouterr().err
+    assert main(["estimate", *options, "--link-bandwidth", "1GB/s"]) == 0
+    assert "measured here: 2 nodes x 1 device" in capsys.readouterr().out
+
+
 # JSON
 
 
@@ -157,6 +191,7 @@ def test_the_papers_tables_as_json(capsys: pytest.CaptureFixture[str]):
         ([*SMALL, "--placement", "zero-9"], "placement='zero-9' is unknown; accepted: 'dp', 'zero-1'"),
         ([*SMALL, "--hardware", "dgx-9"], "hardware 'dgx-9' is unknown; accepted: dgx-2, dgx-a100"),
         ([*SMALL, "--hardware", "gone.toml"], "hardware file gone.toml can't be read"),
+        ([*SMALL, "--store", "/tmp"], "store='/tmp' is only for --hardware this-machine"),
         ([*SMALL, "--dtype", "bfloat16"], "NVIDIA DGX-2 has no peak for bfloat16; it has: float16, float32"),
         ([*SMALL, "--nodes", "two"], "nodes='two' is not a whole number of at least 1"),
         ([*SMALL, "--device-memory", "lots"], "device-memory='lots' is not a size"),

@@ -33,6 +33,7 @@ def measure_machine(store: Path | str) -> Hardware:
 
     Raises: StoreError.
     """
+    nvme = _disk(store)
     cuda = torch.cuda.is_available()
     device = torch.device("cuda:0" if cuda else "cpu")
     host = _memory(torch.device("cpu"), physical_memory() // (1 if cuda else 2))
@@ -47,7 +48,7 @@ def measure_machine(store: Path | str) -> Hardware:
         peak={dtype: _peak(device, getattr(torch, dtype)) for dtype in DTYPES},
         device=_memory(device, torch.cuda.get_device_properties(device).total_memory) if cuda else host,
         host=host,
-        nvme=_disk(store),
+        nvme=nvme,
         upload=upload,
         download=download,
         in_node=in_node,

@@ -1,0 +1,74 @@
+"""The measured description of this machine: whole, of the right sizes, and from the right measurements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from zinf_fx.errors import StoreError
+from zinf_fx.plan.hardware import DTYPES
+from zinf_fx.runtime import machine
+from zinf_fx.runtime.filesystem import file_system_of
+from zinf_fx.runtime.machine import measure_machine
+from zinf_fx.runtime.measure import Profile, store_profile
+from zinf_fx.runtime.tiers import physical_memory
+
+PROFILE = Profile(read=3e9, write=6e9, mixed=4e9, provider="aio", depth=8, block=4 << 20, measured_at=1.0)
+
+
+@pytest.fixture(autouse=True)
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine, "_COPIED", 1 << 20)
+    monkeypatch.setattr(machine, "_DISK_BYTES", 16 << 20)
+    monkeypatch.setattr(machine, "_SECONDS", 0.0)
+    monkeypatch.setattr(machine, "_TIMES", 1)
+
+
+def test_a_cpu_is_one_device_with_half_of_the_memory(tmp_path: Path):
+    store = tmp_path / "store"
+    store.mkdir()
+    found = measure_machine(store)
+    assert found.ranks == 1 and set(found.peak) == set(DTYPES) and all(peak > 0 for peak in found.peak.values())
+    assert found.device == found.host and 2 * found.host.capacity == pytest.approx(physical_memory(), abs=1)
+    assert found.upload == found.download == found.in_node == found.between_nodes
+    assert found.upload.bandwidth == found.host.read and 0 < found.upload.latency < 1
+    assert found.nvme.read > 0 and found.nvme.write > 0 and found.nvme.endurance is None
+    assert 0 < found.nvme.capacity <= file_system_of(store).total
+    assert not list(store.iterdir())
+
+
+def test_a_stored_profile_stands_for_the_disk(tmp_path: Path):
+    store_profile(tmp_path, PROFILE)
+    found = measure_machine(tmp_path)
+    assert (found.nvme.read, found.nvme.write) == (PROFILE.read, PROFILE.write)
+
+
+def test_rates_count_what_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Every measurement takes half a second: a copy reads and writes each byte, a product has 2 n³ FLOP."""
+    monkeypatch.setattr(machine, "_fastest", lambda work, device: 0.5)
+    store_profile(tmp_path, PROFILE)
+    found = measure_machine(tmp_path)
+    assert found.host.read == found.host.write == 2 * (1 << 20) / 0.5
+    assert set(found.peak.values()) == {2 * 512**3 / 0.5}
+    assert found.upload.latency == 0.5
+
+
+def test_the_fastest_of_several_runs_counts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(machine, "_TIMES", 3)
+    now = [0.0]
+    durations = iter((5.0, 2.0, 4.0))
+
+    def work() -> None:
+        now[0] += next(durations)
+
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: now[0])
+    assert machine._fastest(work, torch.device("cpu")) == 2.0
+
+
+def test_a_store_that_isnt_there(tmp_path: Path):
+    with pytest.raises(StoreError, match="gone"):
+        measure_machine(tmp_path / "gone")
