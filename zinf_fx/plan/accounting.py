@@ -149,8 +149,8 @@ def traffic(plan: Plan, graph: GraphSchedule) -> Traffic:
         host_to_device=sum(_shard(plan, t.nbytes) for t in uploads if t.tier != "device"),
         device_to_host=sum(_shard(plan, t.nbytes) for t in offloads if t.gradient_tier != "device")
         + sum(_shard(plan, t.nbytes) for t in leaving),
-        host_to_nvme=sum(_stored(plan, t) for t in offloads if t.gradient_tier == "nvme")
-        + sum(_stored(plan, t) for t in leaving if t.tier == "nvme"),
+        host_to_nvme=sum(bytes_stored(plan, t) for t in offloads if t.gradient_tier == "nvme")
+        + sum(bytes_stored(plan, t) for t in leaving if t.tier == "nvme"),
     )
 
 
@@ -201,10 +201,10 @@ def _is_there(plan: Plan, graph: GraphSchedule, event: Event, held: set[int]) ->
 
 def bytes_read(plan: Plan, tile: Tile) -> int:
     """Bytes that a fetch of the tile reads: none for a tile that lives in memory."""
-    return _stored(plan, tile) if tile.tier == "nvme" else 0
+    return bytes_stored(plan, tile) if tile.tier == "nvme" else 0
 
 
-def _stored(plan: Plan, tile: Tile) -> int:
+def bytes_stored(plan: Plan, tile: Tile) -> int:
     """Bytes of the blocks that the tile lies in: its ends may share them with its neighbours."""
     first = tile.start * tile.dtype.itemsize % _BLOCK
     return blocks(first + _shard(plan, tile.nbytes))

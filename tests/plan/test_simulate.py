@@ -1,0 +1,308 @@
+"""Simulated time, against timelines worked out by hand; and the invariants of any simulation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zinf_fx import Config
+from zinf_fx.cli.target import build
+from zinf_fx.errors import PlanError
+from zinf_fx.explain import plans_of
+from zinf_fx.plan.accounting import Traffic, phases
+from zinf_fx.plan.event_graph import RESOURCES, Job, event_graph
+from zinf_fx.plan.hardware import Disks, Hardware, Link, Memory
+from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, Operator, Plan, Tile
+from zinf_fx.plan.simulate import Simulation, simulate, simulate_plan
+
+# Jobs
+
+
+def timeline(simulation: Simulation) -> dict[str, tuple[float, float]]:
+    return {job.name: (t.start, t.end) for job, t in zip(simulation.jobs, simulation.timings, strict=True)}
+
+
+def names(simulation: Simulation, indices: list[int]) -> list[str]:
+    return [simulation.jobs[index].name for index in indices]
+
+
+def test_a_resource_serves_in_the_order_in_which_jobs_become_ready():
+    """c comes first in the program, but b is ready first; a and d are ready at once, and a comes first."""
+    jobs = (
+        Job("a", "disk", 3.0),
+        Job("slow", "compute", 5.0),
+        Job("c", "disk", 1.0, after=(1,)),
+        Job("quick", "link", 4.0),
+        Job("b", "disk", 2.0, after=(3,)),
+        Job("d", "disk", 0.5),
+    )
+    found = simulate(jobs)
+    assert timeline(found) == {
+        "a": (0, 3),
+        "d": (3, 3.5),
+        "b": (4, 6),
+        "c": (6, 7),
+        "slow": (0, 5),
+        "quick": (0, 4),
+    }
+    assert names(found, found.critical_path) == ["quick", "b", "c"]
+    assert found.critical_seconds == {"compute": 0, "link": 4, "upload": 0, "download": 0, "disk": 3}
+    assert found.busy["disk"] == 6.5 and found.utilisation["compute"] == 5 / 7 and found.utilisation["upload"] == 0
+
+
+def test_jobs_that_end_together_release_before_anything_starts():
+    jobs = (
+        Job("x", "link", 1.0),
+        Job("y", "upload", 1.0),
+        Job("second", "disk", 1.0, (0,)),
+        Job("first", "disk", 1.0, (1,)),
+    )
+    assert timeline(simulate(jobs))["second"] == (1, 2)  # it stands first in the program
+
+
+def test_nothing_and_nothing_to_do():
+    assert simulate(()).seconds == 0 and simulate(()).critical_path == [] and simulate(()).stalls() == []
+    found = simulate((Job("a", "compute", 0.0), Job("b", "compute", 0.0, (0,))))
+    assert found.seconds == 0 and found.utilisation["compute"] == 0
+
+
+def test_a_circle_is_named():
+    with pytest.raises(PlanError, match="'a' can't be simulated: what it waits for waits for it"):
+        simulate((Job("a", "compute", 1.0, (1,)), Job("b", "disk", 1.0, (0,))))
+
+
+@st.composite
+def job_lists(draw: st.DrawFn) -> list[Job]:
+    count = draw(st.integers(1, 12))
+    return [
+        Job(
+            str(index),
+            draw(st.sampled_from(RESOURCES)),
+            draw(st.integers(0, 5)) / 2,
+            tuple(draw(st.sets(st.integers(0, index - 1), max_size=3))) if index else (),
+        )
+        for index in range(count)
+    ]
+
+
+@given(job_lists())
+def test_what_holds_for_any_jobs(jobs: list[Job]):
+    found = simulate(jobs)
+    runs = list(zip(found.jobs, found.timings, strict=True))
+    for job, timing in runs:
+        assert timing.end - timing.start == job.seconds
+        ready = max((found.timings[before].end for before in job.after), default=0.0)
+        assert timing.start >= ready
+        assert timing.start == (0.0 if timing.cause is None else found.timings[timing.cause].end)
+    for resource in RESOURCES:
+        served = sorted((t.start, t.end) for job, t in runs if job.resource == resource)
+        assert all(one[1] <= other[0] for one, other in pairwise(served))
+    assert sum(found.critical_seconds.values()) == found.seconds
+    idle = sum(stall.seconds for stall in found.stalls())
+    computing = [t.end for job, t in runs if job.resource == "compute"]
+    assert idle + found.busy["compute"] == max(computing, default=0.0)
+    for stall in found.stalls():
+        assert sum(seconds for _, seconds in stall.waited_for) == stall.seconds
+
+
+# Plans. One rank; a tile is 4096 bytes: 1 s from the disk, half a second up to the device.
+
+BLOCK = 4096
+ONE = Hardware(
+    name="one",
+    nodes=1,
+    ranks_per_node=1,
+    achievable=1.0,
+    peak={"float32": 1.0},
+    device=Memory(1 << 30, 1e12, 1e12),
+    host=Memory(1 << 30, 6 * BLOCK, 12 * BLOCK),
+    nvme=Disks(1 << 30, BLOCK, BLOCK / 2, None),
+    upload=Link(4 * BLOCK, 0.25),
+    download=Link(BLOCK, 0.0),
+    in_node=Link(BLOCK, 0.0),
+    between_nodes=Link(BLOCK, 0.0),
+)
+JOURNEY = ("fetch", "upload", "allgather")
+
+
+def inference(
+    head: tuple[int, ...], starts: dict[int, tuple[int, ...]], tier: str = "nvme", world_size: int = 1
+) -> Plan:
+    """Three operators that need a tile each; `head` and `starts` say which tiles' journeys begin where."""
+    tiles = tuple(Tile(i, f"w{i}", (BLOCK // 4,), torch.float32, tier, None) for i in range(3))
+    events = [Event(kind, tile, HEAD) for tile in head for kind in JOURNEY]
+    for operator in range(3):
+        events += [Event(kind, tile, operator) for tile in starts.get(operator, ()) for kind in JOURNEY]
+        events += [Event("wait", operator, operator), Event("release", operator, operator)]
+    operators = tuple(Operator(i, "mm", 1) for i in range(3))
+    graph = GraphSchedule("inference", tiles, operators, tuple(events))
+    return Plan((graph,), Config(placement={"parameters": tier}), world_size=world_size)
+
+
+TWO_SECONDS = {("inference", operator): 2.0 for operator in range(3)}
+ON_DEMAND = inference((), {0: (0,), 1: (1,), 2: (2,)})
+ONE_AHEAD = inference((0,), {0: (1,), 1: (2,)})
+
+
+def test_without_prefetch_every_transfer_is_waited_for():
+    found = simulate_plan(ON_DEMAND, ONE, TWO_SECONDS)
+    assert found.seconds == 3 * (1 + 0.5 + 2)
+    assert timeline(found)["inference 1"] == (5, 7)
+    assert [(stall.before, stall.seconds) for stall in found.stalls()] == [(f"inference {i}", 1.5) for i in range(3)]
+    assert len(found.critical_path) == len(found.jobs) == 9
+
+
+def test_one_operator_ahead_hides_what_is_shorter_than_it():
+    found = simulate_plan(ONE_AHEAD, ONE, TWO_SECONDS)
+    assert timeline(found) == {
+        "fetch w0": (0, 1),
+        "upload w0": (1, 1.5),
+        "fetch w1": (1, 2),
+        "upload w1": (2, 2.5),
+        "inference 0": (1.5, 3.5),
+        "inference 1": (3.5, 5.5),
+        "fetch w2": (3.5, 4.5),
+        "upload w2": (4.5, 5),
+        "inference 2": (5.5, 7.5),
+    }
+    assert found.utilisation["compute"] == 6 / 7.5
+
+
+def test_a_slow_disk_is_the_critical_path():
+    """3 s per tile: fetches follow each other, and compute waits for half a second of each, and for the upload."""
+    slow = replace(ONE, nvme=replace(ONE.nvme, read=BLOCK / 3))
+    found = simulate_plan(ONE_AHEAD, slow, TWO_SECONDS)
+    assert found.seconds == 11.5
+    assert names(found, found.critical_path) == ["fetch w0", "fetch w1", "fetch w2", "upload w2", "inference 2"]
+    assert found.critical_seconds == {"compute": 2, "link": 0, "upload": 0.5, "download": 0, "disk": 9}
+    first, second, third = found.stalls()
+    assert [(job.name, seconds) for job, seconds in first.waited_for] == [("fetch w0", 3), ("upload w0", 0.5)]
+    assert [(job.name, seconds) for job, seconds in second.waited_for] == [("fetch w1", 0.5), ("upload w1", 0.5)]
+    assert (third.before, third.seconds) == ("inference 2", 1)
+
+
+def test_tiles_in_host_memory_are_not_fetched_and_on_the_device_not_moved():
+    assert simulate_plan(inference((), {0: (0,), 1: (1,), 2: (2,)}, "host"), ONE, TWO_SECONDS).seconds == 7.5
+    assert simulate_plan(inference((), {0: (0,), 1: (1,), 2: (2,)}, "device"), ONE, TWO_SECONDS).seconds == 6
+
+
+def test_what_stays_in_memory_is_not_moved():
+    graph = ON_DEMAND.graphs[0]
+    events = tuple(replace(e, resident=e.tile == 1 and e.kind != "wait") for e in graph.events)
+    found = simulate_plan(replace(ON_DEMAND, graphs=(replace(graph, events=events),)), ONE, TWO_SECONDS)
+    assert found.seconds == 2 * 3.5 + 2
+
+
+# Training. Two ranks; a tile is 8192 bytes, half of it on each. Per rank and half tile: 1 s from the disk, 2 s to it,
+# 1 s up, 2 s down, and 1 s for what the other rank sends.
+
+TWO = replace(
+    ONE,
+    ranks_per_node=2,
+    host=Memory(1 << 30, 12 * BLOCK, 12 * BLOCK),
+    nvme=Disks(1 << 30, 2 * BLOCK, BLOCK, None),
+    upload=Link(BLOCK, 0.0),
+    download=Link(BLOCK / 2, 0.0),
+)
+SECONDS = {("forward", 0): 1.0, ("backward", 0): 2.0}
+
+
+def training(gradient_tier: str = "nvme", turn: bool = False) -> Plan:
+    """One operator each way."""
+    tile = Tile(0, "w", (BLOCK,), torch.bfloat16, "nvme", None)
+    trained = replace(tile, gradient_tier=gradient_tier)
+    operators = (Operator(0, "mm", 1),)
+    there = [Event(kind, 0, HEAD) for kind in JOURNEY]
+    ahead = [Event(kind, 0, 0, turn=True) for kind in JOURNEY] if turn else []
+    forward = (*there, *ahead, Event("wait", 0, 0), Event("release", 0, 0))
+    backward = (
+        *there,
+        Event("wait", 0, 0),
+        Event("release", 0, 0),
+        Event("reduce_scatter", 0, 0),
+        Event("offload", 0, 0),
+    )
+    graphs = (
+        GraphSchedule("forward", (tile,), operators, forward),
+        GraphSchedule("backward", (trained,), operators, backward),
+    )
+    config = Config(placement={"parameters": "nvme", "gradients": gradient_tier, "optimizer": "nvme"})
+    return Plan(graphs, config, world_size=2)
+
+
+def test_a_training_step():
+    """Per rank, states are 6 half tiles, and gradients and parameters one: 7 s to read and 14 s to write."""
+    found = simulate_plan(training(), TWO, SECONDS)
+    assert timeline(found) == {
+        "fetch w": (4, 5),  # the second time, for backward
+        "upload w": (5, 6),
+        "allgather w": (6, 7),
+        "forward 0": (3, 4),
+        "backward 0": (7, 9),
+        "reduce_scatter w": (9, 10),
+        "offload w": (10, 12),
+        "write w": (12, 14),
+        "update": (14, 16),  # 6 half tiles read and written at 6 per second each
+        "states": (14, 35),
+    }
+    assert found.stalls()[-1].before == "update"
+    assert [job.name for job, _ in found.stalls()[-1].waited_for] == ["reduce_scatter w", "offload w", "write w"]
+
+
+def test_gradients_in_host_memory_are_not_written():
+    found = simulate_plan(training("host"), TWO, SECONDS)
+    assert "write w" not in timeline(found) and timeline(found)["states"] == (12, 12 + 6 + 14)
+
+
+def test_the_turn_starts_what_backward_begins_with():
+    """Forward still has the tile, so nothing is read again; it is uploaded once more while forward computes."""
+    found = simulate_plan(training(turn=True), TWO, SECONDS)
+    assert [job.name for job in found.jobs].count("fetch w") == 1
+    times = timeline(found)
+    assert (times["fetch w"], times["forward 0"]) == ((0, 1), (3, 4))
+    assert (times["upload w"], times["allgather w"], times["backward 0"]) == ((3, 4), (4, 5), (5, 7))
+
+
+# A captured plan
+
+ROOT = Path(__file__).parents[2]
+# One byte per second everywhere, so that seconds of work are bytes moved.
+UNIT = replace(
+    ONE,
+    nvme=Disks(1 << 30, 1.0, 1.0, None),
+    upload=Link(1.0, 0.0),
+    download=Link(1.0, 0.0),
+)
+
+
+@pytest.mark.parametrize("placement", ["nvme", "infinity-nvme", "infinity-cpu", "zero-offload"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"residency": False}, {"prefetch": None, "residency": False}, {"device_memory": "2MiB"}, {"tile": "64KiB"}],
+    ids=str,
+)
+def test_a_captured_plan_moves_the_bytes_that_its_accounting_says(placement: str, options: dict[str, object]):
+    model, inputs = build(f"{ROOT / 'examples' / 'gpt.py'}:small")
+    (plan,) = plans_of(model, inputs, placement=placement, **options)
+    compute = {(graph.kind, operator.index): 1.0 for graph in plan.graphs for operator in graph.operators}
+    busy = simulate_plan(plan, UNIT, compute).busy
+    moved = sum((traffic for _, traffic in phases(plan)), Traffic())
+    assert (busy["disk"], busy["upload"], busy["download"], busy["link"]) == (
+        moved.nvme,
+        moved.host_to_device,
+        moved.device_to_host,
+        0,
+    )
+
+
+def test_plans_and_machines_must_belong_together():
+    with pytest.raises(PlanError, match="the plan is for 2 ranks and one has 1: plan for as many"):
+        event_graph(training(), ONE, SECONDS)
+    with pytest.raises(PlanError, match="operator 0 of the backward graph has no seconds to simulate it with"):
+        event_graph(training(), TWO, {("forward", 0): 1.0})

@@ -1,0 +1,194 @@
+"""A plan's event graph: what one rank computes and moves in a step, and what each must wait for.
+
+An operator computes when the one before it is done and its tiles are there. Its transfers are started when the program
+comes to it, so they run beside it; a reduce-scatter starts when the operator has computed the gradient. What is in
+memory already is not moved: it has no job, and nothing waits for it. All ranks do the same at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from zinf_fx.errors import PlanError
+from zinf_fx.plan.accounting import (
+    STATE_BYTES,
+    bytes_read,
+    bytes_stored,
+    optimizer_traffic,
+    started_by_turn,
+    tiles_of,
+)
+from zinf_fx.plan.hardware import Hardware, Link, Memory
+from zinf_fx.plan.schedule import HEAD, Event, EventKind, GraphKind, GraphSchedule, Plan, Tile
+
+Resource = Literal["compute", "link", "upload", "download", "disk"]
+RESOURCES: tuple[Resource, ...] = ("compute", "link", "upload", "download", "disk")
+
+# Seconds of each operator of each graph.
+Compute = Mapping[tuple[GraphKind, int], float]
+
+
+@dataclass(frozen=True)
+class Job:
+    """So many seconds of one resource, when the jobs of these indices are done."""
+
+    name: str
+    resource: Resource
+    seconds: float
+    after: tuple[int, ...] = ()
+
+
+def event_graph(plan: Plan, hardware: Hardware, compute: Compute) -> list[Job]:
+    """The jobs of a step in its steady state, in the order in which the program comes to them.
+
+    Args:
+        compute: seconds of every operator.
+
+    Raises: PlanError: the plan is for another number of ranks, or an operator has no seconds.
+    """
+    if plan.world_size != hardware.ranks:
+        raise PlanError(
+            f"the plan is for {plan.world_size} ranks and {hardware.name} has {hardware.ranks}: "
+            "plan for as many, or describe a machine with as many"
+        )
+    builder = _Builder(plan, hardware, compute)
+    for graph in plan.graphs:
+        builder.add_graph(graph)
+    if any(graph.kind == "backward" for graph in plan.graphs):
+        builder.add_optimizer()
+    return builder.jobs
+
+
+class _Builder:
+    """Jobs so far, and what those to come wait for."""
+
+    def __init__(self, plan: Plan, hardware: Hardware, compute: Compute) -> None:
+        self.jobs: list[Job] = []
+        self._plan, self._hardware, self._compute = plan, hardware, compute
+        self._program: tuple[int, ...] = ()  # the operator before
+        self._coming: dict[str, tuple[int, ...]] = {}  # by a tile's label, the job that brings it
+        self._turn: dict[str, tuple[int, ...]] = {}  # the same for what forward starts for backward
+        self._leaving: dict[str, tuple[int, ...]] = {}  # by a tile's label, the job that moved its gradient last
+
+    def add_graph(self, graph: GraphSchedule) -> None:
+        """Every operator, and the transfers that start with it."""
+        under_way = {kind: started_by_turn(self._plan, graph, kind) for kind in ("fetch", "upload", "allgather")}
+        self._coming = dict(self._turn) if graph.kind == "backward" else {}
+        held: set[int] = set()
+        for operator in (HEAD, *(one.index for one in graph.operators)):
+            computed: list[Event] = []
+            waits: list[int] = []
+            for event in graph.at(operator):
+                tile = graph.tiles[event.tile]
+                if event.kind == "wait":
+                    waits += self._coming.get(tile.label, ())
+                elif event.kind == "reduce_scatter":
+                    computed.append(event)
+                elif event.kind == "offload":
+                    if not any(one.tile == event.tile for one in computed):
+                        self._offload(tile)
+                    else:
+                        computed.append(event)  # of a gradient that this operator computes
+                elif event.kind == "release":
+                    held.discard(tile.index)
+                elif not (operator == HEAD and tile.label in under_way[event.kind]):
+                    self._bring(event, tile, held=event.turn and event.tile in held)
+                    if event.kind == "fetch" and not event.turn:
+                        held.add(tile.index)
+            if operator != HEAD:
+                self._operator(graph.kind, operator, waits)
+            for event in computed:
+                tile = graph.tiles[event.tile]
+                self._reduce(tile) if event.kind == "reduce_scatter" else self._offload(tile)
+
+    def add_optimizer(self) -> None:
+        """Adam's step, when all gradients are there: states pass through memory while the disk moves the others."""
+        after = (*self._program, *(job for jobs in self._leaving.values() for job in jobs))
+        share = self._hardware.ranks_per_node
+        on_device = self._plan.config.placement.optimizer == "device"
+        memory = self._hardware.device if on_device else self._hardware.host
+        states = sum(
+            (2 if tile.dtype.itemsize >= STATE_BYTES else 3) * STATE_BYTES * tile.nbytes // tile.dtype.itemsize
+            for tile in tiles_of(self._plan).values()
+            if tile.gradient_tier is not None
+        )
+        moved = self._shard(states) * (1 / memory.read + 1 / memory.write) * (1 if on_device else share)
+        self._add("update", "compute", moved, after)
+        traffic = optimizer_traffic(self._plan)
+        nvme = self._hardware.nvme
+        seconds = self._disk(nvme, traffic.nvme_to_host, 0) + self._disk(nvme, 0, traffic.host_to_nvme)
+        if seconds:
+            self._add("states", "disk", seconds, after)
+
+    # -- one event -----------------------------------------------------------------------------------------------------
+
+    def _operator(self, graph: GraphKind, operator: int, waits: list[int]) -> None:
+        if (graph, operator) not in self._compute:
+            raise PlanError(f"operator {operator} of the {graph} graph has no seconds to simulate it with")
+        seconds = self._compute[graph, operator]
+        self._program = (self._add(f"{graph} {operator}", "compute", seconds, (*self._program, *waits)),)
+
+    def _bring(self, event: Event, tile: Tile, held: bool) -> None:
+        """One stage of a tile's way to the device, after the stage before it.
+
+        `held`: the forward graph, which starts it for backward, has fetched the tile for itself and still has it.
+        """
+        coming = self._turn if event.turn else self._coming
+        before = coming.get(tile.label, ())
+        if event.kind == "fetch":
+            before = self._coming.get(tile.label, ()) if held else ()
+        there = event.resident or (held and event.kind == "fetch")
+        seconds = 0.0 if there else self._seconds(event.kind, tile)
+        if not seconds:
+            coming[tile.label] = before
+            return
+        resource: Resource = {"fetch": "disk", "upload": "upload", "allgather": "link"}[event.kind]
+        coming[tile.label] = (self._add(f"{event.kind} {tile.label}", resource, seconds, (*self._program, *before)),)
+
+    def _seconds(self, kind: EventKind, tile: Tile) -> float:
+        hardware = self._hardware
+        if kind == "fetch":
+            return self._disk(hardware.nvme, bytes_read(self._plan, tile), 0)
+        if kind == "upload":
+            return _over(hardware.upload, self._shard(tile.nbytes)) if tile.tier != "device" else 0.0
+        return _over(hardware.link, tile.nbytes - self._shard(tile.nbytes))
+
+    def _reduce(self, tile: Tile) -> None:
+        """The gradient of the operator that computed last."""
+        self._leaving[tile.label] = self._program
+        if seconds := _over(self._hardware.link, tile.nbytes - self._shard(tile.nbytes)):
+            job = self._add(f"reduce_scatter {tile.label}", "link", seconds, self._program)
+            self._leaving[tile.label] = (job,)
+
+    def _offload(self, tile: Tile) -> None:
+        """To host memory, and on to the disk."""
+        if tile.gradient_tier in ("device", None):
+            return
+        shard = self._shard(tile.nbytes)
+        job = self._add(
+            f"offload {tile.label}",
+            "download",
+            _over(self._hardware.download, shard),
+            (*self._program, *self._leaving.get(tile.label, ())),
+        )
+        if tile.gradient_tier == "nvme":
+            seconds = self._disk(self._hardware.nvme, 0, bytes_stored(self._plan, tile))
+            job = self._add(f"write {tile.label}", "disk", seconds, (job,))
+        self._leaving[tile.label] = (job,)
+
+    def _disk(self, nvme: Memory, read: int, written: int) -> float:
+        """This rank's share of the node's drives."""
+        return (read / nvme.read + written / nvme.write) * self._hardware.ranks_per_node
+
+    def _shard(self, nbytes: int) -> int:
+        return -(-nbytes // self._plan.world_size)
+
+    def _add(self, name: str, resource: Resource, seconds: float, after: tuple[int, ...]) -> int:
+        self.jobs.append(Job(name, resource, seconds, tuple(dict.fromkeys(after))))
+        return len(self.jobs) - 1
+
+
+def _over(link: Link, nbytes: int) -> float:
+    return link.latency + nbytes / link.bandwidth if nbytes else 0.0
