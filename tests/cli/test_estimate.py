@@ -80,7 +80,7 @@ def test_a_target(capsys: pytest.CaptureFixture[str]):
     assert found["workload"]["parameters"] == 842_496 and found["workload"]["dtype"] == "float32"
     assert found["states"] == {"parameters": 4 * 842_496, "gradients": 4 * 842_496, "optimizer": 8 * 842_496}
     assert found["chosen"] == "infinity-nvme"
-    assert "activations kept for backward" in text(capsys, GPT)
+    assert "activations that backward needs" in text(capsys, GPT)
 
 
 def test_options_of_the_model(capsys: pytest.CaptureFixture[str]):

@@ -47,7 +47,7 @@ def _states(estimate: Estimate) -> str:
     rows = [[state, f"{getattr(per_parameter, state):.3g}", in_words(n)] for state, n in estimate.states.items()]
     rows.append(["together", f"{per_parameter.total:.3g}", in_words(sum(estimate.states.values()))])
     workload = estimate.workload
-    kept = "activation checkpoints" if workload.recompute else "activations kept for backward"
+    kept = "activation checkpoints" if workload.recompute else "activations that backward needs"
     working = workload.working_states + workload.working_activations
     return (
         f"MODEL STATES: {workload.parameters:,} parameters\n\n"
@@ -75,7 +75,7 @@ def _placements(estimate: Estimate) -> str:
     lines = ["PLACEMENTS: bytes on each device, and in each node's host memory and NVMe", ""]
     lines += [_table(heads, rows, left=(0, 4)), ""]
     if any(one.fits and one.checkpoints == "host" for one in estimate.predictions):
-        lines.append("*: with activation checkpoints in host memory.")
+        lines.append("*: with activations in host memory; zinf_fx keeps them on the device so far.")
     if first := next((one.preset for one in estimate.predictions if one.fits), None):
         lines.append(f"The first to fit is {first}; those after it move more.")
         lines.append("TFLOP/s per device: with nothing overlapped, and with all that can be.")
