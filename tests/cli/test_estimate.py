@@ -157,7 +157,7 @@ def test_json_has_what_the_text_has(capsys: pytest.CaptureFixture[str]):
     found = data(capsys, *TRILLION, "--efficiency", "0.5")
     assert found["chosen"] == "nvme"
     (chosen,) = [one for one in found["predictions"] if one["preset"] == "nvme"]
-    assert chosen["fits"] and chosen["exceeded"] == [] and chosen["checkpoints"] == "host"
+    assert chosen["fits"] and chosen["fit"]["exceeded"] == [] and chosen["fit"]["checkpoints"] == "host"
     assert chosen["flops_serial"] * chosen["serial"] == pytest.approx(found["workload"]["work"])
     assert chosen["disk_written"] == 16 * 1_006_632_960_000  # all of the states
     assert {tuple(need["bandwidths"]) for need in found["needs"]} == {("0.5",)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -52,10 +53,10 @@ def test_the_largest_models_of_figure_6a(
 def test_models_of_section_5_1_1_and_figure_1():
     """Model states of 100T parameters in 96 nodes; a trillion parameters per node in 32."""
     huge = by_preset(estimate(transformer(315, 160 << 10, 1024, optimizer_bytes=16), replace(DGX_2, nodes=96)))
-    assert huge["nvme"].memory["nvme"] * 96 == 240 * 315 * (160 << 10) ** 2
-    assert "nvme" not in huge["nvme"].exceeded
+    assert huge["nvme"].fit.memory["nvme"] * 96 == 240 * 315 * (160 << 10) ** 2
+    assert "nvme" not in huge["nvme"].fit.exceeded
     many = by_preset(estimate(transformer(256, 102400, 1024), replace(DGX_2, nodes=32)))
-    assert "nvme" not in many["nvme"].exceeded and "host" in many["infinity-cpu"].exceeded
+    assert "nvme" not in many["nvme"].fit.exceeded and "host" in many["infinity-cpu"].fit.exceeded
 
 
 def test_the_first_to_fit_is_chosen_unless_one_is_asked_for():
@@ -69,11 +70,26 @@ def test_the_first_to_fit_is_chosen_unless_one_is_asked_for():
 
 def test_checkpoints_leave_the_device_only_when_they_must_and_parameters_do():
     few, many = (by_preset(estimate(transformer(62, 8192, 64, batch), DGX_2)) for batch in (1, 26))
-    assert {one.checkpoints for one in few.values()} == {"device"}
-    assert many["infinity-nvme"].checkpoints == "host" and many["zero-3"].checkpoints == "device"
+    assert {one.fit.checkpoints for one in few.values()} == {"device"}
+    assert many["infinity-nvme"].fit.checkpoints == "host" and many["zero-3"].fit.checkpoints == "device"
     one, other = few["infinity-nvme"], many["infinity-nvme"]
     kept = 2 * 26 * 1024 * 8192 * 62
-    assert other.memory["host"] == one.memory["host"] + 16 * kept
+    assert other.fit.memory["host"] == one.fit.memory["host"] + 16 * kept
+
+
+def test_the_largest_operator_is_tiled_when_it_must_be():
+    """A layer of 64K on a device with 2 GB to work in, as in figure 6b: without tiles the limit is 8K."""
+    wide, narrow = transformer(1, 64 << 10, 32), transformer(1, 8 << 10, 16)
+    device = replace(DGX_2.device, capacity=2 << 30)
+    machine = replace(DGX_2, device=device)
+    assert by_preset(estimate(narrow, machine))["infinity-cpu"].fit.tiles == 1
+    found = by_preset(estimate(wide, machine))["infinity-cpu"].fit
+    kept = wide.working_activations
+    assert found.tiles == math.ceil(wide.working_states / ((2 << 30) - kept)) == 69
+    assert found.memory["device"] <= 2 << 30 and "device" not in found.exceeded
+    assert by_preset(estimate(wide, machine))["dp"].fit.tiles == 1  # the device must hold all parameters anyway
+    tiny = by_preset(estimate(wide, replace(machine, device=replace(device, capacity=kept))))["infinity-cpu"].fit
+    assert tiny.tiles == 1 and "device" in tiny.exceeded
 
 
 # Time, on a machine whose figures are round. Of one device: 10 FLOP/s; 1000 bytes of each state's unit below.
@@ -107,7 +123,7 @@ LOAD = Workload(
 
 def test_a_step_on_a_round_machine():
     found = by_preset(estimate(LOAD, ROUND))["infinity-nvme"]
-    assert found.memory == {"device": 0, "host": 200, "nvme": 200 + 1200}
+    assert found.fit.memory == {"device": 0, "host": 200, "nvme": 200 + 1200}
     assert found.seconds == pytest.approx(
         {
             "compute": 100.0,

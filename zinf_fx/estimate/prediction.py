@@ -9,12 +9,13 @@ import sympy
 
 from zinf_fx.analysis import efficiency, wear
 from zinf_fx.analysis import symbols as s
-from zinf_fx.analysis.partitioning import PARTITIONED, STATES, on_tier, per_device
+from zinf_fx.analysis.partitioning import PARTITIONED, STATES, per_device
 from zinf_fx.analysis.step_time import step_time
 from zinf_fx.analysis.symbols import evaluate
 from zinf_fx.analysis.traffic import traffic
-from zinf_fx.config import PRESETS, TIERS, Tier
+from zinf_fx.config import PRESETS
 from zinf_fx.errors import ConfigError
+from zinf_fx.estimate.fitting import Fit, fit
 from zinf_fx.estimate.workload import Workload
 from zinf_fx.plan.hardware import Hardware, Memory
 
@@ -27,9 +28,7 @@ class Prediction:
 
     Attributes:
         preset: its name.
-        checkpoints: where activation checkpoints wait: on the device, or in host memory if only so it fits.
-        memory: bytes on each tier: of one device, of one node's host memory, of one node's NVMe.
-        exceeded: the tiers that are too small.
+        fit: what it puts where.
         seconds: of each part of a step: compute, the links, and the optimizer's step.
         serial, overlapped: seconds of a step, with nothing overlapped and with all that can be.
         disk_read, disk_written: bytes per step, of all nodes.
@@ -38,9 +37,7 @@ class Prediction:
     """
 
     preset: str
-    checkpoints: Tier
-    memory: Mapping[Tier, int]
-    exceeded: tuple[Tier, ...]
+    fit: Fit
     seconds: Mapping[str, float]
     serial: float
     overlapped: float
@@ -52,7 +49,7 @@ class Prediction:
     @property
     def fits(self) -> bool:
         """Every tier is large enough."""
-        return not self.exceeded
+        return not self.fit.exceeded
 
 
 @dataclass(frozen=True)
@@ -153,8 +150,8 @@ def _both_ways(memory: Memory) -> float:
 
 def _predict(preset: str, workload: Workload, hardware: Hardware, values: Mapping[sympy.Symbol, float]) -> Prediction:
     values = {**values, s.update_bandwidth: _update_bandwidth(preset, hardware)}
-    checkpoints, memory, exceeded = _placed(preset, workload, hardware, values)
-    moved = traffic(preset, recompute=workload.recompute, checkpoints=checkpoints)
+    placed = fit(preset, workload, hardware, values)
+    moved = traffic(preset, recompute=workload.recompute, checkpoints=placed.checkpoints)
     times = step_time(moved)
     overlapped = evaluate(times.overlapped, values)
     values[s.step_seconds] = overlapped
@@ -164,9 +161,7 @@ def _predict(preset: str, workload: Workload, hardware: Hardware, values: Mappin
         values[s.endurance] = endurance / hardware.ranks_per_node
     return Prediction(
         preset=preset,
-        checkpoints=checkpoints,
-        memory=memory,
-        exceeded=exceeded,
+        fit=placed,
         seconds={part: evaluate(getattr(times, part), values) for part in _PARTS},
         serial=evaluate(times.serial, values),
         overlapped=overlapped,
@@ -175,31 +170,6 @@ def _predict(preset: str, workload: Workload, hardware: Hardware, values: Mappin
         written_per_day=hardware.ranks_per_node * evaluate(wear.written_per_day(moved), values),
         days=evaluate(wear.days_to_endurance(moved), values) if wears else None,
     )
-
-
-def _placed(
-    preset: str, workload: Workload, hardware: Hardware, values: Mapping[sympy.Symbol, float]
-) -> tuple[Tier, dict[Tier, int], tuple[Tier, ...]]:
-    """Where checkpoints go, what is on each tier then, and which tiers that exceeds.
-
-    ZeRO-Infinity's placements offload checkpoints to host memory when they don't fit on the device (sections 5.1.2 and
-    7.1). Working memory is that of one operator and of the activations between checkpoints (section 3); of the
-    operator, where the device doesn't hold all parameters anyway.
-    """
-    per_node = {"device": 1, "host": hardware.ranks_per_node, "nvme": hardware.ranks_per_node}
-    whole = "parameters" not in PARTITIONED[preset] and PRESETS[preset].parameters == "device"
-    working = workload.working_activations + (0 if whole else workload.working_states)
-    states = {tier: per_node[tier] * evaluate(on_tier(preset, tier), values) for tier in TIERS}
-    capacity = {tier: getattr(hardware, tier).capacity for tier in TIERS}
-    choices: tuple[Tier, ...] = ("device",) if PRESETS[preset].parameters == "device" else ("device", "host")
-    for checkpoints in choices:
-        memory = {tier: round(nbytes) for tier, nbytes in states.items()}
-        memory["device"] += working
-        memory[checkpoints] += per_node[checkpoints] * workload.checkpoints
-        exceeded = tuple(tier for tier in TIERS if memory[tier] > capacity[tier])
-        if "device" not in exceeded:
-            break
-    return checkpoints, memory, exceeded
 
 
 def _needs(
@@ -226,7 +196,7 @@ def _needs(
     part = optimizer / s.ranks if "optimizer" in partitioned else optimizer
     available = nvme if placement.optimizer == "nvme" else _update_bandwidth(chosen.preset, hardware)
     rows.append((f"optimizer states: {where[placement.optimizer]}", part, available))
-    if chosen.checkpoints == "host":
+    if chosen.fit.checkpoints == "host":
         link = min(hardware.upload.bandwidth, hardware.download.bandwidth)
         rows.append(("checkpoints: host", 2 * s.checkpoint_bytes, link))
     for moved, nbytes, available in rows:

@@ -63,7 +63,7 @@ def _placements(estimate: Estimate) -> str:
     rows = [
         [
             one.preset,
-            *(in_words(one.memory[tier]) for tier in TIERS),
+            *(in_words(one.fit.memory[tier]) for tier in TIERS),
             _fits(one),
             _range(estimate, one) if one.fits else "",
         ]
@@ -74,8 +74,11 @@ def _placements(estimate: Estimate) -> str:
         heads, rows = heads[:-1], [row[:-1] for row in rows]
     lines = ["PLACEMENTS: bytes on each device, and in each node's host memory and NVMe", ""]
     lines += [_table(heads, rows, left=(0, 4)), ""]
-    if any(one.fits and one.checkpoints == "host" for one in estimate.predictions):
+    fitting = [one.fit for one in estimate.predictions if one.fits]
+    if any(one.checkpoints == "host" for one in fitting):
         lines.append("*: with activations in host memory; zinf_fx keeps them on the device so far.")
+    if any(one.tiles > 1 for one in fitting):
+        lines.append("Tiles: parts of the largest operator (ZeRO-Infinity, section 5.1.3).")
     if first := next((one.preset for one in estimate.predictions if one.fits), None):
         lines.append(f"The first to fit is {first}; those after it move more.")
         lines.append("TFLOP/s per device: with nothing overlapped, and with all that can be.")
@@ -85,9 +88,10 @@ def _placements(estimate: Estimate) -> str:
 
 
 def _fits(one: Prediction) -> str:
-    if one.exceeded:
-        return "no: " + ", ".join(one.exceeded)
-    return "yes *" if one.checkpoints == "host" else "yes"
+    if one.fit.exceeded:
+        return "no: " + ", ".join(one.fit.exceeded)
+    tiles = f", {one.fit.tiles:,} tiles" if one.fit.tiles > 1 else ""
+    return "yes" + tiles + (" *" if one.fit.checkpoints == "host" else "")
 
 
 def _range(estimate: Estimate, one: Prediction) -> str:
@@ -139,8 +143,8 @@ def _lack(estimate: Estimate) -> str:
     """What the last preset lacks, which needs the least of devices and of host memory."""
     last = estimate.predictions[-1]
     wheres = {"device": "on each device", "host": "of host memory in each node", "nvme": "of NVMe in each node"}
-    there_is = {tier: in_words(getattr(estimate.hardware, tier).capacity) for tier in last.exceeded}
-    lacks = [f"{in_words(last.memory[tier])} {wheres[tier]}, not {size}" for tier, size in there_is.items()]
+    there_is = {tier: in_words(getattr(estimate.hardware, tier).capacity) for tier in last.fit.exceeded}
+    lacks = [f"{in_words(last.fit.memory[tier])} {wheres[tier]}, not {size}" for tier, size in there_is.items()]
     return f"No placement fits: {last.preset} needs " + ",\nand ".join(lacks) + "."
 
 
