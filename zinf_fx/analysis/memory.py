@@ -15,19 +15,19 @@ from zinf_fx.analysis.symbols import batch, heads, hidden, interval, layers, seq
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes per parameter of each model state."""
+    """Bytes per parameter of each model state; of a model with several dtypes, or frozen parameters, on average."""
 
-    parameters: int
-    gradients: int
-    optimizer: int
+    parameters: float
+    gradients: float
+    optimizer: float
 
     @property
-    def total(self) -> int:
+    def total(self) -> float:
         """Of all model states."""
         return sum(astuple(self))
 
     @property
-    def values(self) -> dict[sympy.Symbol, int]:
+    def values(self) -> dict[sympy.Symbol, float]:
         """For `evaluate`."""
         return {s.parameter_bytes: self.parameters, s.gradient_bytes: self.gradients, s.optimizer_bytes: self.optimizer}
 

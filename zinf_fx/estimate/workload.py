@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -121,15 +122,14 @@ def of_module(
     for parameter in everything:
         dtype = str(parameter.dtype).removeprefix("torch.")
         by_dtype[dtype] = by_dtype.get(dtype, 0) + parameter.numel()
-    per_parameter = lambda nbytes: nbytes / count  # noqa: E731
     return Workload(
         model=name,
         dtype=max(by_dtype, key=by_dtype.__getitem__),
         parameters=count,
         states=StateBytes(
-            per_parameter(sum(_nbytes(one) for one in everything)),
-            per_parameter(sum(_nbytes(one) for one in trained)),
-            per_parameter(sum(one.numel() * _optimizer_bytes(one, optimizer_bytes) for one in trained)),
+            sum(_nbytes(one) for one in everything) / count,
+            sum(_nbytes(one) for one in trained) / count,
+            sum(one.numel() * _optimizer_bytes(one, optimizer_bytes) for one in trained) / count,
         ),
         work=run.work,
         checkpoints=run.saved,
@@ -152,7 +152,7 @@ class _Run:
 
     def __init__(self, model: torch.nn.Module, inputs: Sequence[Any] | Mapping[str, Any]) -> None:
         mode = FakeTensorMode()
-        fake = lambda tensor: _fake(tensor, mode)  # noqa: E731
+        fake = partial(_fake, mode=mode)
         step = _Step(model)
         state = {name: fake(tensor) for name, tensor in (*step.named_parameters(), *step.named_buffers())}
         arguments = tree_map_only(torch.Tensor, fake, inputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from zinf_fx.analysis import communication, memory
 from zinf_fx.analysis import symbols as s
@@ -45,17 +46,16 @@ _TABLE_1 = {  # model: GB per device by degree of data parallelism, in each stag
 }
 _CUT = "the paper cuts the decimals of figures this large off, and rounds the others"
 
-_TABLE_2 = {  # degree of model parallelism: largest model, in billions of parameters, on 64 x as many devices
-    1: ("2", "7.6", "14.4", "128"),
-    2: ("4", "15.2", "28.8", "256"),
-    4: ("8", "30.4", "57.6", "512"),
-    8: ("16", "60.8", "115.2", "1024"),
-    16: ("32", "121.6", "230.4", "2048"),
+_TABLE_2 = {  # degree of model parallelism: parameters of the largest model, on 64 x as many devices
+    1: ("2B", "7.6B", "14.4B", "128B"),
+    2: ("4B", "15.2B", "28.8B", "256B"),
+    4: ("8B", "30.4B", "57.6B", "0.5T"),
+    8: ("16B", "60.8B", "115.2B", "1T"),
+    16: ("32B", "121.6B", "230.4B", "2T"),
 }
 _TABLE_2_RANKS = 64
 _V100 = 32e9
-# The table gives the last column's models as 0.5T, 1T and 2T.
-_IN_TRILLIONS = {"512": ("0.5", 1e12), "1024": ("1", 1e12), "2048": ("2", 1e12)}
+_PARAMETERS = {"B": 1e9, "T": 1e12}
 _MULTIPLIED = "the paper multiplies the first row, already rounded, by the degree of model parallelism"
 
 
@@ -81,7 +81,7 @@ def table_1(model: str) -> Comparison:
 
 def _cut(printed: str, ours: float) -> Cell:
     cell = Cell(printed, ours)
-    return cell if cell.agrees or str(math.floor(ours)) != printed else Cell(printed, ours, why=_CUT)
+    return cell if cell.agrees or str(math.floor(ours)) != printed else replace(cell, why=_CUT)
 
 
 def table_2() -> Comparison:
@@ -90,13 +90,11 @@ def table_2() -> Comparison:
     rows = []
     for tensor_ranks, printed in _TABLE_2.items():
         cells = []
-        for stage, text, first in zip(stages, printed, _TABLE_2[1], strict=True):
+        for stage, text in zip(stages, printed, strict=True):
             values = {s.device_memory: _V100, s.ranks: _TABLE_2_RANKS, s.tensor_ranks: tensor_ranks}
             largest = evaluate(largest_model(PARTITIONED[stage]), {**ZERO_STATES.values, **values})
-            text, unit = _IN_TRILLIONS.get(text, (text, _GB))
-            cell = Cell(text, largest / unit)
-            multiplied = math.isclose(float(first) * tensor_ranks, float(text))
-            cells.append(cell if cell.agrees or not multiplied else Cell(text, largest / unit, why=_MULTIPLIED))
+            cell = Cell(text[:-1], largest / _PARAMETERS[text[-1]])
+            cells.append(cell if cell.agrees else replace(cell, why=_MULTIPLIED))
         rows.append((str(tensor_ranks), tuple(cells)))
     columns = tuple(_STAGE_NAMES[stage] for stage in stages)
     title = (
