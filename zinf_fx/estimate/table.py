@@ -76,7 +76,7 @@ def _placements(estimate: Estimate) -> str:
     lines += [_table(heads, rows, left=(0, 4)), ""]
     fitting = [one.fit for one in estimate.predictions if one.fits]
     if any(one.checkpoints == "host" for one in fitting):
-        lines.append("*: with activations in host memory; zinf_fx keeps them on the device so far.")
+        lines.append("*: with activations in host memory (ZeRO-Infinity, section 5.1.2).")
     if any(one.tiles > 1 for one in fitting):
         lines.append("Tiles: parts of the largest operator (ZeRO-Infinity, section 5.1.3).")
     if first := next((one.preset for one in estimate.predictions if one.fits), None):
