@@ -53,6 +53,8 @@ def event_graph(plan: Plan, hardware: Hardware, compute: Compute) -> list[Job]:
             f"the plan is for {plan.world_size} ranks and {hardware.name} has {hardware.ranks}: "
             "plan for as many, or describe a machine with as many"
         )
+    if any(event.kind == "offload_activation" for graph in plan.graphs for event in graph.events):
+        raise PlanError('activations that leave can\'t be simulated yet: plan with activations="keep" or "recompute"')
     builder = _Builder(plan, hardware, compute)
     for graph in plan.graphs:
         builder.add_graph(graph)
