@@ -140,7 +140,7 @@ def test_the_arena_takes_what_is_planned_and_every_buffer_has_its_place(
         optimizer.zero_grad()
     stats = zinf_fx.stats(model)
     assert stats.peak_host_bytes == pytest.approx(stats.planned_host_bytes, rel=TOLERANCE), str(stats)
-    assert stats.displaced_buffers == 0 and (stats.placed_buffers > 100 or name == "in host memory"), str(stats)
+    assert stats.displaced_buffers == 0 and (stats.placed_buffers > 100 or "in host memory" in name), str(stats)
 
 
 @pytest.mark.parametrize("name", SHAPES)

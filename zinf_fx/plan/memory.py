@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal, NamedTuple
 
 from zinf_fx.config import Config, Placement, Tier
@@ -179,10 +180,12 @@ def host_arena(plan: Plan) -> list[HostUse]:
     writes = profile([buffer for buffer in buffers if buffer.what == "write"], clock.end)
     found = []
     for number, graph in enumerate(plan.graphs):
-        times = range(clock.starts[number], clock.starts[number + 1])
+        # A graph begins with what the one before has in memory: activations are on their way until backward begins.
+        before = 1 if number else 0
+        times = range(clock.starts[number] - before, clock.starts[number + 1])
         uses = (
             replace(states, phase=graph.kind, gradients=arrived, tiles=tiles[now], writes=writes[now])
-            for now, arrived in zip(times, _gradients(graph), strict=True)
+            for now, arrived in zip(times, chain([0] * before, _gradients(graph)), strict=True)
         )
         found.append(max(uses, key=lambda use: use.total, default=replace(states, phase=graph.kind)))
     if trained_in(plan):
