@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zinf_fx import Config
@@ -92,6 +92,7 @@ def job_lists(draw: st.DrawFn) -> list[Job]:
 
 
 @given(job_lists())
+@example([Job("0", "link", 0.0), Job("1", "compute", 0.5, (0,)), Job("2", "compute", 0.0), Job("3", "compute", 0.0)])
 def test_what_holds_for_any_jobs(jobs: list[Job]):
     found = simulate(jobs)
     runs = list(zip(found.jobs, found.timings, strict=True))

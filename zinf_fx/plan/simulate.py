@@ -80,7 +80,7 @@ class Simulation:
         found = []
         computing = [index for index, job in enumerate(self.jobs) if job.resource == "compute"]
         idle_since = 0.0
-        for index in sorted(computing, key=lambda index: self.timings[index].start):
+        for index in sorted(computing, key=lambda index: (self.timings[index].start, self.timings[index].end)):
             start = self.timings[index].start
             if start > idle_since:
                 found.append(Stall(self.jobs[index].name, start - idle_since, tuple(self._blamed(index, idle_since))))
