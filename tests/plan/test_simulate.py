@@ -285,7 +285,7 @@ UNIT = replace(
 @pytest.mark.parametrize("placement", ["nvme", "infinity-nvme", "infinity-cpu", "zero-offload"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"residency": False}, {"prefetch": None, "residency": False}, {"tile": "64KiB"}],
+    [{}, {"residency": False}, {"prefetch": None, "residency": False}, {"tile": "64KiB"}, {"activations": "offload"}],
     ids=str,
 )
 def test_a_captured_plan_moves_the_bytes_that_its_accounting_says(placement: str, options: dict[str, object]):

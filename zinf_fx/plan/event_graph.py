@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from zinf_fx.config import Tier
 from zinf_fx.errors import PlanError
 from zinf_fx.plan.accounting import (
     STATE_BYTES,
@@ -53,8 +54,6 @@ def event_graph(plan: Plan, hardware: Hardware, compute: Compute) -> list[Job]:
             f"the plan is for {plan.world_size} ranks and {hardware.name} has {hardware.ranks}: "
             "plan for as many, or describe a machine with as many"
         )
-    if any(event.kind == "offload_activation" for graph in plan.graphs for event in graph.events):
-        raise PlanError('activations that leave can\'t be simulated yet: plan with activations="keep" or "recompute"')
     builder = _Builder(plan, hardware, compute)
     for graph in plan.graphs:
         builder.add_graph(graph)
@@ -73,11 +72,14 @@ class _Builder:
         self._coming: dict[str, tuple[int, ...]] = {}  # by a tile's label, the job that brings it
         self._turn: dict[str, tuple[int, ...]] = {}  # the same for what forward starts for backward
         self._leaving: dict[str, tuple[int, ...]] = {}  # by a tile's label, the job that moved its gradient last
+        self._left: list[int] = []  # the jobs that moved activations last
 
     def add_graph(self, graph: GraphSchedule) -> None:
         """Every operator, and the transfers that start with it."""
         under_way = {kind: started_by_turn(self._plan, graph, kind) for kind in ("fetch", "upload", "allgather")}
         self._coming = dict(self._turn) if graph.kind == "backward" else {}
+        if graph.kind == "backward":  # it begins when the activations that left are where they live
+            self._program = (*self._program, *self._left)
         held: set[int] = set()
         for operator in (HEAD, *(one.index for one in graph.operators)):
             computed: list[Event] = []
@@ -86,7 +88,7 @@ class _Builder:
                 tile = graph.tiles[event.tile]
                 if event.kind == "wait":
                     waits += self._coming.get(tile.label, ())
-                elif event.kind == "reduce_scatter":
+                elif event.kind in ("reduce_scatter", "offload_activation"):
                     computed.append(event)
                 elif event.kind == "offload":
                     if not any(one.tile == event.tile for one in computed):
@@ -103,7 +105,12 @@ class _Builder:
                 self._operator(graph.kind, operator, waits)
             for event in computed:
                 tile = graph.tiles[event.tile]
-                self._reduce(tile) if event.kind == "reduce_scatter" else self._offload(tile)
+                if event.kind == "reduce_scatter":
+                    self._reduce(tile)
+                elif event.kind == "offload_activation":
+                    self._left.append(self._leave(tile, tile.tier, self._program))
+                else:
+                    self._offload(tile)
 
     def add_optimizer(self) -> None:
         """Adam's step, when all gradients are there: states pass through memory while the disk moves the others."""
@@ -165,20 +172,20 @@ class _Builder:
             self._leaving[tile.label] = (job,)
 
     def _offload(self, tile: Tile) -> None:
+        """A gradient, to its tier."""
+        if tile.gradient_tier not in ("device", None):
+            after = (*self._program, *self._leaving.get(tile.label, ()))
+            self._leaving[tile.label] = (self._leave(tile, tile.gradient_tier, after),)
+
+    def _leave(self, tile: Tile, tier: Tier, after: tuple[int, ...]) -> int:
         """To host memory, and on to the disk."""
-        if tile.gradient_tier in ("device", None):
-            return
-        shard = self._shard(tile.nbytes)
         job = self._add(
-            f"offload {tile.label}",
-            "download",
-            _over(self._hardware.download, shard),
-            (*self._program, *self._leaving.get(tile.label, ())),
+            f"offload {tile.label}", "download", _over(self._hardware.download, self._shard(tile.nbytes)), after
         )
-        if tile.gradient_tier == "nvme":
+        if tier == "nvme":
             seconds = self._disk(self._hardware.nvme, 0, bytes_stored(self._plan, tile))
             job = self._add(f"write {tile.label}", "disk", seconds, (job,))
-        self._leaving[tile.label] = (job,)
+        return job
 
     def _disk(self, nvme: Memory, read: int, written: int) -> float:
         """This rank's share of the node's drives."""
