@@ -51,12 +51,12 @@ def test_golden() -> None:
           w1 : f32[4, 4] on nvme, gradient on host
           w2 : f32[4, 4] on nvme, gradient on host
         head
-          fetch w0  # lower_gathers
+          fetch w0 at 155648  # lower_gathers
           upload w0  # lower_gathers
           allgather w0  # lower_gathers
-          fetch w1  # lower_gathers
+          fetch w1 at 151552  # lower_gathers
           upload w1  # lower_gathers
-          fetch w2  # lower_gathers
+          fetch w2 at 147456  # lower_gathers
         operator 0
           allgather w1  # lower_gathers
           upload w2  # lower_gathers
@@ -66,13 +66,13 @@ def test_golden() -> None:
           %3 = aten.relu(%2) : f32[2, 4]
         operator 1
           allgather w2  # lower_gathers
-          fetch w2 for backward  # prefetch
+          fetch w2 for backward at 147456  # prefetch
           %4 = wait w1 : f32[4, 4]  # lower_gathers
           %5 = aten.mm(%3, %4) : f32[2, 4]
           release w1  # lower_gathers
         operator 2
           upload w2 for backward  # prefetch
-          fetch w1 for backward  # prefetch
+          fetch w1 for backward at 151552  # prefetch
           %6 = wait w2 : f32[4, 4]  # lower_gathers
           %7 = aten.mm(%5, %6) : f32[2, 4]
           release w2  # lower_gathers
@@ -92,9 +92,9 @@ def test_golden() -> None:
           %2 : f32[4, 2]
           %3 : f32[]
         head
-          fetch w2  # lower_gathers
+          fetch w2 at 147456  # lower_gathers
           upload w2  # lower_gathers
-          fetch w1  # lower_gathers
+          fetch w1 at 151552  # lower_gathers
         operator 0
           allgather w2  # lower_gathers
           upload w1  # lower_gathers
