@@ -34,7 +34,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("target", metavar="TARGET", help=HELP)
     parser.add_argument("--placement", help=f"auto (default), {', '.join(PRESETS)}, or parameters=nvme,gradients=host")
     parser.add_argument("--prefetch", metavar="A,U,F", help="operators ahead: all-gather, upload, fetch; or none")
-    parser.add_argument("--device-memory", metavar="SIZE", help="budget for tiles in flight, such as 4GiB")
+    parser.add_argument("--device-memory", metavar="SIZE", help="budget of the device, such as 4GiB")
     parser.add_argument("--host-memory", metavar="SIZE", help="budget of the host tier, such as 16GiB")
     parser.add_argument("--tile", metavar="SIZE", help="largest tile, such as 64MiB; auto (default), or none")
     parser.add_argument(
