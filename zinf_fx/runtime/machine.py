@@ -37,7 +37,7 @@ def measure_machine(store: Path | str) -> Hardware:
     cuda = torch.cuda.is_available()
     device = torch.device("cuda:0" if cuda else "cpu")
     host = _memory(torch.device("cpu"), physical_memory() // (1 if cuda else 2))
-    upload, download = (_link(device, download) for download in (False, True)) if cuda else (_in_memory(host),) * 2
+    upload, download = (link_to(device, download) for download in (False, True)) if cuda else (_in_memory(host),) * 2
     ranks = torch.cuda.device_count() if cuda else 1
     in_node = _link_of_devices() if ranks > 1 else upload
     return Hardware(
@@ -45,7 +45,7 @@ def measure_machine(store: Path | str) -> Hardware:
         nodes=1,
         ranks_per_node=ranks,
         achievable=1.0,
-        peak={dtype: _peak(device, getattr(torch, dtype)) for dtype in DTYPES},
+        peak={dtype: peak_of(device, getattr(torch, dtype)) for dtype in DTYPES},
         device=_memory(device, torch.cuda.get_device_properties(device).total_memory) if cuda else host,
         host=host,
         nvme=nvme,
@@ -56,7 +56,7 @@ def measure_machine(store: Path | str) -> Hardware:
     )
 
 
-def _peak(device: torch.device, dtype: torch.dtype) -> float:
+def peak_of(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP per second of a square matrix product. On a CPU, a small one: some dtypes are a thousand times slower."""
     n = 8192 if device.type == "cuda" else 512
     left, right = (torch.ones(n, n, dtype=dtype, device=device) for _ in range(2))
@@ -65,14 +65,19 @@ def _peak(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _memory(device: torch.device, capacity: int) -> Memory:
-    """A copy within a memory reads and writes each byte: the sum is what reads or writes alone get of it."""
-    source, target = (torch.ones(_COPIED, dtype=torch.uint8, device=device) for _ in range(2))
-    rate = 2 * _COPIED / _fastest(lambda: target.copy_(source), device)
+    rate = memory_rate(device)
     return Memory(capacity, rate, rate)
 
 
-def _link(device: torch.device, download: bool) -> Link:
-    """Between pinned host memory and a device."""
+def memory_rate(device: torch.device) -> float:
+    """Bytes per second of a device's memory. A copy within it reads and writes each byte: the sum is what reads or
+    writes alone get of it."""
+    source, target = (torch.ones(_COPIED, dtype=torch.uint8, device=device) for _ in range(2))
+    return 2 * _COPIED / _fastest(lambda: target.copy_(source), device)
+
+
+def link_to(device: torch.device, download: bool) -> Link:
+    """Between pinned host memory and a CUDA device."""
     return _copies(
         lambda nbytes: (
             torch.ones(nbytes, dtype=torch.uint8, device=device)
@@ -114,11 +119,19 @@ def _copies(source: Callable[[int], torch.Tensor], target: Callable[[int], torch
 
 def _disk(store: Path | str) -> Disks:
     free = file_system_of(store).free
+    return Disks(free, *disk_rates(store, min(_DISK_BYTES, free // 2)), None)
+
+
+def disk_rates(store: Path | str, nbytes: int) -> tuple[float, float]:
+    """Bytes per second that are read and written: those that `zinf-fx bench-io` stored, or of `nbytes` moved now.
+
+    Raises: StoreError.
+    """
     if (profile := load_profile(store)) is not None:
-        return Disks(free, profile.read, profile.write, None)
-    with Trial(store, nbytes=min(_DISK_BYTES, free // 2)) as trial:
+        return profile.read, profile.write
+    with Trial(store, nbytes=nbytes) as trial:
         read, write = (max(trial.run(kind).bytes_per_second for _ in range(_TIMES)) for kind in ("read", "write"))
-    return Disks(free, read, write, None)
+    return read, write
 
 
 def _fastest(work: Callable[[], object], device: torch.device) -> float:

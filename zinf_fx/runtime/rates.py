@@ -1,22 +1,16 @@
-"""Measures what plans weigh their choices with, in a fraction of a second, once per process and directory."""
+"""What plans weigh their choices with, measured once per process and directory, in about a second."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from statistics import median
 
 import torch
 
 from zinf_fx.config import Tier
 from zinf_fx.plan.rates import Rates
-from zinf_fx.runtime.measure import QUICK_BYTES, Trial, load_profile
-
-_MATRIX = 768
-_COPIED = 32 << 20
-_REPETITIONS = 5
+from zinf_fx.runtime.machine import disk_rates, link_to, memory_rate, peak_of
+from zinf_fx.runtime.measure import QUICK_BYTES
 
 
 def measured(device: torch.device, dtype: torch.dtype, tier: Tier, stores: tuple[Path, ...]) -> Rates:
@@ -36,37 +30,11 @@ def measured(device: torch.device, dtype: torch.dtype, tier: Tier, stores: tuple
 @cache
 def _computing(device: torch.device, dtype: torch.dtype) -> tuple[float, float, float]:
     """Operations per second, bytes per second in the device's memory, and between it and host memory."""
-    matrix = torch.ones(_MATRIX, _MATRIX, dtype=dtype, device=device)
-    values = torch.ones(_COPIED, dtype=torch.uint8, device=device)
-    target = torch.empty_like(values)
-    flops = 2 * _MATRIX**3 / _seconds(device, lambda: matrix @ matrix)
-    memory = 2 * _COPIED / _seconds(device, lambda: target.copy_(values))
-    if device.type == "cpu":
-        return flops, memory, memory / 2
-    host = torch.empty(_COPIED, dtype=torch.uint8, device="cpu", pin_memory=True)
-    return flops, memory, _COPIED / _seconds(device, lambda: host.copy_(values, non_blocking=True))
+    memory = memory_rate(device)
+    link = memory / 2 if device.type == "cpu" else link_to(device, download=True).bandwidth
+    return peak_of(device, dtype), memory, link
 
 
 @cache
 def _disk(directory: Path) -> tuple[float, float]:
-    if (profile := load_profile(directory)) is not None:
-        return profile.read, profile.write
-    with Trial(directory, nbytes=QUICK_BYTES) as trial:
-        return trial.run("read").bytes_per_second, trial.run("write").bytes_per_second
-
-
-def _seconds(device: torch.device, work: Callable[[], object]) -> float:
-    times = []
-    with torch.no_grad():
-        for _ in range(_REPETITIONS):
-            _synchronize(device)
-            started = time.perf_counter()
-            work()
-            _synchronize(device)
-            times.append(time.perf_counter() - started)
-    return median(times)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return disk_rates(directory, QUICK_BYTES)
