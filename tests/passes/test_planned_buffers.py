@@ -17,12 +17,12 @@ from zinf_fx.config import Config
 from zinf_fx.errors import BudgetError, PlanError
 from zinf_fx.explain import plans_of
 from zinf_fx.passes.buffers import excess, place
+from zinf_fx.passes.buffers_spec import check_buffers
 from zinf_fx.passes.framework import nodes_calling
 from zinf_fx.passes.lower_gathers import LowerGathers
 from zinf_fx.passes.pipeline import plan_of
 from zinf_fx.passes.prefetch import Prefetch
 from zinf_fx.passes.regions import Regions
-from zinf_fx.passes.regions_spec import check_regions
 from zinf_fx.passes.residency import choose
 from zinf_fx.passes.sink_gathers import SinkGathers
 from zinf_fx.plan.memory import most
@@ -115,18 +115,18 @@ def planned(**options: object) -> Plan:
 
 def test_a_plan_in_which_buffers_collide_is_refused() -> None:
     plan = planned()
-    check_regions(plan)
+    check_buffers(plan)
     forward, backward = plan.graphs
     two = [n for n, event in enumerate(forward.events) if event.kind == "fetch"][:2]
     events = list(forward.events)
     events[two[1]] = replace(events[two[1]], offset=events[two[0]].offset)
     with pytest.raises(PlanError, match=r"no two buffers .* share bytes, but these do: .*up\.0\.weight"):
-        check_regions(replace(plan, graphs=(replace(forward, events=tuple(events)), backward)))
+        check_buffers(replace(plan, graphs=(replace(forward, events=tuple(events)), backward)))
     with pytest.raises(PlanError, match=r"each buffer lies in its region, but that in host memory has"):
-        check_regions(replace(plan, regions=replace(plan.regions, host=plan.regions.host - 4096)))
+        check_buffers(replace(plan, regions=replace(plan.regions, host=plan.regions.host - 4096)))
     events[two[1]] = replace(events[two[1]], offset=None)
     with pytest.raises(PlanError, match="each buffer has one offset"):
-        check_regions(replace(plan, graphs=(replace(forward, events=tuple(events)), backward)))
+        check_buffers(replace(plan, graphs=(replace(forward, events=tuple(events)), backward)))
 
 
 @pytest.mark.parametrize("placement", ["nvme", "infinity-nvme", "infinity-cpu"])
@@ -138,7 +138,7 @@ def test_regions_and_states_stay_within_a_host_budget_or_the_plan_is_refused(kib
         assert kib < 16000 and "host_memory" in str(error)
         return
     assert most(plan) <= kib * KIB and excess(plan) <= 0
-    check_regions(plan)
+    check_buffers(plan)
 
 
 def test_less_stays_where_places_need_the_room() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from zinf_fx.config import Config
 from zinf_fx.errors import StoreError
-from zinf_fx.plan.schedule import Regions
+from zinf_fx.plan.schedule import MemoryRegions
 from zinf_fx.runtime.buffers import HUGE_PAGE, PAGE, Arena, Buffer
 from zinf_fx.runtime.tiers import Tiers
 
@@ -125,7 +125,7 @@ def test_places_and_leases_never_share_a_byte() -> None:
 @pytest.fixture
 def tiers(tmp_path: Path) -> Tiers:
     found = Tiers(Config(store=tmp_path, host_memory="4MiB"))
-    found.plan(Regions(host=2 * MIB, chunks=MIB, chunk_elements=PAGE), 2 * MIB)
+    found.plan(MemoryRegions(host=2 * MIB, chunks=MIB, chunk_elements=PAGE), 2 * MIB)
     return found
 
 

@@ -15,7 +15,7 @@ from zinf_fx import ops
 from zinf_fx.passes.framework import GraphContext, nodes_calling
 from zinf_fx.plan.layout import with_offsets
 from zinf_fx.plan.memory import most
-from zinf_fx.plan.schedule import Plan, Regions
+from zinf_fx.plan.schedule import MemoryRegions, Plan
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Buffers:
     changes_numerics: ClassVar[bool] = False
 
     offsets: tuple[int | None, ...]
-    regions: Regions
+    regions: MemoryRegions
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> None:
         context.regions = self.regions

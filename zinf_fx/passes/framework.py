@@ -14,7 +14,7 @@ from zinf_fx import ops
 from zinf_fx.config import Config
 from zinf_fx.plan.memory import HostUse, gradient_buffer, living_on_device, living_on_host, write_buffer
 from zinf_fx.plan.rates import NOMINAL, Rates
-from zinf_fx.plan.schedule import HEAD, Regions, Tile
+from zinf_fx.plan.schedule import HEAD, MemoryRegions, Tile
 
 # Node metadata that passes write and later stages read.
 OPERATOR = "zinf_operator"  # number of the operator that a node belongs to; HEAD before the first
@@ -96,7 +96,7 @@ class GraphContext:
     staying: tuple[TileKey, ...] = ()
     kept: int = 0
     rates: Rates = NOMINAL
-    regions: Regions = field(default_factory=Regions)
+    regions: MemoryRegions = field(default_factory=MemoryRegions)
 
     @property
     def budget(self) -> int | None:

@@ -15,6 +15,7 @@ from zinf_fx import ops
 from zinf_fx.errors import BudgetError, PlanError
 from zinf_fx.passes import spec
 from zinf_fx.passes.buffers import excess, place
+from zinf_fx.passes.buffers_spec import check_buffers
 from zinf_fx.passes.choose_activations import ChooseActivations
 from zinf_fx.passes.framework import (
     MADE_BY,
@@ -43,9 +44,8 @@ from zinf_fx.passes.printer import print_graph
 from zinf_fx.passes.recompute_activations import RecomputeActivations
 from zinf_fx.passes.recompute_gathers import RecomputeGathers
 from zinf_fx.passes.reduce_gradients import ReduceGradients
-from zinf_fx.passes.refusal import refusal_of_regions
+from zinf_fx.passes.refusal import refusal_of_buffers
 from zinf_fx.passes.regions import Regions
-from zinf_fx.passes.regions_spec import check_regions
 from zinf_fx.passes.residency import choose
 from zinf_fx.passes.sink_gathers import SinkGathers
 from zinf_fx.passes.tile import TileParameters
@@ -187,12 +187,12 @@ def _place_buffers(modules: Sequence[tuple[fx.GraphModule, GraphContext]]) -> No
         for (graph, context), buffers in zip(graphs, place(plan_of(graphs)), strict=True):
             run_passes(graph, context, [buffers])
         plan = plan_of(graphs)
-        check_regions(plan)
+        check_buffers(plan)
         over = excess(plan)
         if over <= 0:
             break
         if not left:
-            raise BudgetError(refusal_of_regions(plan, contexts[-1]))
+            raise BudgetError(refusal_of_buffers(plan, contexts[-1]))
         spare = spare + over if left > 1 else contexts[0].limit
     for module, _ in modules:
         module.recompile()

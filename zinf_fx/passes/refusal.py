@@ -32,7 +32,7 @@ def refusal(ledger: Ledger, context: GraphContext) -> str:
     return "\n".join(lines + [f"  {option}" for option in _options(ledger, operator, context)])
 
 
-def refusal_of_regions(plan: Plan, context: GraphContext) -> str:
+def refusal_of_buffers(plan: Plan, context: GraphContext) -> str:
     """The text for a plan whose buffers, in their places, exceed a budget."""
     buffers = host_buffers(plan)
     needed = profile(buffers, Clock(plan).end)

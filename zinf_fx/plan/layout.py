@@ -7,7 +7,7 @@ from dataclasses import replace
 from zinf_fx.plan.lifetimes import Clock, Lifetime, device_buffers, host_buffers
 from zinf_fx.plan.memory import chunks_of, living
 from zinf_fx.plan.packing import pack
-from zinf_fx.plan.schedule import Event, Plan, Regions
+from zinf_fx.plan.schedule import Event, MemoryRegions, Plan
 
 # The graphs during which the optimizer's step may go on.
 _STEP_GOES_ON_IN = ("forward",)
@@ -40,7 +40,7 @@ def with_offsets(plan: Plan) -> Plan:
         replace(graph, events=tuple(_placed(event, offsets.get((number, n))) for n, event in enumerate(graph.events)))
         for number, graph in enumerate(plan.graphs)
     )
-    regions = Regions(
+    regions = MemoryRegions(
         host.nbytes, device.nbytes, sum(chunk.nbytes for chunk in chunks), chunks_of(plan, elements).elements
     )
     return replace(plan, graphs=graphs_placed, regions=regions)

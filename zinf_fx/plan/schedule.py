@@ -119,7 +119,7 @@ class GraphSchedule:
 
 
 @dataclass(frozen=True)
-class Regions:
+class MemoryRegions:
     """How many bytes a plan's transfer buffers take of each memory, in one piece.
 
     Attributes:
@@ -150,7 +150,7 @@ class Plan:
     gradient_buffer: int = 0
     activation_buffer: int = 0
     kept: int = 0
-    regions: Regions = field(default_factory=Regions)
+    regions: MemoryRegions = field(default_factory=MemoryRegions)
 
     def graph(self, kind: GraphKind) -> GraphSchedule:
         """The graph of one kind. Raises: KeyError when the plan has none."""

@@ -16,7 +16,7 @@ import torch
 
 from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError, StoreError
-from zinf_fx.plan.schedule import Regions
+from zinf_fx.plan.schedule import MemoryRegions
 from zinf_fx.runtime.buffers import PAGE, Arena, Buffer, Ticket
 from zinf_fx.runtime.freelist import round_up
 from zinf_fx.runtime.store import Store
@@ -143,7 +143,7 @@ class Tiers:
         """The NVMe tier if anything was ever placed on it."""
         return self._store
 
-    def plan(self, regions: Regions, peak: int) -> None:
+    def plan(self, regions: MemoryRegions, peak: int) -> None:
         """Before the first step of a plan: set its regions apart, and measure anew how much of the host arena is used.
 
         `peak`: bytes of the host arena that the plan takes at most. Plans share the regions: one is used at a time.

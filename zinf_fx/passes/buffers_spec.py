@@ -25,7 +25,7 @@ class _Place(NamedTuple):
         return f"{what} ({self.offset} to {self.end})"
 
 
-def check_regions(plan: Plan) -> None:
+def check_buffers(plan: Plan) -> None:
     """Check that every buffer lies in its region, and that no two share bytes which are needed at a time.
 
     Raises: PlanError naming the buffers.
