@@ -30,7 +30,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 import zinf_fx
-from zinf_fx.runtime.buffers import Arena, Buffer
+from zinf_fx.runtime.buffers import Arena
+from zinf_fx.runtime.leases import Buffer
 from zinf_fx.runtime.store import Extent, Store, Ticket
 from zinf_fx.runtime.tiers import Tiers
 

@@ -26,7 +26,7 @@ from zinf_fx.passes.pipeline import plan_inference, plan_of, plan_training, tile
 from zinf_fx.plan.memory import most
 from zinf_fx.plan.rates import NOMINAL, Rates
 from zinf_fx.plan.schedule import Plan, Tile
-from zinf_fx.runtime.executor import Program, bind_parameters
+from zinf_fx.runtime.executor import EXECUTOR, Program, bind_parameters
 from zinf_fx.runtime.rates import measured
 from zinf_fx.runtime.stored_tensor import StoredTensor
 
@@ -55,6 +55,8 @@ class Capture:
             partition_fn=self._partition,
             keep_inference_input_mutations=True,
         )
+        if self.plan is not None:
+            self._reserve(self.plan)  # not in `partition_fn`, where tensors are fake
         self._inputs = []  # all is planned by now; the model may die before its compiled code
 
         def call(*arguments: Any) -> Any:
@@ -80,7 +82,7 @@ class Capture:
         context = GraphContext("joint", self.config, tiles, positions, len(gradients), rates=self._rates)
         forward, forward_context, backward, backward_context = plan_training(joint, joint_inputs, context, **arguments)
         self._contexts = {"forward": forward_context, "backward": backward_context}
-        self._set_plan(plan_of([(forward.graph, forward_context), (backward.graph, backward_context)]))
+        self.plan = plan_of([(forward.graph, forward_context), (backward.graph, backward_context)])
         return forward, backward
 
     def _measured(self) -> Rates:
@@ -97,13 +99,16 @@ class Capture:
         tiles = self._tiles(module.graph)
         self._contexts = {"inference": GraphContext("inference", self.config, tiles)}
         plan_inference(module, self._contexts["inference"])
-        self._set_plan(plan_of([(module.graph, self._contexts["inference"])]))
+        self.plan = plan_of([(module.graph, self._contexts["inference"])])
         return self._bind(module, "inference")
 
-    def _set_plan(self, plan: Plan) -> None:
-        self.plan = plan
-        for tiers in {tensor.storage.tiers for tensor in self._inputs if isinstance(tensor, StoredTensor)} - {None}:
-            tiers.plan(plan.regions, most(plan))
+    def _reserve(self, plan: Plan) -> None:
+        """Set apart what the plan takes of the memories that its parameters share."""
+        storages = [tensor.storage for tensor in self._inputs if isinstance(tensor, StoredTensor)]
+        for tiers in {storage.tiers for storage in storages} - {None}:
+            devices = {s.device for s in storages if s.tiers is tiers and not s.device.in_host_memory}
+            EXECUTOR.staging.drop_staying()  # what stays would keep regions that are about to be replaced
+            tiers.plan(plan.regions, most(plan), devices)
 
     def _bind(self, module: fx.GraphModule, kind: str) -> Callable[[list], Any]:
         context = self._contexts[kind]

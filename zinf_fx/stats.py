@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,9 @@ class Stats:
         peak_host_bytes: of the host arena that were leased at any time since the last plan was made, together: so many
             may be resident.
         planned_host_bytes: what the plans say that this is, one at a time; 0 before the first.
+        device_arena_bytes, peak_device_arena_bytes, planned_device_arena_bytes: as those of the host arena, of the
+            places of tiles on devices with memory of their own: taken from the device are those that are planned, and
+            what lies elsewhere.
         placed_buffers, displaced_buffers: leased where their plans say, and elsewhere: because somebody else had the
             place, as when graphs run in another order than planned.
         peak_device_bytes: that PyTorch allocated on the CUDA devices of the parameters at most, activations included.
@@ -40,6 +43,9 @@ class Stats:
     host_bytes: int = 0
     peak_host_bytes: int = 0
     planned_host_bytes: int = 0
+    device_arena_bytes: int = 0
+    peak_device_arena_bytes: int = 0
+    planned_device_arena_bytes: int = 0
     placed_buffers: int = 0
     displaced_buffers: int = 0
     peak_device_bytes: int = 0
@@ -58,6 +64,7 @@ class Stats:
             ["host arena now", in_words(self.host_bytes), "", ""],
             ["host arena at most", in_words(self.peak_host_bytes), "", ""],
             ["host arena at most, as planned", in_words(self.planned_host_bytes), "", ""],
+            *self._device_arena(),
             ["buffers where planned, and elsewhere", f"{self.placed_buffers:,}", f"{self.displaced_buffers:,}", ""],
         ]
         if self.peak_device_bytes:
@@ -66,6 +73,12 @@ class Stats:
         table = tabulate(rows, tablefmt="plain", disable_numparse=True, colalign=align)
         lines = [f"I/O by {self.provider}" if self.provider else "nothing on NVMe", *table.splitlines()]
         return "\n".join(line.rstrip() for line in lines)
+
+    def _device_arena(self) -> Iterator[list[str]]:
+        if self.planned_device_arena_bytes:
+            yield ["device arena now", in_words(self.device_arena_bytes), "", ""]
+            yield ["device arena at most", in_words(self.peak_device_arena_bytes), "", ""]
+            yield ["device arena at most, as planned", in_words(self.planned_device_arena_bytes), "", ""]
 
 
 def stats(model: torch.nn.Module) -> Stats:
@@ -80,6 +93,7 @@ def stats(model: torch.nn.Module) -> Stats:
 def _sum(all_tiers: Collection[Tiers], peak_device_bytes: int) -> Stats:
     stores = [tiers.store_in_use.counters() for tiers in all_tiers if tiers.store_in_use is not None]
     counters = [tiers.counters for tiers in all_tiers]
+    arenas = [arena for tiers in all_tiers for arena in tiers.device_arenas.values()]
     providers = dict.fromkeys(tiers.store_in_use.provider for tiers in all_tiers if tiers.store_in_use is not None)
     return Stats(
         bytes_read=sum(store.bytes_read for store in stores),
@@ -89,6 +103,9 @@ def _sum(all_tiers: Collection[Tiers], peak_device_bytes: int) -> Stats:
         host_bytes=sum(tiers.host.in_use for tiers in all_tiers),
         peak_host_bytes=sum(tiers.host.touched for tiers in all_tiers),
         planned_host_bytes=sum(tiers.planned_peak for tiers in all_tiers),
+        device_arena_bytes=sum(arena.in_use for arena in arenas),
+        peak_device_arena_bytes=sum(arena.touched for arena in arenas),
+        planned_device_arena_bytes=sum(arena.capacity for arena in arenas),
         placed_buffers=sum(c.placed for c in counters),
         displaced_buffers=sum(c.displaced for c in counters),
         peak_device_bytes=peak_device_bytes,

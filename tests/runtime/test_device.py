@@ -16,10 +16,11 @@ from torch import nn
 
 import zinf_fx
 from zinf_fx.errors import StoreError
-from zinf_fx.runtime import buffers
-from zinf_fx.runtime.buffers import PAGE, Arena
+from zinf_fx.runtime import leases
+from zinf_fx.runtime.buffers import Arena
 from zinf_fx.runtime.device import CPU, device_of
 from zinf_fx.runtime.executor import EXECUTOR
+from zinf_fx.runtime.leases import PAGE
 from zinf_fx.runtime.pinned import SLAB, slabs
 from zinf_fx.runtime.store import Fault
 
@@ -255,7 +256,7 @@ def test_a_buffer_that_a_device_reads_is_not_free(monkeypatch: pytest.MonkeyPatc
     assert [c.done() for c in copies] == [True, False, False, False]
     copies[1].wait()
     assert arena.in_use == 3 * PAGE
-    monkeypatch.setattr(buffers, "_MAX_BYTES_LEAVING", PAGE)
+    monkeypatch.setattr(leases, "_MAX_BYTES_LEAVING", PAGE)
     last = LateCopy(torch.empty(PAGE, dtype=torch.uint8))
     buffer = arena.lease(PAGE)
     last.start(buffer.tensor((PAGE,), torch.uint8))

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from zinf_fx import ops
@@ -255,7 +256,7 @@ def schedule_of(graph: fx.Graph, context: GraphContext) -> GraphSchedule:
         )
         for n in nodes_calling(graph, *ops.LOWERED)
     ]
-    separate = any(node.args[3].type != "cpu" for node in nodes_calling(graph, ops.wait))
+    separate = any(has_own_memory(node.args[3]) for node in nodes_calling(graph, ops.wait))
     compute: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
         if is_compute(node):
@@ -263,6 +264,11 @@ def schedule_of(graph: fx.Graph, context: GraphContext) -> GraphSchedule:
     count = 1 + max((*compute, *(e.operator for e in events)), default=0)
     operators = [Operator(i, _label(compute.get(i, [])), len(compute.get(i, []))) for i in range(count)]
     return GraphSchedule(context.kind, tuple(tiles), tuple(operators), tuple(events), separate)
+
+
+def has_own_memory(device: torch.device) -> bool:
+    """Whether what computes on the device computes in its own memory, to which tiles are copied."""
+    return device.type != "cpu"
 
 
 def tiles_moved(graph: fx.Graph, context: GraphContext) -> dict[TileKey, int]:

@@ -84,7 +84,7 @@ def host_buffers(plan: Plan) -> list[Lifetime]:
     that stays on the device needs one for each fetch nevertheless: it is read again where it has changed.
     """
     separate = any(graph.separate_device for graph in plan.graphs)
-    closes: EventKind = "upload" if separate else "release"
+    closes: EventKind = "wait" if separate else "release"
     return [*_tiles(plan, "fetch", closes, lambda tile: bytes_read(plan, tile)), *_writes(plan)]
 
 

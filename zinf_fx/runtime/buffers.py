@@ -1,40 +1,23 @@
-"""Memory that transfers read into and write from: one arena per tier, and aligned memory that a caller owns."""
+"""Host memory that transfers read into and write from: an arena per tier, and aligned memory that a caller owns."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import math
 import mmap
-import threading
-from collections import deque
-from typing import Protocol
 
 import torch
 
 from zinf_fx.errors import StoreError
-from zinf_fx.runtime.freelist import Space, round_up
+from zinf_fx.runtime.freelist import round_up
+from zinf_fx.runtime.leases import PAGE, Buffer, Lessor
 from zinf_fx.runtime.pinned import SLAB, Memory, Registry, slabs
 
-PAGE = 4096
 HUGE_PAGE = 2 << 20
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's value: Python names it from 3.13 on
 
-# Bytes of released buffers that a device has still to read before the release of one more waits.
-_MAX_BYTES_LEAVING = 256 << 20
 
-
-class Ticket(Protocol):
-    """A transfer under way."""
-
-    def done(self) -> bool:
-        """Whether it is over."""
-
-    def wait(self) -> None:
-        """Returns when it is over."""
-
-
-class Arena:
+class Arena(Lessor):
     """A tier's transfer memory: one reserved range, leased in pieces.
 
     The range costs address space only; memory becomes resident when it is first written, in huge pages where the
@@ -50,14 +33,9 @@ class Arena:
     """
 
     def __init__(self, name: str, capacity: int, *, option: str = "host_memory") -> None:
-        self.name = name
-        self.capacity = round_up(capacity, PAGE)
+        super().__init__(name, capacity)
         self.option = option
-        self._space = Space()
-        self._space.extend(0, self.capacity)
         self._region = range(0)
-        self._leaving: deque[tuple[Ticket, Buffer]] = deque()
-        self._lock = threading.RLock()
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         try:
             self._map: Memory | None = Memory(-1, self.capacity + SLAB, flags=flags)
@@ -126,27 +104,6 @@ class Arena:
         if self._map is not None:
             self._map.serve(registry)
 
-    @property
-    def in_use(self) -> int:
-        """Bytes leased."""
-        self._let_go_what_is_done()
-        return self._space.in_use
-
-    @property
-    def peak(self) -> int:
-        """The most bytes that were leased at a time, since the last `restart_peak`."""
-        return self._space.peak
-
-    @property
-    def touched(self) -> int:
-        """Bytes that were leased at any time since the last `restart_peak`: so many may be resident."""
-        return self._space.touched
-
-    def restart_peak(self) -> None:
-        """Measure `peak` and `touched` from now on."""
-        self._let_go_what_is_done()
-        self._space.restart()
-
     def trim(self) -> None:
         """Gives the memory of free pieces outside the region back to the system. Their next use pays for new pages.
 
@@ -180,7 +137,12 @@ class Arena:
         memory = self._map
         assert memory is not None, f"lease from the closed arena {self.name!r}"
         memory.use(self._address + offset, size, self._address + self.capacity)
-        return Buffer(self, memory, self._base + offset, self._address + offset, nbytes, size)
+        return Buffer(self, memory, offset, self._address + offset, nbytes, size)
+
+    def _tensor(self, memory: mmap.mmap, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        if not count:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        return torch.frombuffer(memory, dtype=dtype, count=count, offset=self._base + offset)
 
     def _advise_huge_pages(self) -> None:
         assert self._map is not None
@@ -189,81 +151,6 @@ class Arena:
         except OSError as error:
             if error.errno != errno.EINVAL:  # a kernel without transparent huge pages
                 raise
-
-    def _release_after(self, ticket: Ticket, buffer: Buffer) -> None:
-        with self._lock:
-            self._leaving.append((ticket, buffer))
-            self._let_go_what_is_done()
-            while len(self._leaving) > 1 and sum(b.capacity for _, b in self._leaving) > _MAX_BYTES_LEAVING:
-                self._let_go()
-
-    def _let_go_what_is_done(self) -> None:
-        if not self._leaving:
-            return
-        with self._lock:
-            while self._leaving and self._leaving[0][0].done():
-                self._let_go()
-
-    def _let_go(self) -> None:
-        with self._lock:
-            if self._leaving:
-                ticket, buffer = self._leaving[0]
-                ticket.wait()
-                self._leaving.popleft()
-                buffer.release()
-
-    def _give_back(self, offset: int, size: int) -> None:
-        self._space.give(offset - self._base, size)
-
-
-class Buffer:
-    """A leased piece of an arena, with one owner, who releases it once.
-
-    Attributes:
-        address: of its first byte.
-        nbytes: as asked for; `capacity` is what there is, a multiple of 4096.
-    """
-
-    __slots__ = ("__weakref__", "_arena", "_forsaken", "_map", "_offset", "address", "capacity", "nbytes")
-
-    def __init__(self, arena: Arena, memory: mmap.mmap, offset: int, address: int, nbytes: int, capacity: int) -> None:
-        self._arena = arena
-        self._map: mmap.mmap | None = memory
-        self._forsaken = False
-        self._offset = offset
-        self.address = address
-        self.nbytes = nbytes
-        self.capacity = capacity
-
-    def tensor(self, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """A view of the memory from byte 0 on. Every call makes a storage and version counter of its own, so that
-        autograd doesn't take a write to one buffer for a write to another."""
-        assert self._map is not None, f"use of a released buffer of {self._arena.name!r}"
-        count = math.prod(shape)
-        assert count * dtype.itemsize <= self.capacity, (
-            f"{tuple(shape)} of {dtype} needs {count * dtype.itemsize} bytes, the buffer has {self.capacity}"
-        )
-        if not count:
-            return torch.empty(shape, dtype=dtype, device="cpu")
-        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=self._offset).view(shape)
-
-    def release(self) -> None:
-        """Gives the memory back to the arena. Tensors over it then show whatever comes next."""
-        assert self._map is not None, f"a buffer of {self._arena.name!r} was released twice"
-        self._map = None
-        self._arena._give_back(self._offset, self.capacity)
-
-    def release_after(self, ticket: Ticket) -> None:
-        """As `release`, once `ticket`, a copy to a device, is done; waits where many buffers are released like this."""
-        self._arena._release_after(ticket, self)
-
-    def release_when_dropped(self) -> None:
-        """For an owner who can't wait any more: a transfer under way has this buffer too, and will be the last to."""
-        self._forsaken = True
-
-    def __del__(self) -> None:
-        if self._forsaken and self._map is not None:
-            self.release()
 
 
 def aligned_empty(nbytes: int) -> torch.Tensor:

@@ -5,6 +5,10 @@ Compute is queued on the device's current stream, and copies on two streams of t
 follows the compute that was queued when it was asked for; what is queued after its `join` follows the copy. Memory on
 the device belongs to the compute stream, and whoever drops it has joined the copies from and to it. So memory on the
 device is bounded by the order in which the program queues its work, however far it runs ahead of the device.
+
+PyTorch's allocator gives memory only to the stream that it had it from. A place in an arena goes to whoever comes next,
+so the arena's memory belongs to one stream, too: that of the last `take_over`. This follows what was queued before on
+the last owner, and what drops a place that other streams have used makes the owner follow these.
 """
 
 from __future__ import annotations
@@ -62,6 +66,9 @@ class Device(Registry, Protocol):
     torch_device: torch.device
     in_host_memory: bool
 
+    def take_over(self, memory: torch.Tensor) -> None:
+        """Before a place in the memory of an arena is used again, by what is queued on the current stream."""
+
     def upload(self, value: torch.Tensor) -> Upload:
         """A copy to `value`, flat and on the device, that follows what is queued now."""
 
@@ -77,6 +84,9 @@ class Cpu:
 
     torch_device = torch.device("cpu")
     in_host_memory = True
+
+    def take_over(self, memory: torch.Tensor) -> None:
+        pass
 
     def upload(self, value: torch.Tensor) -> Upload:
         return _Copied(value)
@@ -127,6 +137,20 @@ class Cuda:
         self.downloads = torch.cuda.Stream(torch_device)
         self._leaving: deque[_CudaDownload] = deque()
         self._runtime = torch.cuda.cudart()
+        self._owner: torch.cuda.Stream | None = None  # of the memory of arenas
+
+    def take_over(self, memory: torch.Tensor) -> None:
+        stream, owner = self.compute(), self._owner
+        if owner is not None and stream.cuda_stream != owner.cuda_stream:
+            stream.wait_event(owner.record_event())
+        self._owner = stream
+        _use(memory, stream)
+
+    def dropped_by(self, stream: torch.cuda.Stream) -> None:
+        """What was used by what is queued on `stream` by now is free: its next owner follows that."""
+        owner = self._owner
+        if owner is not None and stream.cuda_stream != owner.cuda_stream:
+            owner.wait_event(stream.record_event())
 
     def upload(self, value: torch.Tensor) -> Upload:
         return _CudaUpload(self, value)
@@ -188,6 +212,7 @@ class _CudaUpload(_CudaCopy):
     def __init__(self, device: Cuda, value: torch.Tensor) -> None:
         super().__init__(device)
         self.value: torch.Tensor | None = value
+        self._users = {self._owner.cuda_stream: self._owner}
 
     def start(self, host: torch.Tensor) -> None:
         self._start(self._device.uploads, self.value, host, host)
@@ -195,14 +220,17 @@ class _CudaUpload(_CudaCopy):
     def join(self) -> None:
         super().join()
         stream = self._device.compute()
-        if stream.cuda_stream != self._owner.cuda_stream:
+        if stream.cuda_stream not in self._users:
             stream.wait_event(self._copied)
-            self.value.record_stream(stream)
+            _use(self.value, stream)
+            self._users[stream.cuda_stream] = stream
 
     def drop(self) -> None:
         if self._copied is not None:
             super().join()
         self.value = None
+        while self._users:
+            self._device.dropped_by(self._users.popitem()[1])
 
 
 class _CudaDownload(_CudaCopy):
@@ -229,6 +257,11 @@ class _CudaDownload(_CudaCopy):
     def join(self) -> None:
         super().join()
         self._value = None
+
+
+def _use(memory: torch.Tensor, stream: torch.cuda.Stream) -> None:
+    """Whatever stream the memory was allocated for, it is free for others only after what is queued on this one."""
+    memory.record_stream(stream)
 
 
 @cache

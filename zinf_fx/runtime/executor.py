@@ -15,8 +15,8 @@ from zinf_fx import ops
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.plan.schedule import HEAD, GraphKind, Plan, Tile
 from zinf_fx.runtime.activations import ActivationSlots
-from zinf_fx.runtime.buffers import PAGE
 from zinf_fx.runtime.freelist import round_up
+from zinf_fx.runtime.leases import PAGE
 from zinf_fx.runtime.storage import TensorStorage
 from zinf_fx.runtime.stored_tensor import (
     StoredTensor,
@@ -158,9 +158,9 @@ class Executor:
         """Hold a tile, starting to read it unless it is held; to `offset` in the region of the host arena."""
         return self.staging.fetch(storage, tile.start, math.prod(tile.shape), offset)
 
-    def upload(self, storage: TensorStorage, tile: Tile) -> None:
-        """Start copying a tile that is held to the device."""
-        self.staging.upload(storage, tile.start, math.prod(tile.shape))
+    def upload(self, storage: TensorStorage, tile: Tile, offset: int | None) -> None:
+        """Start copying a tile that is held to the device, to `offset` in the region there."""
+        self.staging.upload(storage, tile.start, math.prod(tile.shape), offset)
 
     def anticipate(self, stage: Stage, storage: TensorStorage, tile: Tile, offset: int | None) -> None:
         """Fetch a tile that `stage`, expected to come next, will need at its head."""
@@ -236,7 +236,7 @@ class Run:
 
     def upload(self, tile: int, turn: bool = False, resident: bool = False, offset: int | None = None) -> None:
         """Start copying a tile to the device, behind what is queued there by now."""
-        EXECUTOR.upload(self._storages[tile], self._tiles[tile])
+        EXECUTOR.upload(self._storages[tile], self._tiles[tile], offset)
 
     def allgather(self, tile: int, turn: bool = False, resident: bool = False) -> None:
         """One rank holds the whole tile."""

@@ -16,9 +16,10 @@ from typing import Literal
 
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import BLOCK, DEPTH, HINTS, READ, WRITE, Engine, File, PageSums, Ticket
-from zinf_fx.runtime.buffers import PAGE, aligned_empty
+from zinf_fx.runtime.buffers import aligned_empty
 from zinf_fx.runtime.filesystem import file_system_of
 from zinf_fx.runtime.freelist import round_up
+from zinf_fx.runtime.leases import PAGE
 from zinf_fx.runtime.probe import candidates, choose, reopen
 from zinf_fx.runtime.scratch import Scratch
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from zinf_fx.errors import ConfigError, StoreError
 from zinf_fx.native.engine import READ, WRITE, Engine, direct_alignment, is_direct, provider_names
-from zinf_fx.runtime.buffers import PAGE, aligned_empty
+from zinf_fx.runtime.buffers import aligned_empty
+from zinf_fx.runtime.leases import PAGE
 from zinf_fx.runtime.scratch import Scratch
 
 log = logging.getLogger(__name__)

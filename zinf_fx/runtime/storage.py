@@ -16,8 +16,9 @@ import torch
 from zinf_fx.config import Config, Placement, Tier
 from zinf_fx.errors import StoredTensorError, StoreError
 from zinf_fx.native.engine import HINTS
-from zinf_fx.runtime.buffers import PAGE, Buffer, Ticket, aligned_empty
+from zinf_fx.runtime.buffers import aligned_empty
 from zinf_fx.runtime.device import CPU, Device
+from zinf_fx.runtime.leases import PAGE, Buffer, Ticket
 from zinf_fx.runtime.tiers import DelayedWrite, Tiers
 from zinf_fx.runtime.windows import DeviceWindow, Under, Window
 
@@ -187,7 +188,10 @@ class TensorStorage:
         if self._on_device is not None:
             return Window(self, start, self._on_device[start : start + count], None, None)
         host = self.window(start, count, load=load, offset=offset)
-        return host if self.device.in_host_memory else DeviceWindow(host, self.device, count, self.dtype, load)
+        if self.device.in_host_memory:
+            return host
+        arena = self.tiers.device_arenas.get(self.device)
+        return DeviceWindow(host, self.device, count, self.dtype, load, arena)
 
     def value(self) -> torch.Tensor:
         """All elements, flat, on the device: the bytes themselves, or a copy that the caller owns."""

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from zinf_fx.errors import ConfigError, StoreError
 from zinf_fx.native.engine import BLOCK, DEPTH, HINTS, READ, WRITE, Counters, Engine, Fault, PageSums, Ticket
-from zinf_fx.runtime.buffers import PAGE
 from zinf_fx.runtime.freelist import round_up
+from zinf_fx.runtime.leases import PAGE
 from zinf_fx.runtime.measure import weights_of
 from zinf_fx.runtime.probe import candidates
 from zinf_fx.runtime.scratch import reclaim

@@ -1,4 +1,4 @@
-"""The memories of one job: the host arena, the store on disk, and the writes that are under way between them."""
+"""The memories of one job: the host arena, those of devices, the store on disk, and the writes under way to it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
@@ -17,24 +16,16 @@ import torch
 from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError, StoreError
 from zinf_fx.plan.schedule import MemoryRegions
-from zinf_fx.runtime.buffers import PAGE, Arena, Buffer, Ticket
+from zinf_fx.runtime.buffers import Arena
+from zinf_fx.runtime.counters import Counters
+from zinf_fx.runtime.device import Device
+from zinf_fx.runtime.device_arena import DeviceArena
 from zinf_fx.runtime.freelist import round_up
+from zinf_fx.runtime.leases import PAGE, Buffer, Ticket
 from zinf_fx.runtime.store import Store
 
 # Dirty bytes that may be on their way to the store before a writer waits for the oldest.
 _MAX_BYTES_WRITING = 256 << 20
-
-
-@dataclass
-class Counters:
-    """What moved, in bytes, and what was waited for, in seconds, since the job began; and how many buffers lay where
-    their plans said, and how many did not."""
-
-    gathered_bytes: int = 0
-    stall_seconds: float = 0.0
-    write_stall_seconds: float = 0.0
-    placed: int = 0
-    displaced: int = 0
 
 
 class Background(Protocol):
@@ -101,6 +92,7 @@ class Tiers:
         self.host = Arena("host", config.host_memory or physical_memory())
         self.counters = Counters()
         self.background: Background | None = None
+        self._on_devices: dict[Device, DeviceArena] = {}
         self.planned_peak = 0
         self.chunk_elements: int | None = None
         """Of a chunk of an optimizer's step, for which there is room in the region; None before the first plan."""
@@ -143,19 +135,39 @@ class Tiers:
         """The NVMe tier if anything was ever placed on it."""
         return self._store
 
-    def plan(self, regions: MemoryRegions, peak: int) -> None:
-        """Before the first step of a plan: set its regions apart, and measure anew how much of the host arena is used.
+    @property
+    def device_arenas(self) -> Mapping[Device, DeviceArena]:
+        """By the device, the regions that plans have on devices with memory of their own."""
+        return self._on_devices
 
-        `peak`: bytes of the host arena that the plan takes at most. Plans share the regions: one is used at a time.
+    def plan(self, regions: MemoryRegions, peak: int, devices: Iterable[Device] = ()) -> None:
+        """Before the first step of a plan: set its regions apart, and measure anew how much of the arenas is used.
+
+        `peak`: bytes of the host arena that the plan takes at most; `devices`: with memory of their own, on which it
+        computes. Plans share the regions: one is used at a time.
+
+        Raises: StoreError when a device has no room for its region.
         """
         with self._lock:
             self.drain()
             self.host.reserve(regions.host)
+            for device in devices:
+                self._reserve_on(device, regions.device)
             if regions.chunks > self._chunks.stop:
                 self._chunks, self.chunk_elements = range(regions.chunks), regions.chunk_elements
             self.planned_peak = max(self.planned_peak, peak)
             self.host.trim()
             self.host.restart_peak()
+
+    def _reserve_on(self, device: Device, nbytes: int) -> None:
+        arena = self._on_devices.get(device)
+        if nbytes > (0 if arena is None else arena.capacity):
+            # What is leased in the smaller one stays there, and keeps it; else its memory goes before more is taken.
+            del arena
+            self._on_devices.pop(device, None)
+            self._on_devices[device] = DeviceArena(device, nbytes, self.counters)
+        elif arena is not None:
+            arena.restart_peak()
 
     @contextmanager
     def stepping(self, part: range | None = None) -> Iterator[None]:

@@ -25,9 +25,9 @@ class StagedTile:
         self._counters = storage.tiers.counters
         self._window = storage.device_window(start, count, offset=offset).read_only()
 
-    def upload(self) -> None:
-        """Start to copy it to the device."""
-        self._window.upload()
+    def upload(self, offset: int | None = None) -> None:
+        """Start to copy it to the device, to `offset` in the region that is planned there."""
+        self._window.upload(offset)
 
     @property
     def version(self) -> int | None:
@@ -73,12 +73,13 @@ class Staging:
             self._let_go(key)
             return tile
 
-    def upload(self, storage: TensorStorage, start: int, count: int) -> None:
-        """Start to copy a tile to the device if it is held in its present version: `wait` copies any other."""
+    def upload(self, storage: TensorStorage, start: int, count: int, offset: int | None = None) -> None:
+        """Start to copy a tile to the device, to `offset` in the region that is planned there, if it is held in its
+        present version: `wait` copies any other."""
         with self._lock:
             tile = self._tiles.get((storage.key, start, count))
             if tile is not None and tile.version == storage.version:
-                tile.upload()
+                tile.upload(offset)
 
     def stay(self, tile: StagedTile, storage: TensorStorage) -> None:
         """Hand over a hold: the tile stays in memory until its next fetch, whatever is written to it meanwhile."""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import HINTS, Engine, File
-from zinf_fx.runtime.buffers import PAGE
 from zinf_fx.runtime.freelist import Space, round_up
+from zinf_fx.runtime.leases import PAGE
 from zinf_fx.runtime.probe import Choice, choose, reopen
 from zinf_fx.runtime.scratch import Scratch
 

@@ -8,8 +8,9 @@ from weakref import WeakSet
 import torch
 
 from zinf_fx.errors import StoreError
-from zinf_fx.runtime.buffers import Buffer, Ticket
 from zinf_fx.runtime.device import Device, Upload
+from zinf_fx.runtime.device_arena import DeviceArena
+from zinf_fx.runtime.leases import Buffer, Ticket
 
 Under = list[tuple[range, Ticket]]
 """Transfers under way, and the elements that they are about."""
@@ -74,7 +75,7 @@ class Window:
         """Bytes of the host arena that this window holds; 0 for resident bytes."""
         return self._buffer.nbytes if self._buffer is not None else 0
 
-    def upload(self) -> None:
+    def upload(self, offset: int | None = None) -> None:
         """Nothing to copy."""
 
     @property
@@ -167,11 +168,14 @@ class Window:
 class DeviceWindow:
     """As `Window`, in device memory, of elements that live elsewhere and are copied through a window in host memory."""
 
-    def __init__(self, host: Window, device: Device, count: int, dtype: torch.dtype, load: bool) -> None:
-        self._host, self._device = host, device
+    def __init__(
+        self, host: Window, device: Device, count: int, dtype: torch.dtype, load: bool, arena: DeviceArena | None
+    ) -> None:
+        self._host, self._device, self._arena = host, device, arena
         self._count, self._dtype, self._load = count, dtype, load
         self._read_only = self._started = False
         self._copy: Upload | None = None
+        self._buffer: Buffer | None = None  # of the arena
 
     def read_only(self) -> DeviceWindow:
         """As of a `Window`. Host memory is given back as soon as the elements are on the device."""
@@ -192,13 +196,15 @@ class DeviceWindow:
     def follow(self, storage: Owner) -> None:
         """Nothing: what is written makes this version old, so that it is read again."""
 
-    def upload(self) -> None:
+    def upload(self, offset: int | None = None) -> None:
         """Take device memory, and start the copy to it: now or, if the elements are not in host memory yet, in `wait`.
 
         Either way the copy follows what the device was told to compute before now, and not what it is told meanwhile.
+        `offset`: where a plan has a place for the elements in the device's arena; only for reading, because the values
+        must not outlive the window.
         """
         if self._copy is None:
-            self._copy = self._device.upload(self._empty())
+            self._copy = self._device.upload(self._place(offset))
         if self._load and not self._started and self._host.ready:
             self._start()
 
@@ -217,6 +223,7 @@ class DeviceWindow:
 
     def store(self) -> None:
         """Start writing the elements back."""
+        assert not self._read_only, "a window for reading can't be stored"
         host = self._device.download(self.wait(), self._host.arrived(), after=self._host.readers)
         self._copy.drop()
         self._host.store(host)
@@ -225,7 +232,17 @@ class DeviceWindow:
         """Give the memory back without writing."""
         if self._copy is not None:
             self._copy.drop()
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            buffer.release()  # after the drop, which the next copy to this place is to follow
         self._host.close()
+
+    def _place(self, offset: int | None) -> torch.Tensor:
+        if offset is None or self._arena is None:
+            return self._empty()
+        assert self._read_only
+        self._buffer = self._arena.lease(offset, self._count * self._dtype.itemsize)
+        return self._buffer.tensor((self._count,), self._dtype)
 
     def _empty(self) -> torch.Tensor:
         def make() -> torch.Tensor:
