@@ -70,11 +70,12 @@ def test_what_stays() -> None:
 
 
 def test_a_device_with_memory_of_its_own() -> None:
-    """Host memory is needed until the upload, device memory from there on; what the turn fetches isn't given up."""
-    forward = "fetch a, upload a, wait a, fetch a*, release a, fetch b, upload b, release b!"
-    found = plan(forward, "fetch a, upload a, release a, fetch b!, upload b!, release b", separate=True)
-    assert tiles(found) == {"a": [[(0, 1)], [(3, 9)]], "b": [[(5, 6)], [(11, 12)]]}
-    assert tiles(found, device=True) == {"a": [[(1, 10)]], "b": [[(6, 13)]]}
+    """Host memory is needed until the tile is waited for, device memory from the upload on; what the turn fetches isn't
+    given up."""
+    forward = "fetch a, upload a, wait a, fetch a*, release a, fetch b, upload b, wait b, release b!"
+    found = plan(forward, "fetch a, upload a, wait a, release a, fetch b!, upload b!, wait b, release b", separate=True)
+    assert tiles(found) == {"a": [[(0, 2)], [(3, 11)]], "b": [[(5, 7)], [(13, 15)]]}
+    assert tiles(found, device=True) == {"a": [[(1, 12)]], "b": [[(6, 16)]]}
     assert not device_buffers(plan(forward, "release a"))
 
 

@@ -1,14 +1,18 @@
-"""A device with memory of its own, on the CPU: every copy is made as late as it may be, so that what must wait for a
-copy, and doesn't, computes with wrong values."""
+"""A device with memory of its own, on the CPU: every copy is made as late as it may be, and a place in its arena is
+spoiled as soon as it is given back, so that what must wait for a copy, or looks at a tile too late, computes with wrong
+values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zinf_fx.runtime.device import Copy, Cpu
+from zinf_fx.runtime.device_arena import DeviceArena
+from zinf_fx.runtime.leases import Buffer
 
 
 class LateDevice(Cpu):
@@ -61,3 +65,23 @@ class LateCopy:
         if self._started:
             self.wait()
         self.value = None
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
+    """Stored tensors on the CPU compute on a late device from now on, and are planned for one."""
+    late = LateDevice()
+    for module in ("stored_tensor", "activations"):
+        monkeypatch.setattr(f"zinf_fx.runtime.{module}.device_of", lambda device: late)
+    monkeypatch.setattr("zinf_fx.passes.pipeline.has_own_memory", lambda device: True)
+    monkeypatch.setattr(Buffer, "release", _release_and_spoil)
+    return late
+
+
+_release = Buffer.release
+
+
+def _release_and_spoil(buffer: Buffer) -> None:
+    if isinstance(buffer._arena, DeviceArena):
+        with torch.no_grad(), _disable_current_modes():
+            buffer.tensor((buffer.capacity,), torch.uint8).fill_(0xFF)  # NaN
+    _release(buffer)

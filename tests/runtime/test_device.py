@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from late_device import LateCopy, LateDevice
+from late_device import LateCopy, LateDevice, install
 from torch import nn
 
 import zinf_fx
@@ -44,8 +44,7 @@ PLACEMENTS = {
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDevice]:
     """What stored tensors on the CPU compute on."""
-    late = LateDevice()
-    monkeypatch.setattr("zinf_fx.runtime.stored_tensor.device_of", lambda device: late)
+    late = install(monkeypatch)
     torch._dynamo.reset()
     yield late
     EXECUTOR.reset()
@@ -86,6 +85,8 @@ def test_training(tmp_path: Path, device: LateDevice, placement: object, accumul
     assert train(call, zinf_fx.optim.AdamW(model.parameters(), lr=1e-2), accumulate) == expected
     assert_equal(model, plain)
     assert (device.uploads + device.downloads > 0) == (placement != "device")
+    in_place = model.head.weight.storage.in_place
+    assert bool(zinf_fx.stats(model).peak_device_arena_bytes) != in_place
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)

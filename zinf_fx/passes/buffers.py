@@ -14,7 +14,7 @@ from torch import fx
 from zinf_fx import ops
 from zinf_fx.passes.framework import GraphContext, nodes_calling
 from zinf_fx.plan.layout import with_offsets
-from zinf_fx.plan.memory import most
+from zinf_fx.plan.memory import most, most_on_device
 from zinf_fx.plan.schedule import MemoryRegions, Plan
 
 
@@ -56,6 +56,6 @@ def excess(plan: Plan) -> int:
     over = []
     if plan.config.host_memory is not None:
         over.append(most(plan) - plan.config.host_memory)
-    if plan.config.device_memory is not None:
-        over.append(plan.regions.device - plan.config.device_memory)
+    if plan.config.device_memory is not None and plan.regions.device:
+        over.append(most_on_device(plan) - plan.config.device_memory)
     return max(over, default=0)

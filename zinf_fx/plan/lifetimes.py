@@ -80,8 +80,9 @@ class Clock:
 def host_buffers(plan: Plan) -> list[Lifetime]:
     """The buffers in host memory: of tiles that are read from NVMe, and of gradients that are written there.
 
-    Where the device computes in host memory, a tile's is needed until its release, else until its upload. Then a tile
-    that stays on the device needs one for each fetch nevertheless: it is read again where it has changed.
+    Where the device computes in host memory, a tile's is needed until its release, else until somebody waits for it:
+    where the disk is late, its upload starts only then. A tile that stays on the device needs one for each fetch
+    nevertheless: it is read again where it has changed.
     """
     separate = any(graph.separate_device for graph in plan.graphs)
     closes: EventKind = "wait" if separate else "release"

@@ -200,6 +200,24 @@ def most(plan: Plan) -> int:
     return living(plan).total + plan.regions.host
 
 
+def most_on_device(plan: Plan) -> int:
+    """Bytes that a plan takes of a device with memory of its own: the states and activations that live there, the
+    region of tiles, and the gradients on their way out."""
+    states = living_on_device(plan.config.placement, list(tiles_of(plan).values()))
+    return states.total + plan.kept + plan.regions.device + max(map(_leaving, plan.graphs), default=0)
+
+
+def _leaving(graph: GraphSchedule) -> int:
+    """The most bytes of gradients, which don't live on the device, from reduce-scatter to offload."""
+    now = most_so_far = 0
+    for event in graph.events:
+        tile = graph.tiles[event.tile]
+        if tile.gradient_tier != "device":
+            now += tile.nbytes * ((event.kind == "reduce_scatter") - (event.kind == "offload"))
+            most_so_far = max(most_so_far, now)
+    return most_so_far
+
+
 def arena_by_operator(plan: Plan, graph: GraphSchedule) -> list[int]:
     """Bytes of the arena at its fullest while each operator of a graph computes, that of the head first.
 

@@ -314,7 +314,7 @@ def _regions(plan: Plan) -> str:
             parts += f"; {in_words(states)} for states"
         lines.append(f"host arena {in_words(most(plan))}: {parts}")
     if regions.device:
-        lines.append(f"device memory {in_words(regions.device)}: for tiles, if each has its place")
+        lines.append(f"device arena {in_words(regions.device)}: for tiles in one piece")
     return "\n\n" + "\n".join(lines) if lines else ""
 
 

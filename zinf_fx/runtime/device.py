@@ -19,6 +19,7 @@ from functools import cache
 from typing import Protocol
 
 import torch
+from torch import cuda
 
 from zinf_fx.runtime.pinned import Registry, slabs
 
@@ -133,11 +134,11 @@ class Cuda:
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
-        self.uploads = torch.cuda.Stream(torch_device)
-        self.downloads = torch.cuda.Stream(torch_device)
+        self.uploads = cuda.Stream(torch_device)
+        self.downloads = cuda.Stream(torch_device)
         self._leaving: deque[_CudaDownload] = deque()
-        self._runtime = torch.cuda.cudart()
-        self._owner: torch.cuda.Stream | None = None  # of the memory of arenas
+        self._runtime = cuda.cudart()
+        self._owner: cuda.Stream | None = None  # of the memory of arenas
 
     def take_over(self, memory: torch.Tensor) -> None:
         stream, owner = self.compute(), self._owner
@@ -146,7 +147,7 @@ class Cuda:
         self._owner = stream
         _use(memory, stream)
 
-    def dropped_by(self, stream: torch.cuda.Stream) -> None:
+    def dropped_by(self, stream: cuda.Stream) -> None:
         """What was used by what is queued on `stream` by now is free: its next owner follows that."""
         owner = self._owner
         if owner is not None and stream.cuda_stream != owner.cuda_stream:
@@ -164,9 +165,9 @@ class Cuda:
             self._leaving.popleft().join()
         return copy
 
-    def compute(self) -> torch.cuda.Stream:
+    def compute(self) -> cuda.Stream:
         """The stream that compute is queued on at present."""
-        return torch.cuda.current_stream(self.torch_device.index)
+        return cuda.current_stream(self.torch_device.index)
 
     def register(self, address: int, nbytes: int) -> str | None:
         portable = 1  # known in every CUDA context
@@ -184,13 +185,13 @@ class _CudaCopy:
         self._device = device
         self._owner = device.compute()
         self._queued = self._owner.record_event()
-        self._copied: torch.cuda.Event | None = None
+        self._copied: cuda.Event | None = None
         self._joined = False  # by the owner
 
-    def _start(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor, host: torch.Tensor) -> None:
+    def _start(self, stream: cuda.Stream, target: torch.Tensor, source: torch.Tensor, host: torch.Tensor) -> None:
         stream.wait_event(self._queued)
         address, itemsize = host.data_ptr(), host.dtype.itemsize
-        with torch.cuda.stream(stream):
+        with cuda.stream(stream):
             for first, last in slabs(address, host.nbytes):
                 part = slice((first - address) // itemsize, (last - address) // itemsize)
                 target[part].copy_(source[part], non_blocking=True)
@@ -259,7 +260,7 @@ class _CudaDownload(_CudaCopy):
         self._value = None
 
 
-def _use(memory: torch.Tensor, stream: torch.cuda.Stream) -> None:
+def _use(memory: torch.Tensor, stream: cuda.Stream) -> None:
     """Whatever stream the memory was allocated for, it is free for others only after what is queued on this one."""
     memory.record_stream(stream)
 
@@ -272,5 +273,5 @@ def _cuda(index: int) -> Cuda:
 def device_of(device: torch.device) -> Device:
     """What computes on a device of PyTorch's. Raises: KeyError for a type of device that is not supported."""
     if device.type == "cuda":
-        return _cuda(torch.cuda.current_device() if device.index is None else device.index)
+        return _cuda(cuda.current_device() if device.index is None else device.index)
     return {"cpu": CPU}[device.type]
