@@ -25,7 +25,7 @@ from zinf_fx.passes.prefetch import Prefetch
 from zinf_fx.passes.regions import Regions
 from zinf_fx.passes.residency import choose
 from zinf_fx.passes.sink_gathers import SinkGathers
-from zinf_fx.plan.memory import most
+from zinf_fx.plan.memory import most, most_on_device
 from zinf_fx.plan.schedule import Plan
 
 KIB = 1024
@@ -162,3 +162,20 @@ def test_explain_says_what_the_arena_is_for() -> None:
     text = zinf_fx.explain(Stack(), torch.randn(4, 128), placement="infinity-nvme", chunk="64KiB")
     (line,) = (line for line in text.splitlines() if line.startswith("host arena") and "in one piece" in line)
     assert "for optimizer chunks" in line and "for states" in line
+
+
+def test_a_device_with_memory_of_its_own_has_a_region_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside what lives there, what is saved for backward, and gradients on their way out."""
+    monkeypatch.setattr("zinf_fx.passes.pipeline.has_own_memory", lambda device: True)
+    for kib in (1000, 1500, 2500):
+        plan = planned(device_memory=kib * KIB)
+        assert 0 < plan.regions.device < most_on_device(plan) <= kib * KIB and excess(plan) <= 0
+    text = zinf_fx.explain(Stack(), torch.randn(4, 128), placement="infinity-cpu", device_memory="1000KiB")
+    assert "device arena" in text
+    layer, x = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)), torch.randn(2, 16)
+    with pytest.raises(BudgetError, match="of device_memory at once, and the budget is 8192") as refused:
+        zinf_fx.explain(layer, x, placement="nvme", device_memory="8KiB")
+    for part in ("together", "To fit:", "gradients on their way, and gaps"):
+        assert part in str(refused.value)
+    needed = int(str(refused.value).partition("device_memory=")[2].split()[0])
+    assert "device arena" in zinf_fx.explain(layer, x, placement="nvme", device_memory=needed)

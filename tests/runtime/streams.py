@@ -1,7 +1,7 @@
 """The streams and events of a CUDA device, without one: what is queued runs as early or as late as its events allow.
 
 Inside `with cuda.stream(s)` nothing is computed: in-place copies are queued on `s`. A stream that is `eager` runs what
-it has as soon as the events that it waits for have come; any other, when somebody has to wait for it.
+it has at once, and of the others what it waits for; these run nothing else before somebody has to wait for it.
 """
 
 from __future__ import annotations
@@ -55,20 +55,13 @@ class Stream:
     def run(self, until: Event | None = None) -> None:
         """Run what is queued, and what it waits for, up to an event or the end."""
         while self._queue and not (until and until.come):
-            if isinstance(self._queue[0], Event) and not self._queue[0].come:
-                self._queue[0].synchronize()
-            self.step()
-
-    def step(self) -> bool:
-        """Run what comes first, unless it waits. Returns whether it did."""
-        if not self._queue or (isinstance(self._queue[0], Event) and not self._queue[0].come):
-            return False
-        item = self._queue.popleft()
-        if isinstance(item, tuple):
-            item[0].come = True
-        elif not isinstance(item, Event):
-            item()
-        return True
+            item = self._queue.popleft()
+            if isinstance(item, Event):
+                item.synchronize()
+            elif isinstance(item, tuple):
+                item[0].come = True
+            else:
+                item()
 
 
 class Cuda:
@@ -101,8 +94,9 @@ class Cuda:
             self._current = before
 
     def run_eager(self) -> None:
-        while any(stream.eager and stream.step() for stream in self._streams):
-            pass
+        for stream in self._streams:
+            if stream.eager:
+                stream.run()
 
     def synchronize(self) -> None:
         for stream in self._streams:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from planned_shapes import SHAPES
 from torch import nn
 
 import zinf_fx
@@ -341,10 +342,12 @@ def test_device_memory_is_that_of_the_schedule(tmp_path: Path, placement: str) -
     compiled(x).backward()
     model.zero_grad()
     planned = max(flow.device for graph in plan.graphs for flow in flows(plan, graph))
+    arena = zinf_fx.stats(model).planned_device_arena_bytes
+    assert arena == plan.regions.device
     EXECUTOR.reset()
     gc.collect()
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_allocated() - arena
     torch.cuda.reset_peak_memory_stats()
     torch.cuda._sleep(100_000_000)
     compiled(x).backward()
@@ -357,7 +360,70 @@ def test_device_memory_is_that_of_the_schedule(tmp_path: Path, placement: str) -
     model.zero_grad()
     EXECUTOR.reset()
     gc.collect()
-    assert torch.cuda.memory_allocated() - before <= leaving + 2 * tile
+    assert torch.cuda.memory_allocated() - before <= arena + leaving + 2 * tile
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_arena_holds_what_its_plan_says(tmp_path: Path, name: str, overlap: bool) -> None:
+    shape = SHAPES[name]
+    torch.manual_seed(0)
+
+    def batch() -> tuple[torch.Tensor, ...]:
+        return tuple(values.to(CUDA) for values in shape.batch())
+
+    model = zinf_fx.offload(shape.model().to(CUDA), store=tmp_path, **shape.options)
+    (plan,) = plans_of(model, batch())
+    compiled = torch.compile(model, backend="zinf")
+    optimizer = zinf_fx.optim.AdamW(model.parameters(), overlap=overlap)
+    for _ in range(4):
+        compiled(*batch()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    stats = zinf_fx.stats(model)
+    assert stats.planned_device_arena_bytes == plan.regions.device > 0
+    assert stats.peak_device_arena_bytes == pytest.approx(plan.regions.device, rel=0.05), str(stats)
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_uploads_take_nothing_of_pytorchs_allocator(tmp_path: Path, placement: str) -> None:
+    model = zinf_fx.offload(Layers(12, 1024).to(CUDA), store=tmp_path, placement=placement)
+    compiled = torch.compile(model, backend="zinf")
+    x = torch.randn(8, 1024, device=CUDA)
+    with torch.no_grad():
+        compiled(x)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        compiled(x)
+        torch.cuda.synchronize()
+    tile, activation = 1024 * 1024 * 4, x.nbytes
+    assert torch.cuda.max_memory_allocated() - before <= 8 * activation < tile
+
+
+def test_steps_on_streams_that_take_turns(tmp_path: Path) -> None:
+    """A place in the arena that one stream has used is used by another next."""
+    results = []
+    for stored in (False, True):
+        model = build()
+        if stored:
+            zinf_fx.offload(model, store=tmp_path, placement="host")
+        call = torch.compile(model, backend="zinf") if stored else model
+        torch.manual_seed(1)
+        streams, losses = [torch.cuda.Stream() for _ in range(3)], []
+        for number in range(9):
+            torch.cuda.synchronize()  # what was given to the streams is read
+            tokens, targets = torch.randint(0, CONFIG.vocabulary, (2, 2, CONFIG.context)).to(CUDA)
+            torch.cuda.synchronize()
+            with torch.cuda.stream(streams[number % 3]):
+                if not number % 2:
+                    torch.cuda._sleep(20_000_000)  # so that the next stream begins before this one
+                losses.append(call(tokens, targets).detach())
+            with torch.no_grad(), torch.cuda.stream(streams[(number + 1) % 3]):
+                losses.append(call(tokens, targets).detach())
+        torch.cuda.synchronize()
+        results.append([loss.item() for loss in losses])
+    assert results[0] == results[1]
 
 
 def test_the_program_runs_ahead_of_the_device(tmp_path: Path) -> None:

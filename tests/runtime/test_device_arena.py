@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,11 +13,16 @@ import torch
 from late_device import LateDevice, install
 from planned_shapes import SHAPES
 from torch import nn
+from twins import Net, assert_same_gradients
 
 import zinf_fx
+from zinf_fx.errors import StoreError
 from zinf_fx.explain import plans_of
 from zinf_fx.plan.schedule import Plan
+from zinf_fx.runtime.counters import Counters
+from zinf_fx.runtime.device_arena import DeviceArena
 from zinf_fx.runtime.executor import EXECUTOR
+from zinf_fx.runtime.leases import PAGE
 
 TOLERANCE = 0.05
 
@@ -52,3 +59,109 @@ def test_predicted_peaks_are_the_measured_ones(tmp_path: Path, name: str, overla
     stats = zinf_fx.stats(model)
     assert stats.planned_device_arena_bytes == plan.regions.device > 0
     assert stats.peak_device_arena_bytes == pytest.approx(plan.regions.device, rel=TOLERANCE), str(stats)
+
+
+@pytest.mark.parametrize("name", ["in host memory", "recomputed", "activations on disk", "activations in host memory"])
+def test_training_is_that_of_plain_pytorch(tmp_path: Path, name: str) -> None:
+    shape = SHAPES[name]
+    torch.manual_seed(0)
+    plain = shape.model()
+    model = zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, **shape.options)
+    optimizers = [torch.optim.AdamW(plain.parameters(), fused=True), zinf_fx.optim.AdamW(model.parameters())]
+    compiled = torch.compile(model, backend="zinf")
+    for _ in range(3):
+        batch = shape.batch()
+        losses = [call(*batch) for call in (plain, compiled)]
+        assert torch.equal(*losses)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("placement", ["infinity-cpu", "nvme"])
+def test_models_share_the_region_of_a_device(tmp_path: Path, placement: str) -> None:
+    """What one holds there, the other finds taken, and lies elsewhere; it grows for the one that needs more."""
+    plains, models, calls = [Net(16), Net(96), Net(48)], [], []
+    for plain in plains:
+        models.append(zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, placement=placement))
+        calls.append(torch.compile(models[-1], backend="zinf"))
+    sizes = []
+    for _ in range(3):
+        batches = [torch.randn(3, width) for width in (16, 96, 48)]
+        for each in (plains, calls):
+            for loss in [call(batch) for call, batch in zip(each, batches, strict=True)]:
+                loss.backward()
+        sizes.append(zinf_fx.stats(models[0]).planned_device_arena_bytes)
+        for model, plain in zip(models, plains, strict=True):
+            assert_same_gradients(model, plain)
+    planned = [
+        plan_for(model, (torch.randn(3, width),)).regions.device
+        for model, width in zip(models, (16, 96, 48), strict=True)
+    ]
+    assert sizes == [max(planned)] * 3 and len(set(planned)) > 1
+    stats = zinf_fx.stats(models[0])
+    assert stats.displaced_buffers > 0 and stats.device_arena_bytes <= max(planned)
+    EXECUTOR.reset()
+    assert zinf_fx.stats(models[0]).device_arena_bytes == 0
+
+
+def test_what_a_model_returns_of_its_weights_is_not_overwritten(tmp_path: Path) -> None:
+    class Gives(Net):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return super().forward(x), self.layers[1].weight.t()[1:]
+
+    plain = Gives()
+    model = zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, placement="infinity-cpu")
+    call = torch.compile(model, backend="zinf")
+    given = []
+    for _ in range(3):
+        loss, weight = call(torch.randn(3, 32))
+        given.append(weight)
+        loss.backward()
+    EXECUTOR.reset()
+    assert all(torch.equal(weight, plain.layers[1].weight.t()[1:]) for weight in given)
+
+
+def test_the_region_goes_with_the_last_model(tmp_path: Path) -> None:
+    model = zinf_fx.offload(Net(), store=tmp_path, placement="infinity-cpu")
+    torch.compile(model, backend="zinf")(torch.randn(3, 32)).backward()
+    (arena,) = map(weakref.ref, model.scale.storage.tiers.device_arenas.values())
+    assert arena().capacity > 0
+    del model
+    torch._dynamo.reset()
+    EXECUTOR.reset()
+    gc.collect()
+    assert arena() is None
+
+
+# -- the arena -------------------------------------------------------------------------------------------------------
+
+
+def test_a_taken_place_is_counted_and_another_found(device: LateDevice) -> None:
+    counters = Counters()
+    arena = DeviceArena(device, 2 * PAGE, counters)
+    one, other = arena.lease(PAGE, 100), arena.lease(PAGE, PAGE)
+    assert (counters.placed, counters.displaced) == (1, 1)
+    values = [b.tensor((25,), torch.float32).fill_(n) for n, b in enumerate((one, other))]
+    before = values[0]._version
+    values[1].add_(1)
+    assert [v.unique().item() for v in values] == [0, 2] and values[0]._version == before
+    assert values[0].storage_offset() == 0 and one.address == values[0].data_ptr()
+    assert arena.in_use == arena.touched == 2 * PAGE
+    one.release()
+    other.release()
+    again = arena.lease(PAGE, PAGE)
+    assert again.address == one.address and (arena.in_use, arena.touched) == (PAGE, 2 * PAGE)
+    arena.restart_peak()
+    assert arena.touched == 0 and arena.lease(0, 1).address == one.address - PAGE
+    assert arena.touched == PAGE
+
+
+def test_a_region_beyond_the_device_is_refused(device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocate(nbytes: int, torch_device: torch.device) -> torch.Tensor:
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    monkeypatch.setattr("zinf_fx.runtime.device_arena._allocate", allocate)
+    with pytest.raises(StoreError, match=r"device_memory.*tried to allocate"):
+        DeviceArena(device, PAGE, Counters())

@@ -108,7 +108,7 @@ def test_what_is_dropped_before_it_came_does_not_come_later(cuda: Streams, tmp_p
 
 
 def test_compute_moves_to_another_stream(cuda: Streams, tmp_path: Path) -> None:
-    """The next tile's copy follows what the stream before it has queued; so does a copy after a second reader."""
+    """The next tile's copy follows what the stream before has queued, and a reader that is neither of the two."""
     tiles = Tiles(cuda, tmp_path, "host", 6)
     streams = [cuda.current_stream(), cuda.Stream(), cuda.Stream()]
     for stream in streams:
@@ -119,7 +119,7 @@ def test_compute_moves_to_another_stream(cuda: Streams, tmp_path: Path) -> None:
         tiles.read(tile)
         tile.close()
         tile = tiles.fetch(number + 1, 0)
-        tiles.read(tile, streams[(number // 2 + 1) % 3])
+        tiles.read(tile, streams[(number // 2 + 2) % 3])
         tile.close()
     tiles.check()
 
@@ -139,4 +139,16 @@ def test_a_tile_outlives_the_stream_that_owned_the_arena(cuda: Streams, tmp_path
     last = tiles.fetch(2, 0)
     tiles.read(last)
     last.close()
+    tiles.check()
+
+
+def test_another_stream_that_reads_waits_for_the_copy(cuda: Streams, tmp_path: Path) -> None:
+    tiles = Tiles(cuda, tmp_path, "host", 3)
+    reader = cuda.Stream()
+    for stream in cuda._streams:
+        stream.eager = stream is reader
+    for number in range(3):
+        tile = tiles.fetch(number, 0)
+        tiles.read(tile, reader)
+        tile.close()
     tiles.check()

@@ -8,8 +8,8 @@ from tabulate import tabulate
 
 from zinf_fx.passes.framework import GraphContext
 from zinf_fx.passes.in_flight import Ledger
-from zinf_fx.plan.lifetimes import Clock, host_buffers, profile
-from zinf_fx.plan.memory import HostUse, chunks_of
+from zinf_fx.plan.lifetimes import Clock, device_buffers, host_buffers, profile
+from zinf_fx.plan.memory import HostUse, chunks_of, most, most_on_device
 from zinf_fx.plan.schedule import HEAD, Plan
 from zinf_fx.sizes import in_words
 
@@ -34,7 +34,15 @@ def refusal(ledger: Ledger, context: GraphContext) -> str:
 
 def refusal_of_buffers(plan: Plan, context: GraphContext) -> str:
     """The text for a plan whose buffers, in their places, exceed a budget."""
-    buffers = host_buffers(plan)
+    config, on_host = context.config, most(plan)
+    if config.host_memory is not None and on_host > config.host_memory:
+        memory, nbytes, buffers = "host_memory", on_host, host_buffers(plan)
+        living, where, beside = context.living, "nvme", "optimizer's chunks, and what lies beside them"
+        rest = plan.regions.host
+    else:
+        memory, nbytes, buffers = "device_memory", most_on_device(plan), device_buffers(plan)
+        living, where, beside = context.living_on_device, "host or nvme", "gradients on their way, and gaps"
+        rest = nbytes - living.total - plan.kept
     needed = profile(buffers, Clock(plan).end)
     fullest = needed.index(max(needed))
     there = sorted(
@@ -43,18 +51,14 @@ def refusal_of_buffers(plan: Plan, context: GraphContext) -> str:
     parts = [
         *((f"{buffer.what} of '{buffer.label}'", buffer.nbytes) for buffer in there[:5]),
         ("other tiles and gradients on their way", sum(buffer.nbytes for buffer in there[5:])),
-        ("optimizer's chunks, and what lies beside them", plan.regions.host - needed[fullest]),
+        (beside, rest - needed[fullest]),
     ]
-    config, total = context.config, plan.regions.host + context.living.total
-    memory, nbytes = "device_memory", plan.regions.device
-    if config.host_memory is not None and total > config.host_memory:
-        memory, nbytes = "host_memory", total
     first = (
         f"the buffers of a step need {nbytes} bytes of {memory} at once, and the budget is {getattr(config, memory)}: "
         f"raise {memory}"
     )
-    options = [f"{memory}={nbytes}", *_elsewhere(context.living, "nvme")]
-    if chunks_of(plan).total > needed[fullest]:
+    options = [f"{memory}={nbytes}", *_elsewhere(living, where)]
+    if memory == "host_memory" and chunks_of(plan).total > needed[fullest]:
         options.append(f"chunk: smaller than {in_words(config.chunk)}")
     return "\n".join([first, "", _rows(parts, context), "", "To fit:", *(f"  {option}" for option in options)])
 

@@ -123,8 +123,8 @@ class MemoryRegions:
     """How many bytes a plan's transfer buffers take of each memory, in one piece.
 
     Attributes:
-        host, device: the largest end of any buffer there. That of the host arena is set apart for them; on a device,
-            PyTorch's allocator serves them.
+        host, device: the largest end of any buffer there. So much is set apart for them: of the host arena, and of the
+            memory of a device that has its own.
         chunks: of `host`, the first bytes that the buffers of the optimizer's step may take.
         chunk_elements: of a chunk of the optimizer's step, for which that is enough; 0: there is no step.
     """
