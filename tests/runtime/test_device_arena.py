@@ -101,7 +101,7 @@ def test_models_share_the_region_of_a_device(tmp_path: Path, placement: str) -> 
     ]
     assert sizes == [max(planned)] * 3 and len(set(planned)) > 1
     stats = zinf_fx.stats(models[0])
-    assert stats.displaced_buffers > 0 and stats.device_arena_bytes <= max(planned)
+    assert stats.displaced_buffers > 0 and stats.peak_device_arena_bytes > max(planned)
     EXECUTOR.reset()
     assert zinf_fx.stats(models[0]).device_arena_bytes == 0
 

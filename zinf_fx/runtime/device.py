@@ -223,7 +223,8 @@ class _CudaUpload(_CudaCopy):
         stream = self._device.compute()
         if stream.cuda_stream not in self._users:
             stream.wait_event(self._copied)
-            _use(self.value, stream)
+            if self.value.untyped_storage().resizable():  # else a part of an arena: the allocator knows only the whole
+                _use(self.value, stream)
             self._users[stream.cuda_stream] = stream
 
     def drop(self) -> None:
