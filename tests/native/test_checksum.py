@@ -62,3 +62,24 @@ def test_a_sum_fits_one_content_one_place_and_one_generation():
         for generation in (1, 2, 1 << 33)
     ]
     assert len(set(sums)) == len(sums) and 0 not in sums
+
+
+@pytest.mark.parametrize("pages", [1, 3, 8])
+def test_pages_have_the_checksum_of_the_table(pages: int):
+    """Up to what the seed contributes, which is the same for every content."""
+    data, offset = random.Random(pages).randbytes(pages * PAGE), 5 * PAGE
+
+    def by_table(data: bytes) -> list[int]:
+        return [lib.zinf_crc32c_by_table(0, data[i : i + PAGE], PAGE) for i in range(0, len(data), PAGE)]
+
+    def differences(content: list[int], zeros: list[int]) -> list[int]:
+        return [one ^ other for one, other in zip(content, zeros, strict=True)]
+
+    zeros = bytes(len(data))
+    expected = differences(by_table(data), by_table(zeros))
+    assert differences(page_sums(data, offset), page_sums(zeros, offset)) == expected
+
+
+def test_the_seed_contributes_the_same_to_every_content():
+    one, other = (random.Random(number).randbytes(PAGE) for number in (4, 5))
+    assert page_sums(one)[0] ^ page_sums(one, PAGE)[0] == page_sums(other)[0] ^ page_sums(other, PAGE)[0]

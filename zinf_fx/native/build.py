@@ -14,11 +14,12 @@ SOURCES = (
     "blocks.c",
     "merging.c",
     "checksum.c",
+    "folding.c",
     "faults.c",
     "provider_aio.c",
     "provider_threads.c",
 )
-HEADERS = ("engine.h", "checksum.h", "blocks.h", "merging.h", "state.h", "faults.h", "provider.h")
+HEADERS = ("engine.h", "checksum.h", "folding.h", "blocks.h", "merging.h", "state.h", "faults.h", "provider.h")
 SEEN_BY_PYTHON = ("checksum.h", "engine.h")
 
 

@@ -1,5 +1,7 @@
 #include "checksum.h"
 
+#include "folding.h"
+
 #include <pthread.h>
 #include <string.h>
 
@@ -15,7 +17,7 @@ enum {
 static const uint32_t POLYNOMIAL = 0x82f63b78; /* bits reflected */
 static uint32_t tables[8][256];
 static pthread_once_t once = PTHREAD_ONCE_INIT;
-static bool in_hardware;
+static bool in_hardware, by_folding;
 
 static void prepare(void)
 {
@@ -31,6 +33,7 @@ static void prepare(void)
 #if defined(__x86_64__)
     in_hardware = __builtin_cpu_supports("sse4.2");
 #endif
+    by_folding = zinf_prepare_folding();
 }
 
 int zinf_crc32c_in_hardware(void)
@@ -128,7 +131,9 @@ static void some_pages(const char *data, size_t pages, int64_t offset, uint64_t 
 {
     for (size_t k = 0; k < pages; k++)
         sums[k] = seed_of(offset + (int64_t)(k * ZINF_PAGE), generation);
-    if (pages == AT_A_TIME && zinf_crc32c_in_hardware())
+    if (zinf_crc32c_in_hardware() && by_folding)
+        zinf_fold_pages(data, pages, sums);
+    else if (pages == AT_A_TIME && zinf_crc32c_in_hardware())
         four_pages(data, sums);
     else
         for (size_t k = 0; k < pages; k++)
