@@ -37,6 +37,11 @@ class Piece(Generic[P]):
     count: int
 
     @property
+    def elements(self) -> slice:
+        """Which they are."""
+        return slice(self.start, self.start + self.count)
+
+    @property
     def last(self) -> bool:
         """Whether the parameter ends here."""
         return self.start + self.count == self.parameter.numel()

@@ -19,6 +19,8 @@ from zinf_fx.optim.chunks import AHEAD, Piece, chunk_elements, cut, in_turn
 from zinf_fx.optim.elements import moved
 from zinf_fx.optim.states import MASTER, ParameterStates, State
 from zinf_fx.optim.torn import TornStep
+from zinf_fx.optim.windows import OpenPiece
+from zinf_fx.plan.accounting import AT_A_TIME
 from zinf_fx.runtime.device import CPU, Device
 from zinf_fx.runtime.freelist import round_up
 from zinf_fx.runtime.heap import trim_heap
@@ -321,7 +323,8 @@ class StreamedStep:
         if run.place in self._scratch or not any(self._stored[piece.parameter].scratch_rows for piece in pieces):
             return
         every = list(self._stored.values())
-        shape = (max(each.scratch_rows for each in every), self._elements, max(each.dtype.itemsize for each in every))
+        elements = min(AT_A_TIME, self._elements) if run.place is CPU else self._elements
+        shape = (max(each.scratch_rows for each in every), elements, max(each.dtype.itemsize for each in every))
         if run.place is CPU:
             buffer = self._tiers[0].lease(math.prod(shape))
             self._close.callback(buffer.release)
@@ -330,26 +333,42 @@ class StreamedStep:
             self._scratch[run.place] = torch.empty(shape, dtype=torch.uint8, device=run.place.torch_device)
 
     def _update(self, chunk: OpenChunk, scratch: torch.Tensor | None) -> None:
-        run, state, offset = chunk.run, self._state, 0
-        # Fused kernels count steps where they run, and the others on the CPU.
-        counts_at = run.place if run.group.get("fused") else CPU
+        """Update a chunk, some elements at a time: on the CPU, the cache keeps what each operation leaves to the next
+        of the gradient in fp32 and of the new weights."""
         for part in chunk.parts:
-            parameter = part.piece.parameter
-            tensors = self._stored[parameter].tensors
-            scalars = {k: moved(v, counts_at) for k, v in state[parameter].items() if k not in tensors}
-            part.wait(scalars, None if scratch is None else scratch.flatten(1).view(run.dtype)[:, offset:])
-            offset += round_up(part.piece.count, WINDOW_ALIGNMENT)
+            part.wait()
         self._begun.update(part.piece.parameter for part in chunk.parts)
-        inner = borrow(self._template, self._kind, run.group, [part.weights for part in chunk.parts])
+        inner = borrow(self._template, self._kind, chunk.run.group, [])
         for name in ("grad_scale", "found_inf"):  # GradScaler's, on the device of the gradients
             if name in vars(inner):
-                setattr(inner, name, moved(vars(inner)[name], run.place))
-        inner.state.update((part.weights, part.state) for part in chunk.parts)
+                setattr(inner, name, moved(vars(inner)[name], chunk.run.place))
+        for together in cut(chunk.parts, AT_A_TIME if chunk.run.place is CPU else self._elements):
+            self._update_together(inner, chunk.run, together, scratch)
+
+    def _update_together(
+        self, inner: Optimizer, run: Run, pieces: tuple[Piece[OpenPiece], ...], scratch: torch.Tensor | None
+    ) -> None:
+        # Fused kernels count steps where they run, and the others on the CPU.
+        counts_at = run.place if run.group.get("fused") else CPU
+        offset = 0
+        for some in pieces:
+            parameter = some.parameter.piece.parameter
+            tensors = self._stored[parameter].tensors
+            scalars = {k: moved(v, counts_at) for k, v in self._state[parameter].items() if k not in tensors}
+            rows = None if scratch is None else scratch.flatten(1).view(run.dtype)[:, offset:]
+            some.parameter.begin(some.elements, scalars, rows)
+            offset += round_up(some.count, WINDOW_ALIGNMENT)
+        inner.param_groups[0]["params"] = [some.parameter.weights for some in pieces]
+        inner.state.clear()
+        inner.state.update((some.parameter.weights, some.parameter.state) for some in pieces)
         step_without_hooks(inner)
-        for part in chunk.parts:
-            scalars = part.store(inner.state[part.weights])
-            if part.piece.last:
-                self._finish(run, part.piece.parameter, scalars)
+        for some in pieces:
+            part = some.parameter
+            scalars = part.end(some.elements, inner.state[part.weights])
+            if some.last:
+                part.store()
+                if part.piece.last:
+                    self._finish(run, part.piece.parameter, scalars)
 
     def _finish(self, run: Run, parameter: StoredTensor, scalars: State) -> None:
         """All pieces are updated: show the states, and let others see the parameter."""

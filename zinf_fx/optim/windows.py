@@ -15,11 +15,12 @@ from zinf_fx.runtime.windows import DeviceWindow, Window
 
 
 class OpenPiece:
-    """The windows of one piece, opened at construction: wait for their reads, update, `store`; `close` in any case.
+    """The windows of one piece, opened at construction: wait for their reads, update some elements after the other,
+    `store`; `close` in any case.
 
     Attributes:
         piece: which elements of which parameter.
-        weights, state: what the arithmetic runs on, set by `wait`.
+        weights, state: what the arithmetic runs on, set by `begin`.
     """
 
     weights: torch.Tensor
@@ -63,45 +64,55 @@ class OpenPiece:
         for window in self._windows:
             window.arrived()
 
-    def wait(self, scalars: State, scratch: torch.Tensor | None) -> None:
-        """After the reads, make `weights`, with their gradient, and `state`, with copies of `scalars` among it.
+    def numel(self) -> int:
+        """Elements of the piece."""
+        return self.piece.count
+
+    def wait(self) -> None:
+        """After the reads, take over what others wrote to the parameter."""
+        if self._master is not None and self._refresh:
+            self._take_over(self._master.wait(), self._parameter.wait())
+
+    def begin(self, elements: slice, scalars: State, scratch: torch.Tensor | None) -> None:
+        """Make `weights`, with their gradient, and `state`, with copies of `scalars` among it, of some of the elements.
 
         `scratch`: in the weights' dtype, `scratch_rows` of at least as many elements: for the gradient and for states
         in another dtype.
         """
-        if self._master is None:
-            self.weights = self._parameter.wait()
-        else:
-            self.weights = self._master.wait()
-            if self._refresh:
-                self._take_over(self._parameter.wait())
-        gradient = self._gradient.wait()
+        self.weights = (self._parameter if self._master is None else self._master).wait()[elements]
+        gradient = self._gradient.wait()[elements]
+        count = gradient.numel()
         if gradient.dtype != self.weights.dtype:
-            gradient = scratch[0, : self.piece.count].copy_(gradient)
+            gradient = scratch[0, :count].copy_(gradient)
         self.weights.grad = gradient
         self.state = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in scalars.items()}
-        self.state |= {name: window.wait() for name, window in self._states.items() if name in self._present}
+        self._memory = {name: window.wait()[elements] for name, window in self._states.items()}
+        self.state |= {name: memory for name, memory in self._memory.items() if name in self._present}
         for row, name in enumerate(self._rounded, start=1):
             if name in self.state:
-                self.state[name] = scratch[row, : self.piece.count].copy_(self.state[name])
+                self.state[name] = scratch[row, :count].copy_(self.state[name])
 
-    def store(self, state: State) -> State:
-        """Start writing the updated weights and the element-wise ones of `state`. Returns the others."""
+    def end(self, elements: slice, state: State) -> State:
+        """Put the updated weights and element-wise states where they will be stored from. Returns the other states."""
         self.weights.grad = None
         if self._master is not None:
-            self._parameter.wait().copy_(self.weights)
-            self._master.store()
-        self._parameter.store()
-        for name, window in self._states.items():
-            memory = window.wait()
+            self._parameter.wait()[elements].copy_(self.weights)
+        for name, memory in self._memory.items():
             if state[name] is not memory:
                 memory.copy_(state[name])
-            window.store()
         return {k: v for k, v in state.items() if k not in self._states}
+
+    def store(self) -> None:
+        """Start writing what was updated."""
+        if self._master is not None:
+            self._master.store()
+        self._parameter.store()
+        for window in self._states.values():
+            window.store()
 
     def close(self) -> None:
         """Give back what was not stored, and what the torch class allocated."""
-        self.state = {}
+        self.state, self._memory = {}, {}
         self._open_windows.close()
 
     def _open(self, tensor: StoredTensor, load: bool) -> Window | DeviceWindow:
@@ -112,10 +123,10 @@ class OpenPiece:
         self._windows.append(window)
         return window
 
-    def _take_over(self, parameter: torch.Tensor) -> None:
+    def _take_over(self, weights: torch.Tensor, parameter: torch.Tensor) -> None:
         """Take over what others wrote to the parameter; where it still is the master rounded, the master stays."""
         if MASTER in self._present:
-            written = self.weights.to(parameter.dtype) != parameter
-            self.weights[written] = parameter[written].to(self.weights.dtype)
+            written = weights.to(parameter.dtype) != parameter
+            weights[written] = parameter[written].to(weights.dtype)
         else:
-            self.weights.copy_(parameter)
+            weights.copy_(parameter)

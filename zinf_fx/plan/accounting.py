@@ -20,6 +20,9 @@ STATE_BYTES = 4
 # Chunks of an optimizer's step that the host arena must have room for: opened ahead, updated, being written, and one to
 # spare.
 CHUNKS_IN_MEMORY = 4
+# Elements of a chunk that the CPU updates at a time: with their states they fit its cache, and PyTorch's overhead for
+# an operation is small beside the operation.
+AT_A_TIME = 1 << 20
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Literal, NamedTuple
 
 from zinf_fx.config import Config, Placement, Tier
-from zinf_fx.plan.accounting import CHUNKS_IN_MEMORY, STATE_BYTES, blocks, tiles_of
+from zinf_fx.plan.accounting import AT_A_TIME, CHUNKS_IN_MEMORY, STATE_BYTES, blocks, tiles_of
 from zinf_fx.plan.lifetimes import Clock, host_buffers, profile
 from zinf_fx.plan.schedule import HEAD, GraphSchedule, Plan, Tile
 
@@ -146,7 +146,7 @@ def chunk_buffers(
     total = sum(-(-(t.nbytes // t.dtype.itemsize) // _CHUNK_ALIGNMENT) * _CHUNK_ALIGNMENT for t in trained)
     both, three = (min(total, count * chunk) * opened for count in (2, 3))
     writing = max(three - both - chunk * (opened - written), 0)
-    return ChunkBuffers(chunk, both + chunk * scratch, three - both, writing)
+    return ChunkBuffers(chunk, both + min(chunk, AT_A_TIME) * scratch, three - both, writing)
 
 
 def trained_in(plan: Plan) -> list[Tile]:
