@@ -13,6 +13,7 @@ from twins import Net, assert_nothing_leaked, assert_same_gradients, fresh_dynam
 
 import zinf_fx
 from zinf_fx.runtime.executor import EXECUTOR
+from zinf_fx.runtime.store import Fault
 
 __all__ = ["fresh_dynamo", "pair"]  # fixtures
 
@@ -123,4 +124,24 @@ def test_eager_code_keeps_out_of_the_region_of_a_running_step(tmp_path: Path) ->
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    assert displaced(model) == 0
+
+
+def test_a_step_has_its_places_while_gradients_are_on_their_way(tmp_path: Path) -> None:
+    """Their writes end late, and the step's chunks are as large as the parts of the room that they take turns in."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(128, 128, dtype=torch.bfloat16) for _ in range(8)))
+    model = zinf_fx.offload(model, store=tmp_path, placement="nvme", chunk="64KiB")
+    call = torch.compile(model, backend="zinf")
+    optimizer = zinf_fx.optim.AdamW(model.parameters())
+    store = model[0].weight.storage.tiers.store
+    for _ in range(3):
+        loss = call(torch.ones(4, 128, dtype=torch.bfloat16)).sum()
+        optimizer.finish()
+        store.inject(Fault("completion", operation="write", count=1000, delay=0.01))
+        loss.backward()
+        store.clear_faults()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.finish()
     assert displaced(model) == 0

@@ -326,7 +326,9 @@ class StreamedStep:
         elements = min(AT_A_TIME, self._elements) if run.place is CPU else self._elements
         shape = (max(each.scratch_rows for each in every), elements, max(each.dtype.itemsize for each in every))
         if run.place is CPU:
-            buffer = self._tiers[0].lease(math.prod(shape))
+            nbytes = math.prod(shape)
+            with self._tiers[0].stepping(range(nbytes)):  # not in the middle of a chunk's part of the room
+                buffer = self._tiers[0].lease(nbytes)
             self._close.callback(buffer.release)
             self._scratch[CPU] = buffer.tensor(shape, torch.uint8)
         else:

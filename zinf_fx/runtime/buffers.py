@@ -84,6 +84,11 @@ class Arena(Lessor):
         offset = self._space.take(size, PAGE, range(start + room.start, min(start + room.stop, self._region.stop)))
         return None if offset is None else self._buffer(offset, nbytes, size)
 
+    def lies_in(self, room: range, buffer: Buffer) -> bool:
+        """Whether any of a buffer lies in a part of the region."""
+        start = buffer.address - self._address - self._region.start
+        return start < room.stop and start + buffer.capacity > room.start
+
     def reserve(self, nbytes: int) -> None:
         """Have a region of at least so many bytes, if the arena has that much in one piece; whatever is leased in it
         stays there."""

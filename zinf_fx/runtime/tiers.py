@@ -171,8 +171,15 @@ class Tiers:
 
     @contextmanager
     def stepping(self, part: range | None = None) -> Iterator[None]:
-        """Leases in the block are an optimizer's: in the room that its chunks have in the region, or part of it."""
+        """Leases in the block are an optimizer's: in the room that its chunks have in the region.
+
+        Or in part of it, once nothing is written from there any more: leases in the gaps between writes leave gaps.
+        """
         room = self._chunks if part is None else range(part.start, min(part.stop, self._chunks.stop))
+        if part is not None:
+            with self._lock:
+                while any(self.host.lies_in(room, buffer) for _, buffer in self._writes):
+                    self._retire()
         before, self._room = self._room, room or None
         try:
             yield
