@@ -5,6 +5,9 @@ from __future__ import annotations
 from zinf_fx import errors, optim
 from zinf_fx.config import Config, Placement
 from zinf_fx.explain import explain
+from zinf_fx.export import export_plan
+from zinf_fx.plan.file import load_plan
+from zinf_fx.plan.schedule import Plan
 from zinf_fx.runtime.offload import offload, offloading
 from zinf_fx.runtime.stored_tensor import StoredTensor, gathered
 from zinf_fx.stats import stats
@@ -12,10 +15,13 @@ from zinf_fx.stats import stats
 __all__ = [
     "Config",
     "Placement",
+    "Plan",
     "StoredTensor",
     "errors",
     "explain",
+    "export_plan",
     "gathered",
+    "load_plan",
     "offload",
     "offloading",
     "optim",

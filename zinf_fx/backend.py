@@ -11,6 +11,8 @@ from torch import fx
 from zinf_fx.capture import Capture
 from zinf_fx.config import PRESETS, Config
 from zinf_fx.errors import ConfigError
+from zinf_fx.given_plan import check_before_offload, check_offloaded, options_with, plans_given
+from zinf_fx.plan.schedule import Plan
 from zinf_fx.runtime.offload import decided, offload_parameters
 from zinf_fx.runtime.stored_tensor import StoredTensor
 from zinf_fx.runtime.tiers import check_one_rank
@@ -21,27 +23,37 @@ def zinf(
 ) -> Callable[..., Any]:
     """The backend. Parameters that are not stored yet leave for their tier at the first call, which runs eagerly.
 
-    Raises: ConfigError for options that are unknown, or contradict how the model was offloaded.
+    Options are the fields of `Config`, and `plan`: a file that `Plan.save` wrote, a `Plan`, or a list of these. Then
+    graphs are planned as it says, and refused, before anything is changed, if it is for other ones.
+
+    Raises: ConfigError for options that are unknown, or contradict how the model was offloaded; PlanError for a plan of
+    another model, PlanFileError for a file that is none.
     """
     if unknown:
         raise ConfigError(f"backend 'zinf' takes options only, found {', '.join(map(repr, unknown))}")
     check_one_rank()
     options = dict(options or {})
+    plans = plans_given(options.pop("plan", None))
+    options = options_with(plans, options)
     requested = Config.of(None, options)
     plain = [p for p in inputs if isinstance(p, torch.nn.Parameter) and not isinstance(p, StoredTensor)]
     if plain:
         config = decided(requested, plain)
         if requested.placement != "auto" or config.placement != PRESETS["device"]:
+            check_before_offload(plans, module, inputs, config)
             return _offloading_call(module, config)
-    return Capture(module, inputs, _config_in_force(inputs, options, requested)).compile()
+    return Capture(module, inputs, _config_in_force(inputs, options, requested, plans), plans).compile()
 
 
-def _config_in_force(inputs: Sequence[Any], options: dict[str, object], requested: Config) -> Config:
+def _config_in_force(
+    inputs: Sequence[Any], options: dict[str, object], requested: Config, plans: Sequence[Plan]
+) -> Config:
     """The options of the stored parameters at hand, with those given to torch.compile in their place."""
     stored = next((t for t in inputs if isinstance(t, StoredTensor)), None)
     if stored is None:
         return requested
     config = stored.base.config
+    check_offloaded(plans, config)
     for name in ("placement", "store"):
         given = getattr(requested, name)
         if name in options and given not in ("auto", getattr(config, name)):

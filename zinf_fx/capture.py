@@ -3,7 +3,9 @@ forward and backward together before either runs; the compilers only bind what w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,31 +23,45 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from zinf_fx import ops
 from zinf_fx.config import Config
 from zinf_fx.errors import PlanError
+from zinf_fx.passes.fingerprint import check_same, fingerprint_of
+from zinf_fx.passes.following import follow_inference, follow_training
 from zinf_fx.passes.framework import GraphContext, nodes_calling
 from zinf_fx.passes.pipeline import plan_inference, plan_of, plan_training, tiles_moved
 from zinf_fx.plan.memory import most
 from zinf_fx.plan.rates import NOMINAL, Rates
-from zinf_fx.plan.schedule import Plan, Tile
+from zinf_fx.plan.schedule import Fingerprint, GraphKind, Plan, Tile
 from zinf_fx.runtime.executor import EXECUTOR, Program, bind_parameters
 from zinf_fx.runtime.rates import measured
 from zinf_fx.runtime.stored_tensor import StoredTensor
 
 
 class Capture:
-    """One graph of Dynamo's on its way to programs."""
+    """One graph of Dynamo's on its way to programs.
 
-    def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], config: Config) -> None:
+    `plans`: from files; one of them must be for this graph, and is followed. Without any, the graph is planned.
+    `rates`: what choices are weighed with; default those measured here.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        inputs: Sequence[Any],
+        config: Config,
+        plans: Sequence[Plan] = (),
+        rates: Rates | None = None,
+    ) -> None:
         self.config = config
+        self._plans = plans
         self.plan: Plan | None = None
         self._module = module
         self._inputs = list(inputs)
         self._names = _input_names(module)
         self._contexts: dict[str, GraphContext] = {}
-        self._rates = NOMINAL
+        self._rates = rates
 
     def compile(self) -> Callable[..., Any]:
         """Plan the graph; the result is called with the values of the graph's inputs."""
-        self._rates = self._measured()  # while values can be computed
+        self._rates = self._rates or self._measured()  # while values can be computed
         compiled = aot_module_simplified(
             self._module,
             self._inputs,
@@ -79,15 +95,43 @@ class Capture:
                 if position is not None:  # autograd finds no gradient for a weight that is used detached
                     positions[position] = node.name
         gradients = output.args[0][arguments["num_fwd_outputs"] :]
-        context = GraphContext("joint", self.config, tiles, positions, len(gradients), rates=self._rates)
-        forward, forward_context, backward, backward_context = plan_training(joint, joint_inputs, context, **arguments)
+        context = GraphContext("joint", self.config, tiles, positions, len(gradients), rates=self._rates or NOMINAL)
+        fingerprint = fingerprint_of(joint.graph, context)
+        if self._plans:
+            plan = self._plan_for(fingerprint, "forward")
+            with _named(plan):
+                planned = follow_training(joint, joint_inputs, context, plan, **arguments)
+        else:
+            planned = plan_training(joint, joint_inputs, context, **arguments)
+        forward, forward_context, backward, backward_context = planned
         self._contexts = {"forward": forward_context, "backward": backward_context}
-        self.plan = plan_of([(forward.graph, forward_context), (backward.graph, backward_context)])
+        plan = plan_of([(forward.graph, forward_context), (backward.graph, backward_context)])
+        self.plan = replace(plan, fingerprint=fingerprint)
         return forward, backward
+
+    def _plan_for(self, fingerprint: Fingerprint, kind: GraphKind) -> Plan:
+        """The plan that is for the captured graph. Raises: PlanError naming the first difference of the first one."""
+        of_kind = [plan for plan in self._plans if any(graph.kind == kind for graph in plan.graphs)]
+        if not of_kind:
+            what = "trained" if kind == "forward" else "called without gradients"
+            raise PlanError(
+                f"the model is {what}, and no plan given has a {kind} graph: export one for that call, and give both"
+            )
+        differences = []
+        for plan in of_kind:
+            try:
+                with _named(plan):
+                    check_same(plan.fingerprint, fingerprint)
+                return plan
+            except PlanError as error:
+                differences.append(error)
+        raise differences[0]
 
     def _measured(self) -> Rates:
         """Of this machine, where a choice depends on them; nominal ones where there is no store to measure."""
         config = self.config
+        if self._plans:
+            return NOMINAL
         stored = next((tensor for tensor in self._inputs if isinstance(tensor, StoredTensor)), None)
         if config.activations != "auto" or config.device_memory is None or stored is None:
             return NOMINAL
@@ -96,10 +140,16 @@ class Capture:
         return measured(stored.device, stored.dtype, config.activation_tier, config.stores)
 
     def _inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        tiles = self._tiles(module.graph)
-        self._contexts = {"inference": GraphContext("inference", self.config, tiles)}
-        plan_inference(module, self._contexts["inference"])
-        self.plan = plan_of([(module.graph, self._contexts["inference"])])
+        context = GraphContext("inference", self.config, self._tiles(module.graph))
+        self._contexts = {"inference": context}
+        fingerprint = fingerprint_of(module.graph, context)
+        if self._plans:
+            plan = self._plan_for(fingerprint, "inference")
+            with _named(plan):
+                follow_inference(module, context, plan)
+        else:
+            plan_inference(module, context)
+        self.plan = replace(plan_of([(module.graph, context)]), fingerprint=fingerprint)
         return self._bind(module, "inference")
 
     def _reserve(self, plan: Plan) -> None:
@@ -145,6 +195,18 @@ class Capture:
                 gradient_tier=base.config.placement.gradients if moves else None,
             )
         return tiles
+
+
+@contextmanager
+def _named(plan: Plan) -> Iterator[None]:
+    """Say of a PlanError inside that it is about a given plan."""
+    try:
+        yield
+    except PlanError as error:
+        raise PlanError(
+            f"the plan given ({', '.join(graph.kind for graph in plan.graphs)}) is not for this model as it is called: "
+            f"{error}. Export a plan for it, or leave the option 'plan' out"
+        ) from error
 
 
 class _Origin(NamedTuple):

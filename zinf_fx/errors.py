@@ -21,6 +21,10 @@ class PlanError(ZinfError):
     """A plan breaks an invariant of the graph, exceeds a budget, or doesn't belong to the model at hand."""
 
 
+class PlanFileError(PlanError):
+    """A file is no sound plan, or can't be read or written."""
+
+
 class BudgetError(PlanError):
     """What must be in memory at once exceeds a budget."""
 

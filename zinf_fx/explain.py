@@ -8,8 +8,10 @@ planning needs no store, no values and next to no memory, and a model on the met
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -20,11 +22,12 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from zinf_fx.config import PRESETS, Config
 from zinf_fx.errors import ConfigError, PlanError, StoredTensorError, ZinfError
+from zinf_fx.plan.rates import Rates
 from zinf_fx.plan.schedule import Plan
 from zinf_fx.plan.table import render
-from zinf_fx.runtime.offload import check_storable, decided
-from zinf_fx.runtime.storage import TensorStorage
-from zinf_fx.runtime.stored_tensor import StoredTensor, as_parameter
+from zinf_fx.runtime.abstract import abstract_parameter
+from zinf_fx.runtime.offload import decided
+from zinf_fx.runtime.stored_tensor import StoredTensor
 
 
 def explain(model: torch.nn.Module, *example_inputs: Any, config: Config | None = None, **fields: object) -> str:
@@ -58,12 +61,14 @@ def plans_of(
     model: torch.nn.Module,
     example_inputs: Sequence[Any] | Mapping[str, Any],
     config: Config | None = None,
+    rates: Rates | None = None,
     **fields: object,
 ) -> list[Plan]:
     """The plans of `model(*example_inputs)` (a mapping: keyword arguments), one per graph that uses parameters.
 
     The model may be ordinary, offloaded, compiled, or on the meta device; it is neither changed nor run. An offloaded
-    model keeps the placement it has; the other options apply. Example inputs on the meta device stand for zeros. Grad
+    model keeps the placement it has; the other options apply. `rates`: what choices are weighed with; default those of
+    this machine, as far as they can be measured. Example inputs on the meta device stand for zeros. Grad
     mode decides between training and inference, as for a real call.
 
     Raises: ConfigError for bad options, or a placement that contradicts how the model was offloaded;
@@ -73,12 +78,13 @@ def plans_of(
     from torch._dynamo.exc import BackendCompilerFailed  # the compiler takes seconds to import
 
     model = getattr(model, "_orig_mod", model)
-    planner = _Planner(_config_in_force(model, config, fields))
+    planner = _Planner(_config_in_force(model, config, fields), rates)
     twin = _twin_of(model, planner.config)
     inputs = tree_map_only(torch.Tensor, _off_meta, example_inputs)
     arguments = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     try:
-        planner.compiled_call()(twin, *arguments)
+        with _collecting_less():
+            planner.compiled_call()(twin, *arguments)
     except BackendCompilerFailed as failure:
         raise failure.inner_exception from None
     except StoredTensorError as error:
@@ -87,6 +93,19 @@ def plans_of(
             "(TORCH_LOGS=graph_breaks shows where)"
         ) from error
     return planner.plans
+
+
+@contextmanager
+def _collecting_less() -> Iterator[None]:
+    """No search for reference cycles: it would look at the growing graphs again and again, a third of the time for a
+    large model."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _config_in_force(model: torch.nn.Module, config: Config | None, fields: Mapping[str, object]) -> Config:
@@ -110,7 +129,7 @@ def _twin_of(model: torch.nn.Module, config: Config) -> torch.nn.Module:
     """A copy of `model` for planning. Tied parameters stay tied, and nothing of it is on the meta device."""
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
-        memo[id(parameter)] = _abstract(parameter, f"parameter '{name}'", config)
+        memo[id(parameter)] = abstract_parameter(parameter, f"parameter '{name}'", config)
     for module in model.modules():
         for tensor in (*module._buffers.values(), *vars(module).values()):
             if isinstance(tensor, torch.Tensor) and tensor.is_meta:
@@ -123,21 +142,6 @@ def _twin_of(model: torch.nn.Module, config: Config) -> torch.nn.Module:
         raise PlanError(
             f"the model can't be planned, because copy.deepcopy of its modules fails: {type(error).__name__}: {error}"
         ) from error
-
-
-def _abstract(parameter: torch.nn.Parameter, what: str, config: Config) -> StoredTensor:
-    """The parameter of the twin: stored on the tier that the placement says, and without bytes."""
-    tier = config.placement.parameters
-    if isinstance(parameter, StoredTensor):
-        tier = parameter.base.tier
-    elif not parameter.is_meta:
-        check_storable(parameter, what)
-    elif type(parameter) is not torch.nn.Parameter:
-        raise StoredTensorError(f"{what} is a {type(parameter).__name__}: only plain nn.Parameter can be stored")
-    storage = TensorStorage.abstract(tier, config, parameter.numel(), parameter.dtype)
-    device = torch.device("cpu") if parameter.is_meta else parameter.device
-    twin = StoredTensor.of(storage, parameter.shape, device, requires_grad=parameter.requires_grad)
-    return as_parameter(twin)
 
 
 def _off_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -157,6 +161,7 @@ class _Planner:
     """A Dynamo backend that plans each graph and compiles it to something that computes nothing."""
 
     config: Config
+    rates: Rates | None = None
     plans: list[Plan] = field(default_factory=list)
 
     def compiled_call(self) -> Callable[..., Any]:
@@ -173,7 +178,7 @@ class _Planner:
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from zinf_fx.capture import Capture
 
-        capture = Capture(module, inputs, self.config)
+        capture = Capture(module, inputs, self.config, rates=self.rates)
         capture.compile()
         if capture.plan is not None and any(graph.tiles for graph in capture.plan.graphs):
             self.plans.append(capture.plan)

@@ -17,7 +17,6 @@ from zinf_fx.config import Config
 from zinf_fx.errors import BudgetError, PlanError
 from zinf_fx.explain import plans_of
 from zinf_fx.passes.buffers import excess, place
-from zinf_fx.passes.buffers_spec import check_buffers
 from zinf_fx.passes.framework import nodes_calling
 from zinf_fx.passes.lower_gathers import LowerGathers
 from zinf_fx.passes.pipeline import plan_of
@@ -25,6 +24,7 @@ from zinf_fx.passes.prefetch import Prefetch
 from zinf_fx.passes.regions import Regions
 from zinf_fx.passes.residency import choose
 from zinf_fx.passes.sink_gathers import SinkGathers
+from zinf_fx.plan.buffers_spec import check_buffers
 from zinf_fx.plan.memory import most, most_on_device
 from zinf_fx.plan.schedule import Plan
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
 from zinf_fx import ops
-from zinf_fx.passes.aliases import is_view, memory_of
+from zinf_fx.passes.aliases import memory_of
 from zinf_fx.passes.framework import GraphContext, bytes_computed, is_compute, key_of, nodes_calling
 from zinf_fx.passes.offload_activations import LEAVES, SMALLEST
 from zinf_fx.passes.segments import Segments
+from zinf_fx.passes.work import work_of
 from zinf_fx.plan.rates import Rates
 
 # Backward computes about twice what forward does.
@@ -131,15 +131,8 @@ def choose(parts: Sequence[Part], room: int, rates: Rates, idle: float) -> tuple
 
 def seconds_of(node: fx.Node, rates: Rates) -> float:
     """An estimate of what a node takes: its arithmetic, or the memory that it reads and writes, whichever is longer."""
-    if is_view(node):
-        return 0.0
-    nbytes = bytes_computed(node) + sum(map(bytes_computed, node.all_input_nodes))
-    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
-    flops = 0
-    if count is not None:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        flops = int(count(*args, **kwargs, out_val=node.meta["val"]))
-    return max(flops / rates.flops, nbytes / rates.memory)
+    work = work_of(node)
+    return max(work.flops / rates.flops, work.nbytes / rates.memory)
 
 
 def _idle_seconds(graph: fx.Graph, context: GraphContext, parts: Sequence[Part], rates: Rates) -> float:

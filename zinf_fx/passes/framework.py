@@ -14,7 +14,7 @@ from zinf_fx import ops
 from zinf_fx.config import Config
 from zinf_fx.plan.memory import HostUse, gradient_buffer, living_on_device, living_on_host, write_buffer
 from zinf_fx.plan.rates import NOMINAL, Rates
-from zinf_fx.plan.schedule import HEAD, MemoryRegions, Tile
+from zinf_fx.plan.schedule import HEAD, Choice, MemoryRegions, Tile
 
 # Node metadata that passes write and later stages read.
 OPERATOR = "zinf_operator"  # number of the operator that a node belongs to; HEAD before the first
@@ -82,6 +82,8 @@ class GraphContext:
         rates: of the machine that the plan is for.
         provided: what the passes so far have established.
         regions: what the plan's transfer buffers take of each memory.
+        tile_limit: bytes above which parameters were divided.
+        choices: what the joint graph saves and recomputes.
     """
 
     kind: Literal["joint", "forward", "backward", "inference"]
@@ -97,6 +99,8 @@ class GraphContext:
     kept: int = 0
     rates: Rates = NOMINAL
     regions: MemoryRegions = field(default_factory=MemoryRegions)
+    tile_limit: int | None = None
+    choices: tuple[Choice, ...] = ()
 
     @property
     def budget(self) -> int | None:

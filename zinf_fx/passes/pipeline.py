@@ -16,7 +16,7 @@ from zinf_fx import ops
 from zinf_fx.errors import BudgetError, PlanError
 from zinf_fx.passes import spec
 from zinf_fx.passes.buffers import excess, place
-from zinf_fx.passes.buffers_spec import check_buffers
+from zinf_fx.passes.choices import choices_in, tagged
 from zinf_fx.passes.choose_activations import ChooseActivations
 from zinf_fx.passes.framework import (
     MADE_BY,
@@ -51,6 +51,8 @@ from zinf_fx.passes.residency import choose
 from zinf_fx.passes.sink_gathers import SinkGathers
 from zinf_fx.passes.tile import TileParameters
 from zinf_fx.passes.tile_cross_entropy import TileCrossEntropy
+from zinf_fx.passes.work import total, work_of
+from zinf_fx.plan.buffers_spec import check_buffers
 from zinf_fx.plan.schedule import Event, GraphSchedule, Operator, Plan
 
 log = logging.getLogger(__name__)
@@ -91,7 +93,8 @@ def _tile_limits(context: GraphContext) -> Iterator[tuple[int | None, bool]]:
     yield from ((limit, limit is limits[-1]) for limit in limits)
 
 
-def _tiling(limit: int | None) -> list[Pass]:
+def tiling(limit: int | None) -> list[Pass]:
+    """The passes that divide what is larger than so many bytes."""
     return [] if limit is None else [TileParameters(limit), TileCrossEntropy()]
 
 
@@ -121,26 +124,46 @@ def _room_for_activations(context: GraphContext, tile_limit: int | None) -> int 
 def _plan_training(
     joint: fx.GraphModule, joint_inputs: Any, context: GraphContext, tile_limit: int | None, arguments: dict[str, Any]
 ) -> tuple[fx.GraphModule, GraphContext, fx.GraphModule, GraphContext]:
-    tiling = _tiling(tile_limit)
-    context = replace(context, gradients=dict(context.gradients), divided={}, undivided={})
-    run_passes(
-        joint.graph, context, [*tiling, _activations(context, tile_limit), RecomputeGathers(), ReduceGradients()]
+    activations = _activations(context, tile_limit)
+    forward, forward_context, backward, backward_context = divided_training(
+        joint, joint_inputs, context, tile_limit, activations, arguments
     )
+    # Backward first: forward has to start what backward needs at its head.
+    forward_context.successor_head = _schedule(backward.graph, backward_context, [OffloadGradients()])
+    _schedule(forward.graph, forward_context, [])
+    _place_buffers([(forward, forward_context), (backward, backward_context)])
+    return forward, forward_context, backward, backward_context
+
+
+def divided_training(
+    joint: fx.GraphModule,
+    joint_inputs: Any,
+    context: GraphContext,
+    tile_limit: int | None,
+    activations: Pass,
+    arguments: dict[str, Any],
+) -> tuple[fx.GraphModule, GraphContext, fx.GraphModule, GraphContext]:
+    """Joint graph -> forward and backward graphs that are to be scheduled, with their contexts.
+
+    What is saved, recomputed and leaves the device is as the pass `activations` says.
+    """
+    context = replace(context, gradients=dict(context.gradients), divided={}, undivided={})
+    run_passes(joint.graph, context, tiling(tile_limit))
+    before = tagged(joint.graph)
+    run_passes(joint.graph, context, [activations])
+    choices = choices_in(joint.graph, before)
+    run_passes(joint.graph, context, [RecomputeGathers(), ReduceGradients()])
     forward, backward = partition(joint, joint_inputs, context, **arguments)
     tier = context.config.activation_tier
     movable, fixed = saved_activations(forward.graph, arguments["num_fwd_outputs"])
     leave = leaving(movable, fixed) if tier != "device" else ()
-    both = {"divided": context.divided, "undivided": context.undivided}
+    both = {"divided": context.divided, "undivided": context.undivided, "tile_limit": tile_limit, "choices": choices}
     both["kept"] = bytes_of(movable) - bytes_of(leave) + bytes_of(fixed)
     forward_context = GraphContext("forward", context.config, dict(context.tiles), **both)
     backward_context = GraphContext("backward", context.config, dict(context.tiles), context.gradients, **both)
     backward_context.provided.add("gradients_reduced")
     run_passes(forward.graph, forward_context, [OffloadActivations(leave, tier)])
     run_passes(backward.graph, backward_context, [ReloadActivations(leave, tier)])
-    # Backward first: forward has to start what backward needs at its head.
-    forward_context.successor_head = _schedule(backward.graph, backward_context, [OffloadGradients()])
-    _schedule(forward.graph, forward_context, [])
-    _place_buffers([(forward, forward_context), (backward, backward_context)])
     return forward, forward_context, backward, backward_context
 
 
@@ -151,8 +174,9 @@ def plan_inference(module: fx.GraphModule, context: GraphContext) -> None:
         if not last:
             module.graph = copy.deepcopy(captured)
         context.divided, context.undivided, context.provided = {}, {}, set()
+        context.tile_limit = limit
         try:
-            run_passes(module.graph, context, _tiling(limit))
+            run_passes(module.graph, context, tiling(limit))
             _schedule(module.graph, context, [])
             _place_buffers([(module, context)])
             return
@@ -165,8 +189,13 @@ def plan_inference(module: fx.GraphModule, context: GraphContext) -> None:
 def _schedule(graph: fx.Graph, context: GraphContext, extra: Sequence[Pass]) -> tuple[HeadTransfer, ...]:
     """Schedule one graph; returns what it needs at its head."""
     prefetch = Prefetch(context.config.prefetch)
-    run_passes(graph, context, [SinkGathers(), Regions(), LowerGathers(), *extra, prefetch])
+    run_passes(graph, context, [*lowering(), *extra, prefetch])
     return prefetch.head(graph, context)
+
+
+def lowering() -> list[Pass]:
+    """The passes that make operators, and what each tile's journey consists of."""
+    return [SinkGathers(), Regions(), LowerGathers()]
 
 
 def _place_buffers(modules: Sequence[tuple[fx.GraphModule, GraphContext]]) -> None:
@@ -210,6 +239,8 @@ def plan_of(graphs: Sequence[tuple[fx.Graph, GraphContext]]) -> Plan:
         activation_buffer=first.activation_buffer,
         kept=last.kept,
         regions=last.regions,
+        tile_limit=last.tile_limit,
+        choices=last.choices,
     )
 
 
@@ -262,7 +293,7 @@ def schedule_of(graph: fx.Graph, context: GraphContext) -> GraphSchedule:
         if is_compute(node):
             compute.setdefault(operator_of(node), []).append(node)
     count = 1 + max((*compute, *(e.operator for e in events)), default=0)
-    operators = [Operator(i, _label(compute.get(i, [])), len(compute.get(i, []))) for i in range(count)]
+    operators = [_operator(i, compute.get(i, [])) for i in range(count)]
     return GraphSchedule(context.kind, tuple(tiles), tuple(operators), tuple(events), separate)
 
 
@@ -276,6 +307,11 @@ def tiles_moved(graph: fx.Graph, context: GraphContext) -> dict[TileKey, int]:
     used = {key_of(node) for node in nodes_calling(graph, *ops.LOWERED)}
     keys = (key for token in context.tiles for key in context.tiles_of(token))
     return {key: position for position, key in enumerate(key for key in keys if key in used)}
+
+
+def _operator(index: int, nodes: list[fx.Node]) -> Operator:
+    work = total([work_of(node) for node in nodes])
+    return Operator(index, _label(nodes), len(nodes), work.flops, work.nbytes, work.dtype)
 
 
 _HEAVY = ("mm", "conv", "attention", "embedding", "linear")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import fx
 
 from zinf_fx import ops
@@ -106,13 +107,13 @@ class Prefetch:
         for stay, node in transfers:
             use = operator_of(node)
             moved.append((max(use - distance_of[node.target], earliest[stay], HEAD), use, node))
-        starts = _operator_starts(graph)
+        starts = operator_starts(graph)
         for operator, _, node in sorted(moved, key=lambda m: m[:2]):
-            _place(node, operator, starts[operator])
+            place(node, operator, starts[operator])
 
     def _start_successor(self, graph: fx.Graph, context: GraphContext, ledger: Ledger) -> None:
         count = operators_in(graph)
-        starts = _operator_starts(graph)
+        starts = operator_starts(graph)
         tokens = {node.name: node for node in graph.find_nodes(op="placeholder")}
         own = held_by(graph)
         fetched: dict[TileKey, int | None] = {}
@@ -127,23 +128,17 @@ class Prefetch:
                 continue
             operator = max(operator, start)
             with graph.inserting_before(starts[operator]):
-                arguments = {**start_argument(transfer.key), "turn": True}
-                node = graph.call_function(transfer.op, (tokens[transfer.token],), arguments)
-            node.meta[OPERATOR] = operator
+                start_for_next(graph, transfer.op, tokens[transfer.token], transfer.key, operator)
 
     def _delay_offloads(self, graph: fx.Graph, context: GraphContext, ledger: Ledger) -> None:
         """While operator i computes, gradients of i-1 are reduce-scattered and those of i-2 offloaded."""
         last = operators_in(graph) - 1
-        starts = _operator_starts(graph)
+        starts = operator_starts(graph)
         output = next(iter(graph.find_nodes(op="output")))
         for node in nodes_calling(graph, ops.offload):
             tile, made = context.tile_of(node), operator_of(node)
             wanted = min(made + _OFFLOAD_DISTANCE, last)
-            operator = ledger.extend(gradient_bytes(tile), made, wanted)
-            if operator == last < made + _OFFLOAD_DISTANCE:
-                _place(node, last, output)
-            elif operator > made:
-                _place(node, operator, starts[operator])
+            place_offload(node, ledger.extend(gradient_bytes(tile), made, wanted), last, starts, output)
 
 
 def _room_until_end(ledger: Ledger, nbytes: int, wanted: range, held: set[int]) -> int | None:
@@ -159,7 +154,7 @@ def _room_until_end(ledger: Ledger, nbytes: int, wanted: range, held: set[int]) 
     return start
 
 
-def _operator_starts(graph: fx.Graph) -> dict[int, fx.Node]:
+def operator_starts(graph: fx.Graph) -> dict[int, fx.Node]:
     """The node before which each operator's transfers are inserted; HEAD: before everything."""
     starts: dict[int, fx.Node] = {}
     for node in graph.nodes:
@@ -171,6 +166,24 @@ def _operator_starts(graph: fx.Graph) -> dict[int, fx.Node]:
     return starts
 
 
-def _place(node: fx.Node, operator: int, before: fx.Node) -> None:
+def start_for_next(graph: fx.Graph, op: torch._ops.OpOverload, token: fx.Node, key: TileKey, operator: int) -> fx.Node:
+    """A transfer that the turn starts; it is to be placed."""
+    node = graph.call_function(op, (token,), {**start_argument(key), "turn": True})
+    node.meta[OPERATOR] = operator
+    return node
+
+
+def place_offload(node: fx.Node, operator: int, last: int, starts: dict[int, fx.Node], output: fx.Node) -> None:
+    """Move the offload of a gradient from the operator that made it to a later one. What has no time to wait before the
+    graph ends leaves at its end."""
+    made = operator_of(node)
+    if operator == last < made + _OFFLOAD_DISTANCE:
+        place(node, last, output)
+    elif operator > made:
+        place(node, operator, starts[operator])
+
+
+def place(node: fx.Node, operator: int, before: fx.Node) -> None:
+    """Move a node before another one, into an operator."""
     node.meta[OPERATOR] = operator
     before.prepend(node)

@@ -116,7 +116,7 @@ class _Printer:
         if tile is None:
             return f"{self._number(node)}{self._type(node)}"
         self._names[node] = tile.name
-        return f"{tile.name} : {_tile_text(tile)}"
+        return f"{tile.name} : {tile_text(tile)}"
 
     def statement(self, node: fx.Node) -> str:
         if node.target in (ops.gather, ops.wait):
@@ -136,7 +136,7 @@ class _Printer:
         else:
             arguments = [self._value(a) for a in node.args]
             arguments += [f"{name}={self._value(a)}" for name, a in node.kwargs.items()]
-            what = f"{_target_text(node.target)}({', '.join(arguments)})"
+            what = f"{target_text(node.target)}({', '.join(arguments)})"
         return f"{self._number(node)} = {what}{self._type(node)}"
 
     def remarks(self, node: fx.Node) -> str:
@@ -172,7 +172,7 @@ class _Printer:
         if isinstance(value, slice):
             return ":".join("" if v is None else self._value(v) for v in (value.start, value.stop, value.step))
         if isinstance(value, torch._ops.OpOverload):
-            return _target_text(value)
+            return target_text(value)
         return str(value).removeprefix("torch.")
 
 
@@ -180,12 +180,13 @@ def _dtype_text(dtype: torch.dtype) -> str:
     return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def _tile_text(tile: Tile) -> str:
+def tile_text(tile: Tile) -> str:
+    """The type of a parameter or activation, and where it and its gradient live."""
     text = f"{_dtype_text(tile.dtype)}[{', '.join(map(str, tile.shape))}] on {tile.tier}"
     return text + (f", gradient on {tile.gradient_tier}" if tile.gradient_tier else "")
 
 
-def _target_text(target: object) -> str:
+def target_text(target: object) -> str:
     """`aten.mm`; the overload only where it isn't the default one."""
     if isinstance(target, torch._ops.OpOverload):
         return str(target).removesuffix(".default")

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Literal
 
 import torch
 
 from zinf_fx.config import Config, Tier
+from zinf_fx.errors import PlanFileError
+from zinf_fx.plan.codec import encode
 
 GraphKind = Literal["forward", "backward", "inference"]
 EventKind = Literal[
     "fetch", "upload", "allgather", "wait", "release", "reduce_scatter", "offload", "offload_activation"
 ]
+
+FORMAT = "zinf_fx plan"
+SCHEMA = 1
+"""Version of the fields of a plan file: another one for every change of them."""
 
 # The operator number of what happens before the first operator.
 HEAD = -1
@@ -86,11 +95,23 @@ class Event:
 
 @dataclass(frozen=True)
 class Operator:
-    """A compute region: its number, what it computes in few words, and how many graph nodes that takes."""
+    """A compute region.
+
+    Attributes:
+        index: its number.
+        label: what it computes, in few words.
+        nodes: how many graph nodes that takes.
+        flops: of its matrix products, convolutions and attention.
+        nbytes: of memory that its nodes read and write.
+        dtype: of most of its flops; None where there are none.
+    """
 
     index: int
     label: str
     nodes: int
+    flops: int = 0
+    nbytes: int = 0
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -136,12 +157,52 @@ class MemoryRegions:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """What backward gets of some nodes' results.
+
+    Attributes:
+        first, end: numbers of the first node and of the one behind the last, in the captured graph once its parameters
+            are divided.
+        recomputed: whether it computes them again; else they are saved; None: the model says so.
+        segment: the part of the graph that is computed again as a whole; None: of none.
+        leaves: whether what is saved leaves the device; None: `Config.activations` says so for all.
+    """
+
+    first: int
+    end: int
+    recomputed: bool | None = None
+    segment: int | None = None
+    leaves: bool | None = None
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The captured graph that a plan is for, as text.
+
+    Attributes:
+        torch, zinf_fx: the versions that made the plan.
+        lines: what nodes are: an input's type, or an operation on nodes so many places before.
+        nodes: of each node, in order, its line.
+    """
+
+    torch: str
+    zinf_fx: str
+    lines: tuple[str, ...]
+    nodes: tuple[int, ...]
+
+    def text(self, node: int) -> str:
+        """The line of a node."""
+        return self.lines[self.nodes[node]]
+
+
+@dataclass(frozen=True)
 class Plan:
     """The schedule of one captured graph: forward and backward, or inference alone.
 
     `gradient_buffer`, `activation_buffer`: bytes of gradients, and of activations, that may be on their way to NVMe at
     once. `kept`: bytes of activations that stay where they were computed, from forward to backward. `regions`: what the
-    events' offsets lie in.
+    events' offsets lie in. `tile_limit`: bytes above which parameters were divided. `choices`: what is recomputed, what
+    is saved, and what of that leaves. `fingerprint`: what the plan is for; None where it was made by hand.
     """
 
     graphs: tuple[GraphSchedule, ...]
@@ -151,6 +212,9 @@ class Plan:
     activation_buffer: int = 0
     kept: int = 0
     regions: MemoryRegions = field(default_factory=MemoryRegions)
+    tile_limit: int | None = None
+    choices: tuple[Choice, ...] = ()
+    fingerprint: Fingerprint | None = None
 
     def graph(self, kind: GraphKind) -> GraphSchedule:
         """The graph of one kind. Raises: KeyError when the plan has none."""
@@ -158,3 +222,14 @@ class Plan:
             if graph.kind == kind:
                 return graph
         raise KeyError(f"the plan has no {kind} graph; it has: {', '.join(g.kind for g in self.graphs)}")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file, as JSON that `zinf_fx.load_plan` reads and docs/plan.schema.json describes.
+
+        Raises: PlanFileError when the file can't be written.
+        """
+        text = json.dumps({"format": FORMAT, "schema": SCHEMA, **encode(self)}, separators=(",", ":"))
+        try:
+            Path(path).write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise PlanFileError(f"plan file {os.fspath(path)} can't be written: {error}") from error

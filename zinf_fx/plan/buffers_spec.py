@@ -70,4 +70,4 @@ def _check(memory: str, places: Iterable[_Place], nbytes: int) -> None:
 
 
 def _fail(rule: str, found: str) -> None:
-    raise PlanError(f"after pass 'buffers': {rule}, but {found}")
+    raise PlanError(f"the places of buffers: {rule}, but {found}")

@@ -1,0 +1,71 @@
+"""A captured graph as text that is the same whenever the same model is captured with inputs of the same types.
+
+Equal layers have equal lines: what a node computes with is named by how many places before it stands, and inputs by
+their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+
+import torch
+from torch import fx
+
+from zinf_fx.errors import PlanError
+from zinf_fx.passes.framework import GraphContext
+from zinf_fx.passes.printer import target_text, tile_text, type_text
+from zinf_fx.plan.schedule import Fingerprint
+
+
+def fingerprint_of(graph: fx.Graph, context: GraphContext) -> Fingerprint:
+    """Of a graph that no pass has changed yet."""
+    position = {node: number for number, node in enumerate(graph.nodes)}
+    known: dict[str, int] = {}
+    nodes = [known.setdefault(_line(node, position, context), len(known)) for node in graph.nodes]
+    return Fingerprint(torch.__version__, version("zinf-fx"), tuple(known), tuple(nodes))
+
+
+def check_same(plan: Fingerprint, found: Fingerprint) -> None:
+    """Check that a plan is for the graph that was found. Raises: PlanError naming the first difference."""
+    for name in ("torch", "zinf_fx"):
+        made, here = getattr(plan, name), getattr(found, name)
+        if made != here:
+            raise PlanError(f"it was made with {name} {made}, and this is {name} {here}")
+    for number in range(max(len(plan.nodes), len(found.nodes))):
+        theirs, ours = (one.text(number) if number < len(one.nodes) else "nothing" for one in (plan, found))
+        if theirs != ours:
+            raise PlanError(f"node {number} of the captured graph is: {ours}; that of the plan: {theirs}")
+
+
+def _line(node: fx.Node, position: Mapping[fx.Node, int], context: GraphContext) -> str:
+    if node.op == "placeholder":
+        tile = context.tiles.get(node.name)
+        what = f"parameter '{tile.name}' {tile_text(tile)}" if tile else f"{_values(node.meta.get('val'))}"
+        return f"input {position[node]}: {what}"
+
+    def text(value: object) -> str:
+        if isinstance(value, fx.Node):
+            return f"input {position[value]}" if value.op == "placeholder" else f"-{position[node] - position[value]}"
+        if isinstance(value, Mapping):
+            return "{" + ", ".join(f"{key}: {text(one)}" for key, one in value.items()) + "}"
+        if isinstance(value, slice):
+            return f"slice({text(value.start)}, {text(value.stop)}, {text(value.step)})"
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            return "[" + ", ".join(map(text, value)) + "]"
+        plain = (int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.SymInt)
+        if value is None or isinstance(value, plain):
+            return str(value).removeprefix("torch.")
+        return target_text(value) if callable(value) else type(value).__name__
+
+    if node.op == "output":
+        return f"return {text(node.args[0])}"
+    name = node.target if isinstance(node.target, str) else target_text(node.target)
+    arguments = [*map(text, node.args), *(f"{key}={text(value)}" for key, value in node.kwargs.items())]
+    return f"{name}({', '.join(arguments)}) -> {_values(node.meta.get('val'))}"
+
+
+def _values(value: object) -> str:
+    """A type, and where it is unless that is a CPU."""
+    device = value.device.type if isinstance(value, torch.Tensor) else "cpu"
+    return type_text(value) + ("" if device == "cpu" else f" on {device}")
