@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
 from twins import fresh_dynamo  # noqa: F401
 
@@ -23,7 +25,7 @@ from zinf_fx.runtime.stored_tensor import StoredTensor
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from gpt import GPT, GPTConfig
 
-CONFIG = GPTConfig(layers=3, hidden=64, heads=2, context=32, vocabulary=128)
+CONFIG = GPTConfig(layers=2, hidden=64, heads=2, context=32, vocabulary=128)
 
 
 def gpt(dtype: torch.dtype = torch.float32, device: str | None = None, config: GPTConfig = CONFIG) -> GPT:
@@ -52,6 +54,14 @@ def trained(model: nn.Module, compiled: Callable, steps: int = 3) -> list[torch.
     return results + [p.full_tensor() for p in model.parameters()]
 
 
+@contextmanager
+def refusal(error: type[Exception], match: str) -> Iterator[None]:
+    """The backend raises such an error, in what Dynamo makes of it."""
+    with pytest.raises(BackendCompilerFailed, match=match) as failure:
+        yield
+    assert type(failure.value.inner_exception) is error
+
+
 def no_planning() -> mock._patch:
     """Any search, measurement or choice fails."""
     refused = mock.Mock(side_effect=AssertionError("planned at compile time"))
@@ -70,9 +80,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_plan_from_a_file_trains_bitwise_as_planning_does(tmp_path: Path, name: str, dtype: torch.dtype):
+def test_a_plan_from_a_file_trains_bitwise_as_planning_does(tmp_path: Path, name: str):
+    dtype = torch.float32 if name in ("nvme", "offloaded") else torch.bfloat16
     plan = zinf_fx.export_plan(gpt(dtype, "meta"), batch(device="meta"), **OPTIONS[name])
     plan.save(tmp_path / "plan.json")
     results = []
@@ -157,21 +167,29 @@ class Other(GPT):
         return super().logits(tokens).tanh()
 
 
+def meta(kind: type[GPT] = GPT, **fields: int) -> GPT:
+    with torch.device("meta"):
+        return kind(dataclasses.replace(CONFIG, **fields))
+
+
 def exported(model: nn.Module, rows: int = 4, **options: object) -> Plan:
-    return zinf_fx.export_plan(model.to("meta"), batch(rows=rows, device="meta"), **{"placement": "nvme"} | options)
+    return zinf_fx.export_plan(model, batch(rows=rows, device="meta"), **{"placement": "nvme"} | options)
 
 
 REFUSED = {
-    "fewer layers": (lambda: exported(gpt(config=dataclasses.replace(CONFIG, layers=2))), r"blocks\.2"),
-    "wider": (lambda: exported(gpt(config=dataclasses.replace(CONFIG, hidden=128))), r"64\].*128\]"),
-    "another dtype": (lambda: exported(gpt(torch.bfloat16)), "f32.*bf16"),
-    "another batch": (lambda: exported(gpt(), rows=2), r"i64\[4, 32\].*i64\[2, 32\]"),
-    "another computation": (lambda: exported(Other(CONFIG)), "that of the plan: aten.tanh"),
+    "fewer layers": (
+        lambda: exported(meta(layers=1)),
+        r"blocks\.1.*that of the plan: input 15: parameter 'norm.weight'",
+    ),
+    "wider": (lambda: exported(meta(hidden=128)), r"128, 64\].*128, 128\]"),
+    "another dtype": (lambda: exported(gpt(torch.bfloat16, "meta")), "f32.*bf16"),
+    "another batch": (lambda: exported(meta(), rows=2), r"i64\[4, 32\].*i64\[2, 32\]"),
+    "another computation": (lambda: exported(meta(kind=Other)), "that of the plan: aten.tanh"),
     "another version": (
-        lambda: changed(exported(gpt()), zinf_fx="0.0.1"),
+        lambda: changed(exported(meta()), zinf_fx="0.0.1"),
         "made with zinf_fx 0.0.1, and this is zinf_fx 0.1.0",
     ),
-    "another torch": (lambda: changed(exported(gpt()), torch="1.0"), "made with torch 1.0, and this is torch"),
+    "another torch": (lambda: changed(exported(meta()), torch="1.0"), "made with torch 1.0, and this is torch"),
 }
 
 
@@ -185,7 +203,7 @@ def test_refused_before_anything_is_changed(tmp_path: Path, name: str):
     model = gpt()
     before = [p.clone() for p in model.parameters()]
     compiled = torch.compile(model, backend="zinf", options={"plan": make(), "store": tmp_path})
-    with pytest.raises(PlanError, match=difference):
+    with refusal(PlanError, difference):
         compiled(*batch())
     assert all(type(p) is nn.Parameter and torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     assert not list(tmp_path.iterdir())
@@ -202,13 +220,13 @@ def test_refused_before_anything_is_changed(tmp_path: Path, name: str):
 )
 def test_other_options_than_the_plans_are_refused(tmp_path: Path, offload: dict, options: dict, difference: str):
     model = zinf_fx.offload(gpt(), store=tmp_path, **offload)
-    compiled = torch.compile(model, backend="zinf", options={"plan": exported(gpt()), **options})
-    with pytest.raises((PlanError, ConfigError), match=difference):
+    compiled = torch.compile(model, backend="zinf", options={"plan": exported(meta()), **options})
+    with refusal(ConfigError if options else PlanError, difference):
         compiled(*batch())
 
 
 def test_a_changed_schedule_is_refused_by_its_first_event(tmp_path: Path):
-    plan = exported(gpt(), prefetch=None)
+    plan = exported(meta(), prefetch=None)
     forward, backward = plan.graphs
     events = list(forward.events)
     number = next(n for n, e in enumerate(events) if e.kind == "release" and e.operator == 1)
@@ -216,7 +234,7 @@ def test_a_changed_schedule_is_refused_by_its_first_event(tmp_path: Path):
     tampered = dataclasses.replace(forward, operators=forward.operators, events=tuple(events))
     model = zinf_fx.offload(gpt(), plan.config, store=tmp_path)
     given = dataclasses.replace(plan, graphs=(tampered, backward))
-    with pytest.raises(PlanError, match=rf"the forward graph's events\[{number}\].operator is 0 in the plan, and 1"):
+    with refusal(PlanError, rf"the forward graph's events\[{number}\].operator is 0 in the plan, and 1"):
         torch.compile(model, backend="zinf", options={"plan": given})(*batch())
 
 
@@ -224,16 +242,16 @@ def test_what_is_no_plan_is_refused(tmp_path: Path):
     for option, error, text in (
         (3, ConfigError, "plan=3 is not accepted"),
         (tmp_path / "none.json", PlanFileError, "can't be read"),
-        (dataclasses.replace(exported(gpt()), fingerprint=None), ConfigError, "no fingerprint"),
-        ([exported(gpt()), exported(gpt(), prefetch=None)], ConfigError, "differ in prefetch"),
+        (dataclasses.replace(exported(meta()), fingerprint=None), ConfigError, "no fingerprint"),
+        ([exported(meta()), exported(meta(), prefetch=None)], ConfigError, "differ in prefetch"),
     ):
         torch._dynamo.reset()
-        with pytest.raises(error, match=text):
+        with refusal(error, text):
             torch.compile(gpt(), backend="zinf", options={"plan": option, "store": tmp_path})(*batch())
 
 
 def test_a_plan_for_training_is_none_for_evaluation(tmp_path: Path):
     model = zinf_fx.offload(gpt(), store=tmp_path, placement="nvme")
-    compiled = torch.compile(model, backend="zinf", options={"plan": exported(gpt())})
-    with torch.no_grad(), pytest.raises(PlanError, match="no plan given has a inference graph"):
+    compiled = torch.compile(model, backend="zinf", options={"plan": exported(meta())})
+    with torch.no_grad(), refusal(PlanError, "called without gradients, and no plan given is for that"):
         compiled(*batch())

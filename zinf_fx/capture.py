@@ -59,12 +59,15 @@ class Capture:
         self._contexts: dict[str, GraphContext] = {}
         self._rates = rates
 
-    def compile(self) -> Callable[..., Any]:
-        """Plan the graph; the result is called with the values of the graph's inputs."""
+    def compile(self, fakes: Sequence[Any] | None = None) -> Callable[..., Any]:
+        """Plan the graph; the result is called with the values of the graph's inputs.
+
+        `fakes`: what to trace in place of inputs that Dynamo doesn't know.
+        """
         self._rates = self._rates or self._measured()  # while values can be computed
         compiled = aot_module_simplified(
             self._module,
-            self._inputs,
+            self._inputs if fakes is None else list(fakes),
             fw_compiler=lambda module, inputs: self._bind(module, "forward"),
             bw_compiler=lambda module, inputs: self._bind(module, "backward"),
             inference_compiler=self._inference,
@@ -115,7 +118,7 @@ class Capture:
         if not of_kind:
             what = "trained" if kind == "forward" else "called without gradients"
             raise PlanError(
-                f"the model is {what}, and no plan given has a {kind} graph: export one for that call, and give both"
+                f"the model is {what}, and no plan given is for that: export one for such a call, and give both"
             )
         differences = []
         for plan in of_kind:

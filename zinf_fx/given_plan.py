@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import detect_fake_mode
 
 from zinf_fx.capture import Capture
 from zinf_fx.config import Config
@@ -77,7 +78,13 @@ def check_before_offload(plans: Sequence[Plan], module: fx.GraphModule, inputs: 
         abstract_parameter(one, f"input {number} of the compiled graph", config) if _is_plain(one) else one
         for number, one in enumerate(inputs)
     ]
-    Capture(module, twins, config, plans).compile()
+    # Dynamo has seen the parameters, and not their twins: it would take the sizes of these for variable ones.
+    mode = detect_fake_mode(inputs)
+    fakes = [
+        mode.from_tensor(twin, static_shapes=True) if twin is not one else one
+        for twin, one in zip(twins, inputs, strict=True)
+    ]
+    Capture(module, twins, config, plans).compile(fakes)
 
 
 def _is_plain(one: object) -> bool:

@@ -52,9 +52,11 @@ def _places(plan: Plan, buffers: Iterable[Lifetime]) -> list[_Place]:
 
 def _check(memory: str, places: Iterable[_Place], nbytes: int) -> None:
     changes: list[tuple[int, bool, _Place]] = []
+    end = 0
     for place in places:
         if place.end > nbytes:
             _fail("each buffer lies in its region", f"that in {memory} memory has {nbytes} bytes, and there is {place}")
+        end = max(end, place.end)
         for span in place.buffer.spans:
             changes += [(span.start, True, place), (span.stop, False, place)]
     there: list[_Place] = []  # by offset
@@ -67,6 +69,10 @@ def _check(memory: str, places: Iterable[_Place], nbytes: int) -> None:
             if other.offset < place.end and place.offset < other.end:
                 _fail("no two buffers that are needed at a time share bytes", f"these do: {other}, and {place}")
         there.insert(index, place)
+    if end < nbytes:
+        _fail(
+            "a region ends with its last buffer", f"that in {memory} memory has {nbytes} bytes, and they end at {end}"
+        )
 
 
 def _fail(rule: str, found: str) -> None:

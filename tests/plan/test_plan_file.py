@@ -1,0 +1,221 @@
+"""Plan files: what is written is read back, and is as the schema says; what is broken or hostile is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import zinf_fx
+from zinf_fx.errors import ConfigError, PlanError, PlanFileError
+from zinf_fx.plan.file import plan_from
+from zinf_fx.plan.json_schema import schema
+from zinf_fx.plan.schedule import Plan
+
+SCHEMA = Path(__file__).parents[2] / "docs" / "plan.schema.json"
+
+
+class Net(nn.Module):
+    def __init__(self, broken: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.broken = broken
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x).tanh()
+        if self.broken:
+            torch._dynamo.graph_break()
+        x = self.layers[2](self.layers[1](x).tanh())
+        return x.square().sum()
+
+
+def exported(**options: object) -> Plan:
+    with torch.device("meta"):
+        return zinf_fx.export_plan(Net(), (torch.empty(4, 64),), **{"placement": "nvme", **options})
+
+
+@cache
+def content() -> dict[str, Any]:
+    """Of a file, as other programs see it."""
+    with tempfile.TemporaryDirectory() as folder:
+        exported(activations="offload", tile="8KiB").save(path := Path(folder) / "plan.json")
+        return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"device_memory": "80KiB"}, {"host_memory": "1MiB", "chunk": "64KiB"}, {"activations": 1, "prefetch": None}],
+)
+def test_what_is_written_is_read_back_and_described_by_the_schema(tmp_path: Path, options: dict):
+    plan = exported(**options)
+    plan.save(tmp_path / "plan.json")
+    assert zinf_fx.load_plan(tmp_path / "plan.json") == plan
+    jsonschema.validate(json.loads((tmp_path / "plan.json").read_text()), json.loads(SCHEMA.read_text()))
+
+
+def test_the_published_schema_is_that_of_the_code():
+    assert json.loads(SCHEMA.read_text()) == json.loads(json.dumps(schema())), "python -m zinf_fx.plan.json_schema"
+    jsonschema.Draft202012Validator.check_schema(schema())
+
+
+def event(kind: str) -> Callable[[dict], dict]:
+    return lambda plan: next(e for e in plan["graphs"][0]["events"] if e["kind"] == kind)
+
+
+def swap(plan: dict, first: str, second: str) -> None:
+    """An event stands before one that it must follow: a circle of what waits for what."""
+    events = plan["graphs"][0]["events"]
+    one = next(n for n, e in enumerate(events) if e["kind"] == first and not {"turn", "resident"} & e.keys())
+    other = next(n for n, e in enumerate(events) if e["kind"] == second and e["tile"] == events[one]["tile"])
+    events[one]["kind"], events[other]["kind"] = second, first
+    for number in (one, other):
+        events[number].pop("offset", None)
+
+
+def overlap(plan: dict) -> None:
+    """All buffers at one place."""
+    for graph in plan["graphs"]:
+        for one in graph["events"]:
+            if "offset" in one:
+                one["offset"] = 0
+
+
+BROKEN: dict[str, tuple[Callable[[dict], object], str]] = {
+    "no format": (lambda p: p.pop("format"), "no plan: it has no field"),
+    "schema of tomorrow": (lambda p: p.update(schema=2), "has schema 2, and this version"),
+    "schema as text": (lambda p: p.update(schema="1"), "has schema str"),
+    "missing field": (lambda p: p.pop("config"), "'config' is missing"),
+    "missing option": (lambda p: p["config"].pop("chunk"), r"\.config: 'chunk' is missing"),
+    "unknown field": (lambda p: p.update(run="os.system('x')"), "unknown field 'run'"),
+    "unknown option": (lambda p: p["config"].update(evil=1), "unknown option 'evil'"),
+    "option out of range": (lambda p: p["config"].update(chunk=1), r"\.config: chunk=1 bytes is too small"),
+    "store in a plan": (lambda p: p["config"].update(store="/"), "unknown option 'store'"),
+    "text for a number": (lambda p: event("fetch")(p).update(tile="0"), r"graphs\[0\]\.events\[0\]\.tile: '0' is not"),
+    "true for a number": (lambda p: event("fetch")(p).update(tile=True), "True is not a whole number"),
+    "float for a number": (lambda p: event("fetch")(p).update(tile=0.5), "0.5 is not a whole number"),
+    "object for a list": (lambda p: p["graphs"][0].update(events={}), "a dict is not a list"),
+    "list for an object": (lambda p: p["graphs"][0].update(tiles=[[]]), "a list is not an object"),
+    "huge number": (lambda p: event("fetch")(p).update(tile=2**63), "out of range"),
+    "no such tile": (lambda p: event("fetch")(p).update(tile=99), "is of tile 99, and there are"),
+    "negative tile": (lambda p: event("fetch")(p).update(tile=-1), "is of tile -1"),
+    "no such operator": (lambda p: p["graphs"][0]["events"][-1].update(operator=77), "in operator 77"),
+    "operators out of order": (lambda p: p["graphs"][0]["events"][-1].update(operator=-1), "in operator -1, after"),
+    "no such event": (lambda p: event("fetch")(p).update(kind="exec"), "'exec' is none of fetch, upload"),
+    "no such dtype": (lambda p: p["graphs"][0]["tiles"][0].update(dtype="os"), "'os' is no dtype"),
+    "no such tier": (lambda p: p["graphs"][0]["tiles"][0].update(tier="cloud"), "'cloud' is none of device"),
+    "huge tile": (lambda p: p["graphs"][0]["tiles"][0].update(shape=[2**40, 2**40]), "more bytes than any memory"),
+    "endless shape": (lambda p: p["graphs"][0]["tiles"][0].update(shape=[2] * 1000), "has 1000 dimensions"),
+    "negative shape": (lambda p: p["graphs"][0]["tiles"][0].update(shape=[-1]), "less than 0"),
+    "rows of another shape": (lambda p: p["graphs"][0]["tiles"][0].update(rows=[0, 7]), "has the rows 0 to 7"),
+    "a tile twice": (lambda p: p["graphs"][0]["tiles"][1].update(p["graphs"][0]["tiles"][0], index=1), "as one before"),
+    "indices exchanged": (lambda p: p["graphs"][0]["tiles"][0].update(index=1), "has the index 1"),
+    "missing wait": (lambda p: p["graphs"][0]["events"].remove(event("wait")(p)), "comes where wait is due"),
+    "missing release": (lambda p: p["graphs"][0]["events"].remove(event("release")(p)), "release"),
+    "missing graph": (lambda p: p["graphs"].pop(), r"graphs are \['forward'\]"),
+    "a circle": (lambda p: swap(p, "fetch", "wait"), "comes where fetch is due"),
+    "another circle": (lambda p: swap(p, "upload", "allgather"), "comes where upload is due"),
+    "overlapping extents": (overlap, "share bytes"),
+    "negative extent": (lambda p: event("fetch")(p).update(offset=-4096), "less than 0"),
+    "extent behind the end": (lambda p: event("fetch")(p).update(offset=2**40), "lies in its region|has one offset"),
+    "region of any size": (lambda p: p["regions"].update(host=2**60), "region"),
+    "a turn in backward": (lambda p: p["graphs"][1]["events"][0].update(turn=True), "as one of the turn"),
+    "choices out of order": (lambda p: p["choices"].reverse(), "out of order"),
+    "choice of nothing": (lambda p: p["choices"][0].update(end=0), "which are none"),
+    "no such line": (lambda p: p["fingerprint"]["nodes"].append(10**6), r"is line 1000000 of"),
+    "no ranks": (lambda p: p.update(world_size=0), "world_size is 0"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_refused(name: str):
+    broken = copy.deepcopy(content())
+    plan_from(json.dumps(broken), "plan")  # it is sound so far
+    change, text = BROKEN[name]
+    change(broken)
+    with pytest.raises(PlanFileError, match=text) as error:
+        plan_from(json.dumps(broken), "plan file p.json")
+    assert "plan file p.json" in str(error.value) and len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "is not JSON"),
+        ("null", "no plan"),
+        ("[]", "no plan"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"a":' * 100_000, "nested too deeply"),
+        ('{"format": "zinf_fx plan", "schema": 1e999}', "has schema float"),
+        ('{"format": "zinf_fx plan", "schema": ' + "1" * 10_000 + "}", "a number of 10000 digits"),
+        ('{"format": "zinf_fx plan", "schema": NaN}', "NaN is no number"),
+        ('{"format": "zinf_fx plan", "format": "zinf_fx plan"}', "has 'format' twice"),
+    ],
+)
+def test_what_is_hardly_json_is_refused(text: str, expected: str):
+    with pytest.raises(PlanFileError, match=expected):
+        plan_from(text, "plan file p.json")
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path):
+    text = json.dumps(content())
+    for length in range(0, len(text), len(text) // 50):
+        (tmp_path / "plan.json").write_text(text[:length])
+        with pytest.raises(PlanFileError, match="not JSON"):
+            zinf_fx.load_plan(tmp_path / "plan.json")
+    (tmp_path / "plan.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PlanFileError, match="can't be read"):
+        zinf_fx.load_plan(tmp_path / "plan.json")
+
+
+def places(value: object, path: tuple = ()) -> list[tuple]:
+    """Every place of a JSON value."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(place for key, one in inside for place in places(one, (*path, key)))]
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_value_anywhere_gives_a_plan_or_a_refusal(data: st.DataObject):
+    changed = copy.deepcopy(content())
+    for _ in range(data.draw(st.integers(1, 3))):
+        path = data.draw(st.sampled_from(places(changed)[1:]))
+        value = data.draw(
+            st.one_of(
+                st.none(), st.booleans(), st.integers(), st.integers(-2, 9), st.floats(), st.text(max_size=5),
+                st.just([]), st.just({}), st.sampled_from(["fetch", "release", "offload", "nvme", "int64"]),
+            )
+        )  # fmt: skip
+        target = changed
+        for key in path[:-1]:
+            target = target[key]
+        target[path[-1]] = value
+    with contextlib.suppress(PlanFileError):
+        plan_from(json.dumps(changed), "plan")
+
+
+def test_export_refuses_what_it_cannot_plan():
+    with torch.device("meta"):
+        x = torch.empty(4, 64)
+        with pytest.raises(ConfigError, match="world_size=2 is not accepted"):
+            zinf_fx.export_plan(Net(), (x,), world_size=2)
+        with pytest.raises(PlanError, match="captured as"):
+            zinf_fx.export_plan(Net(broken=True), (x,), placement="nvme")
+        with pytest.raises(PlanError, match="no captured graph of the model uses a parameter"):
+            zinf_fx.export_plan(nn.Identity(), (x,), placement="nvme")
+
+
+def test_a_plan_that_cannot_be_written(tmp_path: Path):
+    with pytest.raises(PlanFileError, match="can't be written"):
+        exported().save(tmp_path / "none" / "plan.json")

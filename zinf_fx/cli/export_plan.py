@@ -1,0 +1,52 @@
+"""`zinf-fx export-plan TARGET -o FILE`: a model's plan, ahead of time."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+from zinf_fx.cli.planning import add_options, fields_of, planned
+from zinf_fx.cli.target import HELP, build
+from zinf_fx.config import Config
+from zinf_fx.export import export_plan
+from zinf_fx.plan.accounting import phases
+from zinf_fx.plan.hardware import load, names
+from zinf_fx.sizes import in_words
+
+
+def add_to(commands: argparse._SubParsersAction) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "export-plan",
+        help="write a model's plan to a file, for machines that are not there",
+        description="Plans a model and writes the plan, as JSON, to a file, which torch.compile(model, "
+        "backend='zinf', options={'plan': FILE}) then follows without planning. Needs no store, GPU or weights.",
+    )
+    parser.add_argument("target", metavar="TARGET", help=HELP)
+    parser.add_argument("-o", "--output", metavar="FILE", required=True, help="the plan file to write")
+    parser.add_argument("--world-size", metavar="N", type=int, default=1, help="ranks that train together (1, so far)")
+    parser.add_argument(
+        "--hardware",
+        metavar="NAME",
+        help=f"what --activations auto weighs with: {', '.join(names())}, or a file NAME.toml",
+    )
+    add_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Plan and write. Raises: ZinfError for whatever of the input can't be used."""
+    fields = fields_of(options)
+    Config.of(None, fields)  # bad options are refused before a model is built
+    hardware = load(options.hardware) if options.hardware else None
+    plan = planned(
+        options,
+        build(options.target),
+        partial(export_plan, world_size=options.world_size, hardware=hardware, **fields),
+    )
+    plan.save(options.output)
+    operators = " + ".join(f"{len(graph.operators):,}" for graph in plan.graphs)
+    moved = sum(traffic.nvme for _, traffic in phases(plan))
+    size = in_words(Path(options.output).stat().st_size)
+    print(f"{options.output}: {size}, {operators} operators, {in_words(moved)} of NVMe per step")

@@ -1,0 +1,80 @@
+"""Options of the commands that plan a TARGET, and the plans that they make."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TypeVar
+
+import torch
+
+from zinf_fx.cli.target import Built, TargetError
+from zinf_fx.config import ACTIVATIONS, PRESETS
+from zinf_fx.errors import ConfigError, ZinfError
+
+Planned = TypeVar("Planned")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that decide what the plan is."""
+    parser.add_argument("--placement", help=f"auto (default), {', '.join(PRESETS)}, or parameters=nvme,gradients=host")
+    parser.add_argument("--prefetch", metavar="A,U,F", help="operators ahead: all-gather, upload, fetch; or none")
+    parser.add_argument("--device-memory", metavar="SIZE", help="budget of the device, such as 4GiB")
+    parser.add_argument("--host-memory", metavar="SIZE", help="budget of the host tier, such as 16GiB")
+    parser.add_argument("--tile", metavar="SIZE", help="largest tile, such as 64MiB; auto (default), or none")
+    parser.add_argument(
+        "--activations",
+        metavar="POLICY",
+        help=f"{', '.join(ACTIVATIONS)}, or a number of layers between two checkpoints (default: keep)",
+    )
+    parser.add_argument("--no-residency", action="store_true", help="move tiles for every use, whatever room there is")
+    parser.add_argument("--inference", action="store_true", help="plan a call under torch.no_grad()")
+    parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
+
+
+def fields_of(options: argparse.Namespace) -> dict[str, object]:
+    """The options of Config that were given. Raises: ConfigError."""
+    given: dict[str, object] = {}
+    if options.placement is not None:
+        given["placement"] = _mapping(options.placement) if "=" in options.placement else options.placement
+    if options.prefetch is not None:
+        given["prefetch"] = _prefetch(options.prefetch)
+    for name in ("device_memory", "host_memory"):
+        if (size := getattr(options, name)) is not None:
+            given[name] = size
+    if options.tile is not None:
+        given["tile"] = None if options.tile == "none" else options.tile
+    if options.activations is not None:
+        given["activations"] = int(options.activations) if options.activations.isdecimal() else options.activations
+    if options.no_residency:
+        given["residency"] = False
+    return given
+
+
+def planned(options: argparse.Namespace, built: Built, plan: Callable[..., Planned]) -> Planned:
+    """What `plan` makes of a model and its example inputs. Raises: ZinfError for whatever can't be planned."""
+    model, inputs = built
+    with torch.no_grad() if options.inference else nullcontext():
+        try:
+            return plan(model, inputs)
+        except ZinfError:
+            raise
+        except Exception as error:
+            found = str(error).strip().splitlines() or [""]
+            raise TargetError(
+                f"planning {options.target} on its example inputs raised {type(error).__name__}: {found[0]}"
+            ) from error
+
+
+def _mapping(text: str) -> dict[str, str]:
+    return {state: tier for state, _, tier in (part.partition("=") for part in text.split(","))}
+
+
+def _prefetch(text: str) -> tuple[int, ...] | None:
+    if text == "none":
+        return None
+    try:
+        return tuple(int(distance) for distance in text.split(","))
+    except ValueError:
+        raise ConfigError(f"prefetch={text!r} is not accepted; give three distances such as 1,2,3, or none") from None
