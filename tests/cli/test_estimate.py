@@ -127,7 +127,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
         directories.append(store)
         return replace(hardware.load("rtx-4090"), name="measured here")
 
-    monkeypatch.setattr("zinf_fx.cli.estimate.measure_machine", measure)
+    monkeypatch.setattr("zinf_fx.cli.machine.measure_machine", measure)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("ZINF_STORE", raising=False)
     return directories

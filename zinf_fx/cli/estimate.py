@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,15 @@ from typing import Any
 from zinf_fx.analysis import papers
 from zinf_fx.analysis.papers import table as papers_table
 from zinf_fx.analysis.partitioning import PARTITIONED
+from zinf_fx.cli.machine import THIS_MACHINE, hardware_of
 from zinf_fx.cli.target import HELP, TargetError, build
-from zinf_fx.config import Config, parse_bytes, parse_rate
+from zinf_fx.config import parse_bytes, parse_rate
 from zinf_fx.errors import ConfigError, ZinfError
 from zinf_fx.estimate import Estimate, Workload, estimate, of_module, of_transformer
 from zinf_fx.estimate.table import render
 from zinf_fx.plan import hardware as descriptions
 from zinf_fx.plan.hardware import Hardware, Link
-from zinf_fx.runtime.machine import measure_machine
 
-_THIS_MACHINE = "this-machine"
 _DIMENSIONS = ("layers", "hidden", "heads", "batch", "sequence")
 
 
@@ -51,9 +49,9 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         "--hardware",
         metavar="NAME",
         default="dgx-2",
-        help=f"{', '.join(descriptions.names())}, a TOML file, or {_THIS_MACHINE}, which is measured; default: dgx-2",
+        help=f"{', '.join(descriptions.names())}, a TOML file, or {THIS_MACHINE}, which is measured; default: dgx-2",
     )
-    cluster.add_argument("--store", metavar="DIR", type=Path, help=f"the disk of {_THIS_MACHINE}; default: Config()'s")
+    cluster.add_argument("--store", metavar="DIR", type=Path, help=f"the disk of {THIS_MACHINE}; default: Config()'s")
     cluster.add_argument("--nodes", metavar="N", help="instead of the description's, as all below")
     cluster.add_argument("--gpus-per-node", metavar="N", help="devices of a node")
     cluster.add_argument("--device-memory", metavar="SIZE", help="of one device, such as 80GiB")
@@ -177,20 +175,13 @@ def _hardware(options: argparse.Namespace) -> Hardware:
 
 
 def _described(options: argparse.Namespace) -> Hardware:
-    if options.hardware != _THIS_MACHINE:
+    if options.hardware != THIS_MACHINE:
         if options.store is not None:
-            raise ConfigError(f"store={str(options.store)!r} is only for --hardware {_THIS_MACHINE}")
+            raise ConfigError(f"store={str(options.store)!r} is only for --hardware {THIS_MACHINE}")
         return descriptions.load(options.hardware)
     if options.link_bandwidth is None and (options.nodes or options.gpus_per_node):
-        raise ConfigError(
-            f"{_THIS_MACHINE} with other nodes or devices needs --link-bandwidth, which can't be measured"
-        )
-    config = Config(store=options.store)
-    if config.store_is_default:
-        for directory in config.stores:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # as the first use would
-    print("zinf-fx: measuring this machine, which takes some seconds", file=sys.stderr)
-    return measure_machine(config.stores[0])
+        raise ConfigError(f"{THIS_MACHINE} with other nodes or devices needs --link-bandwidth, which can't be measured")
+    return hardware_of(THIS_MACHINE, options.store)
 
 
 def _link(link: Link, text: str, name: str) -> Link:

@@ -5,15 +5,42 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from zinf_fx.cli.target import Built, TargetError
-from zinf_fx.config import ACTIVATIONS, PRESETS
-from zinf_fx.errors import ConfigError, ZinfError
+from zinf_fx.cli.target import Built, TargetError, build
+from zinf_fx.config import ACTIVATIONS, PRESETS, Config
+from zinf_fx.errors import ConfigError, PlanError, ZinfError
+from zinf_fx.explain import plans_of
+from zinf_fx.plan.file import load_plan
+from zinf_fx.plan.schedule import Plan
 
-Planned = TypeVar("Planned")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The plans of a TARGET, one per captured graph.
+
+    `model`: that was planned; for a plan file, none of whose parameters is there. `requested`: the options given.
+    """
+
+    plans: list[Plan]
+    model: torch.nn.Module
+    requested: Config
+
+    def only(self, what: str) -> Plan:
+        """The one plan. Raises: PlanError when there are none, or several."""
+        if len(self.plans) != 1:
+            raise PlanError(
+                f"{what} is for one plan, and the model has {len(self.plans)}: "
+                + ("no captured graph uses a parameter" if not self.plans else "remove the graph breaks")
+            )
+        return self.plans[0]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +79,26 @@ def fields_of(options: argparse.Namespace) -> dict[str, object]:
     return given
 
 
-def planned(options: argparse.Namespace, built: Built, plan: Callable[..., Planned]) -> Planned:
+def plans_of_target(options: argparse.Namespace) -> Planned:
+    """The plans of a TARGET: from a plan file, or made of what a factory returns. Raises: ZinfError."""
+    fields = fields_of(options)
+    requested = Config.of(None, fields)  # bad options are refused before a model is built
+    if is_plan_file(options.target):
+        if fields or options.inference:
+            given = ", ".join([*fields, *(["inference"] if options.inference else [])])
+            raise ConfigError(f"a plan file has its options already: leave {given} out, or give module:factory")
+        plan = load_plan(options.target)
+        return Planned([plan], torch.nn.Module(), plan.config)
+    built = build(options.target)
+    return Planned(planned(options, built, partial(plans_of, **fields)), built[0], requested)
+
+
+def is_plan_file(target: str) -> bool:
+    """Whether a TARGET names a file, rather than module:factory."""
+    return ":" not in target and (target.endswith(".json") or Path(target).is_file())
+
+
+def planned(options: argparse.Namespace, built: Built, plan: Callable[..., Result]) -> Result:
     """What `plan` makes of a model and its example inputs. Raises: ZinfError for whatever can't be planned."""
     model, inputs = built
     with torch.no_grad() if options.inference else nullcontext():

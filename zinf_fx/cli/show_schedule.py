@@ -1,4 +1,4 @@
-"""`zinf-fx show-schedule TARGET`: the plan of a model, without running it."""
+"""`zinf-fx show-schedule TARGET`: the plan of a model, or of a plan file, without running it."""
 
 from __future__ import annotations
 
@@ -6,18 +6,24 @@ import argparse
 import shutil
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from pathlib import Path
 
-import torch
-
-from zinf_fx.cli.target import HELP, TargetError, build
-from zinf_fx.config import ACTIVATIONS, PRESETS, Config
+from zinf_fx.cli.machine import DEFAULT_HARDWARE, accepted_hardware, hardware_of
+from zinf_fx.cli.planning import Planned, add_options, plans_of_target
+from zinf_fx.cli.target import HELP
 from zinf_fx.curve import ASCII, BLOCKS
-from zinf_fx.errors import ConfigError, ZinfError
-from zinf_fx.explain import describe, plans_of
+from zinf_fx.errors import ConfigError
+from zinf_fx.explain import describe
+from zinf_fx.plan.chrome import to_chrome
+from zinf_fx.plan.dot import to_dot
+from zinf_fx.plan.html import to_html
 from zinf_fx.plan.json import to_json
+from zinf_fx.plan.operator_time import compute_seconds
 from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.simulate import simulate_plan
 from zinf_fx.plan.table import WIDTH
+
+FORMATS = ("table", "json", "dot", "chrome", "html")
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
@@ -29,85 +35,56 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         "all-gathered, uploaded, fetched and released meanwhile. Charts below each table show its memory from "
         "operator to operator: the tiles and gradients in flight, on the device and still in host memory, against "
         "--device-memory, and what the host arena holds, against --host-memory. Needs no store, and no memory for the "
-        "model.",
+        "model. As chrome (for ui.perfetto.dev) and html, a page by itself, it is a timeline of a simulated step.",
     )
-    parser.add_argument("target", metavar="TARGET", help=HELP)
-    parser.add_argument("--placement", help=f"auto (default), {', '.join(PRESETS)}, or parameters=nvme,gradients=host")
-    parser.add_argument("--prefetch", metavar="A,U,F", help="operators ahead: all-gather, upload, fetch; or none")
-    parser.add_argument("--device-memory", metavar="SIZE", help="budget of the device, such as 4GiB")
-    parser.add_argument("--host-memory", metavar="SIZE", help="budget of the host tier, such as 16GiB")
-    parser.add_argument("--tile", metavar="SIZE", help="largest tile, such as 64MiB; auto (default), or none")
+    parser.add_argument("target", metavar="TARGET", help=f"{HELP}; or a plan file")
+    add_options(parser)
+    parser.add_argument("--format", choices=FORMATS, default="table", help="what to print (default: table)")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write to a file instead of printing")
+    parser.add_argument("--operators", metavar="A:B", help="table, dot: operators A to B - 1 only")
     parser.add_argument(
-        "--activations",
-        metavar="POLICY",
-        help=f"{', '.join(ACTIVATIONS)}, or a number of layers between two checkpoints (default: keep)",
+        "--hardware",
+        metavar="NAME",
+        default=DEFAULT_HARDWARE,
+        help=f"chrome, html: whose times to show: {', '.join(accepted_hardware())} (default: {DEFAULT_HARDWARE})",
     )
-    parser.add_argument("--no-residency", action="store_true", help="move tiles for every use, whatever room there is")
-    parser.add_argument("--operators", metavar="A:B", help="print operators A to B - 1 only")
-    parser.add_argument("--inference", action="store_true", help="plan a call under torch.no_grad()")
     parser.add_argument("--ascii", action="store_true", help="charts without block characters, as outside terminals")
-    parser.add_argument("--json", action="store_true", help="print the plan's data, and memory per operator, as JSON")
-    parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
+    parser.add_argument("--json", dest="format", action="store_const", const="json", help="short for --format json")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
     """Print the plan. Raises: ZinfError for whatever of the input can't be used."""
-    fields = _fields(options)
-    requested = Config.of(None, fields)  # bad options are refused before a model is built
     operators = _operators(options.operators)
-    model, inputs = build(options.target)
-    with torch.no_grad() if options.inference else nullcontext():
-        try:
-            plans = plans_of(model, inputs, **fields)
-        except ZinfError:
-            raise
-        except Exception as error:
-            found = str(error).strip().splitlines() or [""]
-            raise TargetError(
-                f"planning {options.target} on its example inputs raised {type(error).__name__}: {found[0]}"
-            ) from error
+    target = plans_of_target(options)
     if operators is not None:
-        _check_any(options.operators, operators, plans)
-    if options.json:
-        print(to_json(plans))
-    else:
-        terminal = sys.stdout.isatty()
+        _check_any(options.operators, operators, target.plans)
+    text = _text(options, target, operators)
+    if options.output is None:
+        print(text, end="")
+        return
+    try:
+        Path(options.output).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{options.output} can't be written: {error}") from error
+
+
+def _text(options: argparse.Namespace, target: Planned, operators: range | None) -> str:
+    if options.format == "json":
+        return to_json(target.plans) + "\n"
+    if options.format == "table":
+        terminal = sys.stdout.isatty() and options.output is None
         width = shutil.get_terminal_size((WIDTH, 24)).columns if terminal else WIDTH
         glyphs = BLOCKS if terminal and not options.ascii else ASCII
-        print(describe(model, plans, requested, width=width, operators=operators, glyphs=glyphs), end="")
-
-
-def _fields(options: argparse.Namespace) -> dict[str, object]:
-    """The options of Config that were given."""
-    given: dict[str, object] = {}
-    if options.placement is not None:
-        given["placement"] = _mapping(options.placement) if "=" in options.placement else options.placement
-    if options.prefetch is not None:
-        given["prefetch"] = _prefetch(options.prefetch)
-    for name in ("device_memory", "host_memory"):
-        if (size := getattr(options, name)) is not None:
-            given[name] = size
-    if options.tile is not None:
-        given["tile"] = None if options.tile == "none" else options.tile
-    if options.activations is not None:
-        given["activations"] = int(options.activations) if options.activations.isdecimal() else options.activations
-    if options.no_residency:
-        given["residency"] = False
-    return given
-
-
-def _mapping(text: str) -> dict[str, str]:
-    return {state: tier for state, _, tier in (part.partition("=") for part in text.split(","))}
-
-
-def _prefetch(text: str) -> tuple[int, ...] | None:
-    if text == "none":
-        return None
-    try:
-        return tuple(int(distance) for distance in text.split(","))
-    except ValueError:
-        raise ConfigError(f"prefetch={text!r} is not accepted; give three distances such as 1,2,3, or none") from None
+        return describe(target.model, target.plans, target.requested, width=width, operators=operators, glyphs=glyphs)
+    plan = target.only(f"--format {options.format}")
+    if options.format == "dot":
+        return to_dot(plan, operators)
+    hardware = hardware_of(options.hardware)
+    simulation = simulate_plan(plan, hardware, compute_seconds(plan, hardware))
+    if options.format == "chrome":
+        return to_chrome(plan, simulation, hardware) + "\n"
+    return to_html(plan, simulation, hardware, f"Plan of {Path(options.target).name}")
 
 
 def _operators(text: str | None) -> range | None:

@@ -132,7 +132,7 @@ def choose(parts: Sequence[Part], room: int, rates: Rates, idle: float) -> tuple
 def seconds_of(node: fx.Node, rates: Rates) -> float:
     """An estimate of what a node takes: its arithmetic, or the memory that it reads and writes, whichever is longer."""
     work = work_of(node)
-    return max(work.flops / rates.flops, work.nbytes / rates.memory)
+    return max(work.flops / rates.flops, (work.product_bytes + work.other_bytes) / rates.memory)
 
 
 def _idle_seconds(graph: fx.Graph, context: GraphContext, parts: Sequence[Part], rates: Rates) -> float:

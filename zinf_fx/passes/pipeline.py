@@ -311,7 +311,7 @@ def tiles_moved(graph: fx.Graph, context: GraphContext) -> dict[TileKey, int]:
 
 def _operator(index: int, nodes: list[fx.Node]) -> Operator:
     work = total([work_of(node) for node in nodes])
-    return Operator(index, _label(nodes), len(nodes), work.flops, work.nbytes, work.dtype)
+    return Operator(index, _label(nodes), len(nodes), *work)
 
 
 _HEAVY = ("mm", "conv", "attention", "embedding", "linear")

@@ -14,11 +14,16 @@ from zinf_fx.passes.framework import bytes_computed
 
 
 class Work(NamedTuple):
-    """`flops` of matrix products, convolutions and attention, by the formulas of `torch.utils.flop_counter`; `nbytes`
-    read and written; `dtype` of most of the flops, None where there are none."""
+    """Of one or several nodes.
+
+    `flops` of matrix products, convolutions and attention, by the formulas of `torch.utils.flop_counter`;
+    `product_bytes` read and written by these; `other_bytes` by all others; `dtype` of most of the flops, None where
+    there are none.
+    """
 
     flops: int = 0
-    nbytes: int = 0
+    product_bytes: int = 0
+    other_bytes: int = 0
     dtype: torch.dtype | None = None
 
 
@@ -29,21 +34,27 @@ def work_of(node: fx.Node) -> Work:
     nbytes = bytes_computed(node) + sum(map(bytes_computed, node.all_input_nodes))
     count = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if count is None or not all(_is_static(one) for one in (node, *node.all_input_nodes)):
-        return Work(0, nbytes)
+        return Work(other_bytes=nbytes)
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     flops = int(count(*args, **kwargs, out_val=node.meta["val"]))
-    value = node.meta["val"]
-    dtype = (value[0] if isinstance(value, (tuple, list)) else value).dtype
-    return Work(flops, nbytes, dtype if flops else None)
+    return Work(flops, product_bytes=nbytes, dtype=_tensors(node)[0].dtype) if flops else Work(other_bytes=nbytes)
 
 
 def total(works: Sequence[Work]) -> Work:
     """Of several nodes together."""
     heaviest = max(works, key=lambda work: work.flops, default=Work())
-    return Work(sum(work.flops for work in works), sum(work.nbytes for work in works), heaviest.dtype)
+    return Work(
+        sum(work.flops for work in works),
+        sum(work.product_bytes for work in works),
+        sum(work.other_bytes for work in works),
+        heaviest.dtype,
+    )
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    value = node.meta.get("val")
+    return [one for one in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(one, torch.Tensor)]
 
 
 def _is_static(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return all(isinstance(size, int) for one in values if isinstance(one, torch.Tensor) for size in one.shape)
+    return all(isinstance(size, int) for tensor in _tensors(node) for size in tensor.shape)

@@ -130,10 +130,10 @@ def flows(plan: Plan, graph: GraphSchedule) -> list[Flow]:
                 gradients.add(tile.index)
             elif event.kind == "offload":
                 offloaded.add(tile.index)
-        device = sum(t.nbytes for t in graph.tiles if t.index in on_device and t.tier != "device")
+        device = sum(t.nbytes for t in map(graph.tiles.__getitem__, on_device) if t.tier != "device")
         device += sum(tiles[label].nbytes for label in between if tiles[label].tier != "device")
-        device += sum(t.nbytes for t in graph.tiles if t.index in gradients and t.gradient_tier != "device")
-        host = sum(bytes_read(plan, t) for t in graph.tiles if t.index in in_host - on_device)
+        device += sum(t.nbytes for t in map(graph.tiles.__getitem__, gradients) if t.gradient_tier != "device")
+        host = sum(bytes_read(plan, t) for t in map(graph.tiles.__getitem__, in_host - on_device))
         result.append(Flow(operator, fetched, device, host))
         in_host -= gone
         on_device -= gone

@@ -33,12 +33,27 @@ Compute = Mapping[tuple[GraphKind, int], float]
 
 @dataclass(frozen=True)
 class Job:
-    """So many seconds of one resource, when the jobs of these indices are done."""
+    """So many seconds of one resource, when the jobs of these indices are done.
+
+    `name` is what is done (an event's kind, "write", "update", "states", or a graph's kind) and with what (a tile's
+    label, an operator's number); `nbytes` are those that it moves.
+    """
 
     name: str
     resource: Resource
     seconds: float
     after: tuple[int, ...] = ()
+    nbytes: int = 0
+
+    @property
+    def kind(self) -> str:
+        """What is done."""
+        return self.name.partition(" ")[0]
+
+    @property
+    def subject(self) -> str:
+        """With what."""
+        return self.name.partition(" ")[2]
 
 
 def event_graph(plan: Plan, hardware: Hardware, compute: Compute) -> list[Job]:
@@ -124,12 +139,12 @@ class _Builder:
             if tile.gradient_tier is not None
         )
         moved = self._shard(states) * (1 / memory.read + 1 / memory.write) * (1 if on_device else share)
-        self._add("update", "compute", moved, after)
+        self._add("update", "compute", moved, after, self._shard(states))
         traffic = optimizer_traffic(self._plan)
         nvme = self._hardware.nvme
         seconds = self._disk(nvme, traffic.nvme_to_host, 0) + self._disk(nvme, 0, traffic.host_to_nvme)
         if seconds:
-            self._add("states", "disk", seconds, after)
+            self._add("states", "disk", seconds, after, traffic.nvme)
 
     # -- one event -----------------------------------------------------------------------------------------------------
 
@@ -154,7 +169,9 @@ class _Builder:
             coming[tile.label] = before
             return
         resource: Resource = {"fetch": "disk", "upload": "upload", "allgather": "link"}[event.kind]
-        coming[tile.label] = (self._add(f"{event.kind} {tile.label}", resource, seconds, (*self._program, *before)),)
+        coming[tile.label] = (
+            self._add(f"{event.kind} {tile.label}", resource, seconds, (*self._program, *before), tile.nbytes),
+        )
 
     def _seconds(self, kind: EventKind, tile: Tile) -> float:
         hardware = self._hardware
@@ -168,7 +185,7 @@ class _Builder:
         """The gradient of the operator that computed last."""
         self._leaving[tile.label] = self._program
         if seconds := _over(self._hardware.link, tile.nbytes - self._shard(tile.nbytes)):
-            job = self._add(f"reduce_scatter {tile.label}", "link", seconds, self._program)
+            job = self._add(f"reduce_scatter {tile.label}", "link", seconds, self._program, tile.nbytes)
             self._leaving[tile.label] = (job,)
 
     def _offload(self, tile: Tile) -> None:
@@ -179,12 +196,11 @@ class _Builder:
 
     def _leave(self, tile: Tile, tier: Tier, after: tuple[int, ...]) -> int:
         """To host memory, and on to the disk."""
-        job = self._add(
-            f"offload {tile.label}", "download", _over(self._hardware.download, self._shard(tile.nbytes)), after
-        )
+        seconds = _over(self._hardware.download, self._shard(tile.nbytes))
+        job = self._add(f"offload {tile.label}", "download", seconds, after, self._shard(tile.nbytes))
         if tier == "nvme":
             seconds = self._disk(self._hardware.nvme, 0, bytes_stored(self._plan, tile))
-            job = self._add(f"write {tile.label}", "disk", seconds, (job,))
+            job = self._add(f"write {tile.label}", "disk", seconds, (job,), bytes_stored(self._plan, tile))
         return job
 
     def _disk(self, nvme: Memory, read: int, written: int) -> float:
@@ -194,8 +210,8 @@ class _Builder:
     def _shard(self, nbytes: int) -> int:
         return -(-nbytes // self._plan.world_size)
 
-    def _add(self, name: str, resource: Resource, seconds: float, after: tuple[int, ...]) -> int:
-        self.jobs.append(Job(name, resource, seconds, tuple(dict.fromkeys(after))))
+    def _add(self, name: str, resource: Resource, seconds: float, after: tuple[int, ...], nbytes: int = 0) -> int:
+        self.jobs.append(Job(name, resource, seconds, tuple(dict.fromkeys(after)), nbytes))
         return len(self.jobs) - 1
 
 

@@ -102,7 +102,8 @@ class Operator:
         label: what it computes, in few words.
         nodes: how many graph nodes that takes.
         flops: of its matrix products, convolutions and attention.
-        nbytes: of memory that its nodes read and write.
+        product_bytes: of memory that these read and write.
+        other_bytes: of memory that its other nodes read and write.
         dtype: of most of its flops; None where there are none.
     """
 
@@ -110,7 +111,8 @@ class Operator:
     label: str
     nodes: int
     flops: int = 0
-    nbytes: int = 0
+    product_bytes: int = 0
+    other_bytes: int = 0
     dtype: torch.dtype | None = None
 
 

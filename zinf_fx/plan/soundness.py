@@ -79,7 +79,7 @@ def _check_graph(graph: GraphSchedule) -> None:
     for number, operator in enumerate(graph.operators):
         if operator.index != number:
             raise PlanError(f"operators[{number}] has the index {operator.index}")
-        for name in ("nodes", "flops", "nbytes"):
+        for name in ("nodes", "flops", "product_bytes", "other_bytes"):
             _check_not_negative(f"operators[{number}].{name}", getattr(operator, name))
     _check_events(graph)
 

@@ -1,0 +1,34 @@
+"""The hardware that a command is asked about, by name: a description, a file, or this machine, measured."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from zinf_fx.config import Config
+from zinf_fx.plan import hardware as descriptions
+from zinf_fx.plan.hardware import Hardware
+from zinf_fx.runtime.machine import measure_machine
+
+THIS_MACHINE = "this-machine"
+DEFAULT_HARDWARE = "rtx-4090"
+
+
+def accepted_hardware() -> list[str]:
+    """What `hardware_of` accepts."""
+    return [*descriptions.names(), "a file NAME.toml", f"or {THIS_MACHINE}, measured in some seconds"]
+
+
+def hardware_of(name: str, store: Path | None = None) -> Hardware:
+    """A description by name. `store`: directory on the disk of this machine; default `Config`'s.
+
+    Raises: ConfigError for a name of none; StoreError when the disk can't be measured.
+    """
+    if name != THIS_MACHINE:
+        return descriptions.load(name)
+    config = Config(store=store)
+    if config.store_is_default:
+        for directory in config.stores:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # as the first use would
+    print("zinf-fx: measuring this machine, which takes some seconds", file=sys.stderr)
+    return measure_machine(config.stores[0])

@@ -1,0 +1,70 @@
+"""A plan as a graph for Graphviz: operators in their order, and each tile's way from its fetch to its use."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from itertools import pairwise
+
+from zinf_fx.plan.schedule import HEAD, GraphSchedule, Plan
+from zinf_fx.sizes import in_words
+
+
+def to_dot(plan: Plan, operators: range | None = None) -> str:
+    """One cluster per graph; `operators`: those to draw, default all. Solid arrows are the order of operators, dashed
+    ones lead from where a tile's fetch starts to where it is waited for, dotted ones from where a gradient is computed
+    to where it leaves."""
+    lines = [
+        "digraph plan {",
+        "  rankdir=LR;",
+        "  node [shape=box, fontname=monospace];",
+        "  edge [fontname=monospace];",
+    ]
+    for graph in plan.graphs:
+        lines += [f"  subgraph cluster_{graph.kind} {{", f"    label={_quoted(graph.kind)};"]
+        lines += [f"    {line}" for line in _lines(graph, operators)]
+        lines.append("  }")
+    return "\n".join([*lines, "}", ""])
+
+
+def _lines(graph: GraphSchedule, operators: range | None) -> Iterator[str]:
+    shown = [one for one in graph.operators if operators is None or one.index in operators]
+    if operators is None or 0 in operators:
+        yield f"{_name(graph, HEAD)} [label=head, style=rounded];"
+    for one in shown:
+        yield f"{_name(graph, one.index)} [label={_quoted(f'{one.index}: {one.label}')}];"
+    numbers = [*([HEAD] if operators is None or 0 in operators else []), *(one.index for one in shown)]
+    for before, after in pairwise(numbers):
+        yield f"{_name(graph, before)} -> {_name(graph, after)} [weight=9];"
+    there = set(numbers)
+    ways: defaultdict[tuple[int, int, str], list[int]] = defaultdict(list)
+    for start, end, tile, style in _ways(graph):
+        if start in there and end in there:
+            ways[start, end, style].append(tile)
+    for (start, end, style), tiles in ways.items():
+        label = "\n".join(f"{graph.tiles[tile].label} {in_words(graph.tiles[tile].nbytes)}" for tile in tiles)
+        yield f"{_name(graph, start)} -> {_name(graph, end)} [style={style}, constraint=false, label={_quoted(label)}];"
+
+
+def _ways(graph: GraphSchedule) -> Iterator[tuple[int, int, int, str]]:
+    started: dict[tuple[int, str, int], int] = {}
+    counts: Counter[tuple[int, str]] = Counter()
+    for event in graph.events:
+        if event.turn or event.kind not in ("fetch", "wait", "reduce_scatter", "offload"):
+            continue
+        number = counts[event.tile, event.kind]
+        counts[event.tile, event.kind] += 1
+        if event.kind in ("fetch", "reduce_scatter"):
+            started[event.tile, event.kind, number] = event.operator
+        elif event.kind == "wait":
+            yield started[event.tile, "fetch", number], event.operator, event.tile, "dashed"
+        else:
+            yield started[event.tile, "reduce_scatter", number], event.operator, event.tile, "dotted"
+
+
+def _name(graph: GraphSchedule, operator: int) -> str:
+    return f"{graph.kind}_{'head' if operator == HEAD else operator}"
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'

@@ -1,0 +1,92 @@
+"""A simulated step as data for pictures: what each lane does when, and what each memory holds meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from zinf_fx.plan.accounting import flows, tiles_of
+from zinf_fx.plan.event_graph import Job
+from zinf_fx.plan.memory import arena_by_operator, living_on_device
+from zinf_fx.plan.schedule import HEAD, Plan
+from zinf_fx.plan.simulate import Simulation
+
+Lane = Literal["compute", "all-gather", "upload", "fetch", "reduce", "offload", "optimizer"]
+LANES: tuple[Lane, ...] = ("compute", "all-gather", "upload", "fetch", "reduce", "offload", "optimizer")
+
+_LANE_OF: dict[str, Lane] = {
+    "forward": "compute",
+    "backward": "compute",
+    "inference": "compute",
+    "allgather": "all-gather",
+    "upload": "upload",
+    "fetch": "fetch",
+    "reduce_scatter": "reduce",
+    "offload": "offload",
+    "write": "offload",
+    "update": "optimizer",
+    "states": "optimizer",
+}
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One job in its lane: `start` and `end` in seconds, `nbytes` that it moves, `detail` for people."""
+
+    lane: Lane
+    name: str
+    start: float
+    end: float
+    nbytes: int
+    detail: str
+
+
+@dataclass(frozen=True)
+class MemoryCurve:
+    """Bytes of one memory from each of `times` (seconds) on. `budget`: that the plan keeps to; None: there is none."""
+
+    memory: Literal["device", "host"]
+    times: tuple[float, ...]
+    nbytes: tuple[int, ...]
+    budget: int | None
+
+
+def slices(plan: Plan, simulation: Simulation) -> list[Slice]:
+    """The jobs of a simulated step, in the order of their start."""
+    labels = {(graph.kind, one.index): one.label for graph in plan.graphs for one in graph.operators}
+    found = []
+    for job, timing in zip(simulation.jobs, simulation.timings, strict=True):
+        found.append(Slice(_LANE_OF[job.kind], job.name, timing.start, timing.end, job.nbytes, _detail(job, labels)))
+    return sorted(found, key=lambda one: one.start)
+
+
+def memory_curves(plan: Plan, simulation: Simulation) -> list[MemoryCurve]:
+    """What lives on the device, is kept for backward and in flight there; and what the host arena holds. Operator by
+    operator: from the end of the one before, whatever the head holds from the graph's beginning."""
+    ends = {job.name: timing.end for job, timing in zip(simulation.jobs, simulation.timings, strict=True)}
+    times: list[float] = []
+    device: list[int] = []
+    host: list[int] = []
+    living = living_on_device(plan.config.placement, list(tiles_of(plan).values())).total
+    now = 0.0
+    for graph in plan.graphs:
+        of_graph, arena = flows(plan, graph), arena_by_operator(plan, graph)
+        for flow, in_arena in zip(of_graph, arena, strict=True):
+            times.append(now)
+            device.append(living + plan.kept + flow.device)
+            host.append(in_arena)
+            if flow.operator != HEAD:
+                now = ends[f"{graph.kind} {flow.operator}"]
+    config = plan.config
+    return [
+        MemoryCurve("device", tuple(times), tuple(device), config.device_memory),
+        MemoryCurve("host", tuple(times), tuple(host), config.host_memory),
+    ]
+
+
+def _detail(job: Job, labels: dict[tuple[str, int], str]) -> str:
+    if (job.kind, job.subject) == ("update", "") or job.kind == "states":
+        return "the optimizer's arithmetic" if job.kind == "update" else "optimizer states, read and written"
+    if job.resource == "compute":
+        return labels[job.kind, int(job.subject)]  # type: ignore[index]
+    return job.subject
