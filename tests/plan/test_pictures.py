@@ -1,0 +1,178 @@
+"""Plans as Chrome traces, Graphviz graphs and HTML pages: what is in them, and that a browser shows it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+import zinf_fx
+from zinf_fx.plan.accounting import flows
+from zinf_fx.plan.chrome import to_chrome
+from zinf_fx.plan.dot import to_dot
+from zinf_fx.plan.hardware import Hardware, load
+from zinf_fx.plan.html import to_html
+from zinf_fx.plan.operator_time import compute_seconds
+from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.simulate import Simulation, simulate_plan
+from zinf_fx.plan.timeline import LANES, memory_curves, slices
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from gpt import small
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@cache
+def made() -> tuple[Plan, Simulation, Hardware]:
+    with torch.device("meta"):
+        model, inputs = small()
+    options = {"placement": "nvme", "device_memory": "19MiB", "host_memory": "8MiB", "chunk": "64KiB"}
+    plan = zinf_fx.export_plan(model, inputs, **options)
+    hardware = load("rtx-4090")
+    return plan, simulate_plan(plan, hardware, compute_seconds(plan, hardware)), hardware
+
+
+def test_each_event_that_takes_time_is_in_its_lane():
+    plan, simulation, _ = made()
+    found = slices(plan, simulation)
+    assert {one.lane for one in found} == set(LANES) - {"all-gather", "reduce"}  # one rank
+    count = {lane: sum(one.lane == lane for one in found) for lane in LANES}
+    assert count["compute"] == sum(len(graph.operators) for graph in plan.graphs)
+    forward, backward = plan.graphs
+    uploads = [e for graph in plan.graphs for e in graph.events if e.kind == "upload" and not e.resident]
+    turned = {forward.tiles[e.tile].label for e in forward.events if e.kind == "upload" and e.turn}
+    again = [
+        e for e in backward.events if e.kind == "upload" and e.operator == -1 and backward.tiles[e.tile].label in turned
+    ]
+    assert count["upload"] == len(uploads) - len([e for e in again if not e.resident])
+    assert max(one.end for one in found) == simulation.seconds
+    assert [one.start for one in found] == sorted(one.start for one in found)
+    embedding = next(one for one in found if one.name == "forward 0")
+    assert embedding.detail == "embedding"
+
+
+def test_memory_curves_are_the_plans():
+    plan, simulation, _ = made()
+    device, host = memory_curves(plan, simulation)
+    assert (device.budget, host.budget) == (19 << 20, 8 << 20)
+    expected = [plan.kept + flow.device for graph in plan.graphs for flow in flows(plan, graph)]
+    assert list(device.nbytes) == expected
+    assert list(device.times) == sorted(device.times) and device.times[-1] <= simulation.seconds
+    assert 0 < max(host.nbytes) <= host.budget
+
+
+def test_the_chrome_trace_has_every_lane_and_both_memories():
+    plan, simulation, hardware = made()
+    events = json.loads(to_chrome(plan, simulation, hardware))["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert list(names.values()) == list(LANES)
+    durations = [e for e in events if e["ph"] == "X"]
+    assert len(durations) == len(simulation.jobs)
+    assert max(e["ts"] + e["dur"] for e in durations) == pytest.approx(simulation.seconds * 1e6)
+    for tid in names:  # what is in one lane of one resource doesn't overlap, but for offloads: to memory, and to disk
+        mine = sorted((e["ts"], e["ts"] + e["dur"]) for e in durations if e["tid"] == tid)
+        if names[tid] not in ("offload", "optimizer"):
+            assert all(one[1] <= other[0] + 1e-6 for one, other in pairwise(mine))
+    counters = [e for e in events if e["ph"] == "C"]
+    assert {e["name"] for e in counters} == {"device memory", "host memory"}
+    assert {e["args"]["budget"] for e in counters} == {19 << 20, 8 << 20}
+
+
+def test_dot_has_the_operators_of_a_range_and_their_tiles():
+    plan, _, _ = made()
+    text = to_dot(plan, range(1, 3))
+    assert set(re.findall(r"forward_\w+", text)) == {"forward_1", "forward_2"}
+    assert "forward_1 -> forward_2 [style=dashed" in text or "forward_1 -> forward_2 [weight" in text
+    whole = to_dot(plan)
+    for graph in plan.graphs:
+        assert len(re.findall(rf"{graph.kind}_\d+ \[label", whole)) == len(graph.operators)
+    assert whole.count("{") == whole.count("}") and "style=dotted" in whole
+    if dot := shutil.which("dot"):
+        subprocess.run([dot, "-Tsvg", "-o", "/dev/null"], input=whole, text=True, check=True)
+
+
+def data_of(page: str) -> dict:
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[1])
+
+
+def test_the_page_is_self_contained_and_holds_the_timeline():
+    plan, simulation, hardware = made()
+    page = to_html(plan, simulation, hardware, "small")
+    assert not re.search(
+        r"""(src|href)\s*=|@import|url\(|fetch\(|XMLHttp|https?://""", page.replace("<!doctype html>", "")
+    )
+    data = data_of(page)
+    assert len(data["slices"]) == len(simulation.jobs) and data["seconds"] == simulation.seconds
+    assert [curve["budget"] for curve in data["memory"]] == [19 << 20, 8 << 20]
+    assert "RTX 4090 desktop, simulated" in data["summary"]
+
+
+def test_names_cannot_leave_the_data():
+    plan, simulation, hardware = made()
+    evil = "</script><img src=x onerror=alert(1)>"
+    forward = plan.graphs[0]
+    operators = (dataclasses.replace(forward.operators[0], label=evil), *forward.operators[1:])
+    named = dataclasses.replace(plan, graphs=(dataclasses.replace(forward, operators=operators), plan.graphs[1]))
+    page = to_html(named, simulation, hardware, evil)
+    assert "<img" not in page
+    assert evil in [one["detail"] for one in data_of(page)["slices"]]
+
+
+BROWSED = """
+const report = { title: document.title, range: document.getElementById("range").textContent };
+const first = plan.slices.findIndex((s) => plan.lanes[s.lane] === "compute");
+const one = plan.slices[first];
+const centre = () => x((one.start + one.end) / 2);
+const rowOf = TOP + plan.lanes.indexOf("compute") * (LANE + GAP) + LANE / 2;
+show(Math.max(one.start - (one.end - one.start), 0), (one.end - one.start) * 4);
+report.tip = hit(centre(), rowOf).text;
+const at = [centre(), TOP + 4].map((place) => Math.round(place * devicePixelRatio));
+report.pixel = [...pen.getImageData(...at, 1, 1).data];
+const box = canvas.getBoundingClientRect();
+canvas.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + centre(), clientY: box.top + rowOf }));
+report.shown = getComputedStyle(tip).display;
+const before = view.end - view.start;
+const wheel = { deltaY: 200, clientX: box.left + 300, clientY: box.top + 40, cancelable: true };
+canvas.dispatchEvent(new WheelEvent("wheel", wheel));
+report.zoomed = (view.end - view.start) / before;
+document.dispatchEvent(new KeyboardEvent("keydown", { key: "0", cancelable: true }));
+report.whole = [view.start, view.end];
+report.memory = hit(x(plan.memory[0].times[3]) + 1, curveTop(0) + 20).text;
+const started = performance.now();
+for (let n = 0; n < 20; n++) show(plan.seconds * n / 40, plan.seconds / 2);
+report.milliseconds = (performance.now() - started) / 20;
+document.body.textContent = "REPORT" + JSON.stringify(report) + "END";
+"""
+
+
+def browsed(page: str, folder: Path) -> dict:
+    """What the page's own script answers in a browser."""
+    (folder / "page.html").write_text(page.replace("draw();\n</script>", f"draw();\n{BROWSED}</script>"))
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile"]
+    command += ["--window-size=1200,800", "--virtual-time-budget=10000", "--dump-dom", f"file://{folder}/page.html"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return json.loads(re.search(r"REPORT(.*)END", result.stdout)[1])
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
+def test_a_browser_shows_the_page(tmp_path: Path):
+    plan, simulation, hardware = made()
+    report = browsed(to_html(plan, simulation, hardware, "small"), tmp_path)
+    assert report["title"] == "small"
+    assert report["range"].startswith("0 s to ")
+    assert report["tip"].startswith("forward 0\nembedding\n")
+    assert report["pixel"] == [0x3B, 0x7D, 0xD8, 255]  # the slice is painted where it is found
+    assert report["shown"] == "block"
+    assert report["zoomed"] == pytest.approx(1.4918, rel=1e-3)  # exp(0.4): out
+    assert report["whole"] == [0, simulation.seconds]
+    assert report["memory"].startswith("device memory at ") and report["memory"].endswith("budget 19.0 MiB")
