@@ -11,10 +11,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from zinf_fx.cli import bench_io, clean, doctor, estimate, export_plan, show_schedule
+from zinf_fx.cli import bench_io, clean, doctor, estimate, export_plan, show_schedule, simulate
 from zinf_fx.errors import ZinfError
 
-_COMMANDS = (show_schedule, export_plan, estimate, bench_io, doctor, clean)
+_COMMANDS = (show_schedule, export_plan, simulate, estimate, bench_io, doctor, clean)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

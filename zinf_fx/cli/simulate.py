@@ -1,0 +1,136 @@
+"""`zinf-fx simulate TARGET --hardware NAME`: how long a step takes, and what it waits for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from tabulate import tabulate
+
+from zinf_fx.cli.machine import DEFAULT_HARDWARE, accepted_hardware, hardware_of
+from zinf_fx.cli.planning import add_options, plans_of_target
+from zinf_fx.cli.target import HELP
+from zinf_fx.errors import ConfigError, PlanError
+from zinf_fx.plan.hardware import Hardware
+from zinf_fx.plan.performance import Performance, batch_of, performance_of, with_batch
+from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.timeline import slices
+
+_STALLS = 5
+_LARGEST_SWEEP = 64
+
+
+def add_to(commands: argparse._SubParsersAction) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "simulate",
+        help="how long a step takes on given hardware, and what it waits for",
+        description="Simulates a step of a plan on described hardware: its time, TFLOP/s per device, how busy each "
+        "resource is, and what computing waited for. Operators take the time of their arithmetic or of the bytes that "
+        "they read and write; all else is moved as the plan schedules it. `show-schedule --format html` draws it.",
+    )
+    parser.add_argument("target", metavar="TARGET", help=f"{HELP}; or a plan file")
+    parser.add_argument(
+        "--hardware",
+        metavar="NAME",
+        default=DEFAULT_HARDWARE,
+        help=f"{', '.join(accepted_hardware())} (default: {DEFAULT_HARDWARE})",
+    )
+    parser.add_argument(
+        "--sweep", metavar="batch=A,B", help="other batches: computing and activations grow, the schedule stays"
+    )
+    parser.add_argument("--json", action="store_true", help="print the figures, and the timeline, as JSON")
+    add_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print what a simulated step does. Raises: ZinfError for whatever of the input can't be used."""
+    batches = _batches(options.sweep)
+    plan = plans_of_target(options).only("a simulation")
+    hardware = hardware_of(options.hardware)
+    if batches is not None:
+        found = {batch: performance_of(with_batch(plan, batch), hardware)[0] for batch in batches}
+        text = json.dumps([{"batch": b} | _data(p) for b, p in found.items()]) if options.json else _sweep_table(found)
+        print(text if options.json else f"{_title(plan, hardware)}\n\n{text}")
+        return
+    performance, simulation = performance_of(plan, hardware)
+    if options.json:
+        print(json.dumps(_data(performance) | {"timeline": [asdict(one) for one in slices(plan, simulation)]}))
+    else:
+        print(f"{_title(plan, hardware)}\n\n{_report(performance)}")
+
+
+def _title(plan: Plan, hardware: Hardware) -> str:
+    operators = " + ".join(f"{len(graph.operators):,} {graph.kind}" for graph in plan.graphs)
+    return f"A step of {operators} operators on {hardware.name}, batch {_batch_text(plan)}, simulated"
+
+
+def _batch_text(plan: Plan) -> str:
+    try:
+        return str(batch_of(plan))
+    except PlanError:  # inputs without a dimension in common: the figure is for people only
+        return "as planned"
+
+
+def _batches(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    name, equals, values = text.partition("=")
+    parts = values.split(",")
+    if name != "batch" or not equals or not all(part.isdecimal() and 0 < int(part) < 2**31 for part in parts):
+        raise ConfigError(f"sweep={text!r} is not accepted; give batch= and sizes, such as batch=1,2,4,8")
+    if len(parts) > _LARGEST_SWEEP:
+        raise ConfigError(f"sweep={text[:40]!r}... has {len(parts)} sizes; at most {_LARGEST_SWEEP} are accepted")
+    return [int(part) for part in parts]
+
+
+def _report(performance: Performance) -> str:
+    rate = performance.flops_per_second / 1e12
+    lines = [f"step {performance.seconds:.4g} s, {rate:.4g} TFLOP/s per device (recomputation included)", ""]
+    rows = [
+        [name, f"{share:.1%}", f"{performance.critical[name]:.4g}", f"{performance.stalled[name]:.4g}"]
+        for name, share in performance.utilisation.items()
+        if share
+    ]
+    headers = ["resource", "busy", "s of the critical path", "s that compute waited for it"]
+    lines.append(_table(rows, headers))
+    if performance.stalls:
+        lines += ["", f"The longest of {len(performance.stalls)} times that compute waited:"]
+        for stall in performance.stalls[:_STALLS]:
+            job, seconds = max(stall.waited_for, key=lambda one: one[1])
+            lines.append(f"  {stall.seconds:.4g} s before {stall.before}: {seconds:.4g} s of it for {job.name}")
+    return "\n".join(lines)
+
+
+def _sweep_table(found: dict[int, Performance]) -> str:
+    rows = []
+    for batch, one in found.items():
+        waited = max(one.stalled, key=lambda name: one.stalled[name])
+        most = f"{waited} ({one.stalled[waited] / one.seconds:.0%})" if one.stalled[waited] else "nothing"
+        busy = [f"{one.utilisation[name]:.0%}" for name in one.utilisation]
+        rows.append([batch, f"{one.seconds:.4g}", f"{one.flops_per_second / 1e12:.4g}", *busy, most])
+    names = next(iter(found.values())).utilisation
+    return _table(rows, ["batch", "s per step", "TFLOP/s per device", *names, "compute waits for"])
+
+
+def _table(rows: Sequence[Sequence[object]], headers: Sequence[str]) -> str:
+    align = ["left", *["right"] * (len(headers) - 1)]
+    return tabulate(rows, headers=headers, disable_numparse=True, colalign=align)
+
+
+def _data(performance: Performance) -> dict[str, object]:
+    return {
+        "seconds": performance.seconds,
+        "flops": performance.flops,
+        "flops_per_second": performance.flops_per_second,
+        "utilisation": performance.utilisation,
+        "critical_seconds": performance.critical,
+        "stalled_seconds": performance.stalled,
+        "stalls": [
+            {"before": stall.before, "seconds": stall.seconds, "waited_for": {j.name: s for j, s in stall.waited_for}}
+            for stall in performance.stalls
+        ],
+    }

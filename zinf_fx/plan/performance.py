@@ -1,0 +1,97 @@
+"""What a simulation says of a plan on given hardware, in figures; and plans for other batches."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from zinf_fx.errors import PlanError
+from zinf_fx.plan.event_graph import RESOURCES, Resource
+from zinf_fx.plan.hardware import Hardware
+from zinf_fx.plan.operator_time import compute_seconds, flops_of
+from zinf_fx.plan.schedule import GraphSchedule, Operator, Plan, Tile
+from zinf_fx.plan.simulate import Simulation, Stall, simulate_plan
+
+
+@dataclass(frozen=True)
+class Performance:
+    """Of one step.
+
+    Attributes:
+        seconds: that it takes.
+        flops: that one device does, recomputation included.
+        utilisation: the share of the time that each resource works.
+        critical: seconds of the critical path, by resource.
+        stalled: seconds for which compute waited, by the resource that it waited for.
+        stalls: all times for which it waited, the longest first.
+    """
+
+    seconds: float
+    flops: int
+    utilisation: dict[Resource, float]
+    critical: dict[Resource, float]
+    stalled: dict[Resource, float]
+    stalls: tuple[Stall, ...]
+
+    @property
+    def flops_per_second(self) -> float:
+        """Of one device."""
+        return self.flops / self.seconds if self.seconds else 0.0
+
+
+def performance_of(plan: Plan, hardware: Hardware) -> tuple[Performance, Simulation]:
+    """Simulate a step. Raises: PlanError for another number of ranks; ConfigError for a dtype without a peak."""
+    simulation = simulate_plan(plan, hardware, compute_seconds(plan, hardware))
+    stalled: Counter[Resource] = Counter()
+    stalls = simulation.stalls()
+    for stall in stalls:
+        for job, seconds in stall.waited_for:
+            stalled[job.resource] += seconds
+    performance = Performance(
+        simulation.seconds,
+        flops_of(plan),
+        simulation.utilisation,
+        simulation.critical_seconds,
+        {resource: stalled[resource] for resource in RESOURCES},
+        tuple(sorted(stalls, key=lambda stall: -stall.seconds)),
+    )
+    return performance, simulation
+
+
+def batch_of(plan: Plan) -> int:
+    """The first dimension that all inputs of the plan's model have. Raises: PlanError when they have none in common."""
+    lines = plan.fingerprint.lines if plan.fingerprint is not None else ()
+    inputs = [line for line in lines if line.startswith("input ") and ": parameter " not in line]
+    shapes = [found[1] for line in inputs if (found := re.search(r": \w+\[(\d+)", line))]
+    if len(set(shapes)) != 1 or int(shapes[0]) < 1:
+        found = ", ".join(sorted(set(shapes))) or "none"
+        raise PlanError(f"the batch of the plan's inputs is not known: their first dimensions are {found}")
+    return int(shapes[0])
+
+
+def with_batch(plan: Plan, batch: int) -> Plan:
+    """The plan as it would be for another batch, for a simulation: computing, and activations, grow with it; the
+    parameters' journeys and what is done when stay as they are."""
+    factor = Fraction(batch, batch_of(plan))
+    return replace(
+        plan, kept=int(plan.kept * factor), graphs=tuple(_graph_with(graph, factor) for graph in plan.graphs)
+    )
+
+
+def _graph_with(graph: GraphSchedule, factor: Fraction) -> GraphSchedule:
+    return replace(
+        graph,
+        operators=tuple(_operator_with(one, factor) for one in graph.operators),
+        tiles=tuple(_tile_with(tile, factor) for tile in graph.tiles),
+    )
+
+
+def _operator_with(operator: Operator, factor: Fraction) -> Operator:
+    sizes = {name: int(getattr(operator, name) * factor) for name in ("flops", "product_bytes", "other_bytes")}
+    return replace(operator, **sizes)
+
+
+def _tile_with(tile: Tile, factor: Fraction) -> Tile:
+    return replace(tile, shape=(int(tile.shape[0] * factor), *tile.shape[1:])) if tile.activation else tile
