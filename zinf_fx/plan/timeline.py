@@ -43,11 +43,13 @@ class Slice:
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Bytes of one memory from each of `times` (seconds) on. `budget`: that the plan keeps to; None: there is none."""
+    """Bytes of one memory from each of `times` (seconds) on, to `end`: that of the last operator, from when on the
+    optimizer's step is alone. `budget`: that the plan keeps to; None: there is none."""
 
     memory: Literal["device", "host"]
     times: tuple[float, ...]
     nbytes: tuple[int, ...]
+    end: float
     budget: int | None
 
 
@@ -79,8 +81,8 @@ def memory_curves(plan: Plan, simulation: Simulation) -> list[MemoryCurve]:
                 now = ends[f"{graph.kind} {flow.operator}"]
     config = plan.config
     return [
-        MemoryCurve("device", tuple(times), tuple(device), config.device_memory),
-        MemoryCurve("host", tuple(times), tuple(host), config.host_memory),
+        MemoryCurve("device", tuple(times), tuple(device), now, config.device_memory),
+        MemoryCurve("host", tuple(times), tuple(host), now, config.host_memory),
     ]
 
 

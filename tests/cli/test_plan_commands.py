@@ -1,0 +1,79 @@
+"""`zinf-fx export-plan`, and what is said of plan files: `show-schedule` and `simulate`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import zinf_fx
+from zinf_fx.cli import main
+
+TARGET = str(Path(__file__).parents[2] / "examples" / "gpt.py") + ":small"
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    options = ["--placement", "nvme", "--prefetch", "0,1,2", "--hardware", "dgx-a100"]
+    assert main(["export-plan", TARGET, "-o", str(path), *options]) == 0
+    return path
+
+
+def test_export_plan_writes_what_the_options_say(plan_file: Path):
+    plan = zinf_fx.load_plan(plan_file)
+    assert plan.config.prefetch == (0, 1, 2) and plan.config.placement.parameters == "nvme"
+    assert [graph.kind for graph in plan.graphs] == ["forward", "backward"]
+
+
+def test_a_plan_file_is_shown_as_its_model_is(plan_file: Path, capsys: pytest.CaptureFixture):
+    options = ["--placement", "nvme", "--prefetch", "0,1,2"]
+    shown = []
+    for target in ([TARGET, *options], [str(plan_file)]):
+        assert main(["show-schedule", *target, "--operators", "1:3"]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] and "tokens: embedding" not in shown[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "begins"), [("json", "["), ("dot", "digraph"), ("chrome", "{"), ("html", "<!doctype")]
+)
+def test_every_format(plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture, kind: str, begins: str):
+    assert main(["show-schedule", str(plan_file), "--format", kind]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(begins)
+    assert main(["show-schedule", str(plan_file), "--format", kind, "-o", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out").read_text() == printed
+
+
+def test_simulate_prints_figures_and_a_sweep(plan_file: Path, capsys: pytest.CaptureFixture):
+    assert main(["simulate", str(plan_file)]) == 0
+    text = capsys.readouterr().out
+    assert "on RTX 4090 desktop, batch 4, simulated" in text and "TFLOP/s per device" in text and "disk" in text
+    assert main(["simulate", str(plan_file), "--json"]) == 0
+    one = json.loads(capsys.readouterr().out)
+    assert max(each["end"] for each in one["timeline"]) == one["seconds"]
+    assert main(["simulate", str(plan_file), "--json", "--sweep", "batch=4,8,64"]) == 0
+    swept = json.loads(capsys.readouterr().out)
+    assert [each["batch"] for each in swept] == [4, 8, 64]
+    assert swept[0]["seconds"] == one["seconds"] and swept[2]["flops"] == 16 * one["flops"]
+    assert swept[0]["flops_per_second"] < swept[2]["flops_per_second"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["export-plan", TARGET, "-o", "/tmp/none", "--world-size", "512"], "world_size=512 is not accepted"),
+        (["export-plan", TARGET, "-o", "/nowhere/plan.json", "--placement", "nvme"], "can't be written"),
+        (["show-schedule", "/nowhere/plan.json"], "can't be read"),
+        (["show-schedule", "PLAN", "--placement", "nvme"], "has its options already: leave placement out"),
+        (["simulate", "PLAN", "--hardware", "abacus"], "hardware 'abacus' is unknown"),
+        (["simulate", "PLAN", "--hardware", "dgx-2"], "the plan is for 1 ranks and NVIDIA DGX-2 has 16"),
+        (["simulate", "PLAN", "--sweep", "batch=0"], "sweep='batch=0' is not accepted"),
+        (["simulate", "PLAN", "--sweep", "layers=2"], "sweep='layers=2' is not accepted"),
+    ],
+)
+def test_refusals(plan_file: Path, capsys: pytest.CaptureFixture, arguments: list[str], message: str):
+    assert main([str(plan_file) if one == "PLAN" else one for one in arguments]) == 2
+    assert message in capsys.readouterr().err
