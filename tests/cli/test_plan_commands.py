@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,3 +79,11 @@ def test_simulate_prints_figures_and_a_sweep(plan_file: Path, capsys: pytest.Cap
 def test_refusals(plan_file: Path, capsys: pytest.CaptureFixture, arguments: list[str], message: str):
     assert main([str(plan_file) if one == "PLAN" else one for one in arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(plan_file: Path):
+    command = [sys.executable, "-m", "zinf_fx", "show-schedule", str(plan_file), "--format", "html"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    errors = process.stderr.read()
+    assert process.wait() == 0 and "Traceback" not in errors

@@ -35,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"zinf-fx: error: {_one_line(error)}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        code = 0
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         return 130
