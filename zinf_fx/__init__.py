@@ -9,6 +9,7 @@ from zinf_fx.export import export_plan
 from zinf_fx.plan.file import load_plan
 from zinf_fx.plan.schedule import Plan
 from zinf_fx.runtime.offload import offload, offloading
+from zinf_fx.runtime.reduction import no_sync
 from zinf_fx.runtime.stored_tensor import StoredTensor, gathered
 from zinf_fx.stats import stats
 
@@ -22,6 +23,7 @@ __all__ = [
     "export_plan",
     "gathered",
     "load_plan",
+    "no_sync",
     "offload",
     "offloading",
     "optim",

@@ -14,8 +14,11 @@ from zinf_fx.errors import ConfigError
 from zinf_fx.given_plan import check_before_offload, check_offloaded, options_with, plans_given
 from zinf_fx.plan.schedule import Plan
 from zinf_fx.runtime.offload import decided, offload_parameters
+from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.stored_tensor import StoredTensor
-from zinf_fx.runtime.tiers import check_one_rank
+
+# Options that the stored states of a model were made with: they can't be others for one of its graphs.
+_OF_STATES = ("placement", "store", "process_group", "reduce_dtype", "collective_timeout")
 
 
 def zinf(
@@ -31,7 +34,6 @@ def zinf(
     """
     if unknown:
         raise ConfigError(f"backend 'zinf' takes options only, found {', '.join(map(repr, unknown))}")
-    check_one_rank()
     options = dict(options or {})
     plans = plans_given(options.pop("plan", None))
     options = options_with(plans, options)
@@ -39,7 +41,8 @@ def zinf(
     plain = [p for p in inputs if isinstance(p, torch.nn.Parameter) and not isinstance(p, StoredTensor)]
     if plain:
         config = decided(requested, plain)
-        if requested.placement != "auto" or config.placement != PRESETS["device"]:
+        many = Ranks.of(config).size > 1  # whose gradients are to be reduced
+        if many or requested.placement != "auto" or config.placement != PRESETS["device"]:
             check_before_offload(plans, module, inputs, config)
             return _offloading_call(module, config)
     return Capture(module, inputs, _config_in_force(inputs, options, requested, plans), plans).compile()
@@ -54,14 +57,14 @@ def _config_in_force(
         return requested
     config = stored.base.config
     check_offloaded(plans, config)
-    for name in ("placement", "store"):
+    for name in _OF_STATES:
         given = getattr(requested, name)
         if name in options and given not in ("auto", getattr(config, name)):
             raise ConfigError(
                 f"options give {name}={options[name]!r}, but the model was offloaded with {getattr(config, name)}: "
                 "give it once, where the model is offloaded"
             )
-    return Config.of(config, {k: v for k, v in options.items() if k not in ("placement", "store")})
+    return Config.of(config, {k: v for k, v in options.items() if k not in _OF_STATES})
 
 
 def _offloading_call(module: fx.GraphModule, config: Config) -> Callable[..., Any]:

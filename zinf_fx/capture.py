@@ -3,6 +3,7 @@ forward and backward together before either runs; the compilers only bind what w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,15 +23,18 @@ from torch._functorch.aot_autograd import aot_module_simplified
 
 from zinf_fx import ops
 from zinf_fx.config import Config
-from zinf_fx.errors import PlanError
+from zinf_fx.errors import PlanError, RanksError
 from zinf_fx.passes.fingerprint import check_same, fingerprint_of
 from zinf_fx.passes.following import follow_inference, follow_training
 from zinf_fx.passes.framework import GraphContext, nodes_calling
 from zinf_fx.passes.pipeline import plan_inference, plan_of, plan_training, tiles_moved
+from zinf_fx.plan.digest import digest
 from zinf_fx.plan.memory import most
 from zinf_fx.plan.rates import NOMINAL, Rates
 from zinf_fx.plan.schedule import Fingerprint, GraphKind, Plan, Tile
+from zinf_fx.plan.sharding import Shards
 from zinf_fx.runtime.executor import EXECUTOR, Program, bind_parameters
+from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.rates import measured
 from zinf_fx.runtime.stored_tensor import StoredTensor
 
@@ -39,7 +43,8 @@ class Capture:
     """One graph of Dynamo's on its way to programs.
 
     `plans`: from files; one of them must be for this graph, and is followed. Without any, the graph is planned.
-    `rates`: what choices are weighed with; default those measured here.
+    `rates`: what choices are weighed with; default those measured here. `world_size`: how many ranks to plan for;
+    default those that train the model.
     """
 
     def __init__(
@@ -49,8 +54,11 @@ class Capture:
         config: Config,
         plans: Sequence[Plan] = (),
         rates: Rates | None = None,
+        world_size: int | None = None,
     ) -> None:
         self.config = config
+        self._together = Ranks.of(config) if world_size is None else ALONE
+        self._ranks = self._together.size if world_size is None else world_size
         self._plans = plans
         self.plan: Plan | None = None
         self._module = module
@@ -64,7 +72,14 @@ class Capture:
 
         `fakes`: what to trace in place of inputs that Dynamo doesn't know.
         """
-        self._rates = self._rates or self._measured()  # while values can be computed
+        self._check_together()
+        if self._rates is None:  # while values can be computed
+            self._rates = self._measured()
+            if self.config.activations == "auto":
+                self._rates = self._together.of_first(self._rates, "measured rates")
+        for tensor in self._inputs:
+            if isinstance(tensor, StoredTensor):
+                tensor.storage.agree()
         compiled = aot_module_simplified(
             self._module,
             self._inputs if fakes is None else list(fakes),
@@ -74,6 +89,8 @@ class Capture:
             partition_fn=self._partition,
             keep_inference_input_mutations=True,
         )
+        if self.plan is not None and self.plan.world_size > 1:
+            self._together.agree(digest(self.plan), "the plan of a graph")
         if self.plan is not None:
             self._reserve(self.plan)  # not in `partition_fn`, where tensors are fake
         self._inputs = []  # all is planned by now; the model may die before its compiled code
@@ -124,11 +141,24 @@ class Capture:
         for plan in of_kind:
             try:
                 with _named(plan):
+                    if plan.world_size != self._ranks:
+                        raise PlanError(f"it was made for {plan.world_size} ranks, and here are {self._ranks}")
                     check_same(plan.fingerprint, fingerprint)
                 return plan
             except PlanError as error:
                 differences.append(error)
         raise differences[0]
+
+    def _check_together(self) -> None:
+        """Raises: RanksError when other ranks are to run the graph than the parameters were divided over."""
+        for tensor in self._inputs:
+            if isinstance(tensor, StoredTensor) and tensor.storage.tiers is not None:
+                found = tensor.storage.ranks.size
+                if found != self._together.size:
+                    raise RanksError(
+                        f"the model was offloaded for {found} rank(s), and {self._together.size} are to run it: "
+                        "initialise torch.distributed before offload(), and keep it until training ends"
+                    )
 
     def _measured(self) -> Rates:
         """Of this machine, where a choice depends on them; nominal ones where there is no store to measure."""
@@ -189,13 +219,17 @@ class Capture:
             base = tensor.base
             # Hooks on a gradient are autograd's to run: such a gradient stays an output.
             moves = tensor.is_leaf and tensor.requires_grad and not tensor.views and not tensor.has_gradient_hooks
+            placement, numel = base.config.placement, math.prod(base.shape)
             tiles[token.name] = Tile(
                 index=len(tiles),
                 name=self._names[origin.index],
                 shape=tuple(base.shape),
                 dtype=base.dtype,
                 tier=base.tier,
-                gradient_tier=base.config.placement.gradients if moves else None,
+                gradient_tier=placement.gradients if moves else None,
+                ranks=self._ranks,
+                shard=Shards.of(numel, self._ranks, placement.on_nvme).size if self._ranks > 1 else 0,
+                partitioned=self._ranks > 1 and placement.stage == 3,
             )
         return tiles
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from zinf_fx.errors import ConfigError
 
 Tier = Literal["device", "host", "nvme"]
@@ -19,12 +21,23 @@ TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
 
 @dataclass(frozen=True)
 class Placement:
-    """The tier each kind of model state lives on between uses (ZeRO-Infinity, table 2)."""
+    """The tier each kind of model state lives on between uses, and what is partitioned (ZeRO-Infinity, table 2).
+
+    Attributes:
+        stage: of ZeRO, for many ranks. 1: optimizer states are partitioned; 2: gradients, too; 3: parameters, too; 0:
+            every rank has everything, as in data parallelism.
+    """
 
     parameters: Tier = "device"
     gradients: Tier = "device"
     optimizer: Tier = "device"
     activations: Tier = "device"
+    stage: int = 3
+
+    @property
+    def on_nvme(self) -> bool:
+        """Whether any model state lives there."""
+        return "nvme" in (self.parameters, self.gradients, self.optimizer)
 
 
 PRESETS: dict[str, Placement] = {
@@ -33,11 +46,11 @@ PRESETS: dict[str, Placement] = {
     "host": Placement("host", "host", "host"),
     "nvme": Placement("nvme", "nvme", "nvme"),
     # ZeRO-Infinity, table 2. Partitioning needs many ranks; on one rank only the tiers differ.
-    "dp": Placement(),
-    "zero-1": Placement(),
-    "zero-2": Placement(),
+    "dp": Placement(stage=0),
+    "zero-1": Placement(stage=1),
+    "zero-2": Placement(stage=2),
     "zero-3": Placement(),
-    "zero-offload": Placement("device", "host", "host"),
+    "zero-offload": Placement("device", "host", "host", stage=2),
     "infinity-cpu": Placement("host", "host", "host"),
     "infinity-nvme": Placement("nvme", "host", "nvme"),
 }
@@ -84,7 +97,8 @@ class Config:
             striped. None: `$ZINF_STORE` (several are separated by colons), else a folder (made on demand) in the user's
             cache directory.
         placement: where model states live: "auto", a preset's name, or a mapping of `parameters`, `gradients`,
-            `optimizer`, `activations` to "device", "host" or "nvme" (kinds left out stay on the device).
+            `optimizer`, `activations` to "device", "host" or "nvme" (kinds left out stay on the device), and `stage` to
+            that of ZeRO: 0 to 3 (default).
         device_memory: budget for the states that live on the device, the activations that stay there from forward to
             backward, and tiles and gradients in flight, in bytes or as "4GiB". None: no limit.
         host_memory: budget of the host tier, in bytes or as "4GiB". None: the machine's memory.
@@ -105,6 +119,10 @@ class Config:
         checksum: compare a crc32c of what is read from the store with that of what was written.
         strict_direct: refuse a store where direct I/O doesn't work, instead of using the page cache.
         compute: "eager", the only value so far: compute regions run operator by operator.
+        process_group: the ranks that train one model together; None: all of torch.distributed's, where that is
+            initialised.
+        reduce_dtype: of gradients while they are summed over ranks; None: their own.
+        collective_timeout: seconds after which a collective that other ranks don't take part in is an error.
     """
 
     store: Path | tuple[Path, ...] | None = None
@@ -119,6 +137,9 @@ class Config:
     compute: str = "eager"
     checksum: bool = True
     strict_direct: bool = False
+    process_group: object = None
+    reduce_dtype: torch.dtype | None = None
+    collective_timeout: float = 600.0
     # The default folder is made on demand; one that the user names must exist, so that a typing error is noticed.
     store_is_default: bool = field(default=False, init=False)
 
@@ -145,11 +166,34 @@ class Config:
         if not (isinstance(self.activations, int) and not isinstance(self.activations, bool) and self.activations > 0):
             self._check("activations", ACTIVATIONS, "the number of layers between two checkpoints")
         self._check("compute", ("eager",))
+        self._check_ranks()
+
+    def __deepcopy__(self, memo: dict) -> Config:
+        """This: it doesn't change, and a process group, which Dynamo meets as a part of every stored tensor, has no
+        copy."""
+        return self
 
     def _check(self, name: str, accepted: Sequence[str], *others: str) -> None:
         if getattr(self, name) not in accepted:
             allowed = ", ".join([*map(repr, accepted), *others])
             raise ConfigError(f"{name}={getattr(self, name)!r} is not accepted; accepted: {allowed}")
+
+    def _check_ranks(self) -> None:
+        """The options for many ranks."""
+        group = self.process_group
+        if group is not None and not (
+            torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)
+        ):
+            raise ConfigError(f"process_group={group!r} is not a torch.distributed.ProcessGroup: see new_group()")
+        if isinstance(self.reduce_dtype, str):
+            object.__setattr__(self, "reduce_dtype", getattr(torch, self.reduce_dtype, self.reduce_dtype))
+        dtypes = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
+        if self.reduce_dtype not in dtypes:
+            raise ConfigError(
+                f"reduce_dtype={self.reduce_dtype!r} is not accepted; accepted: {', '.join(map(str, dtypes))}"
+            )
+        if not (isinstance(self.collective_timeout, (int, float)) and 0 < self.collective_timeout < math.inf):
+            raise ConfigError(f"collective_timeout={self.collective_timeout!r} is not accepted; give seconds, above 0")
 
     @property
     def activation_tier(self) -> Tier:
@@ -159,7 +203,7 @@ class Config:
             return "device"
         if self.activations not in ("offload", "auto") or placement.activations != "device":
             return placement.activations
-        return "nvme" if "nvme" in (placement.parameters, placement.gradients, placement.optimizer) else "host"
+        return "nvme" if placement.on_nvme else "host"
 
     @property
     def stores(self) -> tuple[Path, ...]:
@@ -208,7 +252,10 @@ def _parse_placement(value: object) -> Placement | Literal["auto"]:
     for state, tier in value.items():
         if state not in states:
             raise ConfigError(f"placement has an unknown state {state!r}; accepted: {', '.join(states)}")
-        if tier not in TIERS:
+        if state == "stage":
+            if tier not in (0, 1, 2, 3) or isinstance(tier, bool):
+                raise ConfigError(f"placement has stage {tier!r}; accepted: 0, 1, 2, 3")
+        elif tier not in TIERS:
             raise ConfigError(f"placement of {state} is {tier!r}; accepted: {', '.join(TIERS)}")
     return Placement(**value)
 

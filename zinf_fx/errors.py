@@ -33,6 +33,10 @@ class OptimizerError(ZinfError):
     """An optimizer that can't step over stored parameters, or was used in a way that would lose an update."""
 
 
+class RanksError(ZinfError):
+    """Ranks that train together disagree, or one of them is gone."""
+
+
 class StoreError(ZinfError, OSError):
     """An operation on the store failed.
 

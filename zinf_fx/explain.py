@@ -30,12 +30,21 @@ from zinf_fx.runtime.offload import decided
 from zinf_fx.runtime.stored_tensor import StoredTensor
 
 
-def explain(model: torch.nn.Module, *example_inputs: Any, config: Config | None = None, **fields: object) -> str:
+def explain(
+    model: torch.nn.Module,
+    *example_inputs: Any,
+    config: Config | None = None,
+    world_size: int = 1,
+    **fields: object,
+) -> str:
     """The plan of `model(*example_inputs)` as text: a table per graph, and a summary.
 
-    Forward and backward, or inference alone under `torch.no_grad()`. Options and errors are those of `plans_of`.
+    Forward and backward, or inference alone under `torch.no_grad()`, for `world_size` ranks. Options and errors are
+    those of `plans_of`.
     """
-    return describe(model, plans_of(model, example_inputs, config, **fields), Config.of(config, fields))
+    return describe(
+        model, plans_of(model, example_inputs, config, world_size=world_size, **fields), Config.of(config, fields)
+    )
 
 
 def describe(model: torch.nn.Module, plans: Sequence[Plan], requested: Config, **layout: Any) -> str:
@@ -62,9 +71,11 @@ def plans_of(
     example_inputs: Sequence[Any] | Mapping[str, Any],
     config: Config | None = None,
     rates: Rates | None = None,
+    world_size: int = 1,
     **fields: object,
 ) -> list[Plan]:
-    """The plans of `model(*example_inputs)` (a mapping: keyword arguments), one per graph that uses parameters.
+    """The plans of `model(*example_inputs)` (a mapping: keyword arguments) for `world_size` ranks, one per graph that
+    uses parameters.
 
     The model may be ordinary, offloaded, compiled, or on the meta device; it is neither changed nor run. An offloaded
     model keeps the placement it has; the other options apply. `rates`: what choices are weighed with; default those of
@@ -78,7 +89,9 @@ def plans_of(
     from torch._dynamo.exc import BackendCompilerFailed  # the compiler takes seconds to import
 
     model = getattr(model, "_orig_mod", model)
-    planner = _Planner(_config_in_force(model, config, fields), rates)
+    if not isinstance(world_size, int) or world_size < 1:
+        raise ConfigError(f"world_size={world_size!r} is not a number of ranks: give 1 or more")
+    planner = _Planner(_config_in_force(model, config, fields), rates, world_size)
     twin = _twin_of(model, planner.config)
     inputs = tree_map_only(torch.Tensor, _off_meta, example_inputs)
     arguments = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
@@ -162,6 +175,7 @@ class _Planner:
 
     config: Config
     rates: Rates | None = None
+    world_size: int = 1
     plans: list[Plan] = field(default_factory=list)
 
     def compiled_call(self) -> Callable[..., Any]:
@@ -178,7 +192,7 @@ class _Planner:
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from zinf_fx.capture import Capture
 
-        capture = Capture(module, inputs, self.config, rates=self.rates)
+        capture = Capture(module, inputs, self.config, rates=self.rates, world_size=self.world_size)
         capture.compile()
         if capture.plan is not None and any(graph.tiles for graph in capture.plan.graphs):
             self.plans.append(capture.plan)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zinf_fx.config import Config
-from zinf_fx.errors import ConfigError, PlanError
+from zinf_fx.errors import PlanError
 from zinf_fx.explain import plans_of
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.rates import Rates
@@ -31,17 +31,15 @@ def export_plan(
 
     Args:
         config, fields: the options to plan with, as for `zinf_fx.offload`.
-        world_size: ranks that train together; 1, so far.
+        world_size: ranks that train together.
         hardware: whose rates choices are weighed with (`activations="auto"`); default nominal ones, or measured ones
             for an offloaded model.
 
     Raises: ConfigError for bad options; BudgetError when a budget is too small; PlanError when the model can't be
     captured as one graph that uses parameters; StoredTensorError for a parameter that can't be stored.
     """
-    if world_size != 1:
-        raise ConfigError(f"world_size={world_size} is not accepted: plans are for one rank so far; accepted: 1")
     rates = rates_of(hardware, model, Config.of(config, fields)) if hardware is not None else None
-    plans = plans_of(model, example_inputs, config, rates, **fields)
+    plans = plans_of(model, example_inputs, config, rates, world_size, **fields)
     if len(plans) != 1:
         raise PlanError(
             "no captured graph of the model uses a parameter: there is nothing to plan"

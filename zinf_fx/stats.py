@@ -33,6 +33,7 @@ class Stats:
         gathered_bytes: of tiles that compute regions waited for, wherever the tiles live.
         stall_seconds: for which compute waited for a tile.
         write_stall_seconds: for which too many writes were under way to start another.
+        sent_bytes: that this rank sent to others in collectives of model states, as a ring sends them.
         provider: what moves the bytes ("libaio", ...); None when nothing was ever placed on NVMe.
     """
 
@@ -52,6 +53,7 @@ class Stats:
     gathered_bytes: int = 0
     stall_seconds: float = 0.0
     write_stall_seconds: float = 0.0
+    sent_bytes: int = 0
     provider: str | None = None
 
     def __str__(self) -> str:
@@ -67,6 +69,8 @@ class Stats:
             *self._device_arena(),
             ["buffers where planned, and elsewhere", f"{self.placed_buffers:,}", f"{self.displaced_buffers:,}", ""],
         ]
+        if self.sent_bytes:
+            rows.insert(3, ["sent to other ranks", in_words(self.sent_bytes), "", ""])
         if self.peak_device_bytes:
             rows.append(["device at most", in_words(self.peak_device_bytes), "", ""])
         align = ("left", "right", "right", "right")
@@ -86,11 +90,13 @@ def stats(model: torch.nn.Module) -> Stats:
     model = getattr(model, "_orig_mod", model)
     stored = [p for p in model.parameters() if isinstance(p, StoredTensor)]
     all_tiers = {id(p.storage.tiers): p.storage.tiers for p in stored if p.storage.tiers is not None}
+    ranks = {p.storage.ranks for p in stored}
     devices = {p.device for p in stored if p.device.type == "cuda"}
-    return _sum(all_tiers.values(), sum(torch.cuda.max_memory_allocated(device) for device in devices))
+    peak = sum(torch.cuda.max_memory_allocated(device) for device in devices)
+    return _sum(all_tiers.values(), peak, sum(each.sent_bytes for each in ranks))
 
 
-def _sum(all_tiers: Collection[Tiers], peak_device_bytes: int) -> Stats:
+def _sum(all_tiers: Collection[Tiers], peak_device_bytes: int, sent_bytes: int) -> Stats:
     stores = [tiers.store_in_use.counters() for tiers in all_tiers if tiers.store_in_use is not None]
     counters = [tiers.counters for tiers in all_tiers]
     arenas = [arena for tiers in all_tiers for arena in tiers.device_arenas.values()]
@@ -112,6 +118,7 @@ def _sum(all_tiers: Collection[Tiers], peak_device_bytes: int) -> Stats:
         gathered_bytes=sum(c.gathered_bytes for c in counters),
         stall_seconds=sum(c.stall_seconds for c in counters),
         write_stall_seconds=sum(c.write_stall_seconds for c in counters),
+        sent_bytes=sent_bytes,
         provider=", ".join(providers) or None,
     )
 

@@ -137,7 +137,8 @@ def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str]):
     assert [graph["kind"] for graph in plan["graphs"]] == ["inference"]
     config = plan["config"]
     assert (config["prefetch"], config["device_memory"], config["host_memory"]) == (None, 8 << 20, 1 << 30)
-    assert config["placement"] == dict(parameters="nvme", gradients="host", optimizer="device", activations="device")
+    tiers = dict(parameters="nvme", gradients="host", optimizer="device", activations="device")
+    assert config["placement"] == {**tiers, "stage": 3}
     assert {tile["dtype"] for tile in plan["graphs"][0]["tiles"]} == {"float32"}
 
 

@@ -12,24 +12,18 @@ from zinf_fx.optim.chunks import cut, opened_ahead
 from zinf_fx.runtime.storage import WINDOW_ALIGNMENT
 
 
-class Parameter:
-    def __init__(self, numel: int) -> None:
-        self._numel = numel
-
-    def numel(self) -> int:
-        return self._numel
-
-
-@given(st.lists(st.integers(0, 40_000), max_size=12), st.integers(1, 4))
-def test_cut_covers_every_element_once(sizes: list[int], blocks: int):
+@given(st.lists(st.tuples(st.integers(0, 9_000), st.integers(0, 40_000)), max_size=12), st.integers(1, 4))
+def test_cut_covers_every_element_once(shares: list[tuple[int, int]], blocks: int):
     elements = blocks * WINDOW_ALIGNMENT
-    parameters = [Parameter(size) for size in sizes]
-    expected = deque((p, 0) for p in parameters)
+    parameters = [(number, range(first, first + size)) for number, (first, size) in enumerate(shares)]
+    expected = deque((number, updated.start) for number, updated in parameters)
     for chunk in cut(parameters, elements):
         assert 0 < sum(max(-(-piece.count // WINDOW_ALIGNMENT), 1) for piece in chunk) <= blocks
         for piece in chunk:
+            updated = dict(parameters)[piece.parameter]
             assert (piece.parameter, piece.start) == expected.popleft()
-            assert piece.start % WINDOW_ALIGNMENT == 0
+            assert (piece.start - updated.start) % WINDOW_ALIGNMENT == 0
+            assert piece.last == (piece.start + piece.count == updated.stop)
             if not piece.last:
                 assert piece.count % WINDOW_ALIGNMENT == 0 and piece.count > 0
                 expected.appendleft((piece.parameter, piece.start + piece.count))
@@ -37,8 +31,8 @@ def test_cut_covers_every_element_once(sizes: list[int], blocks: int):
 
 
 def test_cut_packs_small_parameters_with_pieces_of_large_ones():
-    small, large = Parameter(10), Parameter(3 * WINDOW_ALIGNMENT + 5)
-    chunks = [[(p.start, p.count) for p in chunk] for chunk in cut([small, large, small], 2 * WINDOW_ALIGNMENT)]
+    parameters = [("small", range(10)), ("large", range(3 * WINDOW_ALIGNMENT + 5)), ("last", range(10))]
+    chunks = [[(p.start, p.count) for p in chunk] for chunk in cut(parameters, 2 * WINDOW_ALIGNMENT)]
     assert chunks == [[(0, 10), (0, 4096)], [(4096, 8192)], [(12288, 5), (0, 10)]]
 
 

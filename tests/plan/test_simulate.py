@@ -216,7 +216,7 @@ SECONDS = {("forward", 0): 1.0, ("backward", 0): 2.0}
 
 def training(gradient_tier: str = "nvme", turn: bool = False) -> Plan:
     """One operator each way."""
-    tile = Tile(0, "w", (BLOCK,), torch.bfloat16, "nvme", None)
+    tile = Tile(0, "w", (BLOCK,), torch.bfloat16, "nvme", None, ranks=2, shard=BLOCK // 2, partitioned=True)
     trained = replace(tile, gradient_tier=gradient_tier)
     operators = (Operator(0, "mm", 1),)
     there = [Event(kind, 0, HEAD) for kind in JOURNEY]

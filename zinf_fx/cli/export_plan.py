@@ -25,7 +25,6 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("target", metavar="TARGET", help=HELP)
     parser.add_argument("-o", "--output", metavar="FILE", required=True, help="the plan file to write")
-    parser.add_argument("--world-size", metavar="N", type=int, default=1, help="ranks that train together (1, so far)")
     parser.add_argument(
         "--hardware",
         metavar="NAME",

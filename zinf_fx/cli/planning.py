@@ -56,6 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(ACTIVATIONS)}, or a number of layers between two checkpoints (default: keep)",
     )
     parser.add_argument("--no-residency", action="store_true", help="move tiles for every use, whatever room there is")
+    parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks that train together (default: 1)")
     parser.add_argument("--inference", action="store_true", help="plan a call under torch.no_grad()")
     parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
 
@@ -84,13 +85,15 @@ def plans_of_target(options: argparse.Namespace) -> Planned:
     fields = fields_of(options)
     requested = Config.of(None, fields)  # bad options are refused before a model is built
     if is_plan_file(options.target):
-        if fields or options.inference:
-            given = ", ".join([*fields, *(["inference"] if options.inference else [])])
+        others = {"inference": options.inference, "world_size": options.world_size != 1}
+        if given := ", ".join([*fields, *(name for name, is_given in others.items() if is_given)]):
             raise ConfigError(f"a plan file has its options already: leave {given} out, or give module:factory")
         plan = load_plan(options.target)
         return Planned([plan], torch.nn.Module(), plan.config)
     built = build(options.target)
-    return Planned(planned(options, built, partial(plans_of, **fields)), built[0], requested)
+    return Planned(
+        planned(options, built, partial(plans_of, world_size=options.world_size, **fields)), built[0], requested
+    )
 
 
 def is_plan_file(target: str) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 import zinf_fx.optim.fused  # registers what plain torch.optim classes need
+import zinf_fx.optim.norms  # registers what clipping needs on many ranks
 import zinf_fx.optim.scaling  # noqa: F401  (registers what GradScaler and clipping need)
 from zinf_fx.optim.streamed import Streamed
 from zinf_fx.optim.torn import TornStep

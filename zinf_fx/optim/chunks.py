@@ -19,32 +19,23 @@ TOGETHER = AHEAD + 2
 """Chunks in memory: those opened, the one under update, and the one before, which is being written."""
 
 
-class Sized(Protocol):
-    """What can be cut: a parameter, or anything else with a number of elements."""
-
-    def numel(self) -> int: ...
-
-
-P = TypeVar("P", bound=Sized)
+P = TypeVar("P")
 
 
 @dataclass(frozen=True)
 class Piece(Generic[P]):
-    """`count` consecutive elements of one parameter, from `start` on, a multiple of WINDOW_ALIGNMENT."""
+    """`count` consecutive elements of one parameter, from `start` on: a multiple of WINDOW_ALIGNMENT behind the first
+    that this rank updates. `last`: whether it updates none behind them."""
 
     parameter: P
     start: int
     count: int
+    last: bool
 
     @property
     def elements(self) -> slice:
         """Which they are."""
         return slice(self.start, self.start + self.count)
-
-    @property
-    def last(self) -> bool:
-        """Whether the parameter ends here."""
-        return self.start + self.count == self.parameter.numel()
 
 
 def chunk_elements(chunk: int, bytes_per_element: int, tiers: Iterable[Tiers]) -> int:
@@ -57,8 +48,9 @@ def chunk_elements(chunk: int, bytes_per_element: int, tiers: Iterable[Tiers]) -
     return max(elements // WINDOW_ALIGNMENT, 1) * WINDOW_ALIGNMENT
 
 
-def cut(parameters: Iterable[P], elements: int) -> Iterator[tuple[Piece[P], ...]]:
-    """Pieces of `parameters`, in order, packed into chunks of at most `elements` elements.
+def cut(parameters: Iterable[tuple[P, range]], elements: int) -> Iterator[tuple[Piece[P], ...]]:
+    """Pieces of `parameters`, in order, packed into chunks of at most `elements` elements. With each parameter come
+    the elements of it that this rank updates.
 
     A small parameter is charged for WINDOW_ALIGNMENT elements, so that a chunk of many small ones is bounded too.
     Vectorised kernels treat the end of a tensor differently, so that pieces end where such a kernel would not care.
@@ -66,18 +58,17 @@ def cut(parameters: Iterable[P], elements: int) -> Iterator[tuple[Piece[P], ...]
     assert elements > 0 and elements % WINDOW_ALIGNMENT == 0, elements
     chunk: list[Piece[P]] = []
     room = elements
-    for parameter in parameters:
-        start, numel = 0, parameter.numel()
-        while start < numel or not numel:
-            count = min(numel - start, room)
-            chunk.append(Piece(parameter, start, count))
+    for parameter, updated in parameters:
+        start, last = updated.start, False
+        while not last:
+            count = min(updated.stop - start, room)
+            last = start + count == updated.stop
+            chunk.append(Piece(parameter, start, count, last))
             start += count
             room -= round_up(max(count, 1), WINDOW_ALIGNMENT)
             if not room:
                 yield tuple(chunk)
                 chunk, room = [], elements
-            if not numel:
-                break
     if chunk:
         yield tuple(chunk)
 

@@ -35,9 +35,9 @@ class Slice:
 def open_window(
     storage: TensorStorage, place: Device, start: int, count: int, *, load: bool = True
 ) -> Window | DeviceWindow:
-    """A window where `place` computes."""
+    """A window where `place` computes; `start` counts the tensor's elements, of which these are held."""
     window = storage.window if place.in_host_memory else storage.device_window
-    return window(start, count, load=load)
+    return window(start - storage.first, count, load=load)
 
 
 def open_elements(tensor: torch.Tensor, place: Device, start: int, count: int) -> Window | DeviceWindow | Slice:
@@ -56,8 +56,10 @@ def moved(value: Any, place: Device) -> Any:
 
 
 def copy_into(target: StoredTensor, value: torch.Tensor) -> None:
-    """Write the elements of `value`, stored or not, to `target`, a chunk at a time."""
-    for start, count in _chunks(target):
+    """Write the elements of `value`, stored or not, to `target`, a chunk at a time: those that it has here."""
+    if isinstance(value, StoredTensor) and value.storage.partitioned != target.storage.partitioned:
+        value = value.full_tensor()
+    for start, count in chunks_of(target):
         source = open_elements(value, CPU, start, count)
         try:
             with _overwritten(target, start, count) as elements:
@@ -68,17 +70,19 @@ def copy_into(target: StoredTensor, value: torch.Tensor) -> None:
 
 def fill(target: StoredTensor, value: float) -> None:
     """Set all elements of `target` to `value`, a chunk at a time."""
-    for start, count in _chunks(target):
+    for start, count in chunks_of(target):
         with _overwritten(target, start, count) as elements:
             elements.fill_(value)
 
 
-def _chunks(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
-    """First element and number of elements of each part of `tensor` that takes about `Config.chunk` bytes."""
+def chunks_of(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
+    """First element and number of elements of each part that takes about `Config.chunk` bytes, of those that this rank
+    has the present version of."""
     elements = tensor.storage.config.chunk // tensor.dtype.itemsize
     elements = max(elements // WINDOW_ALIGNMENT, 1) * WINDOW_ALIGNMENT
-    for start in range(0, tensor.numel(), elements):
-        yield start, min(elements, tensor.numel() - start)
+    held = tensor.storage.current
+    for start in range(held.start, held.stop, elements):
+        yield start, min(elements, held.stop - start)
 
 
 @contextmanager
@@ -86,7 +90,7 @@ def _overwritten(target: StoredTensor, start: int, count: int) -> Iterator[torch
     """Elements to set in the block, whose writes then start; no more than two chunks are on their way to the store."""
     storage = target.storage
     storage.tiers.limit_writes(storage.config.chunk)
-    window = storage.window(start, count, load=False)
+    window = storage.window(start - storage.first, count, load=False)
     try:
         yield window.wait()
         window.store()

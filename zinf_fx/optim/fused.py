@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from zinf_fx.errors import OptimizerError
 from zinf_fx.optim.elements import copy_into, fill, moved
 from zinf_fx.optim.rows import Row, update_in_chunks
-from zinf_fx.optim.states import place_of, working_dtype
+from zinf_fx.optim.states import check_reduced, place_of, working_dtype
 from zinf_fx.optim.streamed import Streamed
 from zinf_fx.runtime.device import CPU
 from zinf_fx.runtime.executor import EXECUTOR, Stage
@@ -101,7 +101,7 @@ def _like(operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any])
 
 def _state(parameter: StoredTensor) -> StoredTensor:
     """A new tensor of the shape and dtype of `parameter`, without a value yet, where optimizer states live."""
-    storage = parameter.storage.like(parameter.storage.placement.optimizer)
+    storage = parameter.storage.for_state()
     return StoredTensor.of(storage, parameter.shape, parameter.device)
 
 
@@ -157,6 +157,7 @@ def _begin(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
             "model's parameters and the optimizer's state_dict from a checkpoint before going on"
         )
     for parameter in parameters:
+        check_reduced(parameter)
         _move_states(parameter, optimizer.state.get(parameter, {}))
     _PlainStep.running = step
     EXECUTOR.begin(step)

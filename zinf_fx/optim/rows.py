@@ -28,8 +28,15 @@ class Row:
 
     operands: dict[str, torch.Tensor]
 
-    def numel(self) -> int:
-        return self.operands["self"].numel()
+    @property
+    def updated(self) -> range:
+        """The elements that this rank updates: those of which all operands have the present version here."""
+        return min((tensor.storage.current for tensor in self.stored), key=len)
+
+    @property
+    def in_shares(self) -> bool:
+        """Whether each rank updates its own share only."""
+        return any(tensor.storage.in_shares for tensor in self.stored)
 
     @property
     def stored(self) -> list[StoredTensor]:
@@ -111,7 +118,8 @@ def update_in_chunks(
             return OpenRows(pieces, place, written, unread)
 
     try:
-        opened = opened_ahead(enumerate(cut(rows, elements)), open_rows)
+        shares = [(row, row.updated) for row in rows]
+        opened = opened_ahead(enumerate(cut(shares, elements)), open_rows)
         with closing(opened):
             for chunk in opened:
                 with closing(chunk):
@@ -119,6 +127,11 @@ def update_in_chunks(
                     chunk.store()
                 for each in tiers:
                     each.limit_writes(elements * bytes_per_element)
+        for row in rows:
+            in_shares = row.in_shares
+            for name, operand in row.operands.items():
+                if name in written and isinstance(operand, StoredTensor) and not operand.storage.partitioned:
+                    operand.storage.stale = in_shares
         for each in tiers:
             each.drain()
     except BaseException as error:

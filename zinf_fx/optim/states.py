@@ -36,6 +36,16 @@ def working_dtype(parameter: StoredTensor) -> torch.dtype:
     return parameter.dtype if parameter.dtype.itemsize >= 4 else torch.float32
 
 
+def check_reduced(parameter: StoredTensor) -> None:
+    """Raises: OptimizerError for a gradient that this rank has not shared with the others yet."""
+    if isinstance(parameter.grad, StoredTensor) and parameter.grad.storage.unreduced:
+        raise OptimizerError(
+            f"the gradient of a stored parameter of shape {tuple(parameter.shape)} is of this rank alone: it was "
+            "accumulated under no_sync, or before the model was offloaded, and no backward pass outside of no_sync "
+            "has reached the parameter since; run one before step(), or clear the gradient"
+        )
+
+
 def place_of(parameter: StoredTensor) -> Device:
     """What updates a parameter: its device where the states live there, else the CPU (ZeRO-Offload)."""
     storage = parameter.storage
@@ -64,6 +74,18 @@ class ParameterStates:
         self.dtype = working_dtype(parameter)
         if self.has_master:
             self._reserve(MASTER, self.dtype)
+
+    @property
+    def in_shares(self) -> bool:
+        """Whether each of many ranks updates its own share only (ZeRO, stage 1)."""
+        storage = self.parameter.storage
+        return storage.ranks.size > 1 and storage.placement.stage >= 1
+
+    @property
+    def updated(self) -> range:
+        """The elements that this rank updates: all, or its share."""
+        storage = self.parameter.storage
+        return storage.own if self.in_shares else range(storage.numel)
 
     @property
     def has_master(self) -> bool:
@@ -140,5 +162,5 @@ class ParameterStates:
 
     def _reserve(self, name: str, dtype: torch.dtype) -> None:
         parameter = self.parameter
-        storage = parameter.storage.like(parameter.storage.placement.optimizer, dtype)
+        storage = parameter.storage.for_state(dtype)
         self.tensors[name] = StoredTensor.of(storage, parameter.shape, parameter.device)

@@ -95,6 +95,7 @@ class StreamedStep:
             # Let autograd notice at once, as after any in-place update.
             torch.autograd.graph.increment_version(parameter)
             parameter.storage.announce_write()
+            parameter.storage.stale |= self._stored[parameter].in_shares and not parameter.storage.partitioned
             self._pending.update(tensor.storage.key for tensor in self._tensors(parameter))
             self.parameters[parameter] = None
             self._loose.setdefault(run, []).append(parameter)
@@ -208,7 +209,7 @@ class StreamedStep:
             self._failed(torn)
 
     def _loose_elements(self) -> int:
-        return sum(parameter.numel() for parameters in self._loose.values() for parameter in parameters)
+        return sum(len(self._stored[p].updated) for parameters in self._loose.values() for p in parameters)
 
     def _cut_loose(self) -> None:
         """Cut what came into chunks."""
@@ -224,7 +225,8 @@ class StreamedStep:
         chunks = []
         for run, parameters in self._loose.items():
             parameters.sort(key=lambda parameter: parameter.storage.key)
-            chunks += [(run, pieces) for pieces in cut(parameters, self._elements)]
+            shares = [(parameter, self._stored[parameter].updated) for parameter in parameters]
+            chunks += [(run, pieces) for pieces in cut(shares, self._elements)]
         chunks.sort(key=lambda chunk: min(piece.parameter.storage.key for piece in chunk[1]))
         self._loose.clear()
         self._unopened += chunks
@@ -344,7 +346,8 @@ class StreamedStep:
         for name in ("grad_scale", "found_inf"):  # GradScaler's, on the device of the gradients
             if name in vars(inner):
                 setattr(inner, name, moved(vars(inner)[name], chunk.run.place))
-        for together in cut(chunk.parts, AT_A_TIME if chunk.run.place is CPU else self._elements):
+        parts = [(part, range(part.piece.count)) for part in chunk.parts]
+        for together in cut(parts, AT_A_TIME if chunk.run.place is CPU else self._elements):
             self._update_together(inner, chunk.run, together, scratch)
 
     def _update_together(

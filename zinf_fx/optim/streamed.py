@@ -16,7 +16,7 @@ from zinf_fx.errors import OptimizerError
 from zinf_fx.optim.arithmetic import Group, StateLayout, borrow, probe, step_without_hooks
 from zinf_fx.optim.chunk import Run
 from zinf_fx.optim.in_backward import GRADIENT_BUFFER, Consumer, gone
-from zinf_fx.optim.states import MASTER, ParameterStates, State, working_dtype
+from zinf_fx.optim.states import MASTER, ParameterStates, State, check_reduced, working_dtype
 from zinf_fx.optim.step import StreamedStep
 from zinf_fx.optim.torn import TornStep
 from zinf_fx.runtime.device import Device
@@ -411,6 +411,7 @@ class Streamed(Optimizer):
                 f"the gradient of a stored parameter of shape {tuple(parameter.shape)} has layout "
                 f"{parameter.grad.layout}: only dense gradients can be streamed (sparse=False)"
             )
+        check_reduced(parameter)
         dtype = working_dtype(parameter)
         layout = self._layout(group, dtype)
         states = self._reserve(parameter, layout)

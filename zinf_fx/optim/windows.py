@@ -64,10 +64,6 @@ class OpenPiece:
         for window in self._windows:
             window.arrived()
 
-    def numel(self) -> int:
-        """Elements of the piece."""
-        return self.piece.count
-
     def wait(self) -> None:
         """After the reads, take over what others wrote to the parameter."""
         if self._master is not None and self._refresh:

@@ -135,7 +135,7 @@ class GraphContext:
         if self.kind != "backward":
             return 0
         trained = [tile for token in self.gradients.values() for tile in self.tiles_of(token).values()]
-        return gradient_buffer(trained, self.limit)
+        return gradient_buffer(trained, self.limit, self.config.placement.stage if trained else 0)
 
     @property
     def activation_buffer(self) -> int:

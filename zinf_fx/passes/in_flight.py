@@ -35,7 +35,7 @@ class Span:
 
 def tile_bytes(tile: Tile) -> int:
     """Bytes that the tile takes while it is in flight."""
-    return 0 if tile.tier == "device" else tile.nbytes
+    return tile.gathered_nbytes if tile.needs_buffer else 0
 
 
 def gradient_bytes(tile: Tile) -> int:

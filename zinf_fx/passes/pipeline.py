@@ -85,9 +85,17 @@ def plan_training(
 
 def _tile_limits(context: GraphContext) -> Iterator[tuple[int | None, bool]]:
     """The tile limits to plan with (None: no tiling) until the plan fits the budget, and which is the last."""
-    budget = context.limit
-    if context.config.tile != "auto" or budget is None or budget <= 0:
-        yield (None if context.config.tile == "auto" else context.config.tile), True
+    budget, tile = context.limit, context.config.tile
+    if any(each.partitioned or each.ranks > 1 for each in context.tiles.values()):
+        if tile not in (None, "auto"):
+            raise PlanError(
+                f"tile={tile} was asked for, and parameters of a model that several ranks train can't be divided into "
+                "tiles yet: leave the option out"
+            )
+        yield None, True
+        return
+    if tile != "auto" or budget is None or budget <= 0:
+        yield (None if tile == "auto" else tile), True
         return
     limits = [None, *(budget // divisor for divisor in _TILES_IN_BUDGET)]
     yield from ((limit, limit is limits[-1]) for limit in limits)
@@ -116,7 +124,7 @@ def _room_for_activations(context: GraphContext, tile_limit: int | None) -> int 
     budget = context.config.device_memory
     if budget is None:
         return None
-    moved = [tile.nbytes for tile in context.tiles.values() if tile.tier != "device"]
+    moved = [tile.gathered_nbytes for tile in context.tiles.values() if tile.needs_buffer]
     largest = min(max(moved, default=0), budget if tile_limit is None else tile_limit)
     return max(budget - context.living_on_device.total - max(_TILES_TOGETHER * largest, budget // 4), 0)
 
@@ -235,6 +243,7 @@ def plan_of(graphs: Sequence[tuple[fx.Graph, GraphContext]]) -> Plan:
     return Plan(
         schedules,
         last.config,
+        max((tile.ranks for tile in last.tiles.values()), default=1),
         gradient_buffer=last.gradient_buffer,
         activation_buffer=first.activation_buffer,
         kept=last.kept,

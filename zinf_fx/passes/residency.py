@@ -104,8 +104,8 @@ def choose(graphs: Sequence[tuple[fx.Graph, GraphContext]], spare: int = 0) -> l
 
 
 def gaps_of(graphs: Sequence[tuple[fx.Graph, GraphContext]]) -> Iterator[Gap]:
-    """The gaps between the uses of each tile; the last one of a step ends at the first use of the next, except of an
-    activation, which has other values then."""
+    """The gaps between the uses of each tile; the last one of a step ends at the first use of the next, except of what
+    has other values then."""
     uses: dict[TileKey, list[Use]] = {}
     early: dict[TileKey, int] = {}
     for number, (graph, _) in enumerate(graphs):
@@ -115,7 +115,8 @@ def gaps_of(graphs: Sequence[tuple[fx.Graph, GraphContext]]) -> Iterator[Gap]:
     for key, of_tile in uses.items():
         tile = graphs[of_tile[0].graph][1].tile(key)
         if tile_bytes(tile):
-            next_step = () if tile.activation else of_tile[:1]
+            # Another rank's shards are old after the optimizer's step, and have to be gathered anew.
+            next_step = () if tile.activation or tile.partitioned else of_tile[:1]
             for before, after in pairwise((*of_tile, *next_step)):
                 yield Gap(before, after, tile_bytes(tile), not tile.opens_operator)
 

@@ -114,7 +114,7 @@ def flows(plan: Plan, graph: GraphSchedule) -> list[Flow]:
         for event in graph.at(operator):
             tile = graph.tiles[event.tile]
             if event.kind == "fetch":
-                fetched += 0 if _is_there(plan, graph, event, held) else bytes_read(plan, tile)
+                fetched += 0 if _is_there(plan, graph, event, held) else bytes_read(tile)
                 (on_device if event.resident else in_host).add(tile.index)
                 between.discard(tile.label)
                 gone.discard(tile.index)
@@ -130,10 +130,10 @@ def flows(plan: Plan, graph: GraphSchedule) -> list[Flow]:
                 gradients.add(tile.index)
             elif event.kind == "offload":
                 offloaded.add(tile.index)
-        device = sum(t.nbytes for t in map(graph.tiles.__getitem__, on_device) if t.tier != "device")
-        device += sum(tiles[label].nbytes for label in between if tiles[label].tier != "device")
+        device = sum(t.gathered_nbytes for t in map(graph.tiles.__getitem__, on_device) if t.needs_buffer)
+        device += sum(tiles[label].gathered_nbytes for label in between if tiles[label].needs_buffer)
         device += sum(t.nbytes for t in map(graph.tiles.__getitem__, gradients) if t.gradient_tier != "device")
-        host = sum(bytes_read(plan, t) for t in map(graph.tiles.__getitem__, in_host - on_device))
+        host = sum(bytes_read(t) for t in map(graph.tiles.__getitem__, in_host - on_device))
         result.append(Flow(operator, fetched, device, host))
         in_host -= gone
         on_device -= gone
@@ -149,11 +149,11 @@ def traffic(plan: Plan, graph: GraphSchedule) -> Traffic:
     leaving = [graph.tiles[e.tile] for e in graph.events if e.kind == "offload_activation"]
     return Traffic(
         nvme_to_host=sum(flow.fetched for flow in flows(plan, graph)),
-        host_to_device=sum(_shard(plan, t.nbytes) for t in uploads if t.tier != "device"),
-        device_to_host=sum(_shard(plan, t.nbytes) for t in offloads if t.gradient_tier != "device")
-        + sum(_shard(plan, t.nbytes) for t in leaving),
-        host_to_nvme=sum(bytes_stored(plan, t) for t in offloads if t.gradient_tier == "nvme")
-        + sum(bytes_stored(plan, t) for t in leaving if t.tier == "nvme"),
+        host_to_device=sum(t.held_nbytes for t in uploads if t.tier != "device"),
+        device_to_host=sum(t.gradient_nbytes(plan.stage) for t in offloads if t.gradient_tier != "device")
+        + sum(t.nbytes for t in leaving),
+        host_to_nvme=sum(in_blocks(t, t.gradient_nbytes(plan.stage)) for t in offloads if t.gradient_tier == "nvme")
+        + sum(bytes_stored(t) for t in leaving if t.tier == "nvme"),
     )
 
 
@@ -168,12 +168,11 @@ def optimizer_traffic(plan: Plan) -> Traffic:
         if tile.gradient_tier is not None:
             tiles.setdefault(tile.name, []).append(tile)
     for tile, *others in tiles.values():
-        nbytes = sum(t.nbytes for t in (tile, *others))
-        elements = nbytes // tile.dtype.itemsize
-        value = blocks(_shard(plan, nbytes))
+        elements = sum(t.updated_elements(plan.stage) for t in (tile, *others))
+        value = blocks(elements * tile.dtype.itemsize)
         has_master = tile.dtype.itemsize < 4
         if plan.config.placement.optimizer == "nvme":
-            states = (3 if has_master else 2) * blocks(_shard(plan, elements * STATE_BYTES))
+            states = (3 if has_master else 2) * blocks(elements * STATE_BYTES)
             read += states
             written += states
         if tile.gradient_tier == "nvme":
@@ -202,20 +201,20 @@ def _is_there(plan: Plan, graph: GraphSchedule, event: Event, held: set[int]) ->
     return event.operator == HEAD and label in started_by_turn(plan, graph, "fetch")
 
 
-def bytes_read(plan: Plan, tile: Tile) -> int:
+def bytes_read(tile: Tile) -> int:
     """Bytes that a fetch of the tile reads: none for a tile that lives in memory."""
-    return bytes_stored(plan, tile) if tile.tier == "nvme" else 0
+    return bytes_stored(tile) if tile.tier == "nvme" else 0
 
 
-def bytes_stored(plan: Plan, tile: Tile) -> int:
-    """Bytes of the blocks that the tile lies in: its ends may share them with its neighbours."""
-    first = tile.start * tile.dtype.itemsize % _BLOCK
-    return blocks(first + _shard(plan, tile.nbytes))
+def bytes_stored(tile: Tile) -> int:
+    """Bytes of the blocks that the tile, or this rank's shard of it, lies in: its ends may share them with its
+    neighbours."""
+    return in_blocks(tile, tile.held_nbytes)
 
 
-def _shard(plan: Plan, nbytes: int) -> int:
-    """One rank's part of so many bytes."""
-    return -(-nbytes // plan.world_size)
+def in_blocks(tile: Tile, nbytes: int) -> int:
+    """Bytes of the blocks that so many bytes of the tile, or of its gradient, lie in."""
+    return blocks(tile.start * tile.dtype.itemsize % _BLOCK + nbytes)
 
 
 def blocks(nbytes: int) -> int:

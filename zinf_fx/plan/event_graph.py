@@ -16,11 +16,12 @@ from zinf_fx.errors import PlanError
 from zinf_fx.plan.accounting import (
     STATE_BYTES,
     bytes_read,
-    bytes_stored,
+    in_blocks,
     optimizer_traffic,
     started_by_turn,
     tiles_of,
 )
+from zinf_fx.plan.communication import gathered, reduced
 from zinf_fx.plan.hardware import Hardware, Link, Memory
 from zinf_fx.plan.schedule import HEAD, Event, EventKind, GraphKind, GraphSchedule, Plan, Tile
 
@@ -123,7 +124,7 @@ class _Builder:
                 if event.kind == "reduce_scatter":
                     self._reduce(tile)
                 elif event.kind == "offload_activation":
-                    self._left.append(self._leave(tile, tile.tier, self._program))
+                    self._left.append(self._leave(tile, tile.tier, tile.nbytes, self._program))
                 else:
                     self._offload(tile)
 
@@ -134,12 +135,12 @@ class _Builder:
         on_device = self._plan.config.placement.optimizer == "device"
         memory = self._hardware.device if on_device else self._hardware.host
         states = sum(
-            (2 if tile.dtype.itemsize >= STATE_BYTES else 3) * STATE_BYTES * tile.nbytes // tile.dtype.itemsize
+            (2 if tile.dtype.itemsize >= STATE_BYTES else 3) * STATE_BYTES * tile.updated_elements(self._plan.stage)
             for tile in tiles_of(self._plan).values()
             if tile.gradient_tier is not None
         )
-        moved = self._shard(states) * (1 / memory.read + 1 / memory.write) * (1 if on_device else share)
-        self._add("update", "compute", moved, after, self._shard(states))
+        moved = states * (1 / memory.read + 1 / memory.write) * (1 if on_device else share)
+        self._add("update", "compute", moved, after, states)
         traffic = optimizer_traffic(self._plan)
         nvme = self._hardware.nvme
         seconds = self._disk(nvme, traffic.nvme_to_host, 0) + self._disk(nvme, 0, traffic.host_to_nvme)
@@ -176,15 +177,15 @@ class _Builder:
     def _seconds(self, kind: EventKind, tile: Tile) -> float:
         hardware = self._hardware
         if kind == "fetch":
-            return self._disk(hardware.nvme, bytes_read(self._plan, tile), 0)
+            return self._disk(hardware.nvme, bytes_read(tile), 0)
         if kind == "upload":
-            return _over(hardware.upload, self._shard(tile.nbytes)) if tile.tier != "device" else 0.0
-        return _over(hardware.link, tile.nbytes - self._shard(tile.nbytes))
+            return _over(hardware.upload, tile.held_nbytes) if tile.tier != "device" else 0.0
+        return _over(hardware.link, gathered(tile))
 
     def _reduce(self, tile: Tile) -> None:
         """The gradient of the operator that computed last."""
         self._leaving[tile.label] = self._program
-        if seconds := _over(self._hardware.link, tile.nbytes - self._shard(tile.nbytes)):
+        if seconds := _over(self._hardware.link, reduced(self._plan, tile)):
             job = self._add(f"reduce_scatter {tile.label}", "link", seconds, self._program, tile.nbytes)
             self._leaving[tile.label] = (job,)
 
@@ -192,23 +193,21 @@ class _Builder:
         """A gradient, to its tier."""
         if tile.gradient_tier not in ("device", None):
             after = (*self._program, *self._leaving.get(tile.label, ()))
-            self._leaving[tile.label] = (self._leave(tile, tile.gradient_tier, after),)
+            nbytes = tile.gradient_nbytes(self._plan.stage)
+            self._leaving[tile.label] = (self._leave(tile, tile.gradient_tier, nbytes, after),)
 
-    def _leave(self, tile: Tile, tier: Tier, after: tuple[int, ...]) -> int:
+    def _leave(self, tile: Tile, tier: Tier, nbytes: int, after: tuple[int, ...]) -> int:
         """To host memory, and on to the disk."""
-        seconds = _over(self._hardware.download, self._shard(tile.nbytes))
-        job = self._add(f"offload {tile.label}", "download", seconds, after, self._shard(tile.nbytes))
+        job = self._add(f"offload {tile.label}", "download", _over(self._hardware.download, nbytes), after, nbytes)
         if tier == "nvme":
-            seconds = self._disk(self._hardware.nvme, 0, bytes_stored(self._plan, tile))
-            job = self._add(f"write {tile.label}", "disk", seconds, (job,), bytes_stored(self._plan, tile))
+            stored = in_blocks(tile, nbytes)
+            seconds = self._disk(self._hardware.nvme, 0, stored)
+            job = self._add(f"write {tile.label}", "disk", seconds, (job,), stored)
         return job
 
     def _disk(self, nvme: Memory, read: int, written: int) -> float:
         """This rank's share of the node's drives."""
         return (read / nvme.read + written / nvme.write) * self._hardware.ranks_per_node
-
-    def _shard(self, nbytes: int) -> int:
-        return -(-nbytes // self._plan.world_size)
 
     def _add(self, name: str, resource: Resource, seconds: float, after: tuple[int, ...], nbytes: int = 0) -> int:
         self.jobs.append(Job(name, resource, seconds, tuple(dict.fromkeys(after)), nbytes))

@@ -78,7 +78,9 @@ def _config() -> dict[str, Any]:
     known = {
         "placement": {
             "type": "object",
-            "properties": {one.name: {"enum": list(TIERS)} for one in fields(Placement)},
+            "properties": {
+                one.name: {"enum": [0, 1, 2, 3] if one.name == "stage" else list(TIERS)} for one in fields(Placement)
+            },
             "additionalProperties": False,
         },
         "device_memory": nbytes,
@@ -89,6 +91,7 @@ def _config() -> dict[str, Any]:
         "tile": {"anyOf": [nbytes, {"const": "auto"}]},
         "activations": {"anyOf": [{"enum": list(ACTIVATIONS)}, {"type": "integer", "minimum": 1}]},
         "compute": {"type": "string"},
+        "reduce_dtype": {"enum": [None, *sorted(dtypes())]},
     }
     return {"type": "object", "properties": known, "required": shared_options()}
 

@@ -86,14 +86,19 @@ def host_buffers(plan: Plan) -> list[Lifetime]:
     """
     separate = any(graph.separate_device for graph in plan.graphs)
     closes: EventKind = "wait" if separate else "release"
-    return [*_tiles(plan, "fetch", closes, lambda tile: bytes_read(plan, tile)), *_writes(plan)]
+    return [*_tiles(plan, "fetch", closes, lambda tile: _in_host_memory(tile, separate)), *_writes(plan)]
 
 
 def device_buffers(plan: Plan) -> list[Lifetime]:
     """The buffers in the memory of a device that has its own: of tiles that don't live there."""
     if not any(graph.separate_device for graph in plan.graphs):
         return []
-    return list(_tiles(plan, "upload", "release", lambda tile: 0 if tile.tier == "device" else blocks(tile.nbytes)))
+    return list(_tiles(plan, "upload", "release", lambda t: blocks(t.gathered_nbytes) if t.needs_buffer else 0))
+
+
+def _in_host_memory(tile: Tile, separate: bool) -> int:
+    """Bytes of host memory that a fetched tile needs. Where that is the device's, shards are gathered in it."""
+    return blocks(tile.gathered_nbytes) if tile.partitioned and not separate else bytes_read(tile)
 
 
 @dataclass
@@ -161,16 +166,16 @@ def _writes(plan: Plan) -> Iterator[Lifetime]:
         for number, event in enumerate(schedule.events):
             tile = schedule.tiles[event.tile]
             if event.kind == "offload" and tile.gradient_tier == "nvme":
-                buffer = plan.gradient_buffer
+                buffer, nbytes = plan.gradient_buffer, tile.gradient_nbytes(plan.stage)
             elif event.kind == "offload_activation" and tile.tier == "nvme":
-                buffer = plan.activation_buffer
+                buffer, nbytes = plan.activation_buffer, tile.nbytes
             else:
                 continue
             now = clock.starts[graph] + number
-            while sum(nbytes for _, _, nbytes in writing) > max(buffer - blocks(tile.nbytes), 0):
+            while sum(earlier for _, _, earlier in writing) > max(buffer - blocks(nbytes), 0):
                 yield _write(clock, *writing.popleft(), now)
             first = tile.start * tile.dtype.itemsize % blocks(1)
-            writing.append((EventAt(graph, number), tile, blocks(first + tile.nbytes)))
+            writing.append((EventAt(graph, number), tile, blocks(first + nbytes)))
         for each in writing:
             yield _write(clock, *each, clock.step + 1 if schedule.kind == "backward" else clock.starts[graph + 1])
 

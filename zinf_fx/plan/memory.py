@@ -73,9 +73,9 @@ class ChunkBytes(NamedTuple):
         return cls(written + size * (tile.gradient_tier == "nvme"), written, STATE_BYTES * low)
 
 
-def gradient_buffer(gradients: Collection[Tile], budget: int | None) -> int:
+def gradient_buffer(gradients: Collection[Tile], budget: int | None, stage: int) -> int:
     """Bytes of gradients that may be on their way to NVMe at once, for tiles whose gradients are computed."""
-    return write_buffer([tile.nbytes for tile in gradients if tile.gradient_tier == "nvme"], budget)
+    return write_buffer([tile.gradient_nbytes(stage) for tile in gradients if tile.gradient_tier == "nvme"], budget)
 
 
 def write_buffer(sizes: Collection[int], budget: int | None) -> int:
@@ -97,13 +97,14 @@ def living_on_device(placement: Placement | Literal["auto"], tiles: Collection[T
 def _living(tier: Tier, placement: Placement | Literal["auto"], tiles: Collection[Tile]) -> HostUse:
     if not tiles or placement == "auto":  # only a model without stored parameters is planned with "auto"
         return HostUse("")
+    stage = placement.stage
     whole = _whole(tile for tile in tiles if not tile.activation)
     trained = [tile for tile in whole if tile.gradient_tier is not None]
     return HostUse(
         "",
-        parameters=sum(blocks(tile.nbytes) for tile in whole if tile.tier == tier),
-        gradients=sum(blocks(tile.nbytes) for tile in trained if tile.gradient_tier == tier),
-        states=sum(_state_bytes(tile) for tile in trained) if placement.optimizer == tier else 0,
+        parameters=sum(blocks(tile.held_nbytes) for tile in whole if tile.tier == tier),
+        gradients=sum(blocks(tile.gradient_nbytes(stage)) for tile in trained if tile.gradient_tier == tier),
+        states=sum(_state_bytes(tile, stage) for tile in trained) if placement.optimizer == tier else 0,
         activations=sum(blocks(tile.nbytes) for tile in tiles if tile.activation and tile.tier == tier),
     )
 
@@ -143,7 +144,8 @@ def chunk_buffers(
     if room is not None:
         chunk = min(chunk, max(room, 0) // max(CHUNKS_IN_MEMORY * (opened + scratch), 1))
     chunk = max(chunk // _CHUNK_ALIGNMENT, 1) * _CHUNK_ALIGNMENT
-    total = sum(-(-(t.nbytes // t.dtype.itemsize) // _CHUNK_ALIGNMENT) * _CHUNK_ALIGNMENT for t in trained)
+    updated = [tile.updated_elements(config.placement.stage) for tile in trained]
+    total = sum(-(-elements // _CHUNK_ALIGNMENT) * _CHUNK_ALIGNMENT for elements in updated)
     both, three = (min(total, count * chunk) * opened for count in (2, 3))
     writing = max(three - both - chunk * (opened - written), 0)
     return ChunkBuffers(chunk, both + min(chunk, AT_A_TIME) * scratch, three - both, writing)
@@ -185,7 +187,7 @@ def host_arena(plan: Plan) -> list[HostUse]:
         times = range(clock.starts[number] - before, clock.starts[number + 1])
         uses = (
             replace(states, phase=graph.kind, gradients=arrived, tiles=tiles[now], writes=writes[now])
-            for now, arrived in zip(times, chain([0] * before, _gradients(graph)), strict=True)
+            for now, arrived in zip(times, chain([0] * before, _gradients(plan, graph)), strict=True)
         )
         found.append(max(uses, key=lambda use: use.total, default=replace(states, phase=graph.kind)))
     if trained_in(plan):
@@ -227,7 +229,7 @@ def arena_by_operator(plan: Plan, graph: GraphSchedule) -> list[int]:
     needed = profile(host_buffers(plan), clock.end)
     begin = clock.starts[plan.graphs.index(graph)]
     now = states + needed[begin - 1]  # before the first step comes the last
-    numbered = deque(zip(graph.events, needed[begin:], _gradients(graph), strict=False))
+    numbered = deque(zip(graph.events, needed[begin:], _gradients(plan, graph), strict=False))
     fullest = []
     for operator in (HEAD, *(o.index for o in graph.operators)):
         most_here = now
@@ -239,8 +241,9 @@ def arena_by_operator(plan: Plan, graph: GraphSchedule) -> list[int]:
     return fullest
 
 
-def _gradients(graph: GraphSchedule) -> Iterator[int]:
+def _gradients(plan: Plan, graph: GraphSchedule) -> Iterator[int]:
     """Bytes of gradients in host memory that have arrived after each event."""
+    stage = plan.stage
     whole = {tile.name: tile for tile in _whole(graph.tiles)}
     begun: set[str] = set()
     arrived = 0
@@ -248,7 +251,7 @@ def _gradients(graph: GraphSchedule) -> Iterator[int]:
         tile = graph.tiles[event.tile]
         if event.kind == "offload" and tile.gradient_tier == "host" and tile.name not in begun:
             begun.add(tile.name)
-            arrived += blocks(whole[tile.name].nbytes)
+            arrived += blocks(whole[tile.name].gradient_nbytes(stage))
         yield arrived
 
 
@@ -262,7 +265,7 @@ def _whole(tiles: Iterable[Tile]) -> list[Tile]:
     return list(found.values())
 
 
-def _state_bytes(tile: Tile) -> int:
+def _state_bytes(tile: Tile, stage: int) -> int:
     """Of Adam's states of a parameter: two moments and, in low precision, a master."""
     size = tile.dtype.itemsize
-    return (2 + (size < STATE_BYTES)) * blocks(tile.nbytes // size * max(size, STATE_BYTES))
+    return (2 + (size < STATE_BYTES)) * blocks(tile.updated_elements(stage) * max(size, STATE_BYTES))

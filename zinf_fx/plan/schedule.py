@@ -42,6 +42,9 @@ class Tile:
         gradient_tier: where its gradient goes; None when the graph computes none for it.
         rows: first row of the parameter and the one behind the last, when the parameter has several tiles.
         activation: whether it is an activation: as flat as it lies in memory, and other values in every step.
+        ranks: how many train the parameter together.
+        shard: elements of it, with padding, that one of them is responsible for; 0 with one rank.
+        partitioned: whether each rank has no more than its shard of the parameter between uses.
     """
 
     index: int
@@ -52,6 +55,9 @@ class Tile:
     gradient_tier: Tier | None
     rows: tuple[int, int] | None = None
     activation: bool = False
+    ranks: int = 1
+    shard: int = 0
+    partitioned: bool = False
 
     @property
     def label(self) -> str:
@@ -67,6 +73,34 @@ class Tile:
     def nbytes(self) -> int:
         """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def shard_nbytes(self) -> int:
+        """Of one rank's shard, in bytes; of all with one rank."""
+        return self.shard * self.dtype.itemsize if self.ranks > 1 else self.nbytes
+
+    @property
+    def held_nbytes(self) -> int:
+        """What a rank has of the parameter between uses, in bytes."""
+        return self.shard_nbytes if self.partitioned else self.nbytes
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """What a rank has of it while it is in use, in bytes: of a partitioned parameter, all shards with padding."""
+        return self.ranks * self.shard_nbytes if self.partitioned else self.nbytes
+
+    @property
+    def needs_buffer(self) -> bool:
+        """Whether it is somewhere else while it is in use than where it lives."""
+        return self.tier != "device" or self.partitioned
+
+    def gradient_nbytes(self, stage: int) -> int:
+        """What a rank keeps of the gradient, in bytes, at a stage of ZeRO."""
+        return self.shard_nbytes if stage >= 2 else self.nbytes
+
+    def updated_elements(self, stage: int) -> int:
+        """Of how many elements a rank has the optimizer's states, at a stage of ZeRO."""
+        return (self.shard_nbytes if stage >= 1 else self.nbytes) // self.dtype.itemsize
 
     @property
     def opens_operator(self) -> bool:
@@ -217,6 +251,12 @@ class Plan:
     tile_limit: int | None = None
     choices: tuple[Choice, ...] = ()
     fingerprint: Fingerprint | None = None
+
+    @property
+    def stage(self) -> int:
+        """Of ZeRO: what is partitioned."""
+        placement = self.config.placement
+        return 3 if placement == "auto" else placement.stage  # only a model without stored parameters keeps "auto"
 
     def graph(self, kind: GraphKind) -> GraphSchedule:
         """The graph of one kind. Raises: KeyError when the plan has none."""

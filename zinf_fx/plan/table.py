@@ -12,6 +12,7 @@ from tabulate import tabulate
 
 from zinf_fx.curve import ASCII, Glyphs
 from zinf_fx.plan.accounting import Flow, Traffic, always_resident, flows, phases, tiles_of
+from zinf_fx.plan.communication import communication
 from zinf_fx.plan.memory import host_arena, living, most
 from zinf_fx.plan.memory_curve import render_curves
 from zinf_fx.plan.names import GraphNames, PlanNames
@@ -196,6 +197,8 @@ def _header(plan: Plan) -> str:
     if placement != "auto":
         states = ("parameters", "gradients", "optimizer", "activations")
         lines.append("placement  " + ", ".join(f"{state} on {getattr(placement, state)}" for state in states))
+        if plan.world_size > 1:
+            lines.append(f"ranks      ZeRO stage {plan.stage}: {_STAGES[plan.stage]}")
     if config.prefetch is None:
         lines.append("prefetch   none: each transfer starts when it is needed")
     else:
@@ -216,6 +219,14 @@ def _header(plan: Plan) -> str:
         nbytes = sum(tiles_of(plan)[label].nbytes for label in always)
         lines.append(f"resident   {_count(len(always), 'tile')} ({in_words(nbytes)}) in memory from step to step")
     return "\n".join(lines)
+
+
+_STAGES = (
+    "every rank has everything",
+    "optimizer states are partitioned",
+    "optimizer states and gradients are partitioned",
+    "optimizer states, gradients and parameters are partitioned",
+)
 
 
 def _tile_text(tile: int | str | None) -> str:
@@ -246,7 +257,9 @@ def _idle_stages(plan: Plan) -> list[str]:
     tiers = {tile.tier for tile in tiles_of(plan).values()}
     idle = [] if "nvme" in tiers else ["fetch"]
     idle += [] if tiers - {"device"} else ["upload"]
-    return idle + (["all-gather", "reduce-scatter"] if plan.world_size == 1 else [])
+    if plan.world_size == 1:
+        return [*idle, "all-gather", "reduce-scatter"]
+    return idle + ([] if plan.stage == 3 else ["all-gather"])
 
 
 def _traffic(plan: Plan) -> str:
@@ -265,6 +278,11 @@ def _traffic(plan: Plan) -> str:
         moved = getattr(total, name)
         per_phase = [in_words(getattr(phase, name)) for _, phase in columns]
         rows.append([label, *per_phase, in_words(moved), f"{moved / max(parameters, 1):.1f}"])
+    if plan.world_size > 1:
+        sent = {each.graph: each.total for each in communication(plan)}
+        per_phase = [in_words(sent.get(name, 0)) for name, _ in columns]
+        in_all = sum(sent.values())
+        rows.append(["to other ranks", *per_phase, in_words(in_all), f"{in_all / max(parameters, 1):.1f}"])
     per_parameter = f"{total.nvme / max(parameters, 1):.1f}"
     rows.append(["NVMe in all", *[in_words(phase.nvme) for _, phase in columns], in_words(total.nvme), per_parameter])
     headers = ["moved per step", *(titles.get(n, n) for n, _ in columns), "total", "bytes per parameter"]

@@ -16,16 +16,13 @@ from zinf_fx.errors import StoredTensorError
 from zinf_fx.plan.schedule import HEAD, GraphKind, Plan, Tile
 from zinf_fx.runtime.activations import ActivationSlots
 from zinf_fx.runtime.freelist import round_up
+from zinf_fx.runtime.gradients import accumulate_gradient, accumulate_gradient_part, begin_gradient, reduced
 from zinf_fx.runtime.leases import PAGE
+from zinf_fx.runtime.reduction import Reduction
 from zinf_fx.runtime.storage import TensorStorage
-from zinf_fx.runtime.stored_tensor import (
-    StoredTensor,
-    accumulate_gradient,
-    accumulate_gradient_part,
-    begin_gradient,
-)
+from zinf_fx.runtime.stored_tensor import StoredTensor, will_accumulate
 from zinf_fx.runtime.tiers import Tiers
-from zinf_fx.runtime.transfers import StagedTile, Staging
+from zinf_fx.runtime.transfers import ShardedTile, StagedTile, Staging
 
 _METHODS = {op: op._schema.name.split("::")[1] for op in ops.LOWERED}
 _TAKE_A_VALUE = (ops.reduce_scatter, ops.offload)
@@ -42,7 +39,7 @@ class Stage:
 
     def __init__(self) -> None:
         self._successor: weakref.ref[Stage] | None = None
-        self.anticipated: list[StagedTile] = []
+        self.anticipated: list[StagedTile | ShardedTile] = []
         weakref.finalize(self, _release_all, self.anticipated).atexit = False
 
     @property
@@ -154,13 +151,17 @@ class Executor:
             for storage, tile, offset in successor.head_tiles():
                 self.anticipate(successor, storage, tile, offset)
 
-    def fetch(self, storage: TensorStorage, tile: Tile, offset: int | None) -> StagedTile:
+    def fetch(self, storage: TensorStorage, tile: Tile, offset: int | None) -> StagedTile | ShardedTile:
         """Hold a tile, starting to read it unless it is held; to `offset` in the region of the host arena."""
         return self.staging.fetch(storage, tile.start, math.prod(tile.shape), offset)
 
     def upload(self, storage: TensorStorage, tile: Tile, offset: int | None) -> None:
         """Start copying a tile that is held to the device, to `offset` in the region there."""
         self.staging.upload(storage, tile.start, math.prod(tile.shape), offset)
+
+    def allgather(self, storage: TensorStorage, tile: Tile) -> None:
+        """Start to gather the shards of a tile that is held."""
+        self.staging.allgather(storage, tile.start, math.prod(tile.shape), tile.label)
 
     def anticipate(self, stage: Stage, storage: TensorStorage, tile: Tile, offset: int | None) -> None:
         """Fetch a tile that `stage`, expected to come next, will need at its head."""
@@ -186,7 +187,7 @@ class Executor:
 EXECUTOR = Executor()
 
 
-def _release_all(tiles: list[StagedTile]) -> None:
+def _release_all(tiles: list[StagedTile | ShardedTile]) -> None:
     while tiles:
         EXECUTOR.staging.release(tiles.pop())
 
@@ -194,7 +195,7 @@ def _release_all(tiles: list[StagedTile]) -> None:
 class Run:
     """One execution of one graph: the tiles it holds. Its methods are the operations of `ops`.
 
-    With one rank, allgather and reduce_scatter move nothing. With the CPU as the device, host memory is device memory:
+    With the CPU as the device, host memory is device memory:
     upload moves nothing either, and `wait` returns the buffer that the disk wrote into.
     """
 
@@ -209,7 +210,7 @@ class Run:
         if program.slots:
             self._tiers = self._tiers or [Tiers.of(program.plan.config)]
             program.slots.reserve(self._owner, self._tiers[0])
-        self._held: dict[int, StagedTile] = {}
+        self._held: dict[int, StagedTile | ShardedTile] = {}
         self._in_head = True
         self._begun: dict[int, _PartialGradient] = {}  # by the storage's key
         # In backward, by the storage's key: what is to come of releases and offloads, and of offloads alone.
@@ -239,7 +240,9 @@ class Run:
         EXECUTOR.upload(self._storages[tile], self._tiles[tile], offset)
 
     def allgather(self, tile: int, turn: bool = False, resident: bool = False) -> None:
-        """One rank holds the whole tile."""
+        """Start to gather the tile's shards, once this rank's is there. One rank holds the whole tile."""
+        if not turn or self._program.successor is not None:
+            EXECUTOR.allgather(self._storages[tile], self._tiles[tile])
 
     def wait(self, tile: int) -> torch.Tensor:
         """The full tile. Between operators, work in the background goes on."""
@@ -259,17 +262,25 @@ class Run:
             EXECUTOR.staging.release(self._held.pop(tile))
         self._passed(tile)
 
-    def reduce_scatter(self, tile: int, gradient: torch.Tensor) -> torch.Tensor:
-        """One rank's shard is the whole gradient."""
-        return gradient
+    def reduce_scatter(self, tile: int, gradient: torch.Tensor) -> torch.Tensor | Reduction:
+        """Start to average a gradient over the ranks. One rank's is the average."""
+        storage = self._storages[tile]
+        if storage.ranks.size == 1:
+            return gradient
+        parameter = storage.parameter and storage.parameter()
+        if parameter is None or not parameter.requires_grad or not _accumulates(parameter):
+            return gradient
+        return reduced(parameter, gradient, self._tiles[tile].label)
 
-    def offload(self, tile: int, shard: torch.Tensor, offset: int | None = None) -> None:
+    def offload(self, tile: int, shard: torch.Tensor | Reduction, offset: int | None = None) -> None:
         """Move a gradient to its tier and add it to the parameter's `.grad`, as autograd would."""
         self._accumulate(self._storages[tile], tile, shard, offset)
         self._gradients_left[self._storages[tile].key] -= 1
         self._passed(tile)
 
-    def _accumulate(self, storage: TensorStorage, tile: int, shard: torch.Tensor, offset: int | None) -> None:
+    def _accumulate(
+        self, storage: TensorStorage, tile: int, shard: torch.Tensor | Reduction, offset: int | None
+    ) -> None:
         parameter = storage.parameter and storage.parameter()
         if parameter is None or not parameter.requires_grad or not _accumulates(parameter):
             return
@@ -278,7 +289,7 @@ class Run:
                 f"a hook was registered on '{self._tiles[tile].name}' after its graph was compiled, and would not run: "
                 "register hooks before the first compiled call, or call torch.compiler.reset() after it"
             )
-        if self._consumed_from_memory(storage, parameter, shard):
+        if storage.ranks.size == 1 and self._consumed_from_memory(storage, parameter, shard):
             storage.consumer.make_room(shard.nbytes)
             parameter.grad = shard
             return
@@ -389,17 +400,9 @@ def _bind(module: fx.GraphModule, index: Mapping[tuple[str, int], int]) -> fx.Gr
 
 
 def _accumulates(parameter: StoredTensor) -> bool:
-    """Whether the backward pass under way is to add to the parameter's `.grad`: `backward(inputs=...)` and
-    `torch.autograd.grad` are for some tensors only.
-
-    Raises: StoredTensorError when `torch.autograd.grad` is to return the gradient.
-    """
-    if torch._C._current_graph_task_id() == -1:
-        return True
+    """See `will_accumulate`. Raises: StoredTensorError when `torch.autograd.grad` is to return the gradient."""
     try:
-        with torch.enable_grad():  # as torch.autograd.graph.get_gradient_edge does, by an op that is cheap here
-            (edge,) = torch.ops.aten.alias.default(parameter).grad_fn.next_functions
-        return torch._C._will_engine_execute_node(edge[0])
+        return will_accumulate(parameter)
     except RuntimeError as error:
         raise StoredTensorError(
             f"torch.autograd.grad can't return the gradient of a stored parameter of shape {tuple(parameter.shape)} "

@@ -14,17 +14,14 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 
 from zinf_fx.config import Config
-from zinf_fx.errors import StoredTensorError
+from zinf_fx.errors import ConfigError, StoredTensorError
 from zinf_fx.runtime.auto_placement import choose
+from zinf_fx.runtime.device import device_of
+from zinf_fx.runtime.gradients import accumulate_gradient, reduced, reserve_gradient
 from zinf_fx.runtime.heap import trim_heap
-from zinf_fx.runtime.stored_tensor import (
-    StoredTensor,
-    accumulate_gradient,
-    as_parameter,
-    check_device,
-    empty_stored,
-    reserve_gradient,
-)
+from zinf_fx.runtime.ranks import Ranks
+from zinf_fx.runtime.storage import TensorStorage
+from zinf_fx.runtime.stored_tensor import StoredTensor, as_parameter, check_device
 from zinf_fx.runtime.tiers import Tiers
 
 # Bytes of parameters that may have left before the memory that they took is given back to the system.
@@ -35,7 +32,7 @@ def offload(model: torch.nn.Module, config: Config | None = None, **fields: obje
     """Move the parameters of `model` to their tier, in place, and return the model.
 
     Every parameter stays the same object, so optimizers and tied weights go on working. Buffers stay where they are.
-    Gradients that exist move too, and hooks stay.
+    Gradients that exist move too, and hooks stay. Of many ranks, all get the parameters and buffers of the first.
 
     Raises: ConfigError for bad options; StoreError when the store can't hold the parameters; StoredTensorError for a
     parameter that can't be stored. The model is as before then.
@@ -43,6 +40,9 @@ def offload(model: torch.nn.Module, config: Config | None = None, **fields: obje
     config = Config.of(config, fields)
     parameters = {name: p for name, p in model.named_parameters() if not isinstance(p, StoredTensor)}
     offload_parameters(parameters, decided(config, list(parameters.values())))
+    for name, buffer in model.named_buffers():
+        if not buffer.is_meta:
+            Ranks.of(config).broadcast(buffer, f"buffer '{name}'")
     return model
 
 
@@ -131,19 +131,28 @@ def offload_parameters(parameters: Mapping[str, torch.nn.Parameter], config: Con
 
 def _reserved(parameter: torch.nn.Parameter, tiers: Tiers, config: Config) -> StoredTensor:
     """A stored parameter without a value yet, to take the place of `parameter`."""
-    placement = config.placement
+    placement, ranks = config.placement, Ranks.of(config)
+    numel, dtype, device = parameter.numel(), parameter.dtype, device_of(parameter.device)
     with torch.inference_mode(False):  # a model may be evaluated before it is trained
-        twin = empty_stored(parameter, tiers, placement.parameters, config).requires_grad_(parameter.requires_grad)
+        storage = TensorStorage(
+            tiers, placement.parameters, config, numel, dtype, device, ranks, partitioned=placement.stage == 3
+        )
+        twin = StoredTensor.of(storage, parameter.shape, parameter.device, requires_grad=parameter.requires_grad)
         if parameter.grad is not None:
-            twin.grad = empty_stored(parameter.grad, tiers, placement.gradients, config)
+            # Of many ranks, each has its own: the next backward pass reduces it with what that adds.
+            gradient = storage.for_gradient(parameter.grad.dtype, partitioned=ranks.size == 1)
+            gradient.unreduced = ranks.size > 1
+            twin.grad = StoredTensor.of(gradient, parameter.shape, parameter.device)
         else:
             reserve_gradient(twin)
         return as_parameter(twin)
 
 
 def _written(parameter: torch.nn.Parameter, twin: StoredTensor) -> StoredTensor:
-    """`twin`, with the value and gradient of `parameter` in it or on their way."""
-    twin.storage.set(parameter.detach())
+    """`twin`, with the value and gradient of `parameter` in it or on their way. The value is the first rank's."""
+    value = parameter.detach()
+    twin.storage.ranks.broadcast(value, f"a parameter of shape {tuple(parameter.shape)}")
+    twin.storage.set(value)
     if twin.grad is not None:
         twin.grad.storage.set(parameter.grad)
     return twin
@@ -158,11 +167,15 @@ def replace_in_place(parameter: torch.nn.Parameter, twin: StoredTensor) -> None:
     """
     if parameter.requires_grad and parameter.is_leaf and parameter._use_count() > 1:
         accumulate = torch.autograd.graph.get_gradient_edge(parameter).node
-        accumulate.register_prehook(lambda gradients: accumulate_gradient(parameter, gradients[0]))
+        accumulate.register_prehook(lambda gradients: _accumulate(parameter, gradients[0]))
     torch._C._swap_tensor_impl(parameter, twin)
     parameter.__class__ = StoredTensor
     parameter.__dict__.update(twin.__dict__)
     parameter.expect_gradient()
+
+
+def _accumulate(parameter: StoredTensor, gradient: torch.Tensor) -> None:
+    accumulate_gradient(parameter, reduced(parameter, gradient, f"a parameter of shape {tuple(parameter.shape)}"))
 
 
 def check_storable(parameter: torch.Tensor, what: str) -> None:
@@ -196,6 +209,13 @@ def _check_disjoint(parameters: Mapping[str, torch.nn.Parameter]) -> None:
 
 def decided(config: Config, parameters: list[torch.Tensor] | None) -> Config:
     """`config` with its placement decided from the parameters' sizes (all of them; None: not yet known)."""
-    if config.placement != "auto":
-        return config
-    return Config.of(config, {"placement": choose(config, parameters)})
+    if config.placement == "auto":
+        chosen = Ranks.of(config).of_first(choose(config, parameters), "the placement")
+        config = Config.of(config, {"placement": chosen})
+    placement = config.placement
+    if Ranks.of(config).size > 1 and placement.stage < 3 and placement.parameters == "nvme":
+        raise ConfigError(
+            f"stage {placement.stage} keeps every parameter on every rank, and the placement has parameters on nvme: "
+            "stage 3 partitions them (or place them on 'host' or 'device')"
+        )
+    return config

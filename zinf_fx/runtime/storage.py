@@ -16,9 +16,11 @@ import torch
 from zinf_fx.config import Config, Placement, Tier
 from zinf_fx.errors import StoredTensorError, StoreError
 from zinf_fx.native.engine import HINTS
+from zinf_fx.plan.sharding import Shards
 from zinf_fx.runtime.buffers import aligned_empty
 from zinf_fx.runtime.device import CPU, Device
 from zinf_fx.runtime.leases import PAGE, Buffer, Ticket
+from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.tiers import DelayedWrite, Tiers
 from zinf_fx.runtime.windows import DeviceWindow, Under, Window
 
@@ -46,7 +48,13 @@ class GradientConsumer(Protocol):
 
 
 class TensorStorage:
-    """The bytes of one stored tensor, flat, on one tier.
+    """The bytes of one stored tensor, flat, on one tier: all of them or, of a partitioned one, this rank's shard.
+
+    [Note: shards in storages]
+    `numel` counts the tensor's elements, `held` those that are here. `value` and `set` are about the whole tensor, and
+    collective where it is partitioned. Windows are about what is held: element `first` of the tensor is its first.
+    Where every rank has all elements, but each updates its own share only (ZeRO, stages 1 and 2), a storage is `stale`
+    from an update until the other shares are gathered, before the next look at the whole.
 
     `key` is the value of `token`, the tiny tensor that stands for these bytes in graphs. The token's version counter
     counts the writes, so that autograd notices, as for any tensor, a value that changed between forward and backward.
@@ -59,11 +67,26 @@ class TensorStorage:
     _by_key: ClassVar[weakref.WeakValueDictionary[int, TensorStorage]] = weakref.WeakValueDictionary()
 
     def __init__(
-        self, tiers: Tiers, tier: Tier, config: Config, numel: int, dtype: torch.dtype, device: Device = CPU
+        self,
+        tiers: Tiers,
+        tier: Tier,
+        config: Config,
+        numel: int,
+        dtype: torch.dtype,
+        device: Device = CPU,
+        ranks: Ranks = ALONE,
+        partitioned: bool = False,
     ) -> None:
-        """Reserve space on `tier`. Raises: StoreError when there is not enough, before anything else is changed."""
+        """Reserve space on `tier`; for one shard, if `partitioned` over `ranks`.
+
+        Raises: StoreError when there is not enough, before anything else is changed.
+        """
         self._identify(tier, config, numel, dtype)
-        self.tiers, self.device = tiers, device
+        self.tiers, self.device, self.ranks = tiers, device, ranks
+        self.shards = Shards.of(numel, ranks.size, config.placement.on_nvme)
+        self.partitioned = partitioned and ranks.size > 1
+        self.held = self.shards.size if self.partitioned else numel
+        self.nbytes = self.held * dtype.itemsize
         # What is under way between where the bytes live and anywhere else.
         self._writes: Under = []
         self.reads: Under = []
@@ -77,10 +100,10 @@ class TensorStorage:
             self._at_end(tiers.store.free, self._extent)
         elif tier == "host":
             buffer = tiers.lease(self.nbytes)
-            self._in_host = buffer.tensor((numel,), dtype)
+            self._in_host = buffer.tensor((self.held,), dtype)
             self._at_end(buffer.release)
         else:
-            self._on_device = torch.empty(numel, dtype=dtype, device=device.torch_device)
+            self._on_device = torch.empty(self.held, dtype=dtype, device=device.torch_device)
         if device.in_host_memory:
             self._in_host = self._on_device = self._in_host if tier == "host" else self._on_device
 
@@ -93,6 +116,8 @@ class TensorStorage:
         storage._identify(tier, config, numel, dtype)
         storage.tiers = storage._in_host = storage._on_device = None
         storage.device, storage._why_abstract = CPU, why
+        storage.ranks, storage.partitioned, storage.held = ALONE, False, numel
+        storage.shards = Shards.of(numel, 1, False)
         return storage
 
     def _identify(self, tier: Tier, config: Config, numel: int, dtype: torch.dtype) -> None:
@@ -104,6 +129,10 @@ class TensorStorage:
         self.gradient_space: TensorStorage | None = None  # reserved for the first gradient
         self.consumer: GradientConsumer | None = None
         self.backwards_due = 0
+        self.stale = False
+        self.agreed = True  # whether every rank that has all elements has the same
+        self.unreduced = False  # whether these are gradients of this rank alone
+        self._refreshing: _Refresh | None = None
         self.followers: weakref.WeakSet[Window] = weakref.WeakSet()
         self.key = 0
         self.renew_key()
@@ -134,8 +163,41 @@ class TensorStorage:
 
     @property
     def in_place(self) -> bool:
-        """Whether the bytes live where the device computes, so that `value` gives them themselves."""
-        return self._on_device is not None
+        """Whether all bytes live where the device computes, so that `value` gives them themselves."""
+        return self._on_device is not None and not self.partitioned
+
+    @property
+    def name(self) -> str:
+        """For errors."""
+        return f"a tensor of {self.numel} elements"
+
+    @property
+    def in_memory(self) -> torch.Tensor:
+        """All bytes, flat, where they live: on the device or in host memory."""
+        memory = self._on_device if self._on_device is not None else self._in_host
+        assert memory is not None, "only tensors in memory are updated in shares"
+        return memory
+
+    @property
+    def own(self) -> range:
+        """The elements of the tensor that this rank's shard has."""
+        return self.shards.of_rank(self.ranks.rank)
+
+    @property
+    def first(self) -> int:
+        """The element of the tensor that is the first one held."""
+        return self.own.start if self.partitioned else 0
+
+    @property
+    def in_shares(self) -> bool:
+        """Whether each rank has the present version of its own share only. All ranks answer alike, also where one's
+        share is the whole of a small tensor: collectives depend on it."""
+        return self.partitioned or self.stale
+
+    @property
+    def current(self) -> range:
+        """The elements of the tensor that are here, in their present version."""
+        return self.own if self.in_shares else range(self.numel)
 
     @property
     def in_host_memory(self) -> bool:
@@ -147,15 +209,25 @@ class TensorStorage:
         """How often the bytes were written."""
         return self.token._version
 
-    def like(self, tier: Tier, dtype: torch.dtype | None = None) -> TensorStorage:
-        """New, uninitialised storage of as many elements beside this one (a gradient, an optimizer state)."""
-        return TensorStorage(self.usable_tiers(), tier, self.config, self.numel, dtype or self.dtype, self.device)
+    def for_gradient(self, dtype: torch.dtype | None = None, partitioned: bool = True) -> TensorStorage:
+        """New, uninitialised storage for the gradient; partitioned, unless told otherwise, from ZeRO's stage 2 on."""
+        placement = self.placement
+        return self.like(placement.gradients, dtype, partitioned and placement.stage >= 2)
+
+    def for_state(self, dtype: torch.dtype | None = None) -> TensorStorage:
+        """New, uninitialised storage for an optimizer's state; partitioned from ZeRO's stage 1 on."""
+        return self.like(self.placement.optimizer, dtype, self.placement.stage >= 1)
+
+    def like(self, tier: Tier, dtype: torch.dtype | None = None, partitioned: bool = False) -> TensorStorage:
+        """New, uninitialised storage for a tensor of as many elements."""
+        tiers, dtype = self.usable_tiers(), dtype or self.dtype
+        return TensorStorage(tiers, tier, self.config, self.numel, dtype, self.device, self.ranks, partitioned)
 
     def window(
         self, start: int = 0, count: int | None = None, *, load: bool = True, offset: int | None = None
     ) -> Window:
-        """`count` elements from `start` (default all) in host memory; if they are moved there, to where `offset` says
-        (see `Tiers.lease`).
+        """`count` of the elements held, from `start` on (default all), in host memory; if they are moved there, to
+        where `offset` says (see `Tiers.lease`).
 
         With `load`, reading them starts at once; without, their values are undefined until written. The store moves
         whole blocks: what a window has in common with its neighbours' blocks is read in any case, and written back.
@@ -168,7 +240,7 @@ class TensorStorage:
             return Window(self, start, self._in_host[start : start + count], None, None)
         per_block = PAGE // self.dtype.itemsize if self._extent is not None else 1
         first = start // per_block * per_block
-        end = min(-(-(start + count) // per_block) * per_block, self.numel) if count else first
+        end = min(-(-(start + count) // per_block) * per_block, self.held) if count else first
         shared = first < start or end > start + count
         buffer = tiers.lease((end - first) * self.dtype.itemsize, offset)
         try:
@@ -194,8 +266,13 @@ class TensorStorage:
         return DeviceWindow(host, self.device, count, self.dtype, load, arena)
 
     def value(self) -> torch.Tensor:
-        """All elements, flat, on the device: the bytes themselves, or a copy that the caller owns."""
-        self.settle()
+        """All elements, flat, on the device: the bytes themselves, or a copy that the caller owns.
+
+        Collective where the tensor is partitioned, or stale.
+        """
+        self.refresh()
+        if self.partitioned:
+            return self._gathered()
         if self._on_device is not None:
             return self._on_device
         if self.device.in_host_memory:
@@ -208,6 +285,45 @@ class TensorStorage:
             return window.wait()
         finally:
             window.close()
+
+    def _gathered(self) -> torch.Tensor:
+        full = torch.empty(self.shards.padded, dtype=self.dtype, device=self.device.torch_device)
+        window = self.device_window().read_only()
+        try:
+            self.ranks.all_gather(full, window.wait(), self.name).wait()
+        finally:
+            window.close()
+        return full[: self.numel]
+
+    def refresh(self) -> None:
+        """Wait until the bytes are final, with the shares that other ranks updated among them."""
+        self.settle()
+        if self.begin_refresh() is not None:
+            self.settle()
+
+    def begin_refresh(self) -> _Refresh | None:
+        """If the bytes are stale, start to gather the shares that other ranks updated; what is under way, if anything.
+
+        Whoever looks at the bytes waits for it.
+        """
+        if self.stale:
+            self.stale = False
+            self._refreshing = _Refresh(self)
+        return self._refreshing
+
+    @torch.no_grad()
+    def agree(self) -> None:
+        """Where every rank has all elements, and eager code wrote to them, take over those of the first rank."""
+        if not self.agreed and not self.partitioned:
+            self.refresh()
+            self.ranks.broadcast(self.in_memory, self.name)
+            self.written()
+        self.agreed = True
+
+    def read_into(self, memory: torch.Tensor, owner: object) -> Ticket:
+        """Start reading all that is held into `memory`, in `owner`'s buffer."""
+        self.settle()
+        return self._read(0, memory, owner)
 
     def snapshot(self) -> torch.Tensor:
         """`value()`, in the same memory for all who hold it at a time, until the bytes are written. To be read only."""
@@ -228,10 +344,20 @@ class TensorStorage:
     @torch.no_grad()
     def set(self, value: torch.Tensor, offset: int | None = None) -> None:
         """Write all elements from a tensor of as many elements (any shape; converted to this dtype); `offset` as for
-        `window`.
+        `window`. Of a partitioned tensor, this rank writes its shard.
 
         From the device, the write may be under way when this returns: the caller may drop `value`, but not change it.
         """
+        self.set_held(self._shard_of(value) if self.partitioned else value, offset)
+        self.stale = False
+
+    def _shard_of(self, value: torch.Tensor) -> torch.Tensor:
+        own = self.own
+        return _padded(value.reshape(-1)[own.start : own.stop], self.held)
+
+    @torch.no_grad()
+    def set_held(self, value: torch.Tensor, offset: int | None = None) -> None:
+        """As `set`, from a tensor of as many elements as are held."""
         self.settle()
         if self._on_device is not None:
             self._on_device.view(value.shape).copy_(value)
@@ -240,7 +366,7 @@ class TensorStorage:
             earlier = [ticket for _, ticket in (*self._writes, *self.reads)]
             copy = self.device.download(value, self._in_host, after=earlier)
             self._writes.clear()
-            self.written((range(self.numel), copy))
+            self.written((range(self.held), copy))
         else:
             window = self.window(load=False, offset=offset)
             try:
@@ -268,15 +394,18 @@ class TensorStorage:
         return [f for f in self.followers if f.open and f.version == self.version]
 
     def settle(self) -> Tiers:
-        """Wait until no work in the background is about to change these bytes. Returns the tiers."""
+        """Wait until nothing that goes on in the background is about to change these bytes. Returns the tiers."""
         tiers = self.usable_tiers()
         if tiers.background is not None:
             tiers.background.settle(self.key)
+        if self._refreshing is not None:
+            self._refreshing.wait()  # one that failed stays: the values are lost, and every later access says so
+            self._refreshing = None
         return tiers
 
     def flush(self) -> None:
         """Wait for the writes under way. Raises: StoreError when one failed: its bytes are lost."""
-        self._settle(range(self.numel))
+        self._settle(range(self.held))
 
     def usable_tiers(self) -> Tiers:
         """The tiers. Raises: StoredTensorError when there are no bytes, StoreError in another process."""
@@ -287,8 +416,8 @@ class TensorStorage:
         return self.tiers
 
     def _count(self, start: int, count: int | None) -> int:
-        count = self.numel - start if count is None else count
-        assert start >= 0 and count >= 0 and start + count <= self.numel, (start, count, self.numel)
+        count = self.held - start if count is None else count
+        assert start >= 0 and count >= 0 and start + count <= self.held, (start, count, self.held)
         return count
 
     def _read(self, start: int, memory: torch.Tensor, owner: object) -> Ticket:
@@ -345,6 +474,32 @@ class TensorStorage:
             else:
                 ticket.wait()
         self._writes[:] = under_way
+
+
+class _Refresh:
+    """Fills a storage that every rank has with the shares that others updated."""
+
+    def __init__(self, storage: TensorStorage) -> None:
+        own, shards = storage.own, storage.shards
+        self._elements = storage.in_memory
+        whole = shards.padded == shards.numel
+        self._full = self._elements if whole else self._elements.new_empty(shards.padded)
+        shard = (
+            self._full[own.start : own.stop] if whole else _padded(self._elements[own.start : own.stop], shards.size)
+        )
+        self._collective = storage.ranks.all_gather(self._full, shard, storage.name)
+
+    def wait(self) -> None:
+        """Return when every share is there."""
+        self._collective.wait()
+        if self._full is not self._elements:
+            self._elements.copy_(self._full[: self._elements.numel()])
+            self._full = self._elements
+
+
+def _padded(elements: torch.Tensor, size: int) -> torch.Tensor:
+    missing = size - elements.numel()
+    return torch.nn.functional.pad(elements, (0, missing)) if missing else elements
 
 
 def _overlap(one: range, other: range) -> bool:

@@ -11,6 +11,7 @@ too, because autocast caches them and autograd saves them.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -24,7 +25,6 @@ from zinf_fx.config import Config, Tier
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.runtime.device import device_of
 from zinf_fx.runtime.storage import TensorStorage
-from zinf_fx.runtime.tiers import Tiers
 
 aten = torch.ops.aten
 
@@ -60,6 +60,7 @@ class StoredTensor(torch.Tensor):
     views: tuple[ViewStep, ...]
     _storage: TensorStorage | None
     _in_memory: tuple[torch.Tensor, torch.Tensor]  # the whole and this tensor's value, once data_ptr() was asked for
+    _aside: torch.Tensor | None = None
     _expects_gradient = False  # becomes true on an object, and goes where its implementation goes
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -127,8 +128,18 @@ class StoredTensor(torch.Tensor):
             return value.clone() if self.storage.in_place else value
 
     def to_local(self) -> torch.Tensor:
-        """This rank's shard as an ordinary tensor; with one rank, the full value."""
-        return self.full_tensor()
+        """This rank's shard as an ordinary tensor: flat, and without padding, where the tensor is partitioned; else the
+        full value."""
+        storage = self.storage
+        if not storage.partitioned:
+            return self.full_tensor()
+        if self.views:
+            raise StoredTensorError("to_local() of a view of a partitioned tensor: ask for that of the whole tensor")
+        window = storage.device_window()
+        try:
+            return window.wait()[: len(storage.own)].clone()
+        finally:
+            window.close()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         kind = "StoredParameter" if isinstance(self, torch.nn.Parameter) else "StoredTensor"
@@ -139,7 +150,7 @@ class StoredTensor(torch.Tensor):
             return memo[id(self)]
         if not self.is_leaf:
             raise StoredTensorError("only leaves can be deep-copied: this stored tensor is the result of a computation")
-        twin = memo[id(self)] = store_value(self, self.storage.tiers, self.storage.tier, self.storage.config)
+        twin = memo[id(self)] = self._stored_again(self.dtype, self.device)
         twin.requires_grad_(self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             as_parameter(twin)
@@ -149,7 +160,10 @@ class StoredTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: int) -> tuple:
         """Pickles as the ordinary tensor or parameter that it stands for, so files load without zinf_fx."""
-        value = self.full_tensor().requires_grad_(self.requires_grad)
+        value = self.full_tensor()
+        if value.untyped_storage().nbytes() > value.nbytes:  # padding of shards, which would be written too
+            value = value.clone()
+        value.requires_grad_(self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             value = torch.nn.Parameter(value.detach(), requires_grad=self.requires_grad)
         return value.__reduce_ex__(protocol)
@@ -246,12 +260,20 @@ class StoredTensor(torch.Tensor):
         self._post_accumulate_grad_hooks = hooks = OrderedDict() if hooks is None else hooks
         if _store_gradient not in hooks.values():
             self.register_post_accumulate_grad_hook(_store_gradient)
+            if self.storage.ranks.size > 1:
+                self.register_hook(_SetAside(self))
 
     @property
     def has_gradient_hooks(self) -> bool:
         """Whether the user registered hooks on the gradient, which only autograd can run."""
-        hooks = (self._post_accumulate_grad_hooks or {}).values()
-        return bool(self._backward_hooks) or any(hook is not _store_gradient for hook in hooks)
+        before, after = self._backward_hooks or {}, self._post_accumulate_grad_hooks or {}
+        users = [hook for hook in before.values() if not isinstance(hook, _SetAside)]
+        return bool(users) or any(hook is not _store_gradient for hook in after.values())
+
+    def set_aside(self) -> torch.Tensor | None:
+        """The gradient that eager autograd was not to add to, if any; it is not aside any more."""
+        aside, self._aside = self._aside, None
+        return aside
 
     def _gather(self) -> torch.Tensor:
         self.expect_gradient()
@@ -291,10 +313,70 @@ class StoredTensor(torch.Tensor):
         dtype = kwargs.get("dtype") or self.dtype
         target = torch.device(kwargs.get("device") or self.device)
         check_device(target, "this stored tensor")
-        storage, device = self.storage, device_of(target)
-        converted = TensorStorage(storage.tiers, storage.tier, storage.config, self.numel(), dtype, device)
-        converted.set(self._gather())
-        return StoredTensor.of(converted, self.shape, device.torch_device)
+        return self._stored_again(dtype, target)
+
+    def _stored_again(self, dtype: torch.dtype, device: torch.device) -> StoredTensor:
+        """A new stored tensor with this value, on the same tier and partitioned alike."""
+        storage, target = self.storage, device_of(device)
+        twin = TensorStorage(
+            storage.tiers,
+            storage.tier,
+            storage.config,
+            self.numel(),
+            dtype,
+            target,
+            storage.ranks,
+            storage.partitioned,
+        )
+        twin.set(self._gather())
+        twin.agreed, twin.unreduced = storage.agreed, storage.unreduced
+        return StoredTensor.of(twin, self.shape, target.torch_device)
+
+
+_take_gradient: Callable[[StoredTensor], None]
+
+
+def implement_arrival(take: Callable[[StoredTensor], None]) -> None:
+    """Let `take` move the ordinary gradient that eager autograd left in a parameter's `grad`; called once, by the
+    module that knows how."""
+    global _take_gradient
+    _take_gradient = take
+
+
+def will_accumulate(parameter: StoredTensor) -> bool:
+    """Whether the backward pass under way is to add to the parameter's `.grad`: `backward(inputs=...)` and
+    `torch.autograd.grad` are for some tensors only.
+
+    Raises: RuntimeError when `torch.autograd.grad` is to return the gradient.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return True
+    with torch.enable_grad():  # as torch.autograd.graph.get_gradient_edge does, by an op that is cheap here
+        (edge,) = aten.alias.default(parameter).grad_fn.next_functions
+    return torch._C._will_engine_execute_node(edge[0])
+
+
+class _SetAside:
+    """Hook: before eager autograd adds this rank's gradient to what was reduced over the ranks, put that aside."""
+
+    def __init__(self, parameter: StoredTensor) -> None:
+        self._parameter = weakref.ref(parameter)
+
+    def __call__(self, gradient: torch.Tensor | None) -> None:
+        parameter = self._parameter()
+        if gradient is None or parameter is None or not isinstance(parameter.grad, StoredTensor):
+            return
+        try:
+            adds = will_accumulate(parameter)
+        except RuntimeError:  # torch.autograd.grad returns it
+            adds = False
+        if adds:
+            parameter._aside, parameter.grad = parameter.grad, None
+
+
+def _store_gradient(parameter: StoredTensor) -> None:
+    """Hook: a gradient that eager autograd left on the device moves to the tier of gradients."""
+    _take_gradient(parameter)
 
 
 Handler = Callable[[torch._ops.OpOverload, tuple, dict], Any]
@@ -398,6 +480,7 @@ def _write_through(func: Any, args: tuple, kwargs: dict, mutated: list[StoredTen
             raise _refusal(func, tensor, f"give it the shape {tuple(values[id(tensor)].shape)}")
     for tensor in mutated:
         storage = tensor.storage
+        storage.agreed = storage.ranks.size == 1
         base = bases.pop(storage.key, None)
         if base is not None:
             storage.written() if storage.in_place and not in_scratch else storage.set(base)
@@ -461,93 +544,10 @@ def _gather_kernel(token: torch.Tensor, shape: list[int], dtype: torch.dtype, de
 ops.implement_gather(_gather_kernel)
 
 
-def empty_stored(like: torch.Tensor, tiers: Tiers, tier: Tier, config: Config) -> StoredTensor:
-    """A new stored tensor on `tier` with the shape, dtype and device of `like`, and no value yet."""
-    storage = TensorStorage(tiers, tier, config, like.numel(), like.dtype, device_of(like.device))
-    return StoredTensor.of(storage, like.shape, like.device)
-
-
-def store_value(value: torch.Tensor, tiers: Tiers, tier: Tier, config: Config) -> StoredTensor:
-    """A new stored tensor on `tier` with the value of `value`."""
-    stored = empty_stored(value, tiers, tier, config)
-    stored.storage.set(value._gather() if isinstance(value, StoredTensor) else value.detach())
-    return stored
-
-
 def as_parameter(tensor: StoredTensor) -> StoredTensor:
     """Give `tensor` nn.Parameter's mark."""
     tensor._is_param = True
     return tensor
-
-
-def reserve_gradient(parameter: StoredTensor) -> None:
-    """Reserve space for the first gradient, where space may run out: on disk. Later ones find what it gives back.
-
-    Raises: StoreError when there is none, now and not in the first backward pass.
-    """
-    storage = parameter.storage
-    if parameter.requires_grad and storage.placement.gradients == "nvme":
-        storage.gradient_space = storage.like("nvme")
-
-
-def _new_gradient(parameter: StoredTensor, dtype: torch.dtype) -> StoredTensor:
-    """Without a value yet, on the tier of gradients."""
-    storage = parameter.storage
-    space, storage.gradient_space = storage.gradient_space, None
-    if space is None or space.dtype != dtype:
-        space = storage.like(storage.placement.gradients, dtype)
-    return StoredTensor.of(space, parameter.shape, parameter.device)
-
-
-def accumulate_gradient(parameter: StoredTensor, gradient: torch.Tensor, offset: int | None = None) -> None:
-    """Add `gradient` to the parameter's `grad`, as autograd would, on the tier of gradients. `offset`: where in the
-    host arena's region it passes through, on its way to NVMe."""
-    with torch.no_grad():
-        if parameter.grad is None:
-            stored = _new_gradient(parameter, gradient.dtype)
-            stored.storage.set(gradient, offset)
-            parameter.grad = stored
-        elif isinstance(parameter.grad, StoredTensor):
-            accumulate_gradient_part(parameter, 0, gradient, first=False, offset=offset)
-        else:
-            parameter.grad.add_(gradient)
-
-
-def begin_gradient(parameter: StoredTensor) -> None:
-    """Give the parameter a `grad` on the tier of gradients, whose values are undefined."""
-    parameter.grad = _new_gradient(parameter, parameter.dtype)
-
-
-def accumulate_gradient_part(
-    parameter: StoredTensor, start: int, gradient: torch.Tensor, *, first: bool, offset: int | None = None
-) -> None:
-    """Add `gradient` to the elements of the parameter's `grad` from `start` on, or if `first`, write them; `offset` as
-    for `accumulate_gradient`."""
-    grad = parameter.grad
-    with torch.no_grad():
-        if not isinstance(grad, StoredTensor) or grad.views:
-            grad.view(-1)[start : start + gradient.numel()].add_(gradient.reshape(-1))
-            return
-        window = grad.storage.device_window(start, gradient.numel(), load=not first, offset=offset)
-        try:
-            values = window.wait().view(gradient.shape)
-            values.copy_(gradient) if first else values.add_(gradient)
-        except BaseException:
-            window.close()
-            raise
-        window.store()
-
-
-def _store_gradient(parameter: StoredTensor) -> None:
-    """Hook: a gradient that eager autograd left on the device moves to the tier of gradients."""
-    gradient = parameter.grad
-    if gradient is None or isinstance(gradient, StoredTensor) or gradient.layout != torch.strided:
-        return
-    parameter.grad = None
-    accumulate_gradient(parameter, gradient)
-    storage = parameter.storage
-    if storage.consumer is not None and storage.backwards_due <= 0:
-        storage.consumer.arrived(parameter)
 
 
 def check_device(device: torch.device, what: str) -> None:

@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import ClassVar, Protocol
 
-import torch
-
 from zinf_fx.config import Config
-from zinf_fx.errors import ConfigError, StoreError
+from zinf_fx.errors import StoreError
 from zinf_fx.plan.schedule import MemoryRegions
 from zinf_fx.runtime.buffers import Arena
 from zinf_fx.runtime.counters import Counters
@@ -107,8 +105,7 @@ class Tiers:
 
     @classmethod
     def of(cls, config: Config) -> Tiers:
-        """The open tiers of this configuration, or new ones. Raises: ConfigError in a job of many ranks."""
-        check_one_rank()
+        """The open tiers of this configuration, or new ones."""
         stores = tuple(path.absolute() for path in config.stores)
         key = (stores, config.host_memory, config.checksum, config.strict_direct)
         with cls._open_lock:
@@ -298,17 +295,6 @@ def drain_after(error: BaseException, several: Iterable[Tiers]) -> None:
         except StoreError as failed:
             if str(failed) != str(error):
                 error.add_note(f"and then: {failed}")
-
-
-def check_one_rank() -> None:
-    """Raises: ConfigError in a job of many ranks, whose gradients would not be reduced."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        ranks = torch.distributed.get_world_size()
-        if ranks > 1:
-            raise ConfigError(
-                f"torch.distributed has {ranks} ranks, and this version trains in one process: gradients would not be "
-                "reduced across ranks; run one process, without torchrun"
-            )
 
 
 def physical_memory() -> int:

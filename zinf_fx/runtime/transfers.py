@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
 
 import torch
 
+from zinf_fx.errors import RanksError, StoreError
+from zinf_fx.runtime.leases import Buffer, Ticket
+from zinf_fx.runtime.ranks import Collective
 from zinf_fx.runtime.storage import TensorStorage
+from zinf_fx.runtime.windows import DeviceWindow, Window
 
 
 class StagedTile:
@@ -23,11 +28,17 @@ class StagedTile:
         self.holds = 0
         self._nbytes = count * storage.dtype.itemsize
         self._counters = storage.tiers.counters
+        self._refresh = storage.begin_refresh()
+        if self._refresh is not None and not storage.in_place:
+            self._refresh.wait()  # what is uploaded from host memory has to be there
         self._window = storage.device_window(start, count, offset=offset).read_only()
 
     def upload(self, offset: int | None = None) -> None:
         """Start to copy it to the device, to `offset` in the region that is planned there."""
         self._window.upload(offset)
+
+    def allgather(self, name: str) -> None:
+        """This rank has the whole tile."""
 
     @property
     def version(self) -> int | None:
@@ -41,6 +52,8 @@ class StagedTile:
     def wait(self) -> torch.Tensor:
         """The tile's elements, flat; counts the time for which compute had to wait."""
         started = time.perf_counter()
+        if self._refresh is not None:
+            self._refresh.wait()
         value = self._window.wait()
         self._counters.stall_seconds += time.perf_counter() - started
         self._counters.gathered_bytes += self._nbytes
@@ -51,16 +64,99 @@ class StagedTile:
         self._window.close()
 
 
+class ShardedTile:
+    """A parameter of which this rank has a shard, on its way to the device: fetched, uploaded, then all-gathered.
+
+    As `StagedTile`. Where the device computes in host memory, the shard is read to its place in the whole.
+    """
+
+    def __init__(self, storage: TensorStorage, start: int, count: int, offset: int | None = None) -> None:
+        assert start == 0 and count == storage.numel, "a partitioned parameter is one tile"
+        self.key = (storage.key, start, count)
+        self.holds = 0
+        self.version: int | None = storage.version
+        self._count, self._device = count, storage.device
+        self._ranks, self._shards, self._counters = storage.ranks, storage.shards, storage.tiers.counters
+        self._name = storage.name
+        self._nbytes = count * storage.dtype.itemsize
+        self._full: torch.Tensor | None = None
+        self._buffer: Buffer | None = None
+        self._window: Window | DeviceWindow | None = None
+        self._ticket: Ticket | None = None
+        self._gathering: Collective | None = None
+        if storage.device.in_host_memory:
+            self._buffer = storage.tiers.lease(self._shards.padded * storage.dtype.itemsize, offset)
+            self._full = self._buffer.tensor((self._shards.padded,), storage.dtype)
+            if storage.in_host_memory:
+                self._window = storage.window().read_only()
+            elif count:
+                self._ticket = storage.read_into(self._slot, self._buffer)
+        else:
+            self._window = storage.device_window(offset=offset).read_only()
+            self._dtype = storage.dtype
+
+    @property
+    def _slot(self) -> torch.Tensor:
+        first = self._ranks.rank * self._shards.size
+        return self._full[first : first + self._shards.size]
+
+    def upload(self, offset: int | None) -> None:
+        """Start to copy the shard to the device. The place at `offset` is for the whole, and not used yet."""
+        if self._window is not None:
+            self._window.upload(None)
+
+    def follow(self, storage: TensorStorage) -> None:
+        """A tile that stays is of no use once its parameter is written: other ranks write the other shards."""
+
+    def allgather(self, name: str) -> None:
+        """Start to gather all shards, once this rank's is here. `name`: for errors."""
+        if self._gathering is not None:
+            return
+        if self._full is None:
+            self._full = torch.empty(self._shards.padded, dtype=self._dtype, device=self._device.torch_device)
+        if self._ticket is not None:
+            self._ticket.wait()
+        shard = self._slot if self._window is None else self._window.wait()
+        self._gathering = self._ranks.all_gather(self._full, shard, name)
+
+    def wait(self) -> torch.Tensor:
+        """The tile's elements, flat; counts the time for which compute had to wait."""
+        started = time.perf_counter()
+        self.allgather(self._name)
+        self._gathering.wait()
+        self._counters.stall_seconds += time.perf_counter() - started
+        self._counters.gathered_bytes += self._nbytes
+        return self._full[: self._count]
+
+    def close(self) -> None:
+        """Give the buffers back, once nothing writes to them."""
+        if self._ticket is not None:
+            with contextlib.suppress(StoreError):
+                self._ticket.wait()
+        if self._gathering is not None:
+            with contextlib.suppress(RanksError):
+                self._gathering.wait()
+            if self._gathering.failed:
+                return  # what may still be written to is never used again
+        if self._window is not None:
+            self._window.close()
+        self._full = None
+        if self._buffer is not None:
+            self._buffer.release()
+
+
 class Staging:
     """Tiles in flight, shared by every graph execution: a tile that one still holds is not read again for the next."""
 
     def __init__(self) -> None:
-        self._tiles: dict[tuple[int, int, int], StagedTile] = {}  # by the storage's key and the elements
-        self._staying: dict[tuple[int, int, int], StagedTile] = {}  # held until their next fetch
+        self._tiles: dict[tuple[int, int, int], StagedTile | ShardedTile] = {}  # by the storage's key and the elements
+        self._staying: dict[tuple[int, int, int], StagedTile | ShardedTile] = {}  # held until their next fetch
         self._watched: weakref.WeakSet[TensorStorage] = weakref.WeakSet()  # those that tiles have stayed of
         self._lock = threading.RLock()
 
-    def fetch(self, storage: TensorStorage, start: int, count: int, offset: int | None = None) -> StagedTile:
+    def fetch(
+        self, storage: TensorStorage, start: int, count: int, offset: int | None = None
+    ) -> StagedTile | ShardedTile:
         """Hold `count` elements of `storage`, starting to read them unless they are held in their present version."""
         key = (storage.key, start, count)
         storage.settle()
@@ -68,7 +164,8 @@ class Staging:
             tile = self._tiles.get(key)
             if tile is None or tile.version != storage.version:
                 self._let_go(key)
-                tile = self._tiles[key] = StagedTile(storage, start, count, offset)
+                make = ShardedTile if storage.partitioned else StagedTile
+                tile = self._tiles[key] = make(storage, start, count, offset)
             tile.holds += 1
             self._let_go(key)
             return tile
@@ -81,7 +178,14 @@ class Staging:
             if tile is not None and tile.version == storage.version:
                 tile.upload(offset)
 
-    def stay(self, tile: StagedTile, storage: TensorStorage) -> None:
+    def allgather(self, storage: TensorStorage, start: int, count: int, name: str) -> None:
+        """Start to gather a tile's shards if it is held in its present version: `wait` gathers those of any other."""
+        with self._lock:
+            tile = self._tiles.get((storage.key, start, count))
+            if tile is not None and tile.version == storage.version:
+                tile.allgather(name)
+
+    def stay(self, tile: StagedTile | ShardedTile, storage: TensorStorage) -> None:
         """Hand over a hold: the tile stays in memory until its next fetch, whatever is written to it meanwhile."""
         with self._lock:
             self._let_go(tile.key)
@@ -104,7 +208,7 @@ class Staging:
         if (tile := self._staying.pop(key, None)) is not None:
             self.release(tile)
 
-    def release(self, tile: StagedTile) -> None:
+    def release(self, tile: StagedTile | ShardedTile) -> None:
         """Drop one hold; the last one frees the tile's buffers."""
         with self._lock:
             tile.holds -= 1

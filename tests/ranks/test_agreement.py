@@ -1,0 +1,110 @@
+"""Ranks that differ, or end, are an error on the others, and soon; nothing hangs and no scratch is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+from ranks import training
+from ranks.launching import on_ranks
+
+import zinf_fx
+
+SOON = 5.0
+
+
+def first_error(call) -> tuple[str, str, float]:
+    """Its type and text, and the seconds until it was raised."""
+    started = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        inner = getattr(error, "inner_exception", error)
+        return type(inner).__name__, str(inner), time.monotonic() - started
+    return "", "", time.monotonic() - started
+
+
+def different_plans(rank: int) -> tuple[str, str, float]:
+    model = zinf_fx.offload(training.model(), placement="zero-3", collective_timeout=SOON)
+    run = torch.compile(model, backend="zinf", options={"prefetch": (1, 2, 3) if rank else None})
+    ((batch,),) = training.batches(1, rank, 1)
+    return first_error(lambda: run(*batch))
+
+
+def test_plans_that_differ_are_refused_on_every_rank_before_the_first_step():
+    for kind, text, _ in on_ranks(2, different_plans):
+        assert kind == "RanksError" and "disagree about the plan" in text and "rank 1: " in text
+
+
+def one_recompiles(rank: int) -> tuple[str, str, float]:
+    """The second rank gets a batch of another shape, and compiles again."""
+    model = zinf_fx.offload(training.model(), placement="zero-3", collective_timeout=SOON)
+    run = torch.compile(model, backend="zinf", dynamic=False)
+    ((tokens, targets),) = next(training.batches(1, rank, 1))
+    run(tokens, targets).backward()
+    length = 8 if rank else 16
+    return first_error(lambda: run(tokens[:, :length], targets[:, :length]).backward())
+
+
+def test_a_recompilation_on_one_rank_only_is_an_error_on_all():
+    (kind, text, _), (other, compared, seconds) = on_ranks(2, one_recompiles)
+    assert kind == other == "RanksError"
+    assert "all-gather of tokens.weight failed on rank 0 of 2" in text
+    assert "comparison of the plan of a graph failed on rank 1 of 2" in compared and "collective_timeout" in compared
+    assert seconds < 10 * SOON
+
+
+def one_ends(rank: int) -> tuple[str, str, float]:
+    """The second rank is killed between two steps."""
+    model = zinf_fx.offload(training.model(), placement="infinity-nvme", collective_timeout=SOON)
+    run = torch.compile(model, backend="zinf")
+    ((batch,),) = training.batches(1, rank, 1)
+    run(*batch).backward()
+    if rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return first_error(lambda: run(*batch).backward())
+
+
+def test_a_killed_rank_ends_the_others_within_the_timeout():
+    (kind, text, seconds), _ = on_ranks(2, one_ends, killed=[1])
+    assert kind == "RanksError" and "another rank ended" in text and "tokens.weight" in text
+    assert seconds < 2 * SOON
+
+
+def refused(rank: int) -> list[tuple[str, str]]:
+    """What is refused before anything is moved, or lost."""
+    model = training.model()
+    on_disk = first_error(lambda: zinf_fx.offload(model, placement={"parameters": "nvme", "stage": 2}))
+    unchanged = not any(isinstance(p, zinf_fx.StoredTensor) for p in model.parameters())
+    zinf_fx.offload(model, placement="zero-2")
+    optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2)
+    ((batch,),) = training.batches(1, rank, 1)
+    with zinf_fx.no_sync():
+        model(*batch).backward()
+    alone = first_error(optimizer.step)
+    tiled = first_error(lambda: torch.compile(model, backend="zinf", options={"tile": 4096})(*batch))
+    return [on_disk[:2], ("", str(unchanged)), alone[:2], tiled[:2]]
+
+
+def test_what_many_ranks_can_not_do_is_refused():
+    for on_disk, (_, unchanged), alone, tiled in on_ranks(2, refused):
+        assert on_disk[0] == "ConfigError" and "stage 3 partitions them" in on_disk[1] and unchanged == "True"
+        assert alone[0] == "OptimizerError" and "no_sync" in alone[1]
+        assert tiled[0] == "PlanError" and "several ranks" in tiled[1]
+
+
+def replicas(rank: int) -> list[list[float]]:
+    """A replica that eager code initialised with each rank's own random numbers."""
+    model = zinf_fx.offload(training.model(), placement="zero-2")
+    torch.manual_seed(100 + rank)
+    torch.nn.init.normal_(model.layers[0].weight)
+    run = torch.compile(model, backend="zinf")
+    ((batch,),) = training.batches(1, 0, 1)
+    return [run(*batch).item(), model.layers[0].weight.full_tensor().sum().item()]
+
+
+def test_replicas_that_were_initialised_apart_agree_from_the_first_compiled_call_on():
+    first, second = on_ranks(2, replicas)
+    assert first == second

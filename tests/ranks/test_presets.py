@@ -1,0 +1,94 @@
+"""Every preset of ZeRO on several ranks: the training of DistributedDataParallel, in the bytes that the plan says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import training
+from ranks.launching import on_ranks
+
+import zinf_fx
+from zinf_fx.explain import plans_of
+from zinf_fx.plan.communication import communication
+from zinf_fx.plan.sharding import Shards
+
+PRESETS = ("dp", "zero-1", "zero-2", "zero-3", "zero-offload", "infinity-cpu", "infinity-nvme", "nvme")
+
+# Of fp32 sums in another order, over ten steps.
+ROUNDING = 1e-5
+
+
+def compare(rank: int, presets: tuple[str, ...], options: dict[str, Any], compiled: bool) -> dict[str, float]:
+    """By preset, the largest difference to DistributedDataParallel, in losses and in parameters at the end."""
+    losses, parameters = training.train_ddp(**options)
+    found = {}
+    for preset in presets:
+        mine, trained, _ = training.train_zinf(preset, compiled=compiled, **options)
+        assert trained.keys() == parameters.keys()
+        differences = [abs(a - b) for a, b in zip(mine, losses, strict=True)]
+        found[preset] = max(*differences, *((trained[n] - p).abs().max().item() for n, p in parameters.items()))
+    return found
+
+
+def test_two_ranks_train_bitwise_as_distributed_data_parallel():
+    for differences in on_ranks(2, compare, PRESETS, {}, True):
+        assert differences == dict.fromkeys(PRESETS, 0.0)
+
+
+@pytest.mark.slow
+def test_four_ranks_train_as_distributed_data_parallel():
+    for differences in on_ranks(4, compare, PRESETS, {}, True):
+        assert differences.keys() == set(PRESETS) and max(differences.values()) < ROUNDING
+
+
+@pytest.mark.parametrize("compiled", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["compiled", "eager"])
+def test_accumulation_without_synchronisation_and_clipping(compiled: bool):
+    options = {"micro_batches": 2, "clip": 0.5}
+    for differences in on_ranks(2, compare, ("dp", "zero-1", "zero-2", "infinity-nvme"), options, compiled):
+        assert differences["dp"] == 0.0 and max(differences.values()) < ROUNDING
+
+
+def sent(rank: int, presets: tuple[str, ...]) -> dict[str, tuple[int, int, int]]:
+    """By preset: bytes that this rank sent in a step, that the plan says, and that the paper's formula says."""
+    found = {}
+    for preset in presets:
+        model = zinf_fx.offload(training.model(), placement=preset, residency=False, prefetch=None)
+        run = torch.compile(model, backend="zinf")
+        optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2)
+        counts = []
+        for ((tokens, targets),) in training.batches(3, rank, 1):
+            counts.append(zinf_fx.stats(model).sent_bytes)
+            run(tokens, targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        size = torch.distributed.get_world_size()
+        (plan,) = plans_of(model, (tokens, targets), world_size=size)
+        counted, planned = counts[2] - counts[1], sum(each.total for each in communication(plan))
+        found[preset] = counted, planned, formula(model, preset, size)
+    return found
+
+
+def formula(model: training.Model, preset: str, size: int) -> int:
+    """ZeRO, section 7: 2 Psi for data parallelism and stages 1 and 2, 3 Psi for stage 3, of which each rank of a ring
+    sends (N - 1) / N. Biases of linear layers are not gathered for backward; what is not trained, and used, is."""
+    total = 0
+    for name, parameter in model.named_parameters():
+        if "unused" in name:
+            continue
+        numel = parameter.numel()
+        padded = numel if preset == "dp" else Shards.of(numel, size, parameter.base.config.placement.on_nvme).padded
+        gathered = 1 if name.endswith("bias") and "norms" not in name else 2
+        volumes = gathered + 1 if preset in ("zero-3", "infinity-cpu", "infinity-nvme", "nvme") else 2
+        if not parameter.requires_grad:
+            volumes = gathered if volumes == 3 else 0
+        total += volumes * 4 * padded * (size - 1) // size
+    return total
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_bytes_sent_are_those_of_the_plan_and_of_the_papers_formula(size: int):
+    for found in on_ranks(size, sent, PRESETS):
+        for preset, (counted, planned, expected) in found.items():
+            assert counted == planned == expected, preset

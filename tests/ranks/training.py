@@ -1,0 +1,91 @@
+"""What every rank runs: a model trained by plain PyTorch's DistributedDataParallel, and through zinf."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import zinf_fx
+
+VOCABULARY, HIDDEN = 97, 60  # of which no number of ranks divides the elements
+
+
+class Model(nn.Module):
+    """With tied weights, a frozen and an unused parameter, biases, norms, and sizes that ranks don't divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
+        self.frozen = nn.Linear(HIDDEN, HIDDEN)
+        self.frozen.weight.requires_grad_(False)
+        self.layers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in range(3))
+        self.unused = nn.Linear(7, 3)
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.frozen(self.tokens(tokens))
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + F.gelu(layer(norm(x)))
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def model(dtype: torch.dtype = torch.float32, seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    return Model().to(dtype)
+
+
+def batches(steps: int, rank: int, micro_batches: int) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """For each step, this rank's micro-batches."""
+    generator = torch.Generator().manual_seed(1000 + rank)
+    for _ in range(steps):
+        step = [torch.randint(VOCABULARY, (2, 3, 16), generator=generator) for _ in range(micro_batches)]
+        yield [(both[0], both[1]) for both in step]
+
+
+def train_ddp(steps: int = 10, micro_batches: int = 1, clip: float | None = None) -> tuple[list[float], dict]:
+    """Losses of this rank, and the parameters at the end."""
+    plain = model()
+    wrapped = nn.parallel.DistributedDataParallel(plain, find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    losses = _train(wrapped, optimizer, wrapped.no_sync, steps, micro_batches, clip)
+    return losses, {name: p.detach() for name, p in plain.named_parameters()}
+
+
+def train_zinf(
+    placement: object,
+    steps: int = 10,
+    micro_batches: int = 1,
+    clip: float | None = None,
+    compiled: bool = True,
+    **options: object,
+) -> tuple[list[float], dict, nn.Module]:
+    """As `train_ddp`; and the model. Ranks begin with different values: those of the first are taken."""
+    stored = zinf_fx.offload(model(seed=dist.get_rank()), placement=placement, **options)
+    run = torch.compile(stored, backend="zinf") if compiled else stored
+    optimizer = zinf_fx.optim.AdamW(stored.parameters(), lr=1e-2)
+    losses = _train(run, optimizer, zinf_fx.no_sync, steps, micro_batches, clip)
+    with zinf_fx.gathered(stored) as values:
+        names = [name for name, _ in stored.named_parameters()]
+        return losses, {name: value.clone() for name, value in zip(names, values, strict=True)}, stored
+
+
+def _train(run, optimizer, no_sync, steps: int, micro_batches: int, clip: float | None) -> list[float]:
+    losses = []
+    for micro in batches(steps, dist.get_rank(), micro_batches):
+        for number, (tokens, targets) in enumerate(micro, start=1):
+            with nullcontext() if number == len(micro) else no_sync():
+                loss = run(tokens, targets) / len(micro)
+                loss.backward()
+            losses.append(loss.item())
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(list(run.parameters()), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses

@@ -1,0 +1,77 @@
+"""What a rank sends to others in a step: all-gathers of parameters, and reductions of gradients (ZeRO, section 7).
+
+As a ring sends it: of each all-gather and reduce-scatter, a shard to each of the other ranks; of an all-reduce, two.
+With Psi bytes of parameters, a step of data parallelism and of ZeRO's stages 1 and 2 is 2 Psi (N - 1) / N, and one of
+stage 3 is 3 Psi (N - 1) / N, less what stays gathered from forward to backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zinf_fx.plan.accounting import tiles_of
+from zinf_fx.plan.schedule import GraphKind, GraphSchedule, Plan, Tile
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that a rank sends while a graph runs: of parameters, and of gradients."""
+
+    graph: GraphKind
+    parameters: int
+    gradients: int
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.parameters + self.gradients
+
+
+def communication(plan: Plan) -> list[Sent]:
+    """What each graph sends, in the steady state. What the optimizer updated is gathered by the next forward graph."""
+    trained = {label for label, tile in tiles_of(plan).items() if tile.gradient_tier is not None}
+    there: set[str] = set()
+    found = []
+    for graph in plan.graphs:
+        parameters = sum(map(gathered, _gathers(graph, there)))
+        if graph.kind == "forward" and plan.stage in (1, 2):
+            labels = {tile.label: tile for tile in graph.tiles if tile.label in trained}
+            parameters += sum(map(_to_others, labels.values()))
+        gradients = [graph.tiles[event.tile] for event in graph.events if event.kind == "reduce_scatter"]
+        found.append(Sent(graph.kind, parameters, sum(reduced(plan, tile) for tile in gradients)))
+    return found
+
+
+def gathered(tile: Tile) -> int:
+    """Bytes that a rank sends in an all-gather of the tile: none where every rank has it."""
+    return _to_others(tile) if tile.partitioned else 0
+
+
+def reduced(plan: Plan, tile: Tile) -> int:
+    """Bytes that a rank sends while the tile's gradient is reduced."""
+    itemsize = (plan.config.reduce_dtype or tile.dtype).itemsize
+    elements = tile.nbytes // tile.dtype.itemsize
+    if plan.stage == 0:
+        return 2 * (tile.ranks - 1) * -(-elements * itemsize // tile.ranks)
+    return (tile.ranks - 1) * tile.shard * itemsize
+
+
+def _gathers(graph: GraphSchedule, there: set[str]) -> list[Tile]:
+    """The partitioned tiles that a graph gathers, less those that are in `there` then, which it keeps up."""
+    found, for_turn = [], set()
+    for event in graph.events:
+        tile = graph.tiles[event.tile]
+        if not tile.partitioned:
+            continue
+        if event.kind == "fetch":
+            (for_turn.add if event.turn else for_turn.discard)(tile.label)
+        elif event.kind == "allgather" and tile.label not in there:
+            there.add(tile.label)
+            found.append(tile)
+        elif event.kind == "release" and not event.resident and tile.label not in for_turn:
+            there.discard(tile.label)
+    return found
+
+
+def _to_others(tile: Tile) -> int:
+    return (tile.ranks - 1) * tile.shard_nbytes
