@@ -3,6 +3,7 @@
 python examples/train_gpt.py                                  # the standard library's source, states on disk
 python examples/train_gpt.py --text book.txt --store /mnt/nvme
 python examples/train_gpt.py --plain                          # the same training, ordinary PyTorch in memory
+torchrun --nproc-per-node 2 examples/train_gpt.py             # two ranks, each with a part of the states
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from gpt import GPT, GPTConfig, default_dtype
 from master_adamw import adamw
 from resident import peak_resident_bytes, resident_bytes
 from tabulate import tabulate
+from together import Together, together
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -46,6 +49,8 @@ class Job:
     optimizer: Optimizer
     traffic: Callable[[], tuple[int, int]] | None
     """Bytes read from and written to the store so far; None where there is no store."""
+    no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
+    """For the micro-batches whose gradients other ranks need not know of yet."""
 
 
 def plain_job(config: GPTConfig, dtype: torch.dtype, lr: float) -> Job:
@@ -67,7 +72,7 @@ def zinf_job(config: GPTConfig, dtype: torch.dtype, lr: float, store: Path | Non
         stats = zinf_fx.stats(model)
         return stats.bytes_read, stats.bytes_written
 
-    return Job(model, torch.compile(model, backend="zinf"), optimizer, traffic)
+    return Job(model, torch.compile(model, backend="zinf"), optimizer, traffic, zinf_fx.no_sync)
 
 
 def warmup_then_cosine(warmup: int, steps: int) -> Callable[[int], float]:
@@ -144,9 +149,10 @@ def train(job: Job, data: Callable[[], Batch], evaluation: Sequence[Batch], args
         for step in range(1, args.steps + 1):
             start = time.perf_counter()
             total = 0.0
-            for _ in range(args.accumulate):
-                loss = job.loss(*data()) / args.accumulate
-                loss.backward()
+            for micro in range(1, args.accumulate + 1):
+                with nullcontext() if micro == args.accumulate else job.no_sync():
+                    loss = job.loss(*data()) / args.accumulate
+                    loss.backward()
                 total += loss.item()
             torch.nn.utils.clip_grad_norm_(job.model.parameters(), CLIP_NORM)
             job.optimizer.step()
@@ -226,7 +232,7 @@ def parser() -> argparse.ArgumentParser:
     training = parser.add_argument_group("training")
     training.add_argument("--text", type=Path, help="a file or directory, in place of the standard library's source")
     training.add_argument("--steps", type=positive, default=500)
-    training.add_argument("--batch", type=positive, default=16, help="sequences per forward")
+    training.add_argument("--batch", type=positive, default=16, help="sequences per forward, on each rank")
     training.add_argument("--accumulate", type=positive, default=1, help="forwards and backwards per step")
     training.add_argument("--lr", type=positive_float, default=3e-3, help="peak learning rate")
     training.add_argument("--warmup", type=not_negative, default=50, help="steps to reach it")
@@ -259,6 +265,13 @@ def start(args: argparse.Namespace, config: GPTConfig) -> Job:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser()
     args = options.parse_args(arguments)
+    with together() as ranks:
+        return run(args, options, ranks)
+
+
+def run(args: argparse.Namespace, options: argparse.ArgumentParser, ranks: Together) -> int:
+    if args.plain and ranks.size > 1:
+        options.error("--plain is one process alone: leave out torchrun, or --plain")
     if args.plain and (args.store or args.placement):
         options.error("--plain keeps everything in memory: leave out --store and --placement")
     try:
@@ -267,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.error(str(error))
     try:
         corpus = load_corpus(args.text)
-        random_batches = batches(corpus.training, args.batch, args.context, args.seed)
+        random_batches = batches(corpus.training, args.batch, args.context, args.seed * ranks.size + ranks.rank)
         limit = max(1, EVALUATION_BYTES // (args.batch * args.context))
         evaluation = evaluation_batches(corpus.held_out, args.batch, args.context, limit)
         job = start(args, config)
@@ -275,6 +288,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.error(str(error))
 
     print(f"{corpus.name}: {len(corpus.training):,} bytes to train on, {len(corpus.held_out):,} held out")
+    if ranks.size > 1:
+        print(f"{ranks.size} ranks; below, losses, speed and memory of the first")
     progress = train(job, random_batches.__next__, evaluation, args)
     held_out = evaluate(job, evaluation)
     baselines = unigram_loss(corpus.training, evaluation), bigram_loss(corpus.training, evaluation)
