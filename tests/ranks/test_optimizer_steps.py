@@ -1,0 +1,99 @@
+"""Steps that depend on more than this rank's share: scaled gradients, masters, updates in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from ranks import training
+from ranks.launching import on_ranks
+from torch import nn
+
+import zinf_fx
+
+PLACEMENTS = ("zero-1", "zero-2", "zero-3", "infinity-nvme")
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    with zinf_fx.gathered(model) as values:
+        return {name: v.detach().clone() for (name, _), v in zip(model.named_parameters(), values, strict=True)}
+
+
+def scaled(run: Callable, optimizer: Any) -> list[float]:
+    """Three steps with a GradScaler; in the second, one element of one gradient on the last rank is infinite."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=100)
+    rank = torch.distributed.get_rank()
+    scales = []
+    for number, ((tokens, targets),) in enumerate(training.batches(3, rank, 1)):
+        loss = run(tokens, targets)
+        if number == 1 and rank == torch.distributed.get_world_size() - 1:
+            loss = loss * torch.inf
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def with_a_scaler(rank: int) -> dict[str, tuple[list[float], float]]:
+    """By placement: the scale after each step, and the largest difference to DistributedDataParallel."""
+    plain = training.model()
+    wrapped = nn.parallel.DistributedDataParallel(plain, find_unused_parameters=True)
+    expected = scaled(wrapped, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
+    found = {"plain": (expected, 0.0)}
+    for placement in PLACEMENTS:
+        model = zinf_fx.offload(training.model(), placement=placement)
+        scales = scaled(torch.compile(model, backend="zinf"), zinf_fx.optim.AdamW(model.parameters(), lr=1e-2))
+        differences = [(weights(model)[n] - p).abs().max().item() for n, p in plain.named_parameters()]
+        found[placement] = scales, max(differences)
+    return found
+
+
+def test_a_step_is_skipped_on_every_rank_when_one_has_an_infinite_gradient():
+    for found in on_ranks(2, with_a_scaler):
+        assert found["plain"][0] == [256.0, 128.0, 128.0]
+        for placement, (scales, difference) in found.items():
+            assert scales == found["plain"][0] and difference == 0.0, placement
+
+
+def in_low_precision(rank: int) -> dict[str, float]:
+    """By placement: the largest difference of bf16 parameters, after steps in `step()` and in backward, to an explicit
+    fp32 master that is stepped with the average of the ranks' gradients."""
+    plain = training.model(torch.bfloat16)
+    trained = [p for p in plain.parameters() if p.requires_grad]
+    masters = [p.detach().float().requires_grad_() for p in trained]
+    optimizer = torch.optim.AdamW(masters, lr=1e-2, fused=True)
+    for (batch,) in training.batches(3, rank, 1):
+        plain.zero_grad()
+        plain(*batch).backward()
+        for p, master in zip(trained, masters, strict=True):
+            if p.grad is not None:
+                average = p.grad / 2
+                torch.distributed.all_reduce(average)
+                master.grad = average.float()
+        optimizer.step()
+        with torch.no_grad():
+            for p, master in zip(trained, masters, strict=True):
+                p.copy_(master)
+    found = {}
+    for placement in PLACEMENTS:
+        for in_backward in (False, True):
+            model = zinf_fx.offload(training.model(torch.bfloat16), placement=placement)
+            run = torch.compile(model, backend="zinf")
+            mine = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2, step_in_backward=in_backward)
+            for (batch,) in training.batches(3, rank, 1):
+                run(*batch).backward()
+                mine.step()
+                mine.zero_grad()
+            got = weights(model)
+            differences = [(got[n] - p).abs().max().item() for n, p in plain.named_parameters()]
+            found[f"{placement}, {'in backward' if in_backward else 'in step()'}"] = max(differences)
+    return found
+
+
+def test_masters_and_steps_in_backward():
+    for found in on_ranks(2, in_low_precision):
+        assert found == dict.fromkeys(found, 0.0) and len(found) == 2 * len(PLACEMENTS)
