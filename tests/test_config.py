@@ -52,7 +52,8 @@ def test_sizes(text, size):
 
 
 def test_presets_follow_table_2_of_the_paper():
-    assert PRESETS["zero-offload"] == Placement("device", "host", "host")
+    assert [PRESETS[name].stage for name in ("dp", "zero-1", "zero-2", "zero-3")] == [0, 1, 2, 3]
+    assert PRESETS["zero-offload"] == Placement("device", "host", "host", stage=2)
     assert PRESETS["infinity-cpu"] == Placement("host", "host", "host")
     assert PRESETS["infinity-nvme"] == Placement("nvme", "host", "nvme")
     assert (

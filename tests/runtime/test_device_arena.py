@@ -43,7 +43,7 @@ def plan_for(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> Plan:
     return plan
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", SHAPES)
 def test_predicted_peaks_are_the_measured_ones(tmp_path: Path, name: str, overlap: bool) -> None:
     shape = SHAPES[name]
