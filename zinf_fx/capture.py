@@ -45,6 +45,10 @@ class Capture:
     `plans`: from files; one of them must be for this graph, and is followed. Without any, the graph is planned.
     `rates`: what choices are weighed with; default those measured here. `world_size`: how many ranks to plan for;
     default those that train the model.
+
+    Attributes:
+        plan: what was made of the graph; None before `compile`.
+        graphs: the planned graphs, by kind.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Capture:
         self._ranks = self._together.size if world_size is None else world_size
         self._plans = plans
         self.plan: Plan | None = None
+        self.graphs: dict[GraphKind, fx.Graph] = {}
         self._module = module
         self._inputs = list(inputs)
         self._names = _input_names(module)
@@ -125,6 +130,7 @@ class Capture:
             planned = plan_training(joint, joint_inputs, context, **arguments)
         forward, forward_context, backward, backward_context = planned
         self._contexts = {"forward": forward_context, "backward": backward_context}
+        self.graphs = {"forward": forward.graph, "backward": backward.graph}
         plan = plan_of([(forward.graph, forward_context), (backward.graph, backward_context)])
         self.plan = replace(plan, fingerprint=fingerprint)
         return forward, backward
@@ -182,6 +188,7 @@ class Capture:
                 follow_inference(module, context, plan)
         else:
             plan_inference(module, context)
+        self.graphs = {"inference": module.graph}
         self.plan = replace(plan_of([(module.graph, context)]), fingerprint=fingerprint)
         return self._bind(module, "inference")
 
@@ -193,7 +200,7 @@ class Capture:
             EXECUTOR.staging.drop_staying()  # what stays would keep regions that are about to be replaced
             tiers.plan(plan.regions, most(plan), devices)
 
-    def _bind(self, module: fx.GraphModule, kind: str) -> Callable[[list], Any]:
+    def _bind(self, module: fx.GraphModule, kind: GraphKind) -> Callable[[list], Any]:
         context = self._contexts[kind]
         tokens = [key.token for key in tiles_moved(module.graph, context)]
         program = Program(module, self.plan, kind, tokens)

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from zinf_fx.config import PRESETS, Config
 from zinf_fx.errors import ConfigError, PlanError, StoredTensorError, ZinfError
+from zinf_fx.plan.event_graph import Compute
 from zinf_fx.plan.rates import Rates
 from zinf_fx.plan.schedule import Plan
 from zinf_fx.plan.table import render
@@ -72,6 +73,7 @@ def plans_of(
     config: Config | None = None,
     rates: Rates | None = None,
     world_size: int = 1,
+    seconds: list[Compute] | None = None,
     **fields: object,
 ) -> list[Plan]:
     """The plans of `model(*example_inputs)` (a mapping: keyword arguments) for `world_size` ranks, one per graph that
@@ -80,7 +82,8 @@ def plans_of(
     The model may be ordinary, offloaded, compiled, or on the meta device; it is neither changed nor run. An offloaded
     model keeps the placement it has; the other options apply. `rates`: what choices are weighed with; default those of
     this machine, as far as they can be measured. Example inputs on the meta device stand for zeros. Grad
-    mode decides between training and inference, as for a real call.
+    mode decides between training and inference, as for a real call. `seconds`: where given, gets for each plan those
+    that its operators take on this machine; every distinct node is run for that.
 
     Raises: ConfigError for bad options, or a placement that contradicts how the model was offloaded;
     StoredTensorError for a parameter that can't be stored; PlanError when a budget is too small, or the model can't be
@@ -91,7 +94,7 @@ def plans_of(
     model = getattr(model, "_orig_mod", model)
     if not isinstance(world_size, int) or world_size < 1:
         raise ConfigError(f"world_size={world_size!r} is not a number of ranks: give 1 or more")
-    planner = _Planner(_config_in_force(model, config, fields), rates, world_size)
+    planner = _Planner(_config_in_force(model, config, fields), rates, world_size, seconds)
     twin = _twin_of(model, planner.config)
     inputs = tree_map_only(torch.Tensor, _off_meta, example_inputs)
     arguments = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
@@ -176,6 +179,7 @@ class _Planner:
     config: Config
     rates: Rates | None = None
     world_size: int = 1
+    seconds: list[Compute] | None = None
     plans: list[Plan] = field(default_factory=list)
 
     def compiled_call(self) -> Callable[..., Any]:
@@ -191,11 +195,22 @@ class _Planner:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from zinf_fx.capture import Capture
+        from zinf_fx.passes.timing import NodeTimer
 
         capture = Capture(module, inputs, self.config, rates=self.rates, world_size=self.world_size)
         capture.compile()
         if capture.plan is not None and any(graph.tiles for graph in capture.plan.graphs):
             self.plans.append(capture.plan)
+            if self.seconds is not None:
+                timer = NodeTimer()
+                taken = {kind: timer.operators(graph) for kind, graph in capture.graphs.items()}
+                self.seconds.append(
+                    {
+                        (graph.kind, operator.index): taken[graph.kind].get(operator.index, 0.0)
+                        for graph in capture.plan.graphs
+                        for operator in graph.operators
+                    }
+                )
         results = tree_map(_stand_in, next(iter(module.graph.find_nodes(op="output"))).args[0])
 
         def zeros(*arguments: Any) -> Any:

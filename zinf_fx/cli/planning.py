@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -16,6 +16,7 @@ from zinf_fx.cli.target import Built, TargetError, build
 from zinf_fx.config import ACTIVATIONS, PRESETS, Config
 from zinf_fx.errors import ConfigError, PlanError, ZinfError
 from zinf_fx.explain import plans_of
+from zinf_fx.plan.event_graph import Compute
 from zinf_fx.plan.file import load_plan
 from zinf_fx.plan.schedule import Plan
 
@@ -27,11 +28,13 @@ class Planned:
     """The plans of a TARGET, one per captured graph.
 
     `model`: that was planned; for a plan file, none of whose parameters is there. `requested`: the options given.
+    `seconds`: of each plan's operators on this machine, where they were measured.
     """
 
     plans: list[Plan]
     model: torch.nn.Module
     requested: Config
+    seconds: list[Compute] = field(default_factory=list)
 
     def only(self, what: str) -> Plan:
         """The one plan. Raises: PlanError when there are none, or several."""
@@ -80,8 +83,9 @@ def fields_of(options: argparse.Namespace) -> dict[str, object]:
     return given
 
 
-def plans_of_target(options: argparse.Namespace) -> Planned:
-    """The plans of a TARGET: from a plan file, or made of what a factory returns. Raises: ZinfError."""
+def plans_of_target(options: argparse.Namespace, timed: bool = False) -> Planned:
+    """The plans of a TARGET: from a plan file, or made of what a factory returns; `timed`: with the seconds of their
+    operators, for which these have to be at hand, on this machine. Raises: ZinfError."""
     fields = fields_of(options)
     requested = Config.of(None, fields)  # bad options are refused before a model is built
     if is_plan_file(options.target):
@@ -91,9 +95,9 @@ def plans_of_target(options: argparse.Namespace) -> Planned:
         plan = load_plan(options.target)
         return Planned([plan], torch.nn.Module(), plan.config)
     built = build(options.target)
-    return Planned(
-        planned(options, built, partial(plans_of, world_size=options.world_size, **fields)), built[0], requested
-    )
+    seconds: list[Compute] = []
+    plan = partial(plans_of, world_size=options.world_size, seconds=seconds if timed else None, **fields)
+    return Planned(planned(options, built, plan), built[0], requested, seconds)
 
 
 def is_plan_file(target: str) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from tabulate import tabulate
 
-from zinf_fx.cli.machine import DEFAULT_HARDWARE, accepted_hardware, hardware_of
+from zinf_fx.cli.machine import DEFAULT_HARDWARE, THIS_MACHINE, accepted_hardware, hardware_of
 from zinf_fx.cli.planning import add_options, plans_of_target
 from zinf_fx.cli.target import HELP
 from zinf_fx.errors import ConfigError, PlanError
@@ -29,7 +29,8 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         help="how long a step takes on given hardware, and what it waits for",
         description="Simulates a step of a plan on described hardware: its time, TFLOP/s per device, how busy each "
         "resource is, and what computing waited for. Operators take the time of their arithmetic or of the bytes that "
-        "they read and write; all else is moved as the plan schedules it. `show-schedule --format html` draws it.",
+        "they read and write, and on this machine the time that they are measured to take; all else is moved as the "
+        "plan schedules it. `show-schedule --format html` draws it.",
     )
     parser.add_argument("target", metavar="TARGET", help=f"{HELP}; or a plan file")
     parser.add_argument(
@@ -49,14 +50,16 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> None:
     """Print what a simulated step does. Raises: ZinfError for whatever of the input can't be used."""
     batches = _batches(options.sweep)
-    plan = plans_of_target(options).only("a simulation")
     hardware = hardware_of(options.hardware)
+    # What is measured holds for the batch that it was measured with.
+    planned = plans_of_target(options, timed=options.hardware == THIS_MACHINE and batches is None)
+    plan = planned.only("a simulation")
     if batches is not None:
         found = {batch: performance_of(with_batch(plan, batch), hardware)[0] for batch in batches}
         text = json.dumps([{"batch": b} | _data(p) for b, p in found.items()]) if options.json else _sweep_table(found)
         print(text if options.json else f"{_title(plan, hardware)}\n\n{text}")
         return
-    performance, simulation = performance_of(plan, hardware)
+    performance, simulation = performance_of(plan, hardware, *planned.seconds)
     if options.json:
         print(json.dumps(_data(performance) | {"timeline": [asdict(one) for one in slices(plan, simulation)]}))
     else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from zinf_fx.errors import PlanError
-from zinf_fx.plan.event_graph import RESOURCES, Resource
+from zinf_fx.plan.event_graph import RESOURCES, Compute, Resource
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.operator_time import compute_seconds, flops_of
 from zinf_fx.plan.schedule import GraphSchedule, Operator, Plan, Tile
@@ -41,9 +41,14 @@ class Performance:
         return self.flops / self.seconds if self.seconds else 0.0
 
 
-def performance_of(plan: Plan, hardware: Hardware) -> tuple[Performance, Simulation]:
-    """Simulate a step. Raises: PlanError for another number of ranks; ConfigError for a dtype without a peak."""
-    simulation = simulate_plan(plan, hardware, compute_seconds(plan, hardware))
+def performance_of(plan: Plan, hardware: Hardware, compute: Compute | None = None) -> tuple[Performance, Simulation]:
+    """Simulate a step.
+
+    `compute`: measured seconds of its operators; default what the hardware's figures say.
+
+    Raises: PlanError for another number of ranks; ConfigError for a dtype without a peak.
+    """
+    simulation = simulate_plan(plan, hardware, compute_seconds(plan, hardware) if compute is None else compute)
     stalled: Counter[Resource] = Counter()
     stalls = simulation.stalls()
     for stall in stalls:

@@ -1,0 +1,90 @@
+"""Operators are timed by running their nodes."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import fx
+
+import zinf_fx
+from zinf_fx.errors import PlanError
+from zinf_fx.explain import plans_of
+from zinf_fx.passes import timing
+from zinf_fx.passes.timing import NodeTimer
+
+
+def _node(call, *values: object) -> fx.Node:
+    graph = fx.Graph()
+    inputs = []
+    for number, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            inputs.append(graph.placeholder(f"x{number}"))
+            inputs[-1].meta["val"] = value
+        else:
+            inputs.append(value)
+    return graph.call_function(call, tuple(inputs))
+
+
+def test_more_work_takes_longer():
+    timer = NodeTimer()
+    small, large = torch.ones(16, 16), torch.ones(768, 768)
+    few = timer.seconds(_node(torch.ops.aten.mm.default, small, small))
+    many = timer.seconds(_node(torch.ops.aten.mm.default, large, large))
+    assert 0 < few < many
+
+
+def test_equal_nodes_are_run_once(monkeypatch):
+    ran = []
+    measured = timing._measured
+    monkeypatch.setattr(timing, "_measured", lambda node: ran.append(node) or measured(node))
+    timer = NodeTimer()
+    tensor = torch.ones(8, 8)
+    first = timer.seconds(_node(torch.ops.aten.relu.default, tensor))
+    assert timer.seconds(_node(torch.ops.aten.relu.default, tensor.clone())) == first
+    assert len(ran) == 1
+    timer.seconds(_node(torch.ops.aten.relu.default, tensor.t().contiguous().t()))  # other strides
+    timer.seconds(_node(torch.ops.aten.sum.dim_IntList, tensor, [0]))
+    timer.seconds(_node(torch.ops.aten.sum.dim_IntList, tensor, [1]))  # another argument
+    assert len(ran) == 4
+
+
+def test_what_a_node_takes_is_measured():
+    def sleep(tensor: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return tensor
+
+    assert NodeTimer().seconds(_node(sleep, torch.ones(2))) >= 0.02
+
+
+def test_a_node_that_cant_be_run_alone_is_named():
+    def fail(tensor: torch.Tensor) -> torch.Tensor:
+        raise ValueError("not like this")
+
+    with pytest.raises(PlanError, match=r"'fail'.*not like this"):
+        NodeTimer().seconds(_node(fail, torch.ones(2)))
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_every_operator_of_a_plan_has_its_seconds(trains):
+    with torch.device("meta"):
+        model = torch.nn.Sequential(
+            torch.nn.Embedding(11, 32), torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 1)
+        )
+        tokens = torch.zeros(3, 5, dtype=torch.int64)
+    seconds = []
+    with torch.set_grad_enabled(trains):
+        (plan,) = plans_of(_Mean(model), (tokens,), zinf_fx.Config(placement="host"), seconds=seconds)
+    (found,) = seconds
+    assert set(found) == {(graph.kind, one.index) for graph in plan.graphs for one in graph.operators}
+    assert all(found[graph.kind, one.index] > 0 for graph in plan.graphs for one in graph.operators if one.flops)
+
+
+class _Mean(torch.nn.Module):
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.model(tokens).mean()
