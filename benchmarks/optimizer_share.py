@@ -132,9 +132,9 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     options = parser()
-    args = options.parse_args()
+    args = options.parse_args(arguments)
     for name in ("layers", "hidden", "heads", "context", "batch", "steps", "rounds"):
         if getattr(args, name) < 1:
             options.error(f"--{name} must be at least 1, not {getattr(args, name)}")

@@ -11,6 +11,7 @@ import pytest
 
 import zinf_fx
 from zinf_fx.cli import main
+from zinf_fx.plan import hardware
 
 TARGET = str(Path(__file__).parents[2] / "examples" / "gpt.py") + ":small"
 
@@ -36,6 +37,15 @@ def test_a_plan_file_is_shown_as_its_model_is(plan_file: Path, capsys: pytest.Ca
         assert main(["show-schedule", *target, "--operators", "1:3"]) == 0
         shown.append(capsys.readouterr().out)
     assert shown[0] == shown[1] and "tokens: embedding" not in shown[0]
+
+
+def test_this_machine_takes_the_seconds_measured_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    monkeypatch.setattr("zinf_fx.cli.machine.measure_machine", lambda store: hardware.load("rtx-4090"))
+    monkeypatch.setattr("zinf_fx.passes.timing._measured", lambda node: 1.0)
+    assert main(["simulate", TARGET, "--placement", "device", "--hardware", "this-machine", "--json"]) == 0
+    slow = json.loads(capsys.readouterr().out)
+    assert main(["simulate", TARGET, "--placement", "device", "--json"]) == 0
+    assert slow["seconds"] > 100 > json.loads(capsys.readouterr().out)["seconds"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,197 @@
+"""Predicted beside measured: a training step of five configurations, simulated and run on this machine.
+
+    python benchmarks/prediction.py                  # minutes
+    python benchmarks/prediction.py --scale 0.5      # smaller models
+
+In each, something else takes most of the time. A prediction is what `zinf-fx simulate --hardware this-machine` makes of
+the plan: the operators' measured seconds, and the measured rates of the disk and the memory. Measuring the machine,
+predicting and training alternate, because both sides of the ratio should see the same machine; the table has the
+medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import torch
+from tabulate import tabulate
+from tqdm import tqdm
+
+import zinf_fx
+from zinf_fx.explain import plans_of
+from zinf_fx.plan.performance import performance_of
+from zinf_fx.runtime.machine import measure_machine
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+from gpt import GPT, GPTConfig, default_dtype, example_batch
+from train_step import machine
+
+OPTIONS = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a batch of sequences of its context, and options of `zinf_fx.offloading`.
+
+    `frozen`: its matrices are not trained, as when adapters are.
+    """
+
+    name: str
+    model: GPTConfig
+    batch: int
+    options: dict[str, object]
+    frozen: bool = False
+
+
+def cases(scale: float) -> list[Case]:
+    """The five, with hidden sizes `scale` times as large."""
+
+    def gpt(layers: int, hidden: int, context: int) -> GPTConfig:
+        return GPTConfig(layers=layers, hidden=max(64, int(hidden * scale) // 64 * 64), heads=8, context=context)
+
+    states = {"parameters": "device", "gradients": "device", "optimizer": "nvme"}
+    activations = {"activations": "nvme"}
+    frozen = {"parameters": "nvme"}
+    return [
+        Case("compute", gpt(6, 768, 256), 8, {"placement": "device"}),
+        Case("disk: frozen weights are read", gpt(6, 2048, 16), 1, {"placement": frozen, "residency": False}, True),
+        Case("disk: states are read and written", gpt(6, 1024, 32), 1, {"placement": states}),
+        Case("activations", gpt(8, 512, 512), 8, {"placement": activations, "activations": "offload"}),
+        Case("everything on NVMe", gpt(6, 1024, 128), 4, {"placement": "nvme"}),
+    ]
+
+
+@dataclass
+class Subject:
+    """A case that trains here, and what was found of it."""
+
+    case: Case
+    store: str
+    measured: list[float] = field(default_factory=list)
+    predicted: list[float] = field(default_factory=list)
+    busy: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.batch = example_batch(self.case.model, self.case.batch)
+        with default_dtype(torch.bfloat16), zinf_fx.offloading(store=self.store, **self.case.options):
+            self.model = self._freeze(GPT(self.case.model))
+        self._loss = torch.compile(self.model, backend="zinf")
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self._optimizer = zinf_fx.optim.AdamW(trained, overlap=False, **OPTIONS)
+        for _ in range(2):
+            self._step()
+
+    def train(self, steps: int) -> None:
+        """Measure some steps, after one."""
+        self._step()
+        for _ in range(steps):
+            start = time.perf_counter()
+            self._step()
+            self.measured.append(time.perf_counter() - start)
+
+    def predict(self) -> None:
+        """Measure what the prediction is made of, and predict."""
+        hardware = measure_machine(self.store)
+        with default_dtype(torch.bfloat16), torch.device("meta"):
+            model = self._freeze(GPT(self.case.model))
+        seconds = []
+        (plan,) = plans_of(model, self.batch, store=self.store, seconds=seconds, **self.case.options)
+        performance, simulation = performance_of(plan, hardware, *seconds)
+        self.predicted.append(performance.seconds)
+        self.busy = simulation.utilisation
+
+    def _freeze(self, model: GPT) -> GPT:
+        for parameter in model.parameters() if self.case.frozen else ():
+            parameter.requires_grad_(parameter.ndim < 2)
+        return model
+
+    def _step(self) -> None:
+        self._loss(*self.batch).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def run(args: argparse.Namespace, store: str) -> list[dict[str, object]]:
+    results = []
+    chosen = cases(args.scale)
+    with tqdm(total=len(chosen) * args.rounds, unit="round", disable=not sys.stderr.isatty()) as bar:
+        for case in chosen:
+            bar.set_postfix_str(case.name)
+            subject = Subject(case, store)
+            for _ in range(args.rounds):
+                subject.predict()
+                subject.train(args.steps)
+                bar.update()
+            measured, predicted = median(subject.measured), median(subject.predicted)
+            results.append(
+                {
+                    "case": case.name,
+                    "parameters": sum(p.numel() for p in subject.model.parameters()),
+                    "measured": measured,
+                    "predicted": predicted,
+                    "ratio": predicted / measured,
+                    "measured_range": (min(subject.measured), max(subject.measured)),
+                    "predicted_range": (min(subject.predicted), max(subject.predicted)),
+                    "busy": subject.busy,
+                }
+            )
+            del subject
+            torch.compiler.reset()
+            gc.collect()
+    return results
+
+
+def table(results: Sequence[dict]) -> str:
+    rows = [
+        [
+            r["case"],
+            f"{r['parameters']:,}",
+            f"{r['measured']:.3f}",
+            "{:.3f}-{:.3f}".format(*r["measured_range"]),
+            f"{r['predicted']:.3f}",
+            "{:.3f}-{:.3f}".format(*r["predicted_range"]),
+            f"{r['ratio']:.2f}",
+            *(f"{r['busy'][name]:.0%}" for name in ("compute", "disk")),
+        ]
+        for r in results
+    ]
+    headers = ["most of the time", "parameters", "measured\ns", "", "predicted\ns", "", "ratio"]
+    headers += ["compute\nbusy", "disk\nbusy"]
+    return tabulate(rows, headers, disable_numparse=True, colalign=("left", *["right"] * (len(headers) - 1)))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = argparse.ArgumentParser(
+        description="Predicted beside measured seconds of a training step.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    options.add_argument("--scale", type=float, default=1.0, help="of the models' hidden sizes")
+    options.add_argument("--rounds", type=int, default=3, help="each measures the machine, predicts and trains")
+    options.add_argument("--steps", type=int, default=3, help="measured steps of a round")
+    options.add_argument("--store", metavar="DIR", help="on the disk to use; default a temporary directory")
+    options.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    args = options.parse_args(arguments)
+    if args.rounds < 1 or args.steps < 1 or not 0 < args.scale <= 4:
+        options.error("--rounds and --steps must be at least 1, --scale above 0 and up to 4")
+    with tempfile.TemporaryDirectory(prefix="prediction-") as directory:
+        results = run(args, args.store or directory)
+    if args.json:
+        print(json.dumps(results))
+    else:
+        print(f"{machine()}; torch {torch.__version__}, {torch.get_num_threads()} threads; bfloat16\n")
+        print(table(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
