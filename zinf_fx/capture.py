@@ -32,7 +32,7 @@ from zinf_fx.plan.digest import digest
 from zinf_fx.plan.memory import most
 from zinf_fx.plan.rates import NOMINAL, Rates
 from zinf_fx.plan.schedule import Fingerprint, GraphKind, Plan, Tile
-from zinf_fx.plan.sharding import Shards
+from zinf_fx.plan.sharding import Groups, Shards
 from zinf_fx.runtime.executor import EXECUTOR, Program, bind_parameters
 from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.rates import measured
@@ -43,7 +43,7 @@ class Capture:
     """One graph of Dynamo's on its way to programs.
 
     `plans`: from files; one of them must be for this graph, and is followed. Without any, the graph is planned.
-    `rates`: what choices are weighed with; default those measured here. `world_size`: how many ranks to plan for;
+    `rates`: what choices are weighed with; default those measured here. `groups`: the ranks to plan for;
     default those that train the model.
 
     Attributes:
@@ -58,11 +58,11 @@ class Capture:
         config: Config,
         plans: Sequence[Plan] = (),
         rates: Rates | None = None,
-        world_size: int | None = None,
+        groups: Groups | None = None,
     ) -> None:
         self.config = config
-        self._together = Ranks.of(config) if world_size is None else ALONE
-        self._ranks = self._together.size if world_size is None else world_size
+        self._together = Ranks.of(config) if groups is None else ALONE
+        self._groups = self._together.groups if groups is None else groups
         self._plans = plans
         self.plan: Plan | None = None
         self.graphs: dict[GraphKind, fx.Graph] = {}
@@ -147,8 +147,9 @@ class Capture:
         for plan in of_kind:
             try:
                 with _named(plan):
-                    if plan.world_size != self._ranks:
-                        raise PlanError(f"it was made for {plan.world_size} ranks, and here are {self._ranks}")
+                    made_for = Groups(plan.replicas, plan.world_size // plan.replicas)
+                    if made_for != self._groups:
+                        raise PlanError(f"it was made for {made_for}, and here are {self._groups}")
                     check_same(plan.fingerprint, fingerprint)
                 return plan
             except PlanError as error:
@@ -214,6 +215,7 @@ class Capture:
         """The tiles of a graph by the name of their token's placeholder."""
         gathered = {node.args[0].name for node in nodes_calling(graph, ops.gather)}
         tiles: dict[str, Tile] = {}
+        ranks = self._groups.shards
         for token in graph.find_nodes(op="placeholder"):
             if token.name not in gathered:
                 continue
@@ -234,9 +236,10 @@ class Capture:
                 dtype=base.dtype,
                 tier=base.tier,
                 gradient_tier=placement.gradients if moves else None,
-                ranks=self._ranks,
-                shard=Shards.of(numel, self._ranks, placement.on_nvme).size if self._ranks > 1 else 0,
-                partitioned=self._ranks > 1 and placement.stage == 3,
+                ranks=ranks,
+                shard=Shards.of(numel, ranks, placement.on_nvme).size if ranks > 1 else 0,
+                partitioned=ranks > 1 and placement.stage == 3,
+                replicas=self._groups.replicas,
             )
         return tiles
 

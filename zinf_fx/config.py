@@ -121,6 +121,9 @@ class Config:
         compute: "eager", the only value so far: compute regions run operator by operator.
         process_group: the ranks that train one model together; None: all of torch.distributed's, where that is
             initialised.
+        mesh: a torch.distributed DeviceMesh in its place. With one dimension, model states are partitioned over it;
+            with two (replicate, shard), over the second, and every index of the first has all of them.
+        gradient_reduction: over the ranks: "mean", or "sum".
         reduce_dtype: of gradients while they are summed over ranks; None: their own.
         collective_timeout: seconds after which a collective that other ranks don't take part in is an error.
     """
@@ -138,6 +141,8 @@ class Config:
     checksum: bool = True
     strict_direct: bool = False
     process_group: object = None
+    mesh: object = None
+    gradient_reduction: str = "mean"
     reduce_dtype: torch.dtype | None = None
     collective_timeout: float = 600.0
     # The default folder is made on demand; one that the user names must exist, so that a typing error is noticed.
@@ -169,8 +174,8 @@ class Config:
         self._check_ranks()
 
     def __deepcopy__(self, memo: dict) -> Config:
-        """This: it doesn't change, and a process group, which Dynamo meets as a part of every stored tensor, has no
-        copy."""
+        """This: it doesn't change, and Dynamo, which meets it as a part of every stored tensor, would copy a process
+        group or a mesh, of which there are no copies."""
         return self
 
     def _check(self, name: str, accepted: Sequence[str], *others: str) -> None:
@@ -185,6 +190,8 @@ class Config:
             torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)
         ):
             raise ConfigError(f"process_group={group!r} is not a torch.distributed.ProcessGroup: see new_group()")
+        self._check_mesh()
+        self._check("gradient_reduction", ("mean", "sum"))
         if isinstance(self.reduce_dtype, str):
             object.__setattr__(self, "reduce_dtype", getattr(torch, self.reduce_dtype, self.reduce_dtype))
         dtypes = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -194,6 +201,23 @@ class Config:
             )
         if not (isinstance(self.collective_timeout, (int, float)) and 0 < self.collective_timeout < math.inf):
             raise ConfigError(f"collective_timeout={self.collective_timeout!r} is not accepted; give seconds, above 0")
+
+    def _check_mesh(self) -> None:
+        mesh = self.mesh
+        if mesh is None:
+            return
+        if self.process_group is not None:
+            raise ConfigError("mesh and process_group both say which ranks train together: give one of them")
+        # Without it, there is no such class either.
+        if not torch.distributed.is_available() or not isinstance(mesh, torch.distributed.DeviceMesh):
+            raise ConfigError(f"mesh={mesh!r} is not a torch.distributed DeviceMesh: see init_device_mesh()")
+        if mesh.ndim not in (1, 2):
+            raise ConfigError(
+                f"mesh={mesh!r} has {mesh.ndim} dimensions; accepted: one (shard), or two (replicate, shard). Of a "
+                "larger one, give a part, as mesh['replicate', 'shard']"
+            )
+        if mesh.get_coordinate() is None:
+            raise ConfigError(f"mesh={mesh!r} is one that this process is not in: give each rank a mesh of its own")
 
     @property
     def activation_tier(self) -> Tier:

@@ -25,6 +25,7 @@ from zinf_fx.errors import ConfigError, PlanError, StoredTensorError, ZinfError
 from zinf_fx.plan.event_graph import Compute
 from zinf_fx.plan.rates import Rates
 from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.sharding import Groups
 from zinf_fx.plan.table import render
 from zinf_fx.runtime.abstract import abstract_parameter
 from zinf_fx.runtime.offload import decided
@@ -36,16 +37,16 @@ def explain(
     *example_inputs: Any,
     config: Config | None = None,
     world_size: int = 1,
+    replicas: int = 1,
     **fields: object,
 ) -> str:
     """The plan of `model(*example_inputs)` as text: a table per graph, and a summary.
 
-    Forward and backward, or inference alone under `torch.no_grad()`, for `world_size` ranks. Options and errors are
-    those of `plans_of`.
+    Forward and backward, or inference alone under `torch.no_grad()`, for `world_size` ranks, in `replicas` groups.
+    Options and errors are those of `plans_of`.
     """
-    return describe(
-        model, plans_of(model, example_inputs, config, world_size=world_size, **fields), Config.of(config, fields)
-    )
+    plans = plans_of(model, example_inputs, config, world_size=world_size, replicas=replicas, **fields)
+    return describe(model, plans, Config.of(config, fields))
 
 
 def describe(model: torch.nn.Module, plans: Sequence[Plan], requested: Config, **layout: Any) -> str:
@@ -73,11 +74,12 @@ def plans_of(
     config: Config | None = None,
     rates: Rates | None = None,
     world_size: int = 1,
+    replicas: int = 1,
     seconds: list[Compute] | None = None,
     **fields: object,
 ) -> list[Plan]:
     """The plans of `model(*example_inputs)` (a mapping: keyword arguments) for `world_size` ranks, one per graph that
-    uses parameters.
+    uses parameters. What is partitioned is so within each of `replicas` groups, as with a two-dimensional mesh.
 
     The model may be ordinary, offloaded, compiled, or on the meta device; it is neither changed nor run. An offloaded
     model keeps the placement it has; the other options apply. `rates`: what choices are weighed with; default those of
@@ -94,7 +96,11 @@ def plans_of(
     model = getattr(model, "_orig_mod", model)
     if not isinstance(world_size, int) or world_size < 1:
         raise ConfigError(f"world_size={world_size!r} is not a number of ranks: give 1 or more")
-    planner = _Planner(_config_in_force(model, config, fields), rates, world_size, seconds)
+    if not isinstance(replicas, int) or replicas < 1 or world_size % replicas:
+        raise ConfigError(f"replicas={replicas!r} is not a number of equal groups that {world_size} ranks divide into")
+    in_force = _config_in_force(model, config, fields)
+    stage = 3 if in_force.placement == "auto" else in_force.placement.stage
+    planner = _Planner(in_force, rates, Groups.of(world_size, replicas, stage), seconds)
     twin = _twin_of(model, planner.config)
     inputs = tree_map_only(torch.Tensor, _off_meta, example_inputs)
     arguments = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
@@ -178,7 +184,7 @@ class _Planner:
 
     config: Config
     rates: Rates | None = None
-    world_size: int = 1
+    groups: Groups = field(default_factory=Groups)
     seconds: list[Compute] | None = None
     plans: list[Plan] = field(default_factory=list)
 
@@ -197,7 +203,7 @@ class _Planner:
         from zinf_fx.capture import Capture
         from zinf_fx.passes.timing import NodeTimer
 
-        capture = Capture(module, inputs, self.config, rates=self.rates, world_size=self.world_size)
+        capture = Capture(module, inputs, self.config, rates=self.rates, groups=self.groups)
         capture.compile()
         if capture.plan is not None and any(graph.tiles for graph in capture.plan.graphs):
             self.plans.append(capture.plan)

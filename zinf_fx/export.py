@@ -20,6 +20,7 @@ def export_plan(
     example_inputs: Sequence[Any] | Mapping[str, Any],
     config: Config | None = None,
     world_size: int = 1,
+    replicas: int = 1,
     hardware: Hardware | None = None,
     **fields: object,
 ) -> Plan:
@@ -32,6 +33,7 @@ def export_plan(
     Args:
         config, fields: the options to plan with, as for `zinf_fx.offload`.
         world_size: ranks that train together.
+        replicas: groups that they divide into, each of which has all model states, as with a two-dimensional mesh.
         hardware: whose rates choices are weighed with (`activations="auto"`); default nominal ones, or measured ones
             for an offloaded model.
 
@@ -39,7 +41,7 @@ def export_plan(
     captured as one graph that uses parameters; StoredTensorError for a parameter that can't be stored.
     """
     rates = rates_of(hardware, model, Config.of(config, fields)) if hardware is not None else None
-    plans = plans_of(model, example_inputs, config, rates, world_size, **fields)
+    plans = plans_of(model, example_inputs, config, rates, world_size, replicas, **fields)
     if len(plans) != 1:
         raise PlanError(
             "no captured graph of the model uses a parameter: there is nothing to plan"

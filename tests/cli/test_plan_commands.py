@@ -77,6 +77,7 @@ def test_simulate_prints_figures_and_a_sweep(plan_file: Path, capsys: pytest.Cap
     ("arguments", "message"),
     [
         (["export-plan", TARGET, "-o", "/tmp/none", "--world-size", "0"], "world_size=0 is not a number of ranks"),
+        (["show-schedule", TARGET, "--world-size", "4", "--replicas", "3"], "4 ranks divide into"),
         (["export-plan", TARGET, "-o", "/nowhere/plan.json", "--placement", "nvme"], "can't be written"),
         (["show-schedule", "/nowhere/plan.json"], "can't be read"),
         (["show-schedule", "PLAN", "--placement", "nvme"], "has its options already: leave placement out"),

@@ -256,6 +256,18 @@ def test_a_training_step():
     assert [job.name for job, _ in found.stalls()[-1].waited_for] == ["reduce_scatter w", "offload w", "write w"]
 
 
+def test_groups_reduce_among_themselves_and_then_with_each_other():
+    """Shards go over the link of a node; and an all-reduce, of two halves of a shard, over that between nodes."""
+    nodes = replace(TWO, nodes=2, between_nodes=Link(BLOCK / 4, 0.0))
+    plan = training()
+    graphs = tuple(
+        replace(graph, tiles=tuple(replace(tile, replicas=2) for tile in graph.tiles)) for graph in plan.graphs
+    )
+    found = timeline(simulate_plan(replace(plan, graphs=graphs, world_size=4), nodes, SECONDS))
+    assert found["allgather w"] == (6, 7)
+    assert found["reduce_scatter w"] == (9, 9 + 1 + 4)
+
+
 def test_gradients_in_host_memory_are_not_written():
     found = simulate_plan(training("host"), TWO, SECONDS)
     assert "write w" not in timeline(found) and timeline(found)["states"] == (12, 12 + 6 + 14)

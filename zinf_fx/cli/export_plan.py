@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> None:
     plan = planned(
         options,
         build(options.target),
-        partial(export_plan, world_size=options.world_size, hardware=hardware, **fields),
+        partial(export_plan, world_size=options.world_size, replicas=options.replicas, hardware=hardware, **fields),
     )
     plan.save(options.output)
     operators = " + ".join(f"{len(graph.operators):,}" for graph in plan.graphs)

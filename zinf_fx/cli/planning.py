@@ -60,6 +60,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-residency", action="store_true", help="move tiles for every use, whatever room there is")
     parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks that train together (default: 1)")
+    parser.add_argument(
+        "--replicas", type=int, default=1, metavar="M", help="groups of them, each with all of the model (default: 1)"
+    )
     parser.add_argument("--inference", action="store_true", help="plan a call under torch.no_grad()")
     parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
 
@@ -89,14 +92,19 @@ def plans_of_target(options: argparse.Namespace, timed: bool = False) -> Planned
     fields = fields_of(options)
     requested = Config.of(None, fields)  # bad options are refused before a model is built
     if is_plan_file(options.target):
-        others = {"inference": options.inference, "world_size": options.world_size != 1}
+        others = {
+            "inference": options.inference,
+            "world_size": options.world_size != 1,
+            "replicas": options.replicas != 1,
+        }
         if given := ", ".join([*fields, *(name for name, is_given in others.items() if is_given)]):
             raise ConfigError(f"a plan file has its options already: leave {given} out, or give module:factory")
         plan = load_plan(options.target)
         return Planned([plan], torch.nn.Module(), plan.config)
     built = build(options.target)
     seconds: list[Compute] = []
-    plan = partial(plans_of, world_size=options.world_size, seconds=seconds if timed else None, **fields)
+    ranks = {"world_size": options.world_size, "replicas": options.replicas}
+    plan = partial(plans_of, seconds=seconds if timed else None, **ranks, **fields)
     return Planned(planned(options, built, plan), built[0], requested, seconds)
 
 

@@ -49,7 +49,7 @@ def _norms_of(tensors: list[StoredTensor], order: float) -> list[torch.Tensor]:
     """The vector norms of all elements, on the tensors' device, in one collective."""
     totals = torch.stack([_part(tensor, order) for tensor in tensors]).to(tensors[0].device)
     reduce = {math.inf: ReduceOp.MAX, -math.inf: ReduceOp.MIN}.get(order, ReduceOp.SUM)
-    tensors[0].storage.ranks.reduce_number(totals, "norms", reduce)
+    tensors[0].storage.ranks.reduce_over_shards(totals, "norms", reduce)
     return list(totals ** (1 / order) if math.isfinite(order) and order else totals)
 
 

@@ -36,8 +36,8 @@ def _run_on_list(operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str
     place = stored[0].storage.device  # that of the numbers, too
     update_in_chunks(rows, place, lambda pieces: operation(pieces["self"], *rest), written={"self"})
     ranks = stored[0].storage.ranks
-    if ranks.size > 1 and operation is aten._amp_foreach_non_finite_check_and_unscale_.default:
-        ranks.reduce_number(rest[0], "whether gradients are finite", torch.distributed.ReduceOp.MAX)
+    if operation is aten._amp_foreach_non_finite_check_and_unscale_.default:
+        ranks.reduce_over_all(rest[0], "whether gradients are finite", torch.distributed.ReduceOp.MAX)
     return None
 
 

@@ -78,8 +78,7 @@ class ParameterStates:
     @property
     def in_shares(self) -> bool:
         """Whether each of many ranks updates its own share only (ZeRO, stage 1)."""
-        storage = self.parameter.storage
-        return storage.ranks.size > 1 and storage.placement.stage >= 1
+        return self.parameter.storage.ranks.shards > 1
 
     @property
     def updated(self) -> range:

@@ -243,7 +243,7 @@ def plan_of(graphs: Sequence[tuple[fx.Graph, GraphContext]]) -> Plan:
     return Plan(
         schedules,
         last.config,
-        max((tile.ranks for tile in last.tiles.values()), default=1),
+        max((tile.ranks * tile.replicas for tile in last.tiles.values()), default=1),
         gradient_buffer=last.gradient_buffer,
         activation_buffer=first.activation_buffer,
         kept=last.kept,

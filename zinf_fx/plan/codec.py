@@ -15,7 +15,7 @@ from zinf_fx.config import Config, Placement
 from zinf_fx.errors import ConfigError, PlanFileError
 
 # Options that say where a job runs, not what it does.
-LOCAL_OPTIONS = frozenset({"store", "checksum", "strict_direct", "process_group", "collective_timeout"})
+LOCAL_OPTIONS = frozenset({"store", "checksum", "strict_direct", "process_group", "mesh", "collective_timeout"})
 LARGEST = 2**63 - 1
 """Of the numbers that a plan file may hold."""
 

@@ -2,7 +2,8 @@
 
 As a ring sends it: of each all-gather and reduce-scatter, a shard to each of the other ranks; of an all-reduce, two.
 With Psi bytes of parameters, a step of data parallelism and of ZeRO's stages 1 and 2 is 2 Psi (N - 1) / N, and one of
-stage 3 is 3 Psi (N - 1) / N, less what stays gathered from forward to backward.
+stage 3 is 3 Psi (N - 1) / N, less what stays gathered from forward to backward. In R groups of S ranks, these are the
+figures for S ranks, and an all-reduce of a shard over the groups adds 2 Psi / S (R - 1) / R.
 """
 
 from __future__ import annotations
@@ -49,11 +50,22 @@ def gathered(tile: Tile) -> int:
 
 def reduced(plan: Plan, tile: Tile) -> int:
     """Bytes that a rank sends while the tile's gradient is reduced."""
-    itemsize = (plan.config.reduce_dtype or tile.dtype).itemsize
-    elements = tile.nbytes // tile.dtype.itemsize
-    if plan.stage == 0:
-        return 2 * (tile.ranks - 1) * -(-elements * itemsize // tile.ranks)
-    return (tile.ranks - 1) * tile.shard * itemsize
+    return reduced_in_group(plan, tile) + reduced_over_groups(plan, tile)
+
+
+def reduced_in_group(plan: Plan, tile: Tile) -> int:
+    """Bytes of it to ranks of its own group, each of which gets its shard."""
+    return (tile.ranks - 1) * _shard_reduced(plan, tile)
+
+
+def reduced_over_groups(plan: Plan, tile: Tile) -> int:
+    """Bytes of it to ranks of other groups, with the same shard."""
+    return 2 * (tile.replicas - 1) * -(-_shard_reduced(plan, tile) // tile.replicas)
+
+
+def _shard_reduced(plan: Plan, tile: Tile) -> int:
+    """Bytes of a rank's shard of the gradient while it is reduced."""
+    return tile.shard_nbytes // tile.dtype.itemsize * (plan.config.reduce_dtype or tile.dtype).itemsize
 
 
 def _gathers(graph: GraphSchedule, there: set[str]) -> list[Tile]:

@@ -21,7 +21,7 @@ from zinf_fx.plan.accounting import (
     started_by_turn,
     tiles_of,
 )
-from zinf_fx.plan.communication import gathered, reduced
+from zinf_fx.plan.communication import gathered, reduced_in_group, reduced_over_groups
 from zinf_fx.plan.hardware import Hardware, Link, Memory
 from zinf_fx.plan.schedule import HEAD, Event, EventKind, GraphKind, GraphSchedule, Plan, Tile
 
@@ -180,12 +180,15 @@ class _Builder:
             return self._disk(hardware.nvme, bytes_read(tile), 0)
         if kind == "upload":
             return _over(hardware.upload, tile.held_nbytes) if tile.tier != "device" else 0.0
-        return _over(hardware.link, gathered(tile))
+        return _over(hardware.link_within(tile.ranks), gathered(tile))
 
     def _reduce(self, tile: Tile) -> None:
         """The gradient of the operator that computed last."""
         self._leaving[tile.label] = self._program
-        if seconds := _over(self._hardware.link, reduced(self._plan, tile)):
+        in_group = self._hardware.link_within(tile.ranks)
+        seconds = _over(in_group, reduced_in_group(self._plan, tile))
+        seconds += _over(self._hardware.link, reduced_over_groups(self._plan, tile))
+        if seconds:
             job = self._add(f"reduce_scatter {tile.label}", "link", seconds, self._program, tile.nbytes)
             self._leaving[tile.label] = (job,)
 

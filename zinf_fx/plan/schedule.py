@@ -42,8 +42,9 @@ class Tile:
         gradient_tier: where its gradient goes; None when the graph computes none for it.
         rows: first row of the parameter and the one behind the last, when the parameter has several tiles.
         activation: whether it is an activation: as flat as it lies in memory, and other values in every step.
-        ranks: how many train the parameter together.
+        ranks: how many it is divided over.
         shard: elements of it, with padding, that one of them is responsible for; 0 with one rank.
+        replicas: how many such groups of ranks train together.
         partitioned: whether each rank has no more than its shard of the parameter between uses.
     """
 
@@ -58,6 +59,7 @@ class Tile:
     ranks: int = 1
     shard: int = 0
     partitioned: bool = False
+    replicas: int = 1
 
     @property
     def label(self) -> str:
@@ -257,6 +259,11 @@ class Plan:
         """Of ZeRO: what is partitioned."""
         placement = self.config.placement
         return 3 if placement == "auto" else placement.stage  # only a model without stored parameters keeps "auto"
+
+    @property
+    def replicas(self) -> int:
+        """How many groups of ranks have all of the model each."""
+        return max((tile.replicas for graph in self.graphs for tile in graph.tiles), default=1)
 
     def graph(self, kind: GraphKind) -> GraphSchedule:
         """The graph of one kind. Raises: KeyError when the plan has none."""

@@ -1,5 +1,5 @@
-"""How the elements of a tensor are divided over ranks: in equal parts, so that every rank's link and disk works on
-every tile (bandwidth-centric partitioning; ZeRO-Infinity, section 6.1)."""
+"""How ranks are grouped, and how the elements of a tensor are divided over those of a group: in equal parts, so that
+every rank's link and disk works on every tile (bandwidth-centric partitioning; ZeRO-Infinity, section 6.1)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,32 @@ from dataclasses import dataclass
 # vectors, for kernels.
 _NVME_ELEMENTS = 2048
 _MEMORY_ELEMENTS = 16
+
+
+@dataclass(frozen=True)
+class Groups:
+    """`replicas` groups of `shards` ranks each: a group has all of a model, divided over its ranks.
+
+    With one group, everything is partitioned over all ranks. With several, as of the ranks of a node each, what is
+    partitioned is gathered within a group (hybrid sharding). Where nothing is partitioned, in data parallelism, each
+    rank is a group by itself.
+    """
+
+    replicas: int = 1
+    shards: int = 1
+
+    @classmethod
+    def of(cls, ranks: int, replicas: int, stage: int) -> Groups:
+        """The grouping of so many ranks, of which `replicas` are to divide into groups, at a stage of ZeRO."""
+        return cls(ranks, 1) if stage == 0 else cls(replicas, ranks // replicas)
+
+    @property
+    def ranks(self) -> int:
+        """Of all groups."""
+        return self.replicas * self.shards
+
+    def __str__(self) -> str:
+        return f"{self.ranks} rank(s)" + (f" in {self.replicas} groups" if 1 < self.replicas < self.ranks else "")
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def check_sound(plan: Plan) -> None:
     if plan.fingerprint is not None:
         _check_fingerprint(plan.fingerprint)
     for graph in plan.graphs:
-        if any(tile.ranks not in (1, plan.world_size) for tile in graph.tiles):
+        if any(tile.ranks * tile.replicas not in (1, plan.world_size) for tile in graph.tiles):
             raise PlanError(f"{graph.kind} graph: a tile is for another number of ranks than {plan.world_size}")
         try:
             _check_graph(graph)
@@ -98,8 +98,8 @@ def _check_tile(number: int, tile: Tile) -> None:
         nbytes *= size
         if nbytes > LARGEST:
             raise PlanError(f"{where} has more bytes than any memory")
-    if tile.ranks < 1 or tile.shard < 0 or tile.ranks * tile.shard * tile.dtype.itemsize > LARGEST:
-        raise PlanError(f"{where} has {tile.ranks} shards of {tile.shard} elements")
+    if tile.ranks < 1 or tile.replicas < 1 or tile.shard < 0 or tile.ranks * tile.shard * tile.dtype.itemsize > LARGEST:
+        raise PlanError(f"{where} has {tile.replicas} times {tile.ranks} shards of {tile.shard} elements")
     if tile.ranks > 1 and tile.ranks * tile.shard * tile.dtype.itemsize < nbytes:
         raise PlanError(f"{where} has more elements than its {tile.ranks} shards of {tile.shard} together")
     if tile.rows is not None:

@@ -198,7 +198,9 @@ def _header(plan: Plan) -> str:
         states = ("parameters", "gradients", "optimizer", "activations")
         lines.append("placement  " + ", ".join(f"{state} on {getattr(placement, state)}" for state in states))
         if plan.world_size > 1:
-            lines.append(f"ranks      ZeRO stage {plan.stage}: {_STAGES[plan.stage]}")
+            groups = f" over the {plan.world_size // plan.replicas} of each of {_count(plan.replicas, 'group')}"
+            hybrid = groups if plan.stage and plan.replicas > 1 else ""
+            lines.append(f"ranks      ZeRO stage {plan.stage}: {_STAGES[plan.stage]}{hybrid}")
     if config.prefetch is None:
         lines.append("prefetch   none: each transfer starts when it is needed")
     else:

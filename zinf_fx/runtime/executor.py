@@ -211,6 +211,7 @@ class Run:
             self._tiers = self._tiers or [Tiers.of(program.plan.config)]
             program.slots.reserve(self._owner, self._tiers[0])
         self._held: dict[int, StagedTile | ShardedTile] = {}
+        self._reducing: Reduction | None = None  # the gradient that began last
         self._in_head = True
         self._begun: dict[int, _PartialGradient] = {}  # by the storage's key
         # In backward, by the storage's key: what is to come of releases and offloads, and of offloads alone.
@@ -270,7 +271,11 @@ class Run:
         parameter = storage.parameter and storage.parameter()
         if parameter is None or not parameter.requires_grad or not _accumulates(parameter):
             return gradient
-        return reduced(parameter, gradient, self._tiles[tile].label)
+        if self._reducing is not None:
+            self._reducing.advance()  # by now, its group has summed it while operators computed
+        found = reduced(parameter, gradient, self._tiles[tile].label)
+        self._reducing = found if isinstance(found, Reduction) else None
+        return found
 
     def offload(self, tile: int, shard: torch.Tensor | Reduction, offset: int | None = None) -> None:
         """Move a gradient to its tier and add it to the parameter's `.grad`, as autograd would."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError, RanksError
+from zinf_fx.plan.sharding import Groups
 
 # Both names since torch 2.13, where the first ones are deprecated.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -47,26 +48,39 @@ class Collective:
 
 
 class Ranks:
-    """A process group, and this process's rank in it; without torch.distributed, one rank alone.
+    """The ranks that train one model, in groups, and this process among them; without torch.distributed, one alone.
 
     Attributes:
-        rank, size: of the group.
+        rank, size: this one's number, and how many there are, in all groups.
+        shard, shards: the same in this rank's group, over which a model is divided.
+        replicas: how many groups there are.
         timeout: after which a collective that does not end is an error.
-        sent_bytes: that this rank sent so far in collectives of model states, as a ring sends them: (size - 1) shards
-            of each all-gather and reduce-scatter, twice as many of each all-reduce (ZeRO, section 7.1).
+        sent_bytes: that this rank sent so far in collectives of model states, as a ring sends them: (shards - 1) shards
+            of each all-gather and reduce-scatter, two parts of each all-reduce to each rank (ZeRO, section 7.1).
     """
 
-    _known: ClassVar[weakref.WeakKeyDictionary[Any, dict[float, Ranks]]] = weakref.WeakKeyDictionary()
+    _known: ClassVar[weakref.WeakKeyDictionary[Any, dict[tuple, Ranks]]] = weakref.WeakKeyDictionary()
     _lock = threading.Lock()
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
-        self._group = group
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.size = 1 if group is None else dist.get_world_size(group)
+    def __init__(
+        self,
+        everyone: dist.ProcessGroup | None,
+        timeout: float,
+        within: dist.ProcessGroup | None = None,
+        across: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`within`: the ranks of this one's group, `across`: those with the same shard, of all groups; None: no others.
+
+        All of `everyone` do this in the same order.
+        """
+        self._everyone, self._within, self._across = everyone, within, across
+        self.rank, self.size = _place_in(everyone)
+        self.shard, self.shards = _place_in(within)
+        _, self.replicas = _place_in(across)
         self.timeout = timedelta(seconds=timeout)
         self.sent_bytes = 0
         # Agreement has a group of its own: a rank that waits in it does not take part in what others do in the first.
-        members = None if group is None else dist.get_process_group_ranks(group)
+        members = None if everyone is None else dist.get_process_group_ranks(everyone)
         # Processes that are in no group, or in another one of the same kind, take no part in making it.
         self._agreement = (
             dist.new_group(members, self.timeout, "gloo", use_local_synchronization=True) if self.size > 1 else None
@@ -81,47 +95,66 @@ class Ranks:
         group: Any = config.process_group
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
+        if config.mesh is not None:
+            group = config.mesh.get_group(config.mesh.ndim - 1)
         if group is None:
             return ALONE
         if dist.get_rank(group) < 0:
             raise ConfigError("process_group is one that this process is not in: give each rank a group of its own")
+        across = config.mesh.get_group(0) if config.mesh is not None and config.mesh.ndim == 2 else None
+        nothing_partitioned = config.placement != "auto" and config.placement.stage == 0
+        key = (config.collective_timeout, nothing_partitioned, across)
         with cls._lock:
-            by_timeout = cls._known.setdefault(group, {})
-            ranks = by_timeout.get(config.collective_timeout)
-            if ranks is None:
-                ranks = by_timeout[config.collective_timeout] = cls(group, config.collective_timeout)
-            return ranks
+            known = cls._known.setdefault(group, {})
+            if key not in known:
+                everyone = group if across is None else _all_of(config.mesh)
+                groups = (None, everyone) if nothing_partitioned else (group, across)
+                known[key] = cls(everyone, config.collective_timeout, *groups)
+            return known[key]
+
+    @property
+    def groups(self) -> Groups:
+        """How they are grouped."""
+        return Groups(self.replicas, self.shards)
 
     @property
     def source(self) -> int:
-        """The global rank of the group's first."""
-        return dist.get_global_rank(self._group, 0)
+        """The global rank of the first of all."""
+        return dist.get_global_rank(self._everyone, 0)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str) -> Collective:
-        """Start to fill `full` with every rank's `shard`, in the order of ranks. `shard` may be its own part of it."""
-        self.sent_bytes += (self.size - 1) * shard.nbytes
-        return self._start(lambda: _all_gather(full, shard, group=self._group, async_op=True), f"all-gather of {what}")
+        """Start to fill `full` with the `shard` of every rank of the group, in their order. `shard` may be its own part
+        of it."""
+        self.sent_bytes += (self.shards - 1) * shard.nbytes
+        return self._start(lambda: _all_gather(full, shard, group=self._within, async_op=True), f"all-gather of {what}")
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, what: str) -> Collective:
-        """Start to sum every rank's `full`; `shard` gets this rank's part."""
-        self.sent_bytes += (self.size - 1) * shard.nbytes
-        start = lambda: _reduce_scatter(shard, full, group=self._group, async_op=True)  # noqa: E731
+        """Start to sum `full` of every rank of the group; `shard` gets this rank's part."""
+        self.sent_bytes += (self.shards - 1) * shard.nbytes
+        start = lambda: _reduce_scatter(shard, full, group=self._within, async_op=True)  # noqa: E731
         return self._start(start, f"reduce-scatter of {what}")
 
-    def all_reduce(self, full: torch.Tensor, what: str) -> Collective:
-        """Start to sum every rank's `full`, in place."""
-        self.sent_bytes += 2 * (self.size - 1) * -(-full.nbytes // self.size)
-        return self._start(lambda: dist.all_reduce(full, group=self._group, async_op=True), f"all-reduce of {what}")
+    def all_reduce(self, shard: torch.Tensor, what: str) -> Collective:
+        """Start to sum the `shard` of every group's rank that has the same one, in place."""
+        self.sent_bytes += 2 * (self.replicas - 1) * -(-shard.nbytes // self.replicas)
+        return self._start(lambda: dist.all_reduce(shard, group=self._across, async_op=True), f"all-reduce of {what}")
 
-    def reduce_number(self, number: torch.Tensor, what: str, operation: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-        """Every rank's `number` (a tensor of few elements) reduced, in place; returned."""
+    def reduce_over_shards(self, numbers: torch.Tensor, what: str, operation: Any = dist.ReduceOp.SUM) -> None:
+        """Reduce `numbers` (few), one of which each rank of the group has for its shard, in place."""
+        if self.shards > 1:
+            with self.naming(f"all-reduce of {what}"):
+                dist.all_reduce(numbers, operation, group=self._within)
+
+    def reduce_over_all(self, number: torch.Tensor, what: str, operation: Any) -> None:
+        """Reduce every rank's `number`, in place."""
         if self.size > 1:
             with self.naming(f"all-reduce of {what}"):
-                dist.all_reduce(number, operation, group=self._group)
-        return number
+                dist.all_reduce(number, operation, group=self._everyone)
 
-    def broadcast(self, value: torch.Tensor, what: str) -> None:
-        """Overwrite `value`, of any dtype and strides, with that of the group's first rank."""
+    def broadcast(self, value: torch.Tensor, what: str, among_shards: bool = True) -> None:
+        """Overwrite `value`, of any dtype and strides, with that of the first of all ranks; or only of those with the
+        same shard, of all groups."""
+        group = self._everyone if among_shards else self._across
         if self.size == 1 or not value.numel():
             return
         for dim, stride in enumerate(value.stride()):
@@ -129,12 +162,12 @@ class Ranks:
                 value = value.narrow(dim, 0, 1)
         flat = value.contiguous()
         with self.naming(f"broadcast of {what}"):
-            dist.broadcast(flat.view(-1).view(torch.uint8), self.source, group=self._group)
+            dist.broadcast(flat.view(-1).view(torch.uint8), dist.get_global_rank(group, 0), group=group)
         if flat is not value:
             value.copy_(flat)
 
     def of_first(self, value: Any, what: str) -> Any:
-        """The `value` of the group's first rank: of what each finds out by itself, and all have to act upon alike."""
+        """The `value` of the first of all ranks: of what each finds out by itself, and all have to act upon alike."""
         if self.size == 1:
             return value
         values = [value]
@@ -177,6 +210,19 @@ class Ranks:
                 f"point, or took longer than collective_timeout ({self.timeout.total_seconds():g} s). "
                 f"torch.distributed says: {error}"
             ) from error
+
+
+def _place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This process's rank in a group, and the group's size."""
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+
+def _all_of(mesh: dist.DeviceMesh) -> dist.ProcessGroup:
+    """The ranks of a mesh, as one group."""
+    members = sorted(mesh.mesh.flatten().tolist())
+    if len(members) == dist.get_world_size():
+        return dist.group.WORLD
+    return dist.new_group(members, use_local_synchronization=True)
 
 
 ALONE = Ranks(None, 1.0)

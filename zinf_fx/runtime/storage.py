@@ -83,8 +83,8 @@ class TensorStorage:
         """
         self._identify(tier, config, numel, dtype)
         self.tiers, self.device, self.ranks = tiers, device, ranks
-        self.shards = Shards.of(numel, ranks.size, config.placement.on_nvme)
-        self.partitioned = partitioned and ranks.size > 1
+        self.shards = Shards.of(numel, ranks.shards, config.placement.on_nvme)
+        self.partitioned = partitioned and ranks.shards > 1
         self.held = self.shards.size if self.partitioned else numel
         self.nbytes = self.held * dtype.itemsize
         # What is under way between where the bytes live and anywhere else.
@@ -181,7 +181,7 @@ class TensorStorage:
     @property
     def own(self) -> range:
         """The elements of the tensor that this rank's shard has."""
-        return self.shards.of_rank(self.ranks.rank)
+        return self.shards.of_rank(self.ranks.shard)
 
     @property
     def first(self) -> int:
@@ -313,11 +313,18 @@ class TensorStorage:
 
     @torch.no_grad()
     def agree(self) -> None:
-        """Where every rank has all elements, and eager code wrote to them, take over those of the first rank."""
-        if not self.agreed and not self.partitioned:
-            self.refresh()
-            self.ranks.broadcast(self.in_memory, self.name)
-            self.written()
+        """Where several ranks have the same elements, and eager code wrote to them, take over those of the first."""
+        if self.agreed or (self.partitioned and self.ranks.replicas == 1):
+            self.agreed = True
+            return
+        self.refresh()
+        window = self.device_window()
+        try:
+            self.ranks.broadcast(window.wait(), self.name, among_shards=not self.partitioned)
+        except BaseException:
+            window.close()
+            raise
+        window.store()
         self.agreed = True
 
     def read_into(self, memory: torch.Tensor, owner: object) -> Ticket:

@@ -97,7 +97,7 @@ class ShardedTile:
 
     @property
     def _slot(self) -> torch.Tensor:
-        first = self._ranks.rank * self._shards.size
+        first = self._ranks.shard * self._shards.size
         return self._full[first : first + self._shards.size]
 
     def upload(self, offset: int | None) -> None:

@@ -138,6 +138,10 @@ class Hardware:
         """What a collective of all ranks sees."""
         return self.in_node if self.nodes == 1 else self.between_nodes
 
+    def link_within(self, ranks: int) -> Link:
+        """What a collective of each group of so many neighbouring ranks sees."""
+        return self.in_node if self.ranks_per_node % ranks == 0 else self.between_nodes
+
     def achieved(self, dtype: str) -> float:
         """FLOP per second of one device that waits for no transfer. Raises: ConfigError for a dtype without a peak."""
         if dtype not in self.peak:

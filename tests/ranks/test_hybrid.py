@@ -1,0 +1,148 @@
+"""Hybrid sharding over a two-dimensional mesh: the training of DistributedDataParallel, in the bytes that the plan
+says; and gradients that are summed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import training
+from ranks.launching import on_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import zinf_fx
+from zinf_fx.errors import ConfigError
+from zinf_fx.explain import plans_of
+from zinf_fx.plan.communication import communication
+from zinf_fx.plan.sharding import Groups, Shards
+
+# Of fp32 sums in another order, over ten steps.
+ROUNDING = 1e-5
+
+
+def mesh_of(replicas: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def compare(rank: int, cases: list[tuple[str, int]], options: dict[str, Any]) -> dict[tuple[str, int], float]:
+    """By preset and number of groups, the largest difference to DistributedDataParallel, in losses and parameters."""
+    losses, parameters = training.train_ddp(**options)
+    found = {}
+    for preset, replicas in cases:
+        mine, trained, _ = training.train_zinf(preset, mesh=mesh_of(replicas), **options)
+        differences = [abs(a - b) for a, b in zip(mine, losses, strict=True)]
+        differences += [(trained[name] - p).abs().max().item() for name, p in parameters.items()]
+        found[preset, replicas] = max(differences)
+    return found
+
+
+def sent(rank: int, preset: str, replicas: int) -> tuple[int, int, int]:
+    """Bytes that this rank sent in a step, that the plan says, and that the formula says."""
+    model = zinf_fx.offload(training.model(), placement=preset, mesh=mesh_of(replicas), residency=False, prefetch=None)
+    run = torch.compile(model, backend="zinf")
+    optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2)
+    counts = []
+    for ((tokens, targets),) in training.batches(3, rank, 1):
+        counts.append(zinf_fx.stats(model).sent_bytes)
+        run(tokens, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    size = dist.get_world_size()
+    (plan,) = plans_of(model, (tokens, targets), world_size=size, replicas=replicas)
+    planned = sum(each.total for each in communication(plan))
+    return counts[2] - counts[1], planned, formula(model, preset, Groups.of(size, replicas, 0 if preset == "dp" else 1))
+
+
+def formula(model: training.Model, preset: str, groups: Groups) -> int:
+    """As in test_presets, of a group; and an all-reduce of each gradient's shard over the groups."""
+    total = 0
+    for name, parameter in model.named_parameters():
+        if "unused" in name:
+            continue
+        shard = 4 * Shards.of(parameter.numel(), groups.shards, parameter.base.config.placement.on_nvme).size
+        gathered = 1 if name.endswith("bias") and "norms" not in name else 2
+        collectives = (
+            gathered if preset in ("zero-3", "infinity-cpu", "infinity-nvme") else int(parameter.requires_grad)
+        )
+        total += (collectives + parameter.requires_grad) * (groups.shards - 1) * shard
+        total += parameter.requires_grad * 2 * (groups.replicas - 1) * -(-shard // groups.replicas)
+    return total
+
+
+def summed(rank: int, placement: str) -> list[float]:
+    """The gradient of a layer whose inputs are 1 on the first rank and 2 on the second, and more, on the others."""
+    model = zinf_fx.offload(nn.Linear(64, 64), placement=placement, gradient_reduction="sum", collective_timeout=20)
+    torch.compile(model, backend="zinf")(torch.full((1, 64), rank + 1.0)).sum().backward()
+    return model.weight.grad.full_tensor().unique().tolist()
+
+
+def refusals(rank: int) -> list[str]:
+    """Errors of what is no mesh to train on."""
+    found = []
+    pair = init_device_mesh("cpu", (2,))
+    for options in (
+        {"mesh": pair, "process_group": dist.group.WORLD},
+        {"mesh": "2x1"},
+        {"mesh": init_device_mesh("cpu", (2, 1, 1))},
+        {"gradient_reduction": "median"},
+    ):
+        with pytest.raises(ConfigError) as raised:
+            zinf_fx.Config(**options)
+        found.append(str(raised.value))
+    return found
+
+
+def written(rank: int, replicas: int) -> list[float]:
+    """What ranks agree on after each wrote something else: only each one's shard was taken over, where it has one."""
+    model = zinf_fx.offload(nn.Linear(64, 64), placement="infinity-nvme", mesh=mesh_of(replicas), collective_timeout=20)
+    with torch.no_grad():
+        model.weight.fill_(float(rank))
+    torch.compile(model, backend="zinf")(torch.ones(1, 64)).sum().backward()
+    return model.weight.full_tensor().unique().tolist()
+
+
+def on_two(rank: int) -> tuple:
+    cases = [("zero-2", 2), ("infinity-nvme", 2), ("zero-1", 1)]
+    return (
+        compare(rank, cases, {"steps": 3, "micro_batches": 2, "clip": 0.5}),
+        [sent(rank, "infinity-nvme", 2), sent(rank, "zero-1", 1)],
+        [summed(rank, "dp"), summed(rank, "zero-3")],
+        written(rank, 2),
+        refusals(rank),
+    )
+
+
+def test_two_ranks_as_two_groups_and_as_one():
+    for differences, counted, sums, values, errors in on_ranks(2, on_two):
+        assert len(differences) == 3 and max(differences.values()) < ROUNDING, differences
+        assert differences["infinity-nvme", 2] == 0.0  # nothing is partitioned: the norm is summed in PyTorch's order
+        for found, planned, expected in counted:
+            assert found == planned == expected
+        assert sums == [[3.0], [3.0]]
+        assert values == [0.0]
+        for error, part in zip(errors, ("both say", "not a torch.distributed", "3 dimensions", "'mean'"), strict=True):
+            assert part in error
+
+
+CASES = [("dp", 2), ("zero-1", 2), ("zero-2", 2), ("zero-3", 2), ("infinity-nvme", 2), ("infinity-cpu", 4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 2, "clip": 0.5}], ids=["plainly", "accumulating, clipped"])
+def test_four_ranks_in_groups_train_as_distributed_data_parallel(options: dict[str, Any]):
+    for differences in on_ranks(4, compare, CASES, options):
+        assert len(differences) == len(CASES) and max(differences.values()) < ROUNDING, differences
+
+
+def counted(rank: int) -> tuple:
+    return {case: sent(rank, *case) for case in CASES}, written(rank, 2)
+
+
+@pytest.mark.slow
+def test_what_four_ranks_in_groups_send_and_agree_on():
+    for found, values in on_ranks(4, counted):
+        assert all(one == planned == expected for one, planned, expected in found.values()), found
+        assert values == [0.0, 1.0]  # each of the second group took over the shard of the first's
