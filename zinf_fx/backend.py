@@ -57,14 +57,16 @@ def _config_in_force(
         return requested
     config = stored.base.config
     check_offloaded(plans, config)
-    for name in _OF_STATES:
+    # Shards of what many ranks train consist of tiles.
+    of_states = (*_OF_STATES, "tile") if stored.storage.ranks.shards > 1 else _OF_STATES
+    for name in of_states:
         given = getattr(requested, name)
         if name in options and given not in ("auto", getattr(config, name)):
             raise ConfigError(
                 f"options give {name}={options[name]!r}, but the model was offloaded with {getattr(config, name)}: "
                 "give it once, where the model is offloaded"
             )
-    return Config.of(config, {k: v for k, v in options.items() if k not in _OF_STATES})
+    return Config.of(config, {k: v for k, v in options.items() if k not in of_states})
 
 
 def _offloading_call(module: fx.GraphModule, config: Config) -> Callable[..., Any]:

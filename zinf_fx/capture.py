@@ -3,7 +3,6 @@ forward and backward together before either runs; the compilers only bind what w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,7 +31,7 @@ from zinf_fx.plan.digest import digest
 from zinf_fx.plan.memory import most
 from zinf_fx.plan.rates import NOMINAL, Rates
 from zinf_fx.plan.schedule import Fingerprint, GraphKind, Plan, Tile
-from zinf_fx.plan.sharding import Groups, Shards
+from zinf_fx.plan.sharding import Groups, shards_of
 from zinf_fx.runtime.executor import EXECUTOR, Program, bind_parameters
 from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.rates import measured
@@ -228,7 +227,8 @@ class Capture:
             base = tensor.base
             # Hooks on a gradient are autograd's to run: such a gradient stays an output.
             moves = tensor.is_leaf and tensor.requires_grad and not tensor.views and not tensor.has_gradient_hooks
-            placement, numel = base.config.placement, math.prod(base.shape)
+            placement = base.config.placement
+            shards = shards_of(base.shape, base.dtype, ranks, base.config) if ranks > 1 else None
             tiles[token.name] = Tile(
                 index=len(tiles),
                 name=self._names[origin.index],
@@ -237,9 +237,10 @@ class Capture:
                 tier=base.tier,
                 gradient_tier=placement.gradients if moves else None,
                 ranks=ranks,
-                shard=Shards.of(numel, ranks, placement.on_nvme).size if ranks > 1 else 0,
+                shard=shards.size if shards else 0,
                 partitioned=ranks > 1 and placement.stage == 3,
                 replicas=self._groups.replicas,
+                segment=shards.segment if shards and len(shards.segments) > 1 else 0,
             )
         return tiles
 

@@ -109,7 +109,8 @@ class Config:
         chunk: bytes of fp32 master weights per chunk of the optimizer step.
         tile: bytes, or a text such as "64MiB", above which a parameter is divided into tiles (ZeRO-Infinity, section
             5.1.3: memory-centric tiling). "auto": tiles as large as fit the budgets; without a budget, or where one
-            tile per parameter fits it, as None: one tile per parameter.
+            tile per parameter fits it, as None: one tile per parameter. Where parameters are divided over ranks, shards
+            consist of tiles, and the option is for where the model is offloaded.
         activations: "keep": what eager PyTorch saves; "recompute": backward computes them again from a few checkpoints,
             chosen for the least peak; a number: from a checkpoint before every so many layers (ZeRO-Infinity,
             equation 3: ci); "offload": what eager PyTorch saves leaves the device; "auto": each is kept, recomputed or

@@ -49,11 +49,13 @@ def batches(steps: int, rank: int, micro_batches: int) -> Iterator[list[tuple[to
         yield [(both[0], both[1]) for both in step]
 
 
-def train_ddp(steps: int = 10, micro_batches: int = 1, clip: float | None = None) -> tuple[list[float], dict]:
+def train_ddp(
+    steps: int = 10, micro_batches: int = 1, clip: float | None = None, eps: float = 1e-8
+) -> tuple[list[float], dict]:
     """Losses of this rank, and the parameters at the end."""
     plain = model()
     wrapped = nn.parallel.DistributedDataParallel(plain, find_unused_parameters=True)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=eps, fused=True)
     losses = _train(wrapped, optimizer, wrapped.no_sync, steps, micro_batches, clip)
     return losses, {name: p.detach() for name, p in plain.named_parameters()}
 
@@ -64,12 +66,13 @@ def train_zinf(
     micro_batches: int = 1,
     clip: float | None = None,
     compiled: bool = True,
+    eps: float = 1e-8,
     **options: object,
 ) -> tuple[list[float], dict, nn.Module]:
     """As `train_ddp`; and the model. Ranks begin with different values: those of the first are taken."""
     stored = zinf_fx.offload(model(seed=dist.get_rank()), placement=placement, **options)
     run = torch.compile(stored, backend="zinf") if compiled else stored
-    optimizer = zinf_fx.optim.AdamW(stored.parameters(), lr=1e-2)
+    optimizer = zinf_fx.optim.AdamW(stored.parameters(), lr=1e-2, eps=eps)
     losses = _train(run, optimizer, zinf_fx.no_sync, steps, micro_batches, clip)
     with zinf_fx.gathered(stored) as values:
         names = [name for name, _ in stored.named_parameters()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -25,7 +25,7 @@ P = TypeVar("P")
 @dataclass(frozen=True)
 class Piece(Generic[P]):
     """`count` consecutive elements of one parameter, from `start` on: a multiple of WINDOW_ALIGNMENT behind the first
-    that this rank updates. `last`: whether it updates none behind them."""
+    of a part that this rank updates. `last`: whether it updates none behind them."""
 
     parameter: P
     start: int
@@ -48,9 +48,9 @@ def chunk_elements(chunk: int, bytes_per_element: int, tiers: Iterable[Tiers]) -
     return max(elements // WINDOW_ALIGNMENT, 1) * WINDOW_ALIGNMENT
 
 
-def cut(parameters: Iterable[tuple[P, range]], elements: int) -> Iterator[tuple[Piece[P], ...]]:
+def cut(parameters: Iterable[tuple[P, Sequence[range]]], elements: int) -> Iterator[tuple[Piece[P], ...]]:
     """Pieces of `parameters`, in order, packed into chunks of at most `elements` elements. With each parameter come
-    the elements of it that this rank updates.
+    the parts of it that this rank updates.
 
     A small parameter is charged for WINDOW_ALIGNMENT elements, so that a chunk of many small ones is bounded too.
     Vectorised kernels treat the end of a tensor differently, so that pieces end where such a kernel would not care.
@@ -59,16 +59,17 @@ def cut(parameters: Iterable[tuple[P, range]], elements: int) -> Iterator[tuple[
     chunk: list[Piece[P]] = []
     room = elements
     for parameter, updated in parameters:
-        start, last = updated.start, False
-        while not last:
-            count = min(updated.stop - start, room)
-            last = start + count == updated.stop
-            chunk.append(Piece(parameter, start, count, last))
-            start += count
-            room -= round_up(max(count, 1), WINDOW_ALIGNMENT)
-            if not room:
-                yield tuple(chunk)
-                chunk, room = [], elements
+        for number, part in enumerate(updated, start=1):
+            start, ends = part.start, False
+            while not ends:
+                count = min(part.stop - start, room)
+                ends = start + count == part.stop
+                chunk.append(Piece(parameter, start, count, ends and number == len(updated)))
+                start += count
+                room -= round_up(max(count, 1), WINDOW_ALIGNMENT)
+                if not room:
+                    yield tuple(chunk)
+                    chunk, room = [], elements
     if chunk:
         yield tuple(chunk)
 

@@ -37,7 +37,7 @@ def open_window(
 ) -> Window | DeviceWindow:
     """A window where `place` computes; `start` counts the tensor's elements, of which these are held."""
     window = storage.window if place.in_host_memory else storage.device_window
-    return window(start - storage.first, count, load=load)
+    return window(storage.position(start), count, load=load)
 
 
 def open_elements(tensor: torch.Tensor, place: Device, start: int, count: int) -> Window | DeviceWindow | Slice:
@@ -57,8 +57,10 @@ def moved(value: Any, place: Device) -> Any:
 
 def copy_into(target: StoredTensor, value: torch.Tensor) -> None:
     """Write the elements of `value`, stored or not, to `target`, a chunk at a time: those that it has here."""
-    if isinstance(value, StoredTensor) and value.storage.partitioned != target.storage.partitioned:
-        value = value.full_tensor()
+    if isinstance(value, StoredTensor):
+        theirs, mine = (storage.partitioned and storage.shards for storage in (value.storage, target.storage))
+        if theirs != mine:
+            value = value.full_tensor()
     for start, count in chunks_of(target):
         source = open_elements(value, CPU, start, count)
         try:
@@ -80,9 +82,9 @@ def chunks_of(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
     has the present version of."""
     elements = tensor.storage.config.chunk // tensor.dtype.itemsize
     elements = max(elements // WINDOW_ALIGNMENT, 1) * WINDOW_ALIGNMENT
-    held = tensor.storage.current
-    for start in range(held.start, held.stop, elements):
-        yield start, min(elements, held.stop - start)
+    for part in tensor.storage.current:
+        for start in range(part.start, part.stop, elements):
+            yield start, min(elements, part.stop - start)
 
 
 @contextmanager
@@ -90,7 +92,7 @@ def _overwritten(target: StoredTensor, start: int, count: int) -> Iterator[torch
     """Elements to set in the block, whose writes then start; no more than two chunks are on their way to the store."""
     storage = target.storage
     storage.tiers.limit_writes(storage.config.chunk)
-    window = storage.window(start - storage.first, count, load=False)
+    window = storage.window(storage.position(start), count, load=False)
     try:
         yield window.wait()
         window.store()

@@ -29,9 +29,9 @@ class Row:
     operands: dict[str, torch.Tensor]
 
     @property
-    def updated(self) -> range:
+    def updated(self) -> tuple[range, ...]:
         """The elements that this rank updates: those of which all operands have the present version here."""
-        return min((tensor.storage.current for tensor in self.stored), key=len)
+        return min((tensor.storage.current for tensor in self.stored), key=lambda parts: sum(map(len, parts)))
 
     @property
     def in_shares(self) -> bool:

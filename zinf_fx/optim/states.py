@@ -81,10 +81,10 @@ class ParameterStates:
         return self.parameter.storage.ranks.shards > 1
 
     @property
-    def updated(self) -> range:
+    def updated(self) -> tuple[range, ...]:
         """The elements that this rank updates: all, or its share."""
         storage = self.parameter.storage
-        return storage.own if self.in_shares else range(storage.numel)
+        return storage.own if self.in_shares else (range(storage.numel),)
 
     @property
     def has_master(self) -> bool:
@@ -147,7 +147,7 @@ class ParameterStates:
         mine = self.tensors[name]
         if value is mine:
             return mine
-        if isinstance(value, StoredTensor) and not value.views and value.dtype == mine.dtype:
+        if _alike(mine, value):
             self.tensors[name] = value
             return value
         return self.copy(name, value)
@@ -163,3 +163,10 @@ class ParameterStates:
         parameter = self.parameter
         storage = parameter.storage.for_state(dtype)
         self.tensors[name] = StoredTensor.of(storage, parameter.shape, parameter.device)
+
+
+def _alike(mine: StoredTensor, value: torch.Tensor) -> bool:
+    """Whether `value` has the same elements in the same places."""
+    if not isinstance(value, StoredTensor) or value.views or value.dtype != mine.dtype:
+        return False
+    return value.storage.shards == mine.storage.shards

@@ -209,7 +209,12 @@ class StreamedStep:
             self._failed(torn)
 
     def _loose_elements(self) -> int:
-        return sum(len(self._stored[p].updated) for parameters in self._loose.values() for p in parameters)
+        return sum(
+            len(elements)
+            for parameters in self._loose.values()
+            for parameter in parameters
+            for elements in self._stored[parameter].updated
+        )
 
     def _cut_loose(self) -> None:
         """Cut what came into chunks."""
@@ -346,7 +351,7 @@ class StreamedStep:
         for name in ("grad_scale", "found_inf"):  # GradScaler's, on the device of the gradients
             if name in vars(inner):
                 setattr(inner, name, moved(vars(inner)[name], chunk.run.place))
-        parts = [(part, range(part.piece.count)) for part in chunk.parts]
+        parts = [(part, (range(part.piece.count),)) for part in chunk.parts]
         for together in cut(parts, AT_A_TIME if chunk.run.place is CPU else self._elements):
             self._update_together(inner, chunk.run, together, scratch)
 

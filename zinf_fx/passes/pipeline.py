@@ -86,14 +86,6 @@ def plan_training(
 def _tile_limits(context: GraphContext) -> Iterator[tuple[int | None, bool]]:
     """The tile limits to plan with (None: no tiling) until the plan fits the budget, and which is the last."""
     budget, tile = context.limit, context.config.tile
-    if any(each.partitioned or each.ranks > 1 for each in context.tiles.values()):
-        if tile not in (None, "auto"):
-            raise PlanError(
-                f"tile={tile} was asked for, and parameters of a model that several ranks train can't be divided into "
-                "tiles yet: leave the option out"
-            )
-        yield None, True
-        return
     if tile != "auto" or budget is None or budget <= 0:
         yield (None if tile == "auto" else tile), True
         return

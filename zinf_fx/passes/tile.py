@@ -56,6 +56,8 @@ def divided(tile: Tile, limit: int) -> tuple[Tile, ...]:
     if tile.nbytes <= limit or len(tile.shape) < 2 or not all(isinstance(size, int) for size in tile.shape):
         return (tile,)
     total, elements = tile.shape[0], math.prod(tile.shape[1:])
+    if tile.ranks > 1:
+        return _in_segments(tile, limit)
     most = max(limit // (elements * tile.dtype.itemsize), 1)
     step = _ALIGNMENT // math.gcd(_ALIGNMENT, elements)
     step = step if step <= most else 1
@@ -68,6 +70,23 @@ def divided(tile: Tile, limit: int) -> tuple[Tile, ...]:
         replace(tile, shape=(end - start, *tile.shape[1:]), rows=(start, end))
         for start, end in zip(starts, ends, strict=True)
     )
+
+
+def _in_segments(tile: Tile, limit: int) -> tuple[Tile, ...]:
+    """The tiles of a parameter that is divided over ranks: of whole segments (see [Note: segments])."""
+    total, elements = math.prod(tile.shape), math.prod(tile.shape[1:])
+    if not tile.segment:
+        return (tile,)
+    each = max(limit // (tile.segment * tile.dtype.itemsize), 1) * tile.segment
+    found: list[Tile] = []
+    left = tile.shard
+    for start in range(0, total, each):
+        end = min(start + each, total)
+        shard = left if end == total else each // tile.ranks
+        left -= shard
+        rows = (start // elements, end // elements)
+        found.append(replace(tile, shape=(rows[1] - rows[0], *tile.shape[1:]), rows=rows, shard=shard))
+    return tuple(found) if len(found) > 1 else (tile,)
 
 
 class _Rewrite:

@@ -259,9 +259,12 @@ def _whole(tiles: Iterable[Tile]) -> list[Tile]:
     """Parameters as one tile each."""
     found: dict[str, Tile] = {}
     for tile in tiles:
-        rows = tile.shape[0] if tile.rows and tile.name in found else 0
         before = found.get(tile.name)
-        found[tile.name] = tile if before is None else replace(before, shape=(before.shape[0] + rows, *tile.shape[1:]))
+        if before is None:
+            found[tile.name] = tile
+        elif tile.rows:
+            shape = (before.shape[0] + tile.shape[0], *tile.shape[1:])
+            found[tile.name] = replace(before, shape=shape, shard=before.shard + tile.shard)
     return list(found.values())
 
 

@@ -45,6 +45,8 @@ class Tile:
         ranks: how many it is divided over.
         shard: elements of it, with padding, that one of them is responsible for; 0 with one rank.
         replicas: how many such groups of ranks train together.
+        segment: elements of the parts that are divided over the ranks by themselves, of which tiles consist; 0: the
+            parameter is not made of any.
         partitioned: whether each rank has no more than its shard of the parameter between uses.
     """
 
@@ -60,6 +62,7 @@ class Tile:
     shard: int = 0
     partitioned: bool = False
     replicas: int = 1
+    segment: int = 0
 
     @property
     def label(self) -> str:

@@ -3,7 +3,14 @@ every rank's link and disk works on every tile (bandwidth-centric partitioning; 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from zinf_fx.config import Config
 
 # Shards of what may live on NVMe are whole blocks of the store in every dtype of at least two bytes; others are whole
 # vectors, for kernels.
@@ -38,27 +45,123 @@ class Groups:
 
 
 @dataclass(frozen=True)
+class Segment:
+    """Consecutive elements of a tensor that are divided over ranks by themselves.
+
+    Attributes:
+        start, count: which of the tensor's they are.
+        ranks: how many there are.
+        shard: elements of each rank's part; of the last ones with padding, or all padding.
+        held: where this part begins among all elements that a rank holds.
+    """
+
+    start: int
+    count: int
+    ranks: int
+    shard: int
+    held: int
+
+    @property
+    def padded(self) -> int:
+        """Elements of all parts together."""
+        return self.ranks * self.shard
+
+    def of_rank(self, rank: int) -> range:
+        """The tensor's elements in one rank's part, without padding."""
+        first, end = (min(number * self.shard, self.count) for number in (rank, rank + 1))
+        return range(self.start + first, self.start + end)
+
+
+@dataclass(frozen=True)
 class Shards:
-    """`numel` elements, flat, in `ranks` shards of `size` elements each; behind the last element follows padding."""
+    """How `numel` elements, flat, are divided over ranks.
+
+    [Note: segments]
+    Each of the tensor's segments, of `segment` elements and what is left in the last, is divided into equal parts, and
+    a rank's shard is its parts of all segments in a row. So a tile of whole segments is gathered, and its gradient
+    reduced, from consecutive elements of every rank's shard, as large as the tile over the ranks. All segments but the
+    last divide without padding: gathered side by side they are the tensor.
+
+    `step`: what the size of a part is a multiple of.
+    """
 
     numel: int
     ranks: int
-    size: int
+    segment: int
+    step: int = 1
 
     @classmethod
     def of(cls, numel: int, ranks: int, on_nvme: bool) -> Shards:
-        """The division over so many ranks. `on_nvme`: whether any state of the parameter lives there: all of them are
-        divided alike."""
-        if ranks == 1:
-            return cls(numel, 1, numel)
-        step = _NVME_ELEMENTS if on_nvme else _MEMORY_ELEMENTS
-        return cls(numel, ranks, -(-numel // (ranks * step)) * step)
+        """The division over so many ranks as one segment. `on_nvme`: whether any state of the parameter lives there:
+        all of them are divided alike."""
+        return cls(numel, ranks, numel, _step(ranks, on_nvme))
+
+    @classmethod
+    def in_tiles(cls, shape: Sequence[int], itemsize: int, ranks: int, on_nvme: bool, limit: int | None) -> Shards:
+        """As `of`, of a parameter that may be divided into tiles of about `limit` bytes, each a segment of whole rows;
+        None: it may not."""
+        whole = cls.of(math.prod(shape), ranks, on_nvme)
+        if limit is None or ranks == 1 or len(shape) < 2 or whole.numel * itemsize <= limit:
+            return whole
+        rows, per_row = shape[0], math.prod(shape[1:])
+        together = ranks * whole.step
+        unit = together // math.gcd(together, per_row)  # of so many rows, each rank gets equal parts
+        most = max(limit // (per_row * itemsize * unit), 1) * unit
+        each = -(-rows // -(-rows // most))
+        each = -(-each // unit) * unit
+        return replace(whole, segment=min(each * per_row, whole.numel))
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """In order; one, if there are no elements."""
+        found: list[Segment] = []
+        held = 0
+        for start in range(0, max(self.numel, 1), max(self.segment, 1)):
+            count = min(self.segment, self.numel - start)
+            shard = -(-count // (self.ranks * self.step)) * self.step
+            found.append(Segment(start, count, self.ranks, shard, held))
+            held += shard
+        return tuple(found)
+
+    @property
+    def size(self) -> int:
+        """Elements of a rank's shard, with padding."""
+        return self.segments[-1].held + self.segments[-1].shard
 
     @property
     def padded(self) -> int:
         """Elements of all shards together."""
         return self.ranks * self.size
 
-    def of_rank(self, rank: int) -> range:
+    def within(self, start: int, count: int) -> tuple[Segment, ...]:
+        """The segments that so many elements from `start` on are."""
+        found = tuple(one for one in self.segments if start <= one.start < start + max(count, 1))
+        assert found and (found[0].start, sum(one.count for one in found)) == (start, count), (self, start, count)
+        return found
+
+    def of_rank(self, rank: int) -> tuple[range, ...]:
         """The elements of one rank's shard, without padding: none of small tensors for the last ranks."""
-        return range(min(rank * self.size, self.numel), min((rank + 1) * self.size, self.numel))
+        parts = [one.of_rank(rank) for one in self.segments]
+        return tuple(part for part in parts if part) or (range(self.numel, self.numel),)
+
+    def position(self, rank: int, element: int) -> int:
+        """Where an element of the rank's shard, or the one behind the last, is in it."""
+        segment = self.segments[min(element // max(self.segment, 1), len(self.segments) - 1)]
+        return segment.held + max(element - segment.of_rank(rank).start, 0)
+
+
+def _step(ranks: int, on_nvme: bool) -> int:
+    return 1 if ranks == 1 else _NVME_ELEMENTS if on_nvme else _MEMORY_ELEMENTS
+
+
+# Of the least budget, the smallest tiles that "auto" tries.
+_SMALLEST_TILE = 64
+
+
+def shards_of(shape: Sequence[int], dtype: torch.dtype, ranks: int, config: Config) -> Shards:
+    """The division of a parameter over the ranks of a group: with segments of the size of `Config.tile`."""
+    limit = config.tile
+    if limit == "auto":
+        budgets = [budget for budget in (config.device_memory, config.host_memory) if budget is not None]
+        limit = max(min(budgets) // _SMALLEST_TILE, 1) if budgets else None
+    return Shards.in_tiles(shape, dtype.itemsize, ranks, config.placement.on_nvme, limit)

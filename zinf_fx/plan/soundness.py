@@ -98,7 +98,13 @@ def _check_tile(number: int, tile: Tile) -> None:
         nbytes *= size
         if nbytes > LARGEST:
             raise PlanError(f"{where} has more bytes than any memory")
-    if tile.ranks < 1 or tile.replicas < 1 or tile.shard < 0 or tile.ranks * tile.shard * tile.dtype.itemsize > LARGEST:
+    if (
+        tile.ranks < 1
+        or tile.replicas < 1
+        or tile.segment < 0
+        or tile.shard < 0
+        or tile.ranks * tile.shard * tile.dtype.itemsize > LARGEST
+    ):
         raise PlanError(f"{where} has {tile.replicas} times {tile.ranks} shards of {tile.shard} elements")
     if tile.ranks > 1 and tile.ranks * tile.shard * tile.dtype.itemsize < nbytes:
         raise PlanError(f"{where} has more elements than its {tile.ranks} shards of {tile.shard} together")

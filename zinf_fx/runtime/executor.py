@@ -16,7 +16,14 @@ from zinf_fx.errors import StoredTensorError
 from zinf_fx.plan.schedule import HEAD, GraphKind, Plan, Tile
 from zinf_fx.runtime.activations import ActivationSlots
 from zinf_fx.runtime.freelist import round_up
-from zinf_fx.runtime.gradients import accumulate_gradient, accumulate_gradient_part, begin_gradient, reduced
+from zinf_fx.runtime.gradients import (
+    accumulate_gradient,
+    accumulate_gradient_part,
+    begin_gradient,
+    reduced,
+    reduced_part,
+    take_unreduced,
+)
 from zinf_fx.runtime.leases import PAGE
 from zinf_fx.runtime.reduction import Reduction
 from zinf_fx.runtime.storage import TensorStorage
@@ -214,6 +221,7 @@ class Run:
         self._reducing: Reduction | None = None  # the gradient that began last
         self._in_head = True
         self._begun: dict[int, _PartialGradient] = {}  # by the storage's key
+        self._unreduced: dict[int, _PartialGradient] = {}  # the same
         # In backward, by the storage's key: what is to come of releases and offloads, and of offloads alone.
         self._uses_left: Counter[int] = Counter()
         self._gradients_left: Counter[int] = Counter()
@@ -273,7 +281,11 @@ class Run:
             return gradient
         if self._reducing is not None:
             self._reducing.advance()  # by now, its group has summed it while operators computed
-        found = reduced(parameter, gradient, self._tiles[tile].label)
+        planned = self._tiles[tile]
+        if planned.rows is None:
+            found = reduced(parameter, gradient, planned.label)
+        else:
+            found = self._reduced_part(storage.key, parameter, planned, gradient)
         self._reducing = found if isinstance(found, Reduction) else None
         return found
 
@@ -299,7 +311,7 @@ class Run:
             parameter.grad = shard
             return
         if self._tiles[tile].gradient_tier == "nvme":
-            nbytes = round_up(self._tiles[tile].nbytes, PAGE)
+            nbytes = round_up(self._tiles[tile].gradient_nbytes(self._program.plan.stage), PAGE)
             storage.tiers.limit_writes(max(self._program.plan.gradient_buffer - nbytes, 0))
         if self._tiles[tile].rows is None:
             accumulate_gradient(parameter, shard, offset)
@@ -342,14 +354,31 @@ class Run:
             if storage.consumer is not None and not storage.backwards_due and parameter is not None:
                 storage.consumer.arrived(parameter)
 
+    def _reduced_part(
+        self, key: int, parameter: StoredTensor, tile: Tile, gradient: torch.Tensor
+    ) -> torch.Tensor | Reduction:
+        """The gradient of one of a parameter's tiles on its way over the ranks, the first time with what this rank
+        accumulated by itself."""
+        if (taken := take_unreduced(parameter)) is not None:
+            self._unreduced[key] = _PartialGradient(parameter, self._starts(key), taken)
+        waits = self._unreduced.get(key)
+        before = waits.before if waits is not None and tile.start in waits.missing else None
+        found = reduced_part(parameter, tile.start, gradient, tile.label, before)
+        if before is not None:
+            waits.missing.remove(tile.start)
+        return found
+
+    def _starts(self, key: int) -> set[int]:
+        """The first elements of a parameter's tiles."""
+        return {t.start for s, t in zip(self._storages, self._tiles, strict=True) if s is not None and s.key == key}
+
     def _offload_part(
-        self, key: int, parameter: StoredTensor, tile: Tile, shard: torch.Tensor, offset: int | None
+        self, key: int, parameter: StoredTensor, tile: Tile, shard: torch.Tensor | Reduction, offset: int | None
     ) -> None:
         """Add to a range of the gradient, or write it where this run is the first to; it began with no values."""
         if parameter.grad is None:
-            begin_gradient(parameter)
-            ranges = {t.start for s, t in zip(self._storages, self._tiles, strict=True) if s.key == key}
-            self._begun[key] = _PartialGradient(parameter, ranges)
+            begin_gradient(parameter, isinstance(shard, Reduction))
+            self._begun[key] = _PartialGradient(parameter, self._starts(key))
         begun = self._begun.get(key)
         first = begun is not None and tile.start in begun.missing
         accumulate_gradient_part(parameter, tile.start, shard, first=first, offset=offset)
@@ -361,6 +390,9 @@ class Run:
         for begun in self._begun.values():
             if begun.missing:
                 begun.parameter.grad = None
+        for begun in self._unreduced.values():
+            if begun.parameter.grad is None:
+                begun.parameter.grad = begun.before
         if self._uses_left:
             for consumer in {storage.consumer for storage in self._storages if storage.consumer is not None}:
                 consumer.interrupted(error)
@@ -371,10 +403,14 @@ class Run:
 
 @dataclass
 class _PartialGradient:
-    """A new gradient that arrives tile by tile, and the first elements of the tiles that have not arrived."""
+    """A new gradient that arrives tile by tile, and the first elements of the tiles that have not arrived.
+
+    `before`: of this rank alone, what is to be added to each tile's once.
+    """
 
     parameter: StoredTensor
     missing: set[int]
+    before: StoredTensor | None = None
 
 
 def _bind(module: fx.GraphModule, index: Mapping[tuple[str, int], int]) -> fx.GraphModule:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from zinf_fx.errors import StoredTensorError
+from zinf_fx.plan.sharding import Segment
 from zinf_fx.runtime.reduction import Reduction, synchronises
+from zinf_fx.runtime.storage import TensorStorage
 from zinf_fx.runtime.stored_tensor import StoredTensor, implement_arrival
 
 
@@ -41,6 +45,32 @@ def reduced(parameter: StoredTensor, gradient: torch.Tensor, name: str) -> torch
     return Reduction(parameter.storage, gradient, name)
 
 
+def take_unreduced(parameter: StoredTensor) -> StoredTensor | None:
+    """The `grad` of this rank alone, if a backward pass is to reduce it now, tile by tile; it is None then."""
+    before = parameter.grad
+    if not (synchronises() and isinstance(before, StoredTensor) and before.storage.unreduced):
+        return None
+    parameter.grad = None
+    return before
+
+
+def reduced_part(
+    parameter: StoredTensor, start: int, gradient: torch.Tensor, name: str, before: StoredTensor | None
+) -> torch.Tensor | Reduction:
+    """As `reduced`, for the elements from `start` on. `before`: a gradient to which it is to be added."""
+    grad = parameter.grad
+    stays = isinstance(grad, StoredTensor) and grad.storage.unreduced
+    if parameter.storage.ranks.size == 1 or not (synchronises() or (grad is not None and not stays)):
+        return gradient
+    if before is not None:
+        window = before.storage.device_window(start, gradient.numel()).read_only()
+        try:
+            gradient = gradient + window.wait().view(gradient.shape)
+        finally:
+            window.close()
+    return Reduction(parameter.storage, gradient, name, start)
+
+
 def accumulate_gradient(parameter: StoredTensor, gradient: torch.Tensor | Reduction, offset: int | None = None) -> None:
     """Add `gradient` to the parameter's `grad`, as autograd would, on the tier of gradients. `offset`: where in the
     host arena's region it passes through, on its way to NVMe.
@@ -50,7 +80,7 @@ def accumulate_gradient(parameter: StoredTensor, gradient: torch.Tensor | Reduct
     if isinstance(gradient, Reduction):
         average = gradient.wait()
         if not gradient.whole:
-            _accumulate_share(parameter, average, offset)
+            _accumulate_share(parameter, gradient.segments, average, offset)
             return
         gradient = average
     elif parameter.storage.ranks.size > 1 and parameter.grad is None:
@@ -75,55 +105,84 @@ def _unreduced(parameter: StoredTensor, gradient: torch.Tensor) -> StoredTensor:
     return StoredTensor.of(storage, parameter.shape, parameter.device)
 
 
-def _accumulate_share(parameter: StoredTensor, share: torch.Tensor, offset: int | None) -> None:
+def _accumulate_share(
+    parameter: StoredTensor, segments: Sequence[Segment], share: torch.Tensor, offset: int | None
+) -> None:
     """Add to this rank's share of the parameter's `grad`. `share` has the size of a shard."""
     with torch.no_grad():
         if first := parameter.grad is None:
             parameter.grad = _new_gradient(parameter, share.dtype)
-        elif not isinstance(parameter.grad, StoredTensor) or parameter.grad.views:
-            raise StoredTensorError(
-                f"the `grad` of a stored parameter of shape {tuple(parameter.shape)} was set to a tensor that this "
-                "rank's share of a gradient can't be added to: set it to None, or change it with zinf_fx.gathered()"
-            )
-        storage = parameter.grad.storage
+        storage = _storage_of_shares(parameter)
         if first and storage.partitioned:
             storage.set_held(share, offset)
-            return
-        own = storage.own
-        window = storage.device_window(own.start - storage.first, len(own), load=not first, offset=offset)
-        try:
-            values = window.wait()
-            values.copy_(share[: len(own)]) if first else values.add_(share[: len(own)])
-        except BaseException:
-            window.close()
-            raise
-        window.store()
-        storage.stale = not storage.partitioned
+        else:
+            _add_share(storage, segments, share, first, offset)
 
 
-def begin_gradient(parameter: StoredTensor) -> None:
-    """Give the parameter a `grad` on the tier of gradients, whose values are undefined."""
-    parameter.grad = _new_gradient(parameter, parameter.dtype)
+def _storage_of_shares(parameter: StoredTensor) -> TensorStorage:
+    """Of the parameter's `grad`. Raises: StoredTensorError for one that only has whole values."""
+    if not isinstance(parameter.grad, StoredTensor) or parameter.grad.views:
+        raise StoredTensorError(
+            f"the `grad` of a stored parameter of shape {tuple(parameter.shape)} was set to a tensor that this "
+            "rank's share of a gradient can't be added to: set it to None, or change it with zinf_fx.gathered()"
+        )
+    return parameter.grad.storage
+
+
+def _add_share(
+    storage: TensorStorage, segments: Sequence[Segment], share: torch.Tensor, first: bool, offset: int | None
+) -> None:
+    """Add `share`, this rank's parts of some segments in a row, or if `first`, write it."""
+    if storage.partitioned:
+        _add_elements(storage, segments[0].held, share, first, offset)
+        return
+    for one in segments:
+        own, held = one.of_rank(storage.ranks.shard), one.held - segments[0].held
+        _add_elements(storage, own.start, share[held : held + len(own)], first, offset)
+        offset = None  # is the place of one
+    storage.stale = True
+
+
+def _add_elements(storage: TensorStorage, start: int, values: torch.Tensor, first: bool, offset: int | None) -> None:
+    """Add `values` to the elements held from `start` on, or if `first`, write them."""
+    window = storage.device_window(start, values.numel(), load=not first, offset=offset)
+    try:
+        elements = window.wait().view(values.shape)
+        elements.copy_(values) if first else elements.add_(values)
+    except BaseException:
+        window.close()
+        raise
+    window.store()
+
+
+def begin_gradient(parameter: StoredTensor, reduced: bool) -> None:
+    """Give the parameter a `grad` on the tier of gradients, whose values are undefined; unless it is to be `reduced`,
+    of this rank alone."""
+    if reduced or parameter.storage.ranks.size == 1:
+        parameter.grad = _new_gradient(parameter, parameter.dtype)
+        return
+    storage = parameter.storage.for_gradient(partitioned=False)
+    storage.unreduced = True
+    parameter.grad = StoredTensor.of(storage, parameter.shape, parameter.device)
 
 
 def accumulate_gradient_part(
-    parameter: StoredTensor, start: int, gradient: torch.Tensor, *, first: bool, offset: int | None = None
+    parameter: StoredTensor, start: int, gradient: torch.Tensor | Reduction, *, first: bool, offset: int | None = None
 ) -> None:
     """Add `gradient` to the elements of the parameter's `grad` from `start` on, or if `first`, write them; `offset` as
     for `accumulate_gradient`."""
     grad = parameter.grad
     with torch.no_grad():
+        if isinstance(gradient, Reduction):
+            value = gradient.wait()
+            if not gradient.whole:
+                _add_share(_storage_of_shares(parameter), gradient.segments, value, first, offset)
+                return
+            gradient = value
         if not isinstance(grad, StoredTensor) or grad.views:
             grad.view(-1)[start : start + gradient.numel()].add_(gradient.reshape(-1))
             return
-        window = grad.storage.device_window(start, gradient.numel(), load=not first, offset=offset)
-        try:
-            values = window.wait().view(gradient.shape)
-            values.copy_(gradient) if first else values.add_(gradient)
-        except BaseException:
-            window.close()
-            raise
-        window.store()
+        _add_elements(grad.storage, start, gradient, first, offset)
 
 
 def _take(parameter: StoredTensor) -> None:

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError, StoredTensorError
+from zinf_fx.plan.sharding import shards_of
 from zinf_fx.runtime.auto_placement import choose
 from zinf_fx.runtime.device import device_of
 from zinf_fx.runtime.gradients import accumulate_gradient, reduced, reserve_gradient
@@ -133,9 +134,10 @@ def _reserved(parameter: torch.nn.Parameter, tiers: Tiers, config: Config) -> St
     """A stored parameter without a value yet, to take the place of `parameter`."""
     placement, ranks = config.placement, Ranks.of(config)
     numel, dtype, device = parameter.numel(), parameter.dtype, device_of(parameter.device)
+    shards = shards_of(parameter.shape, dtype, ranks.shards, config)
     with torch.inference_mode(False):  # a model may be evaluated before it is trained
         storage = TensorStorage(
-            tiers, placement.parameters, config, numel, dtype, device, ranks, partitioned=placement.stage == 3
+            tiers, placement.parameters, config, numel, dtype, device, ranks, placement.stage == 3, shards
         )
         twin = StoredTensor.of(storage, parameter.shape, parameter.device, requires_grad=parameter.requires_grad)
         if parameter.grad is not None:

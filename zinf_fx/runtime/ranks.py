@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError, RanksError
-from zinf_fx.plan.sharding import Groups
+from zinf_fx.plan.sharding import Groups, Segment
 
 # Both names since torch 2.13, where the first ones are deprecated.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -127,6 +127,17 @@ class Ranks:
         of it."""
         self.sent_bytes += (self.shards - 1) * shard.nbytes
         return self._start(lambda: _all_gather(full, shard, group=self._within, async_op=True), f"all-gather of {what}")
+
+    def all_gather_segments(
+        self, full: torch.Tensor, shard: torch.Tensor, segments: Sequence[Segment], what: str
+    ) -> list[Collective]:
+        """As `all_gather`, of consecutive segments: `shard` has the parts of all in a row."""
+        started: list[Collective] = []
+        for one in segments:
+            first, held = one.start - segments[0].start, one.held - segments[0].held
+            part = shard[held : held + one.shard]
+            started.append(self.all_gather(full[first : first + one.padded], part, what))
+        return started
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, what: str) -> Collective:
         """Start to sum `full` of every rank of the group; `shard` gets this rank's part."""

@@ -34,47 +34,55 @@ def synchronises() -> bool:
 
 
 class Reduction:
-    """A gradient that is being reduced over the ranks of its parameter's storage.
+    """A gradient, or that of some segments (see [Note: segments]), on its way over the ranks of its storage.
 
     The ranks of a group sum what each gets of its shard; then the ranks with the same shard, of all groups. It is
     summed in `Config.reduce_dtype`.
 
     Attributes:
+        segments: that it is of.
         whole: whether this rank gets all of it, because every rank is a group by itself.
     """
 
-    def __init__(self, storage: TensorStorage, gradient: torch.Tensor, name: str) -> None:
-        """Start to reduce `gradient`, which is not changed. `name`: the tile's, for errors."""
-        self._ranks, self._what, shards = storage.ranks, f"the gradient of {name}", storage.shards
+    def __init__(self, storage: TensorStorage, gradient: torch.Tensor, name: str, start: int = 0) -> None:
+        """Start to reduce `gradient`, which is not changed: of the elements from `start` on. `name`: the tile's, for
+        errors."""
+        self._ranks, self._what = storage.ranks, f"the gradient of {name}"
         self._shape, self._dtype = gradient.shape, gradient.dtype
-        flat = gradient.new_empty(shards.padded, dtype=storage.config.reduce_dtype or gradient.dtype)
-        elements = flat[: shards.numel]
-        elements.view(gradient.shape).copy_(gradient)
+        count = gradient.numel()
+        self.whole = self._ranks.shards == 1
+        self.segments = () if self.whole else storage.shards.within(start, count)
+        padded = count if self.whole else sum(one.padded for one in self.segments)
+        flat = gradient.new_empty(padded, dtype=storage.config.reduce_dtype or gradient.dtype)
+        flat[:count].view(gradient.shape).copy_(gradient)
         if storage.config.gradient_reduction == "mean":
             # Divided first, as DistributedDataParallel does: the sum of many could overflow fp16.
-            elements.mul_(1 / self._ranks.size)
-        flat[shards.numel :].zero_()
-        self.whole = self._ranks.shards == 1
-        self._in_group: Collective | None = None
+            flat[:count].mul_(1 / self._ranks.size)
+        flat[count:].zero_()
+        self._source: torch.Tensor | None = flat  # is read until the collectives are over
+        self._in_group: list[Collective] = []
         self._over_groups: Collective | None = None
         self._result = flat
-        if not self.whole:
-            self._result = flat.new_empty(shards.size)
-            self._in_group = self._ranks.reduce_scatter(self._result, flat, self._what)
-            self._source = flat  # is read until the collective is over
-        else:
+        if self.whole:
             self.advance()
+            return
+        self._result = flat.new_empty(sum(one.shard for one in self.segments))
+        for one in self.segments:
+            first, held = one.start - start, one.held - self.segments[0].held
+            mine, full = self._result[held : held + one.shard], flat[first : first + one.padded]
+            self._in_group.append(self._ranks.reduce_scatter(mine, full, self._what))
 
     def advance(self) -> None:
         """When the ranks of the group have summed, start to sum over the groups."""
-        if self._in_group is not None:
-            self._in_group.wait()
-            self._in_group = self._source = None
+        for collective in self._in_group:
+            collective.wait()
+        self._in_group, self._source = [], None
         if self._ranks.replicas > 1 and self._over_groups is None:
             self._over_groups = self._ranks.all_reduce(self._result, self._what)
 
     def wait(self) -> torch.Tensor:
-        """What was reduced, in the gradient's dtype: flat, with padding, this rank's shard; or in its shape, all."""
+        """What was reduced, in the gradient's dtype: flat, with padding, this rank's parts of the segments; or all of
+        it, in its shape."""
         self.advance()
         if self._over_groups is not None:
             self._over_groups.wait()

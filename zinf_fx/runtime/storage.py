@@ -20,7 +20,7 @@ from zinf_fx.plan.sharding import Shards
 from zinf_fx.runtime.buffers import aligned_empty
 from zinf_fx.runtime.device import CPU, Device
 from zinf_fx.runtime.leases import PAGE, Buffer, Ticket
-from zinf_fx.runtime.ranks import ALONE, Ranks
+from zinf_fx.runtime.ranks import ALONE, Collective, Ranks
 from zinf_fx.runtime.tiers import DelayedWrite, Tiers
 from zinf_fx.runtime.windows import DeviceWindow, Under, Window
 
@@ -52,7 +52,7 @@ class TensorStorage:
 
     [Note: shards in storages]
     `numel` counts the tensor's elements, `held` those that are here. `value` and `set` are about the whole tensor, and
-    collective where it is partitioned. Windows are about what is held: element `first` of the tensor is its first.
+    collective where it is partitioned. Windows are about what is held: `position` says where in it an element is.
     Where every rank has all elements, but each updates its own share only (ZeRO, stages 1 and 2), a storage is `stale`
     from an update until the other shares are gathered, before the next look at the whole.
 
@@ -76,14 +76,15 @@ class TensorStorage:
         device: Device = CPU,
         ranks: Ranks = ALONE,
         partitioned: bool = False,
+        shards: Shards | None = None,
     ) -> None:
-        """Reserve space on `tier`; for one shard, if `partitioned` over `ranks`.
+        """Reserve space on `tier`; for one shard, if `partitioned` over `ranks`. `shards`: how; default in one segment.
 
         Raises: StoreError when there is not enough, before anything else is changed.
         """
         self._identify(tier, config, numel, dtype)
         self.tiers, self.device, self.ranks = tiers, device, ranks
-        self.shards = Shards.of(numel, ranks.shards, config.placement.on_nvme)
+        self.shards = shards or Shards.of(numel, ranks.shards, config.placement.on_nvme)
         self.partitioned = partitioned and ranks.shards > 1
         self.held = self.shards.size if self.partitioned else numel
         self.nbytes = self.held * dtype.itemsize
@@ -179,14 +180,13 @@ class TensorStorage:
         return memory
 
     @property
-    def own(self) -> range:
+    def own(self) -> tuple[range, ...]:
         """The elements of the tensor that this rank's shard has."""
         return self.shards.of_rank(self.ranks.shard)
 
-    @property
-    def first(self) -> int:
-        """The element of the tensor that is the first one held."""
-        return self.own.start if self.partitioned else 0
+    def position(self, element: int) -> int:
+        """Where an element of the tensor is among those held."""
+        return self.shards.position(self.ranks.shard, element) if self.partitioned else element
 
     @property
     def in_shares(self) -> bool:
@@ -195,9 +195,9 @@ class TensorStorage:
         return self.partitioned or self.stale
 
     @property
-    def current(self) -> range:
+    def current(self) -> tuple[range, ...]:
         """The elements of the tensor that are here, in their present version."""
-        return self.own if self.in_shares else range(self.numel)
+        return self.own if self.in_shares else (range(self.numel),)
 
     @property
     def in_host_memory(self) -> bool:
@@ -221,7 +221,8 @@ class TensorStorage:
     def like(self, tier: Tier, dtype: torch.dtype | None = None, partitioned: bool = False) -> TensorStorage:
         """New, uninitialised storage for a tensor of as many elements."""
         tiers, dtype = self.usable_tiers(), dtype or self.dtype
-        return TensorStorage(tiers, tier, self.config, self.numel, dtype, self.device, self.ranks, partitioned)
+        how = (self.device, self.ranks, partitioned, self.shards)
+        return TensorStorage(tiers, tier, self.config, self.numel, dtype, *how)
 
     def window(
         self, start: int = 0, count: int | None = None, *, load: bool = True, offset: int | None = None
@@ -290,7 +291,9 @@ class TensorStorage:
         full = torch.empty(self.shards.padded, dtype=self.dtype, device=self.device.torch_device)
         window = self.device_window().read_only()
         try:
-            self.ranks.all_gather(full, window.wait(), self.name).wait()
+            shard = window.wait()
+            for collective in self.ranks.all_gather_segments(full, shard, self.shards.segments, self.name):
+                collective.wait()
         finally:
             window.close()
         return full[: self.numel]
@@ -327,10 +330,10 @@ class TensorStorage:
         window.store()
         self.agreed = True
 
-    def read_into(self, memory: torch.Tensor, owner: object) -> Ticket:
-        """Start reading all that is held into `memory`, in `owner`'s buffer."""
+    def read_into(self, memory: torch.Tensor, owner: object, start: int = 0) -> Ticket:
+        """Start reading what is held from `start` on into `memory`, in `owner`'s buffer."""
         self.settle()
-        return self._read(0, memory, owner)
+        return self._read(start, memory, owner)
 
     def snapshot(self) -> torch.Tensor:
         """`value()`, in the same memory for all who hold it at a time, until the bytes are written. To be read only."""
@@ -359,8 +362,10 @@ class TensorStorage:
         self.stale = False
 
     def _shard_of(self, value: torch.Tensor) -> torch.Tensor:
-        own = self.own
-        return _padded(value.reshape(-1)[own.start : own.stop], self.held)
+        flat, rank = value.reshape(-1), self.ranks.shard
+        parts = [(flat[own.start : own.stop], one.shard) for one in self.shards.segments for own in [one.of_rank(rank)]]
+        padded = [_padded(*part) for part in parts]
+        return padded[0] if len(padded) == 1 else torch.cat(padded)
 
     @torch.no_grad()
     def set_held(self, value: torch.Tensor, offset: int | None = None) -> None:
@@ -487,21 +492,24 @@ class _Refresh:
     """Fills a storage that every rank has with the shares that others updated."""
 
     def __init__(self, storage: TensorStorage) -> None:
-        own, shards = storage.own, storage.shards
-        self._elements = storage.in_memory
-        whole = shards.padded == shards.numel
-        self._full = self._elements if whole else self._elements.new_empty(shards.padded)
-        shard = (
-            self._full[own.start : own.stop] if whole else _padded(self._elements[own.start : own.stop], shards.size)
-        )
-        self._collective = storage.ranks.all_gather(self._full, shard, storage.name)
+        elements = storage.in_memory
+        self._collectives: list[Collective] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # of a segment with padding, which has no room there
+        for one in storage.shards.segments:
+            own = one.of_rank(storage.ranks.shard)
+            mine, full = elements[own.start : own.stop], elements[one.start : one.start + one.count]
+            if one.padded > one.count:
+                mine, target, full = _padded(mine, one.shard), full, elements.new_empty(one.padded)
+                self._copies.append((target, full))
+            self._collectives.append(storage.ranks.all_gather(full, mine, storage.name))
 
     def wait(self) -> None:
         """Return when every share is there."""
-        self._collective.wait()
-        if self._full is not self._elements:
-            self._elements.copy_(self._full[: self._elements.numel()])
-            self._full = self._elements
+        for collective in self._collectives:
+            collective.wait()
+        while self._copies:
+            target, full = self._copies.pop()
+            target.copy_(full[: target.numel()])
 
 
 def _padded(elements: torch.Tensor, size: int) -> torch.Tensor:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from zinf_fx import ops
 from zinf_fx.config import Config, Tier
 from zinf_fx.errors import StoredTensorError
+from zinf_fx.plan.sharding import shards_of
 from zinf_fx.runtime.device import device_of
 from zinf_fx.runtime.storage import TensorStorage
 
@@ -137,7 +138,9 @@ class StoredTensor(torch.Tensor):
             raise StoredTensorError("to_local() of a view of a partitioned tensor: ask for that of the whole tensor")
         window = storage.device_window()
         try:
-            return window.wait()[: len(storage.own)].clone()
+            held = window.wait()
+            own = [held[storage.position(part.start) :][: len(part)] for part in storage.own]
+            return torch.cat(own)
         finally:
             window.close()
 
@@ -318,6 +321,9 @@ class StoredTensor(torch.Tensor):
     def _stored_again(self, dtype: torch.dtype, device: torch.device) -> StoredTensor:
         """A new stored tensor with this value, on the same tier and partitioned alike."""
         storage, target = self.storage, device_of(device)
+        shards = storage.shards
+        if dtype != self.base.dtype or self.views:
+            shards = shards_of(self.shape, dtype, storage.ranks.shards, storage.config)
         twin = TensorStorage(
             storage.tiers,
             storage.tier,
@@ -327,6 +333,7 @@ class StoredTensor(torch.Tensor):
             target,
             storage.ranks,
             storage.partitioned,
+            shards,
         )
         twin.set(self._gather())
         twin.agreed, twin.unreduced = storage.agreed, storage.unreduced

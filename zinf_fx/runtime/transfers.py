@@ -10,6 +10,7 @@ import weakref
 import torch
 
 from zinf_fx.errors import RanksError, StoreError
+from zinf_fx.plan.sharding import Segment
 from zinf_fx.runtime.leases import Buffer, Ticket
 from zinf_fx.runtime.ranks import Collective
 from zinf_fx.runtime.storage import TensorStorage
@@ -65,40 +66,42 @@ class StagedTile:
 
 
 class ShardedTile:
-    """A parameter of which this rank has a shard, on its way to the device: fetched, uploaded, then all-gathered.
+    """A tile of which this rank has a shard, on its way to the device: fetched, uploaded, then all-gathered.
 
     As `StagedTile`. Where the device computes in host memory, the shard is read to its place in the whole.
     """
 
     def __init__(self, storage: TensorStorage, start: int, count: int, offset: int | None = None) -> None:
-        assert start == 0 and count == storage.numel, "a partitioned parameter is one tile"
         self.key = (storage.key, start, count)
         self.holds = 0
         self.version: int | None = storage.version
         self._count, self._device = count, storage.device
-        self._ranks, self._shards, self._counters = storage.ranks, storage.shards, storage.tiers.counters
+        self._ranks, self._counters = storage.ranks, storage.tiers.counters
+        self._segments = storage.shards.within(start, count)
+        self._padded = sum(one.padded for one in self._segments)
         self._name = storage.name
         self._nbytes = count * storage.dtype.itemsize
         self._full: torch.Tensor | None = None
         self._buffer: Buffer | None = None
         self._window: Window | DeviceWindow | None = None
-        self._ticket: Ticket | None = None
-        self._gathering: Collective | None = None
+        self._tickets: list[Ticket] = []
+        self._gathering: list[Collective] = []
+        held, shard = self._segments[0].held, sum(one.shard for one in self._segments)
         if storage.device.in_host_memory:
-            self._buffer = storage.tiers.lease(self._shards.padded * storage.dtype.itemsize, offset)
-            self._full = self._buffer.tensor((self._shards.padded,), storage.dtype)
+            self._buffer = storage.tiers.lease(self._padded * storage.dtype.itemsize, offset)
+            self._full = self._buffer.tensor((self._padded,), storage.dtype)
             if storage.in_host_memory:
-                self._window = storage.window().read_only()
+                self._window = storage.window(held, shard).read_only()
             elif count:
-                self._ticket = storage.read_into(self._slot, self._buffer)
+                self._tickets = [storage.read_into(self._slot(s), self._buffer, s.held) for s in self._segments]
         else:
-            self._window = storage.device_window(offset=offset).read_only()
+            self._window = storage.device_window(held, shard, offset=offset).read_only()
             self._dtype = storage.dtype
 
-    @property
-    def _slot(self) -> torch.Tensor:
-        first = self._ranks.shard * self._shards.size
-        return self._full[first : first + self._shards.size]
+    def _slot(self, segment: Segment) -> torch.Tensor:
+        """The place of this rank's part of a segment in the whole."""
+        first = segment.start - self._segments[0].start + self._ranks.shard * segment.shard
+        return self._full[first : first + segment.shard]
 
     def upload(self, offset: int | None) -> None:
         """Start to copy the shard to the device. The place at `offset` is for the whole, and not used yet."""
@@ -110,34 +113,41 @@ class ShardedTile:
 
     def allgather(self, name: str) -> None:
         """Start to gather all shards, once this rank's is here. `name`: for errors."""
-        if self._gathering is not None:
+        if self._gathering:
             return
         if self._full is None:
-            self._full = torch.empty(self._shards.padded, dtype=self._dtype, device=self._device.torch_device)
-        if self._ticket is not None:
-            self._ticket.wait()
-        shard = self._slot if self._window is None else self._window.wait()
-        self._gathering = self._ranks.all_gather(self._full, shard, name)
+            self._full = torch.empty(self._padded, dtype=self._dtype, device=self._device.torch_device)
+        if self._window is not None:
+            shard = self._window.wait()
+            self._gathering = self._ranks.all_gather_segments(self._full, shard, self._segments, name)
+            return
+        for ticket in self._tickets:
+            ticket.wait()
+        for one in self._segments:
+            first = one.start - self._segments[0].start
+            full = self._full[first : first + one.padded]
+            self._gathering.append(self._ranks.all_gather(full, self._slot(one), name))
 
     def wait(self) -> torch.Tensor:
         """The tile's elements, flat; counts the time for which compute had to wait."""
         started = time.perf_counter()
         self.allgather(self._name)
-        self._gathering.wait()
+        for collective in self._gathering:
+            collective.wait()
         self._counters.stall_seconds += time.perf_counter() - started
         self._counters.gathered_bytes += self._nbytes
         return self._full[: self._count]
 
     def close(self) -> None:
         """Give the buffers back, once nothing writes to them."""
-        if self._ticket is not None:
+        for ticket in self._tickets:
             with contextlib.suppress(StoreError):
-                self._ticket.wait()
-        if self._gathering is not None:
+                ticket.wait()
+        for collective in self._gathering:
             with contextlib.suppress(RanksError):
-                self._gathering.wait()
-            if self._gathering.failed:
-                return  # what may still be written to is never used again
+                collective.wait()
+        if any(collective.failed for collective in self._gathering):
+            return  # what may still be written to is never used again
         if self._window is not None:
             self._window.close()
         self._full = None

@@ -1,0 +1,46 @@
+"""How elements are divided over ranks: every one is some rank's, and tiles are consecutive in every shard."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zinf_fx.plan.sharding import Groups, Shards
+
+
+@given(
+    st.tuples(st.integers(0, 300), st.integers(0, 70)),
+    st.integers(1, 9),
+    st.booleans(),
+    st.one_of(st.none(), st.integers(1, 20_000)),
+)
+def test_every_element_is_in_one_shard(shape: tuple[int, int], ranks: int, on_nvme: bool, limit: int | None):
+    shards = Shards.in_tiles(shape, 4, ranks, on_nvme, limit)
+    found: list[int] = []
+    for rank in range(ranks):
+        positions = []
+        for part in shards.of_rank(rank):
+            found += part
+            positions += [shards.position(rank, part.start), shards.position(rank, part.start) + len(part)]
+        assert positions == sorted(positions) and positions[-1] <= shards.size
+    assert sorted(found) == list(range(shape[0] * shape[1]))
+    for one, following in pairwise(shards.segments):
+        assert one.padded == one.count and one.count % max(shape[1], 1) == 0  # whole rows, without padding
+        assert (one.start + one.count, one.held + one.shard) == (following.start, following.held)
+    assert shards.padded == ranks * shards.size >= shards.numel
+
+
+def test_segments_are_of_the_size_asked_for():
+    shards = Shards.in_tiles((1000, 64), 4, 4, on_nvme=False, limit=64 * 4 * 250)
+    assert [one.count // 64 for one in shards.segments] == [250, 250, 250, 250]
+    assert shards.of_rank(1)[2] == range(64 * 500 + 4000, 64 * 500 + 8000)
+    assert [one.start // 64 for one in shards.within(64 * 250, 64 * 500)] == [250, 500]
+    with pytest.raises(AssertionError):
+        shards.within(64, 64 * 250)
+
+
+def test_without_partitioning_every_rank_is_a_group():
+    assert Groups.of(8, 2, 3) == Groups(2, 4) and Groups.of(8, 2, 0) == Groups(8, 1)

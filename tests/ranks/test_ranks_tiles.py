@@ -1,0 +1,140 @@
+"""Parameters in tiles, each divided over the ranks: the training of DistributedDataParallel, in the plan's bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import training
+from ranks.launching import on_ranks
+from torch import nn
+from torch.nn import functional as F
+
+import zinf_fx
+from zinf_fx.errors import BudgetError
+from zinf_fx.explain import plans_of
+from zinf_fx.plan.communication import communication
+from zinf_fx.plan.sharding import Shards
+
+# Of fp32 sums in another order, over three steps.
+ROUNDING = 1e-5
+TILE = 2500
+# So large that the optimizer doesn't blow up the rounding of gradients that are next to nothing.
+EPSILON = 1e-4
+
+
+def compare(rank: int, placements: tuple[str, ...], options: dict[str, Any]) -> dict[str, float]:
+    """By placement, the largest difference to DistributedDataParallel, in losses and parameters."""
+    losses, parameters = training.train_ddp(**options)
+    found = {}
+    for placement in placements:
+        mine, trained, _ = training.train_zinf(placement, tile=TILE, **options)
+        differences = [abs(a - b) for a, b in zip(mine, losses, strict=True)]
+        differences += [(trained[name] - p).abs().max().item() for name, p in parameters.items()]
+        found[placement] = max(differences)
+    return found
+
+
+class Wide(nn.Module):
+    """Of which rows of 64 elements are in shards of whole blocks: an embedding that is the head, and linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(700, 64)
+        self.up, self.down = nn.Linear(64, 300), nn.Linear(300, 64)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        x = x + self.down(torch.tanh(self.up(x)))
+        return F.cross_entropy(F.linear(x, self.tokens.weight).flatten(0, 1), tokens.flatten())
+
+
+def train(run: nn.Module, parameters: list, optimizer: torch.optim.Optimizer, rank: int, sent=lambda: 0) -> list[int]:
+    """What `sent` says after each step."""
+    generator = torch.Generator().manual_seed(rank)
+    found = []
+    for _ in range(3):
+        run(torch.randint(700, (2, 9), generator=generator)).backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(sent())
+    return found
+
+
+def from_disk(rank: int, replicas: int) -> tuple[float, int, int, int, int]:
+    """The largest difference to DistributedDataParallel; bytes sent in a step, and planned; how many tiles the largest
+    parameter has; and bytes by which the host arena took more than planned."""
+    size = torch.distributed.get_world_size()
+    plain = Wide()
+    train(
+        nn.parallel.DistributedDataParallel(plain),
+        list(plain.parameters()),
+        torch.optim.AdamW(plain.parameters(), 1e-3, eps=EPSILON, fused=True),
+        rank,
+    )
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (replicas, size // replicas))
+    options = {"placement": "nvme", "tile": "32KiB", "residency": False, "prefetch": None}
+    model = zinf_fx.offload(Wide(), mesh=mesh, **options)
+    held = {name: parameter.to_local().numel() for name, parameter in model.named_parameters()}
+    if replicas == 1:
+        assert held["tokens.weight"] < 700 * 64 * 0.8
+    optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-3, eps=EPSILON)
+    run = torch.compile(model, backend="zinf")
+    sent = train(run, list(model.parameters()), optimizer, rank, lambda: zinf_fx.stats(model).sent_bytes)
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    difference = max((mine.full_tensor() - theirs).abs().max().item() for mine, theirs in pairs)
+    tokens = torch.zeros(2, 9, dtype=torch.int64)
+    (plan,) = plans_of(model, (tokens,), world_size=size, replicas=replicas)
+    tiles = [tile for tile in plan.graph("backward").tiles if tile.name == "tokens.weight"]
+    assert max(tile.gathered_nbytes for tile in tiles) <= 32 << 10  # never is all of it on one rank
+    planned = sum(each.total for each in communication(plan))
+    stats = zinf_fx.stats(model)
+    return difference, sent[2] - sent[1], planned, len(tiles), stats.peak_host_bytes - stats.planned_host_bytes
+
+
+def refused(rank: int) -> None:
+    """What shards consist of is decided where the model is offloaded."""
+    model = zinf_fx.offload(nn.Linear(64, 300), placement="host", collective_timeout=20)
+    with pytest.raises(Exception, match="give it once, where the model is offloaded"):
+        torch.compile(model, backend="zinf", options={"tile": "16KiB"})(torch.ones(1, 64))
+
+
+def test_tiles_are_found_that_fit_a_budget():
+    tokens = torch.zeros(2, 9, dtype=torch.int64)
+    options = {"placement": "nvme", "prefetch": None, "world_size": 2}
+    with pytest.raises(BudgetError):
+        plans_of(Wide(), (tokens,), device_memory="300KiB", tile=None, **options)
+    (plan,) = plans_of(Wide(), (tokens,), device_memory="300KiB", **options)
+    tiles = [tile for tile in plan.graph("backward").tiles if tile.name == "tokens.weight"]
+    assert len(tiles) > 1 and sum(tile.shape[0] for tile in tiles) == 700
+    whole = Shards.in_tiles((700, 64), 4, 2, on_nvme=True, limit=1)
+    assert sum(tile.shard for tile in tiles) == whole.size
+    assert all(tile.gathered_nbytes < 700 * 64 * 4 / 2 for tile in tiles)
+
+
+def on_two(rank: int) -> tuple:
+    refused(rank)
+    options = {"steps": 3, "micro_batches": 2, "clip": 0.5, "eps": EPSILON}
+    return compare(rank, ("dp", "zero-1", "zero-3"), options), from_disk(rank, 1)
+
+
+def test_two_ranks_train_in_tiles_as_distributed_data_parallel():
+    for differences, (difference, sent, planned, tiles, over) in on_ranks(2, on_two):
+        assert len(differences) == 3 and max(differences.values()) < ROUNDING, differences
+        assert difference < ROUNDING and sent == planned and tiles > 4 and over <= 0
+
+
+def on_four(rank: int) -> tuple:
+    options = {"steps": 3, "micro_batches": 2, "eps": EPSILON}
+    return compare(rank, ("zero-2", "infinity-cpu", "zero-offload"), options), from_disk(rank, 1), from_disk(rank, 2)
+
+
+@pytest.mark.slow
+def test_four_ranks_train_in_tiles_as_distributed_data_parallel():
+    for differences, *disk in on_ranks(4, on_four):
+        assert len(differences) == 3 and max(differences.values()) < ROUNDING, differences
+        for difference, sent, planned, tiles, over in disk:
+            assert difference < ROUNDING and sent == planned and tiles > 4 and over <= 0
