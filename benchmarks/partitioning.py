@@ -3,10 +3,10 @@
     python benchmarks/partitioning.py [--stores DIR [DIR ...]] [--ranks 1 2 4] [--parameters 16] [--mib 32]
 
 Bandwidth-centric partitioning (ZeRO-Infinity, section 6.1): every rank reads its shard of a parameter from its own
-store, and an all-gather makes it whole. The other way, ZeRO-Offload's: one rank owns a whole parameter, reads it, and
-broadcasts it. Both go over the same parameters in order, three on their way at a time, and take turns; a figure is the
-bytes of whole parameters that every rank has at the end, per second. Rank k uses the k-th of the stores (again from
-the first, where there are fewer): what shards gain depends on how many disks they are.
+store, and an all-gather makes it whole. The other way, ZeRO-Offload's (`partition="owner"`): one rank owns a whole
+parameter, reads it, and broadcasts it. Both go over the same parameters in order, three on their way at a time, and
+take turns; a figure is the bytes of whole parameters that every rank has at the end, per second. Rank k uses the k-th
+of the stores (again from the first, where there are fewer): what shards gain depends on how many disks they are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
@@ -29,8 +29,6 @@ import torch.distributed as dist
 from tabulate import tabulate
 
 import zinf_fx
-from zinf_fx.runtime.storage import TensorStorage
-from zinf_fx.runtime.tiers import Tiers
 from zinf_fx.runtime.transfers import Staging
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -38,14 +36,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from train_step import machine
 
 TOGETHER = 3
+WAYS = {"shards": "shards", "owners": "owner"}
 
 
-def gather_shards(parameters: Sequence[zinf_fx.StoredTensor]) -> None:
-    """Each parameter on every rank, from all ranks' shards; as a planned graph does it, through the host arena."""
+def bring(parameters: Sequence[zinf_fx.StoredTensor]) -> None:
+    """Each parameter to every rank, as a planned graph does it, through the host arena."""
     staging, held = Staging(), deque()
 
     def use_first() -> None:
-        for storage, _ in list(held)[:2]:  # the next one's all-gather goes on meanwhile
+        for storage, _ in list(held)[:2]:  # the next one's collective goes on meanwhile
             staging.allgather(storage, 0, storage.numel, "a parameter")
         _, tile = held.popleft()
         tile.wait()
@@ -59,61 +58,21 @@ def gather_shards(parameters: Sequence[zinf_fx.StoredTensor]) -> None:
         use_first()
 
 
-def broadcast_from_owners(storages: Sequence[TensorStorage | None], numel: int, dtype: torch.dtype) -> None:
-    """Each parameter on every rank, from the one rank that has it. `storages`: None of those that others own."""
-    size = dist.get_world_size()
-    opened: deque[tuple[int, object, torch.Tensor]] = deque()
-    under_way: deque[tuple[dist.Work, object]] = deque()
-    buffers = [torch.empty(numel, dtype=dtype) for _ in range(TOGETHER)]
-
-    def broadcast() -> None:
-        number, window, buffer = opened.popleft()
-        value = buffer if window is None else window.wait()
-        under_way.append((dist.broadcast(value, number % size, async_op=True), window))
-
-    def arrive() -> None:
-        work, window = under_way.popleft()
-        work.wait()
-        if window is not None:
-            window.close()
-
-    for number, storage in enumerate(storages):
-        window = None if storage is None else storage.window()
-        opened.append((number, window, buffers[number % TOGETHER]))
-        if len(opened) == TOGETHER - 1:
-            broadcast()
-        if len(under_way) == TOGETHER - 1:
-            arrive()
-    while opened:
-        broadcast()
-    while under_way:
-        arrive()
-
-
 def measure(store: Path, parameters: int, nbytes: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of each way, in turns, on this rank among all."""
     numel, dtype = nbytes // 2, torch.bfloat16
-    config = zinf_fx.Config(store=store, placement="nvme")
-    stored = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(numel, dtype=dtype)) for _ in range(parameters))
-    zinf_fx.offload(stored, config)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    owned: list[TensorStorage | None] = []
-    for number in range(parameters):
-        mine = number % size == rank
-        owned.append(TensorStorage(Tiers.of(config), "nvme", config, numel, dtype) if mine else None)
-        if mine:
-            owned[-1].set(torch.randn(numel, dtype=dtype))
-    Tiers.of(config).drain()
-    ways: dict[str, Callable[[], None]] = {
-        "shards": lambda: gather_shards(list(stored)),
-        "owners": lambda: broadcast_from_owners(owned, numel, dtype),
-    }
+    ways: dict[str, list[zinf_fx.StoredTensor]] = {}
+    for way, partition in WAYS.items():
+        stored = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(numel, dtype=dtype)) for _ in range(parameters))
+        config = zinf_fx.Config(store=store, placement="nvme", partition=partition)
+        ways[way] = list(zinf_fx.offload(stored, config))
+        ways[way][0].storage.tiers.drain()
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(rounds + 1):
-        for way, run in ways.items():
+        for way, stored in ways.items():
             dist.barrier()
             started = time.perf_counter()
-            run()
+            bring(stored)
             dist.barrier()
             if turn:  # the first warms up
                 seconds[way].append(time.perf_counter() - started)

@@ -18,7 +18,16 @@ from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.stored_tensor import StoredTensor
 
 # Options that the stored states of a model were made with: they can't be others for one of its graphs.
-_OF_STATES = ("placement", "store", "process_group", "mesh", "gradient_reduction", "reduce_dtype", "collective_timeout")
+_OF_STATES = (
+    "placement",
+    "store",
+    "process_group",
+    "mesh",
+    "partition",
+    "gradient_reduction",
+    "reduce_dtype",
+    "collective_timeout",
+)
 
 
 def zinf(

@@ -31,7 +31,7 @@ from zinf_fx.plan.digest import digest
 from zinf_fx.plan.memory import most
 from zinf_fx.plan.rates import NOMINAL, Rates
 from zinf_fx.plan.schedule import Fingerprint, GraphKind, Plan, Tile
-from zinf_fx.plan.sharding import Groups, shards_of
+from zinf_fx.plan.sharding import Groups, Owners, shards_of
 from zinf_fx.runtime.executor import EXECUTOR, Program, bind_parameters
 from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.rates import measured
@@ -228,7 +228,8 @@ class Capture:
             # Hooks on a gradient are autograd's to run: such a gradient stays an output.
             moves = tensor.is_leaf and tensor.requires_grad and not tensor.views and not tensor.has_gradient_hooks
             placement = base.config.placement
-            shards = shards_of(base.shape, base.dtype, ranks, base.config) if ranks > 1 else None
+            owner = Owners(base.config, ranks).next(0)  # whichever: a plan is the same for all
+            shards = shards_of(base.shape, base.dtype, ranks, base.config, owner) if ranks > 1 else None
             tiles[token.name] = Tile(
                 index=len(tiles),
                 name=self._names[origin.index],
@@ -241,6 +242,7 @@ class Capture:
                 partitioned=ranks > 1 and placement.stage == 3,
                 replicas=self._groups.replicas,
                 segment=shards.segment if shards and len(shards.segments) > 1 else 0,
+                owned=ranks > 1 and owner is not None,
             )
         return tiles
 

@@ -124,6 +124,9 @@ class Config:
             initialised.
         mesh: a torch.distributed DeviceMesh in its place. With one dimension, model states are partitioned over it;
             with two (replicate, shard), over the second, and every index of the first has all of them.
+        partition: how what is partitioned is divided: "shards", every parameter in equal parts over all ranks, so that
+            each rank's disk and link works on every tile (bandwidth-centric partitioning; ZeRO-Infinity, section 6.1);
+            "owner": every parameter is whole at one rank, which broadcasts it (ZeRO-Offload), to compare with.
         gradient_reduction: over the ranks: "mean", or "sum".
         reduce_dtype: of gradients while they are summed over ranks; None: their own.
         collective_timeout: seconds after which a collective that other ranks don't take part in is an error.
@@ -143,6 +146,7 @@ class Config:
     strict_direct: bool = False
     process_group: object = None
     mesh: object = None
+    partition: str = "shards"
     gradient_reduction: str = "mean"
     reduce_dtype: torch.dtype | None = None
     collective_timeout: float = 600.0
@@ -192,6 +196,7 @@ class Config:
         ):
             raise ConfigError(f"process_group={group!r} is not a torch.distributed.ProcessGroup: see new_group()")
         self._check_mesh()
+        self._check("partition", ("shards", "owner"))
         self._check("gradient_reduction", ("mean", "sum"))
         if isinstance(self.reduce_dtype, str):
             object.__setattr__(self, "reduce_dtype", getattr(torch, self.reduce_dtype, self.reduce_dtype))

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zinf_fx.plan.sharding import Groups, Shards
+from zinf_fx import Config
+from zinf_fx.plan.sharding import Groups, Owners, Shards
 
 
 @given(
@@ -16,21 +17,24 @@ from zinf_fx.plan.sharding import Groups, Shards
     st.integers(1, 9),
     st.booleans(),
     st.one_of(st.none(), st.integers(1, 20_000)),
+    st.booleans(),
 )
-def test_every_element_is_in_one_shard(shape: tuple[int, int], ranks: int, on_nvme: bool, limit: int | None):
-    shards = Shards.in_tiles(shape, 4, ranks, on_nvme, limit)
+def test_every_element_is_in_one_shard(
+    shape: tuple[int, int], ranks: int, on_nvme: bool, limit: int | None, owned: bool
+):
+    shards = Shards.in_tiles(shape, 4, ranks, on_nvme, limit, ranks - 1 if owned else None)
     found: list[int] = []
     for rank in range(ranks):
         positions = []
         for part in shards.of_rank(rank):
             found += part
             positions += [shards.position(rank, part.start), shards.position(rank, part.start) + len(part)]
-        assert positions == sorted(positions) and positions[-1] <= shards.size
+        assert positions == sorted(positions) and positions[-1] <= shards.held_by(rank)
     assert sorted(found) == list(range(shape[0] * shape[1]))
     for one, following in pairwise(shards.segments):
         assert one.padded == one.count and one.count % max(shape[1], 1) == 0  # whole rows, without padding
         assert (one.start + one.count, one.held + one.shard) == (following.start, following.held)
-    assert shards.padded == ranks * shards.size >= shards.numel
+    assert shards.padded == sum(map(shards.held_by, range(ranks))) >= shards.numel
 
 
 def test_segments_are_of_the_size_asked_for():
@@ -40,6 +44,12 @@ def test_segments_are_of_the_size_asked_for():
     assert [one.start // 64 for one in shards.within(64 * 250, 64 * 500)] == [250, 500]
     with pytest.raises(AssertionError):
         shards.within(64, 64 * 250)
+
+
+def test_owners_have_about_as_much_each():
+    owners = Owners(Config(partition="owner"), 3)
+    assert [owners.next(nbytes) for nbytes in (4, 1, 2, 2, 1, 4)] == [0, 1, 2, 1, 2, 1]
+    assert Owners(Config(), 3).next(4) is None
 
 
 def test_without_partitioning_every_rank_is_a_group():

@@ -82,7 +82,7 @@ def _in_segments(tile: Tile, limit: int) -> tuple[Tile, ...]:
     left = tile.shard
     for start in range(0, total, each):
         end = min(start + each, total)
-        shard = left if end == total else each // tile.ranks
+        shard = -(-(end - start) // tile.ranks) if tile.owned or end < total else left
         left -= shard
         rows = (start // elements, end // elements)
         found.append(replace(tile, shape=(rows[1] - rows[0], *tile.shape[1:]), rows=rows, shard=shard))

@@ -63,12 +63,16 @@ def event_graph(plan: Plan, hardware: Hardware, compute: Compute) -> list[Job]:
     Args:
         compute: seconds of every operator.
 
-    Raises: PlanError: the plan is for another number of ranks, or an operator has no seconds.
+    Raises: PlanError: the plan is for another number of ranks, or has owners, or an operator has no seconds.
     """
     if plan.world_size != hardware.ranks:
         raise PlanError(
             f"the plan is for {plan.world_size} ranks and {hardware.name} has {hardware.ranks}: "
             "plan for as many, or describe a machine with as many"
+        )
+    if any(tile.owned for graph in plan.graphs for tile in graph.tiles):
+        raise PlanError(
+            "with partition='owner' each rank does something else: only steps in which all do the same are simulated"
         )
     builder = _Builder(plan, hardware, compute)
     for graph in plan.graphs:

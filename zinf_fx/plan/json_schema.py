@@ -91,6 +91,7 @@ def _config() -> dict[str, Any]:
         "tile": {"anyOf": [nbytes, {"const": "auto"}]},
         "activations": {"anyOf": [{"enum": list(ACTIVATIONS)}, {"type": "integer", "minimum": 1}]},
         "compute": {"type": "string"},
+        "partition": {"enum": ["shards", "owner"]},
         "gradient_reduction": {"enum": ["mean", "sum"]},
         "reduce_dtype": {"enum": [None, *sorted(dtypes())]},
     }

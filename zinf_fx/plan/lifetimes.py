@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from zinf_fx.plan.accounting import blocks, bytes_read, tiles_of
+from zinf_fx.plan.accounting import blocks, bytes_read, in_blocks, tiles_of
 from zinf_fx.plan.schedule import Event, EventKind, Plan, Tile
 
 
@@ -98,7 +98,9 @@ def device_buffers(plan: Plan) -> list[Lifetime]:
 
 def _in_host_memory(tile: Tile, separate: bool) -> int:
     """Bytes of host memory that a fetched tile needs. Where that is the device's, shards are gathered in it."""
-    return blocks(tile.gathered_nbytes) if tile.partitioned and not separate else bytes_read(tile)
+    if tile.partitioned and not separate:
+        return blocks(tile.gathered_nbytes)
+    return in_blocks(tile, tile.nbytes) if tile.owned and tile.tier == "nvme" else bytes_read(tile)
 
 
 @dataclass
@@ -166,7 +168,7 @@ def _writes(plan: Plan) -> Iterator[Lifetime]:
         for number, event in enumerate(schedule.events):
             tile = schedule.tiles[event.tile]
             if event.kind == "offload" and tile.gradient_tier == "nvme":
-                buffer, nbytes = plan.gradient_buffer, tile.gradient_nbytes(plan.stage)
+                buffer, nbytes = plan.gradient_buffer, tile.gradient_nbytes_at_once(plan.stage)
             elif event.kind == "offload_activation" and tile.tier == "nvme":
                 buffer, nbytes = plan.activation_buffer, tile.nbytes
             else:

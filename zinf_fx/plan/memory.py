@@ -75,7 +75,8 @@ class ChunkBytes(NamedTuple):
 
 def gradient_buffer(gradients: Collection[Tile], budget: int | None, stage: int) -> int:
     """Bytes of gradients that may be on their way to NVMe at once, for tiles whose gradients are computed."""
-    return write_buffer([tile.gradient_nbytes(stage) for tile in gradients if tile.gradient_tier == "nvme"], budget)
+    sizes = [tile.gradient_nbytes_at_once(stage) for tile in gradients if tile.gradient_tier == "nvme"]
+    return write_buffer(sizes, budget)
 
 
 def write_buffer(sizes: Collection[int], budget: int | None) -> int:
@@ -144,7 +145,8 @@ def chunk_buffers(
     if room is not None:
         chunk = min(chunk, max(room, 0) // max(CHUNKS_IN_MEMORY * (opened + scratch), 1))
     chunk = max(chunk // _CHUNK_ALIGNMENT, 1) * _CHUNK_ALIGNMENT
-    updated = [tile.updated_elements(config.placement.stage) for tile in trained]
+    stage = config.placement.stage
+    updated = [tile.updated_elements(0 if tile.owned else stage) for tile in trained]  # an owner may have all
     total = sum(-(-elements // _CHUNK_ALIGNMENT) * _CHUNK_ALIGNMENT for elements in updated)
     both, three = (min(total, count * chunk) * opened for count in (2, 3))
     writing = max(three - both - chunk * (opened - written), 0)

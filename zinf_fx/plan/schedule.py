@@ -47,6 +47,7 @@ class Tile:
         replicas: how many such groups of ranks train together.
         segment: elements of the parts that are divided over the ranks by themselves, of which tiles consist; 0: the
             parameter is not made of any.
+        owned: whether one of the ranks has all of it, and the others nothing; `shard` is the average then.
         partitioned: whether each rank has no more than its shard of the parameter between uses.
     """
 
@@ -63,6 +64,7 @@ class Tile:
     partitioned: bool = False
     replicas: int = 1
     segment: int = 0
+    owned: bool = False
 
     @property
     def label(self) -> str:
@@ -102,6 +104,10 @@ class Tile:
     def gradient_nbytes(self, stage: int) -> int:
         """What a rank keeps of the gradient, in bytes, at a stage of ZeRO."""
         return self.shard_nbytes if stage >= 2 else self.nbytes
+
+    def gradient_nbytes_at_once(self, stage: int) -> int:
+        """What of the gradient leaves a rank at once, in bytes: an owner's, all of it."""
+        return self.nbytes if self.owned else self.gradient_nbytes(stage)
 
     def updated_elements(self, stage: int) -> int:
         """Of how many elements a rank has the optimizer's states, at a stage of ZeRO."""

@@ -1,5 +1,6 @@
 """How ranks are grouped, and how the elements of a tensor are divided over those of a group: in equal parts, so that
-every rank's link and disk works on every tile (bandwidth-centric partitioning; ZeRO-Infinity, section 6.1)."""
+every rank's link and disk works on every tile (bandwidth-centric partitioning; ZeRO-Infinity, section 6.1); or all to
+one rank, its owner (ZeRO-Offload)."""
 
 from __future__ import annotations
 
@@ -53,6 +54,7 @@ class Segment:
         ranks: how many there are.
         shard: elements of each rank's part; of the last ones with padding, or all padding.
         held: where this part begins among all elements that a rank holds.
+        owner: the rank that has all of it, and the only part; None: there is none.
     """
 
     start: int
@@ -60,14 +62,23 @@ class Segment:
     ranks: int
     shard: int
     held: int
+    owner: int | None = None
 
     @property
     def padded(self) -> int:
         """Elements of all parts together."""
-        return self.ranks * self.shard
+        return self.shard if self.owner is not None else self.ranks * self.shard
+
+    def held_by(self, rank: int) -> range:
+        """Where a rank's part, with padding, is among all elements that it holds."""
+        if self.owner not in (None, rank):
+            return range(0)
+        return range(self.held, self.held + self.shard)
 
     def of_rank(self, rank: int) -> range:
         """The tensor's elements in one rank's part, without padding."""
+        if self.owner is not None:
+            return range(self.start, self.start + len(self.held_by(rank)))
         first, end = (min(number * self.shard, self.count) for number in (rank, rank + 1))
         return range(self.start + first, self.start + end)
 
@@ -82,29 +93,39 @@ class Shards:
     reduced, from consecutive elements of every rank's shard, as large as the tile over the ranks. All segments but the
     last divide without padding: gathered side by side they are the tensor.
 
-    `step`: what the size of a part is a multiple of.
+    `step`: what the size of a part is a multiple of. `owner`: the rank that has all segments whole, and the others
+    nothing; None: there is none.
     """
 
     numel: int
     ranks: int
     segment: int
     step: int = 1
+    owner: int | None = None
 
     @classmethod
-    def of(cls, numel: int, ranks: int, on_nvme: bool) -> Shards:
+    def of(cls, numel: int, ranks: int, on_nvme: bool, owner: int | None = None) -> Shards:
         """The division over so many ranks as one segment. `on_nvme`: whether any state of the parameter lives there:
         all of them are divided alike."""
-        return cls(numel, ranks, numel, _step(ranks, on_nvme))
+        return cls(numel, ranks, numel, 1 if ranks == 1 else _step(on_nvme), owner if ranks > 1 else None)
 
     @classmethod
-    def in_tiles(cls, shape: Sequence[int], itemsize: int, ranks: int, on_nvme: bool, limit: int | None) -> Shards:
+    def in_tiles(
+        cls,
+        shape: Sequence[int],
+        itemsize: int,
+        ranks: int,
+        on_nvme: bool,
+        limit: int | None,
+        owner: int | None = None,
+    ) -> Shards:
         """As `of`, of a parameter that may be divided into tiles of about `limit` bytes, each a segment of whole rows;
         None: it may not."""
-        whole = cls.of(math.prod(shape), ranks, on_nvme)
+        whole = cls.of(math.prod(shape), ranks, on_nvme, owner)
         if limit is None or ranks == 1 or len(shape) < 2 or whole.numel * itemsize <= limit:
             return whole
         rows, per_row = shape[0], math.prod(shape[1:])
-        together = ranks * whole.step
+        together = whole.step if owner is not None else ranks * whole.step
         unit = together // math.gcd(together, per_row)  # of so many rows, each rank gets equal parts
         most = max(limit // (per_row * itemsize * unit), 1) * unit
         each = -(-rows // -(-rows // most))
@@ -117,21 +138,26 @@ class Shards:
         found: list[Segment] = []
         held = 0
         for start in range(0, max(self.numel, 1), max(self.segment, 1)):
-            count = min(self.segment, self.numel - start)
-            shard = -(-count // (self.ranks * self.step)) * self.step
-            found.append(Segment(start, count, self.ranks, shard, held))
+            shard = count = min(self.segment, self.numel - start)
+            if self.owner is None:
+                shard = -(-count // (self.ranks * self.step)) * self.step
+            found.append(Segment(start, count, self.ranks, shard, held, self.owner))
             held += shard
         return tuple(found)
 
     @property
     def size(self) -> int:
-        """Elements of a rank's shard, with padding."""
-        return self.segments[-1].held + self.segments[-1].shard
+        """Elements of a rank's shard, with padding; where there are owners, on average over the ranks."""
+        return -(-self.padded // self.ranks)
 
     @property
     def padded(self) -> int:
         """Elements of all shards together."""
-        return self.ranks * self.size
+        return sum(one.padded for one in self.segments)
+
+    def held_by(self, rank: int) -> int:
+        """Elements of one rank's shard, with padding."""
+        return self.segments[-1].held_by(rank).stop
 
     def within(self, start: int, count: int) -> tuple[Segment, ...]:
         """The segments that so many elements from `start` on are."""
@@ -147,21 +173,39 @@ class Shards:
     def position(self, rank: int, element: int) -> int:
         """Where an element of the rank's shard, or the one behind the last, is in it."""
         segment = self.segments[min(element // max(self.segment, 1), len(self.segments) - 1)]
-        return segment.held + max(element - segment.of_rank(rank).start, 0)
+        held = segment.held_by(rank)
+        return held.start + min(max(element - segment.of_rank(rank).start, 0), len(held))
 
 
-def _step(ranks: int, on_nvme: bool) -> int:
-    return 1 if ranks == 1 else _NVME_ELEMENTS if on_nvme else _MEMORY_ELEMENTS
+def _step(on_nvme: bool) -> int:
+    return _NVME_ELEMENTS if on_nvme else _MEMORY_ELEMENTS
+
+
+class Owners:
+    """Deals a model's parameters, in the order in which they come, to the ranks of a group: each to the one that owns
+    the fewest bytes so far."""
+
+    def __init__(self, config: Config, ranks: int) -> None:
+        """There are owners only if the options say so."""
+        self._bytes = [0] * ranks if config.partition == "owner" else None
+
+    def next(self, nbytes: int) -> int | None:
+        """The owner of so many bytes; None: there is none."""
+        if self._bytes is None:
+            return None
+        owner = self._bytes.index(min(self._bytes))
+        self._bytes[owner] += nbytes
+        return owner
 
 
 # Of the least budget, the smallest tiles that "auto" tries.
 _SMALLEST_TILE = 64
 
 
-def shards_of(shape: Sequence[int], dtype: torch.dtype, ranks: int, config: Config) -> Shards:
+def shards_of(shape: Sequence[int], dtype: torch.dtype, ranks: int, config: Config, owner: int | None = None) -> Shards:
     """The division of a parameter over the ranks of a group: with segments of the size of `Config.tile`."""
     limit = config.tile
     if limit == "auto":
         budgets = [budget for budget in (config.device_memory, config.host_memory) if budget is not None]
         limit = max(min(budgets) // _SMALLEST_TILE, 1) if budgets else None
-    return Shards.in_tiles(shape, dtype.itemsize, ranks, config.placement.on_nvme, limit)
+    return Shards.in_tiles(shape, dtype.itemsize, ranks, config.placement.on_nvme, limit, owner)

@@ -200,7 +200,8 @@ def _header(plan: Plan) -> str:
         if plan.world_size > 1:
             groups = f" over the {plan.world_size // plan.replicas} of each of {_count(plan.replicas, 'group')}"
             hybrid = groups if plan.stage and plan.replicas > 1 else ""
-            lines.append(f"ranks      ZeRO stage {plan.stage}: {_STAGES[plan.stage]}{hybrid}")
+            owners = ", each whole at one owner" if plan.stage and config.partition == "owner" else ""
+            lines.append(f"ranks      ZeRO stage {plan.stage}: {_STAGES[plan.stage]}{hybrid}{owners}")
     if config.prefetch is None:
         lines.append("prefetch   none: each transfer starts when it is needed")
     else:

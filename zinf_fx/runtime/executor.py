@@ -311,7 +311,7 @@ class Run:
             parameter.grad = shard
             return
         if self._tiles[tile].gradient_tier == "nvme":
-            nbytes = round_up(self._tiles[tile].gradient_nbytes(self._program.plan.stage), PAGE)
+            nbytes = round_up(self._tiles[tile].gradient_nbytes_at_once(self._program.plan.stage), PAGE)
             storage.tiers.limit_writes(max(self._program.plan.gradient_buffer - nbytes, 0))
         if self._tiles[tile].rows is None:
             accumulate_gradient(parameter, shard, offset)

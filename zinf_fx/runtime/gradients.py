@@ -133,12 +133,13 @@ def _add_share(
     storage: TensorStorage, segments: Sequence[Segment], share: torch.Tensor, first: bool, offset: int | None
 ) -> None:
     """Add `share`, this rank's parts of some segments in a row, or if `first`, write it."""
+    rank = storage.ranks.shard
     if storage.partitioned:
-        _add_elements(storage, segments[0].held, share, first, offset)
+        _add_elements(storage, segments[0].held_by(rank).start, share, first, offset)
         return
     for one in segments:
-        own, held = one.of_rank(storage.ranks.shard), one.held - segments[0].held
-        _add_elements(storage, own.start, share[held : held + len(own)], first, offset)
+        own, begin = one.of_rank(rank), one.held_by(rank).start - segments[0].held_by(rank).start
+        _add_elements(storage, own.start, share[begin : begin + len(own)], first, offset)
         offset = None  # is the place of one
     storage.stale = True
 

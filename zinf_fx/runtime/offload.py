@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError, StoredTensorError
-from zinf_fx.plan.sharding import shards_of
+from zinf_fx.plan.sharding import Owners, shards_of
 from zinf_fx.runtime.auto_placement import choose
 from zinf_fx.runtime.device import device_of
 from zinf_fx.runtime.gradients import accumulate_gradient, reduced, reserve_gradient
@@ -57,7 +57,7 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
     device, and lazy ones, stay as they are.
     """
     config = decided(Config.of(config, fields), None)
-    tiers = Tiers.of(config)
+    tiers, owners = Tiers.of(config), Owners(config, Ranks.of(config).shards)
     if config.placement.parameters == "nvme":
         _ = tiers.store  # a directory that can't be used shows before anything is built
     present: list[weakref.ref[torch.nn.Parameter]] = []  # those of `current` that have not left
@@ -87,7 +87,7 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
         if isinstance(parameter, StoredTensor) or is_lazy(parameter) or parameter.is_meta:
             return
         check_storable(parameter, f"a parameter of shape {tuple(parameter.shape)}")
-        replace_in_place(parameter, _written(parameter, _reserved(parameter, tiers, config)))
+        replace_in_place(parameter, _written(parameter, _reserved(parameter, tiers, config, owners)))
         freed += parameter.nbytes
         if freed >= _TRIM_EVERY:
             freed = 0
@@ -115,8 +115,8 @@ def offload_parameters(parameters: Mapping[str, torch.nn.Parameter], config: Con
     for name, parameter in parameters.items():
         check_storable(parameter, f"parameter '{name}'")
     _check_disjoint(parameters)
-    tiers = Tiers.of(config)
-    twins = [_reserved(parameter, tiers, config) for parameter in parameters.values()]
+    tiers, owners = Tiers.of(config), Owners(config, Ranks.of(config).shards)
+    twins = [_reserved(parameter, tiers, config, owners) for parameter in parameters.values()]
     to_disk = any(t.base.tier == "nvme" for twin in twins for t in (twin, twin.grad) if t is not None)
     if to_disk:
         for parameter, twin in zip(parameters.values(), twins, strict=True):
@@ -130,11 +130,11 @@ def offload_parameters(parameters: Mapping[str, torch.nn.Parameter], config: Con
     trim_heap()
 
 
-def _reserved(parameter: torch.nn.Parameter, tiers: Tiers, config: Config) -> StoredTensor:
+def _reserved(parameter: torch.nn.Parameter, tiers: Tiers, config: Config, owners: Owners) -> StoredTensor:
     """A stored parameter without a value yet, to take the place of `parameter`."""
     placement, ranks = config.placement, Ranks.of(config)
     numel, dtype, device = parameter.numel(), parameter.dtype, device_of(parameter.device)
-    shards = shards_of(parameter.shape, dtype, ranks.shards, config)
+    shards = shards_of(parameter.shape, dtype, ranks.shards, config, owners.next(parameter.nbytes))
     with torch.inference_mode(False):  # a model may be evaluated before it is trained
         storage = TensorStorage(
             tiers, placement.parameters, config, numel, dtype, device, ranks, placement.stage == 3, shards

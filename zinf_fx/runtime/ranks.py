@@ -56,7 +56,8 @@ class Ranks:
         replicas: how many groups there are.
         timeout: after which a collective that does not end is an error.
         sent_bytes: that this rank sent so far in collectives of model states, as a ring sends them: (shards - 1) shards
-            of each all-gather and reduce-scatter, two parts of each all-reduce to each rank (ZeRO, section 7.1).
+            of each all-gather and reduce-scatter, two parts of each all-reduce to each rank (ZeRO, section 7.1). An
+            owner sends to each rank what it has, and gets from each what is reduced.
     """
 
     _known: ClassVar[weakref.WeakKeyDictionary[Any, dict[tuple, Ranks]]] = weakref.WeakKeyDictionary()
@@ -122,9 +123,17 @@ class Ranks:
         """The global rank of the first of all."""
         return dist.get_global_rank(self._everyone, 0)
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str) -> Collective:
-        """Start to fill `full` with the `shard` of every rank of the group, in their order. `shard` may be its own part
-        of it."""
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str, owner: int | None = None) -> Collective:
+        """Start to fill `full` with the `shard` of every rank of the group, in their order; of one that has an `owner`,
+        with that one's. `shard` may be its own part of it."""
+        if owner is not None:
+            if self.shard == owner:
+                self.sent_bytes += (self.shards - 1) * shard.nbytes
+                if shard.data_ptr() != full.data_ptr():
+                    full.copy_(shard)
+            source = dist.get_global_rank(self._within, owner)
+            send = lambda: dist.broadcast(full, source, group=self._within, async_op=True)  # noqa: E731
+            return self._start(send, f"broadcast of {what}")
         self.sent_bytes += (self.shards - 1) * shard.nbytes
         return self._start(lambda: _all_gather(full, shard, group=self._within, async_op=True), f"all-gather of {what}")
 
@@ -134,10 +143,18 @@ class Ranks:
         """As `all_gather`, of consecutive segments: `shard` has the parts of all in a row."""
         started: list[Collective] = []
         for one in segments:
-            first, held = one.start - segments[0].start, one.held - segments[0].held
-            part = shard[held : held + one.shard]
-            started.append(self.all_gather(full[first : first + one.padded], part, what))
+            first, held = one.start - segments[0].start, one.held_by(self.shard)
+            begin = held.start - segments[0].held_by(self.shard).start
+            part = shard[begin : begin + len(held)]
+            started.append(self.all_gather(full[first : first + one.padded], part, what, one.owner))
         return started
+
+    def reduce(self, full: torch.Tensor, what: str, owner: int) -> Collective:
+        """Start to sum `full` of every rank of the group, in place, to its owner; the others' values are lost."""
+        self.sent_bytes += 0 if self.shard == owner else full.nbytes
+        target = dist.get_global_rank(self._within, owner)
+        send = lambda: dist.reduce(full, target, group=self._within, async_op=True)  # noqa: E731
+        return self._start(send, f"reduction of {what}")
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, what: str) -> Collective:
         """Start to sum `full` of every rank of the group; `shard` gets this rank's part."""

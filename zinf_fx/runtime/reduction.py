@@ -66,18 +66,25 @@ class Reduction:
         if self.whole:
             self.advance()
             return
-        self._result = flat.new_empty(sum(one.shard for one in self.segments))
+        owner, rank = self.segments[0].owner, self._ranks.shard
+        if owner is None:
+            self._result = flat.new_empty(sum(one.shard for one in self.segments))
+        elif owner != rank:
+            self._result = flat[:0]
         for one in self.segments:
             first, held = one.start - start, one.held - self.segments[0].held
             mine, full = self._result[held : held + one.shard], flat[first : first + one.padded]
-            self._in_group.append(self._ranks.reduce_scatter(mine, full, self._what))
+            if owner is None:
+                self._in_group.append(self._ranks.reduce_scatter(mine, full, self._what))
+            else:
+                self._in_group.append(self._ranks.reduce(full, self._what, owner))
 
     def advance(self) -> None:
         """When the ranks of the group have summed, start to sum over the groups."""
         for collective in self._in_group:
             collective.wait()
         self._in_group, self._source = [], None
-        if self._ranks.replicas > 1 and self._over_groups is None:
+        if self._ranks.replicas > 1 and self._over_groups is None and self._result.numel():
             self._over_groups = self._ranks.all_reduce(self._result, self._what)
 
     def wait(self) -> torch.Tensor:

@@ -86,7 +86,7 @@ class TensorStorage:
         self.tiers, self.device, self.ranks = tiers, device, ranks
         self.shards = shards or Shards.of(numel, ranks.shards, config.placement.on_nvme)
         self.partitioned = partitioned and ranks.shards > 1
-        self.held = self.shards.size if self.partitioned else numel
+        self.held = self.shards.held_by(ranks.shard) if self.partitioned else numel
         self.nbytes = self.held * dtype.itemsize
         # What is under way between where the bytes live and anywhere else.
         self._writes: Under = []
@@ -363,9 +363,11 @@ class TensorStorage:
 
     def _shard_of(self, value: torch.Tensor) -> torch.Tensor:
         flat, rank = value.reshape(-1), self.ranks.shard
-        parts = [(flat[own.start : own.stop], one.shard) for one in self.shards.segments for own in [one.of_rank(rank)]]
-        padded = [_padded(*part) for part in parts]
-        return padded[0] if len(padded) == 1 else torch.cat(padded)
+        parts = []
+        for one in self.shards.segments:
+            own = one.of_rank(rank)
+            parts.append(_padded(flat[own.start : own.stop], len(one.held_by(rank))))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     @torch.no_grad()
     def set_held(self, value: torch.Tensor, offset: int | None = None) -> None:
@@ -501,7 +503,7 @@ class _Refresh:
             if one.padded > one.count:
                 mine, target, full = _padded(mine, one.shard), full, elements.new_empty(one.padded)
                 self._copies.append((target, full))
-            self._collectives.append(storage.ranks.all_gather(full, mine, storage.name))
+            self._collectives.append(storage.ranks.all_gather(full, mine, storage.name, one.owner))
 
     def wait(self) -> None:
         """Return when every share is there."""

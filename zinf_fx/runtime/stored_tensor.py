@@ -323,7 +323,7 @@ class StoredTensor(torch.Tensor):
         storage, target = self.storage, device_of(device)
         shards = storage.shards
         if dtype != self.base.dtype or self.views:
-            shards = shards_of(self.shape, dtype, storage.ranks.shards, storage.config)
+            shards = shards_of(self.shape, dtype, storage.ranks.shards, storage.config, shards.owner)
         twin = TensorStorage(
             storage.tiers,
             storage.tier,

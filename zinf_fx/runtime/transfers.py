@@ -86,22 +86,25 @@ class ShardedTile:
         self._window: Window | DeviceWindow | None = None
         self._tickets: list[Ticket] = []
         self._gathering: list[Collective] = []
-        held, shard = self._segments[0].held, sum(one.shard for one in self._segments)
+        parts = [one.held_by(self._ranks.shard) for one in self._segments]
+        held, shard = parts[0].start, sum(map(len, parts))
         if storage.device.in_host_memory:
             self._buffer = storage.tiers.lease(self._padded * storage.dtype.itemsize, offset)
             self._full = self._buffer.tensor((self._padded,), storage.dtype)
             if storage.in_host_memory:
                 self._window = storage.window(held, shard).read_only()
             elif count:
-                self._tickets = [storage.read_into(self._slot(s), self._buffer, s.held) for s in self._segments]
+                slots = [(self._slot(one), part) for one, part in zip(self._segments, parts, strict=True) if part]
+                self._tickets = [storage.read_into(slot, self._buffer, part.start) for slot, part in slots]
         else:
             self._window = storage.device_window(held, shard, offset=offset).read_only()
             self._dtype = storage.dtype
 
     def _slot(self, segment: Segment) -> torch.Tensor:
         """The place of this rank's part of a segment in the whole."""
-        first = segment.start - self._segments[0].start + self._ranks.shard * segment.shard
-        return self._full[first : first + segment.shard]
+        rank = self._ranks.shard
+        first = segment.start - self._segments[0].start + (rank * segment.shard if segment.owner is None else 0)
+        return self._full[first : first + len(segment.held_by(rank))]
 
     def upload(self, offset: int | None) -> None:
         """Start to copy the shard to the device. The place at `offset` is for the whole, and not used yet."""
@@ -126,7 +129,7 @@ class ShardedTile:
         for one in self._segments:
             first = one.start - self._segments[0].start
             full = self._full[first : first + one.padded]
-            self._gathering.append(self._ranks.all_gather(full, self._slot(one), name))
+            self._gathering.append(self._ranks.all_gather(full, self._slot(one), name, one.owner))
 
     def wait(self) -> torch.Tensor:
         """The tile's elements, flat; counts the time for which compute had to wait."""
