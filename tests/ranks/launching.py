@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
 import os
@@ -12,6 +13,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+# By the process that all ranks of all tests are forked from: importing these takes longer than most tests.
+_IMPORTED_ONCE = ["torch", "torch.distributed", "torch._dynamo", "zinf_fx", "zinf_fx.capture"]
+
 
 def on_ranks(
     size: int, body: Callable[..., Any], *arguments: Any, timeout: float = 240, killed: Collection[int] = ()
@@ -20,7 +24,8 @@ def on_ranks(
 
     Raises: AssertionError with the traceback of failures, or for scratch that a rank left behind in its store.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED_ONCE)
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(size):
@@ -65,3 +70,5 @@ def _run(pipe: Connection, folder: str, rank: int, size: int, body: Callable[...
             dist.destroy_process_group()
     except BaseException:
         pipe.send(("failed", traceback.format_exc()))
+    finally:
+        atexit._run_exitfuncs()  # a process that was forked leaves them out
