@@ -8,9 +8,10 @@ from zinf_fx.explain import explain
 from zinf_fx.export import export_plan
 from zinf_fx.plan.file import load_plan
 from zinf_fx.plan.schedule import Plan
+from zinf_fx.runtime.gathered import gathered
 from zinf_fx.runtime.offload import offload, offloading
 from zinf_fx.runtime.reduction import no_sync
-from zinf_fx.runtime.stored_tensor import StoredTensor, gathered
+from zinf_fx.runtime.stored_tensor import StoredTensor
 from zinf_fx.stats import stats
 
 __all__ = [

@@ -13,6 +13,8 @@ from zinf_fx.config import PRESETS, Config
 from zinf_fx.errors import ConfigError
 from zinf_fx.given_plan import check_before_offload, check_offloaded, options_with, plans_given
 from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.sharding import Groups
+from zinf_fx.runtime.local_parameter import stored_parameter
 from zinf_fx.runtime.offload import decided, offload_parameters
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.stored_tensor import StoredTensor
@@ -47,23 +49,24 @@ def zinf(
     plans = plans_given(options.pop("plan", None))
     options = options_with(plans, options)
     requested = Config.of(None, options)
-    plain = [p for p in inputs if isinstance(p, torch.nn.Parameter) and not isinstance(p, StoredTensor)]
+    plain = [p for p in inputs if isinstance(p, torch.nn.Parameter) and stored_parameter(p) is None]
     if plain:
         config = decided(requested, plain)
         many = Ranks.of(config).size > 1  # whose gradients are to be reduced
         if many or requested.placement != "auto" or config.placement != PRESETS["device"]:
             check_before_offload(plans, module, inputs, config)
             return _offloading_call(module, config)
-    return Capture(module, inputs, _config_in_force(inputs, options, requested, plans), plans).compile()
+    stored = next((p for p in map(stored_parameter, inputs) if p is not None), None)
+    config = requested if stored is None else _config_in_force(stored, options, requested, plans)
+    # A graph without parameters concerns no other rank, which may have no such graph.
+    return Capture(module, inputs, config, plans, groups=Groups() if stored is None else None).compile()
 
 
 def _config_in_force(
-    inputs: Sequence[Any], options: dict[str, object], requested: Config, plans: Sequence[Plan]
+    stored: StoredTensor, options: dict[str, object], requested: Config, plans: Sequence[Plan]
 ) -> Config:
-    """The options of the stored parameters at hand, with those given to torch.compile in their place."""
-    stored = next((t for t in inputs if isinstance(t, StoredTensor)), None)
-    if stored is None:
-        return requested
+    """The options of the stored parameters, of which `stored` is one, with those given to torch.compile in their
+    place."""
     config = stored.base.config
     check_offloaded(plans, config)
     # Shards of what many ranks train consist of tiles.
@@ -88,7 +91,7 @@ def _offloading_call(module: fx.GraphModule, config: Config) -> Callable[..., An
         plain = {
             f"input {number} of the compiled graph": argument
             for number, argument in enumerate(arguments)
-            if isinstance(argument, torch.nn.Parameter) and not isinstance(argument, StoredTensor)
+            if isinstance(argument, torch.nn.Parameter) and stored_parameter(argument) is None
         }
         offload_parameters(plain, config)
         return module(*arguments)

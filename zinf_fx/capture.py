@@ -23,19 +23,23 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from zinf_fx import ops
 from zinf_fx.config import Config
 from zinf_fx.errors import PlanError, RanksError
+from zinf_fx.local_inputs import taking_local, traced
+from zinf_fx.passes.collectives import collectives_of, group_of
 from zinf_fx.passes.fingerprint import check_same, fingerprint_of
 from zinf_fx.passes.following import follow_inference, follow_training
 from zinf_fx.passes.framework import GraphContext, nodes_calling
 from zinf_fx.passes.pipeline import plan_inference, plan_of, plan_training, tiles_moved
-from zinf_fx.plan.digest import digest
+from zinf_fx.plan.digest import digest, digest_of
 from zinf_fx.plan.memory import most
 from zinf_fx.plan.rates import NOMINAL, Rates
 from zinf_fx.plan.schedule import Fingerprint, GraphKind, Plan, Tile
 from zinf_fx.plan.sharding import Groups, Owners, shards_of
 from zinf_fx.runtime.executor import EXECUTOR, Program, bind_parameters
+from zinf_fx.runtime.local_parameter import local_input
 from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.rates import measured
 from zinf_fx.runtime.stored_tensor import StoredTensor
+from zinf_fx.runtime.tensor_parallel import of_first, resolved, tensor_ranks
 
 
 class Capture:
@@ -43,7 +47,7 @@ class Capture:
 
     `plans`: from files; one of them must be for this graph, and is followed. Without any, the graph is planned.
     `rates`: what choices are weighed with; default those measured here. `groups`: the ranks to plan for;
-    default those that train the model.
+    default those that train the model. `seen`: the inputs that Dynamo knows, if `inputs` has others for some.
 
     Attributes:
         plan: what was made of the graph; None before `compile`.
@@ -58,48 +62,58 @@ class Capture:
         plans: Sequence[Plan] = (),
         rates: Rates | None = None,
         groups: Groups | None = None,
+        seen: Sequence[Any] | None = None,
     ) -> None:
         self.config = config
+        self._only_planned = groups is not None
         self._together = Ranks.of(config) if groups is None else ALONE
         self._groups = self._together.groups if groups is None else groups
         self._plans = plans
         self.plan: Plan | None = None
         self.graphs: dict[GraphKind, fx.Graph] = {}
         self._module = module
-        self._inputs = list(inputs)
+        self._given = list(inputs)
+        self._inputs = [local_input(one) for one in inputs]
+        self._seen = self._given if seen is None else list(seen)
         self._names = _input_names(module)
         self._contexts: dict[str, GraphContext] = {}
+        self._collectives: dict[Any, list[str]] = {}  # of the planned graphs, by group
         self._rates = rates
 
-    def compile(self, fakes: Sequence[Any] | None = None) -> Callable[..., Any]:
-        """Plan the graph; the result is called with the values of the graph's inputs.
-
-        `fakes`: what to trace in place of inputs that Dynamo doesn't know.
-        """
+    def compile(self) -> Callable[..., Any]:
+        """Plan the graph; the result is called with the values of the graph's inputs."""
         self._check_together()
         if self._rates is None:  # while values can be computed
             self._rates = self._measured()
-            if self.config.activations == "auto":
-                self._rates = self._together.of_first(self._rates, "measured rates")
+            if self.config.activations == "auto" and not self._only_planned:
+                self._rates = of_first(self.config, self._given, self._rates, "measured rates")
         for tensor in self._inputs:
             if isinstance(tensor, StoredTensor):
                 tensor.storage.agree()
-        compiled = aot_module_simplified(
-            self._module,
-            self._inputs if fakes is None else list(fakes),
-            fw_compiler=lambda module, inputs: self._bind(module, "forward"),
-            bw_compiler=lambda module, inputs: self._bind(module, "backward"),
-            inference_compiler=self._inference,
-            partition_fn=self._partition,
-            keep_inference_input_mutations=True,
-        )
+        with taking_local(self._module, self._given):
+            compiled = aot_module_simplified(
+                self._module,
+                traced(self._seen, self._inputs),
+                fw_compiler=lambda module, inputs: self._bind(module, "forward"),
+                bw_compiler=lambda module, inputs: self._bind(module, "backward"),
+                inference_compiler=self._inference,
+                partition_fn=self._partition,
+                keep_inference_input_mutations=True,
+            )
         if self.plan is not None and self.plan.world_size > 1:
             self._together.agree(digest(self.plan), "the plan of a graph")
+        if not self._only_planned:
+            self._agree_on_collectives()
         if self.plan is not None:
             self._reserve(self.plan)  # not in `partition_fn`, where tensors are fake
-        self._inputs = []  # all is planned by now; the model may die before its compiled code
+        self._given, self._seen, self._inputs = (
+            [],
+            [],
+            [],
+        )  # all is planned by now; the model may die before its compiled code
 
         def call(*arguments: Any) -> Any:
+            arguments = [local_input(argument) for argument in arguments]
             bind_parameters(arguments)
             return compiled(*arguments)
 
@@ -132,7 +146,20 @@ class Capture:
         self.graphs = {"forward": forward.graph, "backward": backward.graph}
         plan = plan_of([(forward.graph, forward_context), (backward.graph, backward_context)])
         self.plan = replace(plan, fingerprint=fingerprint)
+        self._note_collectives("forward", forward.graph)
+        self._note_collectives("backward", backward.graph)
         return forward, backward
+
+    def _note_collectives(self, kind: GraphKind, graph: fx.Graph) -> None:
+        for node in collectives_of(graph):
+            self._collectives.setdefault(group_of(node), []).append(f"{kind}: {node.target}")
+
+    def _agree_on_collectives(self) -> None:
+        """Compare the model's own collectives, and their order, over the ranks that take part in them: what recomputing
+        repeats may have been decided otherwise there."""
+        for group, names in self._collectives.items():
+            ranks = tensor_ranks(self.config, resolved(group))
+            ranks.agree(f"{len(names)} of digest {digest_of(names)}", "the collectives in a graph")
 
     def _plan_for(self, fingerprint: Fingerprint, kind: GraphKind) -> Plan:
         """The plan that is for the captured graph. Raises: PlanError naming the first difference of the first one."""
@@ -190,6 +217,7 @@ class Capture:
             plan_inference(module, context)
         self.graphs = {"inference": module.graph}
         self.plan = replace(plan_of([(module.graph, context)]), fingerprint=fingerprint)
+        self._note_collectives("inference", module.graph)
         return self._bind(module, "inference")
 
     def _reserve(self, plan: Plan) -> None:

@@ -28,8 +28,8 @@ from zinf_fx.plan.schedule import Plan
 from zinf_fx.plan.sharding import Groups
 from zinf_fx.plan.table import render
 from zinf_fx.runtime.abstract import abstract_parameter
+from zinf_fx.runtime.local_parameter import stored_parameter
 from zinf_fx.runtime.offload import decided
-from zinf_fx.runtime.stored_tensor import StoredTensor
 
 
 def explain(
@@ -54,7 +54,7 @@ def describe(model: torch.nn.Module, plans: Sequence[Plan], requested: Config, *
     if not plans:
         return "No captured graph of the model uses a parameter, so nothing is moved.\n"
     parts = []
-    if requested.placement == "auto" and not any(isinstance(p, StoredTensor) for p in model.parameters()):
+    if requested.placement == "auto" and not any(stored_parameter(p) is not None for p in model.parameters()):
         parts.append("The placement is what 'auto' decided for this model and this machine.")
         if plans[0].config.placement == PRESETS["device"]:
             parts[0] += (
@@ -134,7 +134,7 @@ def _config_in_force(model: torch.nn.Module, config: Config | None, fields: Mapp
     """The options that the backend would plan with, the placement decided."""
     requested = Config.of(config, fields)
     parameters = list(model.parameters())
-    stored = next((p for p in parameters if isinstance(p, StoredTensor)), None)
+    stored = next((p for p in map(stored_parameter, parameters) if p is not None), None)
     if stored is None:
         return decided(requested, parameters)
     own = stored.base.config

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
 
 from zinf_fx.capture import Capture
 from zinf_fx.config import Config
@@ -19,7 +18,7 @@ from zinf_fx.plan.codec import shared_options
 from zinf_fx.plan.file import load_plan
 from zinf_fx.plan.schedule import Plan
 from zinf_fx.runtime.abstract import abstract_parameter
-from zinf_fx.runtime.stored_tensor import StoredTensor
+from zinf_fx.runtime.local_parameter import stored_parameter
 
 # What decides where bytes lie from the offload on: it can't be another one when the graph is compiled.
 _OF_THE_OFFLOAD = ("placement", "host_memory", "chunk")
@@ -78,17 +77,11 @@ def check_before_offload(plans: Sequence[Plan], module: fx.GraphModule, inputs: 
         abstract_parameter(one, f"input {number} of the compiled graph", config) if _is_plain(one) else one
         for number, one in enumerate(inputs)
     ]
-    # Dynamo has seen the parameters, and not their twins: it would take the sizes of these for variable ones.
-    mode = detect_fake_mode(inputs)
-    fakes = [
-        mode.from_tensor(twin, static_shapes=True) if twin is not one else one
-        for twin, one in zip(twins, inputs, strict=True)
-    ]
-    Capture(module, twins, config, plans).compile(fakes)
+    Capture(module, twins, config, plans, seen=inputs).compile()
 
 
 def _is_plain(one: object) -> bool:
-    return isinstance(one, torch.nn.Parameter) and not isinstance(one, StoredTensor)
+    return isinstance(one, torch.nn.Parameter) and stored_parameter(one) is None
 
 
 def _first_difference(plan: Config, other: Config, names: Sequence[str] | None = None) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from tabulate import tabulate
 
-from zinf_fx.runtime.stored_tensor import StoredTensor
+from zinf_fx.runtime.local_parameter import stored_parameter
 from zinf_fx.runtime.tiers import Tiers
 from zinf_fx.sizes import in_words
 
@@ -88,7 +88,7 @@ class Stats:
 def stats(model: torch.nn.Module) -> Stats:
     """The counters behind the stored parameters of `model`, compiled or not; all 0 when it has none."""
     model = getattr(model, "_orig_mod", model)
-    stored = [p for p in model.parameters() if isinstance(p, StoredTensor)]
+    stored = [p for p in map(stored_parameter, model.parameters()) if p is not None]
     all_tiers = {id(p.storage.tiers): p.storage.tiers for p in stored if p.storage.tiers is not None}
     ranks = {p.storage.ranks for p in stored}
     devices = {p.device for p in stored if p.device.type == "cuda"}

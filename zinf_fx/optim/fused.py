@@ -27,6 +27,7 @@ from zinf_fx.optim.states import check_reduced, place_of, working_dtype
 from zinf_fx.optim.streamed import Streamed
 from zinf_fx.runtime.device import CPU
 from zinf_fx.runtime.executor import EXECUTOR, Stage
+from zinf_fx.runtime.local_parameter import local_part, stored_parameter
 from zinf_fx.runtime.stored_tensor import StoredTensor, handle
 
 aten = torch.ops.aten
@@ -135,7 +136,7 @@ def _begin(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         return
     parameters = []
     for group in optimizer.param_groups:
-        stored = [p for p in group["params"] if isinstance(p, StoredTensor)]
+        stored = [p for p in map(stored_parameter, group["params"]) if p is not None]
         if stored and not (isinstance(optimizer, _FUSED_CLASSES) and group.get("fused")):
             raise _refusal(type(optimizer), stored[0])
         for dtype in {p.dtype for p in stored} if isinstance(optimizer, SGD) else ():
@@ -158,7 +159,7 @@ def _begin(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         )
     for parameter in parameters:
         check_reduced(parameter)
-        _move_states(parameter, optimizer.state.get(parameter, {}))
+        _move_states(parameter, optimizer.state.get(parameter.whole, {}))
     _PlainStep.running = step
     EXECUTOR.begin(step)
 
@@ -179,10 +180,12 @@ def _forget(optimizer: Optimizer) -> None:
 def _move_states(parameter: StoredTensor, states: dict[str, Any]) -> None:
     """States in memory that have the parameter's shape move to their tier."""
     for name, value in states.items():
+        value = local_part(value)
         in_memory = isinstance(value, torch.Tensor) and not isinstance(value, StoredTensor)
         if in_memory and name != "step" and value.shape == parameter.shape:
-            states[name] = _state(parameter)
-            copy_into(states[name], value)
+            stored = _state(parameter)
+            copy_into(stored, value)
+            states[name] = parameter.shown(stored)
 
 
 @functools.cache

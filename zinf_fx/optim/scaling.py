@@ -6,26 +6,28 @@ from types import NotImplementedType
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from zinf_fx.optim.rows import Row, update_in_chunks
 from zinf_fx.runtime.stored_tensor import StoredTensor, handle
 
 aten = torch.ops.aten
 
-# They change every element by itself: GradScaler's unscaling and search for infinities, and what clip_grad_norm_ and
-# clip_grad_value_ do in the end, on lists with `foreach=True` and otherwise on one gradient after the other.
+# They change every element by itself: GradScaler's unscaling and search for infinities, what clip_grad_norm_ and
+# clip_grad_value_ do in the end, on lists with `foreach=True` and otherwise on one gradient after the other, and what
+# torch.distributed.pipelining divides gradients by.
 _ON_LISTS = (
     aten._amp_foreach_non_finite_check_and_unscale_,
     aten._foreach_mul_,
     aten._foreach_clamp_min_,
     aten._foreach_clamp_max_,
 )
-_ON_ONE = (aten.mul_, aten.clamp_)
+_ON_ONE = (aten.mul_, aten.div_, aten.clamp_)
 
 
 def _run_on_list(operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> NotImplementedType | None:
     """One of the operations on a list, where all else that it takes is the same for each tensor."""
-    tensors, *rest = args
+    tensors, *rest = args[0], *map(_number, args[1:])
     stored = [tensor for tensor in tensors if isinstance(tensor, StoredTensor)]
     if kwargs or not all(_is_number(value) for value in rest) or any(tensor.views for tensor in stored):
         return NotImplemented
@@ -45,7 +47,7 @@ def _run_on_one(
     operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]
 ) -> NotImplementedType | torch.Tensor:
     """One of the operations on one tensor. (One without dimensions has other rules for the dtype of the result.)"""
-    tensor, *rest = args
+    tensor, *rest = args[0], *map(_number, args[1:])
     stored = isinstance(tensor, StoredTensor) and not tensor.views and tensor.dim()
     if kwargs or not stored or not all(_is_number(value) for value in rest):
         return NotImplemented
@@ -56,6 +58,11 @@ def _run_on_one(
 
     update_in_chunks([Row({"self": tensor})], tensor.storage.device, update, written={"self"})
     return tensor
+
+
+def _number(value: object) -> object:
+    """`value`; the full one of a DTensor: the norm of gradients of which some are DTensors is one."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _is_number(value: object) -> bool:

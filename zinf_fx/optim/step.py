@@ -93,7 +93,7 @@ class StreamedStep:
             self._final |= owned
             self._overlaps &= owned or (isinstance(gradient, StoredTensor) and not gradient.views)
             # Let autograd notice at once, as after any in-place update.
-            torch.autograd.graph.increment_version(parameter)
+            torch.autograd.graph.increment_version(parameter.whole)
             parameter.storage.announce_write()
             parameter.storage.stale |= self._stored[parameter].in_shares and not parameter.storage.partitioned
             self._pending.update(tensor.storage.key for tensor in self._tensors(parameter))
@@ -320,9 +320,9 @@ class StreamedStep:
         concerned = self.parameters if self.closed else self._stored
         return TornStep(
             f"{type(error).__name__}: {error}" if str(error) else type(error).__name__,
-            tuple(names[p] for p in concerned if p in updated),
-            tuple(names[p] for p in concerned if p in self._begun and p not in updated),
-            tuple(names[p] for p in concerned if p not in self._begun),
+            tuple(names[p.whole] for p in concerned if p in updated),
+            tuple(names[p.whole] for p in concerned if p in self._begun and p not in updated),
+            tuple(names[p.whole] for p in concerned if p not in self._begun),
         )
 
     def _lease_scratch(self, run: Run, pieces: tuple[Piece[StoredTensor], ...]) -> None:
@@ -364,7 +364,7 @@ class StreamedStep:
         for some in pieces:
             parameter = some.parameter.piece.parameter
             tensors = self._stored[parameter].tensors
-            scalars = {k: moved(v, counts_at) for k, v in self._state[parameter].items() if k not in tensors}
+            scalars = {k: moved(v, counts_at) for k, v in self._state[parameter.whole].items() if k not in tensors}
             rows = None if scratch is None else scratch.flatten(1).view(run.dtype)[:, offset:]
             some.parameter.begin(some.elements, scalars, rows)
             offset += round_up(some.count, WINDOW_ALIGNMENT)
@@ -382,11 +382,11 @@ class StreamedStep:
 
     def _finish(self, run: Run, parameter: StoredTensor, scalars: State) -> None:
         """All pieces are updated: show the states, and let others see the parameter."""
-        states, entry = self._stored[parameter], self._state[parameter]
+        states, entry = self._stored[parameter], self._state[parameter.whole]
         entry.update(scalars)
-        entry.update((name, states.tensors[name]) for name in run.names)
+        entry.update((name, parameter.shown(states.tensors[name])) for name in run.names)
         if states.has_master:
-            entry[MASTER] = states.tensors[MASTER]
+            entry[MASTER] = parameter.shown(states.tensors[MASTER])
             states.version = parameter.storage.version
         self._finished.add(parameter)
         self._pending.difference_update(tensor.storage.key for tensor in self._tensors(parameter))

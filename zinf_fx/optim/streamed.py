@@ -21,6 +21,7 @@ from zinf_fx.optim.step import StreamedStep
 from zinf_fx.optim.torn import TornStep
 from zinf_fx.runtime.device import Device
 from zinf_fx.runtime.executor import EXECUTOR, Stage
+from zinf_fx.runtime.local_parameter import local_input, local_part, stored_parameter
 from zinf_fx.runtime.stored_tensor import StoredTensor
 
 
@@ -150,8 +151,8 @@ class Streamed(Optimizer):
         group = self.param_groups[-1]
         try:
             self._layout(group, torch.float32)
-            for parameter in group["params"]:
-                if isinstance(parameter, StoredTensor):
+            for parameter in map(stored_parameter, group["params"]):
+                if parameter is not None:
                     layout = self._layout(group, working_dtype(parameter))
                     if parameter.requires_grad or parameter.grad is not None:
                         self._reserve(parameter, layout)
@@ -160,7 +161,7 @@ class Streamed(Optimizer):
         except BaseException:
             self.param_groups.pop()
             for parameter in group["params"]:
-                self._stored.pop(parameter, None)
+                self._stored.pop(stored_parameter(parameter), None)
             raise
 
     @torch._disable_dynamo  # inside a compiled training loop too, this is I/O; the public decorator imports Dynamo
@@ -245,8 +246,8 @@ class Streamed(Optimizer):
                 if saved.get("fused") is None and "fused" in mine:  # what runs the arithmetic, not part of the state
                     saved = {**saved, "fused": mine["fused"]}
                 groups.append(saved)
-                for key, parameter in zip(saved["params"], mine["params"], strict=False):
-                    if isinstance(parameter, StoredTensor) and key in rest:
+                for key, parameter in zip(saved["params"], map(stored_parameter, mine["params"]), strict=False):
+                    if parameter is not None and key in rest:
                         entries[parameter] = self._fitting({**saved, "params": []}, parameter, rest.pop(key))
             groups += state_dict["param_groups"][len(groups) :]
             return {**state_dict, "state": rest, "param_groups": groups}
@@ -284,14 +285,16 @@ class Streamed(Optimizer):
         if states is None:
             states = self._stored[parameter] = ParameterStates(parameter)
         states.reserve(layout)
-        if not states.has_master and parameter in self._state:
-            self._state[parameter].pop(MASTER, None)
+        if not states.has_master and parameter.whole in self._state:
+            self._state[parameter.whole].pop(MASTER, None)
         return states
 
     def _fitting(self, group: Group, parameter: StoredTensor, entry: State) -> State:
         """A loaded entry, less what this parameter has no use for. Raises: OptimizerError if it can't be right."""
         dtype = working_dtype(parameter)
-        entry = {k: v for k, v in entry.items() if v is not None and (k != MASTER or dtype != parameter.dtype)}
+        entry = {
+            k: local_part(v) for k, v in entry.items() if v is not None and (k != MASTER or dtype != parameter.dtype)
+        }
         layout = self._layout({**self.defaults, **group}, dtype)
         shape = tuple(parameter.shape)
         if entry and (missing := sorted((layout.elementwise.keys() | layout.scalars.keys()) - entry.keys())):
@@ -309,18 +312,18 @@ class Streamed(Optimizer):
 
     def _load(self, entries: dict[StoredTensor, State]) -> None:
         self.torn = TornStep("a state dict was loaded in part", (), (), ())
-        groups = {p: group for group in self.param_groups for p in group["params"]}
+        groups = {stored_parameter(p): group for group in self.param_groups for p in group["params"]}
         for parameter, entry in entries.items():
             layout = self._layout(groups[parameter], working_dtype(parameter))
             states = self._reserve(parameter, layout)
             states.version = None
             for name, value in entry.items():
                 if name in states.tensors:
-                    value = states.copy(name, value)
+                    value = parameter.shown(states.copy(name, value))
                 elif name in layout.scalars:
                     dtype = layout.scalars[name]
                     value = value if dtype is None else torch.as_tensor(value, dtype=dtype).clone()
-                self.state[parameter][name] = value
+                self.state[parameter.whole][name] = value
         for tiers in {id(p.storage.tiers): p.storage.tiers for p in entries}.values():
             tiers.drain()
         self.torn = None
@@ -330,7 +333,7 @@ class Streamed(Optimizer):
     def _step_ordinary(self) -> None:
         groups = []
         for group in self.param_groups:
-            ordinary = [p for p in group["params"] if not isinstance(p, StoredTensor)]
+            ordinary = [p for p in group["params"] if stored_parameter(p) is None]
             if ordinary:
                 groups.append({**group, "params": ordinary})
         if groups:
@@ -370,8 +373,8 @@ class Streamed(Optimizer):
                 step.add(run, parameter)
             step.close(overlap=self.overlap)
             if self.step_in_backward:
-                for parameter in self._groups:
-                    if isinstance(parameter, StoredTensor):  # it may have become one after it joined
+                for parameter in map(stored_parameter, self._groups):
+                    if parameter is not None:  # it may have become one after it joined
                         self._consumer.follow(parameter)
             EXECUTOR.end(self._stage)
         except BaseException as error:
@@ -389,7 +392,8 @@ class Streamed(Optimizer):
 
         self._last_step = None
         self._runs.clear()
-        self._groups = {p: number for number, group in enumerate(self.param_groups) for p in group["params"]}
+        numbered = enumerate(self.param_groups)
+        self._groups = {local_input(p): number for number, group in numbered for p in group["params"]}
         step = self._last_step = StreamedStep(self, self._arithmetic, self._state, self._stored, tear)
         self._finishes_when_dropped.detach()
         self._finishes_when_dropped = weakref.finalize(self, step.finish)
@@ -415,10 +419,10 @@ class Streamed(Optimizer):
         dtype = working_dtype(parameter)
         layout = self._layout(group, dtype)
         states = self._reserve(parameter, layout)
-        entry = self._state[parameter]
+        entry = self._state[parameter.whole]
         present = frozenset(name for name in states.tensors if entry.get(name) is not None)
         for name in present:
-            entry[name] = states.take_over(name, entry[name])
+            entry[name] = parameter.shown(states.take_over(name, local_part(entry[name])))
         states.gradient = parameter.grad
         states.refresh = MASTER not in present or states.version != parameter.storage.version
         key = (number, states.place, dtype, present)

@@ -7,6 +7,8 @@ import operator
 import torch
 from torch import fx
 
+from zinf_fx.passes.collectives import WAIT, is_collective
+
 # Return their argument's memory without saying so in their schema.
 _UNDECLARED_VIEWS = {torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default}
 
@@ -21,6 +23,8 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
         return list(node.all_input_nodes)
     if not isinstance(node.target, torch._ops.OpOverload):
         return []  # arithmetic on sizes
+    if node.target is WAIT:  # of a collective it is the result that is there now; of anything else, that itself
+        return [source for source in node.all_input_nodes if not is_collective(_started(source))]
     returned = [r.alias_info.before_set for r in node.target._schema.returns if r.alias_info]
     shared = []
     for position, argument in enumerate(node.target._schema.arguments):
@@ -56,6 +60,22 @@ def is_view(node: fx.Node) -> bool:
     if isinstance(node.target, torch._ops.OpOverload):
         return not node.target._schema.is_mutable and bool(aliased_inputs(node))
     return node.target is operator.getitem
+
+
+def readers_of(node: fx.Node) -> list[fx.Node]:
+    """Every node that looks at the memory of `node`: its aliases, their users, and what waits for collectives among
+    these."""
+    found = {reader: None for alias in aliases_of(node) for reader in (alias, *alias.users)}
+    for reader in list(found):
+        if is_collective(reader):
+            users = [user for user in reader.users if user.target is operator.getitem]
+            found |= dict.fromkeys(wait for started in (reader, *users) for wait in started.users)
+    return list(found)
+
+
+def _started(node: fx.Node) -> fx.Node:
+    """The collective that a result, or a member of its results, is of."""
+    return node.args[0] if node.target is operator.getitem else node
 
 
 def aliases_of(node: fx.Node) -> list[fx.Node]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from typing import Any
 
 import torch
 from torch import fx
 
 from zinf_fx.errors import PlanError
+from zinf_fx.passes.collectives import collectives_of, group_of, is_collective
 from zinf_fx.passes.framework import GraphContext
 from zinf_fx.passes.printer import target_text, tile_text, type_text
 from zinf_fx.plan.schedule import Fingerprint
@@ -20,9 +22,8 @@ from zinf_fx.plan.schedule import Fingerprint
 
 def fingerprint_of(graph: fx.Graph, context: GraphContext) -> Fingerprint:
     """Of a graph that no pass has changed yet."""
-    position = {node: number for number, node in enumerate(graph.nodes)}
     known: dict[str, int] = {}
-    nodes = [known.setdefault(_line(node, position, context), len(known)) for node in graph.nodes]
+    nodes = [known.setdefault(line, len(known)) for line in lines_of(graph, context)]
     return Fingerprint(torch.__version__, version("zinf-fx"), tuple(known), tuple(nodes))
 
 
@@ -38,7 +39,31 @@ def check_same(plan: Fingerprint, found: Fingerprint) -> None:
             raise PlanError(f"node {number} of the captured graph is: {ours}; that of the plan: {theirs}")
 
 
-def _line(node: fx.Node, position: Mapping[fx.Node, int], context: GraphContext) -> str:
+def lines_of(graph: fx.Graph, context: GraphContext) -> list[str]:
+    """What each node of a graph that no pass has changed yet is, as text."""
+    position = {node: number for number, node in enumerate(graph.nodes)}
+    groups = _Groups(graph)
+    return [_line(node, position, context, groups) for node in graph.nodes]
+
+
+class _Groups:
+    """The process groups of a graph's collectives by number: their names say which ranks they are of."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._numbers: dict[Any, int] = {}
+        for node in collectives_of(graph):
+            self._numbers.setdefault(group_of(node), len(self._numbers))
+
+    def arguments(self, node: fx.Node) -> tuple[tuple, dict]:
+        """Those of a node, without names of groups."""
+        if not is_collective(node):
+            return node.args, node.kwargs
+        group = group_of(node)
+        args = tuple(f"group {self._numbers[group]}" if value is group else value for value in node.args)
+        return args, {k: f"group {self._numbers[group]}" if v is group else v for k, v in node.kwargs.items()}
+
+
+def _line(node: fx.Node, position: Mapping[fx.Node, int], context: GraphContext, groups: _Groups) -> str:
     if node.op == "placeholder":
         tile = context.tiles.get(node.name)
         what = f"parameter '{tile.name}' {tile_text(tile)}" if tile else f"{_values(node.meta.get('val'))}"
@@ -61,7 +86,8 @@ def _line(node: fx.Node, position: Mapping[fx.Node, int], context: GraphContext)
     if node.op == "output":
         return f"return {text(node.args[0])}"
     name = node.target if isinstance(node.target, str) else target_text(node.target)
-    arguments = [*map(text, node.args), *(f"{key}={text(value)}" for key, value in node.kwargs.items())]
+    args, kwargs = groups.arguments(node)
+    arguments = [*map(text, args), *(f"{key}={text(value)}" for key, value in kwargs.items())]
     return f"{name}({', '.join(arguments)}) -> {_values(node.meta.get('val'))}"
 
 

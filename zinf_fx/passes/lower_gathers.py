@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from zinf_fx import ops
-from zinf_fx.passes.aliases import aliases_of
+from zinf_fx.passes.aliases import aliases_of, readers_of
 from zinf_fx.passes.framework import (
     OPERATOR,
     GraphContext,
@@ -87,5 +87,5 @@ def _is_there(gathered: fx.Node, gather: fx.Node) -> bool:
 
 def _last_use(gathered: fx.Node) -> fx.Node:
     """The last node that looks at a tile. What leaves the graph is a clone."""
-    nodes = (user for alias in aliases_of(gathered) for user in (alias, *alias.users))
-    return max(n for n in nodes if n.op != "output" and n.target is not ops.reduce_scatter)  # compared by position
+    readers = (n for n in readers_of(gathered) if n.op != "output" and n.target is not ops.reduce_scatter)
+    return max(readers)  # compared by position

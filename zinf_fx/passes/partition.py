@@ -9,6 +9,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from zinf_fx import ops
 from zinf_fx.errors import PlanError
+from zinf_fx.passes.collectives import is_collective
 from zinf_fx.passes.framework import GraphContext
 from zinf_fx.passes.tile_values import tile_values
 
@@ -16,10 +17,16 @@ from zinf_fx.passes.tile_values import tile_values
 def partition(
     joint: fx.GraphModule, joint_inputs: Any, context: GraphContext, **arguments: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split `joint` by its tags. Raises: PlanError if a value of a tile would be saved for backward."""
+    """Split `joint` by its tags. Raises: PlanError if a value of a tile, or what is not there yet, would be saved for
+    backward."""
     forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **arguments)
     output = next(iter(forward.graph.find_nodes(op="output")))
     saved = set(output.args[0][arguments["num_fwd_outputs"] :])
+    for node in filter(is_collective, saved):
+        raise PlanError(
+            f"partition would save {node.format_node()} for backward, which is still under way; what waits for it must "
+            "be saved instead"
+        )
     for node in tile_values(forward.graph):
         if node in saved:
             tiles = " and ".join(f"'{context.tile_of(gather).label}'" for gather in _gathers_of(node))

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from zinf_fx import ops
 from zinf_fx.passes.aliases import memory_of
+from zinf_fx.passes.collectives import WAIT, is_collective
 from zinf_fx.passes.framework import GraphContext, bytes_computed, is_compute
 from zinf_fx.passes.tile_values import tile_values
 
@@ -41,7 +42,9 @@ class Segments:
         falling, candidate = True, None
         for position, value in enumerate(values):
             before = values[position - 1] if position else None
-            if before is None or value < before:
+            # Behind a collective, so that it is not repeated: what it started with is as large.
+            ends = falling and value == before and self.forward[position].target is WAIT
+            if before is None or value < before or ends:
                 falling, candidate = True, position
             elif value > before:
                 if falling and candidate is not None and candidate > 0:
@@ -143,13 +146,16 @@ def _crossing(forward: list[fx.Node]) -> list[frozenset[fx.Node]]:
     for position, node in enumerate(forward):
         for source in node.all_input_nodes:
             last_use[root.get(source, source)] = position
+            if is_collective(source):  # see [Note: collectives under way]
+                last_use |= {root.get(read, read): position for read in source.all_input_nodes}
     result, live = [], set()
     leaving: dict[int, list[fx.Node]] = {}
     for node, last in last_use.items():
         leaving.setdefault(last, []).append(node)
     for position, node in enumerate(forward):
         live.difference_update(leaving.get(position, ()))
-        if root[node] is node and bytes_computed(node) and last_use.get(node, position) > position:
+        is_memory = root[node] is node and bytes_computed(node) and not is_collective(node)
+        if is_memory and last_use.get(node, position) > position:
             live.add(node)
         result.append(frozenset(n for n in live if n in position_of))
     return result

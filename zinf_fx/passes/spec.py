@@ -14,7 +14,7 @@ from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.errors import PlanError
-from zinf_fx.passes.aliases import aliases_of
+from zinf_fx.passes.aliases import aliases_of, readers_of
 from zinf_fx.passes.framework import (
     OPERATOR,
     GraphContext,
@@ -185,9 +185,9 @@ def _journeys(facts: Facts) -> Violations:
 
 
 def _reads(facts: Facts) -> Violations:
-    for wait, aliases in facts.aliases.items():
+    for wait in facts.aliases:
         (release,) = facts.steps[facts.stay_of[wait]][ops.release]
-        for reader in dict.fromkeys(user for alias in aliases for user in (alias, *alias.users)):
+        for reader in readers_of(wait):
             if facts.order[reader] > facts.order[release] and reader is not facts.output:
                 yield f"{facts.name(wait)} has been released", reader
 

@@ -11,4 +11,9 @@ from zinf_fx.plan.schedule import Plan
 
 def digest(plan: Plan) -> str:
     """16 hexadecimal digits."""
-    return hashlib.sha256(json.dumps(encode(plan)).encode()).hexdigest()[:16]
+    return digest_of(encode(plan))
+
+
+def digest_of(data: object) -> str:
+    """The same of anything that JSON can say."""
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]

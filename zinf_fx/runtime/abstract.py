@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from zinf_fx.config import Config
 from zinf_fx.errors import StoredTensorError
+from zinf_fx.runtime.local_parameter import LocalParameter, distributed_as, local_part, stored_parameter
 from zinf_fx.runtime.offload import check_storable
 from zinf_fx.runtime.storage import TensorStorage
 from zinf_fx.runtime.stored_tensor import StoredTensor, as_parameter
 
 
-def abstract_parameter(parameter: torch.nn.Parameter, what: str, config: Config) -> StoredTensor:
+def abstract_parameter(parameter: torch.nn.Parameter, what: str, config: Config) -> torch.Tensor:
     """The parameter as it would be once it is offloaded: stored on the tier that the placement says.
 
     `what` names it in errors. Raises: StoredTensorError for one that can't be stored.
     """
     tier = config.placement.parameters
-    if isinstance(parameter, StoredTensor):
-        tier = parameter.base.tier
+    stored = stored_parameter(parameter)
+    if stored is not None:
+        tier = stored.base.tier
     elif not parameter.is_meta:
         check_storable(parameter, what)
-    elif type(parameter) is not torch.nn.Parameter:
+    elif type(parameter) is not torch.nn.Parameter and not isinstance(parameter, DTensor):
         raise StoredTensorError(f"{what} is a {type(parameter).__name__}: only plain nn.Parameter can be stored")
-    storage = TensorStorage.abstract(tier, config, parameter.numel(), parameter.dtype)
-    device = torch.device("cpu") if parameter.is_meta else parameter.device
-    twin = StoredTensor.of(storage, parameter.shape, device, requires_grad=parameter.requires_grad)
-    return as_parameter(twin)
+    part = local_part(parameter)
+    storage = TensorStorage.abstract(tier, config, part.numel(), part.dtype)
+    device = torch.device("cpu") if part.is_meta else part.device
+    twin = StoredTensor.of(storage, part.shape, device)
+    if isinstance(parameter, DTensor):
+        whole = distributed_as(parameter, twin).requires_grad_(parameter.requires_grad)
+        LocalParameter.of_whole(whole, twin)
+        return as_parameter(whole)
+    return as_parameter(twin.requires_grad_(parameter.requires_grad))

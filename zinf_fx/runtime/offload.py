@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -20,9 +21,11 @@ from zinf_fx.runtime.auto_placement import choose
 from zinf_fx.runtime.device import device_of
 from zinf_fx.runtime.gradients import accumulate_gradient, reduced, reserve_gradient
 from zinf_fx.runtime.heap import trim_heap
+from zinf_fx.runtime.local_parameter import LocalParameter, local_part, placed_as, stored_parameter
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.storage import TensorStorage
 from zinf_fx.runtime.stored_tensor import StoredTensor, as_parameter, check_device
+from zinf_fx.runtime.tensor_parallel import check_distributed, check_not_sharded, check_ranks, of_first, with_ranks
 from zinf_fx.runtime.tiers import Tiers
 
 # Bytes of parameters that may have left before the memory that they took is given back to the system.
@@ -39,11 +42,13 @@ def offload(model: torch.nn.Module, config: Config | None = None, **fields: obje
     parameter that can't be stored. The model is as before then.
     """
     config = Config.of(config, fields)
-    parameters = {name: p for name, p in model.named_parameters() if not isinstance(p, StoredTensor)}
-    offload_parameters(parameters, decided(config, list(parameters.values())))
+    check_not_sharded(model)
+    parameters = {name: p for name, p in model.named_parameters() if stored_parameter(p) is None}
+    config = decided(config, list(parameters.values()))
+    offload_parameters(parameters, config)
     for name, buffer in model.named_buffers():
         if not buffer.is_meta:
-            Ranks.of(config).broadcast(buffer, f"buffer '{name}'")
+            Ranks.of(config).broadcast(local_part(buffer), f"buffer '{name}'")
     return model
 
 
@@ -75,7 +80,7 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
     def take_over(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
         for parameter in module.parameters() if module is not None else ():
             store(parameter)
-        present[:] = [ref for ref in present if not isinstance(ref(), StoredTensor | None)]
+        present[:] = [ref for ref in present if ref() is not None and stored_parameter(ref()) is None]
 
     def leave() -> None:
         while present:
@@ -84,9 +89,10 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
 
     def store(parameter: torch.nn.Parameter) -> None:
         nonlocal freed
-        if isinstance(parameter, StoredTensor) or is_lazy(parameter) or parameter.is_meta:
+        if stored_parameter(parameter) is not None or is_lazy(parameter) or parameter.is_meta:
             return
         check_storable(parameter, f"a parameter of shape {tuple(parameter.shape)}")
+        check_ranks(config, [parameter])
         replace_in_place(parameter, _written(parameter, _reserved(parameter, tiers, config, owners)))
         freed += parameter.nbytes
         if freed >= _TRIM_EVERY:
@@ -131,20 +137,22 @@ def offload_parameters(parameters: Mapping[str, torch.nn.Parameter], config: Con
 
 
 def _reserved(parameter: torch.nn.Parameter, tiers: Tiers, config: Config, owners: Owners) -> StoredTensor:
-    """A stored parameter without a value yet, to take the place of `parameter`."""
+    """A stored parameter without a value yet, to take the place of `parameter`, or of the local tensor of a DTensor."""
     placement, ranks = config.placement, Ranks.of(config)
+    requires_grad, gradient = parameter.requires_grad, parameter.grad
+    parameter = local_part(parameter)
     numel, dtype, device = parameter.numel(), parameter.dtype, device_of(parameter.device)
     shards = shards_of(parameter.shape, dtype, ranks.shards, config, owners.next(parameter.nbytes))
     with torch.inference_mode(False):  # a model may be evaluated before it is trained
         storage = TensorStorage(
             tiers, placement.parameters, config, numel, dtype, device, ranks, placement.stage == 3, shards
         )
-        twin = StoredTensor.of(storage, parameter.shape, parameter.device, requires_grad=parameter.requires_grad)
-        if parameter.grad is not None:
+        twin = StoredTensor.of(storage, parameter.shape, parameter.device, requires_grad=requires_grad)
+        if gradient is not None:
             # Of many ranks, each has its own: the next backward pass reduces it with what that adds.
-            gradient = storage.for_gradient(parameter.grad.dtype, partitioned=ranks.size == 1)
-            gradient.unreduced = ranks.size > 1
-            twin.grad = StoredTensor.of(gradient, parameter.shape, parameter.device)
+            present = storage.for_gradient(gradient.dtype, partitioned=ranks.size == 1)
+            present.unreduced = ranks.size > 1
+            twin.grad = StoredTensor.of(present, parameter.shape, parameter.device)
         else:
             reserve_gradient(twin)
         return as_parameter(twin)
@@ -152,11 +160,12 @@ def _reserved(parameter: torch.nn.Parameter, tiers: Tiers, config: Config, owner
 
 def _written(parameter: torch.nn.Parameter, twin: StoredTensor) -> StoredTensor:
     """`twin`, with the value and gradient of `parameter` in it or on their way. The value is the first rank's."""
-    value = parameter.detach()
+    value = local_part(parameter.detach())
     twin.storage.ranks.broadcast(value, f"a parameter of shape {tuple(parameter.shape)}")
     twin.storage.set(value)
     if twin.grad is not None:
-        twin.grad.storage.set(parameter.grad)
+        gradient = parameter.grad
+        twin.grad.storage.set(placed_as(parameter, gradient) if isinstance(gradient, DTensor) else gradient)
     return twin
 
 
@@ -166,7 +175,15 @@ def replace_in_place(parameter: torch.nn.Parameter, twin: StoredTensor) -> None:
     This is what `torch.utils.swap_tensors` does, less its refusal of tensors to which weak references exist: Dynamo's
     guards hold some, and they are what makes it compile again for the parameter's new type. Graphs that autograd
     recorded before go on with the old value; the gradients that they bring are accumulated as any others.
+
+    A DTensor gets `twin` for its local tensor: see [Note: DTensor parameters].
     """
+    if isinstance(parameter, DTensor):
+        gradient, twin.grad = twin.grad, None
+        leaf = LocalParameter.of_whole(parameter, twin.requires_grad_(False))
+        leaf.grad = gradient
+        leaf.expect_gradient()
+        return
     if parameter.requires_grad and parameter.is_leaf and parameter._use_count() > 1:
         accumulate = torch.autograd.graph.get_gradient_edge(parameter).node
         accumulate.register_prehook(lambda gradients: _accumulate(parameter, gradients[0]))
@@ -189,7 +206,9 @@ def check_storable(parameter: torch.Tensor, what: str) -> None:
     check_device(parameter.device, what)
     if parameter.layout != torch.strided:
         raise StoredTensorError(f"{what} has layout {parameter.layout}: only strided tensors can be stored")
-    if type(parameter) is not torch.nn.Parameter:
+    if isinstance(parameter, DTensor):
+        check_distributed(parameter, what)
+    elif type(parameter) is not torch.nn.Parameter:
         raise StoredTensorError(f"{what} is a {type(parameter).__name__}: only plain nn.Parameter can be stored")
     if parameter.grad is not None and parameter.grad.layout != torch.strided:
         raise StoredTensorError(
@@ -201,6 +220,7 @@ def _check_disjoint(parameters: Mapping[str, torch.nn.Parameter]) -> None:
     """Raises: StoredTensorError for two parameters in the same memory, which would part."""
     by_address: dict[int, str] = {}
     for name, parameter in parameters.items():
+        parameter = local_part(parameter)
         other = by_address.setdefault(parameter.data_ptr(), name) if parameter.numel() else name
         if other != name:
             raise StoredTensorError(
@@ -210,9 +230,15 @@ def _check_disjoint(parameters: Mapping[str, torch.nn.Parameter]) -> None:
 
 
 def decided(config: Config, parameters: list[torch.Tensor] | None) -> Config:
-    """`config` with its placement decided from the parameters' sizes (all of them; None: not yet known)."""
+    """`config` with its ranks and its placement decided from the parameters (all of them; None: not yet known).
+
+    Raises: ConfigError for ranks that can't train these parameters, or can't do so in this placement.
+    """
+    if parameters:
+        config = with_ranks(config, parameters)
     if config.placement == "auto":
-        chosen = Ranks.of(config).of_first(choose(config, parameters), "the placement")
+        parts = None if parameters is None else [_trained_here(parameter) for parameter in parameters]
+        chosen = of_first(config, parameters or (), choose(config, parts), "the placement")
         config = Config.of(config, {"placement": chosen})
     placement = config.placement
     if Ranks.of(config).size > 1 and placement.stage < 3 and placement.parameters == "nvme":
@@ -221,3 +247,10 @@ def decided(config: Config, parameters: list[torch.Tensor] | None) -> Config:
             "stage 3 partitions them (or place them on 'host' or 'device')"
         )
     return config
+
+
+def _trained_here(parameter: torch.Tensor) -> torch.Tensor:
+    """As much as this rank has of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return local_part(parameter).detach().requires_grad_(parameter.requires_grad)

@@ -13,8 +13,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -62,6 +61,7 @@ class StoredTensor(torch.Tensor):
     _storage: TensorStorage | None
     _in_memory: tuple[torch.Tensor, torch.Tensor]  # the whole and this tensor's value, once data_ptr() was asked for
     _aside: torch.Tensor | None = None
+    _local_of: StoredTensor | None = None  # of the local tensor of a DTensor: what stands for it
     _expects_gradient = False  # becomes true on an object, and goes where its implementation goes
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -255,14 +255,16 @@ class StoredTensor(torch.Tensor):
         Hooks belong to the Python object in part. An implementation that was swapped in (by `offload`, or by
         Module.to()) doesn't know them until they are assigned again.
         """
+        if self._local_of is not None:
+            self._local_of.expect_gradient()
         if self._expects_gradient or self.views or self.captured or not (self.requires_grad and self.is_leaf):
             return
         self._expects_gradient = True
         self._backward_hooks = self._backward_hooks
         hooks = self._post_accumulate_grad_hooks
         self._post_accumulate_grad_hooks = hooks = OrderedDict() if hooks is None else hooks
-        if _store_gradient not in hooks.values():
-            self.register_post_accumulate_grad_hook(_store_gradient)
+        if take_gradient not in hooks.values():
+            self.register_post_accumulate_grad_hook(take_gradient)
             if self.storage.ranks.size > 1:
                 self.register_hook(_SetAside(self))
 
@@ -271,7 +273,29 @@ class StoredTensor(torch.Tensor):
         """Whether the user registered hooks on the gradient, which only autograd can run."""
         before, after = self._backward_hooks or {}, self._post_accumulate_grad_hooks or {}
         users = [hook for hook in before.values() if not isinstance(hook, _SetAside)]
-        return bool(users) or any(hook is not _store_gradient for hook in after.values())
+        return bool(users) or any(hook is not take_gradient for hook in after.values())
+
+    @property
+    def parameter(self) -> StoredTensor:
+        """What stands for this where zinf works on parameters: see [Note: DTensor parameters]."""
+        return self if self._local_of is None else self._local_of
+
+    @parameter.setter
+    def parameter(self, leaf: StoredTensor) -> None:
+        self._local_of = leaf
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """The parameter that users have: this, unless it stands for a DTensor."""
+        return self
+
+    def shown(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A state of this parameter as users see it."""
+        return tensor
+
+    def put_aside(self) -> None:
+        """Keep the gradient from what eager autograd is about to add; see `set_aside`."""
+        self._aside, self.grad = self.grad, None
 
     def set_aside(self) -> torch.Tensor | None:
         """The gradient that eager autograd was not to add to, if any; it is not aside any more."""
@@ -301,6 +325,8 @@ class StoredTensor(torch.Tensor):
     def _view(self, func: Any, args: tuple, kwargs: dict) -> Any:
         self.expect_gradient()
         results = func(self._meta(), *args, **kwargs)
+        if func is aten.view.default and results.shape == self.shape:  # all of it, as DTensor.to_local() gives it
+            return self._twin()
         frozen = tuple(tuple(a) if isinstance(a, list) else a for a in args)
 
         def wrap(like: torch.Tensor, index: int | None) -> StoredTensor:
@@ -313,6 +339,11 @@ class StoredTensor(torch.Tensor):
 
     def _convert(self, kwargs: dict) -> StoredTensor:
         """What Module.to() makes of this tensor: another stored tensor on the same tier."""
+        if self._local_of is not None:
+            raise StoredTensorError(
+                f"the local tensor of a DTensor parameter, of shape {tuple(self.shape)}, is stored, and can't be "
+                "converted any more: convert the model before offloading it"
+            )
         dtype = kwargs.get("dtype") or self.dtype
         target = torch.device(kwargs.get("device") or self.device)
         check_device(target, "this stored tensor")
@@ -378,10 +409,10 @@ class _SetAside:
         except RuntimeError:  # torch.autograd.grad returns it
             adds = False
         if adds:
-            parameter._aside, parameter.grad = parameter.grad, None
+            parameter.put_aside()
 
 
-def _store_gradient(parameter: StoredTensor) -> None:
+def take_gradient(parameter: StoredTensor) -> None:
     """Hook: a gradient that eager autograd left on the device moves to the tier of gradients."""
     _take_gradient(parameter)
 
@@ -551,7 +582,7 @@ def _gather_kernel(token: torch.Tensor, shape: list[int], dtype: torch.dtype, de
 ops.implement_gather(_gather_kernel)
 
 
-def as_parameter(tensor: StoredTensor) -> StoredTensor:
+def as_parameter(tensor: torch.Tensor) -> torch.Tensor:
     """Give `tensor` nn.Parameter's mark."""
     tensor._is_param = True
     return tensor
@@ -563,31 +594,3 @@ def check_device(device: torch.device, what: str) -> None:
         raise StoredTensorError(
             f"{what} is on device '{device}': tiles are brought to the CPU and to CUDA devices only"
         )
-
-
-@contextmanager
-def gathered(
-    tensors: torch.Tensor | torch.nn.Module | Iterable[torch.Tensor], modify: bool = False
-) -> Iterator[torch.Tensor | list[torch.Tensor]]:
-    """The full values of `tensors` as ordinary tensors; with `modify`, changes to them are written back at the end.
-
-    Gives one tensor for a tensor, else a list in the order of the iterable (of `module.parameters()` for a module).
-    Ordinary tensors among them are passed as they are, so that changes to them take effect at once. A stored one that
-    comes several times, as tied weights do, has one value. Nothing is written back when the block raises.
-
-    Raises: StoredTensorError with `modify` for several views of one stored tensor, whose values could contradict.
-    """
-    single = isinstance(tensors, torch.Tensor)
-    wanted = [tensors] if single else list(tensors.parameters() if isinstance(tensors, torch.nn.Module) else tensors)
-    stored: dict[tuple, StoredTensor] = {(t.storage.key, t.views): t for t in wanted if isinstance(t, StoredTensor)}
-    if modify and len({key for key, _ in stored}) < len(stored):
-        raise StoredTensorError(
-            "gathered() was given several views of one stored tensor with modify=True: give it the whole tensor once"
-        )
-    gathered = {key: tensor.full_tensor() for key, tensor in stored.items()}
-    values = [gathered[t.storage.key, t.views] if isinstance(t, StoredTensor) else t for t in wanted]
-    yield values[0] if single else values
-    if modify:
-        with torch.no_grad():
-            for key, tensor in stored.items():
-                tensor.copy_(gathered[key])
