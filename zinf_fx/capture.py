@@ -22,13 +22,15 @@ from torch._functorch.aot_autograd import aot_module_simplified
 
 from zinf_fx import ops
 from zinf_fx.config import Config
+from zinf_fx.equal_values import check_equal, mesh_of, replicas_of
 from zinf_fx.errors import PlanError, RanksError
 from zinf_fx.local_inputs import taking_local, traced
-from zinf_fx.passes.collectives import collectives_of, group_of
+from zinf_fx.passes.collectives import group_of, is_collective
 from zinf_fx.passes.fingerprint import check_same, fingerprint_of
 from zinf_fx.passes.following import follow_inference, follow_training
-from zinf_fx.passes.framework import GraphContext, nodes_calling
+from zinf_fx.passes.framework import GraphContext, key_of, nodes_calling
 from zinf_fx.passes.pipeline import plan_inference, plan_of, plan_training, tiles_moved
+from zinf_fx.passes.replication import mark_equal
 from zinf_fx.plan.digest import digest, digest_of
 from zinf_fx.plan.memory import most
 from zinf_fx.plan.rates import NOMINAL, Rates
@@ -78,6 +80,10 @@ class Capture:
         self._names = _input_names(module)
         self._contexts: dict[str, GraphContext] = {}
         self._collectives: dict[Any, list[str]] = {}  # of the planned graphs, by group
+        self._mesh = mesh_of(config, inputs)
+        self._tensor_ranks = ALONE
+        if self._mesh is not None and not self._only_planned:
+            self._tensor_ranks = tensor_ranks(config, self._mesh.get_group())
         self._rates = rates
 
     def compile(self) -> Callable[..., Any]:
@@ -106,14 +112,16 @@ class Capture:
             self._agree_on_collectives()
         if self.plan is not None:
             self._reserve(self.plan)  # not in `partition_fn`, where tensors are fake
-        self._given, self._seen, self._inputs = (
-            [],
-            [],
-            [],
-        )  # all is planned by now; the model may die before its compiled code
+        # All is planned by now, and the model may die before its compiled code.
+        self._given, self._seen, self._inputs = [], [], []
+        unchecked = self._mesh is not None and not self._only_planned
 
         def call(*arguments: Any) -> Any:
+            nonlocal unchecked
             arguments = [local_input(argument) for argument in arguments]
+            if unchecked:
+                check_equal(self._tensor_ranks, arguments)
+                unchecked = False
             bind_parameters(arguments)
             return compiled(*arguments)
 
@@ -135,6 +143,11 @@ class Capture:
         gradients = output.args[0][arguments["num_fwd_outputs"] :]
         context = GraphContext("joint", self.config, tiles, positions, len(gradients), rates=self._rates or NOMINAL)
         fingerprint = fingerprint_of(joint.graph, context)
+        if self._mesh is not None:
+            inputs = {node.name: self._given_for(node) for node in joint.graph.find_nodes(op="placeholder")}
+            ranks = None if self._only_planned else self._tensor_ranks
+            mark_equal(joint.graph, context, replicas_of(joint.graph, context, inputs, self._mesh, ranks))
+            context.tensor_ranks = self._mesh.size()
         if self._plans:
             plan = self._plan_for(fingerprint, "forward")
             with _named(plan):
@@ -146,19 +159,30 @@ class Capture:
         self.graphs = {"forward": forward.graph, "backward": backward.graph}
         plan = plan_of([(forward.graph, forward_context), (backward.graph, backward_context)])
         self.plan = replace(plan, fingerprint=fingerprint)
-        self._note_collectives("forward", forward.graph)
-        self._note_collectives("backward", backward.graph)
+        self._note_collectives(forward.graph, forward_context)
+        self._note_collectives(backward.graph, backward_context)
         return forward, backward
 
-    def _note_collectives(self, kind: GraphKind, graph: fx.Graph) -> None:
-        for node in collectives_of(graph):
-            self._collectives.setdefault(group_of(node), []).append(f"{kind}: {node.target}")
+    def _given_for(self, placeholder: fx.Node) -> object:
+        """What the caller gives, of which AOTAutograd's input is a part; None: nothing."""
+        descriptor = placeholder.meta["desc"]
+        origin = _origin(descriptor)
+        return None if origin is None else self._given[origin.index]
+
+    def _note_collectives(self, graph: fx.Graph, context: GraphContext) -> None:
+        """Those that ranks of tensor parallelism start in this order."""
+        divided = {token for token, tile in context.tiles.items() if tile.activation and tile.partitioned}
+        for node in graph.nodes:
+            if is_collective(node):
+                self._collectives.setdefault(resolved(group_of(node)), []).append(f"{context.kind}: {node.target}")
+            elif node.target is ops.allgather and key_of(node).token in divided:
+                self._collectives.setdefault(self._mesh.get_group(), []).append(f"{context.kind}: activation")
 
     def _agree_on_collectives(self) -> None:
         """Compare the model's own collectives, and their order, over the ranks that take part in them: what recomputing
         repeats may have been decided otherwise there."""
         for group, names in self._collectives.items():
-            ranks = tensor_ranks(self.config, resolved(group))
+            ranks = tensor_ranks(self.config, group)
             ranks.agree(f"{len(names)} of digest {digest_of(names)}", "the collectives in a graph")
 
     def _plan_for(self, fingerprint: Fingerprint, kind: GraphKind) -> Plan:
@@ -217,7 +241,7 @@ class Capture:
             plan_inference(module, context)
         self.graphs = {"inference": module.graph}
         self.plan = replace(plan_of([(module.graph, context)]), fingerprint=fingerprint)
-        self._note_collectives("inference", module.graph)
+        self._note_collectives(module.graph, context)
         return self._bind(module, "inference")
 
     def _reserve(self, plan: Plan) -> None:
@@ -231,7 +255,7 @@ class Capture:
     def _bind(self, module: fx.GraphModule, kind: GraphKind) -> Callable[[list], Any]:
         context = self._contexts[kind]
         tokens = [key.token for key in tiles_moved(module.graph, context)]
-        program = Program(module, self.plan, kind, tokens)
+        program = Program(module, self.plan, kind, tokens, self._tensor_ranks)
 
         # A caller that compiles its whole training step must not trace into the runtime.
         run = torch.compiler.disable(lambda arguments: program(arguments))

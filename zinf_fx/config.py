@@ -117,6 +117,9 @@ class Config:
             offloaded, for the least time within device_memory. What is saved lives where `placement` says; "offload"
             and "auto", where that says "device", use NVMe if any state lives there, and else host memory.
             `torch.utils.checkpoint` in the model is respected in any case.
+        partition_activations: with tensor parallelism, each rank keeps its part only of what is saved for backward and
+            equal on all ranks that divide parameters; it is all-gathered when backward needs it (ZeRO, section 6.1:
+            Pa; with activations on "host" or "nvme", Pa+cpu).
         checksum: compare a crc32c of what is read from the store with that of what was written.
         strict_direct: refuse a store where direct I/O doesn't work, instead of using the page cache.
         compute: "eager", the only value so far: compute regions run operator by operator.
@@ -141,6 +144,7 @@ class Config:
     chunk: int = 32 << 20
     tile: int | Literal["auto"] | None = "auto"
     activations: str | int = "keep"
+    partition_activations: bool = False
     compute: str = "eager"
     checksum: bool = True
     strict_direct: bool = False
@@ -160,7 +164,7 @@ class Config:
             set_field("store_is_default", not os.environ.get("ZINF_STORE"))
         else:
             set_field("store", _parse_store(self.store))
-        for name in ("residency", "checksum", "strict_direct"):
+        for name in ("residency", "partition_activations", "checksum", "strict_direct"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not accepted; accepted: True, False")
         set_field("placement", _parse_placement(self.placement))

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import torch
 from tabulate import tabulate
+from torch.distributed.tensor import DTensor
 
 from zinf_fx.runtime.local_parameter import stored_parameter
+from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tiers import Tiers
 from zinf_fx.sizes import in_words
 
@@ -33,7 +35,8 @@ class Stats:
         gathered_bytes: of tiles that compute regions waited for, wherever the tiles live.
         stall_seconds: for which compute waited for a tile.
         write_stall_seconds: for which too many writes were under way to start another.
-        sent_bytes: that this rank sent to others in collectives of model states, as a ring sends them.
+        sent_bytes: that this rank sent to others in collectives of model states and of activations that are divided, as
+            a ring sends them.
         provider: what moves the bytes ("libaio", ...); None when nothing was ever placed on NVMe.
     """
 
@@ -91,6 +94,8 @@ def stats(model: torch.nn.Module) -> Stats:
     stored = [p for p in map(stored_parameter, model.parameters()) if p is not None]
     all_tiers = {id(p.storage.tiers): p.storage.tiers for p in stored if p.storage.tiers is not None}
     ranks = {p.storage.ranks for p in stored}
+    for mesh in {p.whole.device_mesh for p in stored if isinstance(p.whole, DTensor)}:
+        ranks.update(each for group in mesh.get_all_groups() for each in Ranks.on(group))
     devices = {p.device for p in stored if p.device.type == "cuda"}
     peak = sum(torch.cuda.max_memory_allocated(device) for device in devices)
     return _sum(all_tiers.values(), peak, sum(each.sent_bytes for each in ranks))

@@ -79,6 +79,7 @@ class GraphContext:
         successor_head: what the next graph needs at its head; this graph starts it in its last operators.
         staying: tiles that are in memory throughout: from a use before the graph to one after it.
         kept: bytes of activations that stay on the device from forward to backward.
+        tensor_ranks: how many ranks divide parameters, and activations; 1: activations are whole.
         rates: of the machine that the plan is for.
         provided: what the passes so far have established.
         regions: what the plan's transfer buffers take of each memory.
@@ -97,6 +98,7 @@ class GraphContext:
     undivided: dict[str, str] = field(default_factory=dict)
     staying: tuple[TileKey, ...] = ()
     kept: int = 0
+    tensor_ranks: int = 1
     rates: Rates = NOMINAL
     regions: MemoryRegions = field(default_factory=MemoryRegions)
     tile_limit: int | None = None
@@ -142,7 +144,9 @@ class GraphContext:
         """Bytes of activations that may be on their way to NVMe at once."""
         if self.kind != "forward":
             return 0
-        return write_buffer([t.nbytes for t in self.tiles.values() if t.activation and t.tier == "nvme"], self.limit)
+        return write_buffer(
+            [t.held_nbytes for t in self.tiles.values() if t.activation and t.tier == "nvme"], self.limit
+        )
 
     def comes_anew(self, token: str) -> bool:
         """Whether a parameter's tiles are gathered for each operator that uses them.

@@ -1,14 +1,15 @@
 """Saved activations leave the device in forward, and come back in backward as tiles do, with a prefetch of their own.
 
-ZeRO-Infinity, section 5.1.2, offloads activation checkpoints to host memory and leaves NVMe for the future; ZeRO,
-section 6.1, calls it Pa+cpu.
+ZeRO-Infinity, section 5.1.2, offloads activation checkpoints to host memory and leaves NVMe for the future. What is
+equal on all ranks of tensor parallelism can be divided over them, too, and all-gathered when it comes back: ZeRO,
+section 6.1, Pa, and Pa+cpu where it leaves as well.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -18,7 +19,9 @@ from zinf_fx import ops
 from zinf_fx.config import Tier
 from zinf_fx.passes.aliases import memory_of
 from zinf_fx.passes.framework import GraphContext, bytes_computed, is_compute
+from zinf_fx.passes.replication import EQUAL
 from zinf_fx.plan.schedule import Tile
+from zinf_fx.plan.sharding import Shards
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +34,20 @@ SMALLEST = 1 << 14
 
 @dataclass(frozen=True)
 class Saved:
-    """Saved activations that share memory: `memory` is the node that made it, `values` are the nodes that are saved."""
+    """Saved activations that share memory.
+
+    Attributes:
+        memory, values: the node that made it, and those that are saved.
+        nbytes: of all of it.
+        tier: where it goes.
+        ranks: how many keep a part of it each.
+    """
 
     memory: fx.Node
     values: tuple[fx.Node, ...]
     nbytes: int
+    tier: Tier = "device"
+    ranks: int = 1
 
     @property
     def name(self) -> str:
@@ -53,7 +65,6 @@ class OffloadActivations:
     changes_numerics: ClassVar[bool] = False
 
     leaving: tuple[Saved, ...]
-    tier: Tier
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> None:
         output = next(iter(graph.find_nodes(op="output")))
@@ -65,7 +76,7 @@ class OffloadActivations:
             with value.fake_mode:
                 token.meta["val"] = _fake_token()
             tokens |= dict.fromkeys(saved.values, token)
-            context.tiles[token.name] = _tile(saved, self.tier, len(context.tiles))
+            context.tiles[token.name] = _tile(saved, context)
         output.args = (type(output.args[0])(tokens.get(result, result) for result in output.args[0]),)
 
 
@@ -79,7 +90,6 @@ class ReloadActivations:
     changes_numerics: ClassVar[bool] = False
 
     leaving: tuple[Saved, ...]
-    tier: Tier
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> None:
         inputs = {node.target: node for node in graph.find_nodes(op="placeholder")}
@@ -88,7 +98,7 @@ class ReloadActivations:
             memory = saved.memory.meta["val"]
             inputs_of = [inputs[value.name] for value in saved.values]
             token = inputs_of[0]
-            context.tiles[token.name] = _tile(saved, self.tier, len(context.tiles))
+            context.tiles[token.name] = _tile(saved, context)
             with graph.inserting_before(first):
                 gather = graph.call_function(ops.gather, (token, [memory.numel()], memory.dtype, memory.device))
             with memory.fake_mode:
@@ -126,8 +136,13 @@ def saved_activations(forward: fx.Graph, results: int) -> tuple[list[Saved], lis
     return movable, fixed
 
 
-def leaving(movable: Sequence[Saved], fixed: Sequence[Saved]) -> tuple[Saved, ...]:
-    """Those that are to leave. What would, if its size were known, stays, with a warning."""
+def leaving(movable: Sequence[Saved], fixed: Sequence[Saved], tier: Tier, ranks: int) -> tuple[Saved, ...]:
+    """Those that are to leave, for `tier`, and those that are divided over so many ranks: see [Note: equal values].
+
+    What would leave, if its size were known, stays, with a warning.
+    """
+    if tier == "device" and ranks == 1:
+        return ()
     dynamic = [saved for saved in fixed if not _is_static(saved.memory.meta["val"]) and saved.nbytes >= SMALLEST]
     if dynamic:
         log.warning(
@@ -137,7 +152,14 @@ def leaving(movable: Sequence[Saved], fixed: Sequence[Saved]) -> tuple[Saved, ..
             dynamic[0].memory.name,
             tuple(dynamic[0].memory.meta["val"].shape),
         )
-    return tuple(saved for saved in movable if saved.memory.meta.get(LEAVES, True))
+    found = []
+    for saved in movable:
+        meta = saved.memory.meta
+        to = tier if meta.get(LEAVES, True) else "device"
+        among = ranks if meta.get(EQUAL) else 1
+        if to != "device" or among > 1:
+            found.append(replace(saved, tier=to, ranks=among))
+    return tuple(found)
 
 
 def _is_static(value: torch.Tensor) -> bool:
@@ -162,9 +184,21 @@ def _is_plain_view(value: torch.Tensor, memory: torch.Tensor) -> bool:
     return plain and _is_static(value) and isinstance(value.storage_offset(), int)
 
 
-def _tile(saved: Saved, tier: Tier, index: int) -> Tile:
-    value = saved.memory.meta["val"]
-    return Tile(index, saved.name, (value.numel(),), value.dtype, tier, None, activation=True)
+def _tile(saved: Saved, context: GraphContext) -> Tile:
+    value, ranks = saved.memory.meta["val"], saved.ranks
+    shards = Shards.of(value.numel(), ranks, context.config.placement.on_nvme)
+    return Tile(
+        index=len(context.tiles),
+        name=saved.name,
+        shape=(value.numel(),),
+        dtype=value.dtype,
+        tier=saved.tier,
+        gradient_tier=None,
+        activation=True,
+        ranks=ranks,
+        shard=shards.size if ranks > 1 else 0,
+        partitioned=ranks > 1,
+    )
 
 
 def _fake_token() -> torch.Tensor:

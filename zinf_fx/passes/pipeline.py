@@ -156,14 +156,14 @@ def divided_training(
     forward, backward = partition(joint, joint_inputs, context, **arguments)
     tier = context.config.activation_tier
     movable, fixed = saved_activations(forward.graph, arguments["num_fwd_outputs"])
-    leave = leaving(movable, fixed) if tier != "device" else ()
+    leave = leaving(movable, fixed, tier, context.tensor_ranks)
     both = {"divided": context.divided, "undivided": context.undivided, "tile_limit": tile_limit, "choices": choices}
     both["kept"] = bytes_of(movable) - bytes_of(leave) + bytes_of(fixed)
     forward_context = GraphContext("forward", context.config, dict(context.tiles), **both)
     backward_context = GraphContext("backward", context.config, dict(context.tiles), context.gradients, **both)
     backward_context.provided.add("gradients_reduced")
-    run_passes(forward.graph, forward_context, [OffloadActivations(leave, tier)])
-    run_passes(backward.graph, backward_context, [ReloadActivations(leave, tier)])
+    run_passes(forward.graph, forward_context, [OffloadActivations(leave)])
+    run_passes(backward.graph, backward_context, [ReloadActivations(leave)])
     return forward, forward_context, backward, backward_context
 
 
@@ -235,7 +235,7 @@ def plan_of(graphs: Sequence[tuple[fx.Graph, GraphContext]]) -> Plan:
     return Plan(
         schedules,
         last.config,
-        max((tile.ranks * tile.replicas for tile in last.tiles.values()), default=1),
+        max((tile.ranks * tile.replicas for tile in last.tiles.values() if not tile.activation), default=1),
         gradient_buffer=last.gradient_buffer,
         activation_buffer=first.activation_buffer,
         kept=last.kept,

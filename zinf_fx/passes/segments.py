@@ -93,7 +93,7 @@ class Segments:
         for number, nodes in enumerate(self.between(cuts)):
             for node in nodes:
                 if "recompute" not in node.meta:
-                    kept = _is_random(node) or node in saved or number not in recomputed
+                    kept = is_random(node) or node in saved or number not in recomputed
                     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
                     node.meta["ac_graph_id"] = number + 1
 
@@ -118,7 +118,7 @@ def _source(node: fx.Node) -> fx.Node:
     return node
 
 
-def _is_random(node: fx.Node) -> bool:
+def is_random(node: fx.Node) -> bool:
     """Whether computing the node again would draw other random numbers. Attention without dropout draws none."""
     node = _source(node)
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):

@@ -151,7 +151,7 @@ def traffic(plan: Plan, graph: GraphSchedule) -> Traffic:
         nvme_to_host=sum(flow.fetched for flow in flows(plan, graph)),
         host_to_device=sum(t.held_nbytes for t in uploads if t.tier != "device"),
         device_to_host=sum(t.gradient_nbytes(plan.stage) for t in offloads if t.gradient_tier != "device")
-        + sum(t.nbytes for t in leaving),
+        + sum(t.held_nbytes for t in leaving if t.tier != "device"),
         host_to_nvme=sum(in_blocks(t, t.gradient_nbytes(plan.stage)) for t in offloads if t.gradient_tier == "nvme")
         + sum(bytes_stored(t) for t in leaving if t.tier == "nvme"),
     )

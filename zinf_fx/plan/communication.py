@@ -4,6 +4,7 @@ As a ring sends it: of each all-gather and reduce-scatter, a shard to each of th
 With Psi bytes of parameters, a step of data parallelism and of ZeRO's stages 1 and 2 is 2 Psi (N - 1) / N, and one of
 stage 3 is 3 Psi (N - 1) / N, less what stays gathered from forward to backward. In R groups of S ranks, these are the
 figures for S ranks, and an all-reduce of a shard over the groups adds 2 Psi / S (R - 1) / R.
+Activations that are divided over the ranks of tensor parallelism are all-gathered once (ZeRO, section 8).
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from zinf_fx.plan.schedule import GraphKind, GraphSchedule, Plan, Tile
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes that a rank sends while a graph runs: of parameters, and of gradients."""
+    """Bytes that a rank sends while a graph runs: of parameters, gradients, and activations."""
 
     graph: GraphKind
     parameters: int
     gradients: int
+    activations: int = 0
 
     @property
     def total(self) -> int:
-        """Both."""
-        return self.parameters + self.gradients
+        """All of them."""
+        return self.parameters + self.gradients + self.activations
 
 
 def communication(plan: Plan) -> list[Sent]:
@@ -34,12 +36,14 @@ def communication(plan: Plan) -> list[Sent]:
     there: set[str] = set()
     found = []
     for graph in plan.graphs:
-        parameters = sum(map(gathered, _gathers(graph, there)))
+        tiles = _gathers(graph, there)
+        parameters = sum(gathered(tile) for tile in tiles if not tile.activation)
+        activations = sum(gathered(tile) for tile in tiles if tile.activation)
         if graph.kind == "forward" and plan.stage in (1, 2):
             labels = {tile.label: tile for tile in graph.tiles if tile.label in trained}
             parameters += sum(map(_to_others, labels.values()))
         gradients = [graph.tiles[event.tile] for event in graph.events if event.kind == "reduce_scatter"]
-        found.append(Sent(graph.kind, parameters, sum(reduced(plan, tile) for tile in gradients)))
+        found.append(Sent(graph.kind, parameters, sum(reduced(plan, tile) for tile in gradients), activations))
     return found
 
 

@@ -128,7 +128,7 @@ class _Builder:
                 if event.kind == "reduce_scatter":
                     self._reduce(tile)
                 elif event.kind == "offload_activation":
-                    self._left.append(self._leave(tile, tile.tier, tile.nbytes, self._program))
+                    self._left.append(self._leave(tile, tile.tier, tile.held_nbytes, self._program))
                 else:
                     self._offload(tile)
 

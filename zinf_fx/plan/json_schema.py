@@ -90,6 +90,7 @@ def _config() -> dict[str, Any]:
         "chunk": {"type": "integer", "minimum": 1 << 16, "maximum": LARGEST},
         "tile": {"anyOf": [nbytes, {"const": "auto"}]},
         "activations": {"anyOf": [{"enum": list(ACTIVATIONS)}, {"type": "integer", "minimum": 1}]},
+        "partition_activations": {"type": "boolean"},
         "compute": {"type": "string"},
         "partition": {"enum": ["shards", "owner"]},
         "gradient_reduction": {"enum": ["mean", "sum"]},

@@ -170,7 +170,7 @@ def _writes(plan: Plan) -> Iterator[Lifetime]:
             if event.kind == "offload" and tile.gradient_tier == "nvme":
                 buffer, nbytes = plan.gradient_buffer, tile.gradient_nbytes_at_once(plan.stage)
             elif event.kind == "offload_activation" and tile.tier == "nvme":
-                buffer, nbytes = plan.activation_buffer, tile.nbytes
+                buffer, nbytes = plan.activation_buffer, tile.held_nbytes
             else:
                 continue
             now = clock.starts[graph] + number

@@ -106,7 +106,7 @@ def _living(tier: Tier, placement: Placement | Literal["auto"], tiles: Collectio
         parameters=sum(blocks(tile.held_nbytes) for tile in whole if tile.tier == tier),
         gradients=sum(blocks(tile.gradient_nbytes(stage)) for tile in trained if tile.gradient_tier == tier),
         states=sum(_state_bytes(tile, stage) for tile in trained) if placement.optimizer == tier else 0,
-        activations=sum(blocks(tile.nbytes) for tile in tiles if tile.activation and tile.tier == tier),
+        activations=sum(blocks(tile.held_nbytes) for tile in tiles if tile.activation and tile.tier == tier),
     )
 
 

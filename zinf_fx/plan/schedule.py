@@ -42,7 +42,7 @@ class Tile:
         gradient_tier: where its gradient goes; None when the graph computes none for it.
         rows: first row of the parameter and the one behind the last, when the parameter has several tiles.
         activation: whether it is an activation: as flat as it lies in memory, and other values in every step.
-        ranks: how many it is divided over.
+        ranks: how many it is divided over; of an activation, those of tensor parallelism.
         shard: elements of it, with padding, that one of them is responsible for; 0 with one rank.
         replicas: how many such groups of ranks train together.
         segment: elements of the parts that are divided over the ranks by themselves, of which tiles consist; 0: the

@@ -39,7 +39,8 @@ def check_sound(plan: Plan) -> None:
     if plan.fingerprint is not None:
         _check_fingerprint(plan.fingerprint)
     for graph in plan.graphs:
-        if any(tile.ranks * tile.replicas not in (1, plan.world_size) for tile in graph.tiles):
+        parameters = [tile for tile in graph.tiles if not tile.activation]
+        if any(tile.ranks * tile.replicas not in (1, plan.world_size) for tile in parameters):
             raise PlanError(f"{graph.kind} graph: a tile is for another number of ranks than {plan.world_size}")
         try:
             _check_graph(graph)

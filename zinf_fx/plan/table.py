@@ -214,10 +214,15 @@ def _header(plan: Plan) -> str:
         f"options    compute {config.compute}, activations {config.activations}, tile {_tile_text(config.tile)}"
     )
     if plan.kept or leaving:
-        gone = sum(tile.nbytes for tile in leaving)
+        gone = sum(tile.held_nbytes for tile in leaving)
         text = f"saved      {in_words(plan.kept)} of activations stay on the device from forward to backward"
         where = f", {in_words(gone)} in {_count(len(leaving), 'tile')} go to {leaving[0].tier}" if leaving else ""
         lines.append(text + where)
+    if divided := [tile for tile in leaving if tile.partitioned]:
+        lines.append(
+            f"divided    {_count(len(divided), 'activation')} over {divided[0].ranks} ranks of tensor parallelism: "
+            f"{in_words(sum(t.held_nbytes for t in divided))} of {in_words(sum(t.nbytes for t in divided))} are here"
+        )
     if always := always_resident(plan):
         nbytes = sum(tiles_of(plan)[label].nbytes for label in always)
         lines.append(f"resident   {_count(len(always), 'tile')} ({in_words(nbytes)}) in memory from step to step")

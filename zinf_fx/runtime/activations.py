@@ -9,6 +9,7 @@ import torch
 
 from zinf_fx.plan.schedule import Plan, Tile
 from zinf_fx.runtime.device import device_of
+from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.storage import TensorStorage
 from zinf_fx.runtime.tiers import Tiers
 
@@ -19,8 +20,10 @@ class ActivationSlots:
     There is one for each, reserved before the first step, and more while several forward passes await their backward.
     """
 
-    def __init__(self, plan: Plan, devices: Mapping[int, torch.device]) -> None:
-        """`devices`: by the index of its tile in the forward schedule, where each activation is computed."""
+    def __init__(self, plan: Plan, devices: Mapping[int, torch.device], ranks: Ranks) -> None:
+        """`devices`: by the index of its tile in the forward schedule, where each activation is computed. `ranks`: over
+        which those are divided that are."""
+        self._ranks = ranks
         self._config = plan.config
         self._tiles = {index: plan.graph("forward").tiles[index] for index in devices}
         self._devices = devices
@@ -53,7 +56,10 @@ class ActivationSlots:
 
     def _storage(self, index: int, tile: Tile, tiers: Tiers) -> TensorStorage:
         device = device_of(self._devices[index])
-        return TensorStorage(tiers, tile.tier, self._config, tile.shape[0], tile.dtype, device)
+        ranks = self._ranks if tile.partitioned else ALONE
+        return TensorStorage(
+            tiers, tile.tier, self._config, tile.shape[0], tile.dtype, device, ranks, partitioned=tile.partitioned
+        )
 
 
 class _Key(bytearray):

@@ -25,6 +25,7 @@ from zinf_fx.runtime.gradients import (
     take_unreduced,
 )
 from zinf_fx.runtime.leases import PAGE
+from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.reduction import Reduction
 from zinf_fx.runtime.storage import TensorStorage
 from zinf_fx.runtime.stored_tensor import StoredTensor, will_accumulate
@@ -71,7 +72,15 @@ class Program(Stage):
     stays for one such layer.
     """
 
-    def __init__(self, module: fx.GraphModule, plan: Plan, kind: GraphKind, tokens: Sequence[str]) -> None:
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        plan: Plan,
+        kind: GraphKind,
+        tokens: Sequence[str],
+        tensor_ranks: Ranks = ALONE,
+    ) -> None:
+        """`tensor_ranks`: over which activations are divided."""
         super().__init__()
         self.plan = plan
         self.schedule = schedule = plan.graph(kind)
@@ -82,7 +91,8 @@ class Program(Stage):
         # Those of activations that leave are made as the graph runs.
         self._token_positions = [placeholders.index(token) if token in placeholders else None for token in tokens]
         leaving = module.graph.find_nodes(op="call_function", target=ops.offload_activation)
-        self.slots = ActivationSlots(plan, {index[n.name, 0]: n.args[0].meta["val"].device for n in leaving})
+        devices = {index[n.name, 0]: n.args[0].meta["val"].device for n in leaving}
+        self.slots = ActivationSlots(plan, devices, tensor_ranks)
         self.awaits_activations = schedule.kind == "backward" and any(
             tile.activation and tile.tier == "nvme" for tile in schedule.tiles
         )
@@ -331,7 +341,7 @@ class Run:
         tiers, planned = self._tiers[0], self._tiles[tile]
         storage, token = self._program.slots.take(self._owner, tile, tiers)
         if planned.tier == "nvme":
-            tiers.limit_writes(max(self._program.plan.activation_buffer - round_up(planned.nbytes, PAGE), 0))
+            tiers.limit_writes(max(self._program.plan.activation_buffer - round_up(planned.held_nbytes, PAGE), 0))
         storage.set(value, offset)
         return token
 

@@ -118,6 +118,11 @@ class Ranks:
         """How they are grouped."""
         return Groups(self.replicas, self.shards)
 
+    @classmethod
+    def on(cls, group: dist.ProcessGroup) -> list[Ranks]:
+        """Those that `of` has made for a group so far."""
+        return list(cls._known.get(group, {}).values())
+
     @property
     def source(self) -> int:
         """The global rank of the first of all."""
@@ -203,6 +208,15 @@ class Ranks:
             dist.broadcast_object_list(values, self.source, group=self._agreement)
         return values[0]
 
+    def of_all(self, value: Any, what: str) -> list[Any]:
+        """The `value` of each rank. Raises: RanksError, on every rank, when one does not come to compare."""
+        values: list[Any] = [value] * self.size
+        if self.size > 1:
+            with self.naming(f"comparison of {what}"):
+                dist.monitored_barrier(self._agreement, self.timeout, wait_all_ranks=True)
+                dist.all_gather_object(values, value, group=self._agreement)
+        return values
+
     def agree(self, value: str, what: str) -> None:
         """Compare `value` over all ranks.
 
@@ -210,10 +224,7 @@ class Ranks:
         """
         if self.size == 1:
             return
-        with self.naming(f"comparison of {what}"):
-            dist.monitored_barrier(self._agreement, self.timeout, wait_all_ranks=True)
-            values: list[Any] = [None] * self.size
-            dist.all_gather_object(values, value, group=self._agreement)
+        values = self.of_all(value, what)
         if len(set(values)) > 1:
             by_rank = ", ".join(f"rank {rank}: {found}" for rank, found in enumerate(values))
             raise RanksError(
