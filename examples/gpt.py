@@ -146,3 +146,10 @@ def gpt_303m() -> tuple[GPT, tuple[Tensor, Tensor]]:
     config = GPTConfig(layers=24, hidden=1024, heads=16, context=512)
     with default_dtype(torch.bfloat16):
         return GPT(config), example_batch(config, batch=4)
+
+
+def trillion() -> tuple[GPT, tuple[Tensor, Tensor]]:
+    """A command-line target, to be planned: 128 layers of 25,600 (a trillion parameters), 1 x 1024 tokens, bf16."""
+    config = GPTConfig(layers=128, hidden=25_600, heads=160, context=1024)
+    with default_dtype(torch.bfloat16):
+        return GPT(config), example_batch(config, batch=1)

@@ -4,7 +4,7 @@ forward and backward together before either runs; the compilers only bind what w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -85,6 +85,14 @@ class Capture:
         if self._mesh is not None and not self._only_planned:
             self._tensor_ranks = tensor_ranks(config, self._mesh.get_group())
         self._rates = rates
+        self._compiles = True
+
+    def planned(self) -> Plan | None:
+        """The graph's plan, and nothing compiled."""
+        self._compiles = False
+        with suppress(_Planned):
+            self.compile()
+        return self.plan
 
     def compile(self) -> Callable[..., Any]:
         """Plan the graph; the result is called with the values of the graph's inputs."""
@@ -158,9 +166,9 @@ class Capture:
         self._contexts = {"forward": forward_context, "backward": backward_context}
         self.graphs = {"forward": forward.graph, "backward": backward.graph}
         plan = plan_of([(forward.graph, forward_context), (backward.graph, backward_context)])
-        self.plan = replace(plan, fingerprint=fingerprint)
         self._note_collectives(forward.graph, forward_context)
         self._note_collectives(backward.graph, backward_context)
+        self._has(replace(plan, fingerprint=fingerprint))
         return forward, backward
 
     def _given_for(self, placeholder: fx.Node) -> object:
@@ -184,6 +192,12 @@ class Capture:
         for group, names in self._collectives.items():
             ranks = tensor_ranks(self.config, group)
             ranks.agree(f"{len(names)} of digest {digest_of(names)}", "the collectives in a graph")
+
+    def _has(self, plan: Plan) -> None:
+        """Keep the plan, which may be all that is wanted: what AOTAutograd does after that takes as long as a plan."""
+        self.plan = plan
+        if not self._compiles:
+            raise _Planned
 
     def _plan_for(self, fingerprint: Fingerprint, kind: GraphKind) -> Plan:
         """The plan that is for the captured graph. Raises: PlanError naming the first difference of the first one."""
@@ -240,8 +254,8 @@ class Capture:
         else:
             plan_inference(module, context)
         self.graphs = {"inference": module.graph}
-        self.plan = replace(plan_of([(module.graph, context)]), fingerprint=fingerprint)
         self._note_collectives(module.graph, context)
+        self._has(replace(plan_of([(module.graph, context)]), fingerprint=fingerprint))
         return self._bind(module, "inference")
 
     def _reserve(self, plan: Plan) -> None:
@@ -297,6 +311,10 @@ class Capture:
                 owned=ranks > 1 and owner is not None,
             )
         return tiles
+
+
+class _Planned(Exception):
+    """Ends a capture of which only the plan was wanted."""
 
 
 @contextmanager

@@ -204,16 +204,16 @@ class _Planner:
         from zinf_fx.passes.timing import NodeTimer
 
         capture = Capture(module, inputs, self.config, rates=self.rates, groups=self.groups)
-        capture.compile()
-        if capture.plan is not None and any(graph.tiles for graph in capture.plan.graphs):
-            self.plans.append(capture.plan)
+        plan = capture.planned()
+        if plan is not None and any(graph.tiles for graph in plan.graphs):
+            self.plans.append(plan)
             if self.seconds is not None:
                 timer = NodeTimer()
                 taken = {kind: timer.operators(graph) for kind, graph in capture.graphs.items()}
                 self.seconds.append(
                     {
                         (graph.kind, operator.index): taken[graph.kind].get(operator.index, 0.0)
-                        for graph in capture.plan.graphs
+                        for graph in plan.graphs
                         for operator in graph.operators
                     }
                 )

@@ -80,7 +80,7 @@ def _text(options: argparse.Namespace, target: Planned, operators: range | None)
     plan = target.only(f"--format {options.format}")
     if options.format == "dot":
         return to_dot(plan, operators)
-    hardware = hardware_of(options.hardware)
+    hardware = hardware_of(options.hardware).with_ranks(plan.world_size)
     simulation = simulate_plan(plan, hardware, compute_seconds(plan, hardware))
     if options.format == "chrome":
         return to_chrome(plan, simulation, hardware) + "\n"

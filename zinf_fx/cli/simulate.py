@@ -54,6 +54,7 @@ def run(options: argparse.Namespace) -> None:
     # What is measured holds for the batch that it was measured with.
     planned = plans_of_target(options, timed=options.hardware == THIS_MACHINE and batches is None)
     plan = planned.only("a simulation")
+    hardware = hardware.with_ranks(plan.world_size)
     if batches is not None:
         found = {batch: performance_of(with_batch(plan, batch), hardware)[0] for batch in batches}
         text = json.dumps([{"batch": b} | _data(p) for b, p in found.items()]) if options.json else _sweep_table(found)

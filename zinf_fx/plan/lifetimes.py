@@ -186,11 +186,6 @@ def _write(clock: Clock, at: EventAt, tile: Tile, nbytes: int, stop: int) -> Lif
     return Lifetime("write", tile.label, nbytes, (range(clock.starts[at.graph] + at.number, stop),), (at,))
 
 
-def overlap(one: tuple[range, ...], other: tuple[range, ...]) -> bool:
-    """Whether two buffers are needed at a time."""
-    return any(a.start < b.stop and b.start < a.stop for a in one for b in other)
-
-
 def profile(buffers: Collection[Lifetime], end: int) -> list[int]:
     """Bytes that are needed at each time before `end`."""
     change = [0] * (end + 1)

@@ -7,15 +7,16 @@ Net Inference", section 5.2), and in practice about optimal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
-from zinf_fx.plan.lifetimes import Lifetime, overlap, profile
+from zinf_fx.plan.lifetimes import Lifetime, profile
 
 # Placements of one buffer each that are tried per order, besides a first one of all.
 _WORK = 1000
-# Lifetimes are looked up in so many parts of the clock.
-_PARTS = 256
+# Lifetimes are looked up in parts of the clock, of so many times each: a little longer than most of them are.
+_PART = 64
 
 
 class Packing(NamedTuple):
@@ -94,31 +95,34 @@ def _smallest_gap(taken: Sequence[tuple[int, int]], nbytes: int) -> int:
 
 
 class _Placed:
-    """The buffers that have their places, by when they are needed."""
+    """The buffers that have their places: a record for each span of one, in each part of the clock that it touches."""
 
     def __init__(self, end: int) -> None:
-        self._scale = max(-(-end // _PARTS), 1)
-        self._parts: list[dict[int, _Place]] = [{} for _ in range(_PARTS)]
-        self._count = 0
+        self._all: list[_Record] = []
+        self._parts: list[list[_Record]] = [[] for _ in range(end // _PART + 1)]
 
     def add(self, spans: tuple[range, ...], start: int, stop: int) -> None:
         """A buffer from byte `start` to `stop`, which is needed in `spans`."""
-        for part in self._parts_of(spans):
-            part[self._count] = (spans, (start, stop))
-        self._count += 1
+        for span in filter(None, spans):
+            record = (span.start, span.stop, (start, stop))
+            self._all.append(record)
+            for part in self._parts_of(span):
+                part.append(record)
 
-    def beside(self, spans: tuple[range, ...]) -> list[tuple[int, int]]:
+    def beside(self, spans: tuple[range, ...]) -> set[tuple[int, int]]:
         """The bytes of those that are needed in `spans` too."""
-        seen: dict[int, _Place] = {}
-        for part in self._parts_of(spans):
-            seen |= part
-        return [taken for others, taken in seen.values() if overlap(spans, others)]
+        found: set[tuple[int, int]] = set()
+        for span in filter(None, spans):
+            parts = self._parts_of(span)
+            # Most are beside one that is needed for long.
+            records = self._all if sum(map(len, parts)) > len(self._all) else chain.from_iterable(parts)
+            begin, end = span.start, span.stop
+            found.update([taken for first, last, taken in records if first < end and begin < last])
+        return found
 
-    def _parts_of(self, spans: tuple[range, ...]) -> Iterator[dict[int, _Place]]:
-        for span in spans:
-            if span:
-                yield from self._parts[span.start // self._scale : (span.stop - 1) // self._scale + 1]
+    def _parts_of(self, span: range) -> list[list[_Record]]:
+        return self._parts[span.start // _PART : (span.stop - 1) // _PART + 1]
 
 
-_Place = tuple[tuple[range, ...], tuple[int, int]]
-"""When a buffer is needed, and where it lies."""
+_Record = tuple[int, int, tuple[int, int]]
+"""From when to when a buffer is needed, and where it lies."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -141,6 +141,13 @@ class Hardware:
     def link_within(self, ranks: int) -> Link:
         """What a collective of each group of so many neighbouring ranks sees."""
         return self.in_node if self.ranks_per_node % ranks == 0 else self.between_nodes
+
+    def with_ranks(self, ranks: int) -> Hardware:
+        """As many such nodes as so many ranks fill; itself where they don't fill nodes."""
+        if ranks % self.ranks_per_node or ranks <= self.ranks:
+            return self
+        nodes = ranks // self.ranks_per_node
+        return replace(self, nodes=nodes, name=f"{nodes} x {self.name}" if self.nodes == 1 else self.name)
 
     def achieved(self, dtype: str) -> float:
         """FLOP per second of one device that waits for no transfer. Raises: ConfigError for a dtype without a peak."""
