@@ -98,3 +98,20 @@ def test_a_reader_that_has_seen_enough_is_no_error(plan_file: Path):
     process.stdout.close()
     errors = process.stderr.read()
     assert process.wait() == 0 and "Traceback" not in errors
+
+
+def test_without_overlap_a_step_is_the_sum_of_its_jobs(plan_file: Path, capsys: pytest.CaptureFixture):
+    seconds = []
+    for option in ([], ["--no-overlap"]):
+        assert main(["simulate", str(plan_file), "--hardware", "rtx-4090", "--json", *option]) == 0
+        found = json.loads(capsys.readouterr().out)
+        seconds.append((found["seconds"], sum(one["end"] - one["start"] for one in found["timeline"])))
+    (overlapped, _), (alone, work) = seconds
+    assert alone == pytest.approx(work) and overlapped < 0.95 * alone
+
+
+def test_a_plan_of_many_ranks_is_simulated_on_as_many_nodes(tmp_path: Path, capsys: pytest.CaptureFixture):
+    path = tmp_path / "plan.json"
+    assert main(["export-plan", TARGET, "-o", str(path), "--placement", "nvme", "--world-size", "32"]) == 0
+    assert main(["simulate", str(path), "--hardware", "dgx-2", "--no-overlap"]) == 0
+    assert "2 x NVIDIA DGX-2" in capsys.readouterr().out

@@ -26,6 +26,14 @@ def test_every_description_of_the_package_loads():
         assert found.nvme.endurance > 100 * found.nvme.capacity
 
 
+def test_as_many_nodes_as_ranks_fill():
+    node = hardware.load("dgx-2")
+    cluster = node.with_ranks(512)
+    assert (cluster.nodes, cluster.ranks, cluster.name) == (32, 512, "32 x NVIDIA DGX-2")
+    assert cluster.link == node.between_nodes and node.link == node.in_node
+    assert node.with_ranks(24) is node and node.with_ranks(16) is node and node.with_ranks(1) is node
+
+
 def test_the_dgx_2_is_that_of_figure_2b():
     found = hardware.load("dgx-2")
     assert (found.ranks, found.host.capacity, found.nvme.capacity) == (16, int(1.5 * 2**40), 28 * 10**12)

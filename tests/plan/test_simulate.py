@@ -19,7 +19,7 @@ from zinf_fx.plan.accounting import Traffic, phases
 from zinf_fx.plan.event_graph import RESOURCES, Job, event_graph
 from zinf_fx.plan.hardware import Disks, Hardware, Link, Memory
 from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, Operator, Plan, Tile
-from zinf_fx.plan.simulate import Simulation, simulate, simulate_plan
+from zinf_fx.plan.simulate import Simulation, one_after_another, simulate, simulate_plan
 
 # Jobs
 
@@ -54,6 +54,14 @@ def test_a_resource_serves_in_the_order_in_which_jobs_become_ready():
     assert names(found, found.critical_path) == ["quick", "b", "c"]
     assert found.critical_seconds == {"compute": 0, "link": 4, "upload": 0, "download": 0, "disk": 3}
     assert found.busy["disk"] == 6.5 and found.utilisation["compute"] == 5 / 7 and found.utilisation["upload"] == 0
+
+
+def test_nothing_overlaps_where_jobs_run_one_after_another():
+    jobs = (Job("forward 0", "compute", 2.0), Job("fetch a", "disk", 3.0), Job("forward 1", "compute", 1.0, (0,)))
+    found = one_after_another(jobs)
+    assert timeline(found) == {"forward 0": (0, 2), "fetch a": (2, 5), "forward 1": (5, 6)}
+    assert [(stall.before, stall.seconds) for stall in found.stalls()] == [("forward 1", 3.0)]
+    assert found.critical_path == [0, 1, 2] and simulate(jobs).seconds == 3.0
 
 
 def test_jobs_that_end_together_release_before_anything_starts():

@@ -16,6 +16,7 @@ from zinf_fx.errors import ConfigError, PlanError
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.performance import Performance, batch_of, performance_of, with_batch
 from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.simulate import one_after_another, simulate
 from zinf_fx.plan.timeline import slices
 
 _STALLS = 5
@@ -42,6 +43,14 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--sweep", metavar="batch=A,B", help="other batches: computing and activations grow, the schedule stays"
     )
+    parser.add_argument(
+        "--no-overlap",
+        dest="order",
+        action="store_const",
+        const=one_after_another,
+        default=simulate,
+        help="move nothing while something else moves or computes",
+    )
     parser.add_argument("--json", action="store_true", help="print the figures, and the timeline, as JSON")
     add_options(parser)
     parser.set_defaults(run=run)
@@ -56,11 +65,11 @@ def run(options: argparse.Namespace) -> None:
     plan = planned.only("a simulation")
     hardware = hardware.with_ranks(plan.world_size)
     if batches is not None:
-        found = {batch: performance_of(with_batch(plan, batch), hardware)[0] for batch in batches}
+        found = {batch: performance_of(with_batch(plan, batch), hardware, options.order)[0] for batch in batches}
         text = json.dumps([{"batch": b} | _data(p) for b, p in found.items()]) if options.json else _sweep_table(found)
         print(text if options.json else f"{_title(plan, hardware)}\n\n{text}")
         return
-    performance, simulation = performance_of(plan, hardware, *planned.seconds)
+    performance, simulation = performance_of(plan, hardware, options.order, *planned.seconds)
     if options.json:
         print(json.dumps(_data(performance) | {"timeline": [asdict(one) for one in slices(plan, simulation)]}))
     else:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from zinf_fx.errors import PlanError
-from zinf_fx.plan.event_graph import RESOURCES, Compute, Resource
+from zinf_fx.plan.event_graph import RESOURCES, Compute, Job, Resource
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.operator_time import compute_seconds, flops_of
 from zinf_fx.plan.schedule import GraphSchedule, Operator, Plan, Tile
-from zinf_fx.plan.simulate import Simulation, Stall, simulate_plan
+from zinf_fx.plan.simulate import Simulation, Stall, simulate, simulate_plan
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,23 @@ class Performance:
         return self.flops / self.seconds if self.seconds else 0.0
 
 
-def performance_of(plan: Plan, hardware: Hardware, compute: Compute | None = None) -> tuple[Performance, Simulation]:
+def performance_of(
+    plan: Plan,
+    hardware: Hardware,
+    run: Callable[[Sequence[Job]], Simulation] = simulate,
+    compute: Compute | None = None,
+) -> tuple[Performance, Simulation]:
     """Simulate a step.
 
-    `compute`: measured seconds of its operators; default what the hardware's figures say.
+    Args:
+        run: how its jobs follow each other.
+        compute: measured seconds of its operators; default what the hardware's figures say.
 
     Raises: PlanError for another number of ranks; ConfigError for a dtype without a peak.
     """
-    simulation = simulate_plan(plan, hardware, compute_seconds(plan, hardware) if compute is None else compute)
+    if compute is None:
+        compute = compute_seconds(plan, hardware)
+    simulation = simulate_plan(plan, hardware, compute, run)
     stalled: Counter[Resource] = Counter()
     stalls = simulation.stalls()
     for stall in stalls:
@@ -76,9 +86,9 @@ def batch_of(plan: Plan) -> int:
     return int(shapes[0])
 
 
-def with_batch(plan: Plan, batch: int) -> Plan:
+def with_batch(plan: Plan, batch: int | Fraction) -> Plan:
     """The plan as it would be for another batch, for a simulation: computing, and activations, grow with it; the
-    parameters' journeys and what is done when stay as they are."""
+    parameters' journeys and what is done when stay as they are. A fraction is a batch on average."""
     factor = Fraction(batch, batch_of(plan))
     return replace(
         plan, kept=int(plan.kept * factor), graphs=tuple(_graph_with(graph, factor) for graph in plan.graphs)

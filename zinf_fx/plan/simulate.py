@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from zinf_fx.errors import PlanError
@@ -144,6 +144,22 @@ def simulate(jobs: Sequence[Job]) -> Simulation:
     return Simulation(tuple(jobs), finished)
 
 
-def simulate_plan(plan: Plan, hardware: Hardware, compute: Compute) -> Simulation:
-    """A step of a plan on one rank of the hardware; `compute`: seconds of each operator. Raises: PlanError."""
-    return simulate(event_graph(plan, hardware, compute))
+def one_after_another(jobs: Sequence[Job]) -> Simulation:
+    """Run jobs with nothing overlapped: each when the one that the program comes to before it is done."""
+    timings, now = [], 0.0
+    for index, job in enumerate(jobs):
+        timings.append(Timing(now, now + job.seconds, index - 1 if index else None))
+        now += job.seconds
+    return Simulation(tuple(jobs), tuple(timings))
+
+
+def simulate_plan(
+    plan: Plan, hardware: Hardware, compute: Compute, run: Callable[[Sequence[Job]], Simulation] = simulate
+) -> Simulation:
+    """A step of a plan on one rank of the hardware. Raises: PlanError.
+
+    Args:
+        compute: seconds of each operator.
+        run: how its jobs follow each other.
+    """
+    return run(event_graph(plan, hardware, compute))
