@@ -115,7 +115,7 @@ def plan_of(run: Run, layers: int) -> Plan:
 
 def figures(plan: Plan, run: Run, hardware: Hardware, order: Callable[[Sequence[Job]], Simulation]) -> Figures:
     """A simulated step of a plan."""
-    performance, simulation = performance_of(with_batch(plan, run.batch), hardware, order)
+    performance, simulation = performance_of(with_batch(plan, run.batch), hardware, run=order)
     activations = {tile.label for graph in plan.graphs for tile in graph.tiles if tile.activation}
 
     def seconds(wanted: Callable[[Job], bool]) -> float:

@@ -16,8 +16,10 @@ from zinf_fx.cli.target import build
 from zinf_fx.errors import PlanError
 from zinf_fx.explain import plans_of
 from zinf_fx.plan.accounting import Traffic, phases
+from zinf_fx.plan.communication import communication
 from zinf_fx.plan.event_graph import RESOURCES, Job, event_graph
-from zinf_fx.plan.hardware import Disks, Hardware, Link, Memory
+from zinf_fx.plan.hardware import Disks, Hardware, Link, Memory, load
+from zinf_fx.plan.performance import performance_of
 from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, Operator, Plan, Tile
 from zinf_fx.plan.simulate import Simulation, one_after_another, simulate, simulate_plan
 
@@ -282,12 +284,13 @@ def test_gradients_in_host_memory_are_not_written():
 
 
 def test_the_turn_starts_what_backward_begins_with():
-    """Forward still has the tile, so nothing is read again; it is uploaded once more while forward computes."""
+    """Forward still has the tile, so it is neither read nor gathered again; its shard is uploaded meanwhile."""
     found = simulate_plan(training(turn=True), TWO, SECONDS)
-    assert [job.name for job in found.jobs].count("fetch w") == 1
+    names_of_jobs = [job.name for job in found.jobs]
+    assert names_of_jobs.count("fetch w") == names_of_jobs.count("allgather w") == 1
     times = timeline(found)
     assert (times["fetch w"], times["forward 0"]) == ((0, 1), (3, 4))
-    assert (times["upload w"], times["allgather w"], times["backward 0"]) == ((3, 4), (4, 5), (5, 7))
+    assert (times["allgather w"], times["upload w"], times["backward 0"]) == ((2, 3), (3, 4), (4, 6))
 
 
 # A captured plan
@@ -327,3 +330,17 @@ def test_plans_and_machines_must_belong_together():
         event_graph(training(), ONE, SECONDS)
     with pytest.raises(PlanError, match="operator 0 of the backward graph has no seconds to simulate it with"):
         event_graph(training(), TWO, {("forward", 0): 1.0})
+
+
+@pytest.mark.parametrize("placement", ["dp", "zero-1", "zero-2", "zero-3"])
+def test_the_link_is_busy_with_what_ranks_send(placement: str):
+    (plan,) = plans_of(*build(f"{ROOT / 'examples' / 'gpt.py'}:small"), placement=placement, world_size=16)
+    hardware = replace(load("dgx-2"), in_node=Link(1e9, 0.0))
+    found = performance_of(plan, hardware)[1]
+    sent = sum(one.total for one in communication(plan))
+    assert found.busy["link"] == pytest.approx(sent / 1e9)
+    refreshed = {job.subject: job for job in found.jobs if job.kind == "refresh"}
+    assert len(refreshed) == (0 if placement in ("dp", "zero-3") else 52)
+    if refreshed:  # an operator waits for the shards that other ranks have updated
+        first = next(job for job in found.jobs if job.kind == "forward")
+        assert found.jobs.index(refreshed["tokens.weight"]) in first.after

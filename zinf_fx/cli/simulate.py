@@ -65,11 +65,11 @@ def run(options: argparse.Namespace) -> None:
     plan = planned.only("a simulation")
     hardware = hardware.with_ranks(plan.world_size)
     if batches is not None:
-        found = {batch: performance_of(with_batch(plan, batch), hardware, options.order)[0] for batch in batches}
+        found = {batch: performance_of(with_batch(plan, batch), hardware, run=options.order)[0] for batch in batches}
         text = json.dumps([{"batch": b} | _data(p) for b, p in found.items()]) if options.json else _sweep_table(found)
         print(text if options.json else f"{_title(plan, hardware)}\n\n{text}")
         return
-    performance, simulation = performance_of(plan, hardware, options.order, *planned.seconds)
+    performance, simulation = performance_of(plan, hardware, *planned.seconds, run=options.order)
     if options.json:
         print(json.dumps(_data(performance) | {"timeline": [asdict(one) for one in slices(plan, simulation)]}))
     else:

@@ -32,19 +32,38 @@ class Sent:
 
 def communication(plan: Plan) -> list[Sent]:
     """What each graph sends, in the steady state. What the optimizer updated is gathered by the next forward graph."""
-    trained = {label for label, tile in tiles_of(plan).items() if tile.gradient_tier is not None}
+    refreshing = sum(map(refreshed, refreshed_tiles(plan).values()))
     there: set[str] = set()
     found = []
     for graph in plan.graphs:
         tiles = _gathers(graph, there)
         parameters = sum(gathered(tile) for tile in tiles if not tile.activation)
         activations = sum(gathered(tile) for tile in tiles if tile.activation)
-        if graph.kind == "forward" and plan.stage in (1, 2):
-            labels = {tile.label: tile for tile in graph.tiles if tile.label in trained}
-            parameters += sum(map(_to_others, labels.values()))
+        if graph.kind == "forward":
+            parameters += refreshing
         gradients = [graph.tiles[event.tile] for event in graph.events if event.kind == "reduce_scatter"]
         found.append(Sent(graph.kind, parameters, sum(reduced(plan, tile) for tile in gradients), activations))
     return found
+
+
+def refreshed_tiles(plan: Plan) -> dict[str, Tile]:
+    """By label, the tiles that a forward graph gathers because each rank updated its shard of them only: at ZeRO's
+    stages 1 and 2, all that are trained."""
+    if plan.stage not in (1, 2):
+        return {}
+    trained = {label for label, tile in tiles_of(plan).items() if tile.gradient_tier is not None}
+    return {
+        tile.label: tile
+        for graph in plan.graphs
+        if graph.kind == "forward"
+        for tile in graph.tiles
+        if tile.label in trained
+    }
+
+
+def refreshed(tile: Tile) -> int:
+    """Bytes that a rank sends while the tile is refreshed."""
+    return _to_others(tile)
 
 
 def gathered(tile: Tile) -> int:

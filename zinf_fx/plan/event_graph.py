@@ -21,7 +21,13 @@ from zinf_fx.plan.accounting import (
     started_by_turn,
     tiles_of,
 )
-from zinf_fx.plan.communication import gathered, reduced_in_group, reduced_over_groups
+from zinf_fx.plan.communication import (
+    gathered,
+    reduced_in_group,
+    reduced_over_groups,
+    refreshed,
+    refreshed_tiles,
+)
 from zinf_fx.plan.hardware import Hardware, Link, Memory
 from zinf_fx.plan.schedule import HEAD, Event, EventKind, GraphKind, GraphSchedule, Plan, Tile
 
@@ -36,8 +42,8 @@ Compute = Mapping[tuple[GraphKind, int], float]
 class Job:
     """So many seconds of one resource, when the jobs of these indices are done.
 
-    `name` is what is done (an event's kind, "write", "update", "states", or a graph's kind) and with what (a tile's
-    label, an operator's number); `nbytes` are those that it moves.
+    `name` is what is done (an event's kind, "refresh", "write", "update", "states", or a graph's kind) and with what (a
+    tile's label, an operator's number); `nbytes` are those that it moves.
     """
 
     name: str
@@ -93,6 +99,8 @@ class _Builder:
         self._turn: dict[str, tuple[int, ...]] = {}  # the same for what forward starts for backward
         self._leaving: dict[str, tuple[int, ...]] = {}  # by a tile's label, the job that moved its gradient last
         self._left: list[int] = []  # the jobs that moved activations last
+        self._kept_up: set[str] = set()  # labels of the tiles that the turn finds, and backward then has
+        self._stale = refreshed_tiles(plan)  # by label, the tiles that other ranks updated in part, and not here yet
 
     def add_graph(self, graph: GraphSchedule) -> None:
         """Every operator, and the transfers that start with it."""
@@ -168,7 +176,11 @@ class _Builder:
         before = coming.get(tile.label, ())
         if event.kind == "fetch":
             before = self._coming.get(tile.label, ()) if held else ()
-        there = event.resident or (held and event.kind == "fetch")
+            if self._stale.pop(tile.label, None) is not None and (seconds := self._within(tile, refreshed(tile))):
+                before = (self._add(f"refresh {tile.label}", "link", seconds, self._program, tile.nbytes),)
+            (self._kept_up.add if held else self._kept_up.discard)(tile.label)
+        kept_up = tile.label in self._kept_up and event.kind != "upload"
+        there = event.resident or kept_up
         seconds = 0.0 if there else self._seconds(event.kind, tile)
         if not seconds:
             coming[tile.label] = before
@@ -184,13 +196,16 @@ class _Builder:
             return self._disk(hardware.nvme, bytes_read(tile), 0)
         if kind == "upload":
             return _over(hardware.upload, tile.held_nbytes) if tile.tier != "device" else 0.0
-        return _over(hardware.link_within(tile.ranks), gathered(tile))
+        return self._within(tile, gathered(tile))
+
+    def _within(self, tile: Tile, nbytes: int) -> float:
+        """Seconds of a collective of the ranks that divide a tile among themselves."""
+        return _over(self._hardware.link_within(tile.ranks), nbytes)
 
     def _reduce(self, tile: Tile) -> None:
         """The gradient of the operator that computed last."""
         self._leaving[tile.label] = self._program
-        in_group = self._hardware.link_within(tile.ranks)
-        seconds = _over(in_group, reduced_in_group(self._plan, tile))
+        seconds = self._within(tile, reduced_in_group(self._plan, tile))
         seconds += _over(self._hardware.link, reduced_over_groups(self._plan, tile))
         if seconds:
             job = self._add(f"reduce_scatter {tile.label}", "link", seconds, self._program, tile.nbytes)

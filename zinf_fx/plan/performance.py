@@ -45,14 +45,14 @@ class Performance:
 def performance_of(
     plan: Plan,
     hardware: Hardware,
-    run: Callable[[Sequence[Job]], Simulation] = simulate,
     compute: Compute | None = None,
+    run: Callable[[Sequence[Job]], Simulation] = simulate,
 ) -> tuple[Performance, Simulation]:
     """Simulate a step.
 
     Args:
-        run: how its jobs follow each other.
         compute: measured seconds of its operators; default what the hardware's figures say.
+        run: how its jobs follow each other.
 
     Raises: PlanError for another number of ranks; ConfigError for a dtype without a peak.
     """

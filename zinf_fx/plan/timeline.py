@@ -19,6 +19,7 @@ _LANE_OF: dict[str, Lane] = {
     "backward": "compute",
     "inference": "compute",
     "allgather": "all-gather",
+    "refresh": "all-gather",
     "upload": "upload",
     "fetch": "fetch",
     "reduce_scatter": "reduce",
