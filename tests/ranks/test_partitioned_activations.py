@@ -96,12 +96,11 @@ def test_dividing_changes_nothing_but_the_bytes(where: str):
 
 
 @pytest.mark.slow
-def test_what_differs_between_ranks_stays_whole():
-    """Where sequences are divided, each rank has other checkpoints."""
+def test_where_sequences_are_divided_only_what_is_gathered_is_equal():
     for ((whole, divided, same),) in on_ranks(2, with_and_without, [("host", True)]):
-        assert same and whole["saved"]
-        for name, (nbytes, held) in divided["saved"].items():
-            assert whole["saved"][name] == (nbytes, nbytes) and (held == nbytes or "log_softmax" in name)
+        assert same and divided["losses"] == whole["losses"] and divided["saved"].keys() == whole["saved"].keys()
+        parts = {name for name, (nbytes, held) in divided["saved"].items() if held == nbytes // 2}
+        assert parts and all("cat" in name or "log_softmax" in name for name in parts)
 
 
 def other_inputs(rank: int) -> str:
