@@ -56,8 +56,8 @@ def executed(compiled: Callable, *inputs: object) -> list[Plan]:
     made: list[capture.Capture] = []
     original = capture.Capture.__init__
 
-    def note(self: capture.Capture, *arguments: object) -> None:
-        original(self, *arguments)
+    def note(self: capture.Capture, *arguments: object, **options: object) -> None:
+        original(self, *arguments, **options)
         made.append(self)
 
     with mock.patch.object(capture.Capture, "__init__", note):

@@ -83,6 +83,7 @@ def run(group: Path, store: Path, tile: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, timeout=250)
 
 
+@pytest.mark.slow
 def test_a_layer_larger_than_the_limit_trains_in_tiles(group: Path, tmp_path: Path) -> None:
     """Each of two layers has 384 MiB; compiler, activations and buffers together get less."""
     limit(group, 288 * MIB)
@@ -91,6 +92,7 @@ def test_a_layer_larger_than_the_limit_trains_in_tiles(group: Path, tmp_path: Pa
     assert peak(group) <= 288 * MIB
 
 
+@pytest.mark.slow
 def test_untiled_it_is_refused_when_it_is_planned(group: Path, tmp_path: Path) -> None:
     done = run(group, tmp_path, "none")
     assert done.returncode == 1 and "BudgetError" in done.stderr and 'tile="auto"' in done.stderr, done.stderr[-3000:]

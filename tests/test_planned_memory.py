@@ -60,7 +60,7 @@ def test_predicted_peaks_are_the_measured_ones(tmp_path: Path, name: str) -> Non
     assert "as planned" in str(zinf_fx.stats(model))
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_arena_takes_what_is_planned_and_every_buffer_has_its_place(
     tmp_path: Path, name: str, overlap: bool

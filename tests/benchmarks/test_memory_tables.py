@@ -12,6 +12,7 @@ import memory
 TINY = ["--layers", "1", "--hidden", "64", "--heads", "1", "--context", "64", "--warmup", "1", "--steps", "1"]
 
 
+@pytest.mark.slow
 def test_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = {name: memory.POLICIES[name] for name in ("kept", "to NVMe")}
     monkeypatch.setattr(memory, "POLICIES", chosen)

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "partitioning.py"
 
 
+@pytest.mark.slow
 def test_rows(tmp_path: Path):
     stores = [tmp_path / "one", tmp_path / "two"]
     for store in stores:

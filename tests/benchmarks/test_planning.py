@@ -19,6 +19,7 @@ def measured(*options: str) -> list[dict]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_rows():
     (row,) = measured("--layers", "1", "--hidden", "320", "--ranks", "32")
     assert row["operators"] > 4 and row["peak"] > row["file"] > 0

@@ -120,6 +120,7 @@ def test_a_variant_that_fails_is_named() -> None:
     assert "variant zinf ended with status 1" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_zinf_is_bitwise_equal_to_eager(dtype: str, tmp_path: Path) -> None:
     done = run(

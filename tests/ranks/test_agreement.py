@@ -6,6 +6,7 @@ import os
 import signal
 import time
 
+import pytest
 import torch
 from ranks import training
 from ranks.launching import on_ranks
@@ -48,6 +49,7 @@ def one_recompiles(rank: int) -> tuple[str, str, float]:
     return first_error(lambda: run(tokens[:, :length], targets[:, :length]).backward())
 
 
+@pytest.mark.slow
 def test_a_recompilation_on_one_rank_only_is_an_error_on_all():
     (kind, text, _), (other, compared, seconds) = on_ranks(2, one_recompiles)
     assert kind == other == "RanksError"

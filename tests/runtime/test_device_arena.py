@@ -61,7 +61,14 @@ def test_predicted_peaks_are_the_measured_ones(tmp_path: Path, name: str, overla
     assert stats.peak_device_arena_bytes == pytest.approx(plan.regions.device, rel=TOLERANCE), str(stats)
 
 
-@pytest.mark.parametrize("name", ["in host memory", "recomputed", "activations on disk", "activations in host memory"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "recomputed",
+        "activations on disk",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("in host memory", "activations in host memory")),
+    ],
+)
 def test_training_is_that_of_plain_pytorch(tmp_path: Path, name: str) -> None:
     shape = SHAPES[name]
     torch.manual_seed(0)
