@@ -92,7 +92,10 @@ class LocalParameter(StoredTensor):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        self.whole.grad = value if value is None else distributed_as(self.whole, value)
+        if self._whole is None:
+            torch.Tensor.grad.__set__(self, value)
+        else:
+            self.whole.grad = value if value is None else distributed_as(self.whole, value)
 
     @property
     def has_gradient_hooks(self) -> bool:

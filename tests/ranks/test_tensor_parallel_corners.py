@@ -1,0 +1,56 @@
+"""What happens to models of tensor parallelism around training steps: other graphs, copies, scaled losses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from ranks import tensor_parallel as tp
+from ranks.launching import on_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import zinf_fx
+
+
+class Net(nn.Module):
+    """Two layers: the first one's columns are divided, the second one's rows."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = (
+            nn.Parameter(distribute_tensor(torch.randn(16, 16), mesh, [Shard(dim)])) for dim in (1, 0)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = DTensor.from_local(x, self.up.device_mesh, [Replicate()], run_check=False)
+        return (x @ self.up @ self.down).full_tensor().square().mean()
+
+
+def graphs_with_gradients_present(mesh: DeviceMesh) -> bool:
+    """Whether a graph can be compiled while there are gradients, and leaves them as they are."""
+    model = zinf_fx.offload(Net(mesh), placement="host")
+    run = torch.compile(model, backend="zinf")
+    x = torch.ones(2, 16)
+    loss = run(x)
+    loss.backward()
+    before = model.up.grad.full_tensor()
+    with torch.no_grad():
+        evaluated = run(x)
+    run(x).backward()
+    return torch.equal(evaluated, loss) and torch.equal(model.up.grad.full_tensor(), 2 * before)
+
+
+def on_two(rank: int) -> dict[str, Any]:
+    mesh = tp.mesh_of(1, 2)["tp"]
+    return {check.__name__: check(mesh) for check in CHECKS}
+
+
+CHECKS = (graphs_with_gradients_present,)
+
+
+def test_what_models_of_tensor_parallelism_go_through():
+    for found in on_ranks(2, on_two):
+        assert found == {check.__name__: True for check in CHECKS}
