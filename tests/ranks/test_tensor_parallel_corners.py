@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -43,12 +44,40 @@ def graphs_with_gradients_present(mesh: DeviceMesh) -> bool:
     return torch.equal(evaluated, loss) and torch.equal(model.up.grad.full_tensor(), 2 * before)
 
 
+def copies_train(mesh: DeviceMesh) -> bool:
+    """Whether copies of a model train as it does, compiled or not, and it stays as it was."""
+    model = zinf_fx.offload(Net(mesh), placement="host")
+    copies = [copy.deepcopy(model) for _ in range(3)]
+    before = model.up.full_tensor()
+    for run in (copies[0], torch.compile(copies[1], backend="zinf"), copies[2]):
+        module = getattr(run, "_orig_mod", run)
+        if module is copies[2]:  # an optimizer may come after the first backward pass
+            run(torch.ones(2, 16)).backward()
+            optimizer = zinf_fx.optim.SGD(module.parameters(), lr=0.1)
+        else:
+            optimizer = zinf_fx.optim.SGD(module.parameters(), lr=0.1)
+            run(torch.ones(2, 16)).backward()
+        optimizer.step()
+    values = [each.up.full_tensor() for each in copies]
+    stayed = torch.equal(model.up.full_tensor(), before) and not torch.equal(values[0], before)
+    return stayed and all(torch.equal(value, values[0]) for value in values)
+
+
+def views_from_outside_have_gradients(mesh: DeviceMesh) -> bool:
+    """Whether a gradient comes through a view of a parameter that eager code gives to a graph."""
+    model = zinf_fx.offload(Net(mesh), placement="host")
+    product = torch.compile(lambda weight, x: (x @ weight).full_tensor().sum(), backend="zinf")
+    x = DTensor.from_local(torch.ones(2, 16), mesh, [Replicate()], run_check=False)
+    product(model.up.t(), x).backward()
+    return torch.equal(model.up.grad.full_tensor(), torch.full((16, 16), 2.0))
+
+
 def on_two(rank: int) -> dict[str, Any]:
     mesh = tp.mesh_of(1, 2)["tp"]
     return {check.__name__: check(mesh) for check in CHECKS}
 
 
-CHECKS = (graphs_with_gradients_present,)
+CHECKS = (graphs_with_gradients_present, copies_train, views_from_outside_have_gradients)
 
 
 def test_what_models_of_tensor_parallelism_go_through():

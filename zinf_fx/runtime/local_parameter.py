@@ -26,11 +26,23 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def stored_parameter(parameter: object) -> StoredTensor | None:
-    """What stands for a parameter that was offloaded: itself, or of a DTensor its `LocalParameter`; else None."""
+    """What stands for a parameter that was offloaded: itself, or of a DTensor its `LocalParameter`; else None.
+
+    A copy of a DTensor parameter gets its own here: deepcopy copies the local tensor without knowing what of. Another
+    DTensor with a stored local tensor, such as a view of a parameter, is none.
+    """
     if isinstance(parameter, StoredTensor):
         return parameter
-    local = local_part(parameter) if isinstance(parameter, DTensor) else None
-    return local.parameter if isinstance(local, StoredTensor) else None
+    if not isinstance(parameter, DTensor) or not isinstance(parameter, torch.nn.Parameter):
+        return None
+    local = local_part(parameter)
+    if not isinstance(local, StoredTensor):
+        return None
+    if local.parameter is local:
+        with torch.inference_mode(False):
+            LocalParameter.of_whole(parameter, local).expect_gradient()
+        _store_gradient(parameter)
+    return local.parameter
 
 
 def local_input(value: object) -> object:
