@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import torch
@@ -72,12 +73,32 @@ def views_from_outside_have_gradients(mesh: DeviceMesh) -> bool:
     return torch.equal(model.up.grad.full_tensor(), torch.full((16, 16), 2.0))
 
 
+def infinities_are_everyones(mesh: DeviceMesh) -> bool:
+    """Whether both ranks skip a step for an infinity in one rank's part; the gradients begin with one that both have
+    whole, which is all that DTensor looks at."""
+    model = Net(mesh)
+    model.scale = nn.Parameter(distribute_tensor(torch.ones(16), mesh, [Replicate()]))
+    zinf_fx.offload(model, placement="host")
+    before = model.up.full_tensor()
+    optimizer = zinf_fx.optim.SGD([model.scale, model.up, model.down], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(model(torch.ones(2, 16))).backward()
+    model.scale.grad = torch.zeros_like(model.scale)
+    if mesh.get_local_rank() == 1:
+        with torch.no_grad():
+            model.up.grad.to_local()[0, 0] = math.inf
+    scaler.step(optimizer)
+    scaler.update()
+    after = model.up.full_tensor()  # by both, whatever they found
+    return scaler.get_scale() == 2.0 and torch.equal(after, before)
+
+
 def on_two(rank: int) -> dict[str, Any]:
     mesh = tp.mesh_of(1, 2)["tp"]
     return {check.__name__: check(mesh) for check in CHECKS}
 
 
-CHECKS = (graphs_with_gradients_present, copies_train, views_from_outside_have_gradients)
+CHECKS = (graphs_with_gradients_present, copies_train, views_from_outside_have_gradients, infinities_are_everyones)
 
 
 def test_what_models_of_tensor_parallelism_go_through():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import NotImplementedType
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from zinf_fx.optim.rows import Row, update_in_chunks
 from zinf_fx.runtime.stored_tensor import StoredTensor, handle
+from zinf_fx.runtime.tensor_parallel import tensor_ranks
 
 aten = torch.ops.aten
 
@@ -37,10 +39,17 @@ def _run_on_list(operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str
     rows = [Row({"self": tensor}) for tensor in stored]
     place = stored[0].storage.device  # that of the numbers, too
     update_in_chunks(rows, place, lambda pieces: operation(pieces["self"], *rest), written={"self"})
-    ranks = stored[0].storage.ranks
     if operation is aten._amp_foreach_non_finite_check_and_unscale_.default:
-        ranks.reduce_over_all(rest[0], "whether gradients are finite", torch.distributed.ReduceOp.MAX)
+        _agree_on_infinities(stored, rest[0])
     return None
+
+
+def _agree_on_infinities(gradients: Sequence[StoredTensor], found: torch.Tensor) -> None:
+    """Of all ranks that have parts of any of `gradients`. (DTensor does this where its first gradient is divided.)"""
+    storage = gradients[0].storage
+    groups = dict.fromkeys(group for gradient in gradients for group in gradient.storage.part_of)
+    for ranks in (storage.ranks, *(tensor_ranks(storage.config, group) for group in groups)):
+        ranks.reduce_over_all(found, "whether gradients are finite", torch.distributed.ReduceOp.MAX)
 
 
 def _run_on_one(

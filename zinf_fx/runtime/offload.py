@@ -25,7 +25,14 @@ from zinf_fx.runtime.local_parameter import LocalParameter, local_part, placed_a
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.storage import TensorStorage
 from zinf_fx.runtime.stored_tensor import StoredTensor, as_parameter, check_device
-from zinf_fx.runtime.tensor_parallel import check_distributed, check_not_sharded, check_ranks, of_first, with_ranks
+from zinf_fx.runtime.tensor_parallel import (
+    check_distributed,
+    check_not_sharded,
+    check_ranks,
+    groups_of,
+    of_first,
+    with_ranks,
+)
 from zinf_fx.runtime.tiers import Tiers
 
 # Bytes of parameters that may have left before the memory that they took is given back to the system.
@@ -139,7 +146,7 @@ def offload_parameters(parameters: Mapping[str, torch.nn.Parameter], config: Con
 def _reserved(parameter: torch.nn.Parameter, tiers: Tiers, config: Config, owners: Owners) -> StoredTensor:
     """A stored parameter without a value yet, to take the place of `parameter`, or of the local tensor of a DTensor."""
     placement, ranks = config.placement, Ranks.of(config)
-    requires_grad, gradient = parameter.requires_grad, parameter.grad
+    requires_grad, gradient, divided_over = parameter.requires_grad, parameter.grad, groups_of(parameter)
     parameter = local_part(parameter)
     numel, dtype, device = parameter.numel(), parameter.dtype, device_of(parameter.device)
     shards = shards_of(parameter.shape, dtype, ranks.shards, config, owners.next(parameter.nbytes))
@@ -147,6 +154,7 @@ def _reserved(parameter: torch.nn.Parameter, tiers: Tiers, config: Config, owner
         storage = TensorStorage(
             tiers, placement.parameters, config, numel, dtype, device, ranks, placement.stage == 3, shards
         )
+        storage.part_of = divided_over
         twin = StoredTensor.of(storage, parameter.shape, parameter.device, requires_grad=requires_grad)
         if gradient is not None:
             # Of many ranks, each has its own: the next backward pass reduces it with what that adds.

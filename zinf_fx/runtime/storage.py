@@ -12,6 +12,7 @@ from functools import partial
 from typing import ClassVar, Protocol
 
 import torch
+import torch.distributed as dist
 
 from zinf_fx.config import Config, Placement, Tier
 from zinf_fx.errors import StoredTensorError, StoreError
@@ -59,6 +60,7 @@ class TensorStorage:
     `key` is the value of `token`, the tiny tensor that stands for these bytes in graphs. The token's version counter
     counts the writes, so that autograd notices, as for any tensor, a value that changed between forward and backward.
     `config` is that of the model the tensor belongs to, with the placement decided, and `device` what it computes on.
+    `part_of`: the process groups over whose ranks the tensor is divided that this is a part of (tensor parallelism).
     `followers` are windows for reading that stay in memory, and which every write to the store changes too.
     `consumer` is told when the gradient of the parameter with these bytes is whole; `backwards_due` compiled forward
     passes with it have no backward pass yet.
@@ -133,6 +135,7 @@ class TensorStorage:
         self.stale = False
         self.agreed = True  # whether every rank that has all elements has the same
         self.unreduced = False  # whether these are gradients of this rank alone
+        self.part_of: tuple[dist.ProcessGroup, ...] = ()
         self._refreshing: _Refresh | None = None
         self.followers: weakref.WeakSet[Window] = weakref.WeakSet()
         self.key = 0
@@ -222,7 +225,9 @@ class TensorStorage:
         """New, uninitialised storage for a tensor of as many elements."""
         tiers, dtype = self.usable_tiers(), dtype or self.dtype
         how = (self.device, self.ranks, partitioned, self.shards)
-        return TensorStorage(tiers, tier, self.config, self.numel, dtype, *how)
+        storage = TensorStorage(tiers, tier, self.config, self.numel, dtype, *how)
+        storage.part_of = self.part_of
+        return storage
 
     def window(
         self, start: int = 0, count: int | None = None, *, load: bool = True, offset: int | None = None

@@ -367,7 +367,7 @@ class StoredTensor(torch.Tensor):
             shards,
         )
         twin.set(self._gather())
-        twin.agreed, twin.unreduced = storage.agreed, storage.unreduced
+        twin.agreed, twin.unreduced, twin.part_of = storage.agreed, storage.unreduced, storage.part_of
         return StoredTensor.of(twin, self.shape, target.torch_device)
 
 

@@ -86,6 +86,14 @@ def of_first(config: Config, parameters: Iterable[object], value: Any, what: str
     return value
 
 
+def groups_of(parameter: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Of a DTensor, those over whose ranks it is divided, so that each has another part."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    mesh = parameter.device_mesh
+    return tuple(mesh.get_group(dim) for dim, one in enumerate(parameter.placements) if not one.is_replicate())
+
+
 def tensor_ranks(config: Config, group: dist.ProcessGroup) -> Ranks:
     """The ranks of a group over which parameters, or activations, are divided. All of them call this."""
     return Ranks.of(Config.of(config, {"process_group": group, "mesh": None, "placement": "auto"}))
