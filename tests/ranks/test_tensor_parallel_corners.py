@@ -73,6 +73,21 @@ def views_from_outside_have_gradients(mesh: DeviceMesh) -> bool:
     return torch.equal(model.up.grad.full_tensor(), torch.full((16, 16), 2.0))
 
 
+def parameters_freeze_and_thaw(mesh: DeviceMesh) -> bool:
+    """Whether what is frozen and unfrozen after offloading gets gradients accordingly, in every graph."""
+    model = Net(mesh)
+    model.up.requires_grad_(False)
+    zinf_fx.offload(model, placement="host")
+    found = []
+    for up, down in ((True, False), (False, True), (True, True)):
+        model.up.requires_grad_(up)
+        model.down.requires_grad_(down)
+        torch.compile(model, backend="zinf")(torch.ones(2, 16)).backward()
+        found.append((model.up.grad is not None, model.down.grad is not None) == (up, down))
+        model.zero_grad()
+    return all(found)
+
+
 def infinities_are_everyones(mesh: DeviceMesh) -> bool:
     """Whether both ranks skip a step for an infinity in one rank's part; the gradients begin with one that both have
     whole, which is all that DTensor looks at."""
@@ -98,7 +113,13 @@ def on_two(rank: int) -> dict[str, Any]:
     return {check.__name__: check(mesh) for check in CHECKS}
 
 
-CHECKS = (graphs_with_gradients_present, copies_train, views_from_outside_have_gradients, infinities_are_everyones)
+CHECKS = (
+    graphs_with_gradients_present,
+    copies_train,
+    views_from_outside_have_gradients,
+    infinities_are_everyones,
+    parameters_freeze_and_thaw,
+)
 
 
 def test_what_models_of_tensor_parallelism_go_through():

@@ -42,6 +42,7 @@ def stored_parameter(parameter: object) -> StoredTensor | None:
         with torch.inference_mode(False):
             LocalParameter.of_whole(parameter, local).expect_gradient()
         _store_gradient(parameter)
+    local.parameter.expect_gradient()  # users freeze and unfreeze the DTensor
     return local.parameter
 
 
