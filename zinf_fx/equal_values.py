@@ -72,10 +72,11 @@ def check_equal(ranks: Ranks, arguments: Sequence[Any]) -> None:
 
     Raises: RanksError when it differs.
     """
-    plain = [one for one in arguments if isinstance(one, torch.Tensor) and getattr(one, "whole", one) is one]
+    plain = [one for one in arguments if not isinstance(one, DTensor) and getattr(one, "whole", one) is one]
     with torch.no_grad():
         found = [
-            digest_of([list(one.shape), str(one.dtype), _hash(one)]) for one in plain if not isinstance(one, DTensor)
+            digest_of([list(one.shape), str(one.dtype), _hash(one)] if isinstance(one, torch.Tensor) else repr(one))
+            for one in plain  # numbers, too, that Dynamo has seen change
         ]
     if len(set(map(tuple, ranks.of_all(found, "inputs")))) > 1:
         raise RanksError(

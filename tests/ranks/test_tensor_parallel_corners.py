@@ -6,6 +6,7 @@ import copy
 import math
 from typing import Any
 
+import pytest
 import torch
 from ranks import tensor_parallel as tp
 from ranks.launching import on_ranks
@@ -14,10 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import zinf_fx
+from zinf_fx.errors import RanksError
 
 
 class Net(nn.Module):
-    """Two layers: the first one's columns are divided, the second one's rows."""
+    """Two layers: the first one's columns are divided, the second one's rows. `factor`: of what goes in."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -26,7 +28,8 @@ class Net(nn.Module):
             nn.Parameter(distribute_tensor(torch.randn(16, 16), mesh, [Shard(dim)])) for dim in (1, 0)
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, factor: int = 1) -> torch.Tensor:
+        x = x * factor
         x = DTensor.from_local(x, self.up.device_mesh, [Replicate()], run_check=False)
         return (x @ self.up @ self.down).full_tensor().square().mean()
 
@@ -88,6 +91,16 @@ def parameters_freeze_and_thaw(mesh: DeviceMesh) -> bool:
     return all(found)
 
 
+def other_numbers_are_refused(mesh: DeviceMesh) -> bool:
+    """Whether ranks notice that they call the model with different numbers, where its activations are divided."""
+    model = zinf_fx.offload(Net(mesh), placement="host", partition_activations=True)
+    run = torch.compile(model, backend="zinf")
+    with pytest.raises(RanksError, match="differs"):
+        for factor in (2, 4):  # the first one may be a constant, in graphs that differ
+            run(torch.ones(2, 16), factor + mesh.get_local_rank())
+    return True
+
+
 def infinities_are_everyones(mesh: DeviceMesh) -> bool:
     """Whether both ranks skip a step for an infinity in one rank's part; the gradients begin with one that both have
     whole, which is all that DTensor looks at."""
@@ -119,6 +132,7 @@ CHECKS = (
     views_from_outside_have_gradients,
     infinities_are_everyones,
     parameters_freeze_and_thaw,
+    other_numbers_are_refused,
 )
 
 
