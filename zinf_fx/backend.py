@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.tensor import DTensor
 
 from zinf_fx.capture import Capture
 from zinf_fx.config import PRESETS, Config
@@ -51,6 +52,7 @@ def zinf(
     requested = Config.of(None, options)
     plain = [p for p in inputs if isinstance(p, torch.nn.Parameter) and stored_parameter(p) is None]
     if plain:
+        _check_ranks_are_given(requested, plain)
         config = decided(requested, plain)
         many = Ranks.of(config).size > 1  # whose gradients are to be reduced
         if many or requested.placement != "auto" or config.placement != PRESETS["device"]:
@@ -60,6 +62,17 @@ def zinf(
     config = requested if stored is None else _config_in_force(stored, options, requested, plans)
     # A graph without parameters concerns no other rank, which may have no such graph.
     return Capture(module, inputs, config, plans, groups=Groups() if stored is None else None).compile()
+
+
+def _check_ranks_are_given(requested: Config, parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Raises: ConfigError for DTensor parameters without a process group: other graphs of the model may have none, and
+    would take all ranks for those that hold equal parts."""
+    given = requested.process_group is not None or requested.mesh is not None
+    if not given and any(isinstance(parameter, DTensor) for parameter in parameters):
+        raise ConfigError(
+            "parameters of the model are DTensors, and one graph of it doesn't tell which ranks train all of them with "
+            "equal parts: zinf_fx.offload() the model before compiling it, or give the option process_group"
+        )
 
 
 def _config_in_force(

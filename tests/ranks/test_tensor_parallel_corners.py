@@ -11,11 +11,13 @@ import torch
 from ranks import tensor_parallel as tp
 from ranks.launching import on_ranks
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import zinf_fx
 from zinf_fx.errors import RanksError
+from zinf_fx.runtime.stored_tensor import StoredTensor
 
 
 class Net(nn.Module):
@@ -101,6 +103,18 @@ def other_numbers_are_refused(mesh: DeviceMesh) -> bool:
     return True
 
 
+def graphs_are_not_asked_for_ranks(mesh: DeviceMesh) -> bool:
+    """Whether a model that was not offloaded is refused, as long as only its graphs tell of ranks."""
+    model = Net(mesh)
+    options = {"placement": "host"}
+    with pytest.raises(BackendCompilerFailed, match="which ranks train all of them"):
+        torch.compile(model, backend="zinf", options=options)(torch.ones(2, 16))
+    options["process_group"] = tp.mesh_of(1, 2)["dp"].get_group()
+    run = torch.compile(model, backend="zinf", options=options)
+    first = run(torch.ones(2, 16))
+    return torch.equal(run(torch.ones(2, 16)), first) and isinstance(model.up.to_local(), StoredTensor)
+
+
 def infinities_are_everyones(mesh: DeviceMesh) -> bool:
     """Whether both ranks skip a step for an infinity in one rank's part; the gradients begin with one that both have
     whole, which is all that DTensor looks at."""
@@ -133,6 +147,7 @@ CHECKS = (
     infinities_are_everyones,
     parameters_freeze_and_thaw,
     other_numbers_are_refused,
+    graphs_are_not_asked_for_ranks,
 )
 
 
