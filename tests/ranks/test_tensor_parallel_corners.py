@@ -14,6 +14,7 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import zinf_fx
 from zinf_fx.errors import RanksError
@@ -115,6 +116,20 @@ def graphs_are_not_asked_for_ranks(mesh: DeviceMesh) -> bool:
     return torch.equal(run(torch.ones(2, 16)), first) and isinstance(model.up.to_local(), StoredTensor)
 
 
+def models_are_parallelised_as_they_are_built(mesh: DeviceMesh) -> bool:
+    """Whether parameters that left already are divided: by each rank for itself, as it has the same ones."""
+    torch.manual_seed(0)
+    with zinf_fx.offloading(placement="host", process_group=tp.mesh_of(1, 2)["dp"].get_group()):
+        layer = parallelize_module(nn.Linear(16, 16), mesh, ColwiseParallel(), src_data_rank=None)
+    torch.manual_seed(0)
+    plain = nn.Linear(16, 16)
+    layer(torch.ones(1, 16)).sum().backward()
+    plain(torch.ones(1, 16)).chunk(2, dim=-1)[mesh.get_local_rank()].sum().backward()
+    whole = [layer.weight.full_tensor(), layer.weight.grad.to_local()]
+    part = plain.weight.grad.chunk(2)[mesh.get_local_rank()]
+    return isinstance(whole[1], StoredTensor) and torch.equal(whole[0], plain.weight) and torch.equal(whole[1], part)
+
+
 def infinities_are_everyones(mesh: DeviceMesh) -> bool:
     """Whether both ranks skip a step for an infinity in one rank's part; the gradients begin with one that both have
     whole, which is all that DTensor looks at."""
@@ -148,6 +163,7 @@ CHECKS = (
     parameters_freeze_and_thaw,
     other_numbers_are_refused,
     graphs_are_not_asked_for_ranks,
+    models_are_parallelised_as_they_are_built,
 )
 
 
