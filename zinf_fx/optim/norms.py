@@ -46,10 +46,14 @@ def _is_share(tensor: object) -> bool:
 
 
 def _norms_of(tensors: list[StoredTensor], order: float) -> list[torch.Tensor]:
-    """The vector norms of all elements, on the tensors' device, in one collective."""
+    """The vector norms of all elements, on the tensors' device, in one collective for those of the same ranks."""
     totals = torch.stack([_part(tensor, order) for tensor in tensors]).to(tensors[0].device)
     reduce = {math.inf: ReduceOp.MAX, -math.inf: ReduceOp.MIN}.get(order, ReduceOp.SUM)
-    tensors[0].storage.ranks.reduce_over_shards(totals, "norms", reduce)
+    for ranks in dict.fromkeys(tensor.storage.ranks for tensor in tensors):
+        theirs = [number for number, tensor in enumerate(tensors) if tensor.storage.ranks is ranks]
+        numbers = totals[theirs]
+        ranks.reduce_over_shards(numbers, "norms", reduce)
+        totals[theirs] = numbers
     return list(totals ** (1 / order) if math.isfinite(order) and order else totals)
 
 
