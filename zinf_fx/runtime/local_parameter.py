@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from zinf_fx.errors import StoredTensorError
-from zinf_fx.runtime.stored_tensor import StoredTensor, as_parameter, take_gradient, will_accumulate
+from zinf_fx.runtime.stored_tensor import SetAside, StoredTensor, as_parameter, take_gradient
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -114,7 +114,7 @@ class LocalParameter(StoredTensor):
     def has_gradient_hooks(self) -> bool:
         whole = self.whole
         before, after = whole._backward_hooks or {}, whole._post_accumulate_grad_hooks or {}
-        users = [hook for hook in before.values() if not isinstance(hook, _SetAside)]
+        users = [hook for hook in before.values() if not isinstance(hook, SetAside)]
         return bool(users) or any(hook is not _store_gradient for hook in after.values())
 
     def expect_gradient(self) -> None:
@@ -126,29 +126,10 @@ class LocalParameter(StoredTensor):
         if not self._expects_gradient and whole.requires_grad:
             self._expects_gradient = True
             whole.register_post_accumulate_grad_hook(_store_gradient)
-            whole.register_hook(_SetAside(whole))
+            whole.register_hook(SetAside(whole, stored_parameter))
 
     def shown(self, tensor: torch.Tensor) -> torch.Tensor:
         return distributed_as(self.whole, tensor)
-
-
-class _SetAside:
-    """Hook: before autograd adds this rank's gradient, in whatever placement, to the stored one, put that aside."""
-
-    def __init__(self, whole: DTensor) -> None:
-        self._whole = weakref.ref(whole)
-
-    def __call__(self, gradient: torch.Tensor | None) -> None:
-        whole = self._whole()
-        parameter = stored_parameter(whole)
-        if gradient is None or parameter is None or not isinstance(parameter.grad, StoredTensor):
-            return
-        try:
-            adds = will_accumulate(whole)
-        except RuntimeError:  # torch.autograd.grad returns it
-            adds = False
-        if adds:
-            parameter.put_aside()
 
 
 def _store_gradient(whole: DTensor) -> None:

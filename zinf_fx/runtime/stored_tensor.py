@@ -266,13 +266,13 @@ class StoredTensor(torch.Tensor):
         if take_gradient not in hooks.values():
             self.register_post_accumulate_grad_hook(take_gradient)
             if self.storage.ranks.size > 1:
-                self.register_hook(_SetAside(self))
+                self.register_hook(SetAside(self))
 
     @property
     def has_gradient_hooks(self) -> bool:
         """Whether the user registered hooks on the gradient, which only autograd can run."""
         before, after = self._backward_hooks or {}, self._post_accumulate_grad_hooks or {}
-        users = [hook for hook in before.values() if not isinstance(hook, _SetAside)]
+        users = [hook for hook in before.values() if not isinstance(hook, SetAside)]
         return bool(users) or any(hook is not take_gradient for hook in after.values())
 
     @property
@@ -394,18 +394,22 @@ def will_accumulate(parameter: StoredTensor) -> bool:
     return torch._C._will_engine_execute_node(edge[0])
 
 
-class _SetAside:
-    """Hook: before eager autograd adds this rank's gradient to what was reduced over the ranks, put that aside."""
+class SetAside:
+    """Hook: before eager autograd adds this rank's gradient of `tensor` to what was reduced over the ranks, put that
+    aside. `stored`: what stands for the tensor, if it is not stored itself."""
 
-    def __init__(self, parameter: StoredTensor) -> None:
-        self._parameter = weakref.ref(parameter)
+    def __init__(
+        self, tensor: torch.Tensor, stored: Callable[[Any], StoredTensor | None] = lambda tensor: tensor
+    ) -> None:
+        self._tensor, self._stored = weakref.ref(tensor), stored
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
-        parameter = self._parameter()
+        tensor = self._tensor()
+        parameter = self._stored(tensor)
         if gradient is None or parameter is None or not isinstance(parameter.grad, StoredTensor):
             return
         try:
-            adds = will_accumulate(parameter)
+            adds = will_accumulate(tensor)
         except RuntimeError:  # torch.autograd.grad returns it
             adds = False
         if adds:
