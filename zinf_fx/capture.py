@@ -67,7 +67,7 @@ class Capture:
         seen: Sequence[Any] | None = None,
     ) -> None:
         self.config = config
-        self._only_planned = groups is not None
+        self._alone = groups is not None
         self._together = Ranks.of(config) if groups is None else ALONE
         self._groups = self._together.groups if groups is None else groups
         self._plans = plans
@@ -82,7 +82,7 @@ class Capture:
         self._collectives: dict[Any, list[str]] = {}  # of the planned graphs, by group
         self._mesh = mesh_of(config, inputs)
         self._tensor_ranks = ALONE
-        if self._mesh is not None and not self._only_planned:
+        if self._mesh is not None and not self._alone:
             self._tensor_ranks = tensor_ranks(config, self._mesh.get_group())
         self._rates = rates
         self._compiles = True
@@ -99,7 +99,7 @@ class Capture:
         self._check_together()
         if self._rates is None:  # while values can be computed
             self._rates = self._measured()
-            if self.config.activations == "auto" and not self._only_planned:
+            if self.config.activations == "auto" and not self._alone:
                 self._rates = of_first(self.config, self._given, self._rates, "measured rates")
         for tensor in self._inputs:
             if isinstance(tensor, StoredTensor):
@@ -116,13 +116,13 @@ class Capture:
             )
         if self.plan is not None and self.plan.world_size > 1:
             self._together.agree(digest(self.plan), "the plan of a graph")
-        if not self._only_planned:
+        if not self._alone:
             self._agree_on_collectives()
         if self.plan is not None:
             self._reserve(self.plan)  # not in `partition_fn`, where tensors are fake
         # All is planned by now, and the model may die before its compiled code.
         self._given, self._seen, self._inputs = [], [], []
-        unchecked = self._mesh is not None and not self._only_planned
+        unchecked = self._mesh is not None and not self._alone
 
         def call(*arguments: Any) -> Any:
             nonlocal unchecked
@@ -153,7 +153,7 @@ class Capture:
         fingerprint = fingerprint_of(joint.graph, context)
         if self._mesh is not None:
             inputs = {node.name: self._given_for(node) for node in joint.graph.find_nodes(op="placeholder")}
-            ranks = None if self._only_planned else self._tensor_ranks
+            ranks = None if self._alone else self._tensor_ranks
             mark_equal(joint.graph, context, replicas_of(joint.graph, context, inputs, self._mesh, ranks))
             context.tensor_ranks = self._mesh.size()
         if self._plans:
