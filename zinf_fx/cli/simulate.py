@@ -59,11 +59,10 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> None:
     """Print what a simulated step does. Raises: ZinfError for whatever of the input can't be used."""
     batches = _batches(options.sweep)
-    hardware = hardware_of(options.hardware)
     # What is measured holds for the batch that it was measured with.
     planned = plans_of_target(options, timed=options.hardware == THIS_MACHINE and batches is None)
     plan = planned.only("a simulation")
-    hardware = hardware.with_ranks(plan.world_size)
+    hardware = hardware_of(options.hardware).with_ranks(plan.world_size)
     if batches is not None:
         found = {batch: performance_of(with_batch(plan, batch), hardware, run=options.order)[0] for batch in batches}
         text = json.dumps([{"batch": b} | _data(p) for b, p in found.items()]) if options.json else _sweep_table(found)
