@@ -28,10 +28,9 @@ import zinf_fx
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from gpt import GPT, GPTConfig, default_dtype, example_batch
-from master_adamw import adamw
 from train_step import machine
+from train_step_variant import OPTIONS, plain, timed_step
 
-OPTIONS = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 MODES = {"overlap": {"overlap": True}, "in backward": {"step_in_backward": True}, "synchronous": {"overlap": False}}
 ALONE = "forward and backward"
 
@@ -68,20 +67,9 @@ class Training:
 
 def in_memory(config: GPTConfig, batch: Sequence[torch.Tensor], count: int) -> tuple[float, float]:
     """Seconds of a step of plain PyTorch, and of its optimizer: medians of `count` after one."""
-    with default_dtype(torch.bfloat16):
-        model = GPT(config)
-    optimizer = adamw(model.parameters(), torch.bfloat16, **OPTIONS)
-    whole, update = [], []
-    for _ in range(count + 1):
-        start = time.perf_counter()
-        model(*batch).backward()
-        before = time.perf_counter()
-        optimizer.step()
-        optimizer.zero_grad()
-        end = time.perf_counter()
-        whole.append(end - start)
-        update.append(end - before)
-    return median(whole[1:]), median(update[1:])
+    variant = plain(config, torch.bfloat16, torch.device("cpu"), compiled=False)
+    steps = [timed_step(variant, batch, clip=None) for _ in range(count + 1)][1:]
+    return median(step["step"] for step in steps), median(step["optimizer"] for step in steps)
 
 
 def measure(args: argparse.Namespace) -> dict[str, object]:

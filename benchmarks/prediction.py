@@ -35,8 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from gpt import GPT, GPTConfig, default_dtype, example_batch
 from train_step import machine
-
-OPTIONS = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+from train_step_variant import OPTIONS
 
 
 @dataclass(frozen=True)

@@ -42,18 +42,11 @@ def compare(rank: int, cases: list[tuple[str, int]], options: dict[str, Any]) ->
 def sent(rank: int, preset: str, replicas: int) -> tuple[int, int, int]:
     """Bytes that this rank sent in a step, that the plan says, and that the formula says."""
     model = zinf_fx.offload(training.model(), placement=preset, mesh=mesh_of(replicas), residency=False, prefetch=None)
-    run = torch.compile(model, backend="zinf")
-    optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2)
-    counts = []
-    for ((tokens, targets),) in training.batches(3, rank, 1):
-        counts.append(zinf_fx.stats(model).sent_bytes)
-        run(tokens, targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    counted, batch = training.bytes_sent(model)
     size = dist.get_world_size()
-    (plan,) = plans_of(model, (tokens, targets), world_size=size, replicas=replicas)
+    (plan,) = plans_of(model, batch, world_size=size, replicas=replicas)
     planned = sum(each.total for each in communication(plan))
-    return counts[2] - counts[1], planned, formula(model, preset, Groups.of(size, replicas, 0 if preset == "dp" else 1))
+    return counted, planned, formula(model, preset, Groups.of(size, replicas, 0 if preset == "dp" else 1))
 
 
 def formula(model: training.Model, preset: str, groups: Groups) -> int:

@@ -55,17 +55,10 @@ def sent(rank: int, presets: tuple[str, ...]) -> dict[str, tuple[int, int, int]]
     found = {}
     for preset in presets:
         model = zinf_fx.offload(training.model(), placement=preset, residency=False, prefetch=None)
-        run = torch.compile(model, backend="zinf")
-        optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2)
-        counts = []
-        for ((tokens, targets),) in training.batches(3, rank, 1):
-            counts.append(zinf_fx.stats(model).sent_bytes)
-            run(tokens, targets).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        counted, batch = training.bytes_sent(model)
         size = torch.distributed.get_world_size()
-        (plan,) = plans_of(model, (tokens, targets), world_size=size)
-        counted, planned = counts[2] - counts[1], sum(each.total for each in communication(plan))
+        (plan,) = plans_of(model, batch, world_size=size)
+        planned = sum(each.total for each in communication(plan))
         found[preset] = counted, planned, formula(model, preset, size)
     return found
 

@@ -79,6 +79,19 @@ def train_zinf(
         return losses, {name: value.clone() for name, value in zip(names, values, strict=True)}, stored
 
 
+def bytes_sent(model: nn.Module) -> tuple[int, tuple[torch.Tensor, torch.Tensor]]:
+    """That this rank sends in a step of an offloaded model, in the steady state; and a batch."""
+    run = torch.compile(model, backend="zinf")
+    optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2)
+    counts = []
+    for (batch,) in batches(3, dist.get_rank(), 1):
+        counts.append(zinf_fx.stats(model).sent_bytes)
+        run(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return counts[2] - counts[1], batch
+
+
 def _train(run, optimizer, no_sync, steps: int, micro_batches: int, clip: float | None) -> list[float]:
     losses = []
     for micro in batches(steps, dist.get_rank(), micro_batches):
