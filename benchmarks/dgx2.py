@@ -12,7 +12,7 @@ TFLOP/s per GPU, recomputation counted, as the paper counts.
   looked at as if it were alone with computing, times 62; or times 78 and the speedup that overlap gives, here the
   simulator's.
 
-Model parallelism is left out, as in section 7.7.
+The optimizer's step overlaps with nothing, as section 4.2 has it. Model parallelism is left out, as in section 7.7.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def plan_of(run: Run, layers: int) -> Plan:
 
 def figures(plan: Plan, run: Run, hardware: Hardware, order: Callable[[Sequence[Job]], Simulation]) -> Figures:
     """A simulated step of a plan."""
-    performance, simulation = performance_of(with_batch(plan, run.batch), hardware, run=order)
+    performance, simulation = performance_of(with_batch(plan, run.batch), hardware, run=order, overlap=False)
     activations = {tile.label for graph in plan.graphs for tile in graph.tiles if tile.activation}
 
     def seconds(wanted: Callable[[Job], bool]) -> float:
@@ -126,7 +126,7 @@ def figures(plan: Plan, run: Run, hardware: Hardware, order: Callable[[Sequence[
         performance.flops,
         seconds(lambda job: job.kind in ("forward", "backward")),
         seconds(lambda job: job.resource == "link"),
-        seconds(lambda job: job.kind in ("update", "states")),
+        seconds(lambda job: job.kind in ("read_states", "update", "write_states")),
         seconds(lambda job: job.subject in activations),
         performance.stalled,
     )

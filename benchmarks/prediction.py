@@ -1,4 +1,4 @@
-"""Predicted beside measured: a training step of five configurations, simulated and run on this machine.
+"""Predicted beside measured: a training step of several configurations, simulated and run on this machine.
 
     python benchmarks/prediction.py                  # minutes
     python benchmarks/prediction.py --scale 0.5      # smaller models
@@ -42,7 +42,7 @@ from train_step_variant import OPTIONS
 class Case:
     """A model, a batch of sequences of its context, and options of `zinf_fx.offloading`.
 
-    `frozen`: its matrices are not trained, as when adapters are.
+    `frozen`: its matrices are not trained, as when adapters are. `overlap`: of the optimizer.
     """
 
     name: str
@@ -50,10 +50,11 @@ class Case:
     batch: int
     options: dict[str, object]
     frozen: bool = False
+    overlap: bool = False
 
 
 def cases(scale: float) -> list[Case]:
-    """The five, with hidden sizes `scale` times as large."""
+    """All of them, with hidden sizes `scale` times as large."""
 
     def gpt(layers: int, hidden: int, context: int) -> GPTConfig:
         return GPTConfig(layers=layers, hidden=max(64, int(hidden * scale) // 64 * 64), heads=8, context=context)
@@ -63,10 +64,11 @@ def cases(scale: float) -> list[Case]:
     frozen = {"parameters": "nvme"}
     return [
         Case("compute", gpt(6, 768, 256), 8, {"placement": "device"}),
-        Case("disk: frozen weights are read", gpt(6, 2048, 16), 1, {"placement": frozen, "residency": False}, True),
-        Case("disk: states are read and written", gpt(6, 1024, 32), 1, {"placement": states}),
+        Case("disk: frozen weights are read", gpt(6, 2560, 16), 1, {"placement": frozen, "residency": False}, True),
+        Case("disk: states are read and written", gpt(6, 1792, 32), 1, {"placement": states}),
         Case("activations", gpt(8, 512, 512), 8, {"placement": activations, "activations": "offload"}),
-        Case("everything on NVMe", gpt(6, 1024, 128), 4, {"placement": "nvme"}),
+        Case("everything on NVMe", gpt(6, 1536, 128), 4, {"placement": "nvme"}),
+        Case("the same, the optimizer overlaps", gpt(6, 1536, 128), 4, {"placement": "nvme"}, overlap=True),
     ]
 
 
@@ -86,7 +88,7 @@ class Subject:
             self.model = self._freeze(GPT(self.case.model))
         self._loss = torch.compile(self.model, backend="zinf")
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        self._optimizer = zinf_fx.optim.AdamW(trained, overlap=False, **OPTIONS)
+        self._optimizer = zinf_fx.optim.AdamW(trained, overlap=self.case.overlap, **OPTIONS)
         for _ in range(2):
             self._step()
 
@@ -105,7 +107,7 @@ class Subject:
             model = self._freeze(GPT(self.case.model))
         seconds = []
         (plan,) = plans_of(model, self.batch, store=self.store, seconds=seconds, **self.case.options)
-        performance, simulation = performance_of(plan, hardware, *seconds)
+        performance, simulation = performance_of(plan, hardware, *seconds, overlap=self.case.overlap)
         self.predicted.append(performance.seconds)
         self.busy = simulation.utilisation
 

@@ -85,7 +85,7 @@ def plans_of(
     model keeps the placement it has; the other options apply. `rates`: what choices are weighed with; default those of
     this machine, as far as they can be measured. Example inputs on the meta device stand for zeros. Grad
     mode decides between training and inference, as for a real call. `seconds`: where given, gets for each plan those
-    that its operators take on this machine; every distinct node is run for that.
+    that its operators take on this machine; every distinct operator is run for that.
 
     Raises: ConfigError for bad options, or a placement that contradicts how the model was offloaded;
     StoredTensorError for a parameter that can't be stored; PlanError when a budget is too small, or the model can't be
@@ -201,14 +201,14 @@ class _Planner:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from zinf_fx.capture import Capture
-        from zinf_fx.passes.timing import NodeTimer
+        from zinf_fx.passes.timing import OperatorTimer
 
         capture = Capture(module, inputs, self.config, rates=self.rates, groups=self.groups)
         plan = capture.planned()
         if plan is not None and any(graph.tiles for graph in plan.graphs):
             self.plans.append(plan)
             if self.seconds is not None:
-                timer = NodeTimer()
+                timer = OperatorTimer()
                 taken = {kind: timer.operators(graph) for kind, graph in capture.graphs.items()}
                 self.seconds.append(
                     {

@@ -41,11 +41,11 @@ def test_a_plan_file_is_shown_as_its_model_is(plan_file: Path, capsys: pytest.Ca
 
 def test_this_machine_takes_the_seconds_measured_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     monkeypatch.setattr("zinf_fx.cli.machine.measure_machine", lambda store: hardware.load("rtx-4090"))
-    monkeypatch.setattr("zinf_fx.passes.timing._measured", lambda node: 1.0)
+    monkeypatch.setattr("zinf_fx.passes.timing._measured", lambda *operator: 1.0)
     assert main(["simulate", TARGET, "--placement", "device", "--hardware", "this-machine", "--json"]) == 0
     slow = json.loads(capsys.readouterr().out)
     assert main(["simulate", TARGET, "--placement", "device", "--json"]) == 0
-    assert slow["seconds"] > 100 > json.loads(capsys.readouterr().out)["seconds"]
+    assert slow["seconds"] > 30 > json.loads(capsys.readouterr().out)["seconds"]
 
 
 @pytest.mark.parametrize(

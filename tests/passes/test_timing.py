@@ -1,4 +1,4 @@
-"""Operators are timed by running their nodes."""
+"""Operators are timed by running them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import zinf_fx
 from zinf_fx.errors import PlanError
 from zinf_fx.explain import plans_of
 from zinf_fx.passes import timing
-from zinf_fx.passes.timing import NodeTimer
+from zinf_fx.passes.timing import OperatorTimer
 
 
-def _node(call, *values: object) -> fx.Node:
+def _operator(call, *values: object) -> list[fx.Node]:
     graph = fx.Graph()
     inputs = []
     for number, value in enumerate(values):
@@ -24,46 +24,46 @@ def _node(call, *values: object) -> fx.Node:
             inputs[-1].meta["val"] = value
         else:
             inputs.append(value)
-    return graph.call_function(call, tuple(inputs))
+    return [graph.call_function(call, tuple(inputs))]
 
 
 def test_more_work_takes_longer():
-    timer = NodeTimer()
+    timer = OperatorTimer()
     small, large = torch.ones(16, 16), torch.ones(768, 768)
-    few = timer.seconds(_node(torch.ops.aten.mm.default, small, small))
-    many = timer.seconds(_node(torch.ops.aten.mm.default, large, large))
+    few = timer.seconds(_operator(torch.ops.aten.mm.default, small, small))
+    many = timer.seconds(_operator(torch.ops.aten.mm.default, large, large))
     assert 0 < few < many
 
 
-def test_equal_nodes_are_run_once(monkeypatch):
+def test_equal_operators_are_run_once(monkeypatch):
     ran = []
     measured = timing._measured
-    monkeypatch.setattr(timing, "_measured", lambda node: ran.append(node) or measured(node))
-    timer = NodeTimer()
+    monkeypatch.setattr(timing, "_measured", lambda *operator: ran.append(operator) or measured(*operator))
+    timer = OperatorTimer()
     tensor = torch.ones(8, 8)
-    first = timer.seconds(_node(torch.ops.aten.relu.default, tensor))
-    assert timer.seconds(_node(torch.ops.aten.relu.default, tensor.clone())) == first
+    first = timer.seconds(_operator(torch.ops.aten.relu.default, tensor))
+    assert timer.seconds(_operator(torch.ops.aten.relu.default, tensor.clone())) == first
     assert len(ran) == 1
-    timer.seconds(_node(torch.ops.aten.relu.default, tensor.t().contiguous().t()))  # other strides
-    timer.seconds(_node(torch.ops.aten.sum.dim_IntList, tensor, [0]))
-    timer.seconds(_node(torch.ops.aten.sum.dim_IntList, tensor, [1]))  # another argument
+    timer.seconds(_operator(torch.ops.aten.relu.default, tensor.t().contiguous().t()))  # other strides
+    timer.seconds(_operator(torch.ops.aten.sum.dim_IntList, tensor, [0]))
+    timer.seconds(_operator(torch.ops.aten.sum.dim_IntList, tensor, [1]))  # another argument
     assert len(ran) == 4
 
 
-def test_what_a_node_takes_is_measured():
+def test_what_an_operator_takes_is_measured():
     def sleep(tensor: torch.Tensor) -> torch.Tensor:
         time.sleep(0.02)
         return tensor
 
-    assert NodeTimer().seconds(_node(sleep, torch.ones(2))) >= 0.02
+    assert OperatorTimer().seconds(_operator(sleep, torch.ones(2))) >= 0.02
 
 
-def test_a_node_that_cant_be_run_alone_is_named():
+def test_an_operator_that_cant_be_run_alone_is_named():
     def fail(tensor: torch.Tensor) -> torch.Tensor:
         raise ValueError("not like this")
 
-    with pytest.raises(PlanError, match=r"'fail'.*not like this"):
-        NodeTimer().seconds(_node(fail, torch.ones(2)))
+    with pytest.raises(PlanError, match=r"'fail' to 'fail'.*not like this"):
+        OperatorTimer().seconds(_operator(fail, torch.ones(2)))
 
 
 @pytest.mark.parametrize("trains", [True, False])

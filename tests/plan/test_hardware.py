@@ -54,6 +54,13 @@ def test_an_endurance_may_be_unknown():
     assert hardware.parse(TEXT.replace('"56000TB"', '"unknown"'), "x").nvme.endurance is None
 
 
+def test_what_a_description_may_leave_out():
+    plain = hardware.parse(TEXT, "x")
+    assert plain.updates is None and not plain.unified
+    found = hardware.parse(TEXT.replace("nodes = 1", "nodes = 1\nupdates = 1.5e9\nunified = true", 1), "x")
+    assert found.updates == 1.5e9 and found.unified
+
+
 def test_what_there_is_not():
     with pytest.raises(ConfigError, match=r"hardware 'dgx-3' is unknown; accepted: dgx-2, .*, or a file NAME\.toml"):
         hardware.load("dgx-3")
@@ -68,6 +75,8 @@ def test_what_there_is_not():
     [
         ("nodes = 1", "nodes = ", "hardware x is not TOML: "),
         ("nodes = 1", "", "hardware x: field 'nodes' is missing; needed: name, nodes"),
+        ("nodes = 1", "nodes = 1\nupdates = -1", "updates=-1 is not a positive number"),
+        ("nodes = 1", "nodes = 1\nunified = 1", "unified=1 is not true or false"),
         ("nodes = 1", "nodes = 1\nracks = 2", "unknown field 'racks'; accepted: name, nodes"),
         ("nodes = 1", "nodes = 0", "nodes=0 is not a whole number of at least 1"),
         ("nodes = 1", "nodes = 1.5", "nodes=1.5 is not a whole number of at least 1"),

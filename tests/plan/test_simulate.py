@@ -15,12 +15,12 @@ from zinf_fx import Config
 from zinf_fx.cli.target import build
 from zinf_fx.errors import PlanError
 from zinf_fx.explain import plans_of
-from zinf_fx.plan.accounting import Traffic, phases
+from zinf_fx.plan.accounting import Traffic, chunks, phases, updates
 from zinf_fx.plan.communication import communication
 from zinf_fx.plan.event_graph import RESOURCES, Job, event_graph
 from zinf_fx.plan.hardware import Disks, Hardware, Link, Memory, load
 from zinf_fx.plan.performance import performance_of
-from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, Operator, Plan, Tile
+from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, MemoryRegions, Operator, Plan, Tile
 from zinf_fx.plan.simulate import Simulation, one_after_another, simulate, simulate_plan
 
 # Jobs
@@ -249,7 +249,7 @@ def training(gradient_tier: str = "nvme", turn: bool = False) -> Plan:
 
 def test_a_training_step():
     """Per rank, states are 6 half tiles, and gradients and parameters one: 7 s to read and 14 s to write."""
-    found = simulate_plan(training(), TWO, SECONDS)
+    found = simulate_plan(training(), TWO, SECONDS, overlap=False)
     assert timeline(found) == {
         "fetch w": (4, 5),  # the second time, for backward
         "upload w": (5, 6),
@@ -259,11 +259,82 @@ def test_a_training_step():
         "reduce_scatter w": (9, 10),
         "offload w": (10, 12),
         "write w": (12, 14),
-        "update": (14, 16),  # 6 half tiles read and written at 6 per second each
-        "states": (14, 35),
+        "read_states 0": (14, 21),
+        "update 0": (21, 23),  # 6 half tiles read and written at 6 per second each
+        "write_states 0": (23, 37),
     }
-    assert found.stalls()[-1].before == "update"
-    assert [job.name for job, _ in found.stalls()[-1].waited_for] == ["reduce_scatter w", "offload w", "write w"]
+    assert found.stalls()[-1].before == "update 0"
+    waited_for = [job.name for job, _ in found.stalls()[-1].waited_for]
+    assert waited_for == ["reduce_scatter w", "offload w", "write w", "read_states 0"]
+
+
+def test_a_step_that_overlaps_begins_with_the_optimizer_of_the_one_before():
+    """Forward reads the parameter when it is updated and written."""
+    times = timeline(simulate_plan(training(), TWO, SECONDS, overlap=True))
+    assert [times[f"{name} 0"] for name in ("read_states", "update", "write_states")] == [(0, 7), (7, 9), (9, 23)]
+    assert (times["fetch w"], times["upload w"], times["forward 0"]) == ((27, 28), (28, 29), (26, 27))
+    assert max(end for _, end in times.values()) == 37  # as long as one after the other: there is but one parameter
+
+
+def of_parameters(count: int, nbytes: int = 2 * BLOCK) -> Plan:
+    """So many operators each way, each with a parameter of its own in host memory; a chunk of states for each."""
+    tiles = tuple(
+        Tile(i, f"w{i}", (nbytes // 2,), torch.bfloat16, "host", "host" if trained else None)
+        for trained in (False, True)
+        for i in range(count)
+    )
+    operators = tuple(Operator(i, "mm", 1) for i in range(count))
+    found = []
+    for kind, own in (("forward", tiles[:count]), ("backward", tiles[count:])):
+        stages = (*JOURNEY, "wait", "release", *(("reduce_scatter", "offload") if kind == "backward" else ()))
+        events = tuple(Event(stage, i, i) for i in range(count) for stage in stages)
+        found.append(GraphSchedule(kind, own, operators, events))
+    config = Config(placement={"parameters": "host", "gradients": "host", "optimizer": "nvme"})
+    return Plan(tuple(found), config, regions=MemoryRegions(chunk_elements=nbytes // 2))
+
+
+def test_forward_waits_for_the_parameters_that_it_uses_and_no_others():
+    """Chunks of 6 blocks, a second to read and two to write; reads wait for the writes of three chunks before."""
+    host = Memory(1 << 40, 1e30, 1e30)
+    quick = Link(1e30, 0.0)
+    one = replace(ONE, host=host, upload=quick, download=quick, nvme=Disks(1 << 40, 12 * BLOCK, 6 * BLOCK, None))
+    seconds = {(kind, i): 1.0 for kind in ("forward", "backward") for i in range(4)}
+    found = simulate_plan(of_parameters(4), one, seconds, overlap=True)
+    times = {name: (round(start, 6), round(end, 6)) for name, (start, end) in timeline(found).items()}
+    assert [times[f"read_states {i}"] for i in range(4)] == [(0, 1), (1, 2), (4, 5), (7, 8)]
+    assert [times[f"write_states {i}"] for i in range(4)] == [(2, 4), (5, 7), (8, 10), (10, 12)]
+    assert [times[f"forward {i}"] for i in range(4)] == [(1, 2), (2, 3), (5, 6), (8, 9)]
+    assert times["backward 3"] == (12, 13)
+    apart = simulate_plan(of_parameters(4), one, seconds, overlap=False)
+    assert round(apart.seconds, 6) == 8 + 12
+
+
+def test_chunks_have_together_what_the_parameters_have():
+    plan = of_parameters(3, 5 * BLOCK)
+    plan = replace(plan, regions=MemoryRegions(chunk_elements=3 * BLOCK))
+    found = chunks(plan)
+    of_all = updates(plan)
+    assert [chunk.names for chunk in found] == [("w0", "w1"), ("w1", "w2"), ("w2",)]
+    assert [chunk.ends for chunk in found] == [("w0",), ("w1",), ("w2",)]
+    for name in ("elements", "states", "read", "written"):
+        assert sum(getattr(one, name) for one in found) == sum(getattr(one, name) for one in of_all)
+    assert [chunk.elements for chunk in found] == [3 * BLOCK, 3 * BLOCK, 3 * 5 * BLOCK // 2 - 6 * BLOCK]
+
+
+def test_a_device_in_host_memory_copies_what_leaves_it_and_uploads_nothing():
+    one = replace(ONE, host=Memory(1 << 30, 4 * BLOCK, 4 * BLOCK), unified=True)
+    plan = of_parameters(2)
+    found = simulate_plan(plan, one, {(kind, i): 1.0 for kind in ("forward", "backward") for i in range(2)})
+    assert not found.busy["upload"] and not found.busy["download"]
+    copies = [job for job in found.jobs if job.kind == "offload"]
+    assert [(job.resource, job.seconds) for job in copies] == [("compute", 1.0)] * 2
+
+
+def test_an_optimizer_takes_the_rate_measured_for_it():
+    plan = of_parameters(2)
+    one = replace(ONE, updates=BLOCK / 3)
+    found = simulate_plan(plan, one, {(kind, i): 1.0 for kind in ("forward", "backward") for i in range(2)})
+    assert [job.seconds for job in found.jobs if job.kind == "update"] == [3.0, 3.0]
 
 
 def test_groups_reduce_among_themselves_and_then_with_each_other():
@@ -273,19 +344,20 @@ def test_groups_reduce_among_themselves_and_then_with_each_other():
     graphs = tuple(
         replace(graph, tiles=tuple(replace(tile, replicas=2) for tile in graph.tiles)) for graph in plan.graphs
     )
-    found = timeline(simulate_plan(replace(plan, graphs=graphs, world_size=4), nodes, SECONDS))
+    found = timeline(simulate_plan(replace(plan, graphs=graphs, world_size=4), nodes, SECONDS, overlap=False))
     assert found["allgather w"] == (6, 7)
     assert found["reduce_scatter w"] == (9, 9 + 1 + 4)
 
 
 def test_gradients_in_host_memory_are_not_written():
-    found = simulate_plan(training("host"), TWO, SECONDS)
-    assert "write w" not in timeline(found) and timeline(found)["states"] == (12, 12 + 6 + 14)
+    found = simulate_plan(training("host"), TWO, SECONDS, overlap=False)
+    times = timeline(found)
+    assert "write w" not in times and times["read_states 0"] == (12, 12 + 6)
 
 
 def test_the_turn_starts_what_backward_begins_with():
     """Forward still has the tile, so it is neither read nor gathered again; its shard is uploaded meanwhile."""
-    found = simulate_plan(training(turn=True), TWO, SECONDS)
+    found = simulate_plan(training(turn=True), TWO, SECONDS, overlap=False)
     names_of_jobs = [job.name for job in found.jobs]
     assert names_of_jobs.count("fetch w") == names_of_jobs.count("allgather w") == 1
     times = timeline(found)

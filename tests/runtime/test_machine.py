@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from zinf_fx.errors import StoreError
+from zinf_fx.plan.accounting import AT_A_TIME
 from zinf_fx.plan.hardware import DTYPES
 from zinf_fx.runtime import machine
 from zinf_fx.runtime.filesystem import file_system_of
@@ -49,24 +50,25 @@ def test_a_stored_profile_stands_for_the_disk(tmp_path: Path):
 
 def test_rates_count_what_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Every measurement takes half a second: a copy reads and writes each byte, a product has 2 n³ FLOP."""
-    monkeypatch.setattr(machine, "_fastest", lambda work, device: 0.5)
+    monkeypatch.setattr(machine, "_mean", lambda work, device: 0.5)
     store_profile(tmp_path, PROFILE)
     found = measure_machine(tmp_path)
     assert found.host.read == found.host.write == 2 * (1 << 20) / 0.5
     assert set(found.peak.values()) == {2 * 512**3 / 0.5}
     assert found.upload.latency == 0.5
+    assert found.unified and found.updates == AT_A_TIME / 0.5
 
 
-def test_the_fastest_of_several_runs_counts(monkeypatch: pytest.MonkeyPatch):
+def test_the_mean_of_several_runs_counts(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(machine, "_TIMES", 3)
     now = [0.0]
-    durations = iter((5.0, 2.0, 4.0))
+    durations = iter((9.0, 5.0, 2.0, 5.0))  # the first is slow
 
     def work() -> None:
         now[0] += next(durations)
 
     monkeypatch.setattr(machine.time, "perf_counter", lambda: now[0])
-    assert machine._fastest(work, torch.device("cpu")) == 2.0
+    assert machine._mean(work, torch.device("cpu")) == 4.0
 
 
 def test_a_store_that_isnt_there(tmp_path: Path):

@@ -51,6 +51,12 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         default=simulate,
         help="move nothing while something else moves or computes",
     )
+    parser.add_argument(
+        "--synchronous-optimizer",
+        dest="overlap",
+        action="store_false",
+        help="a step ends with the optimizer's, which otherwise goes on in the next forward pass",
+    )
     parser.add_argument("--json", action="store_true", help="print the figures, and the timeline, as JSON")
     add_options(parser)
     parser.set_defaults(run=run)
@@ -63,12 +69,13 @@ def run(options: argparse.Namespace) -> None:
     planned = plans_of_target(options, timed=options.hardware == THIS_MACHINE and batches is None)
     plan = planned.only("a simulation")
     hardware = hardware_of(options.hardware).with_ranks(plan.world_size)
+    how = {"run": options.order, "overlap": options.overlap}
     if batches is not None:
-        found = {batch: performance_of(with_batch(plan, batch), hardware, run=options.order)[0] for batch in batches}
+        found = {batch: performance_of(with_batch(plan, batch), hardware, **how)[0] for batch in batches}
         text = json.dumps([{"batch": b} | _data(p) for b, p in found.items()]) if options.json else _sweep_table(found)
         print(text if options.json else f"{_title(plan, hardware)}\n\n{text}")
         return
-    performance, simulation = performance_of(plan, hardware, *planned.seconds, run=options.order)
+    performance, simulation = performance_of(plan, hardware, *planned.seconds, **how)
     if options.json:
         print(json.dumps(_data(performance) | {"timeline": [asdict(one) for one in slices(plan, simulation)]}))
     else:

@@ -8,14 +8,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from zinf_fx.plan.accounting import CHUNKS_IN_MEMORY
+from zinf_fx.plan.accounting import CHUNKS_AHEAD, CHUNKS_IN_MEMORY
 from zinf_fx.runtime.freelist import round_up
 from zinf_fx.runtime.storage import WINDOW_ALIGNMENT
 from zinf_fx.runtime.tiers import Tiers
 
-AHEAD = 1
-"""Chunks whose reads are under way while one is updated."""
-TOGETHER = AHEAD + 2
+TOGETHER = CHUNKS_AHEAD + 2
 """Chunks in memory: those opened, the one under update, and the one before, which is being written."""
 
 
@@ -95,7 +93,7 @@ Chunk = TypeVar("Chunk")
 O = TypeVar("O", bound=Opened)  # noqa: E741
 
 
-def opened_ahead(chunks: Iterable[Chunk], open_chunk: Callable[[Chunk], O], ahead: int = AHEAD) -> Iterator[O]:
+def opened_ahead(chunks: Iterable[Chunk], open_chunk: Callable[[Chunk], O], ahead: int = CHUNKS_AHEAD) -> Iterator[O]:
     """`open_chunk` of each chunk, in order, called `ahead` chunks before the result is handed out.
 
     What was opened and not handed out is closed when the iteration ends early.

@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 from zinf_fx.errors import StoreError
 from zinf_fx.optim.arithmetic import borrow, step_without_hooks
 from zinf_fx.optim.chunk import OpenChunk, Run
-from zinf_fx.optim.chunks import AHEAD, Piece, chunk_elements, cut, in_turn
+from zinf_fx.optim.chunks import Piece, chunk_elements, cut, in_turn
 from zinf_fx.optim.elements import moved
 from zinf_fx.optim.states import MASTER, ParameterStates, State
 from zinf_fx.optim.torn import TornStep
 from zinf_fx.optim.windows import OpenPiece
-from zinf_fx.plan.accounting import AT_A_TIME
+from zinf_fx.plan.accounting import AT_A_TIME, CHUNKS_AHEAD
 from zinf_fx.runtime.device import CPU, Device
 from zinf_fx.runtime.freelist import round_up
 from zinf_fx.runtime.heap import trim_heap
@@ -244,11 +244,11 @@ class StreamedStep:
         return False
 
     def _open_ahead(self) -> None:
-        """Open chunks until AHEAD of them follow the next one, when the writes before the last update's are done."""
+        """Open chunks until CHUNKS_AHEAD follow the next one, when the writes before the last update's are done."""
         if self._behind:
             self._wait_for_writes(self._bytes_writing)
             self._behind = False
-        while self._unopened and len(self._opened) <= AHEAD:
+        while self._unopened and len(self._opened) <= CHUNKS_AHEAD:
             run, pieces = self._unopened[0]
             self._lease_scratch(run, pieces)
             scratch = self._scratch[CPU].nbytes if CPU in self._scratch else 0

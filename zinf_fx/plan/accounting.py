@@ -17,9 +17,10 @@ from zinf_fx.plan.schedule import HEAD, Event, EventKind, GraphKind, GraphSchedu
 _BLOCK = 4096
 # Adam keeps two moments of each element and, of a parameter of low precision, a master, in fp32 (ZeRO, section 3.1).
 STATE_BYTES = 4
-# Chunks of an optimizer's step that the host arena must have room for: opened ahead, updated, being written, and one to
-# spare.
-CHUNKS_IN_MEMORY = 4
+# Chunks of an optimizer's step whose reads are under way while one is updated.
+CHUNKS_AHEAD = 1
+# Those that the host arena must have room for: opened ahead, updated, being written, and one to spare.
+CHUNKS_IN_MEMORY = CHUNKS_AHEAD + 3
 # Elements of a chunk that the CPU updates at a time: with their states they fit its cache, and PyTorch's overhead for
 # an operation is small beside the operation.
 AT_A_TIME = 1 << 20
@@ -157,30 +158,95 @@ def traffic(plan: Plan, graph: GraphSchedule) -> Traffic:
     )
 
 
-def optimizer_traffic(plan: Plan) -> Traffic:
-    """What a step of Adam moves between NVMe and host: states and gradients are read, states and parameters written.
+@dataclass(frozen=True)
+class Update:
+    """What a step of Adam does to one parameter on one rank.
 
-    A parameter of full precision is its own master, and is read too.
+    Attributes:
+        name: the parameter's.
+        elements: that this rank updates.
+        states: bytes of fp32 states that the arithmetic reads, and writes.
+        read, written: bytes from NVMe, and to it.
     """
-    read = written = 0
+
+    name: str
+    elements: int
+    states: int
+    read: int
+    written: int
+
+
+def updates(plan: Plan) -> list[Update]:
+    """Of every parameter that is trained, in the order of the plan's tiles: states and gradients are read, states and
+    parameters written. A parameter of full precision is its own master, and is read too."""
     tiles: dict[str, list[Tile]] = {}  # the optimizer doesn't divide parameters as the graphs do
     for tile in tiles_of(plan).values():
         if tile.gradient_tier is not None:
             tiles.setdefault(tile.name, []).append(tile)
+    found = []
     for tile, *others in tiles.values():
         elements = sum(t.updated_elements(plan.stage) for t in (tile, *others))
         value = blocks(elements * tile.dtype.itemsize)
-        has_master = tile.dtype.itemsize < 4
-        if plan.config.placement.optimizer == "nvme":
-            states = (3 if has_master else 2) * blocks(elements * STATE_BYTES)
-            read += states
-            written += states
-        if tile.gradient_tier == "nvme":
-            read += value
-        if tile.tier == "nvme":
-            written += value
-            read += 0 if has_master else value
-    return Traffic(nvme_to_host=read, host_to_nvme=written)
+        has_master = tile.dtype.itemsize < STATE_BYTES
+        states = 3 if has_master else 2
+        stored = states * blocks(elements * STATE_BYTES) if plan.config.placement.optimizer == "nvme" else 0
+        read = stored + (value if tile.gradient_tier == "nvme" else 0)
+        read += value if tile.tier == "nvme" and not has_master else 0
+        written = stored + (value if tile.tier == "nvme" else 0)
+        found.append(Update(tile.name, elements, states * STATE_BYTES * elements, read, written))
+    return found
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What an optimizer's step updates at a time: elements and bytes as in `Update`, of the parameters `names`, the
+    last of which goes on in the next chunk if it is not among those that `ends` with this one."""
+
+    elements: int
+    states: int
+    read: int
+    written: int
+    names: tuple[str, ...]
+    ends: tuple[str, ...]
+
+
+def chunks(plan: Plan) -> list[Chunk]:
+    """An optimizer's step, in the order in which forward needs what it updates."""
+    size = plan.regions.chunk_elements or plan.config.chunk // STATE_BYTES
+    found: list[Chunk] = []
+    sums, names, ends = [0, 0, 0, 0], [], []
+
+    def end_chunk() -> None:
+        if names:
+            found.append(Chunk(*sums, tuple(names), tuple(ends)))
+        sums[:] = [0, 0, 0, 0]
+        names.clear(), ends.clear()
+
+    for update in updates(plan):
+        total = (update.elements, update.states, update.read, update.written)
+        done = 0
+        while True:
+            upto = min(done + size - sums[0], update.elements)
+            for number, whole in enumerate(total):  # bytes in proportion, and together exactly all of them
+                sums[number] += (whole * upto // update.elements - whole * done // update.elements) if whole else 0
+            names.append(update.name)
+            done = upto
+            if done == update.elements:
+                ends.append(update.name)
+            if sums[0] >= size:
+                end_chunk()
+            if done == update.elements:
+                break
+    end_chunk()
+    return found
+
+
+def optimizer_traffic(plan: Plan) -> Traffic:
+    """What a step of Adam moves between NVMe and host."""
+    of_parameters = updates(plan)
+    return Traffic(
+        nvme_to_host=sum(one.read for one in of_parameters), host_to_nvme=sum(one.written for one in of_parameters)
+    )
 
 
 def phases(plan: Plan) -> Iterator[tuple[str, Traffic]]:

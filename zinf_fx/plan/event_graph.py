@@ -3,6 +3,9 @@
 An operator computes when the one before it is done and its tiles are there. Its transfers are started when the program
 comes to it, so they run beside it; a reduce-scatter starts when the operator has computed the gradient. What is in
 memory already is not moved: it has no job, and nothing waits for it. All ranks do the same at the same time.
+
+The optimizer reads, updates and writes its states in chunks. A step in which it overlaps begins with it: it is that of
+the step before, and the forward pass waits for each parameter that it uses.
 """
 
 from __future__ import annotations
@@ -14,12 +17,12 @@ from typing import Literal
 from zinf_fx.config import Tier
 from zinf_fx.errors import PlanError
 from zinf_fx.plan.accounting import (
-    STATE_BYTES,
+    CHUNKS_AHEAD,
+    Chunk,
     bytes_read,
+    chunks,
     in_blocks,
-    optimizer_traffic,
     started_by_turn,
-    tiles_of,
 )
 from zinf_fx.plan.communication import (
     gathered,
@@ -42,8 +45,9 @@ Compute = Mapping[tuple[GraphKind, int], float]
 class Job:
     """So many seconds of one resource, when the jobs of these indices are done.
 
-    `name` is what is done (an event's kind, "refresh", "write", "update", "states", or a graph's kind) and with what (a
-    tile's label, an operator's number); `nbytes` are those that it moves.
+    `name` is what is done (an event's kind, "refresh", "write", a graph's kind, or of the optimizer "read_states",
+    "update", "write_states") and with what (a tile's label, the number of an operator or of a chunk); `nbytes` are
+    those that it moves.
     """
 
     name: str
@@ -63,11 +67,12 @@ class Job:
         return self.name.partition(" ")[2]
 
 
-def event_graph(plan: Plan, hardware: Hardware, compute: Compute) -> list[Job]:
+def event_graph(plan: Plan, hardware: Hardware, compute: Compute, overlap: bool = True) -> list[Job]:
     """The jobs of a step in its steady state, in the order in which the program comes to them.
 
     Args:
         compute: seconds of every operator.
+        overlap: the optimizer's step goes on in the next forward pass.
 
     Raises: PlanError: the plan is for another number of ranks, or has owners, or an operator has no seconds.
     """
@@ -81,9 +86,11 @@ def event_graph(plan: Plan, hardware: Hardware, compute: Compute) -> list[Job]:
             "with partition='owner' each rank does something else: only steps in which all do the same are simulated"
         )
     builder = _Builder(plan, hardware, compute)
+    if overlap:
+        builder.add_optimizer()
     for graph in plan.graphs:
         builder.add_graph(graph)
-    if any(graph.kind == "backward" for graph in plan.graphs):
+    if not overlap:
         builder.add_optimizer()
     return builder.jobs
 
@@ -100,6 +107,8 @@ class _Builder:
         self._leaving: dict[str, tuple[int, ...]] = {}  # by a tile's label, the job that moved its gradient last
         self._left: list[int] = []  # the jobs that moved activations last
         self._kept_up: set[str] = set()  # labels of the tiles that the turn finds, and backward then has
+        # By name, the last jobs that update a parameter, and write it.
+        self._updated: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._stale = refreshed_tiles(plan)  # by label, the tiles that other ranks updated in part, and not here yet
 
     def add_graph(self, graph: GraphSchedule) -> None:
@@ -141,23 +150,38 @@ class _Builder:
                     self._offload(tile)
 
     def add_optimizer(self) -> None:
-        """Adam's step, when all gradients are there: states pass through memory while the disk moves the others."""
-        after = (*self._program, *(job for jobs in self._leaving.values() for job in jobs))
-        share = self._hardware.ranks_per_node
-        on_device = self._plan.config.placement.optimizer == "device"
-        memory = self._hardware.device if on_device else self._hardware.host
-        states = sum(
-            (2 if tile.dtype.itemsize >= STATE_BYTES else 3) * STATE_BYTES * tile.updated_elements(self._plan.stage)
-            for tile in tiles_of(self._plan).values()
-            if tile.gradient_tier is not None
-        )
-        moved = states * (1 / memory.read + 1 / memory.write) * (1 if on_device else share)
-        self._add("update", "compute", moved, after, states)
-        traffic = optimizer_traffic(self._plan)
-        nvme = self._hardware.nvme
-        seconds = self._disk(nvme, traffic.nvme_to_host, 0) + self._disk(nvme, 0, traffic.host_to_nvme)
-        if seconds:
-            self._add("states", "disk", seconds, after, traffic.nvme)
+        """Adam's step, when all gradients are there: chunk by chunk, with reads ahead of the update and writes behind
+        it, as there is room for."""
+        gradients = (*self._program, *(job for jobs in self._leaving.values() for job in jobs))
+        updated: list[tuple[int, ...]] = []
+        written: list[tuple[int, ...]] = []
+        for number, chunk in enumerate(chunks(self._plan)):
+            room = number - CHUNKS_AHEAD - 1
+            before = updated[room] if room >= 0 else gradients
+            before += written[room - 1] if room >= 1 else ()
+            read, update, write = self._seconds_of(chunk)
+            if read:
+                before = (self._add(f"read_states {number}", "disk", read, before, chunk.read),)
+            last = updated[-1] if updated else ()
+            updated.append((self._add(f"update {number}", "compute", update, (*last, *before), chunk.states),))
+            written.append(updated[-1])
+            if write:
+                written[-1] = (self._add(f"write_states {number}", "disk", write, updated[-1], chunk.written),)
+            self._updated |= dict.fromkeys(chunk.ends, (updated[-1], written[-1]))
+
+    def _seconds_of(self, chunk: Chunk) -> tuple[float, float, float]:
+        """To read, update and write."""
+        hardware = self._hardware
+        share = hardware.ranks_per_node
+        if self._plan.config.placement.optimizer == "device":
+            memory, share = hardware.device, 1
+        else:
+            memory = hardware.host
+        if hardware.updates is None:
+            update = chunk.states * (1 / memory.read + 1 / memory.write) * share
+        else:
+            update = chunk.elements * share / hardware.updates
+        return self._disk(hardware.nvme, chunk.read, 0), update, self._disk(hardware.nvme, 0, chunk.written)
 
     # -- one event -----------------------------------------------------------------------------------------------------
 
@@ -175,9 +199,10 @@ class _Builder:
         coming = self._turn if event.turn else self._coming
         before = coming.get(tile.label, ())
         if event.kind == "fetch":
-            before = self._coming.get(tile.label, ()) if held else ()
+            before = self._coming.get(tile.label, ()) if held else self._final(tile)
             if self._stale.pop(tile.label, None) is not None and (seconds := self._within(tile, refreshed(tile))):
-                before = (self._add(f"refresh {tile.label}", "link", seconds, self._program, tile.nbytes),)
+                after = (*self._program, *before)
+                before = (self._add(f"refresh {tile.label}", "link", seconds, after, tile.nbytes),)
             (self._kept_up.add if held else self._kept_up.discard)(tile.label)
         kept_up = tile.label in self._kept_up and event.kind != "upload"
         there = event.resident or kept_up
@@ -190,12 +215,19 @@ class _Builder:
             self._add(f"{event.kind} {tile.label}", resource, seconds, (*self._program, *before), tile.nbytes),
         )
 
+    def _final(self, tile: Tile) -> tuple[int, ...]:
+        """The job that a tile's parameter can be read after; the program goes on when it is updated."""
+        updated, written = self._updated.get(tile.name, ((), ()))
+        self._program = (*self._program, *updated)
+        return written if tile.tier == "nvme" else ()
+
     def _seconds(self, kind: EventKind, tile: Tile) -> float:
         hardware = self._hardware
         if kind == "fetch":
             return self._disk(hardware.nvme, bytes_read(tile), 0)
         if kind == "upload":
-            return _over(hardware.upload, tile.held_nbytes) if tile.tier != "device" else 0.0
+            moves = tile.tier != "device" and not hardware.unified
+            return _over(hardware.upload, tile.held_nbytes) if moves else 0.0
         return self._within(tile, gathered(tile))
 
     def _within(self, tile: Tile, nbytes: int) -> float:
@@ -219,8 +251,14 @@ class _Builder:
             self._leaving[tile.label] = (self._leave(tile, tile.gradient_tier, nbytes, after),)
 
     def _leave(self, tile: Tile, tier: Tier, nbytes: int, after: tuple[int, ...]) -> int:
-        """To host memory, and on to the disk."""
-        job = self._add(f"offload {tile.label}", "download", _over(self._hardware.download, nbytes), after, nbytes)
+        """To host memory, where the device itself copies it if it computes there, and on to the disk."""
+        hardware = self._hardware
+        if hardware.unified:
+            seconds = nbytes * (1 / hardware.host.read + 1 / hardware.host.write)
+            job = self._add(f"offload {tile.label}", "compute", seconds, after, nbytes)
+            self._program = (job,)
+        else:
+            job = self._add(f"offload {tile.label}", "download", _over(hardware.download, nbytes), after, nbytes)
         if tier == "nvme":
             stored = in_blocks(tile, nbytes)
             seconds = self._disk(self._hardware.nvme, 0, stored)

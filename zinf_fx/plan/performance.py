@@ -47,18 +47,20 @@ def performance_of(
     hardware: Hardware,
     compute: Compute | None = None,
     run: Callable[[Sequence[Job]], Simulation] = simulate,
+    overlap: bool = True,
 ) -> tuple[Performance, Simulation]:
     """Simulate a step.
 
     Args:
         compute: measured seconds of its operators; default what the hardware's figures say.
         run: how its jobs follow each other.
+        overlap: the optimizer's step goes on in the next forward pass.
 
     Raises: PlanError for another number of ranks; ConfigError for a dtype without a peak.
     """
     if compute is None:
         compute = compute_seconds(plan, hardware)
-    simulation = simulate_plan(plan, hardware, compute, run)
+    simulation = simulate_plan(plan, hardware, compute, run, overlap)
     stalled: Counter[Resource] = Counter()
     stalls = simulation.stalls()
     for stall in stalls:

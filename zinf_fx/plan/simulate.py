@@ -154,12 +154,17 @@ def one_after_another(jobs: Sequence[Job]) -> Simulation:
 
 
 def simulate_plan(
-    plan: Plan, hardware: Hardware, compute: Compute, run: Callable[[Sequence[Job]], Simulation] = simulate
+    plan: Plan,
+    hardware: Hardware,
+    compute: Compute,
+    run: Callable[[Sequence[Job]], Simulation] = simulate,
+    overlap: bool = True,
 ) -> Simulation:
     """A step of a plan on one rank of the hardware. Raises: PlanError.
 
     Args:
         compute: seconds of each operator.
         run: how its jobs follow each other.
+        overlap: the optimizer's step goes on in the next forward pass.
     """
-    return run(event_graph(plan, hardware, compute))
+    return run(event_graph(plan, hardware, compute, overlap))

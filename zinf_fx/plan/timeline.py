@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from zinf_fx.plan.accounting import flows, tiles_of
-from zinf_fx.plan.event_graph import Job
+from zinf_fx.plan.accounting import chunks, flows, tiles_of
 from zinf_fx.plan.memory import arena_by_operator, living_on_device
 from zinf_fx.plan.schedule import HEAD, Plan
 from zinf_fx.plan.simulate import Simulation
@@ -26,8 +26,12 @@ _LANE_OF: dict[str, Lane] = {
     "offload": "offload",
     "write": "offload",
     "update": "optimizer",
-    "states": "optimizer",
+    "read_states": "optimizer",
+    "write_states": "optimizer",
 }
+
+
+_OPTIMIZER = {"read_states": "states read", "update": "the optimizer's arithmetic", "write_states": "states written"}
 
 
 @dataclass(frozen=True)
@@ -56,10 +60,24 @@ class MemoryCurve:
 
 def slices(plan: Plan, simulation: Simulation) -> list[Slice]:
     """The jobs of a simulated step, in the order of their start."""
-    labels = {(graph.kind, one.index): one.label for graph in plan.graphs for one in graph.operators}
+    labels = {(graph.kind, str(one.index)): one.label for graph in plan.graphs for one in graph.operators}
+    labels |= {
+        (kind, str(number)): f"{_OPTIMIZER[kind]} of {_first_and_last(chunk.names)}"
+        for number, chunk in enumerate(chunks(plan))
+        for kind in _OPTIMIZER
+    }
     found = []
     for job, timing in zip(simulation.jobs, simulation.timings, strict=True):
-        found.append(Slice(_LANE_OF[job.kind], job.name, timing.start, timing.end, job.nbytes, _detail(job, labels)))
+        found.append(
+            Slice(
+                _LANE_OF[job.kind],
+                job.name,
+                timing.start,
+                timing.end,
+                job.nbytes,
+                labels.get((job.kind, job.subject), job.subject),
+            )
+        )
     return sorted(found, key=lambda one: one.start)
 
 
@@ -87,9 +105,5 @@ def memory_curves(plan: Plan, simulation: Simulation) -> list[MemoryCurve]:
     ]
 
 
-def _detail(job: Job, labels: dict[tuple[str, int], str]) -> str:
-    if (job.kind, job.subject) == ("update", "") or job.kind == "states":
-        return "the optimizer's arithmetic" if job.kind == "update" else "optimizer states, read and written"
-    if job.resource == "compute":
-        return labels[job.kind, int(job.subject)]  # type: ignore[index]
-    return job.subject
+def _first_and_last(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from zinf_fx.plan.accounting import AT_A_TIME, STATE_BYTES
 from zinf_fx.plan.hardware import DTYPES, Disks, Hardware, Link, Memory
 from zinf_fx.runtime.filesystem import file_system_of
 from zinf_fx.runtime.measure import Trial, load_profile
@@ -17,7 +18,7 @@ from zinf_fx.runtime.tiers import physical_memory
 _COPIED = 256 << 20
 _SMALL = 4096
 _DISK_BYTES = 512 << 20
-# A measurement is repeated for so long, and at least so often; the fastest counts.
+# A measurement is repeated for so long, and at least so often; the mean counts.
 _SECONDS, _TIMES = 0.3, 3
 
 
@@ -53,6 +54,8 @@ def measure_machine(store: Path | str) -> Hardware:
         download=download,
         in_node=in_node,
         between_nodes=in_node,
+        updates=update_rate(),
+        unified=not cuda,
     )
 
 
@@ -61,7 +64,24 @@ def peak_of(device: torch.device, dtype: torch.dtype) -> float:
     n = 8192 if device.type == "cuda" else 512
     left, right = (torch.ones(n, n, dtype=dtype, device=device) for _ in range(2))
     result = torch.empty_like(left)
-    return 2 * n**3 / _fastest(lambda: torch.mm(left, right, out=result), device)
+    return 2 * n**3 / _mean(lambda: torch.mm(left, right, out=result), device)
+
+
+def update_rate() -> float:
+    """Parameters per second that Adam updates in host memory: of bf16, with master weights and moments in fp32."""
+    count = max(1, _COPIED // (4 * STATE_BYTES * AT_A_TIME))
+    low = [torch.zeros(AT_A_TIME, dtype=torch.bfloat16) for _ in range(count)]
+    optimizers = [torch.optim.AdamW([torch.zeros(AT_A_TIME)], fused=True) for _ in low]
+    gradient = torch.zeros(AT_A_TIME)
+
+    def update() -> None:
+        for weights, optimizer in zip(low, optimizers, strict=True):
+            (master,) = optimizer.param_groups[0]["params"]
+            master.grad = gradient.copy_(weights)
+            optimizer.step()
+            weights.copy_(master)
+
+    return count * AT_A_TIME / _mean(update, torch.device("cpu"))
 
 
 def _memory(device: torch.device, capacity: int) -> Memory:
@@ -73,7 +93,7 @@ def memory_rate(device: torch.device) -> float:
     """Bytes per second of a device's memory. A copy within it reads and writes each byte: the sum is what reads or
     writes alone get of it."""
     source, target = (torch.ones(_COPIED, dtype=torch.uint8, device=device) for _ in range(2))
-    return 2 * _COPIED / _fastest(lambda: target.copy_(source), device)
+    return 2 * _COPIED / _mean(lambda: target.copy_(source), device)
 
 
 def link_to(device: torch.device, download: bool) -> Link:
@@ -106,14 +126,14 @@ def _link_of_devices() -> Link:
 def _in_memory(memory: Memory) -> Link:
     """Within one memory, where what is uploaded stays where it is."""
     source, target = torch.ones(_SMALL, dtype=torch.uint8), torch.empty(_SMALL, dtype=torch.uint8)
-    return Link(memory.read, _fastest(lambda: target.copy_(source), torch.device("cpu")))
+    return Link(memory.read, _mean(lambda: target.copy_(source), torch.device("cpu")))
 
 
 def _copies(source: Callable[[int], torch.Tensor], target: Callable[[int], torch.Tensor], device: torch.device) -> Link:
     seconds = []
     for nbytes in (_COPIED, _SMALL):
         origin, goal = source(nbytes), target(nbytes)
-        seconds.append(_fastest(lambda goal=goal, origin=origin: goal.copy_(origin, non_blocking=True), device))
+        seconds.append(_mean(lambda goal=goal, origin=origin: goal.copy_(origin, non_blocking=True), device))
     return Link(_COPIED / seconds[0], seconds[1])
 
 
@@ -129,22 +149,23 @@ def disk_rates(store: Path | str, nbytes: int) -> tuple[float, float]:
     """
     if (profile := load_profile(store)) is not None:
         return profile.read, profile.write
-    with Trial(store, nbytes=nbytes) as trial:
-        read, write = (max(trial.run(kind).bytes_per_second for _ in range(_TIMES)) for kind in ("read", "write"))
+    with Trial(store, nbytes=nbytes, checksum=True) as trial:
+        read, write = (
+            _TIMES * trial.nbytes / sum(trial.run(kind).seconds for _ in range(_TIMES)) for kind in ("read", "write")
+        )
     return read, write
 
 
-def _fastest(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest of some runs."""
-    fastest, started, times = float("inf"), time.perf_counter(), 0
+def _mean(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds that something takes: what now and then interrupts it here does so in a training, too."""
+    work()
+    _synchronize(device)
+    started, times = time.perf_counter(), 0
     while times < _TIMES or time.perf_counter() - started < _SECONDS:
-        _synchronize(device)
-        before = time.perf_counter()
         work()
         _synchronize(device)
-        fastest = min(fastest, time.perf_counter() - before)
         times += 1
-    return fastest
+    return (time.perf_counter() - started) / times
 
 
 def _synchronize(device: torch.device) -> None:

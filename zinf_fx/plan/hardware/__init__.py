@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -59,6 +59,12 @@ def _endurance(value: object, name: str) -> int | None:
     return None if value == "unknown" else parse_bytes(value, name)
 
 
+def _truth(value: object, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r} is not true or false")
+    return value
+
+
 # A field's type, and the function that makes it of a value and the field's name, or refuses the value.
 _Bytes = Annotated[int, parse_bytes]
 _Rate = Annotated[float, parse_rate]
@@ -67,6 +73,8 @@ _Count = Annotated[int, _count]
 _Share = Annotated[float, _share]
 _Text = Annotated[str, _text]
 _Endurance = Annotated[int | None, _endurance]
+_Updates = Annotated[float | None, _number]
+_Truth = Annotated[bool, _truth]
 _Peaks = Annotated[dict[str, float], _peaks]
 
 
@@ -113,6 +121,9 @@ class Hardware:
         host, nvme: of one node, which its ranks share.
         upload, download: between host memory and one device, while all devices of the node use theirs.
         in_node, between_nodes: what a collective of all ranks of one node sees, and of several nodes.
+        updates: parameters per second that one node's CPUs update by Adam's arithmetic; None: as fast as host memory
+            gives and takes the states.
+        unified: device and host are one memory. Nothing is uploaded, and the device copies what leaves it.
     """
 
     name: _Text
@@ -127,6 +138,8 @@ class Hardware:
     download: Link
     in_node: Link
     between_nodes: Link
+    updates: _Updates = None
+    unified: _Truth = False
 
     @property
     def ranks(self) -> int:
@@ -195,17 +208,18 @@ def parse(text: str, source: str) -> Hardware:
 
 
 def _build(kind: type, table: object, where: str) -> Any:
-    """An instance of a dataclass from a table: each of its fields, and nothing else."""
+    """An instance of a dataclass from a table: each of its fields that has no default, and nothing but its fields."""
     accepted = [one.name for one in fields(kind)]
+    needed = [one.name for one in fields(kind) if one.default is MISSING]
     if not isinstance(table, Mapping):
         raise ConfigError(f"{where}={table!r} is not a table of {', '.join(accepted)}")
     inside = f"{where}." if where else ""
     if unknown := sorted(set(table) - set(accepted)):
         raise ConfigError(f"unknown field {inside + unknown[0]!r}; accepted: {', '.join(accepted)}")
-    if missing := [name for name in accepted if name not in table]:
-        raise ConfigError(f"field {inside + missing[0]!r} is missing; needed: {', '.join(accepted)}")
+    if missing := [name for name in needed if name not in table]:
+        raise ConfigError(f"field {inside + missing[0]!r} is missing; needed: {', '.join(needed)}")
     kinds = get_type_hints(kind, include_extras=True)
-    return kind(**{name: _made(kinds[name], table[name], inside + name) for name in accepted})
+    return kind(**{name: _made(kinds[name], value, inside + name) for name, value in table.items()})
 
 
 def _made(kind: Any, value: object, name: str) -> Any:
