@@ -60,25 +60,55 @@ ACTIVATIONS = ("keep", "recompute", "offload", "auto")
 _UNITS = {"": 1, "B": 1, **{f"{p}iB": 1 << 10 * (i + 1) for i, p in enumerate("KMGTP")}}
 _UNITS |= {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGTP")}
 
+LARGEST = 2**63 - 1
+"""Of the whole numbers that mean something: bytes, elements, ranks."""
+
 
 def parse_bytes(value: int | str, name: str) -> int:
     """A size in bytes from an integer or a text such as "4GiB", "512 MiB" or "2GB"."""
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST:
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
-    if match and match[2] in _UNITS and float(match[1]) > 0:
-        return int(float(match[1]) * _UNITS[match[2]])
-    raise ConfigError(f"{name}={value!r} is not a size: give bytes, or a text such as '4GiB' or '512MiB'")
+    if match and match[2] in _UNITS and 1 <= (nbytes := float(match[1]) * _UNITS[match[2]]) <= LARGEST:
+        return int(nbytes)
+    raise ConfigError(f"{name}={shortened(value)} is not a size: give bytes, or a text such as '4GiB' or '512MiB'")
 
 
 def parse_rate(value: float | str, name: str) -> float:
     """Bytes per second from a number or a text such as "3GB/s" or "3 GiB/s"."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 1 <= value <= LARGEST:
         return float(value)
     if isinstance(value, str):
         with contextlib.suppress(ConfigError):
             return float(parse_bytes(value.strip().removesuffix("/s"), name))
-    raise ConfigError(f"{name}={value!r} is not a bandwidth: give bytes per second, or a text such as '3GB/s'")
+    raise ConfigError(f"{name}={shortened(value)} is not a bandwidth: give bytes per second, or a text such as '3GB/s'")
+
+
+def parse_count(text: str, name: str) -> int:
+    """A whole number of at least 1 from a text."""
+    if text.isdecimal() and len(text) <= len(str(LARGEST)) and 1 <= int(text) <= LARGEST:
+        return int(text)
+    raise ConfigError(f"{name}={shortened(text)} is not a whole number of at least 1, below 2^63")
+
+
+def parse_positive(value: object, name: str, wanted: str = "a positive number") -> float:
+    """A number above 0 with which arithmetic neither overflows nor underflows, from a number or a text."""
+    with contextlib.suppress(ValueError, OverflowError):
+        number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else 0.0
+        if _LEAST < number < 1 / _LEAST:
+            return number
+    raise ConfigError(f"{name}={shortened(value)} is not {wanted}")
+
+
+_LEAST = 1e-30
+
+
+def shortened(value: object) -> str:
+    """A value in an error, which a long one must not flood."""
+    if isinstance(value, int) and abs(value) > LARGEST:  # of thousands of digits, perhaps, which Python won't print
+        return "a number beyond 2^63"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _default_store() -> Path | tuple[Path, ...]:
@@ -190,7 +220,7 @@ class Config:
     def _check(self, name: str, accepted: Sequence[str], *others: str) -> None:
         if getattr(self, name) not in accepted:
             allowed = ", ".join([*map(repr, accepted), *others])
-            raise ConfigError(f"{name}={getattr(self, name)!r} is not accepted; accepted: {allowed}")
+            raise ConfigError(f"{name}={shortened(getattr(self, name))} is not accepted; accepted: {allowed}")
 
     def _check_ranks(self) -> None:
         """The options for many ranks."""
@@ -287,7 +317,7 @@ def _parse_placement(value: object) -> Placement | Literal["auto"]:
         if state not in states:
             raise ConfigError(f"placement has an unknown state {state!r}; accepted: {', '.join(states)}")
         if state == "stage":
-            if tier not in (0, 1, 2, 3) or isinstance(tier, bool):
+            if type(tier) is not int or tier not in (0, 1, 2, 3):
                 raise ConfigError(f"placement has stage {tier!r}; accepted: 0, 1, 2, 3")
         elif tier not in TIERS:
             raise ConfigError(f"placement of {state} is {tier!r}; accepted: {', '.join(TIERS)}")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jsonschema
 import pytest
@@ -20,6 +21,7 @@ from torch import nn
 
 import zinf_fx
 from zinf_fx.errors import ConfigError, PlanError, PlanFileError
+from zinf_fx.plan import file
 from zinf_fx.plan.file import plan_from
 from zinf_fx.plan.json_schema import schema
 from zinf_fx.plan.schedule import Plan
@@ -100,7 +102,18 @@ BROKEN: dict[str, tuple[Callable[[dict], object], str]] = {
     "missing option": (lambda p: p["config"].pop("chunk"), r"\.config: 'chunk' is missing"),
     "unknown field": (lambda p: p.update(run="os.system('x')"), "unknown field 'run'"),
     "unknown option": (lambda p: p["config"].update(evil=1), "unknown option 'evil'"),
+    "option of a megabyte": (lambda p: p["config"].update(placement="x" * 10**6), r"\.config: placement='xxx"),
     "option out of range": (lambda p: p["config"].update(chunk=1), r"\.config: chunk=1 bytes is too small"),
+    "stage as a float": (lambda p: p["config"]["placement"].update(stage=1.0), "placement has stage 1.0"),
+    "an attribute of torch": (lambda p: p["config"].update(reduce_dtype="load"), "'load' is no dtype"),
+    "commands for a terminal": (
+        lambda p: p["graphs"][0]["tiles"][0].update(name="\x1b[2J"),
+        r"tiles\[0\]\.name: .* has characters that can't be printed",
+    ),
+    "half a character": (
+        lambda p: p["fingerprint"]["lines"].append("\ud800"),
+        r"fingerprint\.lines\[\d+\]: .* has characters that can't be printed",
+    ),
     "store in a plan": (lambda p: p["config"].update(store="/"), "unknown option 'store'"),
     "text for a number": (lambda p: event("fetch")(p).update(tile="0"), r"graphs\[0\]\.events\[0\]\.tile: '0' is not"),
     "true for a number": (lambda p: event("fetch")(p).update(tile=True), "True is not a whole number"),
@@ -161,6 +174,7 @@ def test_refused(name: str):
         ('{"format": "zinf_fx plan", "schema": ' + "1" * 10_000 + "}", "a number of 10000 digits"),
         ('{"format": "zinf_fx plan", "schema": NaN}', "NaN is no number"),
         ('{"format": "zinf_fx plan", "format": "zinf_fx plan"}', "has 'format' twice"),
+        ("{" + "".join(f'"{n}":0,' for n in range(300_000)) + '"299999":0}', "has '299999' twice"),  # in linear time
     ],
 )
 def test_what_is_hardly_json_is_refused(text: str, expected: str):
@@ -177,6 +191,12 @@ def test_a_truncated_file_is_refused(tmp_path: Path):
     (tmp_path / "plan.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PlanFileError, match="can't be read"):
         zinf_fx.load_plan(tmp_path / "plan.json")
+
+
+def test_a_file_without_an_end_is_refused():
+    refused = pytest.raises(PlanFileError, match="more bytes than 1048576, and no plan has")
+    with mock.patch.object(file, "_LARGEST_FILE", 1 << 20), refused:
+        zinf_fx.load_plan("/dev/zero")
 
 
 def places(value: object, path: tuple = ()) -> list[tuple]:

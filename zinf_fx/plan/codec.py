@@ -11,13 +11,13 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from zinf_fx.config import Config, Placement
+from zinf_fx.config import LARGEST, Config, Placement, shortened
 from zinf_fx.errors import ConfigError, PlanFileError
 
 # Options that say where a job runs, not what it does.
 LOCAL_OPTIONS = frozenset({"store", "checksum", "strict_direct", "process_group", "mesh", "collective_timeout"})
-LARGEST = 2**63 - 1
-"""Of the numbers that a plan file may hold."""
+# Characters of what is wrong with an option: a hostile value may stand in it.
+_LONGEST_ERROR = 400
 
 
 def encode(value: object) -> Any:
@@ -99,6 +99,8 @@ def _plain(kind: type) -> _Reader:
             raise _Unfit(f"{_shown(value)} is not {name}")
         if kind is int and not -LARGEST <= value <= LARGEST:
             raise _Unfit(f"{_shown(value)} is out of range")
+        if kind is str and not value.isprintable():  # it would command the terminal that it is printed on
+            raise _Unfit(f"{_shown(value)} has characters that can't be printed")
         return value
 
     return read
@@ -164,10 +166,11 @@ def _config(value: object) -> Config:
         raise _Unfit(f"unknown option {_shown(unknown[0])}; accepted: {', '.join(accepted)}")
     if missing := [name for name in accepted if name not in value]:
         raise _Unfit(f"'{missing[0]}' is missing")
+    reduce_dtype = None if value["reduce_dtype"] is None else _dtype(value["reduce_dtype"])
     try:
-        config = Config.of(None, value)
+        config = Config.of(None, {**value, "reduce_dtype": reduce_dtype})
     except (ConfigError, TypeError, ValueError, OverflowError) as error:
-        raise _Unfit(str(error)) from None
+        raise _Unfit(str(error)[:_LONGEST_ERROR]) from None
     if not isinstance(config.placement, Placement):
         raise _Unfit("the placement is not decided")
     return config
@@ -185,8 +188,4 @@ def _default(one: Field) -> object:
 
 
 def _shown(value: object) -> str:
-    """A value in an error, which a hostile one must not flood."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value) if abs(value) <= LARGEST else "a number beyond 2^63"
-    text = repr(value) if isinstance(value, (str, bool, float, type(None))) else f"a {type(value).__name__}"
-    return text if len(text) <= 60 else f"{text[:60]}..."
+    return f"a {type(value).__name__}" if isinstance(value, (dict, list)) else shortened(value)

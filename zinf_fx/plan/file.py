@@ -8,8 +8,9 @@ import os
 from pathlib import Path
 from typing import Any, NoReturn
 
+from zinf_fx.config import LARGEST
 from zinf_fx.errors import PlanError, PlanFileError
-from zinf_fx.plan.codec import LARGEST, decode
+from zinf_fx.plan.codec import decode
 from zinf_fx.plan.schedule import FORMAT, SCHEMA, Plan
 from zinf_fx.plan.soundness import check_sound
 
@@ -25,10 +26,12 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     path = Path(path)
     what = f"plan file {path}"
     try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise PlanFileError(f"{what} has {path.stat().st_size} bytes; no plan is larger than {_LARGEST_FILE}")
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+        with path.open("rb") as file:
+            found = file.read(_LARGEST_FILE + 1)  # what is no regular file doesn't say how much there is
+        if len(found) > _LARGEST_FILE:
+            raise PlanFileError(f"{what} has more bytes than {_LARGEST_FILE}, and no plan has")
+        text = found.decode("utf-8")
+    except (OSError, ValueError) as error:
         raise PlanFileError(f"{what} can't be read: {error}") from error
     return plan_from(text, what)
 
@@ -63,10 +66,11 @@ def _parsed(text: str, what: str) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"an object has {next(n for n in names if names.count(n) > 1)[:60]!r} twice")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"an object has {name[:60]!r} twice")
+        found[name] = value
     return found
 
 

@@ -12,8 +12,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from zinf_fx.config import ACTIVATIONS, TIERS, Config, Placement
-from zinf_fx.plan.codec import LARGEST, dtypes, shared_options
+from zinf_fx.config import ACTIVATIONS, LARGEST, TIERS, Config, Placement
+from zinf_fx.plan.codec import dtypes, shared_options
 from zinf_fx.plan.schedule import FORMAT, SCHEMA, Plan
 
 

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
+from zinf_fx.config import LARGEST
 from zinf_fx.errors import PlanError
 from zinf_fx.plan.buffers_spec import check_buffers
-from zinf_fx.plan.codec import LARGEST
 from zinf_fx.plan.schedule import HEAD, Choice, Event, Fingerprint, GraphSchedule, Plan, Tile
 
 _GRAPHS = (("forward", "backward"), ("inference",))

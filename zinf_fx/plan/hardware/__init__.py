@@ -5,7 +5,6 @@ A description is a TOML file; those beside this one are found by name. `load` ch
 
 from __future__ import annotations
 
-import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
@@ -13,21 +12,21 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
-from zinf_fx.config import parse_bytes, parse_rate
+from zinf_fx.config import LARGEST, parse_bytes, parse_positive, parse_rate, shortened
 from zinf_fx.errors import ConfigError
 
 # -- what a value may be ----------------------------------------------------------------------------------------------
 
 
 def _number(value: object, name: str, wanted: str = "a positive number") -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 < value < math.inf):
-        raise ConfigError(f"{name}={value!r} is not {wanted}")
-    return float(value)
+    if isinstance(value, str):
+        raise ConfigError(f"{name}={shortened(value)} is not {wanted}")
+    return parse_positive(value, name, wanted)
 
 
 def _count(value: object, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name}={value!r} is not a whole number of at least 1")
+    if type(value) is not int or not 1 <= value <= LARGEST:
+        raise ConfigError(f"{name}={shortened(value)} is not a whole number of at least 1")
     return value
 
 
@@ -39,8 +38,8 @@ def _share(value: object, name: str) -> float:
 
 
 def _text(value: object, name: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise ConfigError(f"{name}={value!r} is not a text")
+    if not isinstance(value, str) or not value or not value.isprintable():
+        raise ConfigError(f"{name}={shortened(value)} is not a text of a line")
     return value
 
 
@@ -199,7 +198,7 @@ def parse(text: str, source: str) -> Hardware:
     """A description from TOML; `source` is named in errors. Raises: ConfigError."""
     try:
         content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # of TOML, and for what it nests or counts too far
         raise ConfigError(f"hardware {source} is not TOML: {error}") from error
     try:
         return _build(Hardware, content, "")
