@@ -20,7 +20,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map, tree_map_only
 
-from zinf_fx.config import PRESETS, Config
+from zinf_fx.config import LARGEST, PRESETS, Config, shortened
 from zinf_fx.errors import ConfigError, PlanError, StoredTensorError, ZinfError
 from zinf_fx.plan.event_graph import Compute
 from zinf_fx.plan.rates import Rates
@@ -94,8 +94,8 @@ def plans_of(
     from torch._dynamo.exc import BackendCompilerFailed  # the compiler takes seconds to import
 
     model = getattr(model, "_orig_mod", model)
-    if not isinstance(world_size, int) or world_size < 1:
-        raise ConfigError(f"world_size={world_size!r} is not a number of ranks: give 1 or more")
+    if not isinstance(world_size, int) or not 1 <= world_size <= LARGEST:
+        raise ConfigError(f"world_size={shortened(world_size)} is not a number of ranks: give 1 or more")
     if not isinstance(replicas, int) or replicas < 1 or world_size % replicas:
         raise ConfigError(f"replicas={replicas!r} is not a number of equal groups that {world_size} ranks divide into")
     in_force = _config_in_force(model, config, fields)

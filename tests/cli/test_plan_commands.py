@@ -83,13 +83,35 @@ def test_simulate_prints_figures_and_a_sweep(plan_file: Path, capsys: pytest.Cap
         (["show-schedule", "PLAN", "--placement", "nvme"], "has its options already: leave placement out"),
         (["simulate", "PLAN", "--hardware", "abacus"], "hardware 'abacus' is unknown"),
         (["simulate", "PLAN", "--hardware", "dgx-2"], "the plan is for 1 ranks and NVIDIA DGX-2 has 16"),
-        (["simulate", "PLAN", "--sweep", "batch=0"], "sweep='batch=0' is not accepted"),
+        (["simulate", "PLAN", "--sweep", "batch=0"], "batch='0' is not a whole number of at least 1"),
+        (["simulate", "PLAN", "--sweep", "batch=" + "9" * 5000], "batch='999"),
+        (["show-schedule", "PLAN", "--operators", "9" * 5000 + ":"], "operators='999"),
+        (["show-schedule", "PLAN", "--format", "html", "--operators", "1:3"], "is for table and dot: html shows all"),
+        (["show-schedule", TARGET, "--activations", "9" * 5000], "activations='999"),
+        (["show-schedule", TARGET, "--world-size", "9" * 400], "world_size=a number beyond 2^63 is not"),
+        (["show-schedule", TARGET, "--placement", "gradients=host,gradients=nvme"], "says twice where gradients live"),
+        (["show-schedule", TARGET.removesuffix(":small")], "is not of the form module:factory"),
         (["simulate", "PLAN", "--sweep", "layers=2"], "sweep='layers=2' is not accepted"),
     ],
 )
 def test_refusals(plan_file: Path, capsys: pytest.CaptureFixture, arguments: list[str], message: str):
     assert main([str(plan_file) if one == "PLAN" else one for one in arguments]) == 2
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert message in error and len(error) < 1000
+
+
+def test_a_placement_may_name_a_stage(capsys: pytest.CaptureFixture):
+    options = ["--placement", "optimizer=host,stage=2", "--world-size", "4"]
+    assert main(["show-schedule", TARGET, *options]) == 0
+    assert "ZeRO stage 2" in capsys.readouterr().out
+
+
+def test_a_plan_file_may_have_any_name_or_be_a_pipe(plan_file: Path, tmp_path: Path):
+    named = tmp_path / "of:today"
+    named.write_bytes(plan_file.read_bytes())
+    assert main(["simulate", str(named)]) == 0
+    command = f"{sys.executable} -m zinf_fx simulate <(cat {plan_file})"
+    assert subprocess.run(["bash", "-c", command], capture_output=True, timeout=120).returncode == 0
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(plan_file: Path):

@@ -13,7 +13,7 @@ from zinf_fx.analysis.papers import table as papers_table
 from zinf_fx.analysis.partitioning import PARTITIONED
 from zinf_fx.cli.machine import THIS_MACHINE, hardware_of
 from zinf_fx.cli.target import HELP, TargetError, build
-from zinf_fx.config import parse_bytes, parse_rate
+from zinf_fx.config import parse_bytes, parse_count, parse_positive, parse_rate
 from zinf_fx.errors import ConfigError, ZinfError
 from zinf_fx.estimate import Estimate, Workload, estimate, of_module, of_transformer
 from zinf_fx.estimate.table import render
@@ -78,11 +78,11 @@ def run(options: argparse.Namespace) -> None:
     if options.reproduce:
         _reproduce(options)
         return
-    wanted = [_number(text, "efficiency") for text in options.efficiency]
+    wanted = [parse_positive(text, "efficiency") for text in options.efficiency]
     machine = _hardware(options)
     workload = _workload(options, machine)
     if options.peak is not None:
-        peak = _number(options.peak, "peak") * 1e12
+        peak = parse_positive(options.peak, "peak") * 1e12
         machine = replace(machine, achievable=1.0, peak={**machine.peak, workload.dtype: peak})
     found = estimate(workload, machine, wanted=wanted, preset=options.placement)
     print(json.dumps(_data(found), indent=1) if options.json else render(found), end="\n" if options.json else "")
@@ -105,7 +105,7 @@ def _reproduce(options: argparse.Namespace) -> None:
 def _workload(options: argparse.Namespace, machine: Hardware) -> Workload:
     optimizer_bytes = None
     if options.optimizer_bytes is not None:
-        optimizer_bytes = _count(options.optimizer_bytes, "optimizer-bytes")
+        optimizer_bytes = parse_count(options.optimizer_bytes, "optimizer-bytes")
     given = {name: text for name in _DIMENSIONS if (text := getattr(options, name)) is not None}
     if options.target is not None:
         of_dimensions = [
@@ -119,8 +119,10 @@ def _workload(options: argparse.Namespace, machine: Hardware) -> Workload:
     if missing := [name for name in _DIMENSIONS if name not in given]:
         needed = ", ".join(f"--{name}" for name in missing)
         raise ConfigError(f"no model: give a TARGET, or dimensions ({needed} missing)")
-    dimensions = {name: _count(text, name) for name, text in given.items()}
-    interval = 1 if options.checkpoint_interval is None else _count(options.checkpoint_interval, "checkpoint-interval")
+    dimensions = {name: parse_count(text, name) for name, text in given.items()}
+    interval = (
+        1 if options.checkpoint_interval is None else parse_count(options.checkpoint_interval, "checkpoint-interval")
+    )
     if interval > dimensions["layers"]:
         raise ConfigError(f"checkpoint-interval={interval} is more than the {dimensions['layers']} layers")
     dtype = options.dtype or _half_precision(machine)
@@ -152,9 +154,9 @@ def _hardware(options: argparse.Namespace) -> Hardware:
     machine = _described(options)
     changes: dict[str, Any] = {}
     if options.nodes is not None:
-        changes["nodes"] = _count(options.nodes, "nodes")
+        changes["nodes"] = parse_count(options.nodes, "nodes")
     if options.gpus_per_node is not None:
-        changes["ranks_per_node"] = _count(options.gpus_per_node, "gpus-per-node")
+        changes["ranks_per_node"] = parse_count(options.gpus_per_node, "gpus-per-node")
     for name, tier in (("device_memory", "device"), ("host_memory", "host"), ("nvme", "nvme")):
         if (text := getattr(options, name)) is not None:
             changes[tier] = replace(getattr(machine, tier), capacity=parse_bytes(text, name.replace("_", "-")))
@@ -186,22 +188,6 @@ def _described(options: argparse.Namespace) -> Hardware:
 
 def _link(link: Link, text: str, name: str) -> Link:
     return replace(link, bandwidth=parse_rate(text, name))
-
-
-def _count(text: str, name: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"{name}={text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def _number(text: str, name: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise ConfigError(f"{name}={text!r} is not a positive number")
-    return number
 
 
 # -- for programs -----------------------------------------------------------------------------------------------------

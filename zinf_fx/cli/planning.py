@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from zinf_fx.cli.target import Built, TargetError, build
-from zinf_fx.config import ACTIVATIONS, PRESETS, Config
+from zinf_fx.config import ACTIVATIONS, PRESETS, Config, shortened
 from zinf_fx.errors import ConfigError, PlanError, ZinfError
 from zinf_fx.explain import plans_of
 from zinf_fx.plan.event_graph import Compute
@@ -80,7 +80,7 @@ def fields_of(options: argparse.Namespace) -> dict[str, object]:
     if options.tile is not None:
         given["tile"] = None if options.tile == "none" else options.tile
     if options.activations is not None:
-        given["activations"] = int(options.activations) if options.activations.isdecimal() else options.activations
+        given["activations"] = _activations(options.activations)
     if options.no_residency:
         given["residency"] = False
     return given
@@ -110,7 +110,11 @@ def plans_of_target(options: argparse.Namespace, timed: bool = False) -> Planned
 
 def is_plan_file(target: str) -> bool:
     """Whether a TARGET names a file, rather than module:factory."""
-    return ":" not in target and (target.endswith(".json") or Path(target).is_file())
+    path = Path(target)
+    if target.endswith(".py"):  # of which the factory was forgotten
+        return False
+    is_file = path.exists() and not path.is_dir()
+    return is_file or (target.endswith(".json") and ":" not in target)
 
 
 def planned(options: argparse.Namespace, built: Built, plan: Callable[..., Result]) -> Result:
@@ -128,8 +132,18 @@ def planned(options: argparse.Namespace, built: Built, plan: Callable[..., Resul
             ) from error
 
 
-def _mapping(text: str) -> dict[str, str]:
-    return {state: tier for state, _, tier in (part.partition("=") for part in text.split(","))}
+def _mapping(text: str) -> dict[str, str | int]:
+    found: dict[str, str | int] = {}
+    for state, _, tier in (part.partition("=") for part in text.split(",")):
+        if state in found:
+            raise ConfigError(f"placement={shortened(text)} says twice where {state} live")
+        found[state] = int(tier) if state == "stage" and tier in ("0", "1", "2", "3") else tier
+    return found
+
+
+def _activations(text: str) -> str | int:
+    """A policy, or a number of layers."""
+    return int(text) if text.isdecimal() and len(text) < 19 else text
 
 
 def _prefetch(text: str) -> tuple[int, ...] | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from zinf_fx.cli.machine import DEFAULT_HARDWARE, accepted_hardware, hardware_of
 from zinf_fx.cli.planning import Planned, add_options, plans_of_target
 from zinf_fx.cli.target import HELP
+from zinf_fx.config import shortened
 from zinf_fx.curve import ASCII, BLOCKS
 from zinf_fx.errors import ConfigError
 from zinf_fx.explain import describe
@@ -24,6 +25,7 @@ from zinf_fx.plan.simulate import simulate_plan
 from zinf_fx.plan.table import WIDTH
 
 FORMATS = ("table", "json", "dot", "chrome", "html")
+_IN_PARTS = ("table", "dot")
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
@@ -56,6 +58,10 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> None:
     """Print the plan. Raises: ZinfError for whatever of the input can't be used."""
     operators = _operators(options.operators)
+    if operators is not None and options.format not in _IN_PARTS:
+        raise ConfigError(
+            f"operators={options.operators!r} is for {' and '.join(_IN_PARTS)}: {options.format} shows all"
+        )
     target = plans_of_target(options)
     if operators is not None:
         _check_any(options.operators, operators, target.plans)
@@ -91,8 +97,8 @@ def _operators(text: str | None) -> range | None:
     if text is None:
         return None
     first, colon, end = text.partition(":")
-    if not colon or not all(part == "" or part.isdecimal() for part in (first, end)):
-        raise ConfigError(f"operators={text!r} is not a range: give A:B, such as 20:40, :40 or 20:")
+    if not colon or not all(part == "" or (part.isdecimal() and len(part) < 19) for part in (first, end)):
+        raise ConfigError(f"operators={shortened(text)} is not a range: give A:B, such as 20:40, :40 or 20:")
     wanted = range(int(first or 0), int(end) if end else sys.maxsize)
     if not wanted:
         raise ConfigError(f"operators={text!r} is empty: A:B prints operators A to B - 1, so A must be less than B")

@@ -12,6 +12,7 @@ from tabulate import tabulate
 from zinf_fx.cli.machine import DEFAULT_HARDWARE, THIS_MACHINE, accepted_hardware, hardware_of
 from zinf_fx.cli.planning import add_options, plans_of_target
 from zinf_fx.cli.target import HELP
+from zinf_fx.config import parse_count, shortened
 from zinf_fx.errors import ConfigError, PlanError
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.performance import Performance, batch_of, performance_of, with_batch
@@ -99,11 +100,11 @@ def _batches(text: str | None) -> list[int] | None:
         return None
     name, equals, values = text.partition("=")
     parts = values.split(",")
-    if name != "batch" or not equals or not all(part.isdecimal() and 0 < int(part) < 2**31 for part in parts):
-        raise ConfigError(f"sweep={text!r} is not accepted; give batch= and sizes, such as batch=1,2,4,8")
+    if name != "batch" or not equals or not all(part.isdecimal() for part in parts):
+        raise ConfigError(f"sweep={shortened(text)} is not accepted; give batch= and sizes, such as batch=1,2,4,8")
     if len(parts) > _LARGEST_SWEEP:
-        raise ConfigError(f"sweep={text[:40]!r}... has {len(parts)} sizes; at most {_LARGEST_SWEEP} are accepted")
-    return [int(part) for part in parts]
+        raise ConfigError(f"sweep={shortened(text)} has {len(parts)} sizes; at most {_LARGEST_SWEEP} are accepted")
+    return [parse_count(part, "batch") for part in parts]
 
 
 def _report(performance: Performance) -> str:
