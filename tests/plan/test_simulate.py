@@ -338,7 +338,8 @@ def test_an_optimizer_takes_the_rate_measured_for_it():
 
 
 def test_groups_reduce_among_themselves_and_then_with_each_other():
-    """Shards go over the link of a node; and an all-reduce, of two halves of a shard, over that between nodes."""
+    """Shards go over the link of a node; and an all-reduce, of two halves of a shard, over that between nodes, of which
+    the two ranks of a node, with a shard each, have half: 8 s."""
     nodes = replace(TWO, nodes=2, between_nodes=Link(BLOCK / 4, 0.0))
     plan = training()
     graphs = tuple(
@@ -346,7 +347,7 @@ def test_groups_reduce_among_themselves_and_then_with_each_other():
     )
     found = timeline(simulate_plan(replace(plan, graphs=graphs, world_size=4), nodes, SECONDS, overlap=False))
     assert found["allgather w"] == (6, 7)
-    assert found["reduce_scatter w"] == (9, 9 + 1 + 4)
+    assert found["reduce_scatter w"] == (9, 9 + 1 + 8)
 
 
 def test_gradients_in_host_memory_are_not_written():

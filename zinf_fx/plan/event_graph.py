@@ -238,7 +238,7 @@ class _Builder:
         """The gradient of the operator that computed last."""
         self._leaving[tile.label] = self._program
         seconds = self._within(tile, reduced_in_group(self._plan, tile))
-        seconds += _over(self._hardware.link, reduced_over_groups(self._plan, tile))
+        seconds += _over(self._hardware.link_across(tile.ranks), reduced_over_groups(self._plan, tile))
         if seconds:
             job = self._add(f"reduce_scatter {tile.label}", "link", seconds, self._program, tile.nbytes)
             self._leaving[tile.label] = (job,)

@@ -154,6 +154,14 @@ class Hardware:
         """What a collective of each group of so many neighbouring ranks sees."""
         return self.in_node if self.ranks_per_node % ranks == 0 else self.between_nodes
 
+    def link_across(self, ranks: int) -> Link:
+        """What a collective of one rank of each group of so many neighbouring ranks sees, while the other ranks of the
+        groups are in such ones too: all that are of a node share what leads out of it."""
+        if self.nodes == 1:
+            return self.in_node
+        together = min(ranks, self.ranks_per_node)
+        return replace(self.between_nodes, bandwidth=self.between_nodes.bandwidth / together)
+
     def with_ranks(self, ranks: int) -> Hardware:
         """As many such nodes as so many ranks fill; itself where they don't fill nodes."""
         if ranks % self.ranks_per_node or ranks <= self.ranks:
