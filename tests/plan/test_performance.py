@@ -82,7 +82,16 @@ def test_another_batch_computes_more_and_moves_the_same_parameters():
     assert with_batch(replace(plan(), graphs=(graph,)), 2).graphs[0].tiles[0].shape == (32,)
 
 
-@pytest.mark.parametrize("lines", [(), ("input 0: f32[4]", "input 1: f32[5]"), ("input 0: size s1",)])
+def test_another_batch_leaves_each_tensor_parallel_rank_its_part_of_activations():
+    whole = plan().graphs[0].tiles[0]
+    part = replace(whole, shape=(64,), activation=True, ranks=2, shard=32, partitioned=True)
+    of_twice = with_batch(replace(plan(), graphs=(replace(plan().graphs[0], tiles=(part,)),)), 8).graphs[0].tiles[0]
+    assert (of_twice.nbytes, of_twice.held_nbytes) == (2 * part.nbytes, 2 * part.held_nbytes)
+
+
+@pytest.mark.parametrize(
+    "lines", [(), ("input 0: f32[4]", "input 1: f32[5]"), ("input 0: size s1",), (f"input 0: f32[{'9' * 5000}]",)]
+)
 def test_a_batch_that_is_not_known_is_refused(lines: tuple[str, ...]):
     with pytest.raises(PlanError, match="the batch of the plan's inputs is not known"):
         batch_of(plan(lines))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -81,7 +82,7 @@ def batch_of(plan: Plan) -> int:
     """The first dimension that all inputs of the plan's model have. Raises: PlanError when they have none in common."""
     lines = plan.fingerprint.lines if plan.fingerprint is not None else ()
     inputs = [line for line in lines if line.startswith("input ") and ": parameter " not in line]
-    shapes = [found[1] for line in inputs if (found := re.search(r": \w+\[(\d+)", line))]
+    shapes = [found[1] for line in inputs if (found := re.search(r": \w+\[(\d{1,18})\b", line))]
     if len(set(shapes)) != 1 or int(shapes[0]) < 1:
         found = ", ".join(sorted(set(shapes))) or "none"
         raise PlanError(f"the batch of the plan's inputs is not known: their first dimensions are {found}")
@@ -111,4 +112,6 @@ def _operator_with(operator: Operator, factor: Fraction) -> Operator:
 
 
 def _tile_with(tile: Tile, factor: Fraction) -> Tile:
-    return replace(tile, shape=(int(tile.shape[0] * factor), *tile.shape[1:])) if tile.activation else tile
+    if not tile.activation:
+        return tile
+    return replace(tile, shape=(int(tile.shape[0] * factor), *tile.shape[1:]), shard=math.ceil(tile.shard * factor))
