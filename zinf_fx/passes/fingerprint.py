@@ -19,6 +19,9 @@ from zinf_fx.passes.framework import GraphContext
 from zinf_fx.passes.printer import target_text, tile_text, type_text
 from zinf_fx.plan.schedule import Fingerprint
 
+# Characters of a line that an error shows.
+_LONG = 240
+
 
 def fingerprint_of(graph: fx.Graph, context: GraphContext) -> Fingerprint:
     """Of a graph that no pass has changed yet."""
@@ -32,11 +35,23 @@ def check_same(plan: Fingerprint, found: Fingerprint) -> None:
     for name in ("torch", "zinf_fx"):
         made, here = getattr(plan, name), getattr(found, name)
         if made != here:
-            raise PlanError(f"it was made with {name} {made}, and this is {name} {here}")
+            raise PlanError(f"it was made with {name} {made[:60]}, and this is {name} {here}")
     for number in range(max(len(plan.nodes), len(found.nodes))):
         theirs, ours = (one.text(number) if number < len(one.nodes) else "nothing" for one in (plan, found))
         if theirs != ours:
+            letters = enumerate(zip(theirs, ours, strict=False))
+            differing = next((n for n, (one, other) in letters if one != other), min(len(theirs), len(ours)))
+            theirs, ours = (_around(differing, text) for text in (theirs, ours))
             raise PlanError(f"node {number} of the captured graph is: {ours}; that of the plan: {theirs}")
+
+
+def _around(place: int, text: str) -> str:
+    """A text, or of a long one what is around a place."""
+    if len(text) <= _LONG:
+        return text
+    start = max(min(place, len(text)) - _LONG // 3, 0)
+    part = text[start : start + _LONG]
+    return ("..." if start else "") + part + ("..." if start + _LONG < len(text) else "")
 
 
 def lines_of(graph: fx.Graph, context: GraphContext) -> list[str]:
