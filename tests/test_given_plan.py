@@ -250,6 +250,23 @@ def test_what_is_no_plan_is_refused(tmp_path: Path):
             torch.compile(gpt(), backend="zinf", options={"plan": option, "store": tmp_path})(*batch())
 
 
+def test_a_graph_of_any_size_is_refused_and_a_plan_for_each_size_is_followed(tmp_path: Path):
+    """When torch.compile sees another size, it leaves sizes open, unless it is told not to."""
+    plans = [exported(meta(), rows=rows) for rows in (4, 2)]
+    plain = gpt()
+    for dynamic in (None, False):
+        torch._dynamo.reset()
+        (store := tmp_path / str(dynamic)).mkdir()
+        model = zinf_fx.offload(gpt(), store=store, placement="nvme")
+        compiled = torch.compile(model, backend="zinf", options={"plan": plans}, dynamic=dynamic)
+        assert torch.equal(compiled(*batch()), plain(*batch()))
+        if dynamic is None:
+            with refusal(PlanError, r"size s\d+; that of the plan: .*i64\[4, 32\].*dynamic=False"):
+                compiled(*batch(rows=2))
+        else:
+            assert torch.equal(compiled(*batch(rows=2)), plain(*batch(rows=2)))
+
+
 def test_a_plan_for_training_is_none_for_evaluation(tmp_path: Path):
     model = zinf_fx.offload(gpt(), store=tmp_path, placement="nvme")
     compiled = torch.compile(model, backend="zinf", options={"plan": exported(meta())})

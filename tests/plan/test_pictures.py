@@ -145,7 +145,10 @@ const before = view.end - view.start;
 const wheel = { deltaY: 200, clientX: box.left + 300, clientY: box.top + 40, cancelable: true };
 canvas.dispatchEvent(new WheelEvent("wheel", wheel));
 report.zoomed = (view.end - view.start) / before;
-document.dispatchEvent(new KeyboardEvent("keydown", { key: "0", cancelable: true }));
+const key = (given) => new KeyboardEvent("keydown", { cancelable: true, ...given });
+const taken = (given) => !document.dispatchEvent(key(given));
+report.left = [{ key: "-", ctrlKey: true }, { key: "ArrowLeft", altKey: true }, { key: "+", metaKey: true }].map(taken);
+report.taken = taken({ key: "0" });
 report.whole = [view.start, view.end];
 report.memory = hit(x(plan.memory[0].times[3]) + 1, curveTop(0) + 20).text;
 const started = performance.now();
@@ -174,5 +177,6 @@ def test_a_browser_shows_the_page(tmp_path: Path):
     assert report["pixel"] == [0x3B, 0x7D, 0xD8, 255]  # the slice is painted where it is found
     assert report["shown"] == "block"
     assert report["zoomed"] == pytest.approx(1.4918, rel=1e-3)  # exp(0.4): out
+    assert report["left"] == [False] * 3 and report["taken"]  # the browser keeps its own zoom and history
     assert report["whole"] == [0, simulation.seconds]
     assert report["memory"].startswith("device memory at ") and report["memory"].endswith("budget 19.0 MiB")

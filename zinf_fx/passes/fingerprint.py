@@ -6,6 +6,7 @@ their number.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
@@ -19,6 +20,12 @@ from zinf_fx.passes.framework import GraphContext
 from zinf_fx.passes.printer import target_text, tile_text, type_text
 from zinf_fx.plan.schedule import Fingerprint
 
+# A size that torch.compile leaves open, as it does when it sees another one.
+_SYMBOLIC = re.compile(r": size |\[(?:[^\]]*\D)?s\d+\b")
+_ON_SIZES = (
+    ". The graph is for any size: torch.compile(..., dynamic=False) makes one for each, and the option 'plan' takes a "
+    "list, with a plan for each of them"
+)
 # Characters of a line that an error shows.
 _LONG = 240
 
@@ -41,8 +48,9 @@ def check_same(plan: Fingerprint, found: Fingerprint) -> None:
         if theirs != ours:
             letters = enumerate(zip(theirs, ours, strict=False))
             differing = next((n for n, (one, other) in letters if one != other), min(len(theirs), len(ours)))
+            hint = _ON_SIZES if _SYMBOLIC.search(ours) and not _SYMBOLIC.search(theirs) else ""
             theirs, ours = (_around(differing, text) for text in (theirs, ours))
-            raise PlanError(f"node {number} of the captured graph is: {ours}; that of the plan: {theirs}")
+            raise PlanError(f"node {number} of the captured graph is: {ours}; that of the plan: {theirs}{hint}")
 
 
 def _around(place: int, text: str) -> str:
