@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch import nn
 from zinf_fx import Config
 from zinf_fx.explain import plans_of
 from zinf_fx.plan.accounting import flows, optimizer_traffic, phases, traffic
-from zinf_fx.plan.names import abbreviate, module_of
+from zinf_fx.plan.names import PlanNames, abbreviate, module_of
 from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, Operator, Plan, Tile
 from zinf_fx.plan.table import render
 
@@ -174,3 +176,10 @@ def test_what_lives_in_memory_is_not_read(tier: str, moves: list[str]):
     forward = dict(phases(plan))["forward"]
     assert [name for name in vars(forward) if getattr(forward, name)] == moves
     assert "Stages that move nothing in this placement: fetch" in render(plan)
+
+
+def test_a_graphs_names_are_worked_out_once_however_many_lines_it_has():
+    """That takes time in proportion to its events."""
+    with mock.patch.object(PlanNames, "of", autospec=True, side_effect=PlanNames.of) as of:
+        render(hand_made())
+    assert of.call_count == 2

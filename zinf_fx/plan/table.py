@@ -67,7 +67,8 @@ def _graph(plan: Plan, graph: GraphSchedule, names: PlanNames, width: int, wante
     heads = [("", "op"), ("", "computes"), *(_TITLES[k] for k in kinds), ("", "fetched"), ("in flight", "device")]
     header = list(zip(*heads, ("", "host"), strict=True))
     align = ("right", *["left"] * (len(kinds) + 1), *["right"] * 3)
-    rows = [_Row(graph, operator, kinds, columns, names.of(plan, graph)) for operator in shown]
+    of_graph = names.of(plan, graph)
+    rows = [_Row(graph, operator, kinds, columns, of_graph) for operator in shown]
     for limit, detailed in _CELLS:
         lines = [[*row.cells(limit, detailed), *_sizes(flow_of[row.operator], unit)] for row in rows]
         text = _layout(header, lines, align)
