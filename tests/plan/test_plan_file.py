@@ -22,6 +22,7 @@ from torch import nn
 import zinf_fx
 from zinf_fx.errors import ConfigError, PlanError, PlanFileError
 from zinf_fx.plan import file
+from zinf_fx.plan.codec import dtypes
 from zinf_fx.plan.file import plan_from
 from zinf_fx.plan.json_schema import schema
 from zinf_fx.plan.schedule import Plan
@@ -65,6 +66,11 @@ def test_what_is_written_is_read_back_and_described_by_the_schema(tmp_path: Path
     plan.save(tmp_path / "plan.json")
     assert zinf_fx.load_plan(tmp_path / "plan.json") == plan
     jsonschema.validate(json.loads((tmp_path / "plan.json").read_text()), json.loads(SCHEMA.read_text()))
+
+
+def test_the_dtypes_are_looked_up_once():
+    """Of all that torch has: a plan names one for every tile and every operator."""
+    assert dtypes() is dtypes() and dtypes()["bfloat16"] is torch.bfloat16
 
 
 def test_the_published_schema_is_that_of_the_code():

@@ -50,6 +50,7 @@ def shared_options() -> list[str]:
     return [one.name for one in fields(Config) if one.init and one.name not in LOCAL_OPTIONS]
 
 
+@cache
 def dtypes() -> dict[str, torch.dtype]:
     """Every dtype of PyTorch's by its name."""
     return {name: value for name, value in sorted(vars(torch).items()) if isinstance(value, torch.dtype)}

@@ -165,6 +165,7 @@ def _writes(plan: Plan) -> Iterator[Lifetime]:
     clock = Clock(plan)
     for graph, schedule in enumerate(plan.graphs):
         writing: deque[tuple[EventAt, Tile, int]] = deque()
+        together = 0
         for number, event in enumerate(schedule.events):
             tile = schedule.tiles[event.tile]
             if event.kind == "offload" and tile.gradient_tier == "nvme":
@@ -174,10 +175,13 @@ def _writes(plan: Plan) -> Iterator[Lifetime]:
             else:
                 continue
             now = clock.starts[graph] + number
-            while sum(earlier for _, _, earlier in writing) > max(buffer - blocks(nbytes), 0):
-                yield _write(clock, *writing.popleft(), now)
+            while together > max(buffer - blocks(nbytes), 0):
+                earliest = writing.popleft()
+                together -= earliest[-1]
+                yield _write(clock, *earliest, now)
             first = tile.start * tile.dtype.itemsize % blocks(1)
             writing.append((EventAt(graph, number), tile, blocks(first + nbytes)))
+            together += writing[-1][-1]
         for each in writing:
             yield _write(clock, *each, clock.step + 1 if schedule.kind == "backward" else clock.starts[graph + 1])
 
