@@ -127,6 +127,33 @@ def test_waiting_for_one_waits_for_no_other(bench: Bench):
         ticket.wait()
 
 
+def test_a_span_ends_when_the_transfer_did_and_not_when_somebody_looks(bench: Bench):
+    before = time.perf_counter()
+    tickets = [bench.write(random_bytes(BLOCK), i * BLOCK) for i in range(3)]
+    spans = [ticket.span() for ticket in tickets]
+    for ticket in tickets:
+        ticket.wait()
+    done = time.perf_counter()
+    time.sleep(0.05)
+    assert all(before <= began < ended <= done for began, ended in (span.seconds() for span in spans))
+    bench.engine.inject(Fault("completion", delay=0.1))
+    slow = bench.read(aligned_empty(BLOCK))
+    assert slow.span().seconds() is None
+    slow.wait()
+    began, ended = slow.span().seconds()
+    assert began >= done + 0.05 and ended - began >= 0.1
+
+
+def test_a_span_keeps_no_memory(bench: Bench):
+    data = random_bytes(BLOCK)
+    kept = weakref.ref(data)
+    ticket = bench.write(data)
+    span = ticket.span()
+    ticket.wait()
+    del data, ticket
+    assert kept() is None and span.seconds() is not None
+
+
 def test_a_ticket_that_is_waited_for_overtakes_the_queue(bench: Bench):
     data = random_bytes(BLOCK)
     bench.write(data).wait()

@@ -58,8 +58,11 @@ static void cut_block(zinf_engine *engine, struct slot *slot)
     engine->used++;
     engine->cut++;
     engine->cut_bytes += length;
+    int64_t now = zinf_now_ns();
+    if (!request->began_ns)
+        request->began_ns = now;
     if (engine->under_way[slot->block.operation]++ == 0)
-        engine->since[slot->block.operation] = zinf_now_ns();
+        engine->since[slot->block.operation] = now;
 }
 
 /* Under the mutex: the queue's head is then of a file that may be used. Whether the queue changed. */

@@ -107,6 +107,10 @@ int zinf_done(zinf_request *request);
 /* How a done request ended. */
 void zinf_result(zinf_request *request, zinf_outcome *out);
 
+/* When the I/O thread began with a done request, and when it was done: nanoseconds of CLOCK_MONOTONIC. One that was given
+ * up before it began has the same twice. */
+void zinf_times(zinf_request *request, int64_t *began_ns, int64_t *ended_ns);
+
 /* Drops the ticket. The transfer, if under way, goes on. */
 void zinf_release(zinf_request *request);
 

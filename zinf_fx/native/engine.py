@@ -346,6 +346,10 @@ class Ticket:
         """Whether the transfer is over, well or not."""
         return bool(lib.zinf_done(self._request))
 
+    def span(self) -> Span:
+        """When the transfer goes on; may outlive the ticket."""
+        return Span(self._request)
+
     def wait(self) -> None:
         """Returns when this transfer's bytes are there. May be called again, with the same outcome.
 
@@ -375,6 +379,24 @@ class Ticket:
         if not self._observed and os.getpid() == self._pid:
             # No waiting here: Python drops an interrupt that comes in a destructor, and memory would go with it.
             self._file.engine.abandon(_Abandoned(self._request, self._owner, self.name, self._file.path))
+
+
+class Span:
+    """When one transfer goes on. Keeps neither its memory nor its owner."""
+
+    __slots__ = ("_request",)
+
+    def __init__(self, request: ffi.CData) -> None:
+        self._request = request
+
+    def seconds(self) -> tuple[float, float] | None:
+        """When the I/O thread began with it and when it was over, well or not, in the clock of `time.perf_counter`;
+        None while it is under way."""
+        if not lib.zinf_done(self._request):
+            return None
+        began, ended = ffi.new("int64_t *"), ffi.new("int64_t *")
+        lib.zinf_times(self._request, began, ended)
+        return began[0] / 1e9, ended[0] / 1e9
 
 
 @dataclass(frozen=True)

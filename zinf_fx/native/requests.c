@@ -39,6 +39,9 @@ void zinf_request_finish(zinf_request *request)
     request->file = NULL;
     if (--file->requests == 0)
         pthread_cond_broadcast(&file->unused);
+    request->ended_ns = zinf_now_ns();
+    if (!request->began_ns)
+        request->began_ns = request->ended_ns;
     atomic_store_explicit(&request->done, 1, memory_order_release);
     pthread_cond_broadcast(&request->finished);
     request_unref(request);
@@ -176,6 +179,12 @@ int zinf_wait(zinf_request *request, int64_t timeout_ns)
 void zinf_result(zinf_request *request, zinf_outcome *out)
 {
     *out = request->outcome;
+}
+
+void zinf_times(zinf_request *request, int64_t *began_ns, int64_t *ended_ns)
+{
+    *began_ns = request->began_ns;
+    *ended_ns = request->ended_ns;
 }
 
 void zinf_release(zinf_request *request)

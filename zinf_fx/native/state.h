@@ -42,6 +42,8 @@ struct zinf_request {
     uint64_t generation;
     unsigned blocks; /* under way */
     zinf_outcome outcome;
+    int64_t began_ns; /* when the first block was cut; 0: none was */
+    int64_t ended_ns;
     atomic_int done;
     atomic_int references; /* the engine's, until done, and the ticket's */
     pthread_cond_t finished;
