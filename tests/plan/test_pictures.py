@@ -17,14 +17,14 @@ import torch
 
 import zinf_fx
 from zinf_fx.plan.accounting import flows
-from zinf_fx.plan.chrome import to_chrome
+from zinf_fx.plan.chrome import Process, planned, to_chrome
 from zinf_fx.plan.dot import to_dot
 from zinf_fx.plan.hardware import Hardware, load
 from zinf_fx.plan.html import to_html
 from zinf_fx.plan.operator_time import compute_seconds
 from zinf_fx.plan.schedule import Plan
 from zinf_fx.plan.simulate import Simulation, simulate_plan
-from zinf_fx.plan.timeline import LANES, memory_curves, slices
+from zinf_fx.plan.timeline import LANES, Slice, memory_curves, slices, waits
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import small
@@ -73,19 +73,58 @@ def test_memory_curves_are_the_plans():
 
 def test_the_chrome_trace_has_every_lane_and_both_memories():
     plan, simulation, hardware = made()
-    events = json.loads(to_chrome(plan, simulation, hardware))["traceEvents"]
+    events = json.loads(to_chrome(planned(plan, simulation, hardware)))["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert list(names.values()) == list(LANES)
-    durations = [e for e in events if e["ph"] == "X"]
+    assert list(dict.fromkeys(names.values())) == ["step", "compute", "wait", *LANES[1:]]
+    twice = [name for name in names.values() if list(names.values()).count(name) > 1]
+    assert set(twice) == {"offload", "optimizer"}  # to memory beside to disk, and arithmetic beside states
+    durations = [e for e in events if e["ph"] == "X" and e["cat"] not in ("step", "wait")]
     assert len(durations) == len(simulation.jobs)
     assert max(e["ts"] + e["dur"] for e in durations) == pytest.approx(simulation.seconds * 1e6)
-    for tid in names:  # what is in one lane of one resource doesn't overlap, but for offloads: to memory, and to disk
-        mine = sorted((e["ts"], e["ts"] + e["dur"]) for e in durations if e["tid"] == tid)
-        if names[tid] not in ("offload", "optimizer"):
-            assert all(one[1] <= other[0] + 1e-6 for one, other in pairwise(mine))
+    assert_tracks_hold_one_slice_at_a_time(events)
     counters = [e for e in events if e["ph"] == "C"]
     assert {e["name"] for e in counters} == {"device memory", "host memory"}
     assert {e["args"]["budget"] for e in counters} == {19 << 20, 8 << 20}
+
+
+def assert_tracks_hold_one_slice_at_a_time(events: list[dict]) -> None:
+    tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for e in events:
+        if e["ph"] == "X":
+            tracks.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
+    for track in tracks.values():
+        assert all(one[1] <= other[0] + 1e-6 for one, other in pairwise(sorted(track)))
+
+
+def test_what_compute_waits_for_is_between_its_jobs():
+    _, simulation, _ = made()
+    waited = waits(simulation)
+    assert sum(one.end - one.start for one in waited) == pytest.approx(sum(s.seconds for s in simulation.stalls()))
+    computing = [
+        (t.start, t.end)
+        for job, t in zip(simulation.jobs, simulation.timings, strict=True)
+        if job.resource == "compute" and job.seconds
+    ]
+    assert waited
+    for one in waited:
+        assert all(end <= one.start + 1e-12 or start >= one.end - 1e-12 for start, end in computing), one
+    names = {one.name for one in waited}
+    assert "wait tokens.weight" in names and all(name.startswith("wait ") for name in names)
+
+
+def test_processes_stand_side_by_side_and_overlapping_slices_in_tracks_of_their_own():
+    one = Slice("fetch", "fetch a", 0.0, 2.0, 10, "")
+    two, three = (Slice("fetch", f"fetch {name}", start, 3.0, 10, "") for name, start in (("b", 1.0), ("c", 2.0)))
+    events = json.loads(to_chrome(Process("first", [one]), Process("second", [three, one, two], start=0.5)))
+    events = events["traceEvents"]
+    named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert named == {1: "first", 2: "second"}
+    found = {e["name"]: (e["ts"], e["dur"], e["tid"]) for e in events if e["ph"] == "X" and e["pid"] == 2}
+    assert [found[f"fetch {name}"][:2] for name in "abc"] == [(0.5e6, 2e6), (1.5e6, 2e6), (2.5e6, 1e6)]
+    assert found["fetch a"][2] == found["fetch c"][2] != found["fetch b"][2]
+    tracks = [e for e in events if e["name"] == "thread_name" and e["pid"] == 2 and e["args"]["name"] == "fetch"]
+    assert {e["tid"] for e in tracks} == {found["fetch a"][2], found["fetch b"][2]}
+    assert_tracks_hold_one_slice_at_a_time(events)
 
 
 def test_dot_has_the_operators_of_a_range_and_their_tiles():

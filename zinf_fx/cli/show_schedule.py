@@ -15,7 +15,7 @@ from zinf_fx.config import shortened
 from zinf_fx.curve import ASCII, BLOCKS
 from zinf_fx.errors import ConfigError
 from zinf_fx.explain import describe
-from zinf_fx.plan.chrome import to_chrome
+from zinf_fx.plan.chrome import planned, to_chrome
 from zinf_fx.plan.dot import to_dot
 from zinf_fx.plan.html import to_html
 from zinf_fx.plan.json import to_json
@@ -89,7 +89,7 @@ def _text(options: argparse.Namespace, target: Planned, operators: range | None)
     hardware = hardware_of(options.hardware).with_ranks(plan.world_size)
     simulation = simulate_plan(plan, hardware, compute_seconds(plan, hardware))
     if options.format == "chrome":
-        return to_chrome(plan, simulation, hardware) + "\n"
+        return to_chrome(planned(plan, simulation, hardware)) + "\n"
     return to_html(plan, simulation, hardware, f"Plan of {Path(options.target).name}")
 
 

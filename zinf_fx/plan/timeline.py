@@ -11,19 +11,23 @@ from zinf_fx.plan.memory import arena_by_operator, living_on_device
 from zinf_fx.plan.schedule import HEAD, Plan
 from zinf_fx.plan.simulate import Simulation
 
-Lane = Literal["compute", "all-gather", "upload", "fetch", "reduce", "offload", "optimizer"]
+Lane = Literal["step", "compute", "wait", "all-gather", "upload", "fetch", "reduce", "offload", "optimizer"]
 LANES: tuple[Lane, ...] = ("compute", "all-gather", "upload", "fetch", "reduce", "offload", "optimizer")
 
-_LANE_OF: dict[str, Lane] = {
+# By the kind of what is done: the first word of its name.
+LANE_OF: dict[str, Lane] = {
     "forward": "compute",
     "backward": "compute",
     "inference": "compute",
+    "wait": "wait",
     "allgather": "all-gather",
     "refresh": "all-gather",
     "upload": "upload",
     "fetch": "fetch",
     "reduce_scatter": "reduce",
+    "all_reduce": "reduce",
     "offload": "offload",
+    "read": "offload",
     "write": "offload",
     "update": "optimizer",
     "read_states": "optimizer",
@@ -68,17 +72,22 @@ def slices(plan: Plan, simulation: Simulation) -> list[Slice]:
     }
     found = []
     for job, timing in zip(simulation.jobs, simulation.timings, strict=True):
-        found.append(
-            Slice(
-                _LANE_OF[job.kind],
-                job.name,
-                timing.start,
-                timing.end,
-                job.nbytes,
-                labels.get((job.kind, job.subject), job.subject),
-            )
-        )
+        detail = labels.get((job.kind, job.subject), job.subject)
+        found.append(Slice(LANE_OF[job.kind], job.name, timing.start, timing.end, job.nbytes, detail))
     return sorted(found, key=lambda one: one.start)
+
+
+def waits(simulation: Simulation) -> list[Slice]:
+    """Every time for which compute had nothing to do, one slice for each job that it waited for."""
+    starts = {job.name: timing.start for job, timing in zip(simulation.jobs, simulation.timings, strict=True)}
+    found = []
+    for stall in simulation.stalls():
+        now = starts[stall.before] - stall.seconds
+        for job, seconds in stall.waited_for:
+            name = f"wait {job.subject or job.kind}"
+            found.append(Slice("wait", name, now, now + seconds, 0, f"for {job.name}, before {stall.before}"))
+            now += seconds
+    return found
 
 
 def memory_curves(plan: Plan, simulation: Simulation) -> list[MemoryCurve]:
