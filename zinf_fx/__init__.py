@@ -8,6 +8,7 @@ from zinf_fx.explain import explain
 from zinf_fx.export import export_plan
 from zinf_fx.plan.file import load_plan
 from zinf_fx.plan.schedule import Plan
+from zinf_fx.recording import record
 from zinf_fx.runtime.gathered import gathered
 from zinf_fx.runtime.offload import offload, offloading
 from zinf_fx.runtime.reduction import no_sync
@@ -28,5 +29,6 @@ __all__ = [
     "offload",
     "offloading",
     "optim",
+    "record",
     "stats",
 ]

@@ -28,7 +28,7 @@ from zinf_fx.local_inputs import taking_local, traced
 from zinf_fx.passes.collectives import group_of, is_collective
 from zinf_fx.passes.fingerprint import check_same, fingerprint_of
 from zinf_fx.passes.following import follow_inference, follow_training
-from zinf_fx.passes.framework import GraphContext, key_of, nodes_calling
+from zinf_fx.passes.framework import GraphContext, is_compute, key_of, nodes_calling, operator_of
 from zinf_fx.passes.pipeline import plan_inference, plan_of, plan_training, tiles_moved
 from zinf_fx.passes.replication import mark_equal
 from zinf_fx.plan.digest import digest, digest_of
@@ -269,7 +269,8 @@ class Capture:
     def _bind(self, module: fx.GraphModule, kind: GraphKind) -> Callable[[list], Any]:
         context = self._contexts[kind]
         tokens = [key.token for key in tiles_moved(module.graph, context)]
-        program = Program(module, self.plan, kind, tokens, self._tensor_ranks)
+        operators = {node.name: operator_of(node) for node in module.graph.nodes if is_compute(node)}
+        program = Program(module, self.plan, kind, tokens, operators, self._tensor_ranks)
 
         # A caller that compiles its whole training step must not trace into the runtime.
         run = torch.compiler.disable(lambda arguments: program(arguments))

@@ -66,6 +66,13 @@ class OpenChunk:
         for part in self.parts:
             part.arrive()
 
+    def states_nbytes(self, stored: dict[torch.Tensor, ParameterStates]) -> int:
+        """Bytes of the states that its update changes, masters among them."""
+        return sum(
+            part.piece.count * sum(t.dtype.itemsize for t in stored[part.piece.parameter].tensors.values())
+            for part in self.parts
+        )
+
     def close(self) -> None:
         """Close the windows that were not stored."""
         self._close.close()

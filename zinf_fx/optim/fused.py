@@ -28,6 +28,7 @@ from zinf_fx.optim.streamed import Streamed
 from zinf_fx.runtime.device import CPU
 from zinf_fx.runtime.executor import EXECUTOR, Stage
 from zinf_fx.runtime.local_parameter import local_part, stored_parameter
+from zinf_fx.runtime.recorder import RECORDER, STATES
 from zinf_fx.runtime.stored_tensor import StoredTensor, handle
 
 aten = torch.ops.aten
@@ -66,10 +67,13 @@ def _run(operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) 
     def update(pieces: dict[str, list[torch.Tensor]]) -> None:
         if _PlainStep.running is not None:
             _PlainStep.running.torn = True
-        operation(*(pieces.get(name, []) for name in lists), **options)
+        states = [one for name in written - {"self", "grads"} for one in pieces.get(name, [])]
+        with RECORDER.work("update", sum(one.nbytes for one in states), place.torch_device):
+            operation(*(pieces.get(name, []) for name in lists), **options)
 
     try:
-        update_in_chunks(stored, place, update, written, unread)
+        with RECORDER.about("", STATES):
+            update_in_chunks(stored, place, update, written, unread)
     except BaseException:
         EXECUTOR.reset()
         raise

@@ -24,6 +24,7 @@ from zinf_fx.plan.accounting import AT_A_TIME, CHUNKS_AHEAD
 from zinf_fx.runtime.device import CPU, Device
 from zinf_fx.runtime.freelist import round_up
 from zinf_fx.runtime.heap import trim_heap
+from zinf_fx.runtime.recorder import RECORDER, STATES
 from zinf_fx.runtime.storage import WINDOW_ALIGNMENT
 from zinf_fx.runtime.stored_tensor import StoredTensor
 from zinf_fx.runtime.tiers import Tiers, drain_after
@@ -71,6 +72,7 @@ class StreamedStep:
         self._scratch: dict[Device, torch.Tensor] = {}
         self._close = ExitStack()
         self._lock = threading.RLock()
+        self._purpose = RECORDER.purpose("", STATES)
         self._busy = self._waits = self._behind = self._final = self._over = False
         self._overlaps = True
         self.closed = False
@@ -188,7 +190,11 @@ class StreamedStep:
         started = time.perf_counter()
         self._busy = True
         try:
-            with torch.no_grad(), ExitStack() as rooms:
+            with (
+                torch.no_grad(),
+                RECORDER.within(self._purpose or RECORDER.purpose("", STATES)),
+                ExitStack() as rooms,
+            ):
                 for tiers in self._tiers:
                     rooms.enter_context(tiers.stepping())
                 yield
@@ -268,11 +274,13 @@ class StreamedStep:
             self._cut_loose()
         self._open_ahead()
         chunk = self._opened[0]
-        self._waits = True
+        self._waits, started = True, time.perf_counter()
         chunk.arrive()
+        RECORDER.waited(started, "states")
         self._waits = False
         self._opened.popleft()
-        with closing(chunk):
+        nbytes = chunk.states_nbytes(self._stored) if RECORDER.log is not None else 0
+        with closing(chunk), RECORDER.work("update", nbytes, chunk.run.place.torch_device):
             self._update(chunk, self._scratch.get(chunk.run.place))
         self._behind = True
         if chunk.run.is_first:

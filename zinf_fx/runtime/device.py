@@ -22,6 +22,7 @@ import torch
 from torch import cuda
 
 from zinf_fx.runtime.pinned import Registry, slabs
+from zinf_fx.runtime.recorder import RECORDER
 
 # Bytes of values that may be on their way to host memory before compute waits for the oldest.
 _MAX_BYTES_LEAVING = 64 << 20
@@ -95,7 +96,8 @@ class Cpu:
     def download(self, value: torch.Tensor, host: torch.Tensor, after: Iterable[Copy] = ()) -> Copy:
         for copy in after:
             copy.wait()
-        host.view(value.shape).copy_(value)
+        with RECORDER.work("offload", host.nbytes, self.torch_device):
+            host.view(value.shape).copy_(value)
         return _Copied(value)
 
     def register(self, address: int, nbytes: int) -> str | None:
@@ -110,7 +112,8 @@ class _Copied:
         self.value: torch.Tensor | None = value
 
     def start(self, host: torch.Tensor) -> None:
-        self.value.copy_(host)
+        with RECORDER.work("upload", host.nbytes, host.device):
+            self.value.copy_(host)
 
     def done(self) -> bool:
         return True
@@ -188,10 +191,12 @@ class _CudaCopy:
         self._copied: cuda.Event | None = None
         self._joined = False  # by the owner
 
-    def _start(self, stream: cuda.Stream, target: torch.Tensor, source: torch.Tensor, host: torch.Tensor) -> None:
+    def _start(
+        self, kind: str, stream: cuda.Stream, target: torch.Tensor, source: torch.Tensor, host: torch.Tensor
+    ) -> None:
         stream.wait_event(self._queued)
         address, itemsize = host.data_ptr(), host.dtype.itemsize
-        with cuda.stream(stream):
+        with cuda.stream(stream), RECORDER.work(kind, host.nbytes, self._device.torch_device):
             for first, last in slabs(address, host.nbytes):
                 part = slice((first - address) // itemsize, (last - address) // itemsize)
                 target[part].copy_(source[part], non_blocking=True)
@@ -216,7 +221,7 @@ class _CudaUpload(_CudaCopy):
         self._users = {self._owner.cuda_stream: self._owner}
 
     def start(self, host: torch.Tensor) -> None:
-        self._start(self._device.uploads, self.value, host, host)
+        self._start("upload", self._device.uploads, self.value, host, host)
 
     def join(self) -> None:
         super().join()
@@ -244,7 +249,7 @@ class _CudaDownload(_CudaCopy):
         self._value: torch.Tensor | None = value
         for copy in after:
             device.downloads.wait_event(copy._copied) if isinstance(copy, _CudaCopy) else copy.wait()
-        self._start(device.downloads, host, value, host)
+        self._start("offload", device.downloads, host, value, host)
 
     def done(self) -> bool:
         if not super().done():

@@ -15,6 +15,8 @@ from zinf_fx import ops
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.plan.schedule import HEAD, GraphKind, Plan, Tile
 from zinf_fx.runtime.activations import ActivationSlots
+from zinf_fx.runtime.binding import bind
+from zinf_fx.runtime.device import CPU
 from zinf_fx.runtime.freelist import round_up
 from zinf_fx.runtime.gradients import (
     accumulate_gradient,
@@ -26,14 +28,12 @@ from zinf_fx.runtime.gradients import (
 )
 from zinf_fx.runtime.leases import PAGE
 from zinf_fx.runtime.ranks import ALONE, Ranks
+from zinf_fx.runtime.recorder import GRADIENT, RECORDER, Note
 from zinf_fx.runtime.reduction import Reduction
 from zinf_fx.runtime.storage import TensorStorage
 from zinf_fx.runtime.stored_tensor import StoredTensor, will_accumulate
 from zinf_fx.runtime.tiers import Tiers
 from zinf_fx.runtime.transfers import ShardedTile, StagedTile, Staging
-
-_METHODS = {op: op._schema.name.split("::")[1] for op in ops.LOWERED}
-_TAKE_A_VALUE = (ops.reduce_scatter, ops.offload)
 
 
 class Stage:
@@ -78,9 +78,11 @@ class Program(Stage):
         plan: Plan,
         kind: GraphKind,
         tokens: Sequence[str],
+        operators: Mapping[str, int],
         tensor_ranks: Ranks = ALONE,
     ) -> None:
-        """`tensor_ranks`: over which activations are divided."""
+        """`operators`: by the names of the nodes that compute, which operator they belong to. `tensor_ranks`: over
+        which activations are divided."""
         super().__init__()
         self.plan = plan
         self.schedule = schedule = plan.graph(kind)
@@ -96,7 +98,7 @@ class Program(Stage):
         self.awaits_activations = schedule.kind == "backward" and any(
             tile.activation and tile.tier == "nvme" for tile in schedule.tiles
         )
-        self._module = _bind(module, index)
+        self._module = bind(module, index, operators)
         self._head = [e for e in schedule.at(HEAD, "fetch") if not schedule.tiles[e.tile].activation]
         self._last_storages: dict[int, weakref.ref[TensorStorage]] = {}  # of parameters
         # After so many events of a tile, this graph needs neither its value nor its gradient any more.
@@ -116,6 +118,7 @@ class Program(Stage):
             EXECUTOR.staging.drop_staying()
         self._last_storages = {tile: weakref.ref(storage) for tile, storage in parameters.items()}
         EXECUTOR.begin(self, self.plan)
+        RECORDER.graph_begins(self.plan, self.schedule.kind)
         run = Run(self, storages)
         if self.schedule.kind == "forward":
             for storage in set(parameters.values()):
@@ -156,6 +159,8 @@ class Executor:
         if plan is not None and (self._plan is None or self._plan() is not plan):
             self.staging.drop_staying()
             self._plan = weakref.ref(plan)
+        if plan is None:
+            RECORDER.step_ends()
         previous = self._previous and self._previous()
         if previous is not None:
             previous.successor = stage
@@ -170,15 +175,18 @@ class Executor:
 
     def fetch(self, storage: TensorStorage, tile: Tile, offset: int | None) -> StagedTile | ShardedTile:
         """Hold a tile, starting to read it unless it is held; to `offset` in the region of the host arena."""
-        return self.staging.fetch(storage, tile.start, math.prod(tile.shape), offset)
+        with RECORDER.about(tile.label):
+            return self.staging.fetch(storage, tile.start, math.prod(tile.shape), offset)
 
     def upload(self, storage: TensorStorage, tile: Tile, offset: int | None) -> None:
         """Start copying a tile that is held to the device, to `offset` in the region there."""
-        self.staging.upload(storage, tile.start, math.prod(tile.shape), offset)
+        with RECORDER.about(tile.label):
+            self.staging.upload(storage, tile.start, math.prod(tile.shape), offset)
 
     def allgather(self, storage: TensorStorage, tile: Tile) -> None:
         """Start to gather the shards of a tile that is held."""
-        self.staging.allgather(storage, tile.start, math.prod(tile.shape), tile.label)
+        with RECORDER.about(tile.label):
+            self.staging.allgather(storage, tile.start, math.prod(tile.shape), tile.label)
 
     def anticipate(self, stage: Stage, storage: TensorStorage, tile: Tile, offset: int | None) -> None:
         """Fetch a tile that `stage`, expected to come next, will need at its head."""
@@ -230,6 +238,7 @@ class Run:
         self._held: dict[int, StagedTile | ShardedTile] = {}
         self._reducing: Reduction | None = None  # the gradient that began last
         self._in_head = True
+        self._computing: Note | None = None  # the operator, while somebody records
         self._begun: dict[int, _PartialGradient] = {}  # by the storage's key
         self._unreduced: dict[int, _PartialGradient] = {}  # the same
         # In backward, by the storage's key: what is to come of releases and offloads, and of offloads alone.
@@ -271,7 +280,8 @@ class Run:
         if self._in_head:
             self._in_head = False
             EXECUTOR.drop_anticipated()  # this run holds what it needs of it by now
-        return self._held[tile].wait().view(self._tiles[tile].shape)
+        with RECORDER.about(self._tiles[tile].label):
+            return self._held[tile].wait().view(self._tiles[tile].shape)
 
     def release(self, tile: int, resident: bool = False) -> None:
         """The tile's buffers are free, unless it stays in memory, or another run or the turn holds them."""
@@ -292,16 +302,18 @@ class Run:
         if self._reducing is not None:
             self._reducing.advance()  # by now, its group has summed it while operators computed
         planned = self._tiles[tile]
-        if planned.rows is None:
-            found = reduced(parameter, gradient, planned.label)
-        else:
-            found = self._reduced_part(storage.key, parameter, planned, gradient)
+        with RECORDER.about(planned.label, GRADIENT):
+            if planned.rows is None:
+                found = reduced(parameter, gradient, planned.label)
+            else:
+                found = self._reduced_part(storage.key, parameter, planned, gradient)
         self._reducing = found if isinstance(found, Reduction) else None
         return found
 
     def offload(self, tile: int, shard: torch.Tensor | Reduction, offset: int | None = None) -> None:
         """Move a gradient to its tier and add it to the parameter's `.grad`, as autograd would."""
-        self._accumulate(self._storages[tile], tile, shard, offset)
+        with RECORDER.about(self._tiles[tile].label, GRADIENT):
+            self._accumulate(self._storages[tile], tile, shard, offset)
         self._gradients_left[self._storages[tile].key] -= 1
         self._passed(tile)
 
@@ -342,7 +354,8 @@ class Run:
         storage, token = self._program.slots.take(self._owner, tile, tiers)
         if planned.tier == "nvme":
             tiers.limit_writes(max(self._program.plan.activation_buffer - round_up(planned.held_nbytes, PAGE), 0))
-        storage.set(value, offset)
+        with RECORDER.about(planned.label):
+            storage.set(value, offset)
         return token
 
     def _consumed_from_memory(self, storage: TensorStorage, parameter: StoredTensor, shard: torch.Tensor) -> bool:
@@ -395,8 +408,33 @@ class Run:
         if first:
             begun.missing.remove(tile.start)
 
+    def begin_operator(self, index: int) -> None:
+        """What computes from now on is of this operator."""
+        if RECORDER.log is not None:
+            self._note_memory()
+            label = self._program.schedule.operators[index].label
+            self._computing = RECORDER.begin(self._program.schedule.kind, 0, self._device, label, str(index))
+
+    def end_operator(self) -> None:
+        """The operator that began last has computed all."""
+        if RECORDER.log is not None:
+            RECORDER.end(self._computing)
+            self._note_memory()
+        self._computing = None
+
+    @property
+    def _device(self) -> torch.device:
+        return next((s.device.torch_device for s in self._storages if s is not None), CPU.torch_device)
+
+    def _note_memory(self) -> None:
+        RECORDER.holds("host", sum(tiers.host.in_use for tiers in self._tiers))
+        if self._device.type == "cuda":
+            RECORDER.holds("device", torch.cuda.memory_allocated(self._device))
+
     def abort(self, error: BaseException) -> None:
         """After `error`: drain the reads under way and give every buffer back. Half a gradient is none."""
+        self.end_operator()
+        RECORDER.step_ends()
         for begun in self._begun.values():
             if begun.missing:
                 begun.parameter.grad = None
@@ -421,33 +459,6 @@ class _PartialGradient:
     parameter: StoredTensor
     missing: set[int]
     before: StoredTensor | None = None
-
-
-def _bind(module: fx.GraphModule, index: Mapping[tuple[str, int], int]) -> fx.GraphModule:
-    """The graph as a function of (run, arguments): its `zinf` nodes become calls of the run's methods.
-
-    `index`: of each tile among the schedule's, by the placeholder of its token and its first element.
-    `arguments` is a reversed list from which each input is popped, so that inputs die with their last use.
-    """
-    bound = fx.Graph()
-    run = bound.placeholder("run")
-    arguments = bound.placeholder("arguments")
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        if node.op == "placeholder":
-            copies[node] = bound.call_method("pop", (arguments,))
-            copies[node].name = node.name
-        elif node.target in _METHODS:
-            makes_token = node.target is ops.offload_activation
-            token = node if makes_token else node.args[0]
-            values = node.args if makes_token else node.args[1:] if node.target in _TAKE_A_VALUE else ()
-            values = fx.node.map_arg(values, copies.__getitem__)
-            options = dict(node.kwargs)
-            tile = index[token.name, options.pop("start", 0)]
-            copies[node] = bound.call_method(_METHODS[node.target], (run, tile, *values), options)
-        else:
-            copies[node] = bound.node_copy(node, copies.__getitem__)
-    return fx.GraphModule(module, bound, class_name=f"Planned{module.__class__.__name__}")
 
 
 def _accumulates(parameter: StoredTensor) -> bool:

@@ -149,7 +149,8 @@ def _add_elements(storage: TensorStorage, start: int, values: torch.Tensor, firs
     window = storage.device_window(start, values.numel(), load=not first, offset=offset)
     try:
         elements = window.wait().view(values.shape)
-        elements.copy_(values) if first else elements.add_(values)
+        with storage.noted(values.nbytes):
+            elements.copy_(values) if first else elements.add_(values)
     except BaseException:
         window.close()
         raise

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError, RanksError
 from zinf_fx.plan.sharding import Groups, Segment
+from zinf_fx.runtime.recorder import RECORDER, Note
 
 # Both names since torch 2.13, where the first ones are deprecated.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -28,9 +29,9 @@ class Collective:
         failed: whether it did. It may write to its tensors still.
     """
 
-    def __init__(self, work: dist.Work | None, what: str, ranks: Ranks) -> None:
-        """`work`: None when it is over. `what` names it and the tile in errors."""
-        self._work, self._what, self._ranks = work, what, ranks
+    def __init__(self, work: dist.Work | None, what: str, ranks: Ranks, note: Note | None = None) -> None:
+        """`work`: None when it is over. `what` names it and the tile in errors. `note`: to end after a wait."""
+        self._work, self._what, self._ranks, self._note = work, what, ranks, note
         self.failed = False
 
     def wait(self) -> None:
@@ -45,6 +46,7 @@ class Collective:
             with self._ranks.naming(self._what):
                 work.wait(self._ranks.timeout)
             self.failed = False
+            RECORDER.end(self._note)
 
 
 class Ranks:
@@ -138,9 +140,10 @@ class Ranks:
                     full.copy_(shard)
             source = dist.get_global_rank(self._within, owner)
             send = lambda: dist.broadcast(full, source, group=self._within, async_op=True)  # noqa: E731
-            return self._start(send, f"broadcast of {what}")
+            return self._start("allgather", full, send, f"broadcast of {what}")
         self.sent_bytes += (self.shards - 1) * shard.nbytes
-        return self._start(lambda: _all_gather(full, shard, group=self._within, async_op=True), f"all-gather of {what}")
+        start = lambda: _all_gather(full, shard, group=self._within, async_op=True)  # noqa: E731
+        return self._start("allgather", full, start, f"all-gather of {what}")
 
     def all_gather_segments(
         self, full: torch.Tensor, shard: torch.Tensor, segments: Sequence[Segment], what: str
@@ -159,18 +162,19 @@ class Ranks:
         self.sent_bytes += 0 if self.shard == owner else full.nbytes
         target = dist.get_global_rank(self._within, owner)
         send = lambda: dist.reduce(full, target, group=self._within, async_op=True)  # noqa: E731
-        return self._start(send, f"reduction of {what}")
+        return self._start("reduce_scatter", full, send, f"reduction of {what}")
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, what: str) -> Collective:
         """Start to sum `full` of every rank of the group; `shard` gets this rank's part."""
         self.sent_bytes += (self.shards - 1) * shard.nbytes
         start = lambda: _reduce_scatter(shard, full, group=self._within, async_op=True)  # noqa: E731
-        return self._start(start, f"reduce-scatter of {what}")
+        return self._start("reduce_scatter", full, start, f"reduce-scatter of {what}")
 
     def all_reduce(self, shard: torch.Tensor, what: str) -> Collective:
         """Start to sum the `shard` of every group's rank that has the same one, in place."""
         self.sent_bytes += 2 * (self.replicas - 1) * -(-shard.nbytes // self.replicas)
-        return self._start(lambda: dist.all_reduce(shard, group=self._across, async_op=True), f"all-reduce of {what}")
+        start = lambda: dist.all_reduce(shard, group=self._across, async_op=True)  # noqa: E731
+        return self._start("all_reduce", shard, start, f"all-reduce of {what}")
 
     def reduce_over_shards(self, numbers: torch.Tensor, what: str, operation: Any = dist.ReduceOp.SUM) -> None:
         """Reduce `numbers` (few), one of which each rank of the group has for its shard, in place."""
@@ -232,9 +236,11 @@ class Ranks:
                 "input shapes, and compile in the same order"
             )
 
-    def _start(self, start: Callable[[], dist.Work | None], what: str) -> Collective:
+    def _start(self, kind: str, moved: torch.Tensor, start: Callable[[], dist.Work | None], what: str) -> Collective:
+        note = RECORDER.begin(kind, moved.nbytes, moved.device, what)
         with self.naming(what):
-            return Collective(start(), what, self)
+            work = start()
+        return Collective(work, what, self, RECORDER.ends_with(note, work))
 
     @contextmanager
     def naming(self, what: str) -> Iterator[None]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from zinf_fx.runtime.ranks import Collective
+from zinf_fx.runtime.recorder import RECORDER
 from zinf_fx.runtime.storage import TensorStorage
 
 _blocks = 0  # of no_sync that are open; autograd runs backward of CUDA graphs in a thread of its own
@@ -48,6 +50,7 @@ class Reduction:
         """Start to reduce `gradient`, which is not changed: of the elements from `start` on. `name`: the tile's, for
         errors."""
         self._ranks, self._what = storage.ranks, f"the gradient of {name}"
+        self._purpose = RECORDER.purpose()
         self._shape, self._dtype = gradient.shape, gradient.dtype
         count = gradient.numel()
         self.whole = self._ranks.shards == 1
@@ -81,17 +84,25 @@ class Reduction:
 
     def advance(self) -> None:
         """When the ranks of the group have summed, start to sum over the groups."""
-        for collective in self._in_group:
-            collective.wait()
-        self._in_group, self._source = [], None
-        if self._ranks.replicas > 1 and self._over_groups is None and self._result.numel():
-            self._over_groups = self._ranks.all_reduce(self._result, self._what)
+        with RECORDER.within(self._purpose):
+            self._await(self._in_group)
+            self._in_group, self._source = [], None
+            if self._ranks.replicas > 1 and self._over_groups is None and self._result.numel():
+                self._over_groups = self._ranks.all_reduce(self._result, self._what)
 
     def wait(self) -> torch.Tensor:
         """What was reduced, in the gradient's dtype: flat, with padding, this rank's parts of the segments; or all of
         it, in its shape."""
         self.advance()
         if self._over_groups is not None:
-            self._over_groups.wait()
+            with RECORDER.within(self._purpose):
+                self._await([self._over_groups])
         result = self._result.to(self._dtype)
         return result.view(self._shape) if self.whole else result
+
+    def _await(self, collectives: list[Collective]) -> None:
+        started = time.perf_counter()
+        for collective in collectives:
+            collective.wait()
+        if collectives:
+            RECORDER.waited(started, detail=f"for {self._what}")

@@ -22,6 +22,7 @@ from zinf_fx.runtime.buffers import aligned_empty
 from zinf_fx.runtime.device import CPU, Device
 from zinf_fx.runtime.leases import PAGE, Buffer, Ticket
 from zinf_fx.runtime.ranks import ALONE, Collective, Ranks
+from zinf_fx.runtime.recorder import RECORDER, REFRESH
 from zinf_fx.runtime.tiers import DelayedWrite, Tiers
 from zinf_fx.runtime.windows import DeviceWindow, Under, Window
 
@@ -316,7 +317,8 @@ class TensorStorage:
         """
         if self.stale:
             self.stale = False
-            self._refreshing = _Refresh(self)
+            with RECORDER.about(kinds=REFRESH):
+                self._refreshing = _Refresh(self)
         return self._refreshing
 
     @torch.no_grad()
@@ -379,7 +381,8 @@ class TensorStorage:
         """As `set`, from a tensor of as many elements as are held."""
         self.settle()
         if self._on_device is not None:
-            self._on_device.view(value.shape).copy_(value)
+            with self.noted(value.nbytes):
+                self._on_device.view(value.shape).copy_(value)
             self.written()
         elif self._in_host is not None:
             earlier = [ticket for _, ticket in (*self._writes, *self.reads)]
@@ -394,6 +397,11 @@ class TensorStorage:
                 window.close()
                 raise
             window.store(after=copy)
+
+    def noted(self, nbytes: int) -> contextlib.AbstractContextManager[None]:
+        """For a block in which the CPU copies a value to where it lives; other devices' copies note themselves."""
+        leaves = self.tier != "device" and self.device.in_host_memory
+        return RECORDER.work("offload", nbytes, CPU.torch_device) if leaves else contextlib.nullcontext()
 
     def written(self, after: tuple[range, Ticket] | None = None) -> None:
         """Count a write made through `value()` of bytes in place or through a window, which is over when `after` is."""

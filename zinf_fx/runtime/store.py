@@ -17,6 +17,7 @@ from zinf_fx.runtime.freelist import round_up
 from zinf_fx.runtime.leases import PAGE
 from zinf_fx.runtime.measure import weights_of
 from zinf_fx.runtime.probe import candidates
+from zinf_fx.runtime.recorder import RECORDER
 from zinf_fx.runtime.scratch import reclaim
 from zinf_fx.runtime.stripes import UNIT, Place, Turns, runs
 from zinf_fx.runtime.volume import Volume
@@ -335,6 +336,7 @@ class Store:
                 first_page=run.start // PAGE,
             )
             tickets.append(ticket)
+        RECORDER.stored("fetch" if operation == READ else "write", length, tickets)
         return tickets[0] if len(tickets) == 1 else StripedTicket(tickets)
 
     def _check_usable(self, operation: str) -> None:

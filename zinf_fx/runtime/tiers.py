@@ -20,6 +20,7 @@ from zinf_fx.runtime.device import Device
 from zinf_fx.runtime.device_arena import DeviceArena
 from zinf_fx.runtime.freelist import round_up
 from zinf_fx.runtime.leases import PAGE, Buffer, Ticket
+from zinf_fx.runtime.recorder import RECORDER
 from zinf_fx.runtime.store import Store
 
 # Dirty bytes that may be on their way to the store before a writer waits for the oldest.
@@ -46,6 +47,7 @@ class DelayedWrite:
         self._arrival = arrival
         self._write: Callable[[], Ticket] | None = write
         self._ticket: Ticket | None = None
+        self._purpose = RECORDER.purpose()
         self._refusal: str | None = None
         self._lock = threading.RLock()
 
@@ -55,7 +57,8 @@ class DelayedWrite:
             if self._write is not None and self._arrival.done():
                 write, self._write = self._write, None
                 try:
-                    self._ticket = write()
+                    with RECORDER.within(self._purpose):
+                        self._ticket = write()
                 except StoreError as error:
                     self._refusal = str(error)  # an error that is kept would keep, by its traceback, whoever asked
             return self._write is None
@@ -237,16 +240,22 @@ class Tiers:
     def limit_writes(self, nbytes: int) -> None:
         """Wait until at most `nbytes` are on their way to the store."""
         with self._lock:
+            if self._bytes_writing <= nbytes:
+                return
             started = time.perf_counter()
-            while sum(buffer.capacity for _, buffer in self._writes) > nbytes:
+            while self._bytes_writing > nbytes:
                 self._retire()
-            self.counters.write_stall_seconds += time.perf_counter() - started
+            self.counters.write_stall_seconds += RECORDER.waited(started, "writes")
+
+    @property
+    def _bytes_writing(self) -> int:
+        return sum(buffer.capacity for _, buffer in self._writes)
 
     def writing_at_most(self, nbytes: int) -> bool:
         """Whether `limit_writes` would return at once."""
         with self._lock:
             self._begin_delayed()
-            left = sum(buffer.capacity for _, buffer in self._writes)
+            left = self._bytes_writing
             for ticket, buffer in self._writes:
                 if left <= nbytes or not ticket.done():
                     break
@@ -263,11 +272,15 @@ class Tiers:
         """Wait for every write under way. Raises: StoreError of the first that failed, after all have ended."""
         failure: BaseException | None = None
         with self._lock:
+            if not self._writes:
+                return
+            started = time.perf_counter()
             while self._writes:
                 try:
                     self._retire()
                 except BaseException as error:
                     failure = failure or error
+            RECORDER.waited(started, "writes")
         if failure is not None:
             raise failure
 

@@ -13,6 +13,7 @@ from zinf_fx.errors import RanksError, StoreError
 from zinf_fx.plan.sharding import Segment
 from zinf_fx.runtime.leases import Buffer, Ticket
 from zinf_fx.runtime.ranks import Collective
+from zinf_fx.runtime.recorder import RECORDER
 from zinf_fx.runtime.storage import TensorStorage
 from zinf_fx.runtime.windows import DeviceWindow, Window
 
@@ -56,7 +57,7 @@ class StagedTile:
         if self._refresh is not None:
             self._refresh.wait()
         value = self._window.wait()
-        self._counters.stall_seconds += time.perf_counter() - started
+        self._counters.stall_seconds += RECORDER.waited(started)
         self._counters.gathered_bytes += self._nbytes
         return value
 
@@ -137,7 +138,7 @@ class ShardedTile:
         self.allgather(self._name)
         for collective in self._gathering:
             collective.wait()
-        self._counters.stall_seconds += time.perf_counter() - started
+        self._counters.stall_seconds += RECORDER.waited(started)
         self._counters.gathered_bytes += self._nbytes
         return self._full[: self._count]
 

@@ -1,0 +1,322 @@
+"""Recordings: what is in them is what the plan says and what the counters count, and recording changes nothing."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+import tracemalloc
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zinf_fx
+from zinf_fx.errors import ConfigError, StoreError
+from zinf_fx.native.engine import Fault
+from zinf_fx.plan.hardware import load
+from zinf_fx.plan.operator_time import compute_seconds
+from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.simulate import simulate_plan
+from zinf_fx.plan.timeline import LANES, Slice, slices
+from zinf_fx.recording import Recording, Step
+from zinf_fx.runtime import recorder
+from zinf_fx.runtime.executor import EXECUTOR
+from zinf_fx.runtime.recorder import RECORDER
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from gpt import GPT, GPTConfig
+
+CONFIG = GPTConfig(layers=1, hidden=64, heads=2, context=16, vocabulary=64)
+PLACEMENTS = {
+    "gradients in host memory": {"parameters": "nvme", "gradients": "host", "optimizer": "nvme"},
+    "activations leave": {"parameters": "nvme", "gradients": "nvme", "optimizer": "host", "activations": "nvme"},
+}
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(CONFIG.vocabulary, (2, CONFIG.context), generator=torch.Generator().manual_seed(0))
+    return tokens, tokens.roll(-1, 1)
+
+
+class Training:
+    """A small GPT, and steps of it."""
+
+    def __init__(self, store: Path, placement: object = "nvme", layers: int = 1, **options: object) -> None:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        self.stored = zinf_fx.offload(GPT(replace(CONFIG, layers=layers)), store=store, placement=placement, **options)
+        self.model = torch.compile(self.stored, backend="zinf")
+        self.optimizer = zinf_fx.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+    def step(self, micro_batches: int = 1) -> float:
+        for _ in range(micro_batches):
+            loss = self.model(*batch())
+            loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def recorded(self, steps: int, step: Callable[[], object] | None = None) -> Recording:
+        with zinf_fx.record(self.model) as recording:
+            for _ in range(steps):
+                (step or self.step)()
+        return recording
+
+    def unrecorded(self, steps: int, step: Callable[[], object]) -> None:
+        for _ in range(steps):
+            step()
+
+    def moved(self) -> tuple[int, int]:
+        """Bytes read and written so far, once nothing is under way."""
+        self.optimizer.finish()
+        store = next(self.stored.parameters()).storage.tiers.store
+        before = None
+        while before != (before := store.counters()):  # a step starts reads for the next
+            time.sleep(0.03)
+        return before.bytes_read, before.bytes_written
+
+
+def planned_slices(plan: Plan) -> list[Slice]:
+    hardware = load("rtx-4090")
+    return slices(plan, simulate_plan(plan, hardware, compute_seconds(plan, hardware)))
+
+
+def names(found: list[Slice] | tuple[Slice, ...], *lanes: str) -> Counter[str]:
+    return Counter(one.name for one in found if one.lane in lanes)
+
+
+def nbytes(step: Step, *kinds: str, detail: str | None = None) -> int:
+    wanted = [one for one in step.slices if one.name.partition(" ")[0] in kinds]
+    return sum(one.nbytes for one in wanted if detail in (None, one.detail))
+
+
+def assert_operators_are_in_order(step: Step, plan: Plan) -> None:
+    found = [one for one in step.slices if one.lane == "compute"]
+    expected = [(f"{graph.kind} {one.index}", one.label) for graph in plan.graphs for one in graph.operators]
+    assert [(one.name, one.detail) for one in found] == expected
+    assert all(one.start <= one.end <= other.start for one, other in pairwise(found))
+
+
+@pytest.fixture(scope="module")
+def steady(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """With everything on NVMe, after some steps. Tests that share it come first in this file."""
+    training = Training(tmp_path_factory.mktemp("store"))
+    for _ in range(3):
+        training.step()
+    return training
+
+
+def test_a_steady_step_is_the_planned_one(steady: Training):
+    assert_as_planned(steady)
+
+
+def test_the_trace_has_both_side_by_side(steady: Training, tmp_path: Path):
+    recording = steady.recorded(2)
+    path = recording.save(tmp_path / "trace.json")
+    assert path == tmp_path / "trace.json"
+    events = json.loads(path.read_text())["traceEvents"]
+    processes = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
+    assert processes == {"planned, on RTX 4090 desktop": 1, "measured": 2}
+    tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for e in (e for e in events if e["ph"] == "X"):
+        tracks.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
+    for track in tracks.values():
+        assert all(one[1] <= other[0] + 1e-6 for one, other in pairwise(sorted(track)))
+    for pid in (1, 2):
+        lanes = [e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == pid]
+        assert list(dict.fromkeys(lanes)) == ["step", "compute", "wait", *LANES[1:]]
+        held = [e["args"] for e in events if e["ph"] == "C" and e["pid"] == pid and e["name"] == "host memory"]
+        assert max(one["bytes"] for one in held) > 0
+    steps = [[e for e in events if e.get("cat") == "step" and e["pid"] == pid] for pid in (1, 2)]
+    assert [e["name"] for e in steps[1]] == ["step 0", "step 1"]
+    assert steps[0][0]["ts"] == steps[1][0]["ts"]
+    with pytest.raises(ConfigError, match="can't be written"):
+        recording.save(tmp_path / "missing" / "trace.json")
+
+
+def test_the_table_compares_lanes(steady: Training):
+    recording = steady.recorded(2)
+    lines = str(recording).splitlines()
+    assert lines[0].startswith("2 step(s) of 0.") and "planned for RTX 4090 desktop: 0." in lines[0]
+    rows = {line.split("  ")[0]: line.split()[1:] for line in lines[3:-1]}
+    assert set(rows) == {"compute", "wait", "upload", "fetch", "offload", "optimizer", "none of these"}
+    assert rows["fetch"][2:4] == rows["fetch"][4:6]
+    step, seconds = recording.steps[0], float(lines[0].split()[3])
+    assert float(rows["fetch"][1]) <= seconds and 0 < float(rows["compute"][1]) < step.busy("compute") * 2
+    assert lines[-1].startswith("waited longest for ")
+    assert "nothing was recorded" in str(steady.recorded(0))
+
+
+def test_without_a_recording_nothing_is_noted(steady: Training):
+    tracemalloc.start()
+    try:
+        before = tracemalloc.take_snapshot()
+        steady.step()
+        steady.optimizer.finish()
+        found = tracemalloc.take_snapshot().compare_to(before, "filename")
+    finally:
+        tracemalloc.stop()
+    assert [each for each in found if each.traceback[0].filename == recorder.__file__ and each.size_diff] == []
+
+
+def test_what_a_block_raises_ends_the_recording(steady: Training):
+    with pytest.raises(KeyError), zinf_fx.record(steady.model) as recording:
+        steady.step()
+        raise KeyError
+    assert len(recording.steps) == 1 and RECORDER.log is None
+
+
+def test_micro_batches_are_one_step_that_reads_gradients_again(steady: Training):
+    steady.step(2)
+    (step, _) = steady.recorded(2, lambda: steady.step(2)).steps
+    graphs = [one.name.split()[0] for one in step.slices if one.lane == "compute"]
+    assert list(dict.fromkeys(pairwise(graphs))) == [
+        ("forward", "forward"),
+        ("forward", "backward"),
+        ("backward", "backward"),
+        ("backward", "forward"),
+    ]
+    read = [one for one in step.slices if one.name.startswith("read ")]
+    gradients = {one.name.removeprefix("offload ") for one in step.slices if one.name.startswith("offload ")}
+    assert read and {one.name.removeprefix("read ") for one in read} == gradients
+    assert {one.lane for one in read} == {"offload"}
+
+
+def test_calls_for_inference_are_steps(steady: Training):
+    def infer() -> None:
+        with torch.no_grad():
+            steady.model(*batch())
+
+    infer()
+    recording = steady.recorded(3, infer)
+    assert len(recording.steps) == 3
+    for step in recording.steps:
+        assert_operators_are_in_order(step, recording.plans[0])
+
+
+def test_what_eager_code_reads_is_noted_without_a_plan(steady: Training):
+    with zinf_fx.record(steady.stored) as recording:
+        next(steady.stored.parameters()).full_tensor()
+    (step,) = recording.steps
+    assert recording.plans == () and names(step.slices, "compute") == Counter()
+    assert [one.name for one in step.slices] == ["fetch"] and step.nbytes("fetch") > 0
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+def test_a_steady_step_is_the_planned_one_wherever_states_live(tmp_path: Path, placement: object):
+    training = Training(tmp_path, placement)
+    for _ in range(3):
+        training.step()
+    assert_as_planned(training)
+
+
+def assert_as_planned(training: Training) -> None:
+    def step() -> None:
+        training.step()
+        training.optimizer.finish()
+
+    before = training.moved()
+    recording = training.recorded(3, step)
+    read, written = (after - earlier for after, earlier in zip(training.moved(), before, strict=True))
+    (plan,) = recording.plans
+    expected = planned_slices(plan)
+    leaves = any(tile.activation for graph in plan.graphs for tile in graph.tiles)
+    assert leaves == (plan.config.placement.activations != "device")
+    for step in recording.steps:
+        assert_operators_are_in_order(step, plan)
+        for lane in ("fetch", "offload"):
+            assert names(step.slices, lane) == names(expected, lane)
+            assert step.nbytes(lane) == sum(one.nbytes for one in expected if one.lane == lane)
+        assert set(names(step.slices, "optimizer")) == set(names(expected, "optimizer"))
+        assert step.nbytes("optimizer") == sum(one.nbytes for one in expected if one.lane == "optimizer")
+        waits = names(step.slices, "wait")
+        tiles = [g.tiles[e.tile].label for g in plan.graphs for e in g.events if e.kind == "wait"]
+        assert {name: waits[f"wait {name}"] for name in tiles} == Counter(tiles)
+    assert len(recording.steps) == 3
+    assert read == sum(nbytes(s, "fetch", "read") + nbytes(s, "states", detail="fetch") for s in recording.steps)
+    assert written == sum(nbytes(s, "write") + nbytes(s, "states", detail="write") for s in recording.steps)
+
+
+def test_recording_changes_no_bit(tmp_path: Path):
+    losses: list[list[float]] = []
+    values: list[list[torch.Tensor]] = []
+    for steps_of in (Training.unrecorded, Training.recorded):
+        training, found = Training(tmp_path), []
+        steps_of(training, 4, lambda training=training, found=found: found.append(training.step()))
+        losses.append(found)
+        with zinf_fx.gathered(training.stored) as gathered:
+            values.append([value.clone() for value in gathered])
+    assert losses[0] == losses[1]
+    assert all(map(torch.equal, *values))
+
+
+def test_the_optimizer_goes_on_in_the_next_steps_time_and_belongs_to_its_own(tmp_path: Path):
+    training = Training(tmp_path, layers=3, chunk="64KiB")
+    for _ in range(3):
+        training.step()
+    _, first, second, _ = training.recorded(4).steps  # the first has some of the step before in it
+    updates = [one for one in first.slices if one.name == "update"]
+    assert len(updates) > 2
+    assert any(one.start > second.start for one in updates)
+    assert first.nbytes("optimizer") == second.nbytes("optimizer") > 0
+    computed = [one for one in second.slices if one.name == "forward 0"]
+    assert first.end == second.start <= computed[0].start
+
+
+def test_an_error_in_a_step_ends_what_had_begun(tmp_path: Path):
+    training = Training(tmp_path, prefetch=None)
+    training.step()
+    training.optimizer.finish()
+    store = next(training.stored.parameters()).storage.tiers.store
+    with zinf_fx.record(training.model) as recording:
+        EXECUTOR.reset()
+        store.inject(Fault("completion", operation="read", nth=6, errno=61))
+        with pytest.raises(StoreError):
+            training.model(*batch())
+        store.clear_faults()
+        training.optimizer.zero_grad()
+        training.step()
+    broken, whole = recording.steps
+    (plan,) = recording.plans
+    count = len(plan.graph("forward").operators)
+    assert 0 < len(names(broken.slices, "compute")) < count
+    assert not any("not over" in one.detail for one in broken.slices)
+    assert_operators_are_in_order(whole, plan)
+    assert RECORDER.log is None and recorder._about.get() is None
+
+
+def test_there_is_one_recording_at_a_time(tmp_path: Path):
+    model = nn.Linear(2, 2)
+    with zinf_fx.record(model) as recording:
+        with pytest.raises(ConfigError, match="under way"), zinf_fx.record(model):
+            pass
+        assert RECORDER.log is not None
+    assert recording.steps == ()
+    with pytest.raises(ConfigError, match="unknown"), zinf_fx.record(model, hardware="abacus"):
+        pass
+    with pytest.raises(ConfigError, match="no parameter is stored"), zinf_fx.record(model, hardware="this-machine"):
+        pass
+    with pytest.raises(ConfigError, match="takes a model"), zinf_fx.record(recording):  # type: ignore[arg-type]
+        pass
+    assert RECORDER.log is None
+
+
+def test_a_recording_keeps_neither_model_nor_buffers(tmp_path: Path):
+    training = Training(tmp_path)
+    recording = training.recorded(2)
+    model = weakref.ref(training.stored)
+    tiers = weakref.ref(next(training.stored.parameters()).storage.tiers)
+    EXECUTOR.reset()
+    torch._dynamo.reset()
+    del training
+    gc.collect()
+    assert model() is None and tiers() is None
+    assert len(recording.steps) == 2
