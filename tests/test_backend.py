@@ -9,6 +9,7 @@ import torch
 
 import zinf_fx
 from zinf_fx.errors import ConfigError, StoreError
+from zinf_fx.explain import plan_model
 from zinf_fx.runtime.stored_tensor import StoredTensor
 
 
@@ -97,6 +98,17 @@ def test_auto_offloads_what_exceeds_the_budget(tmp_path):
     compiled = torch.compile(model, backend="zinf", options={"store": tmp_path, "device_memory": 3000})
     compiled(torch.randn(2, 8))
     assert model[0].weight.storage.placement.optimizer == "nvme"
+
+
+def test_the_first_call_simulates_where_something_has_to_leave(tmp_path, caplog):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
+    x, options = torch.randn(2, 64), {"store": tmp_path, "device_memory": "70KiB"}
+    ahead = plan_model(model, (x,), **options).decision
+    with caplog.at_level(logging.INFO, logger="zinf_fx"):
+        torch.compile(model, backend="zinf", options=options)(x)
+    (line,) = [record.message for record in caplog.records if record.name == "zinf_fx"]
+    assert line.endswith(ahead.reason) and "simulated" in line
+    assert model[0].weight.storage.placement == ahead.placement
 
 
 def test_compile_options_replace_those_of_the_model(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from collections.abc import Callable
@@ -130,11 +131,23 @@ def test_compiled_code_stays_and_what_follows_is_compiled_as_ever(broken: bool):
     assert fresh.frame_count == graphs
 
 
-def test_auto_says_what_it_decided(monkeypatch: pytest.MonkeyPatch):
-    text = zinf_fx.explain(Model(), tokens())
-    assert text.startswith("The placement is what 'auto' decided") and "Everything fits" in text
-    text = zinf_fx.explain(Model(), tokens(), host_memory="100KiB")
-    assert "Everything fits" not in text and "optimizer on nvme" in text
+@pytest.mark.parametrize("broken", [False, True])
+def test_auto_says_what_it_decided(caplog: pytest.LogCaptureFixture, broken: bool):
+    text = zinf_fx.explain(Model(broken), tokens())
+    assert text.startswith("placement auto, for this machine, at nominal rates: everything fits on the device")
+    assert "would run as ordinary PyTorch" in text
+    with caplog.at_level(logging.INFO, logger="zinf_fx"):
+        text = zinf_fx.explain(Model(broken), tokens(), host_memory="100KiB")
+    first, *_, taken = text.split("\n\n")[0].splitlines() + [
+        line for line in text.splitlines() if line.startswith("taken")
+    ]
+    assert "ordinary PyTorch" not in text and "simulated" in first
+    tiers = taken.replace(", rule", "").split()[1:5]
+    assert len(set(tiers)) == 2 and set(tiers) == {"device", "nvme"}
+    states = zip(("parameters", "gradients", "optimizer", "activations"), tiers, strict=True)
+    assert f"placement  {', '.join(f'{state} on {tier}' for state, tier in states)}" in text
+    (line,) = [record.message for record in caplog.records if record.name == "zinf_fx"]
+    assert line.startswith("placement auto: parameters (0 MiB) on ") and line.endswith(first.split(": ", 1)[1][:-1])
 
 
 def test_a_model_without_parameters_moves_nothing():

@@ -13,6 +13,7 @@ from zinf_fx.capture import Capture
 from zinf_fx.config import PRESETS, Config
 from zinf_fx.errors import ConfigError
 from zinf_fx.given_plan import check_before_offload, check_offloaded, options_with, plans_given
+from zinf_fx.placement import at_first_call
 from zinf_fx.plan.schedule import Plan
 from zinf_fx.plan.sharding import Groups
 from zinf_fx.runtime.local_parameter import stored_parameter
@@ -53,7 +54,7 @@ def zinf(
     plain = [p for p in inputs if isinstance(p, torch.nn.Parameter) and stored_parameter(p) is None]
     if plain:
         _check_ranks_are_given(requested, plain)
-        config = decided(requested, plain)
+        config = decided(requested, plain, lambda ranked: at_first_call(module, inputs, ranked, plain))
         many = Ranks.of(config).size > 1  # whose gradients are to be reduced
         if many or requested.placement != "auto" or config.placement != PRESETS["device"]:
             check_before_offload(plans, module, inputs, config)

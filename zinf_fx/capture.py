@@ -3,6 +3,7 @@ forward and backward together before either runs; the compilers only bind what w
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -21,7 +22,7 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.aot_autograd import aot_module_simplified
 
 from zinf_fx import ops
-from zinf_fx.config import Config
+from zinf_fx.config import Config, Placement
 from zinf_fx.equal_values import check_equal, mesh_of, replicas_of
 from zinf_fx.errors import PlanError, RanksError
 from zinf_fx.local_inputs import taking_local, traced
@@ -86,13 +87,32 @@ class Capture:
             self._tensor_ranks = tensor_ranks(config, self._mesh.get_group())
         self._rates = rates
         self._compiles = True
+        self._captured: tuple[fx.GraphModule, Callable[[fx.GraphModule, Placement | None], object]] | None = None
 
     def planned(self) -> Plan | None:
         """The graph's plan, and nothing compiled."""
-        self._compiles = False
-        with suppress(_Planned):
-            self.compile()
+        self.capture()
+        if self._captured is not None:
+            module, plan = self._captured
+            self._captured = None
+            plan(module, None)
         return self.plan
+
+    def planned_with(self, placement: Placement) -> Plan | None:
+        """The graph's plan if its parameters lived elsewhere, and nothing compiled. The graph is captured once."""
+        self.capture()
+        if self._captured is not None:
+            module, plan = self._captured
+            copied = fx.GraphModule(module, copy.deepcopy(module.graph))
+            plan(copied, placement)
+        return self.plan
+
+    def capture(self) -> None:
+        """Get at the graph that is to be planned, and no further."""
+        if self._captured is None and self.plan is None:
+            self._compiles = False
+            with suppress(_Captured):
+                self.compile()
 
     def compile(self) -> Callable[..., Any]:
         """Plan the graph; the result is called with the values of the graph's inputs."""
@@ -138,7 +158,24 @@ class Capture:
     def _partition(
         self, joint: fx.GraphModule, joint_inputs: Any, **arguments: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        tiles = self._tiles(joint.graph)
+        self._stop_with(joint, lambda module, placement: self._training(module, joint_inputs, arguments, placement))
+        return self._training(joint, joint_inputs, arguments)
+
+    def _stop_with(self, module: fx.GraphModule, plan: Callable[[fx.GraphModule, Placement | None], object]) -> None:
+        """Keep what was captured where plans are all that is wanted: what AOTAutograd does after that takes as long."""
+        if not self._compiles:
+            self._captured = (module, plan)
+            raise _Captured
+
+    def _training(
+        self,
+        joint: fx.GraphModule,
+        joint_inputs: Any,
+        arguments: dict[str, Any],
+        placement: Placement | None = None,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Plan forward and backward. `placement`: as if this were that of the parameters."""
+        tiles = self._tiles(joint.graph, placement)
         (output,) = joint.graph.find_nodes(op="output")
         descriptors = output.meta["desc"][arguments["num_fwd_outputs"] :]
         position_of = {_origin(descriptor): position for position, descriptor in enumerate(descriptors)}
@@ -149,7 +186,14 @@ class Capture:
                 if position is not None:  # autograd finds no gradient for a weight that is used detached
                     positions[position] = node.name
         gradients = output.args[0][arguments["num_fwd_outputs"] :]
-        context = GraphContext("joint", self.config, tiles, positions, len(gradients), rates=self._rates or NOMINAL)
+        context = GraphContext(
+            "joint",
+            self._placed(self.config, placement),
+            tiles,
+            positions,
+            len(gradients),
+            rates=self._rates or NOMINAL,
+        )
         fingerprint = fingerprint_of(joint.graph, context)
         if self._mesh is not None:
             inputs = {node.name: self._given_for(node) for node in joint.graph.find_nodes(op="placeholder")}
@@ -168,7 +212,7 @@ class Capture:
         plan = plan_of([(forward.graph, forward_context), (backward.graph, backward_context)])
         self._note_collectives(forward.graph, forward_context)
         self._note_collectives(backward.graph, backward_context)
-        self._has(replace(plan, fingerprint=fingerprint))
+        self.plan = replace(plan, fingerprint=fingerprint)
         return forward, backward
 
     def _given_for(self, placeholder: fx.Node) -> object:
@@ -192,12 +236,6 @@ class Capture:
         for group, names in self._collectives.items():
             ranks = tensor_ranks(self.config, group)
             ranks.agree(f"{len(names)} of digest {digest_of(names)}", "the collectives in a graph")
-
-    def _has(self, plan: Plan) -> None:
-        """Keep the plan, which may be all that is wanted: what AOTAutograd does after that takes as long as a plan."""
-        self.plan = plan
-        if not self._compiles:
-            raise _Planned
 
     def _plan_for(self, fingerprint: Fingerprint, kind: GraphKind) -> Plan:
         """The plan that is for the captured graph. Raises: PlanError naming the first difference of the first one."""
@@ -244,7 +282,14 @@ class Capture:
         return measured(stored.device, stored.dtype, config.activation_tier, config.stores)
 
     def _inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        context = GraphContext("inference", self.config, self._tiles(module.graph))
+        self._stop_with(module, self._evaluation)
+        self._evaluation(module)
+        return self._bind(module, "inference")
+
+    def _evaluation(self, module: fx.GraphModule, placement: Placement | None = None) -> None:
+        """Plan a graph without backward, as `_training`."""
+        config = self._placed(self.config, placement)
+        context = GraphContext("inference", config, self._tiles(module.graph, placement))
         self._contexts = {"inference": context}
         fingerprint = fingerprint_of(module.graph, context)
         if self._plans:
@@ -255,8 +300,7 @@ class Capture:
             plan_inference(module, context)
         self.graphs = {"inference": module.graph}
         self._note_collectives(module.graph, context)
-        self._has(replace(plan_of([(module.graph, context)]), fingerprint=fingerprint))
-        return self._bind(module, "inference")
+        self.plan = replace(plan_of([(module.graph, context)]), fingerprint=fingerprint)
 
     def _reserve(self, plan: Plan) -> None:
         """Set apart what the plan takes of the memories that its parameters share."""
@@ -277,8 +321,12 @@ class Capture:
         run._boxed_call = True  # AOTAutograd then passes a list that the program may empty
         return run
 
-    def _tiles(self, graph: fx.Graph) -> dict[str, Tile]:
-        """The tiles of a graph by the name of their token's placeholder."""
+    @staticmethod
+    def _placed(config: Config, placement: Placement | None) -> Config:
+        return config if placement is None else Config.of(config, {"placement": placement})
+
+    def _tiles(self, graph: fx.Graph, placement: Placement | None) -> dict[str, Tile]:
+        """The tiles of a graph by the name of their token's placeholder. `placement`: in the place of their own."""
         gathered = {node.args[0].name for node in nodes_calling(graph, ops.gather)}
         tiles: dict[str, Tile] = {}
         ranks = self._groups.shards
@@ -294,19 +342,19 @@ class Capture:
             base = tensor.base
             # Hooks on a gradient are autograd's to run: such a gradient stays an output.
             moves = tensor.is_leaf and tensor.requires_grad and not tensor.views and not tensor.has_gradient_hooks
-            placement = base.config.placement
-            owner = Owners(base.config, ranks).next(0)  # whichever: a plan is the same for all
-            shards = shards_of(base.shape, base.dtype, ranks, base.config, owner) if ranks > 1 else None
+            config = self._placed(base.config, placement)
+            owner = Owners(config, ranks).next(0)  # whichever: a plan is the same for all
+            shards = shards_of(base.shape, base.dtype, ranks, config, owner) if ranks > 1 else None
             tiles[token.name] = Tile(
                 index=len(tiles),
                 name=self._names[origin.index],
                 shape=tuple(base.shape),
                 dtype=base.dtype,
-                tier=base.tier,
-                gradient_tier=placement.gradients if moves else None,
+                tier=base.tier if placement is None else placement.parameters,
+                gradient_tier=config.placement.gradients if moves else None,
                 ranks=ranks,
                 shard=shards.size if shards else 0,
-                partitioned=ranks > 1 and placement.stage == 3,
+                partitioned=ranks > 1 and config.placement.stage == 3,
                 replicas=self._groups.replicas,
                 segment=shards.segment if shards and len(shards.segments) > 1 else 0,
                 owned=ranks > 1 and owner is not None,
@@ -314,8 +362,8 @@ class Capture:
         return tiles
 
 
-class _Planned(Exception):
-    """Ends a capture of which only the plan was wanted."""
+class _Captured(Exception):
+    """Ends a capture of which only plans are wanted."""
 
 
 @contextmanager

@@ -14,15 +14,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 from torch.utils._pytree import tree_map, tree_map_only
 
-from zinf_fx.config import LARGEST, PRESETS, Config, shortened
+from zinf_fx.config import LARGEST, Config, shortened
 from zinf_fx.errors import ConfigError, PlanError, StoredTensorError, ZinfError
+from zinf_fx.plan.decision import Decision
 from zinf_fx.plan.event_graph import Compute
+from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.rates import Rates
 from zinf_fx.plan.schedule import Plan
 from zinf_fx.plan.sharding import Groups
@@ -30,6 +32,10 @@ from zinf_fx.plan.table import render
 from zinf_fx.runtime.abstract import abstract_parameter
 from zinf_fx.runtime.local_parameter import stored_parameter
 from zinf_fx.runtime.offload import decided
+from zinf_fx.runtime.tensor_parallel import with_ranks
+
+if TYPE_CHECKING:
+    from zinf_fx.capture import Capture
 
 
 def explain(
@@ -45,21 +51,17 @@ def explain(
     Forward and backward, or inference alone under `torch.no_grad()`, for `world_size` ranks, in `replicas` groups.
     Options and errors are those of `plans_of`.
     """
-    plans = plans_of(model, example_inputs, config, world_size=world_size, replicas=replicas, **fields)
-    return describe(model, plans, Config.of(config, fields))
+    planning = plan_model(model, example_inputs, config, world_size=world_size, replicas=replicas, **fields)
+    return describe(planning.plans, planning.decision)
 
 
-def describe(model: torch.nn.Module, plans: Sequence[Plan], requested: Config, **layout: Any) -> str:
-    """The text of the plans made for `model` as `requested`. `layout`: arguments of `plan.table.render`."""
+def describe(plans: Sequence[Plan], decision: Decision | None = None, **layout: Any) -> str:
+    """The text of a model's plans, and of what "auto" decided for it. `layout`: arguments of `plan.table.render`."""
     if not plans:
         return "No captured graph of the model uses a parameter, so nothing is moved.\n"
-    parts = []
-    if requested.placement == "auto" and not any(stored_parameter(p) is not None for p in model.parameters()):
-        parts.append("The placement is what 'auto' decided for this model and this machine.")
-        if plans[0].config.placement == PRESETS["device"]:
-            parts[0] += (
-                " Everything fits: the model\nwould run as ordinary PyTorch. Ask for another placement to see one."
-            )
+    parts = [] if decision is None else [str(decision)]
+    if decision is not None and decision.nothing_moves:
+        parts.append("The model would run as ordinary PyTorch. Ask for another placement to see one.")
     if len(plans) > 1:
         parts.append(f"The model is captured as {len(plans)} graphs (graph breaks); each has a plan of its own.")
     for number, plan in enumerate(plans, start=1):
@@ -68,7 +70,22 @@ def describe(model: torch.nn.Module, plans: Sequence[Plan], requested: Config, *
     return "\n\n".join(parts)
 
 
+@dataclass(frozen=True)
+class Planning:
+    """The plans of a model, one per graph that uses parameters; and what was decided where its placement is "auto"."""
+
+    decision: Decision | None
+    plans: list[Plan]
+
+
 def plans_of(
+    model: torch.nn.Module, example_inputs: Sequence[Any] | Mapping[str, Any], *arguments: Any, **options: Any
+) -> list[Plan]:
+    """The plans alone of `plan_model`, which says what the arguments are."""
+    return plan_model(model, example_inputs, *arguments, **options).plans
+
+
+def plan_model(
     model: torch.nn.Module,
     example_inputs: Sequence[Any] | Mapping[str, Any],
     config: Config | None = None,
@@ -76,22 +93,27 @@ def plans_of(
     world_size: int = 1,
     replicas: int = 1,
     seconds: list[Compute] | None = None,
+    hardware: Hardware | None = None,
     **fields: object,
-) -> list[Plan]:
-    """The plans of `model(*example_inputs)` (a mapping: keyword arguments) for `world_size` ranks, one per graph that
-    uses parameters. What is partitioned is so within each of `replicas` groups, as with a two-dimensional mesh.
+) -> Planning:
+    """The plans of `model(*example_inputs)` (a mapping: keyword arguments) for `world_size` ranks. What is partitioned
+    is so within each of `replicas` groups, as with a two-dimensional mesh.
 
     The model may be ordinary, offloaded, compiled, or on the meta device; it is neither changed nor run. An offloaded
     model keeps the placement it has; the other options apply. `rates`: what choices are weighed with; default those of
     this machine, as far as they can be measured. Example inputs on the meta device stand for zeros. Grad
     mode decides between training and inference, as for a real call. `seconds`: where given, gets for each plan those
-    that its operators take on this machine; every distinct operator is run for that.
+    that its operators take on this machine; every distinct node is run for that. `hardware`: what "auto" decides for;
+    default this machine.
 
     Raises: ConfigError for bad options, or a placement that contradicts how the model was offloaded;
     StoredTensorError for a parameter that can't be stored; PlanError when a budget is too small, or the model can't be
     captured; and what the model itself raises.
     """
-    from torch._dynamo.exc import BackendCompilerFailed  # the compiler takes seconds to import
+    # The compiler takes seconds to import.
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    from zinf_fx.placement import decided_for, moving
 
     model = getattr(model, "_orig_mod", model)
     if not isinstance(world_size, int) or not 1 <= world_size <= LARGEST:
@@ -99,22 +121,48 @@ def plans_of(
     if not isinstance(replicas, int) or replicas < 1 or world_size % replicas:
         raise ConfigError(f"replicas={replicas!r} is not a number of equal groups that {world_size} ranks divide into")
     in_force = _config_in_force(model, config, fields)
-    stage = 3 if in_force.placement == "auto" else in_force.placement.stage
-    planner = _Planner(in_force, rates, Groups.of(world_size, replicas, stage), seconds)
+    decides = in_force.placement == "auto"
+    groups = Groups.of(world_size, replicas, 3 if decides else in_force.placement.stage)
+    # Where it isn't decided yet, any placement serves for capturing the graphs.
+    planner = _Planner(Config.of(in_force, {"placement": "nvme"}) if decides else in_force, rates, groups)
     twin = _twin_of(model, planner.config)
     inputs = tree_map_only(torch.Tensor, _off_meta, example_inputs)
     arguments = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
-    try:
-        with _collecting_less():
+    with _collecting_less():
+        try:
             planner.compiled_call()(twin, *arguments)
-    except BackendCompilerFailed as failure:
-        raise failure.inner_exception from None
-    except StoredTensorError as error:
-        raise PlanError(
-            "the model can't be planned without values: code that Dynamo doesn't capture uses a parameter "
-            "(TORCH_LOGS=graph_breaks shows where)"
-        ) from error
-    return planner.plans
+        except BackendCompilerFailed as failure:
+            raise failure.inner_exception from None
+        except StoredTensorError as error:
+            raise PlanError(
+                "the model can't be planned without values: code that Dynamo doesn't capture uses a parameter "
+                "(TORCH_LOGS=graph_breaks shows where)"
+            ) from error
+        if decides:
+            parameters = list(model.parameters())
+            planning = Planning(*decided_for(planner.captures, parameters, in_force, groups, hardware))
+        else:
+            planning = Planning(None, moving(capture.planned() for capture in planner.captures))
+    if seconds is not None:
+        seconds += _timed(planner.captures, planning.decision)
+    return planning
+
+
+def _timed(captures: Sequence[Capture], decision: Decision | None) -> Iterator[Compute]:
+    """Seconds of each plan's operators on this machine."""
+    from zinf_fx.passes.timing import OperatorTimer
+    from zinf_fx.placement import moving
+
+    timer = OperatorTimer()
+    for capture in captures:
+        plan = capture.plan if decision is None else capture.planned_with(decision.placement)
+        if moving([plan]):
+            taken = {kind: timer.operators(graph) for kind, graph in capture.graphs.items()}
+            yield {
+                (graph.kind, operator.index): taken[graph.kind].get(operator.index, 0.0)
+                for graph in plan.graphs
+                for operator in graph.operators
+            }
 
 
 @contextmanager
@@ -131,12 +179,12 @@ def _collecting_less() -> Iterator[None]:
 
 
 def _config_in_force(model: torch.nn.Module, config: Config | None, fields: Mapping[str, object]) -> Config:
-    """The options that the backend would plan with, the placement decided."""
+    """The options that the backend would plan with; the placement may be "auto" still."""
     requested = Config.of(config, fields)
     parameters = list(model.parameters())
     stored = next((p for p in map(stored_parameter, parameters) if p is not None), None)
     if stored is None:
-        return decided(requested, parameters)
+        return with_ranks(requested, parameters) if requested.placement == "auto" else decided(requested, parameters)
     own = stored.base.config
     if requested.placement not in ("auto", own.placement):
         raise ConfigError(
@@ -180,13 +228,12 @@ def _call(model: torch.nn.Module, args: tuple, kwargs: dict) -> Any:
 
 @dataclass
 class _Planner:
-    """A Dynamo backend that plans each graph and compiles it to something that computes nothing."""
+    """A Dynamo backend that captures each graph, and compiles it to something that computes nothing."""
 
     config: Config
     rates: Rates | None = None
     groups: Groups = field(default_factory=Groups)
-    seconds: list[Compute] | None = None
-    plans: list[Plan] = field(default_factory=list)
+    captures: list[Capture] = field(default_factory=list)
 
     def compiled_call(self) -> Callable[..., Any]:
         """`_call`, compiled by this backend apart from all that Dynamo has compiled for the user.
@@ -201,22 +248,10 @@ class _Planner:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from zinf_fx.capture import Capture
-        from zinf_fx.passes.timing import OperatorTimer
 
         capture = Capture(module, inputs, self.config, rates=self.rates, groups=self.groups)
-        plan = capture.planned()
-        if plan is not None and any(graph.tiles for graph in plan.graphs):
-            self.plans.append(plan)
-            if self.seconds is not None:
-                timer = OperatorTimer()
-                taken = {kind: timer.operators(graph) for kind, graph in capture.graphs.items()}
-                self.seconds.append(
-                    {
-                        (graph.kind, operator.index): taken[graph.kind].get(operator.index, 0.0)
-                        for graph in plan.graphs
-                        for operator in graph.operators
-                    }
-                )
+        capture.capture()
+        self.captures.append(capture)
         results = tree_map(_stand_in, next(iter(module.graph.find_nodes(op="output"))).args[0])
 
         def zeros(*arguments: Any) -> Any:

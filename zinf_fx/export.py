@@ -9,7 +9,8 @@ import torch
 
 from zinf_fx.config import Config
 from zinf_fx.errors import PlanError
-from zinf_fx.explain import plans_of
+from zinf_fx.explain import plan_model
+from zinf_fx.plan.decision import Decision
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.rates import Rates
 from zinf_fx.plan.schedule import Plan
@@ -34,14 +35,29 @@ def export_plan(
         config, fields: the options to plan with, as for `zinf_fx.offload`.
         world_size: ranks that train together.
         replicas: groups that they divide into, each of which has all model states, as with a two-dimensional mesh.
-        hardware: whose rates choices are weighed with (`activations="auto"`); default nominal ones, or measured ones
-            for an offloaded model.
+        hardware: what `placement="auto"` decides for; default this machine, at nominal rates. Other choices
+            (`activations="auto"`) are weighed with its rates; default nominal ones, or measured ones for an offloaded
+            model.
 
     Raises: ConfigError for bad options; BudgetError when a budget is too small; PlanError when the model can't be
     captured as one graph that uses parameters; StoredTensorError for a parameter that can't be stored.
     """
+    return exported(model, example_inputs, config, world_size, replicas, hardware, **fields)[0]
+
+
+def exported(
+    model: torch.nn.Module,
+    example_inputs: Sequence[Any] | Mapping[str, Any],
+    config: Config | None = None,
+    world_size: int = 1,
+    replicas: int = 1,
+    hardware: Hardware | None = None,
+    **fields: object,
+) -> tuple[Plan, Decision | None]:
+    """As `export_plan`, with what was decided where `placement` is "auto"."""
     rates = rates_of(hardware, model, Config.of(config, fields)) if hardware is not None else None
-    plans = plans_of(model, example_inputs, config, rates, world_size, replicas, **fields)
+    planning = plan_model(model, example_inputs, config, rates, world_size, replicas, hardware=hardware, **fields)
+    plans = planning.plans
     if len(plans) != 1:
         raise PlanError(
             "no captured graph of the model uses a parameter: there is nothing to plan"
@@ -49,7 +65,7 @@ def export_plan(
             else f"the model is captured as {len(plans)} graphs, and a plan file is for one: remove the graph breaks "
             "(TORCH_LOGS=graph_breaks shows where they are)"
         )
-    return plans[0]
+    return plans[0], planning.decision
 
 
 def rates_of(hardware: Hardware, model: torch.nn.Module, config: Config) -> Rates:

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-import torch
 from torch import fx
 
 from zinf_fx.capture import Capture
@@ -17,8 +16,7 @@ from zinf_fx.errors import ConfigError, PlanError
 from zinf_fx.plan.codec import shared_options
 from zinf_fx.plan.file import load_plan
 from zinf_fx.plan.schedule import Plan
-from zinf_fx.runtime.abstract import abstract_parameter
-from zinf_fx.runtime.local_parameter import stored_parameter
+from zinf_fx.runtime.abstract import abstract_inputs
 
 # What decides where bytes lie from the offload on: it can't be another one when the graph is compiled.
 _OF_THE_OFFLOAD = ("placement", "host_memory", "chunk")
@@ -73,15 +71,7 @@ def check_before_offload(plans: Sequence[Plan], module: fx.GraphModule, inputs: 
     """
     if not plans:
         return
-    twins = [
-        abstract_parameter(one, f"input {number} of the compiled graph", config) if _is_plain(one) else one
-        for number, one in enumerate(inputs)
-    ]
-    Capture(module, twins, config, plans, seen=inputs).compile()
-
-
-def _is_plain(one: object) -> bool:
-    return isinstance(one, torch.nn.Parameter) and stored_parameter(one) is None
+    Capture(module, abstract_inputs(inputs, config), config, plans, seen=inputs).compile()
 
 
 def _first_difference(plan: Config, other: Config, names: Sequence[str] | None = None) -> str | None:

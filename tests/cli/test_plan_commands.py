@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,10 @@ def test_simulate_prints_figures_and_a_sweep(plan_file: Path, capsys: pytest.Cap
         (["show-schedule", TARGET, "--world-size", "9" * 400], "world_size=a number beyond 2^63 is not"),
         (["show-schedule", TARGET, "--placement", "gradients=host,gradients=nvme"], "says twice where gradients live"),
         (["show-schedule", TARGET.removesuffix(":small")], "is not of the form module:factory"),
+        (
+            ["export-plan", TARGET, "-o", "/tmp/none", "--hardware", "dgx-2", "--device-memory", "1KiB"],
+            "finds none that",
+        ),
         (["simulate", "PLAN", "--sweep", "layers=2"], "sweep='layers=2' is not accepted"),
     ],
 )
@@ -137,3 +143,51 @@ def test_a_plan_of_many_ranks_is_simulated_on_as_many_nodes(tmp_path: Path, caps
     assert main(["export-plan", TARGET, "-o", str(path), "--placement", "nvme", "--world-size", "32"]) == 0
     assert main(["simulate", str(path), "--hardware", "dgx-2", "--no-overlap"]) == 0
     assert "2 x NVIDIA DGX-2" in capsys.readouterr().out
+
+
+LIMITED = ["--device-memory", "10MiB", "--hardware", "rtx-4090"]
+
+
+def test_what_auto_decided_is_printed_by_every_command(golden, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """The golden text leaves out the seconds."""
+    path = str(tmp_path / "plan.json")
+    printed = []
+    for command in (["simulate"], ["export-plan", "-o", path], ["show-schedule", "--operators", "1:2"]):
+        assert main([command[0], TARGET, *command[1:], *LIMITED]) == 0
+        reason, table = capsys.readouterr().out.split("\n\n")[:2]
+        printed.append(f"{reason}\n\n{table}\n")
+    assert printed[0] == printed[1] == printed[2]
+    golden("placement_auto.txt", re.sub(r"\b0\.\d{3,}", "0.00####", printed[0]))
+    # A plan file has the placement, and nothing is left to decide.
+    assert main(["simulate", path]) == 0
+    assert "placement auto" not in capsys.readouterr().out
+
+
+def test_json_has_what_auto_decided(capsys: pytest.CaptureFixture):
+    assert main(["simulate", TARGET, "--json", *LIMITED]) == 0
+    simulated = json.loads(capsys.readouterr().out)
+    assert main(["show-schedule", TARGET, "--json", *LIMITED]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)
+    decision = plan["decision"]
+    assert decision == simulated["decision"]
+    assert decision["placement"] == plan["config"]["placement"] != decision["rule"]
+    taken = [one for one in decision["candidates"] if one["placement"] == decision["placement"]]
+    assert [one["seconds"] for one in taken] == [simulated["seconds"]]
+    assert simulated["seconds"] == min(one["seconds"] for one in decision["candidates"])
+    assert main(["show-schedule", TARGET, "--json", "--placement", "nvme"]) == 0
+    assert "decision" not in json.loads(capsys.readouterr().out)[0]
+
+
+def test_this_machine_has_the_memories_that_auto_may_fill(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    """It is measured once; on a CPU there is no host memory besides the device's."""
+    calls, machine = [], replace(hardware.load("rtx-4090"), unified=True)
+    monkeypatch.setattr("zinf_fx.cli.machine.measure_machine", lambda store: calls.append(store) or machine)
+    monkeypatch.setattr("zinf_fx.passes.timing._measured", lambda module, inputs: 1e-6)
+    options = ["--device-memory", "10MiB", "--hardware", "this-machine", "--json"]
+    assert main(["simulate", TARGET, *options]) == 0
+    decision = json.loads(capsys.readouterr().out)["decision"]
+    assert len(calls) == 1 and decision["hardware"] == "RTX 4090 desktop"
+    tiers = {tier for one in decision["candidates"] for tier in one["placement"].values()}
+    assert "nvme" in tiers and "host" not in tiers

@@ -174,7 +174,7 @@ def test_charts_are_blocks_in_a_terminal_only(
 
 def test_auto_is_decided_and_said(capsys: pytest.CaptureFixture[str], targets: Path):
     assert main(["show-schedule", f"{targets}:small"]) == 0
-    assert capsys.readouterr().out.startswith("The placement is what 'auto' decided")
+    assert capsys.readouterr().out.startswith("placement auto, for this machine, at nominal rates: everything fits")
 
 
 # Targets

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -110,3 +111,33 @@ def replicas(rank: int) -> list[list[float]]:
 def test_replicas_that_were_initialised_apart_agree_from_the_first_compiled_call_on():
     first, second = on_ranks(2, replicas)
     assert first == second
+
+
+def wide() -> torch.nn.Module:
+    return torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
+
+
+def decided(rank: int) -> list[str]:
+    """The placements that ranks take where the first one has less memory than the other, or next to none."""
+    x = torch.ones(2, 256)
+
+    def memory(of_the_first: int) -> mock._patch:
+        nbytes = 1 << 40 if rank else of_the_first
+        return mock.patch("zinf_fx.runtime.auto_placement.physical_memory", lambda: nbytes)
+
+    with memory(6_000_000):  # a rank's states take 5,263,360 bytes
+        model = zinf_fx.offload(wide(), chunk="64KiB")
+        compiled = wide()
+        torch.compile(compiled, backend="zinf", options={"chunk": "64KiB"})(x)
+    placements = [str(next(one.parameters()).storage.placement) for one in (model, compiled)]
+    with memory(64):
+        error = first_error(lambda: torch.compile(wide(), backend="zinf")(x))
+    return [*placements, *error[:2]]
+
+
+def test_ranks_take_the_placement_that_the_first_one_decides():
+    first, second = on_ranks(2, decided)
+    assert first == second
+    offloaded, simulated, kind, text = first
+    assert "optimizer='nvme'" in offloaded and "'nvme'" in simulated
+    assert kind == "BudgetError" and "placement 'auto' finds none that fits" in text

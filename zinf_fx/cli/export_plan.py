@@ -9,7 +9,7 @@ from pathlib import Path
 from zinf_fx.cli.planning import add_options, fields_of, planned
 from zinf_fx.cli.target import HELP, build
 from zinf_fx.config import Config
-from zinf_fx.export import export_plan
+from zinf_fx.export import exported
 from zinf_fx.plan.accounting import phases
 from zinf_fx.plan.hardware import load, names
 from zinf_fx.sizes import in_words
@@ -28,7 +28,8 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--hardware",
         metavar="NAME",
-        help=f"what --activations auto weighs with: {', '.join(names())}, or a file NAME.toml",
+        help="what --placement auto decides for, and --activations auto weighs with: "
+        f"{', '.join(names())}, or a file NAME.toml",
     )
     add_options(parser)
     parser.set_defaults(run=run)
@@ -39,12 +40,14 @@ def run(options: argparse.Namespace) -> None:
     fields = fields_of(options)
     Config.of(None, fields)  # bad options are refused before a model is built
     hardware = load(options.hardware) if options.hardware else None
-    plan = planned(
+    plan, decision = planned(
         options,
         build(options.target),
-        partial(export_plan, world_size=options.world_size, replicas=options.replicas, hardware=hardware, **fields),
+        partial(exported, world_size=options.world_size, replicas=options.replicas, hardware=hardware, **fields),
     )
     plan.save(options.output)
+    if decision is not None:
+        print(f"{decision}\n")
     operators = " + ".join(f"{len(graph.operators):,}" for graph in plan.graphs)
     moved = sum(traffic.nvme for _, traffic in phases(plan))
     size = in_words(Path(options.output).stat().st_size)

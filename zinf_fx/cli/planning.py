@@ -15,9 +15,11 @@ import torch
 from zinf_fx.cli.target import Built, TargetError, build
 from zinf_fx.config import ACTIVATIONS, PRESETS, Config, shortened
 from zinf_fx.errors import ConfigError, PlanError, ZinfError
-from zinf_fx.explain import plans_of
+from zinf_fx.explain import plan_model
+from zinf_fx.plan.decision import Decision
 from zinf_fx.plan.event_graph import Compute
 from zinf_fx.plan.file import load_plan
+from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.schedule import Plan
 
 Result = TypeVar("Result")
@@ -27,13 +29,12 @@ Result = TypeVar("Result")
 class Planned:
     """The plans of a TARGET, one per captured graph.
 
-    `model`: that was planned; for a plan file, none of whose parameters is there. `requested`: the options given.
-    `seconds`: of each plan's operators on this machine, where they were measured.
+    `decision`: what was decided where the placement is "auto". `seconds`: of each plan's operators on this machine,
+    where they were measured.
     """
 
     plans: list[Plan]
-    model: torch.nn.Module
-    requested: Config
+    decision: Decision | None = None
     seconds: list[Compute] = field(default_factory=list)
 
     def only(self, what: str) -> Plan:
@@ -86,9 +87,15 @@ def fields_of(options: argparse.Namespace) -> dict[str, object]:
     return given
 
 
-def plans_of_target(options: argparse.Namespace, timed: bool = False) -> Planned:
-    """The plans of a TARGET: from a plan file, or made of what a factory returns; `timed`: with the seconds of their
-    operators, for which these have to be at hand, on this machine. Raises: ZinfError."""
+def plans_of_target(
+    options: argparse.Namespace, timed: bool = False, hardware: Callable[[], Hardware] | None = None
+) -> Planned:
+    """The plans of a TARGET: from a plan file, or made of what a factory returns. Raises: ZinfError.
+
+    Args:
+        timed: with the seconds of their operators, for which these have to be at hand, on this machine.
+        hardware: describes what "auto" decides for; default this machine, at nominal rates.
+    """
     fields = fields_of(options)
     requested = Config.of(None, fields)  # bad options are refused before a model is built
     if is_plan_file(options.target):
@@ -100,12 +107,15 @@ def plans_of_target(options: argparse.Namespace, timed: bool = False) -> Planned
         if given := ", ".join([*fields, *(name for name, is_given in others.items() if is_given)]):
             raise ConfigError(f"a plan file has its options already: leave {given} out, or give module:factory")
         plan = load_plan(options.target)
-        return Planned([plan], torch.nn.Module(), plan.config)
+        return Planned([plan])
     built = build(options.target)
     seconds: list[Compute] = []
-    ranks = {"world_size": options.world_size, "replicas": options.replicas}
-    plan = partial(plans_of, seconds=seconds if timed else None, **ranks, **fields)
-    return Planned(planned(options, built, plan), built[0], requested, seconds)
+    others: dict[str, object] = {"world_size": options.world_size, "replicas": options.replicas}
+    if requested.placement == "auto" and hardware is not None:
+        others["hardware"] = hardware()
+    plan = partial(plan_model, seconds=seconds if timed else None, **others, **fields)
+    planning = planned(options, built, plan)
+    return Planned(planning.plans, planning.decision, seconds)
 
 
 def is_plan_file(target: str) -> bool:

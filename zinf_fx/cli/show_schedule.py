@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 from zinf_fx.cli.machine import DEFAULT_HARDWARE, accepted_hardware, hardware_of
@@ -17,6 +18,7 @@ from zinf_fx.errors import ConfigError
 from zinf_fx.explain import describe
 from zinf_fx.plan.chrome import planned, to_chrome
 from zinf_fx.plan.dot import to_dot
+from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.html import to_html
 from zinf_fx.plan.json import to_json
 from zinf_fx.plan.operator_time import compute_seconds
@@ -47,8 +49,8 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--hardware",
         metavar="NAME",
-        default=DEFAULT_HARDWARE,
-        help=f"chrome, html: whose times to show: {', '.join(accepted_hardware())} (default: {DEFAULT_HARDWARE})",
+        help=f"what --placement auto decides for (default: this machine, at nominal rates), and whose times chrome and "
+        f"html show (default: {DEFAULT_HARDWARE}): {', '.join(accepted_hardware())}",
     )
     parser.add_argument("--ascii", action="store_true", help="charts without block characters, as outside terminals")
     parser.add_argument("--json", dest="format", action="store_const", const="json", help="short for --format json")
@@ -62,10 +64,11 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"operators={options.operators!r} is for {' and '.join(_IN_PARTS)}: {options.format} shows all"
         )
-    target = plans_of_target(options)
+    hardware = cache(lambda: hardware_of(options.hardware or DEFAULT_HARDWARE))
+    target = plans_of_target(options, hardware=hardware if options.hardware else None)
     if operators is not None:
         _check_any(options.operators, operators, target.plans)
-    text = _text(options, target, operators)
+    text = _text(options, target, operators, hardware)
     if options.output is None:
         print(text, end="")
         return
@@ -75,18 +78,20 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError(f"{options.output} can't be written: {error}") from error
 
 
-def _text(options: argparse.Namespace, target: Planned, operators: range | None) -> str:
+def _text(
+    options: argparse.Namespace, target: Planned, operators: range | None, described: Callable[[], Hardware]
+) -> str:
     if options.format == "json":
-        return to_json(target.plans) + "\n"
+        return to_json(target.plans, target.decision) + "\n"
     if options.format == "table":
         terminal = sys.stdout.isatty() and options.output is None
         width = shutil.get_terminal_size((WIDTH, 24)).columns if terminal else WIDTH
         glyphs = BLOCKS if terminal and not options.ascii else ASCII
-        return describe(target.model, target.plans, target.requested, width=width, operators=operators, glyphs=glyphs)
+        return describe(target.plans, target.decision, width=width, operators=operators, glyphs=glyphs)
     plan = target.only(f"--format {options.format}")
     if options.format == "dot":
         return to_dot(plan, operators)
-    hardware = hardware_of(options.hardware).with_ranks(plan.world_size)
+    hardware = described().with_ranks(plan.world_size)
     simulation = simulate_plan(plan, hardware, compute_seconds(plan, hardware))
     if options.format == "chrome":
         return to_chrome(planned(plan, simulation, hardware)) + "\n"

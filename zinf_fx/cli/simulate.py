@@ -6,11 +6,12 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cache
 
 from tabulate import tabulate
 
 from zinf_fx.cli.machine import DEFAULT_HARDWARE, THIS_MACHINE, accepted_hardware, hardware_of
-from zinf_fx.cli.planning import add_options, plans_of_target
+from zinf_fx.cli.planning import Planned, add_options, plans_of_target
 from zinf_fx.cli.target import HELP
 from zinf_fx.config import parse_count, shortened
 from zinf_fx.errors import ConfigError, PlanError
@@ -66,26 +67,31 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> None:
     """Print what a simulated step does. Raises: ZinfError for whatever of the input can't be used."""
     batches = _batches(options.sweep)
+    described = cache(lambda: hardware_of(options.hardware))
     # What is measured holds for the batch that it was measured with.
-    planned = plans_of_target(options, timed=options.hardware == THIS_MACHINE and batches is None)
+    timed = options.hardware == THIS_MACHINE and batches is None
+    planned = plans_of_target(options, timed, described)
     plan = planned.only("a simulation")
-    hardware = hardware_of(options.hardware).with_ranks(plan.world_size)
+    hardware = described().with_ranks(plan.world_size)
     how = {"run": options.order, "overlap": options.overlap}
     if batches is not None:
         found = {batch: performance_of(with_batch(plan, batch), hardware, **how)[0] for batch in batches}
         text = json.dumps([{"batch": b} | _data(p) for b, p in found.items()]) if options.json else _sweep_table(found)
-        print(text if options.json else f"{_title(plan, hardware)}\n\n{text}")
+        print(text if options.json else f"{_title(planned, plan, hardware)}\n\n{text}")
         return
     performance, simulation = performance_of(plan, hardware, *planned.seconds, **how)
     if options.json:
-        print(json.dumps(_data(performance) | {"timeline": [asdict(one) for one in slices(plan, simulation)]}))
+        decision = {"decision": asdict(planned.decision)} if planned.decision is not None else {}
+        timeline = {"timeline": [asdict(one) for one in slices(plan, simulation)]}
+        print(json.dumps(_data(performance) | decision | timeline))
     else:
-        print(f"{_title(plan, hardware)}\n\n{_report(performance)}")
+        print(f"{_title(planned, plan, hardware)}\n\n{_report(performance)}")
 
 
-def _title(plan: Plan, hardware: Hardware) -> str:
+def _title(planned: Planned, plan: Plan, hardware: Hardware) -> str:
+    decided = f"{planned.decision}\n\n" if planned.decision is not None else ""
     operators = " + ".join(f"{len(graph.operators):,} {graph.kind}" for graph in plan.graphs)
-    return f"A step of {operators} operators on {hardware.name}, batch {_batch_text(plan)}, simulated"
+    return f"{decided}A step of {operators} operators on {hardware.name}, batch {_batch_text(plan)}, simulated"
 
 
 def _batch_text(plan: Plan) -> str:

@@ -10,17 +10,20 @@ from pathlib import Path
 import torch
 
 from zinf_fx.plan.accounting import flows
+from zinf_fx.plan.decision import Decision
 from zinf_fx.plan.memory import arena_by_operator
 from zinf_fx.plan.schedule import GraphSchedule, Plan
 
 
-def to_json(plans: Sequence[Plan]) -> str:
+def to_json(plans: Sequence[Plan], decision: Decision | None = None) -> str:
     """An array with an object per plan. Fields are those of the dataclasses; dtypes are names such as "float32".
 
     Each graph has `memory` besides, with an object per operator, that of the head (-1) first: bytes that start to be
-    read from NVMe (`fetched`), that are in flight (`device`, `host`), and that the host arena holds (`arena`).
+    read from NVMe (`fetched`), that are in flight (`device`, `host`), and that the host arena holds (`arena`). Where
+    "auto" decided the placement, each plan has `decision`, which tells how.
     """
-    return json.dumps([_object(plan) for plan in plans], indent=1, default=_plain)
+    more = {} if decision is None else {"decision": asdict(decision)}
+    return json.dumps([_object(plan) | more for plan in plans], indent=1, default=_plain)
 
 
 def _object(plan: Plan) -> dict[str, object]:

@@ -95,6 +95,11 @@ def living_on_device(placement: Placement | Literal["auto"], tiles: Collection[T
     return _living("device", placement, tiles)
 
 
+def living_on_nvme(placement: Placement | Literal["auto"], tiles: Collection[Tile]) -> HostUse:
+    """As `living_on_host`, what lives on NVMe."""
+    return _living("nvme", placement, tiles)
+
+
 def _living(tier: Tier, placement: Placement | Literal["auto"], tiles: Collection[Tile]) -> HostUse:
     if not tiles or placement == "auto":  # only a model without stored parameters is planned with "auto"
         return HostUse("")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -35,3 +37,14 @@ def abstract_parameter(parameter: torch.nn.Parameter, what: str, config: Config)
         LocalParameter.of_whole(whole, twin)
         return as_parameter(whole)
     return as_parameter(twin.requires_grad_(parameter.requires_grad))
+
+
+def abstract_inputs(inputs: Sequence[object], config: Config) -> list[object]:
+    """The inputs of a captured graph, with ordinary parameters as they would be once they are offloaded. Raises: as
+    `abstract_parameter`."""
+    return [
+        abstract_parameter(one, f"input {number} of the compiled graph", config)
+        if isinstance(one, torch.nn.Parameter) and stored_parameter(one) is None
+        else one
+        for number, one in enumerate(inputs)
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,8 +14,8 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parameter import is_lazy
 
-from zinf_fx.config import Config
-from zinf_fx.errors import ConfigError, StoredTensorError
+from zinf_fx.config import Config, Placement
+from zinf_fx.errors import ConfigError, StoredTensorError, ZinfError
 from zinf_fx.plan.sharding import Owners, shards_of
 from zinf_fx.runtime.auto_placement import choose
 from zinf_fx.runtime.device import device_of
@@ -237,17 +237,19 @@ def _check_disjoint(parameters: Mapping[str, torch.nn.Parameter]) -> None:
             )
 
 
-def decided(config: Config, parameters: list[torch.Tensor] | None) -> Config:
+def decided(
+    config: Config, parameters: list[torch.Tensor] | None, find: Callable[[Config], Placement] | None = None
+) -> Config:
     """`config` with its ranks and its placement decided from the parameters (all of them; None: not yet known).
+
+    `find`: decides where the placement is "auto"; default the rule alone. Ranks take what the first one finds.
 
     Raises: ConfigError for ranks that can't train these parameters, or can't do so in this placement.
     """
     if parameters:
         config = with_ranks(config, parameters)
     if config.placement == "auto":
-        parts = None if parameters is None else [_trained_here(parameter) for parameter in parameters]
-        chosen = of_first(config, parameters or (), choose(config, parts), "the placement")
-        config = Config.of(config, {"placement": chosen})
+        config = _placed_as_first(config, parameters or (), find or (lambda ranked: _by_rule(ranked, parameters)))
     placement = config.placement
     if Ranks.of(config).size > 1 and placement.stage < 3 and placement.parameters == "nvme":
         raise ConfigError(
@@ -257,8 +259,27 @@ def decided(config: Config, parameters: list[torch.Tensor] | None) -> Config:
     return config
 
 
-def _trained_here(parameter: torch.Tensor) -> torch.Tensor:
-    """As much as this rank has of a parameter."""
-    if not isinstance(parameter, DTensor):
-        return parameter
-    return local_part(parameter).detach().requires_grad_(parameter.requires_grad)
+def _by_rule(config: Config, parameters: list[torch.Tensor] | None) -> Placement:
+    return choose(config, None if parameters is None else trained_here(parameters), Ranks.of(config).groups)
+
+
+def _placed_as_first(config: Config, parameters: Sequence[torch.Tensor], find: Callable[[Config], Placement]) -> Config:
+    """`config` with the placement that the first rank finds for these parameters. Raises: what it finds to be wrong, on
+    every rank."""
+    found: Placement | ZinfError
+    try:
+        found = find(config)
+    except ZinfError as error:
+        found = error
+    found = of_first(config, parameters, found, "the placement")
+    if isinstance(found, ZinfError):
+        raise found
+    return Config.of(config, {"placement": found})
+
+
+def trained_here(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """As much as this rank has of each parameter where tensor parallelism divides them."""
+    return [
+        local_part(one).detach().requires_grad_(one.requires_grad) if isinstance(one, DTensor) else one
+        for one in parameters
+    ]

@@ -1,0 +1,197 @@
+"""`placement="auto"` for described machines: where a simulated step overrules the rule, and where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+import zinf_fx
+from zinf_fx.config import Config, Placement
+from zinf_fx.errors import BudgetError
+from zinf_fx.explain import plan_model, plans_of
+from zinf_fx.plan.decision import PARAMETERS_AT_MOST, STATES, Decision, decide
+from zinf_fx.plan.hardware import Hardware, Link, load
+from zinf_fx.plan.placing import Sizes
+from zinf_fx.plan.schedule import Plan
+
+HIDDEN, LAYERS = 128, 12
+MODEL_BYTES = LAYERS * HIDDEN * HIDDEN * 4
+SIZES = Sizes(MODEL_BYTES, MODEL_BYTES, 3 * MODEL_BYTES)
+
+
+def inputs(batch: int) -> tuple[torch.Tensor]:
+    return (torch.empty(batch, HIDDEN, device="meta"),)
+
+
+def model() -> nn.Module:
+    with torch.device("meta"):
+        layers = [nn.Sequential(nn.Linear(HIDDEN, HIDDEN, bias=False), nn.Tanh()) for _ in range(LAYERS)]
+        return nn.Sequential(*layers)
+
+
+def machine(device: int, host: int = 1 << 40, **others: object) -> Hardware:
+    """A GPU with memory for so many bytes of states, and host memory likewise."""
+    found = load("rtx-4090")
+    memories = {"device": replace(found.device, capacity=device * 5 // 4)}
+    memories["host"] = replace(found.host, capacity=host * 5 // 4)
+    return replace(found, **{**memories, **others})
+
+
+def slow(hardware: Hardware, **factors: float) -> Hardware:
+    """The machine with memories and links that are so many times slower."""
+    changed = {}
+    for name, factor in factors.items():
+        one = getattr(hardware, name)
+        if isinstance(one, Link):
+            changed[name] = replace(one, bandwidth=one.bandwidth / factor)
+        else:
+            changed[name] = replace(one, read=one.read / factor, write=one.write / factor)
+    return replace(hardware, **changed)
+
+
+def as_options(placement: Placement) -> dict[str, str]:
+    return {name: getattr(placement, name) for name in STATES}
+
+
+@cache
+def plans(batch: int, placement: Placement) -> Sequence[Plan]:
+    return plans_of(model(), inputs(batch), placement=as_options(placement), prefetch=None)
+
+
+def decision(hardware: Hardware, batch: int = 32, parameters: int = LAYERS, **options: object) -> Decision:
+    return decide(lambda one: plans(batch, one), SIZES, Config(**options), hardware, 1, parameters)
+
+
+def test_where_everything_fits_nothing_leaves_and_nothing_is_simulated():
+    found = decision(machine(device=40 * MODEL_BYTES))
+    assert found.placement == Placement() and found.nothing_moves
+    assert [one.seconds for one in found.candidates] == [None]
+    assert found.reason == "everything fits on the device, so nothing leaves it"
+
+
+def of_parameters_and_activations_one_leaves() -> Hardware:
+    """Without the optimizer's states and gradients, parameters of `MODEL_BYTES` or the smaller activations too many."""
+    return machine(device=MODEL_BYTES + 4096)
+
+
+def test_of_parameters_and_activations_the_one_leaves_that_gives_the_faster_step():
+    """Section 7.1: "we empirically chose to offload the one that gives better performance"."""
+    hardware = of_parameters_and_activations_one_leaves()
+    found = decision(hardware)
+    assert found.rule.parameters == "host" and found.rule.activations == "device"
+    assert found.placement == replace(found.rule, parameters="device", activations="host")
+    by_placement = {one.placement: one.seconds for one in found.candidates}
+    assert by_placement[found.placement] == min(by_placement.values()) < 0.99 * by_placement[found.rule]
+    assert "less than with the choice of section 7.1's rule" in found.reason
+
+
+def test_a_machine_with_slow_host_memory_keeps_the_optimizer_on_the_device():
+    room = 4 * MODEL_BYTES  # for the optimizer's states alone, or for everything else
+    fast = decision(machine(device=room))
+    assert fast.rule == fast.placement == Placement(optimizer="host")
+    # Only host memory itself is slow, where the CPU would update the states.
+    found = decision(slow(machine(device=room), host=100))
+    assert found.rule == Placement(optimizer="host")
+    assert found.placement.optimizer == "device" and "host" in as_options(found.placement).values()
+
+
+def test_the_rule_wins_ties():
+    """A device that computes so slowly that every transfer is hidden."""
+    hardware = of_parameters_and_activations_one_leaves()
+    hardware = replace(hardware, peak=dict.fromkeys(hardware.peak, 1e8))
+    found = decision(hardware)
+    assert found.placement == found.rule
+    others = [one.seconds for one in found.candidates if one.placement != found.rule]
+    mine = next(one.seconds for one in found.candidates if one.placement == found.rule)
+    assert min(others) < mine and min(others) > 0.99 * mine
+    assert found.reason == "section 7.1's rule; of 2 near its choice that fit, none is simulated to be over 1% faster"
+
+
+def test_a_choice_that_cannot_be_planned_is_listed_and_the_rule_goes_on():
+    hardware, choice = machine(device=4 * MODEL_BYTES), Placement(optimizer="host")
+
+    def plans_with(placement: Placement) -> Sequence[Plan]:
+        if placement == choice:
+            raise BudgetError("the forward graph needs too much\nand a table says what")
+        return plans(32, placement)
+
+    found = decide(plans_with, SIZES, Config(device_memory="1GiB"), hardware, 1, LAYERS)
+    first, second, *_ = found.candidates
+    assert (first.placement, first.refused) == (choice, "the forward graph needs too much")
+    assert second.placement == found.rule == Placement(gradients="host", optimizer="host")
+    text = str(found)
+    assert "doesn't fit" in text and "optimizer on host, activations on device: the forward graph needs" in text
+
+
+def test_what_is_in_flight_counts():
+    """The first choice would fit by its size, but not together with what else a step has on the device."""
+    hardware = of_parameters_and_activations_one_leaves()
+    found = decision(hardware, batch=512)
+    first, second = found.candidates
+    assert first.placement == replace(second.placement, parameters="device") and first.seconds is None
+    assert first.refused == "it needs 1.6 MiB of device memory with what is in flight, which has 965.0 KiB"
+    assert second.placement == found.placement == found.rule and second.device < hardware.device.capacity < first.device
+    assert found.reason == "section 7.1's rule; nothing near it fits"
+
+
+def test_nothing_fits_with_what_is_in_flight_and_the_error_lists_what_was_tried():
+    with pytest.raises(BudgetError) as raised:
+        decision(machine(device=MODEL_BYTES + 4096, host=3 * MODEL_BYTES))
+    first, *tried = str(raised.value).splitlines()
+    assert first == "placement 'auto' finds none that fits: without any state, host memory is too small"
+    assert tried[:2] == [
+        "Tried:",
+        "  parameters on nvme, gradients on nvme, optimizer on host, activations on device: it needs 3.0 MiB of host "
+        "memory with what is in flight, which has 2.8 MiB",
+    ]
+    assert tried[-1].startswith("  parameters on nvme, gradients on nvme, optimizer on nvme, activations on device: it")
+
+
+def test_of_a_large_model_only_the_rules_choice_is_planned_and_the_reason_says_so():
+    found = decision(of_parameters_and_activations_one_leaves(), parameters=PARAMETERS_AT_MOST + 1)
+    assert found.placement == found.rule and [one.seconds for one in found.candidates] == [None]
+    assert found.reason == (
+        "section 7.1's rule alone: it has 501 parameter tensors, and a model of over 500 is planned once"
+    )
+
+
+def test_what_cannot_be_simulated_is_placed_by_the_rule_alone():
+    hardware = of_parameters_and_activations_one_leaves()
+    found = decision(replace(hardware, peak={"float16": 1e12}))
+    assert found.placement == found.rule
+    assert found.reason.startswith("section 7.1's rule alone: no step can be simulated, because RTX 4090")
+    assert "has no peak for float32" in found.reason
+
+
+def test_export_plan_decides_for_the_hardware():
+    hardware = of_parameters_and_activations_one_leaves()
+    plan = zinf_fx.export_plan(model(), inputs(32), hardware=hardware, prefetch=None)
+    placement = plan.config.placement
+    assert placement == decision(hardware).placement != Placement()
+    assert [plan] == plans(32, placement)
+    assert zinf_fx.export_plan(model(), inputs(32)).config.placement == Placement()  # this machine has room
+
+
+def test_ranks_have_their_parts():
+    """What one rank has no room for, four have."""
+    hardware = machine(device=5 * MODEL_BYTES)
+    alone = plan_model(model(), inputs(8), hardware=hardware).decision
+    four = plan_model(model(), inputs(8), world_size=4, hardware=replace(hardware, ranks_per_node=4)).decision
+    assert not alone.nothing_moves and four.nothing_moves
+
+
+def test_inference_has_nothing_but_parameters_to_place():
+    frozen = model().requires_grad_(False)
+    with torch.no_grad():
+        found = plan_model(frozen, inputs(8), hardware=machine(device=MODEL_BYTES // 2), prefetch=None).decision
+    assert found.placement == Placement(parameters="host")
+
+
+def test_a_policy_that_moves_activations_is_left_to_do_so():
+    found = decision(of_parameters_and_activations_one_leaves(), activations="offload")
+    assert found.placement.activations == "device"
