@@ -54,6 +54,8 @@ NAMES: dict[str, str] = {
     "torch._C._current_graph_task_id": "runtime/executor.py asks whether backward is under way",
     "torch.Tensor._use_count": "runtime/offload.py sees whether autograd has recorded a parameter",
     "torch._subclasses.fake_tensor.unset_fake_temporarily": "equal_values.py compares graphs while tensors are fake",
+    "torch._guards.TracingContext.get": "capture.py plans a graph after it was captured, as if while it was",
+    "torch._guards.tracing": "capture.py, likewise",
     "torch._guards.detect_fake_mode": "local_inputs.py makes fakes of inputs that Dynamo doesn't know",
     "torch.distributed.distributed_c10d._resolve_process_group": "runtime/tensor_parallel.py: a collective's group",
     "torch.distributed.device_mesh.DeviceMesh._get_root_mesh": "runtime/tensor_parallel.py: what a mesh is a part of",

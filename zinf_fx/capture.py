@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from torch._functorch._aot_autograd.descriptors import (
     SubclassGetAttrAOTOutput,
 )
 from torch._functorch.aot_autograd import aot_module_simplified
+from torch._guards import TracingContext, tracing
 
 from zinf_fx import ops
 from zinf_fx.config import Config, Placement
@@ -164,7 +165,13 @@ class Capture:
     def _stop_with(self, module: fx.GraphModule, plan: Callable[[fx.GraphModule, Placement | None], object]) -> None:
         """Keep what was captured where plans are all that is wanted: what AOTAutograd does after that takes as long."""
         if not self._compiles:
-            self._captured = (module, plan)
+            context = TracingContext.get()
+
+            def later(module: fx.GraphModule, placement: Placement | None) -> None:
+                with tracing(context), context.fake_mode or nullcontext():
+                    plan(module, placement)
+
+            self._captured = (module, later)
             raise _Captured
 
     def _training(

@@ -34,5 +34,5 @@ def test_writes_that_wait_for_a_copy_are_of_what_was_copied(tmp_path: Path, monk
     (found,) = recording.steps
     written = Counter(one.name for one in found.slices if one.lane == "offload")
     assert written == Counter(f"write {name}" for name, _ in model.named_parameters())
-    assert {one.name for one in found.slices if one.lane == "optimizer"} == {"update", "states"}
+    assert {one.name for one in found.slices if one.lane == "optimizer"} == {"read_states", "update", "write_states"}
     EXECUTOR.reset()

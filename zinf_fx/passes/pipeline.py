@@ -61,6 +61,8 @@ log = logging.getLogger(__name__)
 _TILES_TOGETHER = 4
 # Parts of the budget that the largest tile may be, tried in this order until the plan fits.
 _TILES_IN_BUDGET = (2, 4, 8, 16, 32, 64)
+# Bytes of the smallest tile that is tried: a block of the store.
+_SMALLEST_TILE = 4096
 # How often less may stay in memory, so that buffers find places within the budget, before nothing does.
 _TRIES = 4
 
@@ -89,7 +91,7 @@ def _tile_limits(context: GraphContext) -> Iterator[tuple[int | None, bool]]:
     if tile != "auto" or budget is None or budget <= 0:
         yield (None if tile == "auto" else tile), True
         return
-    limits = [None, *(budget // divisor for divisor in _TILES_IN_BUDGET)]
+    limits = [None, *(budget // divisor for divisor in _TILES_IN_BUDGET if budget // divisor >= _SMALLEST_TILE)]
     yield from ((limit, limit is limits[-1]) for limit in limits)
 
 

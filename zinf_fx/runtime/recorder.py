@@ -23,7 +23,7 @@ from zinf_fx.plan.schedule import GraphKind, Plan
 # What else a kind of transfer is called: of a gradient that is added to; of what other ranks updated; of the optimizer.
 GRADIENT = {"fetch": "read"}
 REFRESH = {"allgather": "refresh"}
-STATES = dict.fromkeys(("fetch", "write", "upload", "offload"), "states")
+STATES = {"fetch": "read_states", "upload": "read_states", "write": "write_states", "offload": "write_states"}
 
 _HOST = torch.device("cpu")
 
