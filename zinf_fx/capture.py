@@ -3,7 +3,6 @@ forward and backward together before either runs; the compilers only bind what w
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -33,6 +32,7 @@ from zinf_fx.passes.following import follow_inference, follow_training
 from zinf_fx.passes.framework import GraphContext, is_compute, key_of, nodes_calling, operator_of
 from zinf_fx.passes.pipeline import plan_inference, plan_of, plan_training, tiles_moved
 from zinf_fx.passes.replication import mark_equal
+from zinf_fx.passes.rewriting import copied
 from zinf_fx.plan.digest import digest, digest_of
 from zinf_fx.plan.memory import most
 from zinf_fx.plan.rates import NOMINAL, Rates
@@ -104,8 +104,7 @@ class Capture:
         self.capture()
         if self._captured is not None:
             module, plan = self._captured
-            copied = fx.GraphModule(module, copy.deepcopy(module.graph))
-            plan(copied, placement)
+            plan(fx.GraphModule(module, copied(module.graph)), placement)
         return self.plan
 
     def capture(self) -> None:

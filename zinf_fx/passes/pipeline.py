@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -48,6 +47,7 @@ from zinf_fx.passes.reduce_gradients import ReduceGradients
 from zinf_fx.passes.refusal import refusal_of_buffers
 from zinf_fx.passes.regions import Regions
 from zinf_fx.passes.residency import choose
+from zinf_fx.passes.rewriting import copied
 from zinf_fx.passes.sink_gathers import SinkGathers
 from zinf_fx.passes.tile import TileParameters
 from zinf_fx.passes.tile_cross_entropy import TileCrossEntropy
@@ -76,7 +76,7 @@ def plan_training(
     are those of PyTorch's partitioner.
     """
     for limit, last in _tile_limits(context):
-        graph = joint if last else fx.GraphModule(joint, copy.deepcopy(joint.graph))
+        graph = joint if last else fx.GraphModule(joint, copied(joint.graph))
         try:
             return _plan_training(graph, joint_inputs, replace(context, provided=set()), limit, arguments)
         except BudgetError:
@@ -174,7 +174,7 @@ def plan_inference(module: fx.GraphModule, context: GraphContext) -> None:
     captured = module.graph
     for limit, last in _tile_limits(context):
         if not last:
-            module.graph = copy.deepcopy(captured)
+            module.graph = copied(captured)
         context.divided, context.undivided, context.provided = {}, {}, set()
         context.tile_limit = limit
         try:
@@ -211,7 +211,7 @@ def _place_buffers(modules: Sequence[tuple[fx.GraphModule, GraphContext]]) -> No
     spare = 0
     for left in reversed(range(_TRIES + 1)):
         for (module, context), (graph, head) in zip(modules, scheduled, strict=True):
-            module.graph = copy.deepcopy(graph) if context.is_limited else graph
+            module.graph = copied(graph) if context.is_limited else graph
             context.successor_head = head
         graphs = [(module.graph, context) for module, context in modules]
         for (graph, context), residency in zip(graphs, choose(graphs, spare), strict=True):

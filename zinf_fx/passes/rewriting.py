@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -39,3 +41,10 @@ def erase_unused(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
     for each in inputs:
         erase_unused(graph, each)
+
+
+def copied(graph: fx.Graph) -> fx.Graph:
+    """A graph of its own, with nodes that share what their metadata refers to."""
+    with warnings.catch_warnings():  # about a class of torch's own that torch 2.13 copies with a graph
+        warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
+        return copy.deepcopy(graph)

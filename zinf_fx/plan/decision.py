@@ -189,7 +189,10 @@ def _activations(plans_with: Callable[[Placement], Sequence[Plan]], sizes: Sizes
     try:
         plans = plans_with(by_rule(sizes, rooms))
     except BudgetError:
-        plans = plans_with(_ALL_ON_NVME)
+        try:
+            plans = plans_with(_ALL_ON_NVME)
+        except BudgetError as error:
+            raise BudgetError(f"placement 'auto' finds none that fits. With all states on nvme: {error}") from None
     leaving = (tile.held_nbytes for plan in plans for tile in tiles_of(plan).values() if tile.activation)
     return sum(plan.kept for plan in plans) + sum(leaving)
 
