@@ -322,7 +322,7 @@ def test_chunks_have_together_what_the_parameters_have():
 
 
 def test_a_device_in_host_memory_copies_what_leaves_it_and_uploads_nothing():
-    one = replace(ONE, device=Memory(1 << 30, 4 * BLOCK, 4 * BLOCK), unified=True)
+    one = replace(ONE, host=Memory(1 << 30, 4 * BLOCK, 4 * BLOCK), unified=True)
     plan = of_parameters(2)
     found = simulate_plan(plan, one, {(kind, i): 1.0 for kind in ("forward", "backward") for i in range(2)})
     assert not found.busy["upload"] and not found.busy["download"]

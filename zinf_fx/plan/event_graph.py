@@ -244,17 +244,17 @@ class _Builder:
             self._leaving[tile.label] = (job,)
 
     def _offload(self, tile: Tile) -> None:
-        """A gradient, to its tier."""
-        if tile.gradient_tier is not None:
+        """A gradient, to its tier; a device that computes in host memory copies it in any case."""
+        if tile.gradient_tier is not None and (tile.gradient_tier != "device" or self._hardware.unified):
             after = (*self._program, *self._leaving.get(tile.label, ()))
             nbytes = tile.gradient_nbytes(self._plan.stage)
             self._leaving[tile.label] = (self._leave(tile, tile.gradient_tier, nbytes, after),)
 
     def _leave(self, tile: Tile, tier: Tier, nbytes: int, after: tuple[int, ...]) -> int:
-        """To where it lives: the device itself copies it within its memory, and to host memory if that is the same."""
+        """To host memory, where the device itself copies it if it computes there, and on to the disk."""
         hardware = self._hardware
-        if tier == "device" or hardware.unified:
-            seconds = nbytes * (1 / hardware.device.read + 1 / hardware.device.write)
+        if hardware.unified:
+            seconds = nbytes * (1 / hardware.host.read + 1 / hardware.host.write)
             job = self._add(f"offload {tile.label}", "compute", seconds, after, nbytes)
             self._program = (job,)
         else:
