@@ -75,7 +75,7 @@ RUNS = (
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one step: seconds, FLOP, and seconds of jobs and of waiting."""
+    """Of one step: seconds, FLOP, and seconds of jobs; and for which forward and backward waited."""
 
     seconds: float
     flops: float
@@ -121,6 +121,11 @@ def figures(plan: Plan, run: Run, hardware: Hardware, order: Callable[[Sequence[
     def seconds(wanted: Callable[[Job], bool]) -> float:
         return sum(job.seconds for job in simulation.jobs if wanted(job))
 
+    waited = dict.fromkeys(performance.stalled, 0.0)
+    for stall in performance.stalls:
+        if not stall.before.startswith("update"):  # the optimizer's share is `optimizer`
+            for job, of_job in stall.waited_for:
+                waited[job.resource] += of_job
     return Figures(
         performance.seconds,
         performance.flops,
@@ -128,7 +133,7 @@ def figures(plan: Plan, run: Run, hardware: Hardware, order: Callable[[Sequence[
         seconds(lambda job: job.resource == "link"),
         seconds(lambda job: job.kind in ("read_states", "update", "write_states")),
         seconds(lambda job: job.subject in activations),
-        performance.stalled,
+        waited,
     )
 
 

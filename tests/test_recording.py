@@ -266,7 +266,18 @@ def test_the_optimizer_goes_on_in_the_next_steps_time_and_belongs_to_its_own(tmp
     training = Training(tmp_path, layers=3, chunk="64KiB")
     for _ in range(3):
         training.step()
-    _, first, second, _ = training.recorded(4).steps  # the first has some of the step before in it
+    store = next(training.stored.parameters()).storage.tiers.store
+
+    def step() -> None:
+        store.clear_faults()
+        loss = training.model(*batch())
+        loss.backward()
+        training.optimizer.finish()
+        store.inject(Fault("completion", operation="read", count=1 << 20, delay=0.01))  # what comes next takes time
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+
+    _, first, second, _ = training.recorded(4, step).steps  # the first has some of the step before in it
     updates = [one for one in first.slices if one.name == "update"]
     assert len(updates) > 2
     assert any(one.start > second.start for one in updates)
