@@ -337,6 +337,16 @@ def test_an_optimizer_takes_the_rate_measured_for_it():
     assert [job.seconds for job in found.jobs if job.kind == "update"] == [3.0, 3.0]
 
 
+def test_an_optimizer_on_the_device_takes_that_memorys_rate_whatever_the_cpus_update():
+    plan = of_parameters(1)
+    plan = replace(plan, config=Config(placement={"parameters": "host", "gradients": "host", "optimizer": "device"}))
+    one = replace(ONE, device=Memory(1 << 30, 12 * BLOCK, 6 * BLOCK), updates=BLOCK / 5)
+    seconds = {("forward", 0): 1.0, ("backward", 0): 1.0}
+    of_updates = lambda found: [job.seconds for job in found.jobs if job.kind == "update"]  # noqa: E731
+    assert of_updates(simulate_plan(plan, one, seconds)) == [1 + 2]  # 12 blocks of states, read and written
+    assert of_updates(simulate_plan(plan, replace(one, unified=True), seconds)) == [5.0]
+
+
 def test_groups_reduce_among_themselves_and_then_with_each_other():
     """Shards go over the link of a node; and an all-reduce, of two halves of a shard, over that between nodes, of which
     the two ranks of a node, with a shard each, have half: 8 s."""

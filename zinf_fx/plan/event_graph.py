@@ -172,15 +172,12 @@ class _Builder:
     def _seconds_of(self, chunk: Chunk) -> tuple[float, float, float]:
         """To read, update and write."""
         hardware = self._hardware
-        share = hardware.ranks_per_node
-        if self._plan.config.placement.optimizer == "device":
-            memory, share = hardware.device, 1
+        if self._plan.config.placement.optimizer == "device" and not hardware.unified:
+            update = chunk.states * (1 / hardware.device.read + 1 / hardware.device.write)
+        elif hardware.updates is None:
+            update = chunk.states * (1 / hardware.host.read + 1 / hardware.host.write) * hardware.ranks_per_node
         else:
-            memory = hardware.host
-        if hardware.updates is None:
-            update = chunk.states * (1 / memory.read + 1 / memory.write) * share
-        else:
-            update = chunk.elements * share / hardware.updates
+            update = chunk.elements * hardware.ranks_per_node / hardware.updates
         return self._disk(hardware.nvme, chunk.read, 0), update, self._disk(hardware.nvme, 0, chunk.written)
 
     # -- one event -----------------------------------------------------------------------------------------------------
