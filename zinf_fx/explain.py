@@ -103,8 +103,8 @@ def plan_model(
     model keeps the placement it has; the other options apply. `rates`: what choices are weighed with; default those of
     this machine, as far as they can be measured. Example inputs on the meta device stand for zeros. Grad
     mode decides between training and inference, as for a real call. `seconds`: where given, gets for each plan those
-    that its operators take on this machine; every distinct node is run for that. `hardware`: what "auto" decides for;
-    default this machine.
+    that its operators take on this machine; every distinct operator is run for that. `hardware`: what "auto" decides
+    for; default this machine.
 
     Raises: ConfigError for bad options, or a placement that contradicts how the model was offloaded;
     StoredTensorError for a parameter that can't be stored; PlanError when a budget is too small, or the model can't be

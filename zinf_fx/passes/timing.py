@@ -59,8 +59,8 @@ def _extracted(nodes: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]
     for number, node in enumerate(inputs):
         new[node] = graph.placeholder(f"input_{number}")
     for number, node in enumerate(nodes):
-        new[node] = graph.node_copy(node, new.__getitem__)
-        new[node]._rename(f"value_{number}")
+        args, kwargs = fx.map_arg((node.args, node.kwargs), new.__getitem__)
+        new[node] = graph.create_node(node.op, node.target, args, kwargs, name=f"value_{number}")
     graph.output(tuple(new[node] for node in nodes if not inside.issuperset(node.users)))
     return fx.GraphModule(nodes[0].graph.owning_module or {}, graph), inputs
 
