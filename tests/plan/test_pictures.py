@@ -110,6 +110,7 @@ def test_what_compute_waits_for_is_between_its_jobs():
         assert all(end <= one.start + 1e-12 or start >= one.end - 1e-12 for start, end in computing), one
     names = {one.name for one in waited}
     assert "wait tokens.weight" in names and all(name.startswith("wait ") for name in names)
+    assert "wait states" in names and not any(name.removeprefix("wait ").isdecimal() for name in names)
 
 
 def test_processes_stand_side_by_side_and_overlapping_slices_in_tracks_of_their_own():

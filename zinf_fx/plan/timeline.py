@@ -84,7 +84,7 @@ def waits(simulation: Simulation) -> list[Slice]:
     for stall in simulation.stalls():
         now = starts[stall.before] - stall.seconds
         for job, seconds in stall.waited_for:
-            name = f"wait {job.subject or job.kind}"
+            name = "wait states" if job.kind in _OPTIMIZER else f"wait {job.subject}"  # as the runtime calls them
             found.append(Slice("wait", name, now, now + seconds, 0, f"for {job.name}, before {stall.before}"))
             now += seconds
     return found
