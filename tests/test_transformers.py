@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -175,6 +178,46 @@ def test_pretrained_models_are_loaded_into_the_store(name: str, tmp_path: Path):
     for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert isinstance(parameter, StoredTensor) and torch.equal(parameter, other), name
     assert torch.equal(model(**(batch := inputs())).loss, plain(**batch).loss)
+
+
+LOADED = """
+import sys, torch, zinf_fx
+from transformers import LlamaForCausalLM as Llama
+from zinf_fx.native.engine import Fault
+from zinf_fx.runtime.tiers import Tiers
+saved, store = sys.argv[1:]
+def memory(name): return int(next(l for l in open("/proc/self/status") if l.startswith(name)).split()[1]) << 10
+config = zinf_fx.Config(store=store, placement="nvme", host_memory="64MiB")
+tiers = Tiers.of(config)
+tiers.store.inject(Fault("completion", operation="write", count=10**6, delay=0.005))  # what reads ahead gets ahead
+before = memory("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")  # the peak begins now
+with zinf_fx.offloading(config):
+    model = Llama.from_pretrained(saved, dtype=torch.float32)
+print(memory("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_is_converted_is_never_whole_in_memory(tmp_path: Path):
+    shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8}
+    config = transformers.LlamaConfig(**shape, num_hidden_layers=8, vocab_size=4096)
+    saved = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    saved.save_pretrained(tmp_path / "saved")
+    (tmp_path / "store").mkdir()
+    command = [sys.executable, "-c", LOADED, tmp_path / "saved", tmp_path / "store"]
+    peak = int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
+    nbytes = sum(p.nbytes for p in saved.parameters())
+    assert peak - nbytes < 0.45 * 2 * nbytes  # the file is mapped, and stays until there is need of its memory
+
+
+@pytest.mark.parametrize("given", [None, "0"])
+def test_transformers_reads_no_checkpoint_ahead_while_a_model_is_built(given: str | None, tmp_path: Path, monkeypatch):
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    monkeypatch.delenv(name, raising=False) if given is None else monkeypatch.setenv(name, given)
+    with zinf_fx.offloading(store=tmp_path, placement="nvme"):
+        assert os.environ[name] == (given or "1")
+    assert os.environ.get(name) == given
 
 
 def test_generation_without_a_compiler(tmp_path: Path):

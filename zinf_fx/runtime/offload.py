@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,10 @@ from zinf_fx.runtime.tiers import Tiers
 # Bytes of parameters that may have left before the memory that they took is given back to the system.
 _TRIM_EVERY = 64 << 20
 
+# transformers' `from_pretrained` looks for it in the environment at each call. Unless it is set, threads read and
+# convert a whole checkpoint ahead of the modules that take its tensors over.
+_LOADS_IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
+
 
 def offload(model: torch.nn.Module, config: Config | None = None, **fields: object) -> torch.nn.Module:
     """Move the parameters of `model` to their tier, in place, and return the model.
@@ -67,6 +72,9 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
     leaves at the end of the block. What initialises them later writes to the store. So the model is never whole in
     memory, and its initial values are those of an ordinary construction with the same seed. Parameters on the meta
     device, and lazy ones, stay as they are.
+
+    In the block, the environment has HF_DEACTIVATE_ASYNC_LOAD=1 unless it has that variable already: with it,
+    transformers reads one tensor of a checkpoint after the other, instead of all of them ahead in threads.
     """
     config = decided(Config.of(config, fields), None)
     tiers, owners = Tiers.of(config), Owners(config, Ranks.of(config).shards)
@@ -110,11 +118,15 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
         register_module_parameter_registration_hook(register),
         register_module_module_registration_hook(take_over),
     ]
+    before = os.environ.get(_LOADS_IN_TURN)
     try:
+        os.environ.setdefault(_LOADS_IN_TURN, "1")
         yield
         leave()
         tiers.drain()
     finally:
+        if before is None:
+            os.environ.pop(_LOADS_IN_TURN, None)
         for handle in handles:
             handle.remove()
 
