@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 
 
 class ZinfError(RuntimeError):
@@ -43,6 +45,7 @@ class StoreError(ZinfError, OSError):
     Attributes:
         operation: what was attempted ("read", "write", "allocate", ...).
         path: the file or directory.
+        detail: what was found, and what to do.
         offset, length: in bytes, where they apply.
         errno: the operating system's error number, where there is one.
     """
@@ -66,9 +69,15 @@ class StoreError(ZinfError, OSError):
         super().__init__(f"store {operation} failed: {where}: {detail}{cause}")
         self.operation = operation
         self.path = str(path)
+        self.detail = detail
         self.offset = offset
         self.length = length
         self.errno = errno
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+    def __reduce__(self) -> tuple[Callable[[], StoreError], tuple[()], dict[str, object]]:
+        """An exception is unpickled by calling its class with `args`, which here are not what `__init__` takes."""
+        given = {"offset": self.offset, "length": self.length, "errno": self.errno}
+        return functools.partial(type(self), self.operation, self.path, self.detail, **given), (), self.__dict__
