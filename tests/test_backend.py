@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import zinf_fx
-from zinf_fx.errors import ConfigError, StoreError
+from zinf_fx.errors import ConfigError, StoredTensorError, StoreError
 from zinf_fx.explain import plan_model
 from zinf_fx.runtime.stored_tensor import StoredTensor
 
@@ -118,3 +120,80 @@ def test_compile_options_replace_those_of_the_model(tmp_path):
         torch._dynamo.reset()
         compiled = torch.compile(model, backend="zinf", options={"prefetch": prefetch})
         assert torch.equal(compiled(torch.ones(2, 8)), expected)
+
+
+class Dropping(torch.nn.Module):
+    """Two layers with dropout, recomputed in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)
+
+    def block(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.dropout(self.first(x).tanh(), 0.5, True))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.block, x, use_reentrant=False).square().sum()
+
+
+def gradients_equal(model: torch.nn.Module, plain: torch.nn.Module) -> bool:
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return all(torch.equal(p.grad.full_tensor(), q.grad) for p, q in pairs)
+
+
+def test_gradients_of_the_first_step_are_right_where_backward_repeats_dropout(tmp_path):
+    model = Dropping()
+    plain = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="zinf", options={"placement": "nvme", "store": tmp_path})
+    for step in range(2):
+        x = torch.randn(4, 8)
+        for call in (plain, compiled):
+            torch.manual_seed(step)
+            call(x).backward()
+        assert gradients_equal(model, plain), f"step {step}"
+        model.zero_grad()
+        plain.zero_grad()
+
+
+def test_a_model_takes_one_entry_of_dynamos_cache(tmp_path):
+    options = {"placement": "nvme", "store": tmp_path}
+    for width in range(1, torch._dynamo.config.recompile_limit + 1):
+        model = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Linear(width, 4))
+        compiled = torch.compile(model, backend="zinf", options=options)
+        for _ in range(2):
+            compiled(torch.randn(2, 8)).sum().backward()
+        assert all(isinstance(p, StoredTensor) for p in model.parameters()), f"width {width}"
+
+
+@torch.compile(backend="zinf", options={"placement": "host"})
+def both(first: torch.nn.Module, second: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return second(first(x)).sum()
+
+
+def test_parameters_of_one_name_leave_all():
+    first, second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    both(first, second, torch.randn(2, 8)).backward()
+    for parameter in (*first.parameters(), *second.parameters()):
+        assert isinstance(parameter, StoredTensor) and parameter.grad is not None
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_model_may_be_evaluated_before_it_is_trained(tmp_path, mode):
+    plain, model = mlp(), mlp()
+    compiled = torch.compile(model, backend="zinf", options={"placement": "nvme", "store": tmp_path})
+    x = torch.randn(2, 8)
+    with mode():
+        assert torch.equal(compiled(x), plain(x))
+    for call in (compiled, plain):
+        call(x).sum().backward()
+    assert gradients_equal(model, plain)
+
+
+def test_a_parameter_that_cant_be_stored_is_named(tmp_path):
+    model = mlp()
+    indices = torch.zeros(2, 0, dtype=torch.int64)
+    model[2].weight.grad = torch.sparse_coo_tensor(indices, torch.zeros(0), (4, 16), check_invariants=True)
+    with pytest.raises(Exception) as raised:
+        torch.compile(model, backend="zinf", options={"placement": "nvme", "store": tmp_path})(torch.randn(2, 8))
+    assert "parameter '2.weight' has a gradient of layout" in str(cause(raised.value, StoredTensorError))
+    assert all(type(p) is torch.nn.Parameter for p in model.parameters())

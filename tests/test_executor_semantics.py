@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from twins import Net, assert_nothing_leaked, assert_same_gradients, fresh_dynamo, x
 
 import zinf_fx
@@ -343,8 +344,9 @@ def test_the_one_line_use_leaves_the_model_alone_when_the_disk_fails(tmp_path: P
     tiers = Tiers.of(zinf_fx.Config(store=tmp_path, placement="nvme"))
     tiers.store.inject(Fault("completion", operation="write", nth=4, errno=errno.ENOSPC))
     batch = x()
-    with pytest.raises(StoreError, match="full"):
+    with pytest.raises(BackendCompilerFailed, match="full") as failure:
         call(batch)
+    assert type(failure.value.inner_exception) is StoreError
     tiers.store.clear_faults()
     assert all(type(p) is nn.Parameter for p in model.parameters())
     for _ in range(2):

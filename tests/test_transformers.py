@@ -241,3 +241,21 @@ def test_the_one_line_use(name: str, tmp_path: Path):
     compiled = torch.compile(model, backend="zinf", options={"placement": "infinity-nvme", "store": tmp_path})
     losses = _losses(model, compiled, optimizer, batches)
     _assert_equal(model, plain, losses, expected)
+
+
+def test_dropout_under_gradient_checkpointing_is_repeated_from_the_first_step_on(tmp_path: Path):
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2)
+    )
+    model.gradient_checkpointing_enable()
+    plain = copy.deepcopy(model)
+    compiled = torch.compile(model.train(), backend="zinf", options={"placement": "nvme", "store": tmp_path})
+    for step, batch in enumerate(_batches(_text)[:2]):
+        for call in (plain, compiled):
+            torch.manual_seed(step)
+            call(**batch).loss.backward()
+        for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(parameter.grad.full_tensor(), other.grad), f"step {step}: {name}"
+        model.zero_grad()
+        plain.zero_grad()

@@ -9,15 +9,16 @@ import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
-from zinf_fx.capture import Capture
+from zinf_fx.capture import Capture, input_names
 from zinf_fx.config import PRESETS, Config
 from zinf_fx.errors import ConfigError
-from zinf_fx.given_plan import check_before_offload, check_offloaded, options_with, plans_given
+from zinf_fx.given_plan import check_offloaded, options_with, plans_given
 from zinf_fx.placement import at_first_call
 from zinf_fx.plan.schedule import Plan
 from zinf_fx.plan.sharding import Groups
+from zinf_fx.runtime.abstract import abstract_inputs
 from zinf_fx.runtime.local_parameter import stored_parameter
-from zinf_fx.runtime.offload import decided, offload_parameters
+from zinf_fx.runtime.offload import decided, is_ordinary, offload_parameters
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.stored_tensor import StoredTensor
 
@@ -37,7 +38,8 @@ _OF_STATES = (
 def zinf(
     module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, object] | None = None, **unknown: object
 ) -> Callable[..., Any]:
-    """The backend. Parameters that are not stored yet leave for their tier at the first call, which runs eagerly.
+    """The backend. Parameters that are not stored yet leave for their tier once the first graph that uses them is
+    compiled.
 
     Options are the fields of `Config`, and `plan`: a file that `Plan.save` wrote, a `Plan`, or a list of these. Then
     graphs are planned as it says, and refused, before anything is changed, if it is for other ones.
@@ -51,14 +53,13 @@ def zinf(
     plans = plans_given(options.pop("plan", None))
     options = options_with(plans, options)
     requested = Config.of(None, options)
-    plain = [p for p in inputs if isinstance(p, torch.nn.Parameter) and stored_parameter(p) is None]
+    plain = [value for value in inputs if is_ordinary(value)]
     if plain:
         _check_ranks_are_given(requested, plain)
         config = decided(requested, plain, lambda ranked: at_first_call(module, inputs, ranked, plain))
         many = Ranks.of(config).size > 1  # whose gradients are to be reduced
         if many or requested.placement != "auto" or config.placement != PRESETS["device"]:
-            check_before_offload(plans, module, inputs, config)
-            return _offloading_call(module, config)
+            return _offloaded(module, inputs, config, plans)
     stored = next((p for p in map(stored_parameter, inputs) if p is not None), None)
     config = requested if stored is None else _config_in_force(stored, options, requested, plans)
     # A graph without parameters concerns no other rank, which may have no such graph.
@@ -95,19 +96,21 @@ def _config_in_force(
     return Config.of(config, {k: v for k, v in options.items() if k not in of_states})
 
 
-def _offloading_call(module: fx.GraphModule, config: Config) -> Callable[..., Any]:
-    """The first call: the parameters leave, keeping their identity, and the graph runs on them eagerly.
+def _offloaded(
+    module: fx.GraphModule, inputs: Sequence[Any], config: Config, plans: Sequence[Plan]
+) -> Callable[..., Any]:
+    """The graph, compiled for stored parameters, and then its ordinary parameters stored, keeping their identity.
 
-    Dynamo's guards see their new type and compile again at the next call.
+    In this order nothing has left when the graph is refused. Dynamo makes its guards after the backend returns, so they
+    are for stored parameters, and the first call computes what later ones do.
     """
-
-    def call(*arguments: Any) -> Any:
-        plain = {
-            f"input {number} of the compiled graph": argument
-            for number, argument in enumerate(arguments)
-            if isinstance(argument, torch.nn.Parameter) and stored_parameter(argument) is None
-        }
-        offload_parameters(plain, config)
-        return module(*arguments)
-
-    return call
+    names = input_names(module)
+    capture = Capture(module, abstract_inputs(inputs, config, names), config, plans, seen=inputs)
+    compiled = capture.compile()
+    leaving: dict[str, torch.nn.Parameter] = {}
+    for number, (name, value) in enumerate(zip(names, inputs, strict=True)):
+        if is_ordinary(value):
+            leaving[f"{name} (input {number})" if name in leaving else name] = value
+    offload_parameters(leaving, config)
+    capture.reserve(inputs)
+    return compiled

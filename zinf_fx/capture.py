@@ -79,7 +79,7 @@ class Capture:
         self._given = list(inputs)
         self._inputs = [local_input(one) for one in inputs]
         self._seen = self._given if seen is None else list(seen)
-        self._names = _input_names(module)
+        self._names = input_names(module)
         self._contexts: dict[str, GraphContext] = {}
         self._collectives: dict[Any, list[str]] = {}  # of the planned graphs, by group
         self._mesh = mesh_of(config, inputs)
@@ -138,8 +138,7 @@ class Capture:
             self._together.agree(digest(self.plan), "the plan of a graph")
         if not self._alone:
             self._agree_on_collectives()
-        if self.plan is not None:
-            self._reserve(self.plan)  # not in `partition_fn`, where tensors are fake
+        self.reserve(self._inputs)  # not in `partition_fn`, where tensors are fake
         # All is planned by now, and the model may die before its compiled code.
         self._given, self._seen, self._inputs = [], [], []
         unchecked = self._mesh is not None and not self._alone
@@ -308,9 +307,12 @@ class Capture:
         self._note_collectives(module.graph, context)
         self.plan = replace(plan_of([(module.graph, context)]), fingerprint=fingerprint)
 
-    def _reserve(self, plan: Plan) -> None:
-        """Set apart what the plan takes of the memories that its parameters share."""
-        storages = [tensor.storage for tensor in self._inputs if isinstance(tensor, StoredTensor)]
+    def reserve(self, inputs: Sequence[Any]) -> None:
+        """Set apart what the plan takes of the memories that the stored parameters among `inputs` share."""
+        plan = self.plan
+        if plan is None:
+            return
+        storages = [tensor.storage for tensor in map(local_input, inputs) if isinstance(tensor, StoredTensor)]
         for tiers in {storage.tiers for storage in storages} - {None}:
             devices = {s.device for s in storages if s.tiers is tiers and not s.device.in_host_memory}
             EXECUTOR.staging.drop_staying()  # what stays would keep regions that are about to be replaced
@@ -402,7 +404,7 @@ def _origin(descriptor: AOTInput | AOTOutput | None) -> _Origin | None:
     return _Origin(descriptor.idx) if isinstance(descriptor, PlainAOTInput) else None
 
 
-def _input_names(module: fx.GraphModule) -> list[str]:
+def input_names(module: fx.GraphModule) -> list[str]:
     """The qualified name of each input, as `named_parameters()` would give it."""
     names = []
     for node in module.graph.find_nodes(op="placeholder"):

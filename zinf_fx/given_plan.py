@@ -6,17 +6,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any
 
-from torch import fx
-
-from zinf_fx.capture import Capture
 from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError, PlanError
 from zinf_fx.plan.codec import shared_options
 from zinf_fx.plan.file import load_plan
 from zinf_fx.plan.schedule import Plan
-from zinf_fx.runtime.abstract import abstract_inputs
 
 # What decides where bytes lie from the offload on: it can't be another one when the graph is compiled.
 _OF_THE_OFFLOAD = ("placement", "host_memory", "chunk")
@@ -62,16 +57,6 @@ def check_offloaded(plans: Sequence[Plan], offloaded: Config) -> None:
             f"the plan is for a model that was offloaded with other options: {differing}. "
             "zinf_fx.offload(model, plan.config, store=...) takes those of a plan"
         )
-
-
-def check_before_offload(plans: Sequence[Plan], module: fx.GraphModule, inputs: Sequence[Any], config: Config) -> None:
-    """Check, while nothing has left yet, that a plan is for this graph.
-
-    Raises: PlanError naming the first difference.
-    """
-    if not plans:
-        return
-    Capture(module, abstract_inputs(inputs, config), config, plans, seen=inputs).compile()
 
 
 def _first_difference(plan: Config, other: Config, names: Sequence[str] | None = None) -> str | None:

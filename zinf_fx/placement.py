@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zinf_fx.capture import Capture
+from zinf_fx.capture import Capture, input_names
 from zinf_fx.config import Config, Placement
 from zinf_fx.plan.decision import Decision, decide
 from zinf_fx.plan.hardware import Hardware
@@ -58,7 +58,8 @@ def at_first_call(
         note(alone, sizes_of(here, groups))
         return alone.placement
     anywhere = Config.of(config, {"placement": "nvme"})
-    capture = Capture(module, abstract_inputs(inputs, anywhere), anywhere, groups=groups, seen=inputs)
+    stored = abstract_inputs(inputs, anywhere, input_names(module))
+    capture = Capture(module, stored, anywhere, groups=groups, seen=inputs)
     return decided_for([capture], parameters, config, groups)[0].placement
 
 

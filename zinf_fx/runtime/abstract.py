@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from zinf_fx.config import Config
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.runtime.local_parameter import LocalParameter, distributed_as, local_part, stored_parameter
-from zinf_fx.runtime.offload import check_storable
+from zinf_fx.runtime.offload import check_storable, is_ordinary
 from zinf_fx.runtime.storage import TensorStorage
 from zinf_fx.runtime.stored_tensor import StoredTensor, as_parameter
 
@@ -39,12 +39,10 @@ def abstract_parameter(parameter: torch.nn.Parameter, what: str, config: Config)
     return as_parameter(twin.requires_grad_(parameter.requires_grad))
 
 
-def abstract_inputs(inputs: Sequence[object], config: Config) -> list[object]:
-    """The inputs of a captured graph, with ordinary parameters as they would be once they are offloaded. Raises: as
-    `abstract_parameter`."""
+def abstract_inputs(inputs: Sequence[object], config: Config, names: Sequence[str]) -> list[object]:
+    """The inputs of a captured graph, with ordinary parameters as they would be once they are offloaded. `names`: of
+    each input, for errors. Raises: as `abstract_parameter`."""
     return [
-        abstract_parameter(one, f"input {number} of the compiled graph", config)
-        if isinstance(one, torch.nn.Parameter) and stored_parameter(one) is None
-        else one
-        for number, one in enumerate(inputs)
+        abstract_parameter(one, f"parameter '{name}'", config) if is_ordinary(one) else one
+        for one, name in zip(inputs, names, strict=True)
     ]

@@ -217,6 +217,11 @@ def _accumulate(parameter: StoredTensor, gradient: torch.Tensor) -> None:
     accumulate_gradient(parameter, reduced(parameter, gradient, f"a parameter of shape {tuple(parameter.shape)}"))
 
 
+def is_ordinary(value: object) -> bool:
+    """Whether this is a parameter that offloading would move."""
+    return isinstance(value, torch.nn.Parameter) and stored_parameter(value) is None
+
+
 def check_storable(parameter: torch.Tensor, what: str) -> None:
     """Raises: StoredTensorError for a parameter that can't be moved to a tier."""
     if is_lazy(parameter):
