@@ -32,7 +32,7 @@ import zinf_fx
 from zinf_fx.plan.event_graph import Job, Resource
 from zinf_fx.plan.hardware import Hardware, load
 from zinf_fx.plan.performance import performance_of, with_batch
-from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.simulate import Simulation, one_after_another, simulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))

@@ -21,7 +21,7 @@ from zinf_fx.errors import StoredTensorError, StoreError
 from zinf_fx.explain import plans_of
 from zinf_fx.native.engine import Fault
 from zinf_fx.plan.accounting import Traffic, phases
-from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.plan import Plan
 from zinf_fx.runtime.executor import EXECUTOR
 from zinf_fx.runtime.store import Store
 from zinf_fx.stats import Stats

@@ -18,7 +18,7 @@ import zinf_fx
 from zinf_fx import capture
 from zinf_fx.errors import ConfigError, PlanError, StoredTensorError
 from zinf_fx.explain import plans_of
-from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.plan import Plan
 
 
 class Model(nn.Module):

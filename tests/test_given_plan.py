@@ -19,7 +19,7 @@ from twins import fresh_dynamo  # noqa: F401
 import zinf_fx
 from zinf_fx import capture
 from zinf_fx.errors import ConfigError, PlanError, PlanFileError
-from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.plan import Plan
 from zinf_fx.runtime.stored_tensor import StoredTensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

@@ -23,7 +23,7 @@ from zinf_fx.errors import ConfigError, StoreError
 from zinf_fx.native.engine import Fault
 from zinf_fx.plan.hardware import load
 from zinf_fx.plan.operator_time import compute_seconds
-from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.simulate import simulate_plan
 from zinf_fx.plan.timeline import LANES, Slice, slices
 from zinf_fx.recording import Recording, Step

@@ -15,7 +15,7 @@ from twins import fresh_dynamo  # noqa: F401
 import zinf_fx
 from zinf_fx.explain import plans_of
 from zinf_fx.plan.accounting import Traffic, phases
-from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.plan import Plan
 from zinf_fx.runtime.executor import EXECUTOR
 from zinf_fx.stats import Stats
 

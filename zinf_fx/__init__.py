@@ -7,7 +7,7 @@ from zinf_fx.config import Config, Placement
 from zinf_fx.explain import explain
 from zinf_fx.export import export_plan
 from zinf_fx.plan.file import load_plan
-from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.plan import Plan
 from zinf_fx.recording import record
 from zinf_fx.runtime.gathered import gathered
 from zinf_fx.runtime.offload import offload, offloading

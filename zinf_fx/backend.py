@@ -14,7 +14,7 @@ from zinf_fx.config import PRESETS, Config
 from zinf_fx.errors import ConfigError
 from zinf_fx.given_plan import check_offloaded, options_with, plans_given
 from zinf_fx.placement import at_first_call
-from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.sharding import Groups
 from zinf_fx.runtime.abstract import abstract_inputs
 from zinf_fx.runtime.local_parameter import stored_parameter

@@ -30,13 +30,14 @@ from zinf_fx.passes.collectives import group_of, is_collective
 from zinf_fx.passes.fingerprint import check_same, fingerprint_of
 from zinf_fx.passes.following import follow_inference, follow_training
 from zinf_fx.passes.framework import GraphContext, is_compute, key_of, nodes_calling, operator_of
-from zinf_fx.passes.pipeline import plan_inference, plan_of, plan_training, tiles_moved
+from zinf_fx.passes.pipeline import plan_inference, plan_of, plan_training
 from zinf_fx.passes.replication import mark_equal
 from zinf_fx.passes.rewriting import copied
 from zinf_fx.plan.digest import digest, digest_of
 from zinf_fx.plan.memory import most
+from zinf_fx.plan.plan import Fingerprint, Plan
 from zinf_fx.plan.rates import NOMINAL, Rates
-from zinf_fx.plan.schedule import Fingerprint, GraphKind, Plan, Tile
+from zinf_fx.plan.schedule import GraphKind, Tile
 from zinf_fx.plan.sharding import Groups, Owners, shards_of
 from zinf_fx.runtime.executor import EXECUTOR, Program, bind_parameters
 from zinf_fx.runtime.local_parameter import local_input
@@ -320,7 +321,7 @@ class Capture:
 
     def _bind(self, module: fx.GraphModule, kind: GraphKind) -> Callable[[list], Any]:
         context = self._contexts[kind]
-        tokens = [key.token for key in tiles_moved(module.graph, context)]
+        tokens = [key.token for key in context.keys]
         operators = {node.name: operator_of(node) for node in module.graph.nodes if is_compute(node)}
         program = Program(module, self.plan, kind, tokens, operators, self._tensor_ranks)
 

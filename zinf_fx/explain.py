@@ -25,8 +25,8 @@ from zinf_fx.errors import ConfigError, PlanError, StoredTensorError, ZinfError
 from zinf_fx.plan.decision import Decision
 from zinf_fx.plan.event_graph import Compute
 from zinf_fx.plan.hardware import Hardware
+from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.rates import Rates
-from zinf_fx.plan.schedule import Plan
 from zinf_fx.plan.sharding import Groups
 from zinf_fx.plan.table import render
 from zinf_fx.runtime.abstract import abstract_parameter

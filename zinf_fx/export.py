@@ -12,8 +12,8 @@ from zinf_fx.errors import PlanError
 from zinf_fx.explain import plan_model
 from zinf_fx.plan.decision import Decision
 from zinf_fx.plan.hardware import Hardware
+from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.rates import Rates
-from zinf_fx.plan.schedule import Plan
 
 
 def export_plan(

@@ -11,7 +11,7 @@ from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError, PlanError
 from zinf_fx.plan.codec import shared_options
 from zinf_fx.plan.file import load_plan
-from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.plan import Plan
 
 # What decides where bytes lie from the offload on: it can't be another one when the graph is compiled.
 _OF_THE_OFFLOAD = ("placement", "host_memory", "chunk")

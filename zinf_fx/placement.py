@@ -13,7 +13,7 @@ from zinf_fx.capture import Capture, input_names
 from zinf_fx.config import Config, Placement
 from zinf_fx.plan.decision import Decision, decide
 from zinf_fx.plan.hardware import Hardware
-from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.sharding import Groups
 from zinf_fx.runtime.abstract import abstract_inputs
 from zinf_fx.runtime.auto_placement import by_rule_here, device_of_most, note, sizes_of, this_machine

@@ -19,7 +19,7 @@ from zinf_fx.plan import hardware as descriptions
 from zinf_fx.plan.chrome import Process, planned, to_chrome
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.operator_time import compute_seconds
-from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.simulate import simulate_plan
 from zinf_fx.plan.timeline import LANE_OF, Lane, MemoryCurve, Slice
 from zinf_fx.runtime.local_parameter import stored_parameter

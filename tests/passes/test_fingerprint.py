@@ -6,7 +6,7 @@ import pytest
 
 from zinf_fx.errors import PlanError
 from zinf_fx.passes.fingerprint import check_same
-from zinf_fx.plan.schedule import Fingerprint
+from zinf_fx.plan.plan import Fingerprint
 
 
 def of(*lines: str) -> Fingerprint:

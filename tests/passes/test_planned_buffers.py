@@ -26,7 +26,7 @@ from zinf_fx.passes.residency import choose
 from zinf_fx.passes.sink_gathers import SinkGathers
 from zinf_fx.plan.buffers_spec import check_buffers
 from zinf_fx.plan.memory import most, most_on_device
-from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.plan import Plan
 
 KIB = 1024
 

@@ -17,7 +17,7 @@ from zinf_fx.explain import plan_model, plans_of
 from zinf_fx.plan.decision import PARAMETERS_AT_MOST, STATES, Decision, decide
 from zinf_fx.plan.hardware import Hardware, Link, load
 from zinf_fx.plan.placing import Sizes
-from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.plan import Plan
 
 HIDDEN, LAYERS = 128, 12
 MODEL_BYTES = LAYERS * HIDDEN * HIDDEN * 4

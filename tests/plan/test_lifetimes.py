@@ -9,9 +9,18 @@ import torch
 
 from zinf_fx import Config
 from zinf_fx.plan.lifetimes import Clock, device_buffers, host_buffers, profile
-from zinf_fx.plan.schedule import Event, GraphSchedule, Plan, Tile
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import Event, GraphSchedule, Tile
 
 KIB = 1024
+# What a word stands for in the texts below, where it is not one event alone.
+MEANS = {
+    "fetch": ("fetch", "upload", "allgather"),
+    "fetch-only": ("fetch",),
+    "upload": ("upload", "allgather"),
+    "wait-release": ("wait", "release"),
+    "offload": ("reduce_scatter", "offload"),
+}
 
 
 def tile(index: int, rows: int = 4, tier: str = "nvme", gradient_tier: str | None = "nvme") -> Tile:
@@ -19,11 +28,13 @@ def tile(index: int, rows: int = 4, tier: str = "nvme", gradient_tier: str | Non
 
 
 def events(text: str) -> tuple[Event, ...]:
-    """`fetch a*, upload a, wait a, release a!`: `*` for the turn, `!` where the tile is resident."""
+    """`fetch a*, wait-release a!`: `*` for the turn, `!` where the tile is resident."""
     found = []
-    for one in text.split(", "):
-        kind, name = one.split()
-        found.append(Event(kind, "abcdef".index(name[0]), 0, turn="*" in name, resident="!" in name))
+    for word in text.split(", "):
+        kind, name = word.split()
+        for one in MEANS.get(kind, (kind,)):
+            resident = "!" in name and one != "wait"
+            found.append(Event(one, "abcdef".index(name[0]), 0, turn="*" in name, resident=resident))
     return tuple(found)
 
 
@@ -35,64 +46,100 @@ def plan(forward: str, backward: str, separate: bool = False, **options: object)
     return Plan(graphs, Config(placement="nvme", **options), gradient_buffer=8 * KIB)
 
 
-def tiles(found: Plan, device: bool = False) -> dict[str, list[list[tuple[int, int]]]]:
+def named(found: Plan, time: int) -> str:
+    """What happens at a time of the clock: `F` is forward, `B` backward, `*` the turn."""
+    for letter, graph, start in zip("FB", found.graphs, Clock(found).starts, strict=False):
+        if 0 <= time - start < len(graph.events):
+            event = graph.events[time - start]
+            return f"{letter} {event.kind} {'abcdef'[event.tile]}{'*' if event.turn else ''}"
+    return {0: "step", 1: "late in step", 2: "end"}[time - Clock(found).step]
+
+
+def tiles(found: Plan, device: bool = False) -> dict[str, list[str]]:
     """The spans of each tile's buffers, in order."""
-    spans: dict[str, list[list[tuple[int, int]]]] = {}
+    spans: dict[str, list[str]] = {}
     for each in device_buffers(found) if device else host_buffers(found):
         if each.what == "tile":
-            spans.setdefault(each.label, []).append([(s.start, s.stop) for s in each.spans])
+            always = each.spans == (Clock(found).always,)
+            text = [f"{named(found, span.start)} to {named(found, span.stop)}" for span in each.spans]
+            spans.setdefault(each.label, []).append("always" if always else ", ".join(text))
     return {label: sorted(of) for label, of in sorted(spans.items())}
 
 
+def takers(found: Plan) -> dict[str, list[str]]:
+    starts = Clock(found).starts
+    return {b.label: [named(found, starts[at.graph] + at.number) for at in b.takers] for b in host_buffers(found)}
+
+
 def test_from_fetch_to_release() -> None:
-    found = plan("fetch a, wait a, release a, fetch b, wait b, release b", "fetch b, wait b, release b")
-    assert tiles(found) == {"a": [[(0, 2)]], "b": [[(3, 5)], [(6, 8)]]}
-    assert Clock(found).starts == [0, 6, 9] and Clock(found).end == 11
+    found = plan("fetch a, wait-release a, fetch b, wait-release b", "fetch b, wait-release b")
+    assert tiles(found) == {
+        "a": ["F fetch a to F release a"],
+        "b": ["B fetch b to B release b", "F fetch b to F release b"],
+    }
+    assert Clock(found).starts == [0, 10, 15] and Clock(found).end == 17
 
 
 def test_the_turn_holds_what_backward_fetches() -> None:
-    found = plan("fetch a, wait a, fetch a*, release a, fetch b*", "fetch a, fetch b, wait a, release a, release b")
-    assert tiles(found) == {"a": [[(0, 8)]], "b": [[(4, 9)]]}
-    (a, b) = host_buffers(found)
-    assert [tuple(at) for at in a.takers] == [(0, 0), (0, 2), (1, 0)]
-    assert [tuple(at) for at in b.takers] == [(0, 4), (1, 1)]
+    found = plan("fetch a, fetch a*, wait-release a, fetch b*", "fetch a, fetch b, wait-release a, wait-release b")
+    assert tiles(found) == {"a": ["F fetch a to B release a"], "b": ["F fetch b* to B release b"]}
+    assert takers(found) == {"a": ["F fetch a", "F fetch a*", "B fetch a"], "b": ["F fetch b*", "B fetch b"]}
+
+
+def test_what_the_turn_fetched_is_there_when_forward_fetches_it_for_itself() -> None:
+    found = plan("fetch a*, fetch a, wait-release a", "fetch a, wait-release a")
+    assert tiles(found) == {"a": ["F fetch a* to B release a"]}
 
 
 def test_what_stays() -> None:
     """`a` over the turn, `b` over the end of the step, `c` always."""
     found = plan(
-        "fetch a, release a!, fetch b!, release b, fetch c!, release c!",
-        "fetch a!, release a, fetch b, release b!, fetch c!, release c!",
+        "fetch a, wait-release a!, fetch b!, wait-release b, fetch c!, wait-release c!",
+        "fetch a!, wait-release a, fetch b, wait-release b!, fetch c!, wait-release c!",
     )
-    assert tiles(found) == {"a": [[(0, 7)]], "b": [[(0, 3), (8, 14)]], "c": [[(0, 14)]]}
-    of = {each.label: {tuple(at) for at in each.takers} for each in host_buffers(found)}
-    assert of == {"a": {(0, 0), (1, 0)}, "b": {(0, 2), (1, 2)}, "c": {(0, 4), (1, 4)}}
+    across = "F fetch a to F release b, B fetch b to end"
+    assert tiles(found) == {"a": ["F fetch a to B release a"], "b": [across], "c": ["always"]}
+    both = {label: ["B fetch " + label, "F fetch " + label] for label in "abc"}
+    assert {label: sorted(events) for label, events in takers(found).items()} == both
 
 
 def test_a_device_with_memory_of_its_own() -> None:
     """Host memory is needed until the tile is waited for, device memory from the upload on; what the turn fetches isn't
     given up."""
-    forward = "fetch a, upload a, wait a, fetch a*, release a, fetch b, upload b, wait b, release b!"
-    found = plan(forward, "fetch a, upload a, wait a, release a, fetch b!, upload b!, wait b, release b", separate=True)
-    assert tiles(found) == {"a": [[(0, 2)], [(3, 11)]], "b": [[(5, 7)], [(13, 15)]]}
-    assert tiles(found, device=True) == {"a": [[(1, 12)]], "b": [[(6, 16)]]}
-    assert not device_buffers(plan(forward, "release a"))
+    forward = "fetch-only a, upload a, wait a, fetch-only a*, release a, fetch b, wait-release b!"
+    found = plan(forward, "fetch a, wait-release a, fetch b!, wait-release b", separate=True)
+    assert tiles(found) == {
+        "a": ["F fetch a to F wait a", "F fetch a* to B wait a"],
+        "b": ["B fetch b to B wait b", "F fetch b to F wait b"],
+    }
+    assert tiles(found, device=True) == {"a": ["F upload a to B release a"], "b": ["F upload b to B release b"]}
+    assert not device_buffers(plan("fetch a, wait-release a", "fetch a, wait-release a"))
 
 
-@pytest.mark.parametrize(("gradient_buffer", "stops"), [(8, [5, 7, 7]), (12, [7, 7, 7]), (4, [4, 5, 7])])
-def test_gradients_on_their_way_leave_when_their_room_is_needed(gradient_buffer: int, stops: list[int]) -> None:
-    found = replace(plan("fetch a, wait a, release a", "offload a, offload b, offload c"), gradient_buffer=4096)
+@pytest.mark.parametrize(
+    ("gradient_buffer", "stops"),
+    [
+        (8, ["B offload c", "late in step", "late in step"]),
+        (12, ["late in step"] * 3),
+        (4, ["B offload b", "B offload c", "late in step"]),
+    ],
+)
+def test_gradients_on_their_way_leave_when_their_room_is_needed(gradient_buffer: int, stops: list[str]) -> None:
+    found = plan("fetch a, wait-release a", "offload a, offload b, offload c")
     found = replace(found, gradient_buffer=gradient_buffer * KIB)
-    assert [b.spans[0].stop for b in host_buffers(found) if b.what == "write"] == stops
+    assert [named(found, b.spans[0].stop) for b in host_buffers(found) if b.what == "write"] == stops
 
 
 def test_profile() -> None:
-    found = plan("fetch a, fetch b, release a, release b!", "fetch b!, release b, fetch a, release a!")
-    assert profile(host_buffers(found), Clock(found).end) == [n * 4 * KIB for n in (1, 2, 1, 1, 1, 0, 1, 1, 1, 1)]
+    found = plan(
+        "fetch a, fetch b, wait-release a, wait-release b!", "fetch b!, wait-release b, fetch a, wait-release a!"
+    )
+    blocks = [nbytes // (4 * KIB) for nbytes in profile(host_buffers(found), Clock(found).end)]
+    assert blocks == [1, 1, 1, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1]
 
 
 def test_what_lives_in_host_memory_has_no_buffer() -> None:
-    found = plan("fetch a, release a", "fetch a, release a, offload a")
+    found = plan("fetch a, wait-release a", "fetch a, wait-release a, offload a")
     graphs = tuple(
         replace(g, tiles=tuple(tile(n, tier="host", gradient_tier="host") for n in range(3))) for g in found.graphs
     )

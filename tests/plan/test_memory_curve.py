@@ -16,7 +16,8 @@ from zinf_fx.plan.accounting import flows
 from zinf_fx.plan.json import to_json
 from zinf_fx.plan.memory import arena_by_operator, host_arena
 from zinf_fx.plan.memory_curve import host_arena_curve, in_flight, render_curves
-from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, Operator, Plan, Tile
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, Operator, Tile
 
 MIB = 1 << 20
 
@@ -57,8 +58,8 @@ def test_what_the_arena_holds_from_event_to_event():
         Tile(1, "b", (512, 1024), torch.float32, "nvme", "host"),
     )
     events = (
-        Event("fetch", 0, HEAD),
-        Event("fetch", 1, 0),
+        *(Event(kind, 0, HEAD) for kind in ("fetch", "upload", "allgather")),
+        *(Event(kind, 1, 0) for kind in ("fetch", "upload", "allgather")),
         Event("wait", 0, 0),
         Event("release", 0, 0),
         Event("wait", 1, 2),

@@ -22,7 +22,7 @@ from zinf_fx.plan.dot import to_dot
 from zinf_fx.plan.hardware import Hardware, load
 from zinf_fx.plan.html import to_html
 from zinf_fx.plan.operator_time import compute_seconds
-from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.simulate import Simulation, simulate_plan
 from zinf_fx.plan.timeline import LANES, Slice, memory_curves, slices, waits
 

@@ -25,7 +25,7 @@ from zinf_fx.plan import file
 from zinf_fx.plan.codec import dtypes
 from zinf_fx.plan.file import plan_from
 from zinf_fx.plan.json_schema import schema
-from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.plan import Plan
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "plan.schema.json"
 

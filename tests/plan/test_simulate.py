@@ -20,7 +20,8 @@ from zinf_fx.plan.communication import communication
 from zinf_fx.plan.event_graph import RESOURCES, Job, event_graph
 from zinf_fx.plan.hardware import Disks, Hardware, Link, Memory, load
 from zinf_fx.plan.performance import performance_of
-from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, MemoryRegions, Operator, Plan, Tile
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, MemoryRegions, Operator, Tile
 from zinf_fx.plan.simulate import Simulation, one_after_another, simulate, simulate_plan
 
 # Jobs

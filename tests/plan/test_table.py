@@ -12,7 +12,8 @@ from zinf_fx import Config
 from zinf_fx.explain import plans_of
 from zinf_fx.plan.accounting import flows, optimizer_traffic, phases, traffic
 from zinf_fx.plan.names import PlanNames, abbreviate, module_of
-from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, Operator, Plan, Tile
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, Operator, Tile
 from zinf_fx.plan.table import render
 
 MIB = 1 << 20
@@ -164,7 +165,8 @@ def test_bytes_in_flight_and_moved():
 
 
 def test_a_tile_that_waits_for_its_upload_is_in_host_memory():
-    events = (Event("fetch", 0, HEAD), Event("upload", 0, 0), Event("wait", 0, 1), Event("release", 0, 1))
+    where = {"fetch": HEAD, "upload": 0, "allgather": 0, "wait": 1, "release": 1}
+    events = tuple(Event(kind, 0, operator) for kind, operator in where.items())
     graph = GraphSchedule("inference", tiles()[:1], (Operator(0, "", 1), Operator(1, "mm", 1)), events)
     plan = Plan((graph,), Config(placement="nvme"))
     assert [(f.device, f.host) for f in flows(plan, graph)] == [(0, MIB), (MIB, 0), (MIB, 0)]

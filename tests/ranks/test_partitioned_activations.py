@@ -13,7 +13,7 @@ import zinf_fx
 from zinf_fx.errors import RanksError
 from zinf_fx.explain import plans_of
 from zinf_fx.plan.communication import communication
-from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.plan import Plan
 
 
 def saved(plan: Plan) -> dict[str, tuple[int, int]]:

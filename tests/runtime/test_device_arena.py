@@ -18,7 +18,7 @@ from twins import Net, assert_same_gradients
 import zinf_fx
 from zinf_fx.errors import StoreError
 from zinf_fx.explain import plans_of
-from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.plan import Plan
 from zinf_fx.runtime.counters import Counters
 from zinf_fx.runtime.device_arena import DeviceArena
 from zinf_fx.runtime.executor import EXECUTOR

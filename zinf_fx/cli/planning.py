@@ -20,7 +20,7 @@ from zinf_fx.plan.decision import Decision
 from zinf_fx.plan.event_graph import Compute
 from zinf_fx.plan.file import load_plan
 from zinf_fx.plan.hardware import Hardware
-from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.plan import Plan
 
 Result = TypeVar("Result")
 

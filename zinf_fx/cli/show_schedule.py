@@ -22,7 +22,7 @@ from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.html import to_html
 from zinf_fx.plan.json import to_json
 from zinf_fx.plan.operator_time import compute_seconds
-from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.simulate import simulate_plan
 from zinf_fx.plan.table import WIDTH
 

@@ -17,7 +17,7 @@ from zinf_fx.config import parse_count, shortened
 from zinf_fx.errors import ConfigError, PlanError
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.performance import Performance, batch_of, performance_of, with_batch
-from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.simulate import one_after_another, simulate
 from zinf_fx.plan.timeline import slices
 

@@ -15,7 +15,8 @@ from zinf_fx import ops
 from zinf_fx.passes.framework import GraphContext, nodes_calling
 from zinf_fx.plan.layout import with_offsets
 from zinf_fx.plan.memory import most, most_on_device
-from zinf_fx.plan.schedule import MemoryRegions, Plan
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import MemoryRegions
 
 
 @dataclass(frozen=True)

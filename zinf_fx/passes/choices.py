@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from zinf_fx.errors import PlanError
 from zinf_fx.passes.framework import GraphContext
 from zinf_fx.passes.offload_activations import LEAVES
-from zinf_fx.plan.schedule import Choice
+from zinf_fx.plan.plan import Choice
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from zinf_fx.errors import PlanError
 from zinf_fx.passes.collectives import collectives_of, group_of, is_collective
 from zinf_fx.passes.framework import GraphContext
 from zinf_fx.passes.printer import target_text, tile_text, type_text
-from zinf_fx.plan.schedule import Fingerprint
+from zinf_fx.plan.plan import Fingerprint
 
 # A size that torch.compile leaves open, as it does when it sees another one.
 _SYMBOLIC = re.compile(r": size |\[(?:[^\]]*\D)?s\d+\b")

@@ -21,8 +21,8 @@ from zinf_fx.passes.offload_gradients import OffloadGradients
 from zinf_fx.passes.pipeline import divided_training, lowering, plan_of, run_passes, schedule_of, tiling
 from zinf_fx.passes.prefetch import Prefetch
 from zinf_fx.passes.residency import Residency
-from zinf_fx.plan.accounting import staying
-from zinf_fx.plan.schedule import GraphKind, GraphSchedule, Plan
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import GraphKind, GraphSchedule
 
 
 def follow_training(
@@ -59,7 +59,8 @@ def _place(plan: Plan, modules: Sequence[tuple[fx.GraphModule, GraphContext]]) -
 
 def _head_due(plan: Plan, backward: fx.Graph, context: GraphContext) -> tuple[HeadTransfer, ...]:
     """What backward, scheduled, needs at its head from forward's turn: what doesn't stay for it anyway."""
-    there = staying(plan)["backward"]
+    kept = plan.journeys.kept_at_begin(1)
+    there = {plan.graph("backward").tiles[tile].label for tile in kept}
     head = Prefetch(context.config.prefetch).head(backward, context)
     return tuple(transfer for transfer in head if context.tile(transfer.key).label not in there)
 
@@ -71,8 +72,10 @@ def _placing(plan: Plan, kind: GraphKind, context: GraphContext) -> list[Pass]:
     for stay, event in events_by_stay(schedule, keys):
         if event.resident:
             (leaves if event.kind == "release" else arrives).add(stay)
-    fetched = {schedule.tiles[event.tile].label for event in schedule.events if not event.turn}
-    throughout = tuple(keys[label] for label in sorted(staying(plan)[kind] - fetched) if label in keys)
+    number = plan.graphs.index(schedule)
+    used = {stay.tile for stay in plan.journeys if stay.graph == number}
+    kept = {schedule.tiles[tile].label for tile in plan.journeys.kept_at_begin(number) - used}
+    throughout = tuple(keys[label] for label in sorted(kept) if label in keys)
     residency = Residency(frozenset(leaves), frozenset(arrives), throughout)
     return [residency, Buffers(tuple(event.offset for event in schedule.events), plan.regions)]
 

@@ -13,8 +13,9 @@ from torch import fx
 from zinf_fx import ops
 from zinf_fx.config import Config
 from zinf_fx.plan.memory import HostUse, gradient_buffer, living_on_device, living_on_host, write_buffer
+from zinf_fx.plan.plan import Choice
 from zinf_fx.plan.rates import NOMINAL, Rates
-from zinf_fx.plan.schedule import HEAD, Choice, MemoryRegions, Tile
+from zinf_fx.plan.schedule import HEAD, MemoryRegions, Tile
 
 # Node metadata that passes write and later stages read.
 OPERATOR = "zinf_operator"  # number of the operator that a node belongs to; HEAD before the first
@@ -166,6 +167,11 @@ class GraphContext:
             if tile.start == key.start:
                 return tile
         return self.tiles[key.token]
+
+    @property
+    def keys(self) -> list[TileKey]:
+        """The keys of all tiles, in the order of the table that the schedules of a step share."""
+        return [key for token in self.tiles for key in self.tiles_of(token)]
 
     def tiles_of(self, token: str) -> dict[TileKey, Tile]:
         """The tiles of one parameter, in the order of their rows."""

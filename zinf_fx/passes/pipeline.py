@@ -22,7 +22,6 @@ from zinf_fx.passes.framework import (
     GraphContext,
     HeadTransfer,
     Pass,
-    TileKey,
     is_compute,
     key_of,
     nodes_calling,
@@ -53,7 +52,8 @@ from zinf_fx.passes.tile import TileParameters
 from zinf_fx.passes.tile_cross_entropy import TileCrossEntropy
 from zinf_fx.passes.work import total, work_of
 from zinf_fx.plan.buffers_spec import check_buffers
-from zinf_fx.plan.schedule import Event, GraphSchedule, Operator, Plan
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import Event, GraphSchedule, Operator
 
 log = logging.getLogger(__name__)
 
@@ -273,11 +273,11 @@ def run_passes(graph: fx.Graph, context: GraphContext, passes: Sequence[Pass]) -
 
 def schedule_of(graph: fx.Graph, context: GraphContext) -> GraphSchedule:
     """The schedule that a planned graph stands for."""
-    index = tiles_moved(graph, context)
+    index = {key: position for position, key in enumerate(context.keys)}
     tiles = []
     for key, position in index.items():
         tile = context.tile(key)
-        gradient_tier = tile.gradient_tier if context.kind == "backward" else None
+        gradient_tier = None if context.kind == "inference" else tile.gradient_tier
         tiles.append(replace(tile, index=position, gradient_tier=gradient_tier))
     kinds = {op: op._schema.name.split("::")[1] for op in ops.LOWERED}
     events = [
@@ -303,13 +303,6 @@ def schedule_of(graph: fx.Graph, context: GraphContext) -> GraphSchedule:
 def has_own_memory(device: torch.device) -> bool:
     """Whether what computes on the device computes in its own memory, to which tiles are copied."""
     return device.type != "cpu"
-
-
-def tiles_moved(graph: fx.Graph, context: GraphContext) -> dict[TileKey, int]:
-    """The index of each tile that a planned graph moves, in the order of its schedule's tiles."""
-    used = {key_of(node) for node in nodes_calling(graph, *ops.LOWERED)}
-    keys = (key for token in context.tiles for key in context.tiles_of(token))
-    return {key: position for position, key in enumerate(key for key in keys if key in used)}
 
 
 def _operator(index: int, nodes: list[fx.Node]) -> Operator:

@@ -10,7 +10,8 @@ from zinf_fx.passes.framework import GraphContext
 from zinf_fx.passes.in_flight import Ledger
 from zinf_fx.plan.lifetimes import Clock, device_buffers, host_buffers, profile
 from zinf_fx.plan.memory import HostUse, chunks_of, most, most_on_device
-from zinf_fx.plan.schedule import HEAD, Plan
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import HEAD
 from zinf_fx.sizes import in_words
 
 

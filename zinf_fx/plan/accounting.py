@@ -8,10 +8,13 @@ two memories are one, and their sum is what is used.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from zinf_fx.plan.schedule import HEAD, Event, EventKind, GraphKind, GraphSchedule, Plan, Tile
+from zinf_fx.plan.intervals import merged, sums, without
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import HEAD, GraphSchedule, Tile
 
 # The store moves whole blocks, and host buffers are whole blocks.
 _BLOCK = 4096
@@ -67,33 +70,10 @@ def tiles_of(plan: Plan) -> dict[str, Tile]:
     return tiles
 
 
-def started_by_turn(plan: Plan, graph: GraphSchedule, kind: EventKind) -> frozenset[str]:
-    """Labels of the tiles whose transfers of one kind at the head of `graph` the forward graph has started."""
-    if graph.kind != "backward":
-        return frozenset()
-    forward = plan.graph("forward")
-    return frozenset(forward.tiles[e.tile].label for e in forward.events if e.turn and e.kind == kind)
-
-
-def staying(plan: Plan) -> dict[GraphKind, frozenset[str]]:
-    """By graph, labels of the tiles that are in memory when it begins, because they stayed there; from a step's second
-    repetition on."""
-    now: set[str] = set()
-    found: dict[GraphKind, frozenset[str]] = {}
-    for graph in plan.graphs * 2:
-        found[graph.kind] = frozenset(now)
-        for event in graph.events:
-            if event.resident and event.kind in ("fetch", "release"):
-                label = graph.tiles[event.tile].label
-                now.add(label) if event.kind == "release" else now.discard(label)
-    return found
-
-
-def always_resident(plan: Plan) -> frozenset[str]:
+def always_kept(plan: Plan) -> frozenset[str]:
     """Labels of the tiles that stay in memory from step to step, and are moved once."""
-    moves = {"fetch", "upload", "allgather", "release"}
-    events = [(graph.tiles[e.tile].label, e.resident) for graph in plan.graphs for e in graph.events if e.kind in moves]
-    return frozenset(label for label, _ in events) - {label for label, resident in events if not resident}
+    journeys, tiles = plan.journeys, plan.graphs[0].tiles
+    return frozenset(tiles[tile].label for tile in journeys.of_tile if journeys.is_always_kept(tile))
 
 
 def flows(plan: Plan, graph: GraphSchedule) -> list[Flow]:
@@ -102,50 +82,37 @@ def flows(plan: Plan, graph: GraphSchedule) -> list[Flow]:
     Transfers are in flight from the operator that starts them on; what an operator releases is still there while it
     computes. Bytes are counted as read once, by the graph that starts to read them.
     """
-    in_host: set[int] = set()
-    on_device: set[int] = set()
-    held: set[int] = set()  # fetched by this graph and not released: what the turn finds there isn't read again
-    for_turn: set[int] = set()
-    gradients: set[int] = set()
-    tiles = tiles_of(plan)
-    between = set(staying(plan)[graph.kind])  # labels of what stays in memory, while nothing uses it
-    result = []
-    for operator in (HEAD, *(o.index for o in graph.operators)):
-        fetched, gone, offloaded, stays = 0, set(), set(), set()
-        for event in graph.at(operator):
-            tile = graph.tiles[event.tile]
-            if event.kind == "fetch":
-                fetched += 0 if _is_there(plan, graph, event, held) else bytes_read(tile)
-                (on_device if event.resident else in_host).add(tile.index)
-                between.discard(tile.label)
-                gone.discard(tile.index)
-                (for_turn if event.turn else held).add(tile.index)
-            elif event.kind == "upload":
-                in_host.discard(tile.index)
-                on_device.add(tile.index)
-            elif event.kind == "release":
-                held.discard(tile.index)
-                gone |= {tile.index} - for_turn
-                stays |= {tile.label} if event.resident else set()
-            elif event.kind == "reduce_scatter":
-                gradients.add(tile.index)
-            elif event.kind == "offload":
-                offloaded.add(tile.index)
-        device = sum(t.gathered_nbytes for t in map(graph.tiles.__getitem__, on_device) if t.needs_buffer)
-        device += sum(tiles[label].gathered_nbytes for label in between if tiles[label].needs_buffer)
-        device += sum(t.nbytes for t in map(graph.tiles.__getitem__, gradients) if t.gradient_tier != "device")
-        host = sum(bytes_read(t) for t in map(graph.tiles.__getitem__, in_host - on_device))
-        result.append(Flow(operator, fetched, device, host))
-        in_host -= gone
-        on_device -= gone
-        between |= stays
-        gradients -= offloaded
-    return result
+    journeys, number = plan.journeys, plan.graphs.index(graph)
+    operators = range(HEAD, len(graph.operators))
+    read: Counter[int] = Counter()
+    for stay in journeys:
+        if stay.begin.graph == number and stay.moves("fetch"):
+            read[stay.begin.operator] += bytes_read(graph.tiles[stay.tile])
+    on_device: defaultdict[int, list[range]] = defaultdict(list)
+    in_host: list[tuple[int, range]] = []
+    for tile, there, uploaded in journeys.presences(number):
+        on_device[tile].append(range(uploaded, there.stop))
+        in_host.append((tile, range(there.start, uploaded)))
+    device = [
+        (part, graph.tiles[tile].gathered_nbytes)
+        for tile, ranges in on_device.items()
+        for part in merged(ranges)
+        if graph.tiles[tile].needs_buffer
+    ]
+    host = [(part, bytes_read(graph.tiles[tile])) for tile, one in in_host for part in without(one, on_device[tile])]
+    for gradient in journeys.departures:
+        tile = graph.tiles[gradient.tile]
+        if gradient.reduced.graph == number and tile.gradient_tier != "device":
+            last = gradient.offloaded.operator if gradient.offloaded is not None else operators.stop
+            device.append((range(gradient.reduced.operator, last + 1), tile.nbytes))
+    both = zip(operators, sums(device, operators), sums(host, operators), strict=True)
+    return [Flow(operator, read[operator], *in_flight) for operator, *in_flight in both]
 
 
 def traffic(plan: Plan, graph: GraphSchedule) -> Traffic:
     """What one graph moves."""
-    uploads = [graph.tiles[e.tile] for e in graph.events if e.kind == "upload" and not (e.turn or e.resident)]
+    number = plan.graphs.index(graph)
+    uploads = [graph.tiles[s.tile] for s in plan.journeys if s.graph == number and s.moves("upload")]
     offloads = [graph.tiles[e.tile] for e in graph.events if e.kind == "offload"]
     leaving = [graph.tiles[e.tile] for e in graph.events if e.kind == "offload_activation"]
     return Traffic(
@@ -255,16 +222,6 @@ def phases(plan: Plan) -> Iterator[tuple[str, Traffic]]:
         yield graph.kind, traffic(plan, graph)
     if any(tile.gradient_tier for tile in tiles_of(plan).values()):
         yield "optimizer", optimizer_traffic(plan)
-
-
-def _is_there(plan: Plan, graph: GraphSchedule, event: Event, held: set[int]) -> bool:
-    """Whether a fetch finds its tile read or being read already."""
-    if event.resident:
-        return True
-    if event.turn:
-        return event.tile in held
-    label = graph.tiles[event.tile].label
-    return event.operator == HEAD and label in started_by_turn(plan, graph, "fetch")
 
 
 def bytes_read(tile: Tile) -> int:

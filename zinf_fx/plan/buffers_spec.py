@@ -9,7 +9,7 @@ from typing import NamedTuple
 from zinf_fx.errors import PlanError
 from zinf_fx.plan.layout import chunk_buffers_of
 from zinf_fx.plan.lifetimes import Lifetime, device_buffers, host_buffers
-from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.plan import Plan
 
 
 class _Place(NamedTuple):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zinf_fx.plan.hardware import Hardware
-from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.simulate import Simulation
 from zinf_fx.plan.timeline import LANES, Lane, MemoryCurve, Slice, memory_curves, slices, waits
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zinf_fx.plan.accounting import tiles_of
-from zinf_fx.plan.schedule import GraphKind, GraphSchedule, Plan, Tile
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import GraphKind, Tile
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,9 @@ class Sent:
 def communication(plan: Plan) -> list[Sent]:
     """What each graph sends, in the steady state. What the optimizer updated is gathered by the next forward graph."""
     refreshing = sum(map(refreshed, refreshed_tiles(plan).values()))
-    there: set[str] = set()
     found = []
-    for graph in plan.graphs:
-        tiles = _gathers(graph, there)
+    for number, graph in enumerate(plan.graphs):
+        tiles = _gathers(plan, number)
         parameters = sum(gathered(tile) for tile in tiles if not tile.activation)
         activations = sum(gathered(tile) for tile in tiles if tile.activation)
         if graph.kind == "forward":
@@ -91,21 +91,11 @@ def _shard_reduced(plan: Plan, tile: Tile) -> int:
     return tile.shard_nbytes // tile.dtype.itemsize * (plan.config.reduce_dtype or tile.dtype).itemsize
 
 
-def _gathers(graph: GraphSchedule, there: set[str]) -> list[Tile]:
-    """The partitioned tiles that a graph gathers, less those that are in `there` then, which it keeps up."""
-    found, for_turn = [], set()
-    for event in graph.events:
-        tile = graph.tiles[event.tile]
-        if not tile.partitioned:
-            continue
-        if event.kind == "fetch":
-            (for_turn.add if event.turn else for_turn.discard)(tile.label)
-        elif event.kind == "allgather" and tile.label not in there:
-            there.add(tile.label)
-            found.append(tile)
-        elif event.kind == "release" and not event.resident and tile.label not in for_turn:
-            there.discard(tile.label)
-    return found
+def _gathers(plan: Plan, graph: int) -> list[Tile]:
+    """The partitioned tiles that a graph starts to gather."""
+    tiles = plan.graphs[graph].tiles
+    starts = ((next(stay.events("allgather")), stay) for stay in plan.journeys if stay.moves("allgather"))
+    return [tiles[stay.tile] for at, stay in starts if at.graph == graph and tiles[stay.tile].partitioned]
 
 
 def _to_others(tile: Tile) -> int:

@@ -18,7 +18,7 @@ from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.memory import living_on_device, living_on_host, living_on_nvme
 from zinf_fx.plan.operator_time import compute_seconds
 from zinf_fx.plan.placing import Rooms, Sizes, by_rule, capacities, near, used
-from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.simulate import simulate_plan
 from zinf_fx.sizes import in_words
 

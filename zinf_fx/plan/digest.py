@@ -6,7 +6,7 @@ import hashlib
 import json
 
 from zinf_fx.plan.codec import encode
-from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.plan import Plan
 
 
 def digest(plan: Plan) -> str:

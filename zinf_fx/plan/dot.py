@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
-from zinf_fx.plan.schedule import HEAD, GraphSchedule, Plan
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import HEAD, GraphSchedule
 from zinf_fx.sizes import in_words
 
 
@@ -20,14 +21,15 @@ def to_dot(plan: Plan, operators: range | None = None) -> str:
         "  node [shape=box, fontname=monospace];",
         "  edge [fontname=monospace];",
     ]
-    for graph in plan.graphs:
+    for number, graph in enumerate(plan.graphs):
         lines += [f"  subgraph cluster_{graph.kind} {{", f"    label={_quoted(graph.kind)};"]
-        lines += [f"    {line}" for line in _lines(graph, operators)]
+        lines += [f"    {line}" for line in _lines(plan, number, operators)]
         lines.append("  }")
     return "\n".join([*lines, "}", ""])
 
 
-def _lines(graph: GraphSchedule, operators: range | None) -> Iterator[str]:
+def _lines(plan: Plan, number: int, operators: range | None) -> Iterator[str]:
+    graph = plan.graphs[number]
     shown = [one for one in graph.operators if operators is None or one.index in operators]
     if operators is None or 0 in operators:
         yield f"{_name(graph, HEAD)} [label=head, style=rounded];"
@@ -38,7 +40,7 @@ def _lines(graph: GraphSchedule, operators: range | None) -> Iterator[str]:
         yield f"{_name(graph, before)} -> {_name(graph, after)} [weight=9];"
     there = set(numbers)
     ways: defaultdict[tuple[int, int, str], list[int]] = defaultdict(list)
-    for start, end, tile, style in _ways(graph):
+    for start, end, tile, style in _ways(plan, number):
         if start in there and end in there:
             ways[start, end, style].append(tile)
     for (start, end, style), tiles in ways.items():
@@ -46,20 +48,13 @@ def _lines(graph: GraphSchedule, operators: range | None) -> Iterator[str]:
         yield f"{_name(graph, start)} -> {_name(graph, end)} [style={style}, constraint=false, label={_quoted(label)}];"
 
 
-def _ways(graph: GraphSchedule) -> Iterator[tuple[int, int, int, str]]:
-    started: dict[tuple[int, str, int], int] = {}
-    counts: Counter[tuple[int, str]] = Counter()
-    for event in graph.events:
-        if event.turn or event.kind not in ("fetch", "wait", "reduce_scatter", "offload"):
-            continue
-        number = counts[event.tile, event.kind]
-        counts[event.tile, event.kind] += 1
-        if event.kind in ("fetch", "reduce_scatter"):
-            started[event.tile, event.kind, number] = event.operator
-        elif event.kind == "wait":
-            yield started[event.tile, "fetch", number], event.operator, event.tile, "dashed"
-        else:
-            yield started[event.tile, "reduce_scatter", number], event.operator, event.tile, "dotted"
+def _ways(plan: Plan, number: int) -> Iterator[tuple[int, int, int, str]]:
+    """The first and last operator of each way, its tile, and how it is drawn, in the order in which ways end."""
+    ways = [(s.fetch, s.steps["wait"], s.tile, "dashed") for s in plan.journeys if s.graph == number]
+    ways += [(d.reduced, d.offloaded, d.tile, "dotted") for d in plan.journeys.departures if d.offloaded is not None]
+    for start, end, tile, style in sorted(ways, key=lambda way: way[1]):
+        if start.graph == number:
+            yield start.operator, end.operator, tile, style
 
 
 def _name(graph: GraphSchedule, operator: int) -> str:

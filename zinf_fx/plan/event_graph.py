@@ -22,7 +22,6 @@ from zinf_fx.plan.accounting import (
     bytes_read,
     chunks,
     in_blocks,
-    started_by_turn,
 )
 from zinf_fx.plan.communication import (
     gathered,
@@ -32,7 +31,9 @@ from zinf_fx.plan.communication import (
     refreshed_tiles,
 )
 from zinf_fx.plan.hardware import Hardware, Link, Memory
-from zinf_fx.plan.schedule import HEAD, Event, EventKind, GraphKind, GraphSchedule, Plan, Tile
+from zinf_fx.plan.journeys import TRANSFERS, Stay
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import HEAD, Event, EventKind, GraphKind, Tile
 
 Resource = Literal["compute", "link", "upload", "download", "disk"]
 RESOURCES: tuple[Resource, ...] = ("compute", "link", "upload", "download", "disk")
@@ -88,8 +89,8 @@ def event_graph(plan: Plan, hardware: Hardware, compute: Compute, overlap: bool 
     builder = _Builder(plan, hardware, compute)
     if overlap:
         builder.add_optimizer()
-    for graph in plan.graphs:
-        builder.add_graph(graph)
+    for number in range(len(plan.graphs)):
+        builder.add_graph(number)
     if not overlap:
         builder.add_optimizer()
     return builder.jobs
@@ -102,42 +103,36 @@ class _Builder:
         self.jobs: list[Job] = []
         self._plan, self._hardware, self._compute = plan, hardware, compute
         self._program: tuple[int, ...] = ()  # the operator before
-        self._coming: dict[str, tuple[int, ...]] = {}  # by a tile's label, the job that brings it
-        self._turn: dict[str, tuple[int, ...]] = {}  # the same for what forward starts for backward
+        self._bringing: dict[Stay, tuple[int, ...]] = {}  # by stay, the job that brings its tile
+        self._brought: dict[int, tuple[int, ...]] = {}  # by tile, the job that brought it last
         self._leaving: dict[str, tuple[int, ...]] = {}  # by a tile's label, the job that moved its gradient last
         self._left: list[int] = []  # the jobs that moved activations last
-        self._kept_up: set[str] = set()  # labels of the tiles that the turn finds, and backward then has
         # By name, the last jobs that update a parameter, and write it.
         self._updated: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._stale = refreshed_tiles(plan)  # by label, the tiles that other ranks updated in part, and not here yet
 
-    def add_graph(self, graph: GraphSchedule) -> None:
+    def add_graph(self, number: int) -> None:
         """Every operator, and the transfers that start with it."""
-        under_way = {kind: started_by_turn(self._plan, graph, kind) for kind in ("fetch", "upload", "allgather")}
-        self._coming = dict(self._turn) if graph.kind == "backward" else {}
+        graph, journeys = self._plan.graphs[number], self._plan.journeys
         if graph.kind == "backward":  # it begins when the activations that left are where they live
             self._program = (*self._program, *self._left)
-        held: set[int] = set()
         for operator in (HEAD, *(one.index for one in graph.operators)):
             computed: list[Event] = []
             waits: list[int] = []
-            for event in graph.at(operator):
-                tile = graph.tiles[event.tile]
+            for position, event in graph.numbered(operator):
                 if event.kind == "wait":
-                    waits += self._coming.get(tile.label, ())
+                    waits += self._bringing.get(journeys.stay_of(number, position), ())
                 elif event.kind in ("reduce_scatter", "offload_activation"):
                     computed.append(event)
                 elif event.kind == "offload":
                     if not any(one.tile == event.tile for one in computed):
-                        self._offload(tile)
+                        self._offload(graph.tiles[event.tile])
                     else:
                         computed.append(event)  # of a gradient that this operator computes
-                elif event.kind == "release":
-                    held.discard(tile.index)
-                elif not (operator == HEAD and tile.label in under_way[event.kind]):
-                    self._bring(event, tile, held=event.turn and event.tile in held)
-                    if event.kind == "fetch" and not event.turn:
-                        held.add(tile.index)
+                elif event.kind in TRANSFERS:
+                    transfer = journeys.transfer(number, position)
+                    if transfer is not None and not transfer.under_way:
+                        self._bring(event.kind, transfer.stay, graph.tiles[event.tile])
             if operator != HEAD:
                 self._operator(graph.kind, operator, waits)
             for event in computed:
@@ -188,29 +183,19 @@ class _Builder:
         seconds = self._compute[graph, operator]
         self._program = (self._add(f"{graph} {operator}", "compute", seconds, (*self._program, *waits)),)
 
-    def _bring(self, event: Event, tile: Tile, held: bool) -> None:
-        """One stage of a tile's way to the device, after the stage before it.
-
-        `held`: the forward graph, which starts it for backward, has fetched the tile for itself and still has it.
-        """
-        coming = self._turn if event.turn else self._coming
-        before = coming.get(tile.label, ())
-        if event.kind == "fetch":
-            before = self._coming.get(tile.label, ()) if held else self._final(tile)
+    def _bring(self, kind: EventKind, stay: Stay, tile: Tile) -> None:
+        """One stage of a tile's way to the device, after the stage before it."""
+        before = self._bringing.get(stay, ())
+        if kind == "fetch":
+            before = self._brought.get(stay.tile, ()) if stay.found == "held" else self._final(tile)
             if self._stale.pop(tile.label, None) is not None and (seconds := self._within(tile, refreshed(tile))):
                 after = (*self._program, *before)
                 before = (self._add(f"refresh {tile.label}", "link", seconds, after, tile.nbytes),)
-            (self._kept_up.add if held else self._kept_up.discard)(tile.label)
-        kept_up = tile.label in self._kept_up and event.kind != "upload"
-        there = event.resident or kept_up
-        seconds = 0.0 if there else self._seconds(event.kind, tile)
-        if not seconds:
-            coming[tile.label] = before
-            return
-        resource: Resource = {"fetch": "disk", "upload": "upload", "allgather": "link"}[event.kind]
-        coming[tile.label] = (
-            self._add(f"{event.kind} {tile.label}", resource, seconds, (*self._program, *before), tile.nbytes),
-        )
+        seconds = self._seconds(kind, tile) if stay.moves(kind) else 0.0
+        if seconds:
+            resource: Resource = {"fetch": "disk", "upload": "upload", "allgather": "link"}[kind]
+            before = (self._add(f"{kind} {tile.label}", resource, seconds, (*self._program, *before), tile.nbytes),)
+        self._bringing[stay] = self._brought[stay.tile] = before
 
     def _final(self, tile: Tile) -> tuple[int, ...]:
         """The job that a tile's parameter can be read after; the program goes on when it is updated."""

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from zinf_fx.config import LARGEST
 from zinf_fx.errors import PlanError, PlanFileError
 from zinf_fx.plan.codec import decode
-from zinf_fx.plan.schedule import FORMAT, SCHEMA, Plan
+from zinf_fx.plan.plan import FORMAT, SCHEMA, Plan
 from zinf_fx.plan.soundness import check_sound
 
 # A plan of a trillion parameters takes some megabytes.

@@ -8,7 +8,7 @@ from importlib.resources import files
 
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.operator_time import flops_of
-from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.simulate import Simulation
 from zinf_fx.plan.timeline import LANES, memory_curves, slices
 

@@ -12,7 +12,8 @@ import torch
 from zinf_fx.plan.accounting import flows
 from zinf_fx.plan.decision import Decision
 from zinf_fx.plan.memory import arena_by_operator
-from zinf_fx.plan.schedule import GraphSchedule, Plan
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import GraphSchedule
 
 
 def to_json(plans: Sequence[Plan], decision: Decision | None = None) -> str:

@@ -14,7 +14,7 @@ import torch
 
 from zinf_fx.config import ACTIVATIONS, LARGEST, TIERS, Config, Placement
 from zinf_fx.plan.codec import dtypes, shared_options
-from zinf_fx.plan.schedule import FORMAT, SCHEMA, Plan
+from zinf_fx.plan.plan import FORMAT, SCHEMA, Plan
 
 
 def schema() -> dict[str, Any]:

@@ -7,7 +7,8 @@ from dataclasses import replace
 from zinf_fx.plan.lifetimes import Clock, Lifetime, device_buffers, host_buffers
 from zinf_fx.plan.memory import chunks_of, living
 from zinf_fx.plan.packing import pack
-from zinf_fx.plan.schedule import Event, MemoryRegions, Plan
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import Event, MemoryRegions
 
 # The graphs during which the optimizer's step may go on.
 _STEP_GOES_ON_IN = ("forward",)
@@ -35,7 +36,7 @@ def with_offsets(plan: Plan) -> Plan:
         *zip(tiles, host.offsets[len(chunks) :], strict=True),
         *zip(on_device, device.offsets, strict=True),
     ]
-    offsets = {at: offset for buffer, offset in placed for at in buffer.takers}
+    offsets = {(at.graph, at.number): offset for buffer, offset in placed for at in buffer.takers}
     graphs_placed = tuple(
         replace(graph, events=tuple(_placed(event, offsets.get((number, n))) for n, event in enumerate(graph.events)))
         for number, graph in enumerate(plan.graphs)

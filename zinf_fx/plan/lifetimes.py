@@ -9,20 +9,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from zinf_fx.plan.accounting import blocks, bytes_read, in_blocks, tiles_of
-from zinf_fx.plan.schedule import Event, EventKind, Plan, Tile
-
-
-class EventAt(NamedTuple):
-    """An event of a plan: the number of its graph, and its own there."""
-
-    graph: int
-    number: int
+from zinf_fx.plan.accounting import blocks, bytes_read, in_blocks
+from zinf_fx.plan.intervals import sums
+from zinf_fx.plan.journeys import At
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import EventKind, Tile
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ class Lifetime:
     label: str
     nbytes: int
     spans: tuple[range, ...]
-    takers: tuple[EventAt, ...] = ()
+    takers: tuple[At, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,51 +99,40 @@ def _in_host_memory(tile: Tile, separate: bool) -> int:
     return in_blocks(tile, tile.nbytes) if tile.owned and tile.tier == "nvme" else bytes_read(tile)
 
 
-@dataclass
-class _Open:
-    """A buffer that is needed from time `start` on, of a clock that doesn't begin anew with the next step."""
-
-    start: int
-    takers: list[EventAt] = field(default_factory=list)
-
-
 def _tiles(plan: Plan, opens: EventKind, closes: EventKind, size: Callable[[Tile], int]) -> Iterator[Lifetime]:
     """Of each tile, from the event that needs its buffer first to the one after which nobody does.
 
-    Two steps are followed, because a tile may stay from one to the next. What the turn fetches is not given up before
-    backward has fetched it too.
+    Two steps are followed, because a tile may stay from one to the next. Buffers come in the order in which they are
+    given back, those that never are, last.
     """
-    clock = Clock(plan)
-    sizes = {label: size(tile) for label, tile in tiles_of(plan).items()}
-    there: dict[str, _Open] = {}
-    for_turn: set[str] = set()
-    for now, at, event, label in _two_steps(clock):
-        if not sizes[label]:
+    clock, journeys = Clock(plan), plan.journeys
+    given_back: list[tuple[int, Lifetime]] = []
+    always: list[tuple[int, Lifetime]] = []
+    for index, stays in journeys.of_tile.items():
+        tile = plan.graphs[0].tiles[index]
+        if not (nbytes := size(tile)):
             continue
-        if event.kind == "fetch":
-            (for_turn.add if event.turn else for_turn.discard)(label)
-        if event.kind == opens:
-            there.setdefault(label, _Open(now)).takers.append(at)
-        if event.kind == closes and label in there and not _stays(event, label in for_turn):
-            found = there.pop(label)
-            if now >= clock.end:
-                spans = _around(found.start, now, clock.end)
-                yield Lifetime("tile", label, sizes[label], spans, tuple(dict.fromkeys(found.takers)))
-    for label, found in there.items():
-        if found.start < clock.end and len(found.takers) > 1:
-            yield Lifetime("tile", label, sizes[label], (clock.always,), tuple(dict.fromkeys(found.takers)))
-
-
-def _stays(event: Event, for_turn: bool) -> bool:
-    return event.kind == "release" and (event.resident or for_turn)
-
-
-def _two_steps(clock: Clock) -> Iterator[tuple[int, EventAt, Event, str]]:
-    for begin in (0, clock.end):
-        for graph, schedule in enumerate(clock.plan.graphs):
-            labels = [tile.label for tile in schedule.tiles]
-            for number, event in enumerate(schedule.events):
-                yield begin + clock.starts[graph] + number, EventAt(graph, number), event, labels[event.tile]
+        marks = [(at, True) for stay in stays for at in stay.events(opens)]
+        marks += [(s.steps[closes], False) for s in stays if closes != "release" or journeys.frees(s)]
+        marks.sort(key=lambda mark: mark[0])
+        start, takers = None, []
+        for begin in (0, clock.end):
+            for at, opened in marks:
+                now = begin + clock.starts[at.graph] + at.number
+                if opened:
+                    start = now if start is None else start
+                    takers.append(at)
+                elif start is not None:
+                    if begin:
+                        spans = _around(start, now, clock.end)
+                        lifetime = Lifetime("tile", tile.label, nbytes, spans, tuple(dict.fromkeys(takers)))
+                        given_back.append((now, lifetime))
+                    start, takers = None, []
+        if start is not None and start < clock.end and len(takers) > 1:
+            lifetime = Lifetime("tile", tile.label, nbytes, (clock.always,), tuple(dict.fromkeys(takers)))
+            always.append((start, lifetime))
+    for several in (given_back, always):
+        yield from (lifetime for _, lifetime in sorted(several, key=lambda one: one[0]))
 
 
 def _around(start: int, stop: int, end: int) -> tuple[range, ...]:
@@ -164,7 +149,7 @@ def _writes(plan: Plan) -> Iterator[Lifetime]:
     or the optimizer's chunks need it."""
     clock = Clock(plan)
     for graph, schedule in enumerate(plan.graphs):
-        writing: deque[tuple[EventAt, Tile, int]] = deque()
+        writing: deque[tuple[At, Tile, int]] = deque()
         together = 0
         for number, event in enumerate(schedule.events):
             tile = schedule.tiles[event.tile]
@@ -180,21 +165,16 @@ def _writes(plan: Plan) -> Iterator[Lifetime]:
                 together -= earliest[-1]
                 yield _write(clock, *earliest, now)
             first = tile.start * tile.dtype.itemsize % blocks(1)
-            writing.append((EventAt(graph, number), tile, blocks(first + nbytes)))
+            writing.append((At(graph, number, event.operator), tile, blocks(first + nbytes)))
             together += writing[-1][-1]
         for each in writing:
             yield _write(clock, *each, clock.step + 1 if schedule.kind == "backward" else clock.starts[graph + 1])
 
 
-def _write(clock: Clock, at: EventAt, tile: Tile, nbytes: int, stop: int) -> Lifetime:
+def _write(clock: Clock, at: At, tile: Tile, nbytes: int, stop: int) -> Lifetime:
     return Lifetime("write", tile.label, nbytes, (range(clock.starts[at.graph] + at.number, stop),), (at,))
 
 
 def profile(buffers: Collection[Lifetime], end: int) -> list[int]:
     """Bytes that are needed at each time before `end`."""
-    change = [0] * (end + 1)
-    for buffer in buffers:
-        for span in buffer.spans:
-            change[span.start] += buffer.nbytes
-            change[span.stop] -= buffer.nbytes
-    return list(accumulate(change))[:end]
+    return sums([(span, buffer.nbytes) for buffer in buffers for span in buffer.spans], range(end))

@@ -16,7 +16,8 @@ from typing import Literal, NamedTuple
 from zinf_fx.config import Config, Placement, Tier
 from zinf_fx.plan.accounting import AT_A_TIME, CHUNKS_IN_MEMORY, STATE_BYTES, blocks, tiles_of
 from zinf_fx.plan.lifetimes import Clock, host_buffers, profile
-from zinf_fx.plan.schedule import HEAD, GraphSchedule, Plan, Tile
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import HEAD, GraphSchedule, Tile
 
 # Elements of the chunks that the optimizer cuts parameters into are a multiple of this.
 _CHUNK_ALIGNMENT = 4096

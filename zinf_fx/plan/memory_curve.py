@@ -5,7 +5,8 @@ from __future__ import annotations
 from zinf_fx.curve import Curve, Glyphs
 from zinf_fx.plan.accounting import flows, tiles_of
 from zinf_fx.plan.memory import arena_by_operator, living_on_device
-from zinf_fx.plan.schedule import HEAD, GraphSchedule, Plan
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import HEAD, GraphSchedule
 from zinf_fx.sizes import in_words
 
 

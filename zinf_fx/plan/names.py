@@ -6,8 +6,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from zinf_fx.plan.accounting import started_by_turn, tiles_of
-from zinf_fx.plan.schedule import HEAD, Event, EventKind, GraphSchedule, Plan
+from zinf_fx.plan.accounting import tiles_of
+from zinf_fx.plan.journeys import Transfer
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import EventKind, GraphSchedule, Tile
 
 
 def module_of(name: str) -> str:
@@ -60,8 +62,8 @@ class _Group(NamedTuple):
     """Events of one sort that the tiles of a module have in common."""
 
     kind: EventKind
-    turn: bool
-    resident: bool
+    ahead: bool
+    kept: bool
     module: str
 
 
@@ -69,40 +71,53 @@ class GraphNames:
     """How one graph's cells name tiles."""
 
     def __init__(self, plan: Plan, graph: GraphSchedule, short: dict[str, str]) -> None:
-        self._graph, self._short = graph, short
-        self._started = {kind: started_by_turn(plan, graph, kind) for kind in ("fetch", "upload", "allgather")}
+        self._graph, self._short, self._journeys = graph, short, plan.journeys
+        self._number = plan.graphs.index(graph)
         self._together: dict[_Group, set[int]] = {}
-        for event in graph.events:
-            self._together.setdefault(self._group(event), set()).add(event.tile)
+        for number, event in enumerate(graph.events):
+            self._together.setdefault(self._group(number), set()).add(event.tile)
 
     def short(self, name: str) -> str:
         """The short name of the module of a parameter."""
         return self._short[module_of(name)]
 
-    def groups(self, events: Iterable[Event]) -> list[str]:
-        """The names for the tiles of events of one kind: a module's tiles together, most bytes first."""
-        members: dict[_Group, list[Event]] = {}
-        for event in events:
-            members.setdefault(self._group(event), []).append(event)
+    def groups(self, numbers: Iterable[int]) -> list[str]:
+        """The names for the tiles of events of one kind, given by their numbers: a module's tiles together, most bytes
+        first."""
+        members: dict[_Group, list[int]] = {}
+        for number in numbers:
+            members.setdefault(self._group(number), []).append(number)
         sized = []
         for group, together in members.items():
-            if {e.tile for e in together} == self._together[group]:
+            if {self._graph.events[number].tile for number in together} == self._together[group]:
                 sized.append((self._nbytes(together), self._short[group.module] + self._mark(together[0])))
             else:
-                sized += [(self._nbytes([e]), self._full(e) + self._mark(e)) for e in together]
+                sized += [(self._nbytes([one]), self._full(one) + self._mark(one)) for one in together]
         return [name for _, name in sorted(sized, key=lambda item: -item[0])]
 
-    def _group(self, event: Event) -> _Group:
-        return _Group(event.kind, event.turn, event.resident, module_of(self._graph.tiles[event.tile].name))
+    def _group(self, number: int) -> _Group:
+        kind, transfer = self._graph.events[number].kind, self._transfer(number)
+        ahead = transfer is not None and transfer.ahead
+        kept = transfer.stay.found == "kept" if transfer is not None else self._keeps(number)
+        return _Group(kind, ahead, kept, module_of(self._tile(number).name))
 
-    def _full(self, event: Event) -> str:
-        tile = self._graph.tiles[event.tile]
+    def _transfer(self, number: int) -> Transfer | None:
+        return self._journeys.transfer(self._number, number)
+
+    def _keeps(self, number: int) -> bool:
+        return self._graph.events[number].kind == "release" and self._journeys.stay_of(self._number, number).kept
+
+    def _tile(self, number: int) -> Tile:
+        return self._graph.tiles[self._graph.events[number].tile]
+
+    def _full(self, number: int) -> str:
+        tile = self._tile(number)
         module = module_of(tile.name)
         return self._short[module] + tile.label[len(module) :]
 
-    def _mark(self, event: Event) -> str:
-        under_way = event.operator == HEAD and self._graph.tiles[event.tile].label in self._started.get(event.kind, ())
-        return "*" if event.turn or under_way else ""
+    def _mark(self, number: int) -> str:
+        transfer = self._transfer(number)
+        return "*" if transfer is not None and (transfer.ahead or transfer.under_way) else ""
 
-    def _nbytes(self, events: Iterable[Event]) -> int:
-        return sum(self._graph.tiles[e.tile].nbytes for e in events)
+    def _nbytes(self, numbers: Iterable[int]) -> int:
+        return sum(self._tile(number).nbytes for number in numbers)

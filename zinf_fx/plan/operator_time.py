@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from zinf_fx.plan.event_graph import Compute
 from zinf_fx.plan.hardware import Hardware
-from zinf_fx.plan.schedule import Operator, Plan
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import Operator
 
 
 def compute_seconds(plan: Plan, hardware: Hardware) -> Compute:

@@ -13,7 +13,8 @@ from zinf_fx.errors import PlanError
 from zinf_fx.plan.event_graph import RESOURCES, Compute, Job, Resource
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.operator_time import compute_seconds, flops_of
-from zinf_fx.plan.schedule import GraphSchedule, Operator, Plan, Tile
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import GraphSchedule, Operator, Tile
 from zinf_fx.plan.simulate import Simulation, Stall, simulate, simulate_plan
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from zinf_fx.errors import PlanError
 from zinf_fx.plan.event_graph import RESOURCES, Compute, Job, Resource, event_graph
 from zinf_fx.plan.hardware import Hardware
-from zinf_fx.plan.schedule import Plan
+from zinf_fx.plan.plan import Plan
 
 
 @dataclass(frozen=True)

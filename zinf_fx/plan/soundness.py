@@ -10,7 +10,8 @@ from itertools import pairwise
 from zinf_fx.config import LARGEST
 from zinf_fx.errors import PlanError
 from zinf_fx.plan.buffers_spec import check_buffers
-from zinf_fx.plan.schedule import HEAD, Choice, Event, Fingerprint, GraphSchedule, Plan, Tile
+from zinf_fx.plan.plan import Choice, Fingerprint, Plan
+from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, Tile
 
 _GRAPHS = (("forward", "backward"), ("inference",))
 _JOURNEY = ("fetch", "upload", "allgather", "wait", "release")

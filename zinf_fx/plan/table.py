@@ -5,18 +5,20 @@ Cells name modules, not parameters: `0.qkv` stands for the weight and the bias o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tabulate import tabulate
 
 from zinf_fx.curve import ASCII, Glyphs
-from zinf_fx.plan.accounting import Flow, Traffic, always_resident, flows, phases, tiles_of
+from zinf_fx.plan.accounting import Flow, Traffic, always_kept, flows, phases, tiles_of
 from zinf_fx.plan.communication import communication
+from zinf_fx.plan.journeys import TRANSFERS
 from zinf_fx.plan.memory import host_arena, living, most
 from zinf_fx.plan.memory_curve import render_curves
 from zinf_fx.plan.names import GraphNames, PlanNames
-from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, Operator, Plan
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import HEAD, GraphSchedule, Operator
 from zinf_fx.sizes import in_words
 
 WIDTH = 160
@@ -53,8 +55,9 @@ def render(plan: Plan, *, width: int = WIDTH, operators: range | None = None, gl
 
 
 def _graph(plan: Plan, graph: GraphSchedule, names: PlanNames, width: int, wanted: range | None) -> str:
-    columns = _Columns(plan)
-    kinds = [kind for kind in _TITLES if any(columns.of(graph, e) == kind for e in graph.events)]
+    columns = _columns(plan, graph)
+    there = set(columns.values())
+    kinds = [kind for kind in _TITLES if kind in there]
     flow_of = {flow.operator: flow for flow in flows(plan, graph)}
     unit = _Unit.of(max((max(f.fetched, f.device, f.host) for f in flow_of.values()), default=0))
     count = len(graph.operators)
@@ -95,20 +98,22 @@ def _sizes(flow: Flow, unit: _Unit) -> list[str]:
     return [unit.show(flow.fetched), unit.show(flow.device), unit.show(flow.host)]
 
 
-class _Columns:
-    """Which column an event stands in."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._always = always_resident(plan)
-
-    def of(self, graph: GraphSchedule, event: Event) -> str | None:
-        """None: it moves nothing, because the tile is in memory."""
-        if event.kind == "offload_activation":
-            return "offload"
-        if not event.resident:
-            return event.kind
-        keeps = event.kind == "release" and graph.tiles[event.tile].label not in self._always
-        return "keep" if keeps else None
+def _columns(plan: Plan, graph: GraphSchedule) -> dict[int, str]:
+    """By number, the columns that a graph's events stand in. What moves nothing, because the tile is in memory, has
+    none."""
+    journeys, number = plan.journeys, plan.graphs.index(graph)
+    found: dict[int, str] = {}
+    for position, event in enumerate(graph.events):
+        if event.kind in TRANSFERS:
+            transfer = journeys.transfer(number, position)
+            if transfer is None or transfer.stay.found != "kept":
+                found[position] = event.kind
+        elif event.kind == "release" and (stay := journeys.stay_of(number, position)).kept:
+            if not journeys.is_always_kept(stay.tile):
+                found[position] = "keep"
+        else:
+            found[position] = "offload" if event.kind == "offload_activation" else event.kind
+    return found
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ class _Row:
     graph: GraphSchedule
     operator: int
     kinds: Sequence[str]
-    columns: _Columns
+    columns: Mapping[int, str]
     names: GraphNames
 
     def cells(self, limit: int, detailed: bool) -> list[str]:
@@ -133,7 +138,8 @@ class _Row:
         return [str(self.operator), _computes(self.graph, operator, self.names, limit, detailed), *tiles]
 
     def _tiles(self, kind: str, limit: int) -> str:
-        names = self.names.groups(e for e in self.graph.at(self.operator) if self.columns.of(self.graph, e) == kind)
+        numbers = (number for number, _ in self.graph.numbered(self.operator))
+        names = self.names.groups(number for number in numbers if self.columns.get(number) == kind)
         everything = " ".join(names)
         if len(everything) <= limit or not names:
             return everything
@@ -224,7 +230,7 @@ def _header(plan: Plan) -> str:
             f"divided    {_count(len(divided), 'activation')} over {divided[0].ranks} ranks of tensor parallelism: "
             f"{in_words(sum(t.held_nbytes for t in divided))} of {in_words(sum(t.nbytes for t in divided))} are here"
         )
-    if always := always_resident(plan):
+    if always := always_kept(plan):
         nbytes = sum(tiles_of(plan)[label].nbytes for label in always)
         lines.append(f"resident   {_count(len(always), 'tile')} ({in_words(nbytes)}) in memory from step to step")
     return "\n".join(lines)
@@ -247,14 +253,13 @@ def _legend(plan: Plan, names: PlanNames) -> str:
         "A line per operator: the tiles that it waits for, and the transfers that start then and run meanwhile.",
         "Cells name modules; a name stands for all parameters of one (~: cut), +n for n smaller modules.",
     ]
-    columns = _Columns(plan)
     if names.example and names.example[0] != names.example[1]:
         path, short = names.example
         lines.append(f"{short} stands for {path}.")
     lines.append("head: what starts before operator 0. fetched: bytes of which the read from NVMe starts here.")
-    if any(columns.of(graph, e) == "keep" for graph in plan.graphs for e in graph.events):
+    if any("keep" in _columns(plan, graph).values() for graph in plan.graphs):
         lines.append("keeps: what stays in memory for its next use, and is not moved again for it.")
-    if any(e.turn for graph in plan.graphs for e in graph.events):
+    if any(stay.ahead for stay in plan.journeys):
         lines.append("*: the turn. The forward graph starts these transfers, with which the backward graph begins.")
     if idle := _idle_stages(plan):
         lines.append(f"Stages that move nothing in this placement: {', '.join(idle)}.")

@@ -8,7 +8,8 @@ from typing import Literal
 
 from zinf_fx.plan.accounting import chunks, flows, tiles_of
 from zinf_fx.plan.memory import arena_by_operator, living_on_device
-from zinf_fx.plan.schedule import HEAD, Plan
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import HEAD
 from zinf_fx.plan.simulate import Simulation
 
 Lane = Literal["step", "compute", "wait", "all-gather", "upload", "fetch", "reduce", "offload", "optimizer"]

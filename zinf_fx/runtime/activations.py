@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
-from zinf_fx.plan.schedule import Plan, Tile
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import Tile
 from zinf_fx.runtime.device import device_of
 from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.storage import TensorStorage

@@ -13,7 +13,8 @@ from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.errors import StoredTensorError
-from zinf_fx.plan.schedule import HEAD, GraphKind, Plan, Tile
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import HEAD, GraphKind, Tile
 from zinf_fx.runtime.activations import ActivationSlots
 from zinf_fx.runtime.binding import bind
 from zinf_fx.runtime.device import CPU
@@ -91,7 +92,16 @@ class Program(Stage):
         placeholders = [node.name for node in module.graph.find_nodes(op="placeholder")]
         index = {(token, tile.start): tile.index for token, tile in zip(tokens, schedule.tiles, strict=True)}
         # Those of activations that leave are made as the graph runs.
-        self._token_positions = [placeholders.index(token) if token in placeholders else None for token in tokens]
+        used = {event.tile for event in schedule.events}
+        self._token_positions = [
+            placeholders.index(token) if tile in used and token in placeholders else None
+            for tile, token in enumerate(tokens)
+        ]
+        self._parameters = [
+            tile.index
+            for tile, position in zip(schedule.tiles, self._token_positions, strict=True)
+            if position is not None and not tile.activation
+        ]
         leaving = module.graph.find_nodes(op="call_function", target=ops.offload_activation)
         devices = {index[n.name, 0]: n.args[0].meta["val"].device for n in leaving}
         self.slots = ActivationSlots(plan, devices, tensor_ranks)
@@ -113,7 +123,7 @@ class Program(Stage):
 
     def __call__(self, arguments: list) -> tuple:
         storages = [p if p is None else TensorStorage.of_token(arguments[p]) for p in self._token_positions]
-        parameters = {t.index: storages[t.index] for t in self.schedule.tiles if not t.activation}
+        parameters = {tile: storages[tile] for tile in self._parameters}
         if {tile: ref() for tile, ref in self._last_storages.items()} != parameters:
             EXECUTOR.staging.drop_staying()
         self._last_storages = {tile: weakref.ref(storage) for tile, storage in parameters.items()}

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from zinf_fx.errors import ConfigError
-from zinf_fx.plan.schedule import GraphKind, Plan
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import GraphKind
 
 # What else a kind of transfer is called: of a gradient that is added to; of what other ranks updated; of the optimizer.
 GRADIENT = {"fetch": "read"}

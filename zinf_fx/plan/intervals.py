@@ -1,0 +1,41 @@
+"""Sets of whole numbers as ranges: operators of a graph, or times of a step's clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+
+def merged(ranges: Iterable[range]) -> list[range]:
+    """The same numbers in as few ranges as possible, in order."""
+    found: list[range] = []
+    for one in sorted(ranges, key=lambda one: one.start):
+        if not one:
+            continue
+        if found and one.start <= found[-1].stop:
+            found[-1] = range(found[-1].start, max(found[-1].stop, one.stop))
+        else:
+            found.append(one)
+    return found
+
+
+def without(one: range, others: Iterable[range]) -> list[range]:
+    """The numbers of `one` that are in none of `others`, in order."""
+    parts = [one] if one else []
+    for other in others:
+        parts = [
+            rest
+            for part in parts
+            for rest in (range(part.start, min(part.stop, other.start)), range(max(part.start, other.stop), part.stop))
+            if rest
+        ]
+    return parts
+
+
+def sums(sizes: Sequence[tuple[range, int]], over: range) -> list[int]:
+    """For each number of `over`, the sum of the sizes whose ranges it is in; ranges end where `over` ends."""
+    change = [0] * (len(over) + 1)
+    for one, size in sizes:
+        change[max(one.start, over.start) - over.start] += size
+        change[min(one.stop, over.stop) - over.start] -= size
+    return list(accumulate(change))[:-1]

@@ -1,0 +1,114 @@
+"""The plan: the schedules of one captured graph, and what was decided to make them, as pure data."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from zinf_fx.config import Config
+from zinf_fx.errors import PlanFileError
+from zinf_fx.plan.codec import encode
+from zinf_fx.plan.journeys import Journeys
+from zinf_fx.plan.schedule import GraphKind, GraphSchedule, MemoryRegions
+
+FORMAT = "zinf_fx plan"
+SCHEMA = 1
+"""Version of the fields of a plan file: another one for every change of them."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What backward gets of some nodes' results.
+
+    Attributes:
+        first, end: numbers of the first node and of the one behind the last, in the captured graph once its parameters
+            are divided.
+        recomputed: whether it computes them again; else they are saved; None: the model says so.
+        segment: the part of the graph that is computed again as a whole; None: of none.
+        leaves: whether what is saved leaves the device; None: `Config.activations` says so for all.
+    """
+
+    first: int
+    end: int
+    recomputed: bool | None = None
+    segment: int | None = None
+    leaves: bool | None = None
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The captured graph that a plan is for, as text.
+
+    Attributes:
+        torch, zinf_fx: the versions that made the plan.
+        lines: what nodes are: an input's type, or an operation on nodes so many places before.
+        nodes: of each node, in order, its line.
+    """
+
+    torch: str
+    zinf_fx: str
+    lines: tuple[str, ...]
+    nodes: tuple[int, ...]
+
+    def text(self, node: int) -> str:
+        """The line of a node."""
+        return self.lines[self.nodes[node]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The schedule of one captured graph: forward and backward, or inference alone.
+
+    `gradient_buffer`, `activation_buffer`: bytes of gradients, and of activations, that may be on their way to NVMe at
+    once. `kept`: bytes of activations that stay where they were computed, from forward to backward. `regions`: what the
+    events' offsets lie in. `tile_limit`: bytes above which parameters were divided. `choices`: what is recomputed, what
+    is saved, and what of that leaves. `fingerprint`: what the plan is for; None where it was made by hand.
+    """
+
+    graphs: tuple[GraphSchedule, ...]
+    config: Config
+    world_size: int = 1
+    gradient_buffer: int = 0
+    activation_buffer: int = 0
+    kept: int = 0
+    regions: MemoryRegions = field(default_factory=MemoryRegions)
+    tile_limit: int | None = None
+    choices: tuple[Choice, ...] = ()
+    fingerprint: Fingerprint | None = None
+
+    @cached_property
+    def journeys(self) -> Journeys:
+        """What the events mean. Raises: OutOfOrder."""
+        return Journeys(self.graphs)
+
+    @property
+    def stage(self) -> int:
+        """Of ZeRO: what is partitioned."""
+        placement = self.config.placement
+        return 3 if placement == "auto" else placement.stage  # only a model without stored parameters keeps "auto"
+
+    @property
+    def replicas(self) -> int:
+        """How many groups of ranks have all of the model each."""
+        return max((tile.replicas for graph in self.graphs for tile in graph.tiles), default=1)
+
+    def graph(self, kind: GraphKind) -> GraphSchedule:
+        """The graph of one kind. Raises: KeyError when the plan has none."""
+        for graph in self.graphs:
+            if graph.kind == kind:
+                return graph
+        raise KeyError(f"the plan has no {kind} graph; it has: {', '.join(g.kind for g in self.graphs)}")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file, as JSON that `zinf_fx.load_plan` reads and docs/plan.schema.json describes.
+
+        Raises: PlanFileError when the file can't be written.
+        """
+        text = json.dumps({"format": FORMAT, "schema": SCHEMA, **encode(self)}, separators=(",", ":"))
+        try:
+            Path(path).write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise PlanFileError(f"plan file {os.fspath(path)} can't be written: {error}") from error
