@@ -205,7 +205,7 @@ class Capture:
             inputs = {node.name: self._given_for(node) for node in joint.graph.find_nodes(op="placeholder")}
             ranks = None if self._alone else self._tensor_ranks
             mark_equal(joint.graph, context, replicas_of(joint.graph, context, inputs, self._mesh, ranks))
-            context.tensor_ranks = self._mesh.size()
+            context = replace(context, tensor_ranks=self._mesh.size())
         if self._plans:
             plan = self._plan_for(fingerprint, "forward")
             with _named(plan):
@@ -296,14 +296,14 @@ class Capture:
         """Plan a graph without backward, as `_training`."""
         config = self._placed(self.config, placement)
         context = GraphContext("inference", config, self._tiles(module.graph, placement))
-        self._contexts = {"inference": context}
         fingerprint = fingerprint_of(module.graph, context)
         if self._plans:
             plan = self._plan_for(fingerprint, "inference")
             with _named(plan):
-                follow_inference(module, context, plan)
+                context = follow_inference(module, context, plan)
         else:
-            plan_inference(module, context)
+            context = plan_inference(module, context)
+        self._contexts = {"inference": context}
         self.graphs = {"inference": module.graph}
         self._note_collectives(module.graph, context)
         self.plan = replace(plan_of([(module.graph, context)]), fingerprint=fingerprint)

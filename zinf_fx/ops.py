@@ -16,10 +16,8 @@ binds to its own methods: they have no kernel of their own, so a graph can't run
 | offload_activation | start the move of an activation to its tier; the token of the tile that it is from now on | |
 
 An activation that left comes back in backward as any tile does.
-`start` is the tile's first element in its parameter, when that has several tiles. `turn=True` marks a transfer that the
-forward graph starts for the backward graph. `resident=True` marks a release after which the tile stays in memory until
-its next fetch, and the transfers of that next journey, which find it there. `offset` says where in the region of its
-memory a transfer's buffer lies, where it takes one.
+`start` is the tile's first element in its parameter, when that has several tiles. When an event happens, whether it
+crosses the turn, what it finds in memory and where its buffer lies, the node's `Event` says, and no argument.
 """
 
 from __future__ import annotations
@@ -30,14 +28,14 @@ import torch
 
 _library = torch.library.Library("zinf", "DEF")
 _library.define("gather(Tensor token, SymInt[] shape, ScalarType dtype, Device device, *, int start=0) -> Tensor")
-_library.define("fetch(Tensor token, *, int start=0, bool turn=False, bool resident=False, int? offset=None) -> ()")
-_library.define("upload(Tensor token, *, int start=0, bool turn=False, bool resident=False, int? offset=None) -> ()")
-_library.define("allgather(Tensor token, *, int start=0, bool turn=False, bool resident=False) -> ()")
+_library.define("fetch(Tensor token, *, int start=0) -> ()")
+_library.define("upload(Tensor token, *, int start=0) -> ()")
+_library.define("allgather(Tensor token, *, int start=0) -> ()")
 _library.define("wait(Tensor token, SymInt[] shape, ScalarType dtype, Device device, *, int start=0) -> Tensor")
-_library.define("release(Tensor token, *, int start=0, bool resident=False) -> ()")
+_library.define("release(Tensor token, *, int start=0) -> ()")
 _library.define("reduce_scatter(Tensor token, Tensor gradient, *, int start=0) -> Tensor")
-_library.define("offload(Tensor token, Tensor shard, *, int start=0, int? offset=None) -> ()")
-_library.define("offload_activation(Tensor value, SymInt[] stride, *, int? offset=None) -> Tensor")
+_library.define("offload(Tensor token, Tensor shard, *, int start=0) -> ()")
+_library.define("offload_activation(Tensor value, SymInt[] stride) -> Tensor")
 
 gather = torch.ops.zinf.gather.default
 fetch = torch.ops.zinf.fetch.default
@@ -51,6 +49,12 @@ offload_activation = torch.ops.zinf.offload_activation.default
 
 TRANSFERS = (fetch, upload, allgather)
 LOWERED = (*TRANSFERS, wait, release, reduce_scatter, offload, offload_activation)
+
+# What each of them is called, in schedules and as a method of the runtime.
+KINDS = {op: op._schema.name.removeprefix("zinf::") for op in LOWERED}
+
+# Node metadata: the event of the schedule that a lowered node is.
+EVENT = "zinf_event"
 
 for _op in LOWERED:
     # FX removes a node without users unless it is known to have an effect.
@@ -71,7 +75,7 @@ def _shard(token: torch.Tensor, gradient: torch.Tensor, *, start: int = 0) -> to
 
 
 @torch.library.register_fake("zinf::offload_activation", lib=_library)
-def _token(value: torch.Tensor, stride: Sequence[int], *, offset: int | None = None) -> torch.Tensor:
+def _token(value: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     return torch.empty((), dtype=torch.int64, device="cpu")
 
 

@@ -7,7 +7,7 @@ from textwrap import dedent
 from typing import Any
 
 import torch
-from capturing import copy_context, copy_graph
+from capturing import copy_graph
 from reference import Reference, assert_close, assert_same
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -38,14 +38,15 @@ class Builder:
         self.module = fx.GraphModule({}, fx.Graph())
         self.graph = fx.Graph(self.module)
         config = Config(placement="infinity-nvme", **options)
-        self.context = GraphContext(kind, config, {}, provided=set(provided))
         self._fake = FakeTensorMode()
         self._tokens: dict[str, fx.Node] = {}
+        of_token: dict[str, Tile] = {}
         for name, shape in (tiles or {}).items():
             node = self._placeholder(f"primals_{len(self._tokens) + 1}", (), torch.int64)
             tier = None if name in frozen else "host"
-            self.context.tiles[node.name] = Tile(len(self._tokens), name, shape, dtype, "nvme", tier)
+            of_token[node.name] = Tile(len(self._tokens), name, shape, dtype, "nvme", tier)
             self._tokens[name] = node
+        self.context = GraphContext(kind, config, of_token, provided=frozenset(provided))
 
     def input(self, *shape: int, name: str = "primals_x", dtype: torch.dtype = torch.float32) -> fx.Node:
         return self._placeholder(name, shape, dtype)
@@ -67,11 +68,15 @@ class Builder:
 
     def returns(self, *results: fx.Node | None, gradients: dict[int, str] | None = None, backward: int = 0) -> None:
         self.graph.output(results)
-        self.context.gradients = {p: self._tokens[name].name for p, name in (gradients or {}).items()}
-        self.context.backward_outputs = backward
+        tokens = {p: self._tokens[name].name for p, name in (gradients or {}).items()}
+        self.knows(gradients=tokens, backward_outputs=backward)
+
+    def knows(self, **more: Any) -> None:
+        """What the context says besides."""
+        self.context = replace(self.context, **more)
 
     def run(self, *passes: Pass) -> None:
-        run_passes(self.graph, self.context, passes)
+        self.context = run_passes(self.graph, self.context, passes)
 
     @property
     def text(self) -> str:
@@ -87,7 +92,7 @@ class Builder:
     def check_values(self, *passes: Pass) -> None:
         """The passes change nothing of what the graph computes: nothing at all, if they say that they don't."""
         same = assert_close if any(each.changes_numerics for each in passes) else assert_same
-        graph, context = copy_graph(self.graph), copy_context(self.context)
+        graph, context = copy_graph(self.graph), self.context
         self.run(*passes)
         same(self._values(self.graph, self.context), self._values(graph, context))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -111,7 +111,7 @@ class _ReferenceCapture(Capture):
     def _plan(self, arguments: dict[str, Any]) -> Callable:
         def plan(joint: fx.GraphModule, joint_inputs: Any, context: GraphContext, **rest: Any) -> Any:
             twin = fx.GraphModule(joint, copy_graph(joint.graph))
-            self._record.joint = (twin, copy_context(context), arguments)
+            self._record.joint = (twin, context, arguments)
             return pipeline.plan_training(joint, joint_inputs, context, **rest)
 
         return plan
@@ -141,12 +141,12 @@ class _ReferenceCapture(Capture):
 def _recording(record: Record) -> Iterator[None]:
     """Keep a copy of every graph before and after each pass."""
 
-    def run_passes(graph: fx.Graph, context: GraphContext, passes: list[Pass]) -> None:
+    def run_passes(graph: fx.Graph, context: GraphContext, passes: list[Pass]) -> GraphContext:
         for each in passes:
-            before, context_before = copy_graph(graph), copy_context(context)
-            original(graph, context, [each])
-            after, context_after = copy_graph(graph), copy_context(context)
-            record.stages.append(Stage(each, before, context_before, after, context_after, graph.owning_module))
+            before, context_before = copy_graph(graph), context
+            context = original(graph, context, [each])
+            record.stages.append(Stage(each, before, context_before, copy_graph(graph), context, graph.owning_module))
+        return context
 
     original = pipeline.run_passes
     with mock.patch.object(pipeline, "run_passes", run_passes):
@@ -161,16 +161,6 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
         copies[node] = twin.node_copy(node, copies.__getitem__)
         copies[node].name = node.name
     return twin
-
-
-def copy_context(context: GraphContext) -> GraphContext:
-    return replace(
-        context,
-        tiles=dict(context.tiles),
-        divided=dict(context.divided),
-        gradients=dict(context.gradients),
-        provided=set(context.provided),
-    )
 
 
 def _take_bytes_away(model: nn.Module, config: Config) -> None:

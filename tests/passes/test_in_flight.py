@@ -8,7 +8,7 @@ import pytest
 from building import Builder, aten
 
 from zinf_fx import ops
-from zinf_fx.passes.framework import OPERATOR
+from zinf_fx.passes.framework import OPERATOR, give_event
 from zinf_fx.passes.in_flight import Ledger, Span, operators_in, spans
 from zinf_fx.passes.lower_gathers import LowerGathers
 from zinf_fx.passes.offload_gradients import OffloadGradients
@@ -48,17 +48,17 @@ def test_tiles_and_gradients() -> None:
 
 def test_what_lives_on_the_device_is_not_in_flight() -> None:
     built = backward()
-    for token, tile in built.context.tiles.items():
-        built.context.tiles[token] = replace(tile, tier="device", gradient_tier="device")
+    tiles = built.context.tiles.items()
+    built.knows(tiles={token: replace(tile, tier="device", gradient_tier="device") for token, tile in tiles})
     assert not found(built)
 
 
 @pytest.mark.parametrize(
     ("turn", "parts"),
     [
-        (2, {(0, 1), (2, 3)}),  # after the release
-        (1, {(0, 1), (2, 3)}),  # while the graph holds it anyway
-        (HEAD, {(HEAD, HEAD), (0, 1), (2, 3)}),  # before, while, and after
+        (3, {(0, 1), (3, 3)}),  # after the release
+        (1, {(0, 3)}),  # while the graph holds it anyway, and after
+        (HEAD, {(HEAD, 3)}),  # before, while, and after
     ],
 )
 def test_a_tile_that_the_turn_fetches_again_counts_once(turn: int, parts: set[tuple[int, int]]) -> None:
@@ -72,7 +72,7 @@ def test_a_tile_that_the_turn_fetches_again_counts_once(turn: int, parts: set[tu
     built.graph.find_nodes(op="output")[0].prev.meta[OPERATOR] = 3  # one operator more, at the end
     (last,) = built.graph.find_nodes(op="output")
     with built.graph.inserting_before(last):
-        built.graph.call_function(ops.fetch, (built.token("a"),), {"turn": True}).meta[OPERATOR] = turn
+        give_event(built.graph.call_function(ops.fetch, (built.token("a"),)), built.context, turn, turn=True)
     assert {part[2:] for part in found(built) if part[0] == "tile a"} == parts
 
 

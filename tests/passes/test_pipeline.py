@@ -24,7 +24,7 @@ from zinf_fx import ops
 from zinf_fx.config import Config
 from zinf_fx.errors import PlanError
 from zinf_fx.passes import pipeline
-from zinf_fx.passes.framework import nodes_calling
+from zinf_fx.passes.framework import event_of, nodes_calling
 from zinf_fx.passes.in_flight import Ledger, operators_in, spans
 from zinf_fx.passes.lower_gathers import LowerGathers
 from zinf_fx.passes.offload_gradients import OffloadGradients
@@ -223,10 +223,11 @@ def test_the_schedule_says_what_the_graph_does() -> None:
         schedule = schedule_of(module.graph, context)
         nodes = list(nodes_calling(module.graph, *ops.LOWERED))
         assert [(e.kind, schedule.tiles[e.tile].name, e.turn) for e in schedule.events] == [
-            (str(n.target._opname), context.tile_of(n).name, bool(n.kwargs.get("turn"))) for n in nodes
+            (str(n.target._opname), context.tile_of(n).name, event_of(n).turn) for n in nodes
         ]
         assert [o.index for o in schedule.operators] == list(range(operators_in(module.graph)))
-        assert all((t.gradient_tier is not None) == (kind == "backward") for t in schedule.tiles)
+        assert all(t.gradient_tier is not None for t in schedule.tiles)
+        assert all(event is event_of(node) for event, node in zip(schedule.events, nodes, strict=True))
 
 
 def test_one_budget_for_the_whole_step_names_the_graph_that_breaks_it() -> None:
@@ -279,8 +280,8 @@ def graphs(draw: st.DrawFn) -> Builder:
     budget = draw(st.none() | st.integers(1, 12).map(lambda tiles: tiles * SIZE * SIZE * 4))
     prefetch = draw(st.none() | st.tuples(*[st.integers(0, 3)] * 3).map(lambda d: tuple(sorted(d))))
     built = Builder(kind, tiles, prefetch=prefetch, **({} if budget is None else {"device_memory": budget}))
-    for (token, tile), tier in zip(list(built.context.tiles.items()), tiers, strict=True):
-        built.context.tiles[token] = Builder.moved(tile, tier)
+    both = zip(built.context.tiles.items(), tiers, strict=True)
+    built.knows(tiles={token: Builder.moved(tile, tier) for (token, tile), tier in both})
     values = [built.input(SIZE, SIZE)]
     early = {name: built.gather(name) for name in draw(st.lists(st.sampled_from(names), unique=True))}
     for _ in range(draw(st.integers(0, 12))):
@@ -347,9 +348,9 @@ def test_random_turns(depth: int, distances: tuple[int, int, int], tiles: int | 
     except PlanError as error:
         assert "raise device_memory" in str(error)
         return
-    forward.context.successor_head = each.head(backward.graph, backward.context)
+    forward.knows(successor_head=each.head(backward.graph, backward.context))
     forward.check_values(each)
-    turned = [(n.target, n.args[0].name) for n in nodes_calling(forward.graph, *ops.TRANSFERS) if n.kwargs.get("turn")]
+    turned = [(n.target, n.args[0].name) for n in nodes_calling(forward.graph, *ops.TRANSFERS) if event_of(n).turn]
     due = [(transfer.op, transfer.token) for transfer in forward.context.successor_head]
     assert set(turned) <= set(due) and len(turned) == len(set(turned))
     assert tiles is not None or set(turned) == set(due)

@@ -17,7 +17,7 @@ from zinf_fx.config import Config
 from zinf_fx.errors import BudgetError, PlanError
 from zinf_fx.explain import plans_of
 from zinf_fx.passes.buffers import excess, place
-from zinf_fx.passes.framework import nodes_calling
+from zinf_fx.passes.framework import event_of, nodes_calling
 from zinf_fx.passes.lower_gathers import LowerGathers
 from zinf_fx.passes.pipeline import plan_of
 from zinf_fx.passes.prefetch import Prefetch
@@ -91,7 +91,7 @@ def test_numerics(name: str, options: dict[str, str]) -> None:
     record = assert_trains_like_eager(model, *inputs, config=Config(placement="nvme", **options))
     for module, _ in record.planned.values():
         fetches = [n for n in nodes_calling(module.graph, ops.fetch)]
-        assert fetches and all("offset" in node.kwargs for node in fetches)
+        assert fetches and all(event_of(node).offset is not None for node in fetches)
 
 
 class Stack(nn.Module):

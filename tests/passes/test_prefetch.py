@@ -15,7 +15,7 @@ from torch import nn
 from zinf_fx import ops
 from zinf_fx.config import Config
 from zinf_fx.errors import PlanError
-from zinf_fx.passes.framework import HeadTransfer, nodes_calling, operator_of
+from zinf_fx.passes.framework import HeadTransfer, event_of, nodes_calling, operator_of
 from zinf_fx.passes.in_flight import Ledger, operators_in, spans
 from zinf_fx.passes.lower_gathers import LowerGathers
 from zinf_fx.passes.offload_gradients import OffloadGradients
@@ -43,7 +43,7 @@ def chain(count: int, size: int = 16, **options: object) -> Builder:
 def places(built: Builder, op: object, turn: bool = False) -> dict[str, int]:
     """By tile, the operator in which `op` stands."""
     nodes = nodes_calling(built.graph, op)
-    return {built.context.tile_of(n).name: operator_of(n) for n in nodes if bool(n.kwargs.get("turn")) == turn}
+    return {built.context.tile_of(n).name: operator_of(n) for n in nodes if event_of(n).turn == turn}
 
 
 def peak(built: Builder) -> int:
@@ -227,8 +227,8 @@ def test_distances(count: int, distances: tuple[int, int, int]) -> None:
 
 def test_without_prefetching_each_transfer_starts_in_its_operator() -> None:
     built = chain(3)
-    built.context.successor_head = (HeadTransfer(ops.fetch, built.token("w2").name, 1),)
-    built.context.config = Config(placement="nvme", prefetch=None)
+    built.knows(successor_head=(HeadTransfer(ops.fetch, built.token("w2").name, 1),))
+    built.knows(config=Config(placement="nvme", prefetch=None))
     each = Prefetch(None)
     for op in ops.TRANSFERS:
         each(built.graph, built.context)
@@ -266,7 +266,7 @@ def test_the_turn_is_exact(count: int, distances: tuple[int, int, int]) -> None:
     due, started = {}, {}
     for op, distance in zip((ops.allgather, ops.upload, ops.fetch), distances, strict=True):
         due |= {(op, name): max(length + at - distance, 0) for name, at in use.items() if at < distance}
-        turned = [n for n in nodes_calling(forward.graph, op) if n.kwargs.get("turn")]
+        turned = [n for n in nodes_calling(forward.graph, op) if event_of(n).turn]
         started |= {(op, before.tile_of(n).name): operator_of(n) for n in turned}
     assert started == due
     in_head = {
@@ -286,7 +286,7 @@ def test_an_inference_graph_has_no_turn() -> None:
 def test_a_graph_without_operators() -> None:
     built = Builder("forward", {"w0": (4, 4)})
     built.returns(built.input(2), built.token("w0"))
-    built.context.successor_head = (HeadTransfer(ops.fetch, built.token("w0").name, 3),)
+    built.knows(successor_head=(HeadTransfer(ops.fetch, built.token("w0").name, 3),))
     built.check(
         SinkGathers(),
         Regions(),
@@ -306,7 +306,7 @@ def test_a_graph_without_operators() -> None:
 def test_the_turn_holds_on_to_a_tile_at_no_cost(tiles: int, start: int) -> None:
     """The last tile of forward is the first of backward: from its own fetch on, the turn may hold it too."""
     built = chain(3, device_memory=tiles * KIB)
-    built.context.successor_head = (HeadTransfer(ops.fetch, built.token("w2").name, 3),)
+    built.knows(successor_head=(HeadTransfer(ops.fetch, built.token("w2").name, 3),))
     built.run(Prefetch((1, 2, 3)))
     assert places(built, ops.fetch, turn=True) == {"w2": start}
     assert peak(built) == tiles * KIB
@@ -315,7 +315,7 @@ def test_the_turn_holds_on_to_a_tile_at_no_cost(tiles: int, start: int) -> None:
 def test_a_turn_that_never_fits_is_left_out() -> None:
     built = chain(3, device_memory=KIB)
     token = built.token("w0").name
-    built.context.successor_head = (HeadTransfer(ops.fetch, token, 3), HeadTransfer(ops.upload, token, 2))
+    built.knows(successor_head=(HeadTransfer(ops.fetch, token, 3), HeadTransfer(ops.upload, token, 2)))
     built.run(Prefetch((1, 2, 3)))
     assert not places(built, ops.fetch, turn=True) and not places(built, ops.upload, turn=True)
 
@@ -380,7 +380,7 @@ def test_the_whole_step_stays_within_the_budget(tiles: int) -> None:
         ledger = Ledger(spans(graph, context), operators_in(graph), tiles * KIB)
         assert ledger.over_budget() is None, kind
     forward = record.planned["forward"][0].graph
-    turned = [n for n in nodes_calling(forward, ops.fetch) if n.kwargs.get("turn")]
+    turned = [n for n in nodes_calling(forward, ops.fetch) if event_of(n).turn]
     assert len(turned) == 2  # what backward needs at its head: it begins with an operator that uses no tile
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from zinf_fx import ops
 from zinf_fx.passes import printer
-from zinf_fx.passes.framework import MADE_BY, OPERATOR
+from zinf_fx.passes.framework import MADE_BY, OPERATOR, give_event
 from zinf_fx.passes.lower_gathers import LowerGathers
 from zinf_fx.passes.prefetch import Prefetch
 from zinf_fx.passes.printer import print_around, print_graph, type_text
@@ -29,7 +29,7 @@ def everything() -> Builder:
     token = built.token("a.weight")
     for op in ops.TRANSFERS:
         built.graph.call_function(op, (token,)).meta = {OPERATOR: HEAD, MADE_BY: "prefetch"}
-    built.graph.call_function(ops.fetch, (built.token("frozen"),), {"turn": True}).meta = {OPERATOR: HEAD}
+    ahead = built.graph.call_function(ops.fetch, (built.token("frozen"),))
     weight = built.call(ops.wait, token, [4, 4], torch.bfloat16, torch.device("cpu"))
     halves = built.call(aten.split.Tensor, weight, 2, dim=1)
     half = built.call(operator.getitem, halves, 0)
@@ -42,7 +42,8 @@ def everything() -> Builder:
         node.meta[OPERATOR] = 0
     for node in list(built.graph.nodes)[-2:]:
         node.meta[OPERATOR] = 1
-    built.context.provided = {"operators"}
+    give_event(ahead, built.context, 0, turn=True)
+    built.knows(provided=frozenset({"operators"}))
     built.returns(total, None, token, shard)
     return built
 
@@ -135,7 +136,7 @@ def test_a_graph_may_be_broken() -> None:
     mm.meta.clear()
     built.context.tiles.clear()
     mm.args[1].args[0].append(mm)
-    text = print_graph(built.graph, replace(built.context, provided=set()))
+    text = print_graph(built.graph, replace(built.context, provided=frozenset()))
     assert "%5 = aten.mm(%2, <getitem, not yet computed>)\n" in text and "fetch %0" in text
 
 

@@ -14,7 +14,7 @@ from models import CASES
 
 from zinf_fx import ops
 from zinf_fx.config import Config
-from zinf_fx.passes.framework import Stay, TileKey, nodes_calling
+from zinf_fx.passes.framework import event_of, nodes_calling
 from zinf_fx.passes.in_flight import Ledger, operators_in, spans
 from zinf_fx.passes.lower_gathers import LowerGathers
 from zinf_fx.passes.prefetch import Prefetch
@@ -46,7 +46,7 @@ def decided(*graphs: Builder) -> None:
 def moved(built: Builder) -> list[str]:
     """The tiles that are fetched, less those found in memory."""
     fetches = nodes_calling(built.graph, ops.fetch)
-    return [built.context.tile_of(n).name for n in fetches if not n.kwargs.get("resident")]
+    return [built.context.tile_of(n).name for n in fetches if not event_of(n).resident]
 
 
 def test_golden() -> None:
@@ -123,14 +123,12 @@ def test_what_stays_needs_no_turn() -> None:
     for name in names:
         x = forward.call(aten.mm.default, x, forward.gather(name))
     forward.returns(x)
-    forward.context.successor_head = Prefetch().head(backward.graph, backward.context)
+    forward.knows(successor_head=Prefetch().head(backward.graph, backward.context))
     forward.run(SinkGathers(), Regions(), LowerGathers(), Prefetch())
-    assert any(node.kwargs.get("turn") for node in nodes_calling(forward.graph, ops.fetch))
+    assert any(event_of(node).turn for node in nodes_calling(forward.graph, ops.fetch))
     decided(forward, backward)
-    stay = {
-        forward.context.tile_of(n).name for n in nodes_calling(forward.graph, ops.release) if n.kwargs.get("resident")
-    }
-    turn = {forward.context.tile_of(n).name for n in nodes_calling(forward.graph, ops.fetch) if n.kwargs.get("turn")}
+    stay = {forward.context.tile_of(n).name for n in nodes_calling(forward.graph, ops.release) if event_of(n).resident}
+    turn = {forward.context.tile_of(n).name for n in nodes_calling(forward.graph, ops.fetch) if event_of(n).turn}
     assert stay and not stay & turn
 
 
@@ -184,7 +182,7 @@ def test_of_one_size_as_many_are_saved_as_can_be(order: list[int], free: list[in
     uses: dict[int, list[Use]] = {}
     for operator, name in enumerate(order):
         of_tile = uses.setdefault(name, [])
-        of_tile.append(Use(0, Stay(TileKey(str(name)), len(of_tile)), operator, operator))
+        of_tile.append(Use(0, operator, operator))
     gaps = [Gap(a, b, 1, False) for of_tile in uses.values() for a, b in itertools.pairwise(of_tile)]
     gaps.sort(key=lambda gap: gap.after.first)
     room = Room(free, [0])
@@ -197,6 +195,6 @@ def test_numerics(name: str, budget: str) -> None:
     model, inputs = CASES[name]()
     record = assert_trains_like_eager(model, *inputs, config=Config(placement="nvme", device_memory=budget))
     marked = [
-        n for m, _ in record.planned.values() for n in nodes_calling(m.graph, ops.release) if n.kwargs.get("resident")
+        n for m, _ in record.planned.values() for n in nodes_calling(m.graph, ops.release) if event_of(n).resident
     ]
     assert marked

@@ -12,7 +12,15 @@ from torch import fx
 from zinf_fx import ops
 from zinf_fx.errors import PlanError
 from zinf_fx.passes import spec
-from zinf_fx.passes.framework import OPERATOR, HeadTransfer, nodes_calling
+from zinf_fx.passes.framework import (
+    OPERATOR,
+    HeadTransfer,
+    event_of,
+    give_event,
+    nodes_calling,
+    operator_of,
+    set_event,
+)
 from zinf_fx.passes.lower_gathers import LowerGathers
 from zinf_fx.passes.offload_gradients import OffloadGradients
 from zinf_fx.passes.prefetch import Prefetch
@@ -53,12 +61,8 @@ def forward() -> Builder:
     """Two operators; the next graph needs `b`, then `a`."""
     built = lowered()
     b, a = built.token("b").name, built.token("a").name
-    built.context.successor_head = (
-        HeadTransfer(ops.fetch, b, 3),
-        HeadTransfer(ops.upload, b, 2),
-        HeadTransfer(ops.allgather, b, 1),
-        HeadTransfer(ops.fetch, a, 1),
-    )
+    head = [HeadTransfer(op, b, 3 - number) for number, op in enumerate(ops.TRANSFERS)]
+    built.knows(successor_head=(*head, HeadTransfer(ops.fetch, a, 1)))
     built.run(Prefetch())
     return built
 
@@ -91,7 +95,7 @@ def the(built: Builder, op: object, tile: str, turn: bool = False) -> fx.Node:
     return next(
         n
         for n in nodes_calling(built.graph, op)
-        if n.args[0] is built.token(tile) and bool(n.kwargs.get("turn")) == turn
+        if n.args[0] is built.token(tile) and (ops.EVENT in n.meta and event_of(n).turn) == turn
     )
 
 
@@ -99,11 +103,20 @@ def output(built: Builder) -> fx.Node:
     return next(iter(built.graph.find_nodes(op="output")))
 
 
-def insert(built: Builder, before: fx.Node, op: object, *args: object, operator: int = 0, **kwargs: object) -> fx.Node:
+def insert(
+    built: Builder, before: fx.Node, op: object, *args: object, operator: int = 0, turn: bool = False
+) -> fx.Node:
     with built.graph.inserting_before(before):
-        node = built.graph.call_function(op, args, kwargs)
-    node.meta[OPERATOR] = operator
+        node = built.graph.call_function(op, args)
+    if op in ops.LOWERED and "lowered" in built.context.provided:
+        give_event(node, built.context, operator, turn=turn)
+    else:
+        node.meta[OPERATOR] = operator
     return node
+
+
+def put(node: fx.Node, operator: int) -> None:
+    set_event(node, replace(event_of(node), operator=operator))
 
 
 # Name: a valid graph, what is done to it, and what the error says.
@@ -175,8 +188,9 @@ def a_gather_is_left(built: Builder) -> None:
     the(built, ops.wait, "a").target = ops.gather
 
 
-for step in (*ops.TRANSFERS, ops.wait, ops.release):
-    name = step._schema.name.removeprefix("zinf::")
+STEPS = (*ops.TRANSFERS, ops.wait, ops.release)
+for step, following in zip(STEPS, [*STEPS[1:], STEPS[0]], strict=True):
+    name, due = ops.KINDS[step], ops.KINDS[following]
 
     def missing(built: Builder, step: object = step) -> None:
         node = the(built, step, "a")
@@ -187,16 +201,19 @@ for step in (*ops.TRANSFERS, ops.wait, ops.release):
         node = the(built, step, "a")
         insert(built, node, step, *node.args)
 
-    CASES[f"no {name}"] = (lowered, missing, f"in this order, but 'a' has 0 x {name}")
-    CASES[f"two {name}"] = (lowered, doubled, f"in this order, but 'a' has 2 x {name}")
+    ends = "the journey of 'a' ends before its release"
+    comes = rf"events\[\d\] \({due}\) of 'a' comes where {name} is due"
+    CASES[f"no {name}"] = (lowered, missing, "in this order, but " + (ends if name == "release" else comes))
+    again = rf"events\[\d\] \({name}\) of 'a' comes where {due} is due"
+    CASES[f"two {name}"] = (lowered, doubled, f"in this order, but {again}")
 
 
-@case(lowered, "in this order, but one of 'a' comes too early")
+@case(lowered, r"in this order, but events\[0\] \(upload\) of 'a' comes where fetch is due")
 def an_upload_comes_before_its_fetch(built: Builder) -> None:
     the(built, ops.fetch, "a").prepend(the(built, ops.upload, "a"))
 
 
-@case(lowered, "in this order, but one of 'a' comes too early")
+@case(lowered, r"in this order, but events\[2\] \(wait\) of 'a' comes where allgather is due")
 def a_wait_comes_before_its_allgather(built: Builder) -> None:
     the(built, ops.upload, "a").append(the(built, ops.wait, "a"))
 
@@ -225,7 +242,7 @@ def a_gradient_is_memory_of_a_tile(built: Builder) -> None:
     shard, wait = the(built, ops.reduce_scatter, "a"), the(built, ops.wait, "b")
     shard.args = (shard.args[0], wait)
     shard.append(the(built, ops.release, "b"))
-    the(built, ops.release, "b").meta[OPERATOR] = shard.meta[OPERATOR]
+    put(the(built, ops.release, "b"), operator_of(shard))
 
 
 @case(backward, "offloaded once, but that of 'a' is still an output")
@@ -233,34 +250,34 @@ def a_gradient_is_still_an_output(built: Builder) -> None:
     output(built).args = ((the(built, ops.reduce_scatter, "a"), None),)
 
 
-@case(backward, "offloaded once, but 'a' has 0 x offload")
+@case(backward, "offloaded once, but that of 'a' is not offloaded")
 def a_gradient_is_not_offloaded(built: Builder) -> None:
     built.graph.erase_node(the(built, ops.offload, "a"))
 
 
-@case(backward, "offloaded once, but 'b' has 2 x offload")
+@case(backward, r"events\[\d+\] \(offload\) of 'b' comes where reduce_scatter is due")
 def a_gradient_is_offloaded_twice(built: Builder) -> None:
     node = the(built, ops.offload, "b")
-    insert(built, node, ops.offload, *node.args, operator=node.meta[OPERATOR])
+    insert(built, node, ops.offload, *node.args, operator=operator_of(node))
 
 
 @case(backward, "reduce-scattered once, but that of 'b' is once more")
 def a_gradient_is_reduced_twice(built: Builder) -> None:
     node = the(built, ops.reduce_scatter, "b")
-    insert(built, node, ops.reduce_scatter, *node.args, operator=node.meta[OPERATOR])
+    insert(built, node, ops.reduce_scatter, *node.args, operator=operator_of(node))
 
 
 @case(backward, "offloaded once, but what is offloaded for 'b' is not its reduce-scattered gradient")
 def the_wrong_gradient_is_offloaded(built: Builder) -> None:
     last = the(built, ops.offload, "b")
     output(built).prepend(last)
-    last.meta[OPERATOR] = 2
+    put(last, 2)
     last.args = (last.args[0], the(built, ops.reduce_scatter, "a"))
 
 
 @case(forward, r"bytes in flight stay within the budget, but the head has 2048 of 1024 bytes \(tile '.' \(1024 bytes\)")
 def more_is_in_flight_than_the_budget_allows(built: Builder) -> None:
-    built.context.config = replace(built.context.config, device_memory=KIB)
+    built.knows(config=replace(built.context.config, device_memory=KIB))
 
 
 @case(backward, r"but operator 2 has 3072 of 2048 bytes \(.*gradient of 'b' \(1024 bytes\)")
@@ -269,8 +286,8 @@ def gradients_wait_longer_than_the_budget_allows(built: Builder) -> None:
         for tile in ("a", "b"):
             node, use = the(built, op, tile), the(built, ops.wait, tile)
             use.prepend(node)
-            node.meta[OPERATOR] = use.meta[OPERATOR]
-    built.context.config = replace(built.context.config, device_memory=2 * KIB)
+            put(node, operator_of(use))
+    built.knows(config=replace(built.context.config, device_memory=2 * KIB))
 
 
 @case(forward, "the turn starts what the next graph needs at its head, but it has no need of one more for 'a'")
@@ -278,21 +295,21 @@ def the_turn_moves_what_the_next_graph_does_not_need(built: Builder) -> None:
     insert(built, output(built), ops.upload, built.token("a"), turn=True, operator=1)
 
 
-@case(forward, "but it has no need of one more for 'b'")
+@case(forward, r"but events\[\d+\] \(fetch\) of 'b' comes where nothing more of the turn is due")
 def the_turn_moves_a_tile_twice(built: Builder) -> None:
     insert(built, output(built), ops.fetch, built.token("b"), turn=True, operator=1)
 
 
-@case(backward, "but it has no need of one more for 'b'")
+@case(backward, r"events\[\d+\] \(fetch\) of 'b' is marked as one of the turn")
 def a_backward_graph_has_a_turn(built: Builder) -> None:
     insert(built, output(built), ops.fetch, built.token("b"), turn=True, operator=2)
 
 
-@case(forward, "but 'b' is not yet on its way")
+@case(forward, r"but events\[\d+\] \(upload\) of 'b' comes where fetch is due")
 def the_turn_uploads_before_it_fetches(built: Builder) -> None:
     fetch = the(built, ops.fetch, "b", turn=True)
     output(built).prepend(fetch)
-    fetch.meta[OPERATOR] = 1
+    put(fetch, 1)
 
 
 @case(forward, "but there is no fetch of 'a'")
@@ -300,14 +317,16 @@ def the_turn_leaves_a_tile_out(built: Builder) -> None:
     built.graph.erase_node(the(built, ops.fetch, "a", turn=True))
 
 
-@case(resident, "is there at the next fetch, but that of 'a' doesn't go with its next fetch")
+@case(resident, r"that of 'a' doesn't go with its next fetch \(what a release leaves in memory is there at the next")
 def what_is_found_has_been_released(built: Builder) -> None:
-    the(built, ops.release, "a").kwargs = {}
+    node = the(built, ops.release, "a")
+    set_event(node, replace(event_of(node), resident=False))
 
 
 @case(resident, "but only some of the transfers of 'a' find it")
 def what_is_found_is_moved_again(built: Builder) -> None:
-    the(built, ops.upload, "a").kwargs = {}
+    node = the(built, ops.upload, "a")
+    set_event(node, replace(event_of(node), resident=False))
 
 
 @pytest.mark.parametrize("make", [joint, regions, lowered, forward, backward, resident])
@@ -368,8 +387,9 @@ def test_each_pass_is_checked() -> None:
     class Breaks:
         name, requires, provides, changes_numerics = "breaks", (), (), False
 
-        def __call__(self, graph: fx.Graph, context: object) -> None:
+        def __call__(self, graph: fx.Graph, context: object) -> object:
             next(nodes_calling(graph, ops.wait)).target = ops.gather
+            return context
 
     with pytest.raises(PlanError, match="forward graph after pass 'breaks': every gather is lowered"):
         lowered().run(Breaks())

@@ -6,14 +6,14 @@ step together, because tiles stay from one to the next.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import fx
 
-from zinf_fx import ops
-from zinf_fx.passes.framework import GraphContext, nodes_calling
-from zinf_fx.plan.layout import with_offsets
+from zinf_fx.passes.framework import GraphContext, event_of, events_in, set_event
+from zinf_fx.plan.layout import layout_of
 from zinf_fx.plan.memory import most, most_on_device
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import MemoryRegions
@@ -24,7 +24,7 @@ class Buffers:
     """Give each transfer that takes a buffer the offset of that.
 
     Attributes:
-        offsets: of the graph's transfers, in their order; None: it takes none.
+        offsets: by the numbers of the events that take one.
         regions: that the offsets of all graphs of the plan lie in.
     """
 
@@ -33,20 +33,20 @@ class Buffers:
     provides: ClassVar[tuple[str, ...]] = ("buffers",)
     changes_numerics: ClassVar[bool] = False
 
-    offsets: tuple[int | None, ...]
+    offsets: Mapping[int, int]
     regions: MemoryRegions
 
-    def __call__(self, graph: fx.Graph, context: GraphContext) -> None:
-        context.regions = self.regions
-        for node, offset in zip(nodes_calling(graph, *ops.LOWERED), self.offsets, strict=True):
-            if offset is not None:
-                node.kwargs = {**node.kwargs, "offset": offset}
+    def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
+        for number, node in enumerate(events_in(graph)):
+            if number in self.offsets:
+                set_event(node, replace(event_of(node), offset=self.offsets[number]))
+        return replace(context, regions=self.regions)
 
 
 def place(plan: Plan) -> list[Buffers]:
     """The pass for each graph of a plan whose events have no offsets yet."""
-    planned = with_offsets(plan)
-    return [Buffers(tuple(e.offset for e in graph.events), planned.regions) for graph in planned.graphs]
+    layout = layout_of(plan)
+    return [Buffers(offsets, layout.regions) for offsets in layout.offsets]
 
 
 def excess(plan: Plan) -> int:

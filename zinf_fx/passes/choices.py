@@ -25,7 +25,7 @@ class FollowActivations:
 
     choices: tuple[Choice, ...]
 
-    def __call__(self, graph: fx.Graph, context: GraphContext) -> None:
+    def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         nodes = list(graph.nodes)
         for choice in self.choices:
             if choice.end > len(nodes):
@@ -38,6 +38,7 @@ class FollowActivations:
                         node.meta["ac_graph_id"] = choice.segment
                 if choice.leaves is not None:
                     node.meta[LEAVES] = choice.leaves
+        return context
 
 
 def tagged(graph: fx.Graph) -> frozenset[fx.Node]:

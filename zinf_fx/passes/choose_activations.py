@@ -47,7 +47,7 @@ class ChooseActivations:
     room: int | None
     rates: Rates
 
-    def __call__(self, graph: fx.Graph, context: GraphContext) -> None:
+    def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         segments = Segments(graph, context)
         cuts = segments.at_minima()
         parts = parts_of(segments, cuts, self.rates)
@@ -59,6 +59,7 @@ class ChooseActivations:
         segments.tag(cuts, recomputed)
         for node in graph.nodes:
             node.meta[LEAVES] = node in leaving
+        return context
 
 
 class Part(NamedTuple):

@@ -7,22 +7,21 @@ saved, how early transfers start, what stays in memory, where buffers lie) stand
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from torch import fx
 
 from zinf_fx.errors import PlanError
-from zinf_fx.passes.buffers import Buffers
 from zinf_fx.passes.choices import FollowActivations
-from zinf_fx.passes.follow_schedule import FollowSchedule, events_by_stay, keys_by_label
-from zinf_fx.passes.framework import GraphContext, HeadTransfer, Pass
+from zinf_fx.passes.follow_schedule import FollowSchedule
+from zinf_fx.passes.framework import GraphContext, HeadTransfer
 from zinf_fx.passes.offload_gradients import OffloadGradients
-from zinf_fx.passes.pipeline import divided_training, lowering, plan_of, run_passes, schedule_of, tiling
+from zinf_fx.passes.pipeline import divided_training, lowering, plan_of, run_passes, tiling
 from zinf_fx.passes.prefetch import Prefetch
-from zinf_fx.passes.residency import Residency
+from zinf_fx.plan.buffers_spec import check_buffers
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.schedule import GraphKind, GraphSchedule
+from zinf_fx.plan.schedule import GraphSchedule
 
 
 def follow_training(
@@ -32,29 +31,21 @@ def follow_training(
     forward, forward_context, backward, backward_context = divided_training(
         joint, joint_inputs, context, plan.tile_limit, FollowActivations(plan.choices), arguments
     )
-    steps = [*lowering(), OffloadGradients(), FollowSchedule(plan.graph("backward"))]
-    run_passes(backward.graph, backward_context, steps)
-    forward_context.successor_head = _head_due(plan, backward.graph, backward_context)
-    run_passes(forward.graph, forward_context, [*lowering(), FollowSchedule(plan.graph("forward"))])
-    _place(plan, [(forward, forward_context), (backward, backward_context)])
+    steps = [*lowering(), OffloadGradients(), FollowSchedule(plan, "backward")]
+    backward_context = run_passes(backward.graph, backward_context, steps)
+    forward_context = replace(forward_context, successor_head=_head_due(plan, backward.graph, backward_context))
+    forward_context = run_passes(forward.graph, forward_context, [*lowering(), FollowSchedule(plan, "forward")])
+    _check_followed(plan, [(forward, forward_context), (backward, backward_context)])
     return forward, forward_context, backward, backward_context
 
 
-def follow_inference(module: fx.GraphModule, context: GraphContext, plan: Plan) -> None:
+def follow_inference(module: fx.GraphModule, context: GraphContext, plan: Plan) -> GraphContext:
     """Do what `plan_inference` did when it made `plan`. Raises: PlanError naming the first difference."""
-    context.tile_limit = plan.tile_limit
-    steps = [*tiling(plan.tile_limit), *lowering(), FollowSchedule(plan.graph("inference"))]
-    run_passes(module.graph, context, steps)
-    _place(plan, [(module, context)])
-
-
-def _place(plan: Plan, modules: Sequence[tuple[fx.GraphModule, GraphContext]]) -> None:
-    for module, context in modules:
-        _check_length(plan.graph(context.kind), module.graph, context)
-        run_passes(module.graph, context, _placing(plan, context.kind, context))
-    _check_followed(plan, plan_of([(module.graph, context) for module, context in modules]))
-    for module, _ in modules:
-        module.recompile()
+    context = replace(context, tile_limit=plan.tile_limit)
+    steps = [*tiling(plan.tile_limit), *lowering(), FollowSchedule(plan, "inference")]
+    context = run_passes(module.graph, context, steps)
+    _check_followed(plan, [(module, context)])
+    return context
 
 
 def _head_due(plan: Plan, backward: fx.Graph, context: GraphContext) -> tuple[HeadTransfer, ...]:
@@ -65,23 +56,10 @@ def _head_due(plan: Plan, backward: fx.Graph, context: GraphContext) -> tuple[He
     return tuple(transfer for transfer in head if context.tile(transfer.key).label not in there)
 
 
-def _placing(plan: Plan, kind: GraphKind, context: GraphContext) -> list[Pass]:
-    """What marks the tiles that stay in memory, and gives each buffer of a scheduled graph its offset."""
-    schedule, keys = plan.graph(kind), keys_by_label(context)
-    leaves, arrives = set(), set()
-    for stay, event in events_by_stay(schedule, keys):
-        if event.resident:
-            (leaves if event.kind == "release" else arrives).add(stay)
-    number = plan.graphs.index(schedule)
-    used = {stay.tile for stay in plan.journeys if stay.graph == number}
-    kept = {schedule.tiles[tile].label for tile in plan.journeys.kept_at_begin(number) - used}
-    throughout = tuple(keys[label] for label in sorted(kept) if label in keys)
-    residency = Residency(frozenset(leaves), frozenset(arrives), throughout)
-    return [residency, Buffers(tuple(event.offset for event in schedule.events), plan.regions)]
-
-
-def _check_followed(plan: Plan, made: Plan) -> None:
+def _check_followed(plan: Plan, modules: Sequence[tuple[fx.GraphModule, GraphContext]]) -> None:
     """Check that following a plan made what it says. Raises: PlanError naming the first difference."""
+    made = plan_of([(module.graph, context) for module, context in modules])
+    check_buffers(made)
     for theirs, ours in zip(plan.graphs, made.graphs, strict=True):
         for name in ("tiles", "operators", "events"):
             _check_items(f"the {theirs.kind} graph's {name}", getattr(theirs, name), getattr(ours, name))
@@ -90,6 +68,8 @@ def _check_followed(plan: Plan, made: Plan) -> None:
     for name in ("gradient_buffer", "activation_buffer", "kept", "regions"):
         if getattr(plan, name) != getattr(made, name):
             raise PlanError(f"{name} of the plan is {getattr(plan, name)}, and that of the model {getattr(made, name)}")
+    for module, _ in modules:
+        module.recompile()
 
 
 def _whose(graph: GraphSchedule) -> str:
@@ -104,10 +84,3 @@ def _check_items(what: str, theirs: Sequence[Any], ours: Sequence[Any]) -> None:
             if (made := getattr(one, each.name)) != (here := getattr(other, each.name)):
                 raise PlanError(f"{what}[{number}].{each.name} is {made!r} in the plan, and {here!r} for this model")
     raise PlanError(f"{what} are {len(theirs)} in the plan, and {len(ours)} for this model")
-
-
-def _check_length(schedule: GraphSchedule, graph: fx.Graph, context: GraphContext) -> None:
-    """Offsets are given in the order of events, so there must be as many."""
-    found = len(schedule_of(graph, context).events)
-    if found != len(schedule.events):
-        raise PlanError(f"the {schedule.kind} graph has {len(schedule.events)} events in the plan, and {found} here")

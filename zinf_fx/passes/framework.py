@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import torch
@@ -15,10 +15,10 @@ from zinf_fx.config import Config
 from zinf_fx.plan.memory import HostUse, gradient_buffer, living_on_device, living_on_host, write_buffer
 from zinf_fx.plan.plan import Choice
 from zinf_fx.plan.rates import NOMINAL, Rates
-from zinf_fx.plan.schedule import HEAD, MemoryRegions, Tile
+from zinf_fx.plan.schedule import HEAD, Event, MemoryRegions, Tile
 
 # Node metadata that passes write and later stages read.
-OPERATOR = "zinf_operator"  # number of the operator that a node belongs to; HEAD before the first
+OPERATOR = "zinf_operator"  # number of the operator that a computing node belongs to; HEAD before the first
 MADE_BY = "zinf_made_by"  # name of the pass that made the node
 
 
@@ -41,13 +41,6 @@ def start_argument(key: TileKey) -> dict[str, int]:
     return {"start": key.start} if key.start else {}
 
 
-class Stay(NamedTuple):
-    """One of the times that a tile is there: a graph may fetch a part of a parameter again for a later use."""
-
-    key: TileKey
-    number: int
-
-
 @dataclass(frozen=True)
 class HeadTransfer:
     """A transfer that a graph needs before it begins: `operators_early` operators before its first."""
@@ -63,26 +56,26 @@ class HeadTransfer:
         return TileKey(self.token, self.start)
 
 
-@dataclass
+@dataclass(frozen=True)
 class GraphContext:
-    """What the passes know of one graph besides its nodes.
+    """What the passes know of one graph besides its nodes. A pass that learns more returns a context that says so.
 
     Attributes:
         kind: which graph it is.
         config: the options in force.
         tiles: each parameter as one tile, by the name of the placeholder that carries its token; and each activation
             that leaves, by the name of the node that is its token.
-        divided: by token, the tiles of each parameter that has several, in the order of their rows.
-        undivided: by token, why a parameter that exceeds the tile limit is one tile nevertheless.
         gradients: joint and backward: by position among the outputs of backward, the token of the parameter whose
             gradient it is.
         backward_outputs: joint only: how many of its last outputs are those of backward.
         successor_head: what the next graph needs at its head; this graph starts it in its last operators.
+        provided: what the passes so far have established.
+        divided: by token, the tiles of each parameter that has several, in the order of their rows.
+        undivided: by token, why a parameter that exceeds the tile limit is one tile nevertheless.
         staying: tiles that are in memory throughout: from a use before the graph to one after it.
         kept: bytes of activations that stay on the device from forward to backward.
         tensor_ranks: how many ranks divide parameters, and activations; 1: activations are whole.
         rates: of the machine that the plan is for.
-        provided: what the passes so far have established.
         regions: what the plan's transfer buffers take of each memory.
         tile_limit: bytes above which parameters were divided.
         choices: what the joint graph saves and recomputes.
@@ -90,13 +83,13 @@ class GraphContext:
 
     kind: Literal["joint", "forward", "backward", "inference"]
     config: Config
-    tiles: dict[str, Tile]
-    gradients: dict[int, str] = field(default_factory=dict)
+    tiles: Mapping[str, Tile]
+    gradients: Mapping[int, str] = field(default_factory=dict)
     backward_outputs: int = 0
     successor_head: tuple[HeadTransfer, ...] = ()
-    provided: set[str] = field(default_factory=set)
-    divided: dict[str, tuple[Tile, ...]] = field(default_factory=dict)
-    undivided: dict[str, str] = field(default_factory=dict)
+    provided: frozenset[str] = frozenset()
+    divided: Mapping[str, tuple[Tile, ...]] = field(default_factory=dict)
+    undivided: Mapping[str, str] = field(default_factory=dict)
     staying: tuple[TileKey, ...] = ()
     kept: int = 0
     tensor_ranks: int = 1
@@ -168,10 +161,24 @@ class GraphContext:
                 return tile
         return self.tiles[key.token]
 
-    @property
-    def keys(self) -> list[TileKey]:
-        """The keys of all tiles, in the order of the table that the schedules of a step share."""
-        return [key for token in self.tiles for key in self.tiles_of(token)]
+    @cached_property
+    def keys(self) -> tuple[TileKey, ...]:
+        """The keys of all tiles, in the order of `table`."""
+        return tuple(key for token in self.tiles for key in self.tiles_of(token))
+
+    @cached_property
+    def numbers(self) -> dict[TileKey, int]:
+        """By key, the index of each tile in `table`."""
+        return {key: number for number, key in enumerate(self.keys)}
+
+    @cached_property
+    def table(self) -> tuple[Tile, ...]:
+        """All tiles, as events refer to them: the schedules of a step share it."""
+        trains = self.kind != "inference"
+        return tuple(
+            replace(tile, index=number, gradient_tier=tile.gradient_tier if trains else None)
+            for number, tile in enumerate(map(self.tile, self.keys))
+        )
 
     def tiles_of(self, token: str) -> dict[TileKey, Tile]:
         """The tiles of one parameter, in the order of their rows."""
@@ -186,8 +193,8 @@ class Pass(Protocol):
     provides: ClassVar[tuple[str, ...]]
     changes_numerics: ClassVar[bool]
 
-    def __call__(self, graph: fx.Graph, context: GraphContext) -> None:
-        """Rewrite `graph` in place."""
+    def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
+        """Rewrite `graph` in place. Returns what is known of it then."""
 
 
 def nodes_calling(graph: fx.Graph, *targets: object) -> Iterator[fx.Node]:
@@ -195,14 +202,24 @@ def nodes_calling(graph: fx.Graph, *targets: object) -> Iterator[fx.Node]:
     return (node for node in list(graph.nodes) if node.op == "call_function" and node.target in targets)
 
 
-def stays_of(nodes: Iterable[fx.Node]) -> Iterator[tuple[Stay, fx.Node]]:
-    """Each `zinf` node with the stay of its tile that it belongs to: the n-th fetch, wait, release, ... to the n-th."""
-    counts: Counter[tuple[TileKey, object, bool]] = Counter()
-    for node in nodes:
-        key = key_of(node)
-        of_kind = (key, node.target, bool(node.kwargs.get("turn")))
-        yield Stay(key, counts[of_kind]), node
-        counts[of_kind] += 1
+def event_of(node: fx.Node) -> Event:
+    """The event that a `zinf` node of a lowered graph is."""
+    return node.meta[ops.EVENT]
+
+
+def give_event(node: fx.Node, context: GraphContext, operator: int, *, turn: bool = False) -> None:
+    """Make a `zinf` node an event of the schedule."""
+    set_event(node, Event(ops.KINDS[node.target], context.numbers[key_of(node)], operator, turn=turn))
+
+
+def set_event(node: fx.Node, event: Event) -> None:
+    """Make a `zinf` node this event."""
+    node.meta[ops.EVENT] = event
+
+
+def events_in(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes of a lowered graph that are events, in the schedule's order."""
+    return list(nodes_calling(graph, *ops.LOWERED))
 
 
 def is_compute(node: fx.Node) -> bool:
@@ -221,4 +238,5 @@ def bytes_computed(node: fx.Node) -> int:
 
 def operator_of(node: fx.Node) -> int:
     """The number of the operator that a node belongs to."""
-    return node.meta.get(OPERATOR, HEAD)
+    event = node.meta.get(ops.EVENT)
+    return node.meta.get(OPERATOR, HEAD) if event is None else event.operator

@@ -9,15 +9,17 @@ Tiles and gradients that live on the device are where they belong, and not in fl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
 from torch import fx
 
-from zinf_fx import ops
-from zinf_fx.passes.framework import GraphContext, Stay, TileKey, key_of, nodes_calling, operator_of, stays_of
-from zinf_fx.plan.schedule import HEAD, Tile
+from zinf_fx.passes.framework import GraphContext, event_of, events_in, operator_of
+from zinf_fx.plan.intervals import merged
+from zinf_fx.plan.journeys import Journeys
+from zinf_fx.plan.schedule import HEAD, GraphSchedule, Operator, Tile
 
 
 @dataclass(frozen=True)
@@ -48,63 +50,30 @@ def operators_in(graph: fx.Graph) -> int:
     return 1 + max((operator_of(n) for n in graph.nodes if n.op not in ("placeholder", "output")), default=HEAD)
 
 
+def outline(graph: fx.Graph, context: GraphContext) -> GraphSchedule:
+    """The schedule of a lowered graph, without what its operators compute."""
+    operators = tuple(Operator(number, "", 0) for number in range(operators_in(graph)))
+    return GraphSchedule(context.kind, context.table, operators, tuple(map(event_of, events_in(graph))))
+
+
 def spans(graph: fx.Graph, context: GraphContext) -> list[Span]:
-    """Everything that is in flight in a lowered graph. A tile that the turn fetches again is counted once."""
-    moved = (ops.fetch, ops.release, ops.reduce_scatter, ops.offload)
-    where: dict[tuple[Stay, object], int] = {}
-    for stay, node in stays_of(nodes_calling(graph, *moved)):
-        where[stay, "turn" if node.kwargs.get("turn") else node.target] = operator_of(node)
-    last = operators_in(graph) - 1
-    own = held_by(graph)
+    """Everything that is in flight in a lowered graph. A tile that several stays hold is counted once."""
+    journeys, last = Journeys([outline(graph, context)]), operators_in(graph) - 1
+    there: defaultdict[int, list[range]] = defaultdict(list)
+    for presence in journeys.presences(0):
+        there[presence.tile].append(presence.operators)
+    for key in context.staying:
+        there[context.numbers[key]].append(range(HEAD, last + 1))
     found = []
-    for (stay, kind), first in where.items():
-        tile = context.tile(stay.key)
-        of_tile = (f"tile '{tile.label}'", tile_bytes(tile))
-        if kind is ops.fetch:
-            found.append(Span(*of_tile, first, where[stay, ops.release]))
-        elif kind == "turn":
-            found += [Span(*of_tile, *part) for part in _without(first, last, own.get(stay.key, ()))]
-        elif kind is ops.reduce_scatter:
-            until = where.get((stay, ops.offload), last)
-            found.append(Span(f"gradient of '{tile.label}'", gradient_bytes(tile), first, until))
-    found += _between_uses(graph, context)
-    return [span for span in found if span.nbytes and span.first <= span.last]
-
-
-def _between_uses(graph: fx.Graph, context: GraphContext) -> Iterator[Span]:
-    """Of the tiles that stay in memory, from a release, or the head, to the next fetch, or the end."""
-    last = operators_in(graph) - 1
-    since = dict.fromkeys(context.staying, HEAD)
-    for node in nodes_calling(graph, ops.fetch, ops.release):
-        key, tile = key_of(node), context.tile_of(node)
-        if node.kwargs.get("resident") and node.target is ops.fetch:
-            yield Span(f"tile '{tile.label}'", tile_bytes(tile), since.pop(key, HEAD), operator_of(node) - 1)
-        elif node.kwargs.get("resident"):
-            since[key] = operator_of(node) + 1
-    for key, first in since.items():
-        tile = context.tile(key)
-        yield Span(f"tile '{tile.label}'", tile_bytes(tile), first, last)
-
-
-def held_by(graph: fx.Graph) -> dict[TileKey, list[range]]:
-    """For each tile that a lowered graph uses, the operators from fetch to release of each of its stays."""
-    fetched: dict[Stay, int] = {}
-    held: dict[TileKey, list[range]] = {}
-    own = (n for n in nodes_calling(graph, ops.fetch, ops.release) if not n.kwargs.get("turn"))
-    for stay, node in stays_of(own):
-        if node.target is ops.fetch:
-            fetched[stay] = operator_of(node)
-        else:
-            held.setdefault(stay.key, []).append(range(fetched[stay], operator_of(node) + 1))
-    return held
-
-
-def _without(first: int, last: int, own: Iterable[range]) -> list[tuple[int, int]]:
-    """The parts of first..last outside each of `own`."""
-    parts = [(first, last)]
-    for held in own:
-        parts = [p for a, b in parts for p in ((a, min(b, held.start - 1)), (max(a, held.stop), b))]
-    return [part for part in parts if part[0] <= part[1]]
+    for number, operators in there.items():
+        tile = context.table[number]
+        for part in merged(operators):
+            found.append(Span(f"tile '{tile.label}'", tile_bytes(tile), part.start, part.stop - 1))
+    for number, reduced, offloaded in journeys.departures:
+        tile = context.table[number]
+        until = offloaded.operator if offloaded is not None else last
+        found.append(Span(f"gradient of '{tile.label}'", gradient_bytes(tile), reduced.operator, until))
+    return [span for span in found if span.nbytes]
 
 
 class Ledger:

@@ -23,7 +23,8 @@ class KeepActivations:
     provides: ClassVar[tuple[str, ...]] = ("activations",)
     changes_numerics: ClassVar[bool] = False
 
-    def __call__(self, graph: fx.Graph, context: GraphContext) -> None:
+    def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         for node in graph.nodes:
             if is_compute(node) and "recompute" not in node.meta:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return context

@@ -14,6 +14,8 @@ from zinf_fx.passes.framework import (
     OPERATOR,
     GraphContext,
     TileKey,
+    events_in,
+    give_event,
     key_of,
     nodes_calling,
     operator_of,
@@ -35,7 +37,7 @@ class LowerGathers:
     provides: ClassVar[tuple[str, ...]] = ("lowered",)
     changes_numerics: ClassVar[bool] = False
 
-    def __call__(self, graph: fx.Graph, context: GraphContext) -> None:
+    def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         first: dict[TileKey, fx.Node] = {}
         stays: list[fx.Node] = []
         for gather in nodes_calling(graph, ops.gather):
@@ -52,6 +54,9 @@ class LowerGathers:
                 graph.erase_node(gather)
                 continue
             self._lower(graph, gather, output)
+        for node in events_in(graph):
+            give_event(node, context, operator_of(node))
+        return context
 
     def _lower(self, graph: fx.Graph, gather: fx.Node, output: fx.Node) -> None:
         token, start = gather.args[0], start_argument(key_of(gather))

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from zinf_fx import ops
-from zinf_fx.config import Tier
+from zinf_fx.config import Config, Tier
 from zinf_fx.passes.aliases import memory_of
 from zinf_fx.passes.framework import GraphContext, bytes_computed, is_compute
 from zinf_fx.passes.replication import EQUAL
@@ -66,9 +66,10 @@ class OffloadActivations:
 
     leaving: tuple[Saved, ...]
 
-    def __call__(self, graph: fx.Graph, context: GraphContext) -> None:
+    def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         output = next(iter(graph.find_nodes(op="output")))
         tokens: dict[fx.Node, fx.Node] = {}
+        tiles = dict(context.tiles)
         for saved in self.leaving:
             value = saved.memory.meta["val"]
             with graph.inserting_after(saved.memory):
@@ -76,8 +77,9 @@ class OffloadActivations:
             with value.fake_mode:
                 token.meta["val"] = _fake_token()
             tokens |= dict.fromkeys(saved.values, token)
-            context.tiles[token.name] = _tile(saved, context)
+            tiles[token.name] = _tile(saved, context.config)
         output.args = (type(output.args[0])(tokens.get(result, result) for result in output.args[0]),)
+        return replace(context, tiles=tiles)
 
 
 @dataclass(frozen=True)
@@ -91,14 +93,15 @@ class ReloadActivations:
 
     leaving: tuple[Saved, ...]
 
-    def __call__(self, graph: fx.Graph, context: GraphContext) -> None:
+    def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         inputs = {node.target: node for node in graph.find_nodes(op="placeholder")}
         first = next(node for node in graph.nodes if node.op != "placeholder")
+        tiles = dict(context.tiles)
         for saved in self.leaving:
             memory = saved.memory.meta["val"]
             inputs_of = [inputs[value.name] for value in saved.values]
             token = inputs_of[0]
-            context.tiles[token.name] = _tile(saved, context)
+            tiles[token.name] = _tile(saved, context.config)
             with graph.inserting_before(first):
                 gather = graph.call_function(ops.gather, (token, [memory.numel()], memory.dtype, memory.device))
             with memory.fake_mode:
@@ -114,6 +117,7 @@ class ReloadActivations:
             with memory.fake_mode:
                 for placeholder in inputs_of:
                     placeholder.meta["val"] = _fake_token()
+        return replace(context, tiles=tiles)
 
 
 def saved_activations(forward: fx.Graph, results: int) -> tuple[list[Saved], list[Saved]]:
@@ -184,11 +188,11 @@ def _is_plain_view(value: torch.Tensor, memory: torch.Tensor) -> bool:
     return plain and _is_static(value) and isinstance(value.storage_offset(), int)
 
 
-def _tile(saved: Saved, context: GraphContext) -> Tile:
+def _tile(saved: Saved, config: Config) -> Tile:
     value, ranks = saved.memory.meta["val"], saved.ranks
-    shards = Shards.of(value.numel(), ranks, context.config.placement.on_nvme)
+    shards = Shards.of(value.numel(), ranks, config.placement.on_nvme)
     return Tile(
-        index=len(context.tiles),
+        index=0,  # its place in the table of all tiles, which the context knows
         name=saved.name,
         shape=(value.numel(),),
         dtype=value.dtype,

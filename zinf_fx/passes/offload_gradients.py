@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import fx
 
 from zinf_fx import ops
-from zinf_fx.passes.framework import OPERATOR, GraphContext, operator_of, start_argument
+from zinf_fx.passes.framework import GraphContext, give_event, operator_of, start_argument
 from zinf_fx.passes.gradient_parts import assembly_of, gradient_outputs, parts_of
 
 
@@ -21,7 +21,7 @@ class OffloadGradients:
     provides: ClassVar[tuple[str, ...]] = ("gradients_offloaded",)
     changes_numerics: ClassVar[bool] = False
 
-    def __call__(self, graph: fx.Graph, context: GraphContext) -> None:
+    def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         output = next(iter(graph.find_nodes(op="output")))
         results = list(output.args[0])
         assembled: list[fx.Node] = []
@@ -33,9 +33,10 @@ class OffloadGradients:
             for part in parts:
                 with graph.inserting_after(part.node):
                     offload = graph.call_function(ops.offload, (part.node.args[0], part.node), start_argument(part.key))
-                offload.meta[OPERATOR] = operator_of(part.node)
+                give_event(offload, context, operator_of(part.node))
             assembled += assembly_of(gradient) if token in context.divided else ()
             results[position] = None
         output.args = (type(output.args[0])(results),)
         for node in assembled:  # the parts meet where gradients live
             graph.erase_node(node)
+        return context

@@ -22,8 +22,9 @@ from zinf_fx.passes.framework import (
     GraphContext,
     HeadTransfer,
     Pass,
+    event_of,
+    events_in,
     is_compute,
-    key_of,
     nodes_calling,
     operator_of,
 )
@@ -53,7 +54,8 @@ from zinf_fx.passes.tile_cross_entropy import TileCrossEntropy
 from zinf_fx.passes.work import total, work_of
 from zinf_fx.plan.buffers_spec import check_buffers
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.schedule import Event, GraphSchedule, Operator
+from zinf_fx.plan.schedule import GraphSchedule, Operator
+from zinf_fx.plan.spec import check_schedule
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +80,7 @@ def plan_training(
     for limit, last in _tile_limits(context):
         graph = joint if last else fx.GraphModule(joint, copied(joint.graph))
         try:
-            return _plan_training(graph, joint_inputs, replace(context, provided=set()), limit, arguments)
+            return _plan_training(graph, joint_inputs, replace(context, provided=frozenset()), limit, arguments)
         except BudgetError:
             if last:
                 raise
@@ -131,10 +133,10 @@ def _plan_training(
         joint, joint_inputs, context, tile_limit, activations, arguments
     )
     # Backward first: forward has to start what backward needs at its head.
-    forward_context.successor_head = _schedule(backward.graph, backward_context, [OffloadGradients()])
-    _schedule(forward.graph, forward_context, [])
-    _place_buffers([(forward, forward_context), (backward, backward_context)])
-    return forward, forward_context, backward, backward_context
+    backward_context, head = _schedule(backward.graph, backward_context, [OffloadGradients()])
+    forward_context, _ = _schedule(forward.graph, replace(forward_context, successor_head=head), [])
+    contexts = _place_buffers([(forward, forward_context), (backward, backward_context)])
+    return forward, contexts[0], backward, contexts[1]
 
 
 def divided_training(
@@ -149,50 +151,55 @@ def divided_training(
 
     What is saved, recomputed and leaves the device is as the pass `activations` says.
     """
-    context = replace(context, gradients=dict(context.gradients), divided={}, undivided={})
-    run_passes(joint.graph, context, tiling(tile_limit))
+    context = run_passes(joint.graph, replace(context, divided={}, undivided={}), tiling(tile_limit))
     before = tagged(joint.graph)
-    run_passes(joint.graph, context, [activations])
+    context = run_passes(joint.graph, context, [activations])
     choices = choices_in(joint.graph, before)
-    run_passes(joint.graph, context, [RecomputeGathers(), ReduceGradients()])
+    context = run_passes(joint.graph, context, [RecomputeGathers(), ReduceGradients()])
     forward, backward = partition(joint, joint_inputs, context, **arguments)
     tier = context.config.activation_tier
     movable, fixed = saved_activations(forward.graph, arguments["num_fwd_outputs"])
     leave = leaving(movable, fixed, tier, context.tensor_ranks)
-    both = {"divided": context.divided, "undivided": context.undivided, "tile_limit": tile_limit, "choices": choices}
-    both["kept"] = bytes_of(movable) - bytes_of(leave) + bytes_of(fixed)
-    forward_context = GraphContext("forward", context.config, dict(context.tiles), **both)
-    backward_context = GraphContext("backward", context.config, dict(context.tiles), context.gradients, **both)
-    backward_context.provided.add("gradients_reduced")
-    run_passes(forward.graph, forward_context, [OffloadActivations(leave)])
-    run_passes(backward.graph, backward_context, [ReloadActivations(leave)])
+    both = replace(
+        context,
+        backward_outputs=0,
+        provided=frozenset(),
+        kept=bytes_of(movable) - bytes_of(leave) + bytes_of(fixed),
+        tile_limit=tile_limit,
+        choices=choices,
+    )
+    forward_context = replace(both, kind="forward", gradients={})
+    backward_context = replace(both, kind="backward", provided=frozenset({"gradients_reduced"}))
+    forward_context = run_passes(forward.graph, forward_context, [OffloadActivations(leave)])
+    backward_context = run_passes(backward.graph, backward_context, [ReloadActivations(leave)])
     return forward, forward_context, backward, backward_context
 
 
-def plan_inference(module: fx.GraphModule, context: GraphContext) -> None:
+def plan_inference(module: fx.GraphModule, context: GraphContext) -> GraphContext:
     """Plan a graph that has no backward."""
     captured = module.graph
     for limit, last in _tile_limits(context):
         if not last:
             module.graph = copied(captured)
-        context.divided, context.undivided, context.provided = {}, {}, set()
-        context.tile_limit = limit
+        tried = replace(context, divided={}, undivided={}, provided=frozenset(), tile_limit=limit)
         try:
-            run_passes(module.graph, context, tiling(limit))
-            _schedule(module.graph, context, [])
-            _place_buffers([(module, context)])
-            return
+            tried = run_passes(module.graph, tried, tiling(limit))
+            tried, _ = _schedule(module.graph, tried, [])
+            return _place_buffers([(module, tried)])[0]
         except BudgetError:
             if last:
                 raise
             module.graph = captured
+    raise AssertionError("unreachable")
 
 
-def _schedule(graph: fx.Graph, context: GraphContext, extra: Sequence[Pass]) -> tuple[HeadTransfer, ...]:
-    """Schedule one graph; returns what it needs at its head."""
+def _schedule(
+    graph: fx.Graph, context: GraphContext, extra: Sequence[Pass]
+) -> tuple[GraphContext, tuple[HeadTransfer, ...]]:
+    """Schedule one graph; returns what it needs at its head, too."""
     prefetch = Prefetch(context.config.prefetch)
-    run_passes(graph, context, [*lowering(), *extra, prefetch])
-    return prefetch.head(graph, context)
+    context = run_passes(graph, context, [*lowering(), *extra, prefetch])
+    return context, prefetch.head(graph, context)
 
 
 def lowering() -> list[Pass]:
@@ -200,34 +207,40 @@ def lowering() -> list[Pass]:
     return [SinkGathers(), Regions(), LowerGathers()]
 
 
-def _place_buffers(modules: Sequence[tuple[fx.GraphModule, GraphContext]]) -> None:
+def _place_buffers(modules: Sequence[tuple[fx.GraphModule, GraphContext]]) -> list[GraphContext]:
     """What stays in memory between uses, in the scheduled graphs of one step, and where every buffer lies.
 
     Less stays where buffers would not find places within the budget. Raises: BudgetError when they don't even if
     nothing stays.
     """
-    scheduled = [(module.graph, context.successor_head) for module, context in modules]
-    contexts = [context for _, context in modules]
+    scheduled = [(module.graph, context) for module, context in modules]
+    limit, is_limited = scheduled[0][1].limit, scheduled[0][1].is_limited
     spare = 0
     for left in reversed(range(_TRIES + 1)):
-        for (module, context), (graph, head) in zip(modules, scheduled, strict=True):
-            module.graph = copied(graph) if context.is_limited else graph
-            context.successor_head = head
+        for (module, _), (graph, _) in zip(modules, scheduled, strict=True):
+            module.graph = copied(graph) if is_limited else graph
         graphs = [(module.graph, context) for module, context in modules]
-        for (graph, context), residency in zip(graphs, choose(graphs, spare), strict=True):
-            run_passes(graph, context, [residency])
-        for (graph, context), buffers in zip(graphs, place(plan_of(graphs)), strict=True):
-            run_passes(graph, context, [buffers])
+        graphs = _run_each(graphs, choose(graphs, spare))
+        graphs = _run_each(graphs, place(plan_of(graphs)))
         plan = plan_of(graphs)
+        check_schedule(plan.graphs)
         check_buffers(plan)
         over = excess(plan)
         if over <= 0:
             break
         if not left:
-            raise BudgetError(refusal_of_buffers(plan, contexts[-1]))
-        spare = spare + over if left > 1 else contexts[0].limit
+            raise BudgetError(refusal_of_buffers(plan, graphs[-1][1]))
+        spare = spare + over if left > 1 else limit
     for module, _ in modules:
         module.recompile()
+    return [context for _, context in graphs]
+
+
+def _run_each(
+    graphs: Sequence[tuple[fx.Graph, GraphContext]], passes: Sequence[Pass]
+) -> list[tuple[fx.Graph, GraphContext]]:
+    """Run a pass on each graph."""
+    return [(graph, run_passes(graph, context, [each])) for (graph, context), each in zip(graphs, passes, strict=True)]
 
 
 def plan_of(graphs: Sequence[tuple[fx.Graph, GraphContext]]) -> Plan:
@@ -247,10 +260,11 @@ def plan_of(graphs: Sequence[tuple[fx.Graph, GraphContext]]) -> Plan:
     )
 
 
-def run_passes(graph: fx.Graph, context: GraphContext, passes: Sequence[Pass]) -> None:
+def run_passes(graph: fx.Graph, context: GraphContext, passes: Sequence[Pass]) -> GraphContext:
     """Run `passes` in order, checking what each requires and, after each, the specification.
 
-    With the logger of this module at DEBUG, every pass says what it made of the graph, and how long that took.
+    Returns what is known of the graph then. With the logger of this module at DEBUG, every pass says what it made of
+    the graph, and how long that took.
     """
     placeholders = tuple(n.name for n in graph.find_nodes(op="placeholder"))
     targets = {node: node.target for node in graph.nodes}
@@ -258,9 +272,9 @@ def run_passes(graph: fx.Graph, context: GraphContext, passes: Sequence[Pass]) -
         if missing := set(each.requires) - context.provided:
             raise PlanError(f"pass '{each.name}' requires {sorted(missing)}, which no pass before it provides")
         started = time.perf_counter()
-        each(graph, context)
+        context = each(graph, context)
         seconds = time.perf_counter() - started
-        context.provided |= set(each.provides)
+        context = replace(context, provided=context.provided | frozenset(each.provides))
         for node in graph.nodes:
             if targets.get(node) is not node.target:
                 targets[node] = node.target
@@ -269,27 +283,12 @@ def run_passes(graph: fx.Graph, context: GraphContext, passes: Sequence[Pass]) -
         spec.check(graph, context, placeholders, each.name)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("after %s (%.1f ms):\n%s", each.name, seconds * 1e3, print_graph(graph, context))
+    return context
 
 
 def schedule_of(graph: fx.Graph, context: GraphContext) -> GraphSchedule:
-    """The schedule that a planned graph stands for."""
-    index = {key: position for position, key in enumerate(context.keys)}
-    tiles = []
-    for key, position in index.items():
-        tile = context.tile(key)
-        gradient_tier = None if context.kind == "inference" else tile.gradient_tier
-        tiles.append(replace(tile, index=position, gradient_tier=gradient_tier))
-    kinds = {op: op._schema.name.split("::")[1] for op in ops.LOWERED}
-    events = [
-        Event(
-            kinds[n.target],
-            index[key_of(n)],
-            operator_of(n),
-            *(bool(n.kwargs.get(k)) for k in ("turn", "resident")),
-            n.kwargs.get("offset"),
-        )
-        for n in nodes_calling(graph, *ops.LOWERED)
-    ]
+    """The schedule of a planned graph: its events are those that the graph's nodes carry."""
+    events = tuple(map(event_of, events_in(graph)))
     separate = any(has_own_memory(node.args[3]) for node in nodes_calling(graph, ops.wait))
     compute: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -297,7 +296,7 @@ def schedule_of(graph: fx.Graph, context: GraphContext) -> GraphSchedule:
             compute.setdefault(operator_of(node), []).append(node)
     count = 1 + max((*compute, *(e.operator for e in events)), default=0)
     operators = [_operator(i, compute.get(i, [])) for i in range(count)]
-    return GraphSchedule(context.kind, tuple(tiles), tuple(operators), tuple(events), separate)
+    return GraphSchedule(context.kind, context.table, tuple(operators), events, separate)
 
 
 def has_own_memory(device: torch.device) -> bool:

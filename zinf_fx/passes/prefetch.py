@@ -7,28 +7,29 @@ graph starts the head of the backward graph in its last operators, as if the two
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
 from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.errors import BudgetError
 from zinf_fx.passes.framework import (
-    OPERATOR,
     GraphContext,
     HeadTransfer,
-    Stay,
     TileKey,
+    event_of,
+    events_in,
+    give_event,
     key_of,
     nodes_calling,
     operator_of,
+    set_event,
     start_argument,
-    stays_of,
 )
-from zinf_fx.passes.in_flight import Ledger, gradient_bytes, held_by, operators_in, spans, tile_bytes
+from zinf_fx.passes.in_flight import Ledger, gradient_bytes, operators_in, outline, spans, tile_bytes
 from zinf_fx.passes.refusal import refusal
+from zinf_fx.plan.journeys import Journeys, Stay
 from zinf_fx.plan.schedule import HEAD
 
 # Operators between the one that computes a gradient and the one during which it is offloaded.
@@ -55,7 +56,7 @@ class Prefetch:
 
     distances: tuple[int, int, int] | None = (1, 2, 3)
 
-    def __call__(self, graph: fx.Graph, context: GraphContext) -> None:
+    def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         ledger = Ledger(spans(graph, context), operators_in(graph), context.budget)
         if ledger.over_budget() is not None:
             raise BudgetError(refusal(ledger, context))
@@ -65,6 +66,7 @@ class Prefetch:
             self._move_ahead(graph, context, ledger, self.distances)
             self._start_successor(graph, context, ledger)
             self._delay_offloads(graph, context, ledger)
+        return context
 
     def head(self, graph: fx.Graph, context: GraphContext) -> tuple[HeadTransfer, ...]:
         """What a scheduled graph needs at its head, for the `successor_head` of the graph before it: parameters. What
@@ -88,25 +90,21 @@ class Prefetch:
         self, graph: fx.Graph, context: GraphContext, ledger: Ledger, distances: tuple[int, int, int]
     ) -> None:
         distance_of = dict(zip((ops.allgather, ops.upload, ops.fetch), distances, strict=True))
-        transfers = list(stays_of(nodes_calling(graph, *ops.TRANSFERS)))
-        gone = {
-            stay: operator_of(node)
-            for stay, node in stays_of(nodes_calling(graph, ops.release))
-            if context.comes_anew(stay.key.token)
-        }
+        journeys, nodes = Journeys([outline(graph, context)]), events_in(graph)
         earliest: dict[Stay, int] = {}
-        for stay, node in transfers:
-            if node.target is ops.fetch:
-                tile, use = context.tile_of(node), operator_of(node)
-                before = gone.get(Stay(stay.key, stay.number - 1), HEAD - 1)  # its stay before ends first
-                wanted = max(use - distance_of[ops.fetch], HEAD, before + 1)
-                earliest[stay] = ledger.extend(tile_bytes(tile), use, wanted)
+        for stay in sorted(journeys, key=lambda stay: stay.fetch):
+            use, before = stay.fetch.operator, HEAD - 1
+            if stay.number and context.comes_anew(context.keys[stay.tile].token):
+                before = journeys.of_tile[stay.tile][stay.number - 1].release.operator  # this one ends first
+            wanted = max(use - distance_of[ops.fetch], HEAD, before + 1)
+            earliest[stay] = ledger.extend(tile_bytes(context.table[stay.tile]), use, wanted)
         # What starts first stands first: the head before operator 0, which may begin at the same node. Among those of
         # one operator the nearer use stands first, because the disk serves requests in order.
         moved = []
-        for stay, node in transfers:
-            use = operator_of(node)
-            moved.append((max(use - distance_of[node.target], earliest[stay], HEAD), use, node))
+        for number, node in enumerate(nodes):
+            if node.target in ops.TRANSFERS:
+                use, stay = operator_of(node), journeys.stay_of(0, number)
+                moved.append((max(use - distance_of[node.target], earliest[stay], HEAD), use, node))
         starts = operator_starts(graph)
         for operator, _, node in sorted(moved, key=lambda m: m[:2]):
             place(node, operator, starts[operator])
@@ -115,20 +113,23 @@ class Prefetch:
         count = operators_in(graph)
         starts = operator_starts(graph)
         tokens = {node.name: node for node in graph.find_nodes(op="placeholder")}
-        own = held_by(graph)
+        held: dict[TileKey, set[int]] = {}
+        for stay in Journeys([outline(graph, context)]):
+            during = range(stay.fetch.operator, stay.release.operator + 1)
+            held.setdefault(context.keys[stay.tile], set()).update(during)
         fetched: dict[TileKey, int | None] = {}
         for transfer in context.successor_head if count else ():
             # In a graph that is shorter than the distance, the turn starts right behind the graph's own head.
             operator = max(count - transfer.operators_early, 0)
             if transfer.op is ops.fetch:
-                held = {number for stay in own.get(transfer.key, ()) for number in stay}
-                nbytes = tile_bytes(context.tile(transfer.key))
-                fetched[transfer.key] = _room_until_end(ledger, nbytes, range(operator, count), held)
+                nbytes, there = tile_bytes(context.tile(transfer.key)), held.get(transfer.key, set())
+                fetched[transfer.key] = _room_until_end(ledger, nbytes, range(operator, count), there)
             if (start := fetched[transfer.key]) is None:
                 continue
             operator = max(operator, start)
             with graph.inserting_before(starts[operator]):
-                start_for_next(graph, transfer.op, tokens[transfer.token], transfer.key, operator)
+                node = graph.call_function(transfer.op, (tokens[transfer.token],), start_argument(transfer.key))
+            give_event(node, context, operator, turn=True)
 
     def _delay_offloads(self, graph: fx.Graph, context: GraphContext, ledger: Ledger) -> None:
         """While operator i computes, gradients of i-1 are reduce-scattered and those of i-2 offloaded."""
@@ -166,13 +167,6 @@ def operator_starts(graph: fx.Graph) -> dict[int, fx.Node]:
     return starts
 
 
-def start_for_next(graph: fx.Graph, op: torch._ops.OpOverload, token: fx.Node, key: TileKey, operator: int) -> fx.Node:
-    """A transfer that the turn starts; it is to be placed."""
-    node = graph.call_function(op, (token,), {**start_argument(key), "turn": True})
-    node.meta[OPERATOR] = operator
-    return node
-
-
 def place_offload(node: fx.Node, operator: int, last: int, starts: dict[int, fx.Node], output: fx.Node) -> None:
     """Move the offload of a gradient from the operator that made it to a later one. What has no time to wait before the
     graph ends leaves at its end."""
@@ -184,6 +178,6 @@ def place_offload(node: fx.Node, operator: int, last: int, starts: dict[int, fx.
 
 
 def place(node: fx.Node, operator: int, before: fx.Node) -> None:
-    """Move a node before another one, into an operator."""
-    node.meta[OPERATOR] = operator
+    """Move an event's node before another one, into an operator."""
+    set_event(node, replace(event_of(node), operator=operator))
     before.prepend(node)

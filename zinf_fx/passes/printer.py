@@ -31,7 +31,7 @@ from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.passes.framework import MADE_BY, GraphContext, operator_of
-from zinf_fx.plan.schedule import HEAD, Tile
+from zinf_fx.plan.schedule import HEAD, Event, Tile
 
 _DTYPES = {
     torch.float64: "f64",
@@ -47,7 +47,7 @@ _DTYPES = {
     torch.complex64: "c64",
     torch.complex128: "c128",
 }
-_ZINF_NAMES = {op: op._schema.name.split("::")[1] for op in (ops.gather, *ops.LOWERED)}
+_ZINF_NAMES = {ops.gather: "gather", **ops.KINDS}
 _WIDTH = 120
 
 
@@ -126,9 +126,7 @@ class _Printer:
         elif node.target in _ZINF_NAMES:
             what = f"{_ZINF_NAMES[node.target]} {', '.join((self._tile(node), *map(self._value, node.args[1:])))}"
             if node.target is not ops.reduce_scatter:  # the others have no result
-                marks = {"turn": " for backward", "resident": " resident"}
-                what += "".join(text for mark, text in marks.items() if node.kwargs.get(mark))
-                return what + (f" at {node.kwargs['offset']}" if "offset" in node.kwargs else "")
+                return what + (_marks(node.meta[ops.EVENT]) if ops.EVENT in node.meta else "")
         elif node.target is operator.getitem:
             what = f"{self._value(node.args[0])}[{self._value(node.args[1])}]"
         elif node.op == "get_attr":
@@ -174,6 +172,11 @@ class _Printer:
         if isinstance(value, torch._ops.OpOverload):
             return target_text(value)
         return str(value).removeprefix("torch.")
+
+
+def _marks(event: Event) -> str:
+    text = " for backward" if event.turn else " resident" if event.resident else ""
+    return text if event.offset is None else f"{text} at {event.offset}"
 
 
 def _dtype_text(dtype: torch.dtype) -> str:

@@ -35,7 +35,7 @@ class RecomputeActivations:
 
     interval: int | None = None
 
-    def __call__(self, graph: fx.Graph, context: GraphContext) -> None:
+    def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         segments = Segments(graph, context)
         if self.interval is None:
             cuts = _best_cuts(segments)
@@ -47,6 +47,7 @@ class RecomputeActivations:
                     "parameter tells of layers, as blocks.3.mlp.up.weight does: use activations='recompute'"
                 )
         segments.tag(cuts, range(len(cuts)))
+        return context
 
 
 def _best_cuts(segments: Segments) -> list[int]:

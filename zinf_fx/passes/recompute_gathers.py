@@ -21,9 +21,10 @@ class RecomputeGathers:
     provides: ClassVar[tuple[str, ...]] = ("gathers_recomputed",)
     changes_numerics: ClassVar[bool] = False
 
-    def __call__(self, graph: fx.Graph, context: GraphContext) -> None:
+    def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         for node in tile_values(graph):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             # Without this key the partitioner doesn't take a gather for the border of a checkpointed region,
             # whose last value it would save.
             node.meta.pop("ac_graph_id", None)
+        return context

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import fx
@@ -25,13 +25,13 @@ class ReduceGradients:
     provides: ClassVar[tuple[str, ...]] = ("gradients_reduced",)
     changes_numerics: ClassVar[bool] = False
 
-    def __call__(self, graph: fx.Graph, context: GraphContext) -> None:
+    def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         output = next(iter(graph.find_nodes(op="output")))
         tokens = {node.name: node for node in graph.find_nodes(op="placeholder")}
         first_gradient = len(output.args[0]) - context.backward_outputs
         results = list(output.args[0])
         gradients = gradient_outputs(graph, context)
-        context.gradients = {p: t for p, t in context.gradients.items() if p in gradients}
+        context = replace(context, gradients={p: t for p, t in context.gradients.items() if p in gradients})
         for position, token in context.gradients.items():
             for part in parts_of(gradients[position], token, context):
                 shard = self._reduce(graph, tokens[token], part)
@@ -40,6 +40,7 @@ class ReduceGradients:
                 else:
                     part.whole.replace_input_with(part.node, shard)
         output.args = (type(output.args[0])(results),)
+        return context
 
     def _reduce(self, graph: fx.Graph, token: fx.Node, part: Part) -> fx.Node:
         last_input = next(reversed(graph.find_nodes(op="placeholder")))

@@ -27,7 +27,7 @@ class Regions:
     provides: ClassVar[tuple[str, ...]] = ("operators",)
     changes_numerics: ClassVar[bool] = False
 
-    def __call__(self, graph: fx.Graph, context: GraphContext) -> None:
+    def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         current, computed, gathered, ended = 0, False, {}, False
         put_together = assemblies(graph, context)
         for node in graph.nodes:
@@ -46,3 +46,4 @@ class Regions:
             elif node.target is ops.reduce_scatter and context.tile_of(node).rows is not None:
                 ended = True
             node.meta[OPERATOR] = current
+        return context

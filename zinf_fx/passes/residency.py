@@ -8,48 +8,58 @@ next stays (Belady 1966; for spans of unit size it is the optimum).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
 from torch import fx
 
-from zinf_fx import ops
-from zinf_fx.passes.framework import GraphContext, Stay, TileKey, key_of, nodes_calling, operator_of, stays_of
-from zinf_fx.passes.in_flight import Ledger, operators_in, spans, tile_bytes
+from zinf_fx.passes.framework import GraphContext, event_of, events_in, set_event
+from zinf_fx.passes.in_flight import Ledger, operators_in, outline, spans, tile_bytes
+from zinf_fx.plan.journeys import TRANSFERS, Between, Journeys, Stay
 from zinf_fx.plan.memory import chunk_buffers
 
 
 class Use(NamedTuple):
-    """One stay of a tile: in the graph of number `graph`, from operator `first` to operator `last`.
+    """When a tile is used: in the graph of number `graph`, from operator `first` to operator `last`.
 
     What the graph before fetches in its turn is there before the head: `first` then counts on, downwards.
     """
 
     graph: int
-    stay: Stay
     first: int
     last: int
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Between two uses of a tile, in the order of a step; `after` may be a use in the next step."""
+    """Between two uses of a tile, in the order of a step.
+
+    Attributes:
+        before, after: the uses.
+        nbytes: of the tile while it stays.
+        small: whether it is a vector, and not a matrix.
+        next_step: whether `after` is a use in the next step.
+        stays: what the two uses are in the schedule.
+    """
 
     before: Use
     after: Use
     nbytes: int
     small: bool
+    next_step: bool = False
+    stays: Between | None = None
 
 
 @dataclass(frozen=True)
 class Residency:
-    """Mark what stays: its release, and the transfers of its next journey, which find it in memory.
+    """Mark what stays in memory: its release, and the transfers of its next stay, which find it there.
 
     Attributes:
-        leaves: the stays of tiles at whose end the tile stays in memory, in a graph that is scheduled.
-        arrives: the stays of tiles that find it there.
+        marked: the numbers of these events, in a graph that is scheduled.
+        dropped: those of the transfers that the turn need not start, because their tile stays for the next graph.
+        tiles: indices of the tiles that stay when the graph ends, or all the time.
         throughout: tiles that are in memory all the time, for uses before this graph and after it.
     """
 
@@ -58,26 +68,20 @@ class Residency:
     provides: ClassVar[tuple[str, ...]] = ("residency",)
     changes_numerics: ClassVar[bool] = False
 
-    leaves: frozenset[Stay] = frozenset()
-    arrives: frozenset[Stay] = frozenset()
-    throughout: tuple[TileKey, ...] = ()
+    marked: frozenset[int] = frozenset()
+    dropped: frozenset[int] = frozenset()
+    tiles: frozenset[int] = frozenset()
+    throughout: tuple[int, ...] = ()
 
-    def __call__(self, graph: fx.Graph, context: GraphContext) -> None:
-        context.staying = self.throughout
-        for stay, node in list(stays_of(nodes_calling(graph, *ops.TRANSFERS, ops.release))):
-            if node.kwargs.get("turn"):
-                continue
-            if stay in (self.leaves if node.target is ops.release else self.arrives):
-                node.kwargs = {**node.kwargs, "resident": True}
-        self._spare_turn(graph, context)
-
-    def _spare_turn(self, graph: fx.Graph, context: GraphContext) -> None:
-        """The next graph needs nothing at its head that stays for it."""
-        stays = {key for key, last in _last_stays(graph).items() if last in self.leaves} | set(self.throughout)
-        context.successor_head = tuple(t for t in context.successor_head if t.key not in stays)
-        for stay, node in list(stays_of(nodes_calling(graph, *ops.TRANSFERS))):
-            if node.kwargs.get("turn") and stay.key in stays:
+    def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
+        for number, node in enumerate(events_in(graph)):
+            if number in self.marked:
+                set_event(node, replace(event_of(node), resident=True))
+            elif number in self.dropped:
                 graph.erase_node(node)
+        # The next graph needs nothing at its head that stays for it.
+        head = tuple(one for one in context.successor_head if context.numbers[one.key] not in self.tiles)
+        return replace(context, staying=tuple(context.keys[tile] for tile in self.throughout), successor_head=head)
 
 
 def choose(graphs: Sequence[tuple[fx.Graph, GraphContext]], spare: int = 0) -> list[Residency]:
@@ -93,32 +97,53 @@ def choose(graphs: Sequence[tuple[fx.Graph, GraphContext]], spare: int = 0) -> l
         for gap in sorted(gaps_of(graphs), key=_order):
             if gap.small if room is None else room.take(gap):
                 stay.append(gap)
-    return [
-        Residency(
-            frozenset(gap.before.stay for gap in stay if gap.before.graph == number),
-            frozenset(gap.after.stay for gap in stay if gap.after.graph == number),
-            tuple(gap.before.stay.key for gap in stay if _passes(gap, number, len(graphs))),
-        )
-        for number in range(len(graphs))
-    ]
+    journeys = journeys_of(graphs)
+    return [_marks(journeys, [gap.stays for gap in stay], number) for number in range(len(graphs))]
+
+
+def _marks(journeys: Journeys, kept: Sequence[Between], graph: int) -> Residency:
+    """The pass for one graph, if tiles are kept between these stays."""
+    marked: set[int] = set()
+    dropped: set[int] = set()
+    at_end: set[int] = set()
+    throughout = []
+    for pair in kept:
+        if pair.before.graph == graph:
+            marked.add(pair.before.release.number)
+        if pair.after.graph == graph:
+            marked |= {pair.after.steps[kind].number for kind in TRANSFERS}
+        if pair.spans((graph + 1) % len(journeys)):
+            at_end.add(pair.before.tile)
+            dropped |= {at.number for at in pair.after.ahead.values() if at.graph == graph}
+        if graph not in (pair.before.graph, pair.after.graph) and pair.spans(graph):
+            throughout.append(pair.before.tile)
+    return Residency(frozenset(marked), frozenset(dropped), frozenset(at_end), tuple(throughout))
+
+
+def journeys_of(graphs: Sequence[tuple[fx.Graph, GraphContext]]) -> Journeys:
+    """The journeys of the tiles in the scheduled graphs of a step."""
+    return Journeys([outline(graph, context) for graph, context in graphs])
 
 
 def gaps_of(graphs: Sequence[tuple[fx.Graph, GraphContext]]) -> Iterator[Gap]:
     """The gaps between the uses of each tile; the last one of a step ends at the first use of the next, except of what
     has other values then."""
-    uses: dict[TileKey, list[Use]] = {}
-    early: dict[TileKey, int] = {}
-    for number, (graph, _) in enumerate(graphs):
-        for use in _uses(graph, number, early):
-            uses.setdefault(use.stay.key, []).append(use)
-        early = _turn(graph)
-    for key, of_tile in uses.items():
-        tile = graphs[of_tile[0].graph][1].tile(key)
-        if tile_bytes(tile):
-            # Another rank's shards are old after the optimizer's step, and have to be gathered anew.
-            next_step = () if tile.activation or tile.partitioned else of_tile[:1]
-            for before, after in pairwise((*of_tile, *next_step)):
-                yield Gap(before, after, tile_bytes(tile), not tile.opens_operator)
+    journeys, table = journeys_of(graphs), graphs[0][1].table
+    counts = [operators_in(graph) for graph, _ in graphs]
+    for index in sorted(journeys.of_tile):
+        tile = table[index]
+        # Another rank's shards are old after the optimizer's step, and have to be gathered anew.
+        anew = tile.activation or tile.partitioned
+        for pair in journeys.between(index) if tile_bytes(tile) else ():
+            if not (pair.next_step and anew):
+                before, after = (_use(stay, counts) for stay in (pair.before, pair.after))
+                yield Gap(before, after, tile_bytes(tile), not tile.opens_operator, pair.next_step, pair)
+
+
+def _use(stay: Stay, counts: Sequence[int]) -> Use:
+    """`counts`: how many operators each graph has."""
+    early = counts[stay.begin.graph] - stay.begin.operator if stay.ahead else 0
+    return Use(stay.graph, stay.fetch.operator - early, stay.release.operator)
 
 
 class Room:
@@ -148,7 +173,7 @@ class Room:
         """Whether the tile can stay in this gap; if so, it has taken its room."""
         begin = self._starts[gap.before.graph] + gap.before.last + 2
         end = self._starts[gap.after.graph] + gap.after.first + 1
-        between = [range(begin, end)] if _same_step(gap) else [range(begin, len(self._free)), range(end)]
+        between = [range(begin, len(self._free)), range(end)] if gap.next_step else [range(begin, end)]
         if any(self._free[position] < gap.nbytes for part in between for position in part):
             return False
         for part in between:
@@ -160,38 +185,4 @@ class Room:
 def _order(gap: Gap) -> tuple[bool, bool, int, int, int, int]:
     """Small ones first; then what is needed next; of those, what was used last."""
     after, before = gap.after, gap.before
-    return (not gap.small, not _same_step(gap), after.graph, after.first, -before.graph, -before.last)
-
-
-def _same_step(gap: Gap) -> bool:
-    """Whether no step ends in the gap."""
-    return (gap.before.graph, gap.before.stay.number) < (gap.after.graph, gap.after.stay.number)
-
-
-def _passes(gap: Gap, number: int, count: int) -> bool:
-    """Whether a whole graph lies in the gap."""
-    after = gap.after.graph + (0 if _same_step(gap) else count)
-    return any(gap.before.graph < each < after for each in (number, number + count))
-
-
-def _uses(graph: fx.Graph, number: int, early: Mapping[TileKey, int]) -> Iterator[Use]:
-    """The stays of a scheduled graph's tiles; `early`: how many operators before its head which tiles were fetched."""
-    fetched: dict[Stay, int] = {}
-    for stay, node in stays_of(nodes_calling(graph, ops.fetch, ops.release)):
-        if node.kwargs.get("turn"):
-            continue
-        if node.target is ops.release:
-            yield Use(number, stay, fetched[stay], operator_of(node))
-        else:
-            fetched[stay] = operator_of(node) - (early.get(stay.key, 0) if stay.number == 0 else 0)
-
-
-def _turn(graph: fx.Graph) -> dict[TileKey, int]:
-    """What a graph fetches for the next one, and how many operators before its end."""
-    count = operators_in(graph)
-    fetches = (node for node in nodes_calling(graph, ops.fetch) if node.kwargs.get("turn"))
-    return {key_of(node): count - operator_of(node) for node in fetches}
-
-
-def _last_stays(graph: fx.Graph) -> dict[TileKey, Stay]:
-    return {stay.key: stay for stay, _ in stays_of(nodes_calling(graph, ops.release))}
+    return (not gap.small, gap.next_step, after.graph, after.first, -before.graph, -before.last)

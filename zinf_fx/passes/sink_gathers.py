@@ -25,7 +25,7 @@ class SinkGathers:
     provides: ClassVar[tuple[str, ...]] = ("gathers_sunk",)
     changes_numerics: ClassVar[bool] = False
 
-    def __call__(self, graph: fx.Graph, context: GraphContext) -> None:
+    def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         _gather_for_each_use(graph, context)
         order = {node: position for position, node in enumerate(graph.nodes)}
         place: dict[fx.Node, fx.Node] = {}  # tile value -> the first node that computes with it
@@ -35,6 +35,7 @@ class SinkGathers:
                 place[value] = user = min((place.get(user, user) for user in value.users), key=order.__getitem__)
                 front.setdefault(user, user).prepend(value)
                 front[user] = value
+        return context
 
 
 def _gather_for_each_use(graph: fx.Graph, context: GraphContext) -> None:

@@ -8,27 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.errors import PlanError
 from zinf_fx.passes.aliases import aliases_of, readers_of
-from zinf_fx.passes.framework import (
-    OPERATOR,
-    GraphContext,
-    Stay,
-    TileKey,
-    key_of,
-    nodes_calling,
-    operator_of,
-    stays_of,
-)
+from zinf_fx.passes.framework import OPERATOR, GraphContext, TileKey, events_in, key_of, nodes_calling, operator_of
 from zinf_fx.passes.gradient_parts import gradient_outputs, parts_of
-from zinf_fx.passes.in_flight import Ledger, operators_in, spans
+from zinf_fx.passes.in_flight import Ledger, operators_in, outline, spans
 from zinf_fx.passes.printer import print_around
+from zinf_fx.plan.journeys import OutOfOrder, Stay, UnfinishedJourney
 from zinf_fx.plan.schedule import HEAD
+from zinf_fx.plan.spec import Step, violations
 
 Violations = Iterator[tuple[str, fx.Node]]
 
@@ -50,33 +42,23 @@ class Facts:
         return {node: position for position, node in enumerate(self.graph.nodes)}
 
     @cached_property
-    def steps(self) -> dict[Stay, dict[object, list[fx.Node]]]:
-        """By stay of a tile and operation, the nodes that move it for this graph itself.
-
-        A tile that doesn't come anew has one stay, and a parameter that is one tile one gradient.
-        """
-        found: dict[Stay, dict[object, list[fx.Node]]] = {}
-        own = (n for n in nodes_calling(self.graph, *ops.LOWERED) if not n.kwargs.get("turn"))
-        for stay, node in stays_of(own):
-            several = self.context.divided if node.target in (ops.reduce_scatter, ops.offload) else self._anew
-            if stay.key.token not in several:
-                stay = Stay(stay.key, 0)
-            found.setdefault(stay, {}).setdefault(node.target, []).append(node)
-        return found
+    def events(self) -> list[fx.Node]:
+        """The nodes that are events."""
+        return events_in(self.graph)
 
     @cached_property
-    def _anew(self) -> set[str]:
-        return {token for token in self.context.tiles if self.context.comes_anew(token)}
+    def step(self) -> Step:
+        """The graph as the only one that is known of a step."""
+        return Step((outline(self.graph, self.context),), False)
+
+    def stay_of(self, node: fx.Node) -> Stay:
+        """The stay that a wait or a release belongs to."""
+        return self.step.journeys.stay_of(0, self.numbers[node])
 
     @cached_property
-    def stay_of(self) -> dict[fx.Node, Stay]:
-        """Whose step a node is."""
-        return {node: stay for stay, steps in self.steps.items() for nodes in steps.values() for node in nodes}
-
-    @cached_property
-    def turn(self) -> list[fx.Node]:
-        """The transfers that the graph starts for its successor."""
-        return [node for node in nodes_calling(self.graph, *ops.TRANSFERS) if node.kwargs.get("turn")]
+    def numbers(self) -> dict[fx.Node, int]:
+        """The number of each event."""
+        return {node: number for number, node in enumerate(self.events)}
 
     @cached_property
     def aliases(self) -> dict[fx.Node, list[fx.Node]]:
@@ -136,7 +118,7 @@ def _operators(facts: Facts) -> Violations:
     for node in facts.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        if OPERATOR not in node.meta:
+        if OPERATOR not in node.meta and ops.EVENT not in node.meta:
             yield "a node belongs to none", node
         elif operator_of(node) not in (current, current + 1):
             before = f"operator {current}" if current != HEAD else "the head"
@@ -156,9 +138,13 @@ def _reductions(facts: Facts) -> Violations:
 
 
 def _one_reduction(facts: Facts) -> Violations:
-    for steps in facts.steps.values():
-        for node in steps.get(ops.reduce_scatter, [])[1:]:
+    """Several uses of a parameter in tiles give a gradient of each tile each."""
+    reduced: set[TileKey] = set()
+    for node in nodes_calling(facts.graph, ops.reduce_scatter):
+        key = key_of(node)
+        if key in reduced and key.token not in facts.context.divided:
             yield f"that of {facts.name(node)} is once more", node
+        reduced.add(key)
 
 
 def _no_gathers(facts: Facts) -> Violations:
@@ -167,26 +153,29 @@ def _no_gathers(facts: Facts) -> Violations:
 
 
 def _journeys(facts: Facts) -> Violations:
-    journey = (*ops.TRANSFERS, ops.wait, ops.release)
-    for steps in facts.steps.values():
-        nodes = [node for step in journey for node in steps.get(step, ())]
-        for step in journey if nodes else ():
-            if len(steps.get(step, ())) != 1:
-                name = step._schema.name.removeprefix("zinf::")
-                yield f"{facts.name(nodes[0])} has {len(steps.get(step, ()))} x {name}", nodes[0]
-        for one, next_one in pairwise(nodes):
-            if facts.order[one] > facts.order[next_one]:
-                yield f"one of {facts.name(one)} comes too early", next_one
-    for stay, steps in facts.steps.items():
-        before = facts.steps.get(Stay(stay.key, stay.number - 1), {})
-        for fetch, release in zip(steps.get(ops.fetch, ()), before.get(ops.release, ()), strict=False):
-            if facts.order[fetch] < facts.order[release]:
-                yield f"{facts.name(fetch)} is still there", fetch
+    try:
+        stays = list(facts.step.journeys)
+    except OutOfOrder as error:
+        yield str(error), facts.events[error.number]
+        return
+    except UnfinishedJourney as error:
+        yield str(error), facts.output
+        return
+    for stay in stays:
+        key = facts.context.keys[stay.tile]
+        if stay.number and not facts.context.comes_anew(key.token):
+            yield f"'{facts.context.tile(key).label}' is fetched once more", facts.events[stay.fetch.number]
+
+
+def _schedule(facts: Facts) -> Violations:
+    """The rules that hold of any schedule."""
+    for rule, (what, at) in violations(facts.step):
+        yield f"{what} ({rule.text})", facts.output if at is None else facts.events[at.number]
 
 
 def _reads(facts: Facts) -> Violations:
     for wait in facts.aliases:
-        (release,) = facts.steps[facts.stay_of[wait]][ops.release]
+        release = facts.events[facts.stay_of(wait).release.number]
         for reader in readers_of(wait):
             if facts.order[reader] > facts.order[release] and reader is not facts.output:
                 yield f"{facts.name(wait)} has been released", reader
@@ -201,17 +190,20 @@ def _escapes(facts: Facts) -> Violations:
 
 
 def _offloads(facts: Facts) -> Violations:
-    stays = {stay for stay, steps in facts.steps.items() if ops.reduce_scatter in steps or ops.offload in steps}
+    due: set[int] = set()
     for position, token in facts.context.gradients.items():
         if position in facts.gradients:
             yield f"that of '{facts.context.tiles[token].name}' is still an output", facts.output
-        stays |= {Stay(key, 0) for key in facts.context.tiles_of(token)}
-    for stay in sorted(stays):
-        steps, name = facts.steps.get(stay, {}), facts.context.tile(stay.key).label
-        for step in (ops.reduce_scatter, ops.offload):
-            if len(steps.get(step, ())) != 1:
-                what = step._schema.name.removeprefix("zinf::")
-                yield f"'{name}' has {len(steps.get(step, ()))} x {what}", (steps.get(step) or [facts.output])[-1]
+        due |= {facts.context.numbers[key] for key in facts.context.tiles_of(token)}
+    for departure in facts.step.journeys.departures:
+        due.discard(departure.tile)
+        if departure.offloaded is None:
+            yield (
+                f"that of '{facts.context.table[departure.tile].label}' is not offloaded",
+                facts.events[departure.reduced.number],
+            )
+    for tile in sorted(due):
+        yield f"that of '{facts.context.table[tile].label}' is not reduce-scattered", facts.output
     for node in nodes_calling(facts.graph, ops.offload):
         shard = node.args[1]
         if shard.target is not ops.reduce_scatter or key_of(shard) != key_of(node):
@@ -228,35 +220,26 @@ def _budget(facts: Facts) -> Violations:
         yield f"{where} has {ledger.at(operator)} of {ledger.budget} bytes ({held})", next(inside, facts.output)
 
 
-def _resident(facts: Facts) -> Violations:
-    for stay, steps in facts.steps.items():
-        there = [node for step in ops.TRANSFERS for node in steps.get(step, ()) if node.kwargs.get("resident")]
-        if there and len(there) < len(ops.TRANSFERS):
-            yield f"only some of the transfers of {facts.name(there[0])} find it", there[0]
-        before = facts.steps.get(Stay(stay.key, stay.number - 1), {})
-        for release in before.get(ops.release, ()) if ops.fetch in steps else ():
-            if bool(release.kwargs.get("resident")) != bool(there):
-                yield f"that of {facts.name(release)} doesn't go with its next fetch", release
-
-
 def _turn(facts: Facts) -> Violations:
-    due = [(transfer.op, transfer.key) for transfer in facts.context.successor_head]
-    started: set[tuple[object, TileKey]] = set()
-    for node in facts.turn:
-        key = key_of(node)
-        if (node.target, key) not in due or (node.target, key) in started:
+    due = [(ops.KINDS[transfer.op], facts.context.numbers[transfer.key]) for transfer in facts.context.successor_head]
+    started = {
+        (kind, tile): facts.events[at.number]
+        for tile, ahead in facts.step.journeys.unclaimed.items()
+        for kind, at in ahead.items()
+    }
+    for one, node in started.items():
+        if one not in due:
             yield f"it has no need of one more for {facts.name(node)}", node
-        needed = [op for op, other in due if other == key]
-        for op in needed[: needed.index(node.target)]:
-            if (op, key) not in started:
-                yield f"{facts.name(node)} is not yet on its way", node
-        started.add((node.target, key))
     if facts.context.budget is None and operators_in(facts.graph):
-        for op, key in due:
-            if (op, key) not in started:
-                name = op._schema.name.removeprefix("zinf::")
-                yield f"there is no {name} of '{facts.context.tile(key).label}'", facts.output
+        for kind, tile in due:
+            if (kind, tile) not in started:
+                yield f"there is no {kind} of '{facts.context.table[tile].label}'", facts.output
 
+
+_JOURNEY = (
+    "a tile's journey is one fetch, upload, all-gather, wait and release, and a gradient's a reduce-scatter and an "
+    "offload, in this order"
+)
 
 RULES = (
     Rule("the placeholders are those of the captured graph", None, _placeholders),
@@ -265,11 +248,11 @@ RULES = (
     Rule("each gradient of a tile is reduce-scattered", "gradients_reduced", _reductions),
     Rule("each gradient of a tile is reduce-scattered once", "gradients_reduced", _one_reduction),
     Rule("every gather is lowered", "lowered", _no_gathers),
-    Rule("a tile's journey is one fetch, upload, all-gather, wait and release, in this order", "lowered", _journeys),
+    Rule(_JOURNEY, "lowered", _journeys),
+    Rule("a schedule is as plan.spec says", "lowered", _schedule),
     Rule("nothing reads a tile after its release", "lowered", _reads),
     Rule("results and gradients share no memory with a tile", "lowered", _escapes),
     Rule("each gradient of a tile is reduce-scattered once, and offloaded once", "gradients_offloaded", _offloads),
-    Rule("what a release leaves in memory is there at the next fetch", "residency", _resident),
     Rule("bytes in flight stay within the budget", "prefetched", _budget),
     Rule("the turn starts what the next graph needs at its head", "prefetched", _turn),
 )

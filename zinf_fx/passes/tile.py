@@ -37,7 +37,7 @@ class TileParameters:
 
     limit: int
 
-    def __call__(self, graph: fx.Graph, context: GraphContext) -> None:
+    def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         gathers: dict[str, list[fx.Node]] = {}
         for gather in nodes_calling(graph, ops.gather):
             gathers.setdefault(gather.args[0].name, []).append(gather)
@@ -48,7 +48,10 @@ class TileParameters:
             try:
                 _Rewrite(graph, context, gathers[token], tiles).run()
             except Untileable as reason:
-                context.undivided[token] = str(reason)
+                context = replace(context, undivided={**context.undivided, token: str(reason)})
+            else:
+                context = replace(context, divided={**context.divided, token: tiles})
+        return context
 
 
 def divided(tile: Tile, limit: int) -> tuple[Tile, ...]:
@@ -120,7 +123,6 @@ class _Rewrite:
             _erase_chain(self._graph, gather)
         for position in mine:
             self._divide_gradient(position)
-        self._context.divided[token] = self._tiles
 
     def _gather(self, rows: Rows, like: fx.Node) -> fx.Node:
         rest, dtype, device = self._shape[1:], *self._gathers[0].args[2:4]

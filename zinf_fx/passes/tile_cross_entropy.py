@@ -35,11 +35,12 @@ class TileCrossEntropy:
     provides: ClassVar[tuple[str, ...]] = ("cross_entropy_tiled",)
     changes_numerics: ClassVar[bool] = True
 
-    def __call__(self, graph: fx.Graph, context: GraphContext) -> None:
+    def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         for softmax in nodes_calling(graph, aten._log_softmax.default):
             found = _match(softmax)
             if found is not None:
                 _Rewrite(graph, found).run()
+        return context
 
 
 @dataclass(frozen=True)

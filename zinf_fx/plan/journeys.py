@@ -157,6 +157,10 @@ class Journeys:
     def __iter__(self) -> Iterator[Stay]:
         return (stay for stays in self.of_tile.values() for stay in stays)
 
+    def __len__(self) -> int:
+        """How many graphs there are."""
+        return len(self._counts)
+
     def transfer(self, graph: int, number: int) -> Transfer | None:
         """What the transfer event at this place means; None: nothing here goes on with it."""
         return self._transfers.get((graph, number))
@@ -207,7 +211,7 @@ class Journeys:
                 yield self._ahead(tile, ahead, False, end)
         for tile in self.of_tile:
             for pair in self.between(tile):
-                for operators in _apart(pair, graph, end) if pair.before.kept else ():
+                for operators in _apart(pair, graph, end):
                     yield Presence(tile, operators, operators.start)
 
     @staticmethod
@@ -244,17 +248,18 @@ class Journeys:
 
 
 def _apart(pair: Between, graph: int, end: int) -> Iterator[range]:
-    """The operators of a graph that lie between two stays; `end`: the number behind the graph's last operator."""
+    """The operators of a graph that lie between two stays of a tile that is kept; `end`: the number behind its last."""
     before, after, next_step = pair
     start, stop = before.release.operator + 1, after.fetch.operator
     if before.graph == graph == after.graph and not next_step:
-        yield range(start, stop)
+        if before.kept:
+            yield range(start, stop)
         return
-    if before.graph == graph:
+    if before.graph == graph and before.kept:
         yield range(start, end)
-    if after.graph == graph:
+    if after.graph == graph and after.found == "kept":
         yield range(HEAD, stop)
-    if graph not in (before.graph, after.graph) and pair.spans(graph):
+    if graph not in (before.graph, after.graph) and before.kept and pair.spans(graph):
         yield range(HEAD, end)
 
 
@@ -271,6 +276,10 @@ class OutOfOrder(PlanError):
         label = graph.tiles[event.tile].label[:60]
         super().__init__(f"events[{number}] ({event.kind}) of '{label}' comes where {due} is due")
         self.graph, self.number = graph, number
+
+
+class UnfinishedJourney(PlanError):
+    """A graph ends while a tile is in memory."""
 
 
 @dataclass
@@ -320,7 +329,7 @@ class _Reader:
                 of_tile.setdefault(stay.tile, []).append(stay)
         for tile, begun in self._begun.items():
             label = self._schedule.tiles[tile].label[:60]
-            raise PlanError(f"the journey of '{label}' ends before its {STEPS[len(begun.steps)]}")
+            raise UnfinishedJourney(f"the journey of '{label}' ends before its {STEPS[len(begun.steps)]}")
 
     def _transfer_ahead(self, at: At, event: Event) -> None:
         ahead = self.ahead.setdefault(event.tile, {})
@@ -347,6 +356,6 @@ class _Reader:
         return Stay(tile, self._graph, number, begun.steps, begun.ahead, begun.found, event.resident)
 
     def _check_due(self, at: At, event: Event, done: Collection[EventKind], steps: Sequence[EventKind]) -> None:
-        due = steps[len(done) % len(steps)]
-        if event.kind != due or len(done) == len(steps):
+        due = steps[len(done)] if len(done) < len(steps) else "nothing more of the turn"
+        if event.kind != due:
             raise OutOfOrder(self._schedule, at.number, due)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from zinf_fx.plan.lifetimes import Clock, Lifetime, device_buffers, host_buffers
 from zinf_fx.plan.memory import chunks_of, living
 from zinf_fx.plan.packing import pack
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.schedule import Event, MemoryRegions
+from zinf_fx.plan.schedule import MemoryRegions
 
 # The graphs during which the optimizer's step may go on.
 _STEP_GOES_ON_IN = ("forward",)
@@ -16,8 +17,21 @@ _STEP_GOES_ON_IN = ("forward",)
 _SMALLER = (1, 2, 4)
 
 
-def with_offsets(plan: Plan) -> Plan:
-    """The plan with an offset for each event that takes a buffer, and the regions that they lie in.
+@dataclass(frozen=True)
+class Layout:
+    """Where the transfer buffers of a plan lie.
+
+    Attributes:
+        offsets: of each graph, by the numbers of the events that take a buffer.
+        regions: that these lie in.
+    """
+
+    offsets: tuple[Mapping[int, int], ...]
+    regions: MemoryRegions
+
+
+def layout_of(plan: Plan) -> Layout:
+    """An offset for each event of a plan that takes a buffer, and the regions that they lie in.
 
     The optimizer's chunks come first. They have room of their own during the graphs in which the step may go on, unless
     the budget has none: then the step ends where a tile needs the room.
@@ -36,15 +50,14 @@ def with_offsets(plan: Plan) -> Plan:
         *zip(tiles, host.offsets[len(chunks) :], strict=True),
         *zip(on_device, device.offsets, strict=True),
     ]
-    offsets = {(at.graph, at.number): offset for buffer, offset in placed for at in buffer.takers}
-    graphs_placed = tuple(
-        replace(graph, events=tuple(_placed(event, offsets.get((number, n))) for n, event in enumerate(graph.events)))
-        for number, graph in enumerate(plan.graphs)
-    )
+    offsets: tuple[dict[int, int], ...] = tuple({} for _ in plan.graphs)
+    for buffer, offset in placed:
+        for at in buffer.takers:
+            offsets[at.graph][at.number] = offset
     regions = MemoryRegions(
         host.nbytes, device.nbytes, sum(chunk.nbytes for chunk in chunks), chunks_of(plan, elements).elements
     )
-    return replace(plan, graphs=graphs_placed, regions=regions)
+    return Layout(offsets, regions)
 
 
 def chunk_buffers_of(plan: Plan, graphs: tuple[str, ...] = (), elements: int | None = None) -> list[Lifetime]:
@@ -54,7 +67,3 @@ def chunk_buffers_of(plan: Plan, graphs: tuple[str, ...] = (), elements: int | N
     opened = Lifetime("chunks", "", sizes.opened, (*on, range(clock.step, clock.end)))
     later = Lifetime("chunks", "", sizes.later, (*on, range(clock.step + 1, clock.end)))
     return [chunk for chunk in (opened, later) if chunk.nbytes]
-
-
-def _placed(event: Event, offset: int | None) -> Event:
-    return event if offset is None else replace(event, offset=offset)

@@ -3,7 +3,6 @@ journey is in order, and no buffers overlap."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -11,13 +10,10 @@ from zinf_fx.config import LARGEST
 from zinf_fx.errors import PlanError
 from zinf_fx.plan.buffers_spec import check_buffers
 from zinf_fx.plan.plan import Choice, Fingerprint, Plan
-from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, Tile
+from zinf_fx.plan.schedule import GraphSchedule, Tile
+from zinf_fx.plan.spec import check_schedule
 
 _GRAPHS = (("forward", "backward"), ("inference",))
-_JOURNEY = ("fetch", "upload", "allgather", "wait", "release")
-_TRANSFERS = _JOURNEY[:3]
-# The events that take buffers, and so have an offset.
-_WITH_OFFSET = ("fetch", "upload", "offload", "offload_activation")
 _MOST_DIMENSIONS = 64
 
 
@@ -47,7 +43,11 @@ def check_sound(plan: Plan) -> None:
             _check_graph(graph)
         except PlanError as error:
             raise PlanError(f"{graph.kind} graph: {error}") from None
-    _check_turn(plan)
+    check_schedule(plan.graphs)
+    for departure in plan.journeys.departures:
+        if departure.offloaded is None:
+            label = plan.graphs[0].tiles[departure.tile].label[:60]
+            raise PlanError(f"the gradient of '{label}' is never offloaded")
     check_buffers(plan)
 
 
@@ -85,7 +85,10 @@ def _check_graph(graph: GraphSchedule) -> None:
             raise PlanError(f"operators[{number}] has the index {operator.index}")
         for name in ("nodes", "flops", "product_bytes", "other_bytes"):
             _check_not_negative(f"operators[{number}].{name}", getattr(operator, name))
-    _check_events(graph)
+    for number, event in enumerate(graph.events):
+        if not 0 <= event.tile < len(graph.tiles):
+            tiles = len(graph.tiles)
+            raise PlanError(f"events[{number}] ({event.kind}) is of tile {event.tile}, and there are {tiles}")
 
 
 def _check_tile(number: int, tile: Tile) -> None:
@@ -116,64 +119,3 @@ def _check_tile(number: int, tile: Tile) -> None:
             raise PlanError(f"{where} has the rows {first} to {end}, and the shape {list(tile.shape)}")
         if end * (nbytes // max(tile.shape[0], 1)) > LARGEST:
             raise PlanError(f"{where} begins behind the end of any memory")
-
-
-def _check_events(graph: GraphSchedule) -> None:
-    """In the order of operators; of each tile the journey is run through, step by step, and so is each gradient's."""
-    last = HEAD
-    step: dict[int, int] = {}  # by tile, the step of its journey that is next
-    turn: dict[int, int] = {}
-    reduced: Counter[int] = Counter()  # several uses of a divided parameter give a gradient of its tile each
-    for number, event in enumerate(graph.events):
-        where = f"events[{number}] ({event.kind})"
-        if not 0 <= event.tile < len(graph.tiles):
-            raise PlanError(f"{where} is of tile {event.tile}, and there are {len(graph.tiles)}")
-        if not last <= event.operator < max(len(graph.operators), 1):
-            raise PlanError(f"{where} is in operator {event.operator}, after {last} and of {len(graph.operators)}")
-        last = event.operator
-        where += f" of '{graph.tiles[event.tile].label[:60]}'"
-        _check_marks(graph, event, where)
-        if event.kind in _JOURNEY:
-            steps = turn if event.turn else step
-            due = steps.get(event.tile, 0)
-            if event.kind != _JOURNEY[due]:
-                raise PlanError(f"{where} comes where {_JOURNEY[due]} is due")
-            steps[event.tile] = (due + 1) % len(_JOURNEY)
-        elif event.kind == "reduce_scatter":
-            if reduced[event.tile] and graph.tiles[event.tile].rows is None:
-                raise PlanError(f"{where} comes a second time")
-            reduced[event.tile] += 1
-        elif event.kind == "offload":
-            if not reduced[event.tile]:
-                raise PlanError(f"{where} comes before its reduce_scatter")
-            reduced[event.tile] -= 1
-    for tile, due in step.items():
-        if due:
-            raise PlanError(f"the journey of '{graph.tiles[tile].label[:60]}' ends before its {_JOURNEY[due]}")
-    for tile in +reduced:
-        raise PlanError(f"the gradient of '{graph.tiles[tile].label[:60]}' is never offloaded")
-
-
-def _check_marks(graph: GraphSchedule, event: Event, where: str) -> None:
-    if event.turn and (graph.kind != "forward" or event.kind not in _TRANSFERS):
-        raise PlanError(f"{where} is marked as one of the turn")
-    if event.resident and event.kind not in (*_TRANSFERS, "release"):
-        raise PlanError(f"{where} is marked as resident")
-    if event.offset is not None:
-        if event.kind not in _WITH_OFFSET:
-            raise PlanError(f"{where} has an offset, and takes no buffer")
-        _check_not_negative(f"the offset of {where}", event.offset)
-    if event.kind == "offload_activation" and not (graph.kind == "forward" and graph.tiles[event.tile].activation):
-        raise PlanError(f"{where} is of no activation of a forward graph")
-
-
-def _check_turn(plan: Plan) -> None:
-    """What forward starts for backward, backward uses."""
-    if len(plan.graphs) < 2:
-        return
-    forward, backward = plan.graphs
-    used = {backward.tiles[event.tile].label for event in backward.events if event.kind == "fetch"}
-    for event in forward.events:
-        label = forward.tiles[event.tile].label
-        if event.turn and label not in used:
-            raise PlanError(f"the forward graph fetches '{label[:60]}' for backward, which doesn't use it")

@@ -7,18 +7,16 @@ from collections.abc import Mapping
 from torch import fx
 
 from zinf_fx import ops
-from zinf_fx.plan.schedule import HEAD
+from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule
 
-_METHODS = {op: op._schema.name.split("::")[1] for op in ops.LOWERED}
 _TAKE_A_VALUE = (ops.reduce_scatter, ops.offload)
 
 
-def bind(module: fx.GraphModule, index: Mapping[tuple[str, int], int], operators: Mapping[str, int]) -> fx.GraphModule:
+def bind(module: fx.GraphModule, operators: Mapping[str, int]) -> fx.GraphModule:
     """The graph as a function of (run, arguments): its `zinf` nodes become calls of the run's methods, which is told
     when an operator begins and ends, too.
 
-    `index`: of each tile among the schedule's, by the placeholder of its token and its first element. `operators`: by
-    the names of the nodes that compute, which operator they belong to.
+    `operators`: by the names of the nodes that compute, which operator they belong to.
     `arguments` is a reversed list from which each input is popped, so that inputs die with their last use.
     """
     bound = fx.Graph()
@@ -35,16 +33,28 @@ def bind(module: fx.GraphModule, index: Mapping[tuple[str, int], int], operators
         if node.op == "placeholder":
             copies[node] = bound.call_method("pop", (arguments,))
             copies[node].name = node.name
-        elif node.target in _METHODS:
-            makes_token = node.target is ops.offload_activation
-            token = node if makes_token else node.args[0]
-            values = node.args if makes_token else node.args[1:] if node.target in _TAKE_A_VALUE else ()
+        elif node.target in ops.KINDS:
+            event: Event = node.meta[ops.EVENT]
+            values = node.args[1:] if node.target in _TAKE_A_VALUE else ()
+            values = node.args if node.target is ops.offload_activation else values
             values = fx.node.map_arg(values, copies.__getitem__)
-            options = dict(node.kwargs)
-            tile = index[token.name, options.pop("start", 0)]
-            copies[node] = bound.call_method(_METHODS[node.target], (run, tile, *values), options)
+            options = {} if event.offset is None else {"offset": event.offset}
+            copies[node] = bound.call_method(method_of(event), (run, event.tile, *values), options)
         else:
             copies[node] = bound.node_copy(node, copies.__getitem__)
         if last.get(operator) == node.name:
             bound.call_method("end_operator", (run,))
     return fx.GraphModule(module, bound, class_name=f"Planned{module.__class__.__name__}")
+
+
+def method_of(event: Event) -> str:
+    """The method of `Run` that does what an event means."""
+    if event.turn:
+        return f"{event.kind}_for_backward"
+    return "keep" if event.kind == "release" and event.resident else event.kind
+
+
+def head_fetches(schedule: GraphSchedule) -> list[tuple[int, int | None]]:
+    """The tiles of parameters that a graph fetches at its head, and the offsets of their buffers."""
+    fetches = schedule.at(HEAD, "fetch")
+    return [(event.tile, event.offset) for event in fetches if not schedule.tiles[event.tile].activation]

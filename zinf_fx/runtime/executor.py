@@ -14,9 +14,9 @@ from torch import fx
 from zinf_fx import ops
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.schedule import HEAD, GraphKind, Tile
+from zinf_fx.plan.schedule import GraphKind, Tile
 from zinf_fx.runtime.activations import ActivationSlots
-from zinf_fx.runtime.binding import bind
+from zinf_fx.runtime.binding import bind, head_fetches
 from zinf_fx.runtime.device import CPU
 from zinf_fx.runtime.freelist import round_up
 from zinf_fx.runtime.gradients import (
@@ -90,7 +90,6 @@ class Program(Stage):
         # A forward graph starts the head of its backward graph by itself, as its plan says.
         self.starts_successor = schedule.kind != "forward"
         placeholders = [node.name for node in module.graph.find_nodes(op="placeholder")]
-        index = {(token, tile.start): tile.index for token, tile in zip(tokens, schedule.tiles, strict=True)}
         # Those of activations that leave are made as the graph runs.
         used = {event.tile for event in schedule.events}
         self._token_positions = [
@@ -103,13 +102,13 @@ class Program(Stage):
             if position is not None and not tile.activation
         ]
         leaving = module.graph.find_nodes(op="call_function", target=ops.offload_activation)
-        devices = {index[n.name, 0]: n.args[0].meta["val"].device for n in leaving}
+        devices = {n.meta[ops.EVENT].tile: n.args[0].meta["val"].device for n in leaving}
         self.slots = ActivationSlots(plan, devices, tensor_ranks)
         self.awaits_activations = schedule.kind == "backward" and any(
             tile.activation and tile.tier == "nvme" for tile in schedule.tiles
         )
-        self._module = bind(module, index, operators)
-        self._head = [e for e in schedule.at(HEAD, "fetch") if not schedule.tiles[e.tile].activation]
+        self._module = bind(module, operators)
+        self._head = head_fetches(schedule)
         self._last_storages: dict[int, weakref.ref[TensorStorage]] = {}  # of parameters
         # After so many events of a tile, this graph needs neither its value nor its gradient any more.
         events = [event for event in schedule.events if not schedule.tiles[event.tile].activation]
@@ -146,7 +145,7 @@ class Program(Stage):
     def head_tiles(self) -> list[tuple[TensorStorage, Tile, int | None]]:
         if not self._last_storages:
             return []
-        found = ((self._last_storages[e.tile](), self.schedule.tiles[e.tile], e.offset) for e in self._head)
+        found = ((self._last_storages[tile](), self.schedule.tiles[tile], offset) for tile, offset in self._head)
         return [(storage, tile, offset) for storage, tile, offset in found if storage is not None]
 
 
@@ -266,21 +265,29 @@ class Run:
             for tiers in self._tiers:
                 tiers.limit_writes(0)
 
-    def fetch(self, tile: int, turn: bool = False, resident: bool = False, offset: int | None = None) -> None:
-        """Start reading a tile; for the turn, one of the backward graph's, once it is known that backward follows."""
-        if not turn:
-            self._held[tile] = EXECUTOR.fetch(self._storages[tile], self._tiles[tile], offset)
-        elif (successor := self._program.successor) is not None:
-            EXECUTOR.anticipate(successor, self._storages[tile], self._tiles[tile], offset)
+    def fetch(self, tile: int, offset: int | None = None) -> None:
+        """Start reading a tile."""
+        self._held[tile] = EXECUTOR.fetch(self._storages[tile], self._tiles[tile], offset)
 
-    def upload(self, tile: int, turn: bool = False, resident: bool = False, offset: int | None = None) -> None:
+    def upload(self, tile: int, offset: int | None = None) -> None:
         """Start copying a tile to the device, behind what is queued there by now."""
         EXECUTOR.upload(self._storages[tile], self._tiles[tile], offset)
 
-    def allgather(self, tile: int, turn: bool = False, resident: bool = False) -> None:
+    def allgather(self, tile: int) -> None:
         """Start to gather the tile's shards, once this rank's is there. One rank holds the whole tile."""
-        if not turn or self._program.successor is not None:
-            EXECUTOR.allgather(self._storages[tile], self._tiles[tile])
+        EXECUTOR.allgather(self._storages[tile], self._tiles[tile])
+
+    def fetch_for_backward(self, tile: int, offset: int | None = None) -> None:
+        """Start reading a tile that backward begins with, once it is known that backward follows."""
+        if (successor := self._program.successor) is not None:
+            EXECUTOR.anticipate(successor, self._storages[tile], self._tiles[tile], offset)
+
+    upload_for_backward = upload
+
+    def allgather_for_backward(self, tile: int) -> None:
+        """Start to gather what `fetch_for_backward` reads."""
+        if self._program.successor is not None:
+            self.allgather(tile)
 
     def wait(self, tile: int) -> torch.Tensor:
         """The full tile. Between operators, work in the background goes on."""
@@ -293,12 +300,14 @@ class Run:
         with RECORDER.about(self._tiles[tile].label):
             return self._held[tile].wait().view(self._tiles[tile].shape)
 
-    def release(self, tile: int, resident: bool = False) -> None:
-        """The tile's buffers are free, unless it stays in memory, or another run or the turn holds them."""
-        if resident:
-            EXECUTOR.staging.stay(self._held.pop(tile), self._storages[tile])
-        else:
-            EXECUTOR.staging.release(self._held.pop(tile))
+    def release(self, tile: int) -> None:
+        """The tile's buffers are free, unless another run or the turn holds them."""
+        EXECUTOR.staging.release(self._held.pop(tile))
+        self._passed(tile)
+
+    def keep(self, tile: int) -> None:
+        """The graph is done with the tile, which stays in memory until its next fetch."""
+        EXECUTOR.staging.stay(self._held.pop(tile), self._storages[tile])
         self._passed(tile)
 
     def reduce_scatter(self, tile: int, gradient: torch.Tensor) -> torch.Tensor | Reduction:
