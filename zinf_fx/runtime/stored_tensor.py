@@ -11,9 +11,11 @@ too, because autocast caches them and autograd saves them.
 from __future__ import annotations
 
 import copy
+import io
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from multiprocessing.context import get_spawning_popen
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -162,13 +164,20 @@ class StoredTensor(torch.Tensor):
         return twin
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        """Pickles as the ordinary tensor or parameter that it stands for, so files load without zinf_fx."""
+        """Pickles as the ordinary tensor or parameter that it stands for, so files load without zinf_fx.
+
+        torch.multiprocessing would share an ordinary tensor's memory with a process that is being spawned, but this
+        value's is gone before that begins: its bytes are sent.
+        """
         value = self.full_tensor()
         if value.untyped_storage().nbytes() > value.nbytes:  # padding of shards, which would be written too
             value = value.clone()
         value.requires_grad_(self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             value = torch.nn.Parameter(value.detach(), requires_grad=self.requires_grad)
+        if get_spawning_popen() is not None:
+            torch.save(value, file := io.BytesIO())
+            return torch.load, (io.BytesIO(file.getvalue()),)
         return value.__reduce_ex__(protocol)
 
     @property
