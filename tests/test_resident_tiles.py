@@ -184,3 +184,27 @@ def test_the_plan_shows_what_stays() -> None:
     assert "keeps" in text and "in memory from step to step" in text
     off = zinf_fx.explain(tied(), batch(), placement="nvme", device_memory="3MiB", residency=False)
     assert "keeps" not in off and "in memory from step to step" not in off
+
+
+@pytest.mark.parametrize(("placement", "tile"), [("nvme", None), ("nvme", "64KiB"), ("host", None)])
+def test_what_an_inference_leaves_in_memory_is_written_by_training(
+    placement: str, tile: str | None, tmp_path: Path
+) -> None:
+    values = []
+    batches = [torch.randint(0, 64, (16,)) for _ in range(4)]
+    for mode in (torch.inference_mode, torch.no_grad):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(64, 128), nn.Linear(128, 256), nn.Tanh(), nn.Linear(256, 128))
+        zinf_fx.offload(model, store=tmp_path, placement=placement, tile=tile, chunk="64KiB")
+        call = torch.compile(model, backend="zinf")
+        optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(2):
+            with mode():
+                call(batches[0])
+                call(batches[1])
+            for one in batches[2:]:
+                call(one).square().mean().backward()
+                optimizer.step()  # which goes on in the next inference
+                optimizer.zero_grad()
+        values.append([p.full_tensor() for p in model.parameters()])
+    assert all(map(torch.equal, *values))

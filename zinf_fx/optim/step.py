@@ -191,6 +191,7 @@ class StreamedStep:
         self._busy = True
         try:
             with (
+                torch.inference_mode(False),  # an inference may be what goes on with the step
                 torch.no_grad(),
                 RECORDER.within(self._purpose or RECORDER.purpose("", STATES)),
                 ExitStack() as rooms,

@@ -147,7 +147,8 @@ class Arena(Lessor):
     def _tensor(self, memory: mmap.mmap, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         if not count:
             return torch.empty(0, dtype=dtype, device="cpu")
-        return torch.frombuffer(memory, dtype=dtype, count=count, offset=self._base + offset)
+        with torch.inference_mode(False):  # what stays may be written in another mode
+            return torch.frombuffer(memory, dtype=dtype, count=count, offset=self._base + offset)
 
     def _advise_huge_pages(self) -> None:
         assert self._map is not None

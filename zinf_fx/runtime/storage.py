@@ -107,7 +107,8 @@ class TensorStorage:
             self._in_host = buffer.tensor((self.held,), dtype)
             self._at_end(buffer.release)
         else:
-            self._on_device = torch.empty(self.held, dtype=dtype, device=device.torch_device)
+            with torch.inference_mode(False):
+                self._on_device = torch.empty(self.held, dtype=dtype, device=device.torch_device)
         if device.in_host_memory:
             self._in_host = self._on_device = self._in_host if tier == "host" else self._on_device
 

@@ -120,7 +120,8 @@ class ShardedTile:
         if self._gathering:
             return
         if self._full is None:
-            self._full = torch.empty(self._padded, dtype=self._dtype, device=self._device.torch_device)
+            with torch.inference_mode(False):
+                self._full = torch.empty(self._padded, dtype=self._dtype, device=self._device.torch_device)
         if self._window is not None:
             shard = self._window.wait()
             self._gathering = self._ranks.all_gather_segments(self._full, shard, self._segments, name)
