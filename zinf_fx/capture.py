@@ -39,6 +39,7 @@ from zinf_fx.plan.plan import Fingerprint, Plan
 from zinf_fx.plan.rates import NOMINAL, Rates
 from zinf_fx.plan.schedule import GraphKind, Tile
 from zinf_fx.plan.sharding import Groups, Owners, shards_of
+from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.executor import EXECUTOR, Program, bind_parameters
 from zinf_fx.runtime.local_parameter import local_input
 from zinf_fx.runtime.ranks import ALONE, Ranks
@@ -314,10 +315,11 @@ class Capture:
         if plan is None:
             return
         storages = [tensor.storage for tensor in map(local_input, inputs) if isinstance(tensor, StoredTensor)]
-        for tiers in {storage.tiers for storage in storages} - {None}:
-            devices = {s.device for s in storages if s.tiers is tiers and not s.device.in_host_memory}
-            EXECUTOR.staging.drop_staying()  # what stays would keep regions that are about to be replaced
-            tiers.plan(plan.regions, most(plan), devices)
+        with RUNNING.lock:
+            for tiers in {storage.tiers for storage in storages} - {None}:
+                devices = {s.device for s in storages if s.tiers is tiers and not s.device.in_host_memory}
+                EXECUTOR.staging.drop_staying()  # what stays would keep regions that are about to be replaced
+                tiers.plan(plan.regions, most(plan), devices)
 
     def _bind(self, module: fx.GraphModule, kind: GraphKind) -> Callable[[list], Any]:
         context = self._contexts[kind]

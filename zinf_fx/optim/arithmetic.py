@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
 from types import MappingProxyType
@@ -124,3 +124,18 @@ def _refusal(kind: type[Optimizer], reason: str) -> OptimizerError:
         "treat each element alone can be streamed; use one of zinf_fx.optim, or keep the parameters on the device with "
         "the plain optimizer"
     )
+
+
+def snapshot(group: Group) -> Group:
+    """The group's options at this moment: a scheduler may change them while the step goes on."""
+    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+
+
+def as_groups(params: Iterable[Any]) -> list[Group]:
+    """Parameters, as every torch optimizer takes them, in groups."""
+    if isinstance(params, torch.Tensor):
+        raise TypeError("params must be an iterable of tensors or of dicts, but got a tensor")
+    params = list(params)
+    if not params:
+        raise ValueError("optimizer got an empty parameter list")
+    return params if isinstance(params[0], dict) else [{"params": params}]

@@ -11,6 +11,7 @@ came otherwise, from `load_state_dict` or from before the model was offloaded, m
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Collection
 from types import NotImplementedType
@@ -26,6 +27,7 @@ from zinf_fx.optim.rows import Row, update_in_chunks
 from zinf_fx.optim.states import check_reduced, place_of, working_dtype
 from zinf_fx.optim.streamed import Streamed
 from zinf_fx.runtime.device import CPU
+from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.executor import EXECUTOR, Stage
 from zinf_fx.runtime.local_parameter import local_part, stored_parameter
 from zinf_fx.runtime.recorder import RECORDER, STATES
@@ -59,24 +61,25 @@ def _run(operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) 
     for row in stored:
         _check(row, written)
 
-    EXECUTOR.drop_anticipated()
     places = {place_of(tensor) for row in stored for tensor in row.stored}
     place = places.pop() if len(places) == 1 else CPU
     options = {name: moved(value, place) for name, value in kwargs.items()}
 
     def update(pieces: dict[str, list[torch.Tensor]]) -> None:
-        if _PlainStep.running is not None:
-            _PlainStep.running.torn = True
+        if _STEPPING.step is not None:
+            _STEPPING.step.torn = True
         states = [one for name in written - {"self", "grads"} for one in pieces.get(name, [])]
         with RECORDER.work("update", sum(one.nbytes for one in states), place.torch_device):
             operation(*(pieces.get(name, []) for name in lists), **options)
 
-    try:
-        with RECORDER.about("", STATES):
-            update_in_chunks(stored, place, update, written, unread)
-    except BaseException:
-        EXECUTOR.reset()
-        raise
+    with RUNNING.lock:
+        EXECUTOR.drop_anticipated()
+        try:
+            with RECORDER.about("", STATES):
+                update_in_chunks(stored, place, update, written, unread)
+        except BaseException:
+            EXECUTOR.reset()
+            raise
     for row in stored:  # let autograd notice, as after any in-place update
         torch.autograd.graph.increment_version(row.operands["self"])
 
@@ -123,19 +126,26 @@ class _PlainStep(Stage):
     """What is known of the steps of one plain optimizer.
 
     Attributes:
-        running: the one whose step is under way.
         torn: its parameters are being changed, or were when its last step was interrupted.
     """
 
-    running: ClassVar[_PlainStep | None] = None
     of: ClassVar[weakref.WeakKeyDictionary[Optimizer, _PlainStep]] = weakref.WeakKeyDictionary()
     torn = False
+
+
+class _Stepping(threading.local):
+    """Whose step is under way in this thread."""
+
+    step: _PlainStep | None = None
+
+
+_STEPPING = _Stepping()
 
 
 @register_optimizer_step_pre_hook
 def _begin(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     """Before the step of any optimizer. Raises: OptimizerError for one that can't step over stored parameters."""
-    _PlainStep.running = None
+    _STEPPING.step = None
     if isinstance(optimizer, Streamed):
         return
     parameters = []
@@ -164,17 +174,19 @@ def _begin(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     for parameter in parameters:
         check_reduced(parameter)
         _move_states(parameter, optimizer.state.get(parameter.whole, {}))
-    _PlainStep.running = step
-    EXECUTOR.begin(step)
+    _STEPPING.step = step
+    with RUNNING.lock:
+        EXECUTOR.begin(step)
 
 
 @register_optimizer_step_post_hook
 def _end(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-    _PlainStep.running = None
+    _STEPPING.step = None
     step = _PlainStep.of.get(optimizer)
     if step is not None:
         step.torn = False
-        EXECUTOR.end(step)
+        with RUNNING.lock:
+            EXECUTOR.end(step)
 
 
 def _forget(optimizer: Optimizer) -> None:

@@ -7,12 +7,14 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from torch.optim import Optimizer
 
 from zinf_fx.errors import OptimizerError
+from zinf_fx.optim import arithmetic
 from zinf_fx.optim.arithmetic import Group, StateLayout, borrow, probe, step_without_hooks
 from zinf_fx.optim.chunk import Run
 from zinf_fx.optim.in_backward import GRADIENT_BUFFER, Consumer, gone
@@ -20,6 +22,7 @@ from zinf_fx.optim.states import MASTER, ParameterStates, State, check_reduced, 
 from zinf_fx.optim.step import StreamedStep
 from zinf_fx.optim.torn import TornStep
 from zinf_fx.runtime.device import Device
+from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.executor import EXECUTOR, Stage
 from zinf_fx.runtime.local_parameter import local_input, local_part, stored_parameter
 from zinf_fx.runtime.stored_tensor import StoredTensor
@@ -89,7 +92,7 @@ class Streamed(Optimizer):
         given = accepted.bind(params, *args, **kwargs).arguments
         if "fused" in accepted.parameters and given.get("fused") is None and not given.get("foreach"):
             kwargs["fused"] = True
-        groups = _as_groups(params)
+        groups = arithmetic.as_groups(params)
         # The torch class checks its options over a stand-in: some make dense states of their parameters here.
         super().__init__([torch.nn.Parameter(torch.zeros(1, 1))], *args, **kwargs)
         self.param_groups.clear()
@@ -179,11 +182,12 @@ class Streamed(Optimizer):
         started = time.perf_counter()
         found_inf = getattr(self, "found_inf", None)  # GradScaler's word that this step is to be skipped
         if found_inf is None or not found_inf.item():
-            step = self._begun_in_backward or self._new_step()
-            updates = list(self._updates(step))
-            self._step_ordinary()
-            self._ordinary_seconds = time.perf_counter() - started
-            self._step_stored(step, updates)
+            with RUNNING.lock:
+                step = self._begun_in_backward or self._new_step()
+                updates = list(self._updates(step))
+                self._step_ordinary()
+                self._ordinary_seconds = time.perf_counter() - started
+                self._step_stored(step, updates)
         return loss
 
     def update_in_backward(self, parameter: StoredTensor) -> None:
@@ -222,12 +226,30 @@ class Streamed(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch; element-wise states of stored parameters are stored tensors, which `torch.save` writes as
-        ordinary ones. Raises: OptimizerError after a torn step, so that no good checkpoint is overwritten, and between
-        a backward pass that updated parameters and `step()`."""
-        self._check_whole()
-        if self._begun_in_backward is not None:
-            raise OptimizerError("backward has updated some parameters and not others: call step() before state_dict()")
-        return super().state_dict()
+        ordinary ones. It waits and raises as `between_steps` does; where another thread trains, save within that block,
+        because the tensors of the result have the values of when they are read."""
+        with self.between_steps():
+            return super().state_dict()
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """A block in which parameters and states are those after one step, whatever other threads do: for saving.
+
+        It begins when the step under way is in the store and no compiled graph runs. Until it ends, other threads that
+        step or run a compiled graph wait: nothing in it may wait for them, nor, on a CUDA device, call backward.
+
+        Raises: OptimizerError after a torn step, so that no good checkpoint is overwritten; with `step_in_backward`,
+        from when backward has updated its first parameter until `step()` has updated the last: save after `step()` or,
+        in another thread than the one that trains, try again. StoreError when the step under way fails.
+        """
+        with RUNNING.lock:
+            self._check_whole()
+            if self._begun_in_backward is not None:
+                raise OptimizerError(
+                    "backward has updated some parameters and not others: call step() before state_dict() and "
+                    "between_steps() or, if another thread trains, try again when it has"
+                )
+            yield
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch; values go to the store one after the other, in fp32 for low-precision parameters.
@@ -427,20 +449,5 @@ class Streamed(Optimizer):
         states.refresh = MASTER not in present or states.version != parameter.storage.version
         key = (number, states.place, dtype, present)
         if key not in self._runs:
-            self._runs[key] = Run(_snapshot(group), states.place, dtype, tuple(layout.elementwise), present)
+            self._runs[key] = Run(arithmetic.snapshot(group), states.place, dtype, tuple(layout.elementwise), present)
         return self._runs[key]
-
-
-def _snapshot(group: Group) -> Group:
-    """The group's options at this moment: a scheduler may change them while the step goes on."""
-    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
-
-
-def _as_groups(params: Iterable[Any]) -> list[Group]:
-    """Parameters, as every torch optimizer takes them, in groups."""
-    if isinstance(params, torch.Tensor):
-        raise TypeError("params must be an iterable of tensors or of dicts, but got a tensor")
-    params = list(params)
-    if not params:
-        raise ValueError("optimizer got an empty parameter list")
-    return params if isinstance(params[0], dict) else [{"params": params}]

@@ -18,6 +18,7 @@ from zinf_fx.plan.schedule import GraphKind, Tile
 from zinf_fx.runtime.activations import ActivationSlots
 from zinf_fx.runtime.binding import bind, head_fetches
 from zinf_fx.runtime.device import CPU
+from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.freelist import round_up
 from zinf_fx.runtime.gradients import (
     accumulate_gradient,
@@ -121,6 +122,10 @@ class Program(Stage):
         return self._module.code
 
     def __call__(self, arguments: list) -> tuple:
+        with RUNNING.lock:
+            return self._run(arguments)
+
+    def _run(self, arguments: list) -> tuple:
         storages = [p if p is None else TensorStorage.of_token(arguments[p]) for p in self._token_positions]
         parameters = {tile: storages[tile] for tile in self._parameters}
         if {tile: ref() for tile, ref in self._last_storages.items()} != parameters:
@@ -151,6 +156,8 @@ class Program(Stage):
 
 class Executor:
     """Tiles in flight across graphs, and the order in which the stages of the training loop follow each other.
+
+    Whoever calls it holds `RUNNING.lock`; see [Note: threads].
 
     The order is learned: when a stage ends, the head of the graph that followed it last time is fetched. A wrong guess
     costs a few reads, and is dropped when the next graph has begun. What an optimizer's step is about to change is not
@@ -292,8 +299,8 @@ class Run:
     def wait(self, tile: int) -> torch.Tensor:
         """The full tile. Between operators, work in the background goes on."""
         for tiers in self._tiers:
-            if tiers.background is not None:
-                tiers.background.advance()
+            if (background := tiers.background) is not None:
+                background.advance()
         if self._in_head:
             self._in_head = False
             EXECUTOR.drop_anticipated()  # this run holds what it needs of it by now

@@ -8,6 +8,7 @@ import torch
 
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.plan.sharding import Segment
+from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.reduction import Reduction, synchronises
 from zinf_fx.runtime.storage import TensorStorage
 from zinf_fx.runtime.stored_tensor import StoredTensor, implement_arrival
@@ -192,6 +193,11 @@ def _take(parameter: StoredTensor) -> None:
     gradient = parameter.grad
     if gradient is None or isinstance(gradient, StoredTensor) or gradient.layout != torch.strided:
         return
+    with RUNNING.lock:
+        _add(parameter, gradient)
+
+
+def _add(parameter: StoredTensor, gradient: torch.Tensor) -> None:
     parameter.grad = parameter.set_aside()
     accumulate_gradient(parameter, reduced(parameter, gradient, f"a parameter of shape {tuple(parameter.shape)}"))
     storage = parameter.storage

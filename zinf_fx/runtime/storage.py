@@ -6,6 +6,7 @@ import contextlib
 import errno
 import itertools
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -24,7 +25,7 @@ from zinf_fx.runtime.leases import PAGE, Buffer, Ticket
 from zinf_fx.runtime.ranks import ALONE, Collective, Ranks
 from zinf_fx.runtime.recorder import RECORDER, REFRESH
 from zinf_fx.runtime.tiers import DelayedWrite, Tiers
-from zinf_fx.runtime.windows import DeviceWindow, Under, Window
+from zinf_fx.runtime.windows import DeviceWindow, Under, Window, forget_what_is_done
 
 # Element offsets of windows are multiples of this, so that their byte offsets suit direct I/O for every dtype, and
 # vectorised kernels cut a tensor where they would without windows.
@@ -135,6 +136,7 @@ class TensorStorage:
         self.consumer: GradientConsumer | None = None
         self.backwards_due = 0
         self.stale = False
+        self._order = threading.RLock()  # while a transfer finds out what it is to follow, until others see it
         self.agreed = True  # whether every rank that has all elements has the same
         self.unreduced = False  # whether these are gradients of this rank alone
         self.part_of: tuple[dist.ProcessGroup, ...] = ()
@@ -424,10 +426,10 @@ class TensorStorage:
     def settle(self) -> Tiers:
         """Wait until nothing that goes on in the background is about to change these bytes. Returns the tiers."""
         tiers = self.usable_tiers()
-        if tiers.background is not None:
-            tiers.background.settle(self.key)
-        if self._refreshing is not None:
-            self._refreshing.wait()  # one that failed stays: the values are lost, and every later access says so
+        if (background := tiers.background) is not None:
+            background.settle(self.key)
+        if (refreshing := self._refreshing) is not None:
+            refreshing.wait()  # one that failed stays: the values are lost, and every later access says so
             self._refreshing = None
         return tiers
 
@@ -453,12 +455,13 @@ class TensorStorage:
         if self._on_device is not None:
             return self.device.download(self._on_device[start : start + count], memory)
         elements = range(start, start + count)
-        self._settle(elements)
         itemsize = self.dtype.itemsize
         offset, nbytes = start * itemsize, count * itemsize
-        ticket = self.tiers.store.read(self._extent, memory.data_ptr(), offset, nbytes, owner=owner)
-        self.reads[:] = [(read, earlier) for read, earlier in self.reads if not earlier.done()]
-        self.reads.append((elements, ticket))
+        with self._order:
+            self._settle(elements)
+            ticket = self.tiers.store.read(self._extent, memory.data_ptr(), offset, nbytes, owner=owner)
+            forget_what_is_done(self.reads)
+            self.reads.append((elements, ticket))
         return ticket
 
     def write_back(self, start: int, memory: torch.Tensor, buffer: Buffer, after: Ticket | None) -> None:
@@ -472,19 +475,20 @@ class TensorStorage:
                 upload.join()
                 buffer.release_after(upload)
                 return
-            self._settle(elements)
-            self.await_reads(elements)
             write = partial(self.tiers.store.write, self._extent, buffer.address, offset, nbytes)
-            ticket: Ticket = write() if after is None or after.done() else DelayedWrite(after, write)
+            with self._order:
+                self._settle(elements)
+                self.await_reads(elements)
+                ticket: Ticket = write() if after is None or after.done() else DelayedWrite(after, write)
+                self._writes.append((elements, ticket))
         except BaseException:
             buffer.release()
             raise
-        self._writes.append((elements, ticket))
         self.tiers.writing(ticket, buffer, self)
 
     def await_reads(self, elements: range) -> None:
         """Wait until neither the disk nor the device reads what is to change."""
-        _await(ticket for read, ticket in self.reads if _overlap(read, elements))
+        _await([ticket for read, ticket in list(self.reads) if _overlap(read, elements)])
 
     def _at_end(self, release: Callable[..., None], *arguments: object) -> None:
         """Call `release` when this storage is gone, and nothing is under way to or from it: what comes next in its
@@ -493,15 +497,12 @@ class TensorStorage:
 
     def _settle(self, elements: range) -> None:
         """The store promises no order: what touches `elements` follows the writes to them that are under way."""
-        under_way = []
-        for written, ticket in self._writes:
-            if _overlap(written, elements):
+        for one in list(self._writes):
+            written, ticket = one
+            if _overlap(written, elements) or ticket.done():
                 ticket.wait()  # a failed write stays: these bytes are lost, and every later access says so
-            elif not ticket.done():
-                under_way.append((written, ticket))
-            else:
-                ticket.wait()
-        self._writes[:] = under_way
+                with contextlib.suppress(ValueError):  # another thread waited too
+                    self._writes.remove(one)
 
 
 class _Refresh:

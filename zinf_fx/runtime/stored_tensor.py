@@ -26,6 +26,7 @@ from zinf_fx.config import Config, Tier
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.plan.sharding import shards_of
 from zinf_fx.runtime.device import device_of
+from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.storage import TensorStorage
 
 aten = torch.ops.aten
@@ -268,7 +269,12 @@ class StoredTensor(torch.Tensor):
             self._local_of.expect_gradient()
         if self._expects_gradient or self.views or self.captured or not (self.requires_grad and self.is_leaf):
             return
-        self._expects_gradient = True
+        with RUNNING.lock:
+            if not self._expects_gradient:
+                self._register_hooks()
+                self._expects_gradient = True
+
+    def _register_hooks(self) -> None:
         self._backward_hooks = self._backward_hooks
         hooks = self._post_accumulate_grad_hooks
         self._post_accumulate_grad_hooks = hooks = OrderedDict() if hooks is None else hooks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Protocol
 from weakref import WeakSet
 
@@ -14,6 +15,13 @@ from zinf_fx.runtime.leases import Buffer, Ticket
 
 Under = list[tuple[range, Ticket]]
 """Transfers under way, and the elements that they are about."""
+
+
+def forget_what_is_done(under: Under) -> None:
+    """Remove what is over. Another thread may add to the list meanwhile, or remove the same."""
+    for one in [one for one in under if one[1].done()]:
+        with suppress(ValueError):
+            under.remove(one)
 
 
 class Owner(Protocol):
@@ -106,7 +114,7 @@ class Window:
     def read_by(self, reader: Ticket) -> None:
         """Something besides the caller reads the elements until it is done."""
         if self._buffer is None:
-            self._reads[:] = [(read, earlier) for read, earlier in self._reads if not earlier.done()]
+            forget_what_is_done(self._reads)
             self._reads.append((self._elements, reader))
         self._reader = reader
 

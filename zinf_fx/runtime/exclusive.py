@@ -1,0 +1,30 @@
+"""[Note: threads] Graph runs of this process go one after the other, whichever thread they run in.
+
+They share tiles in memory, regions of the arenas, the order in which stages follow each other, and what is known of
+each parameter's gradient: whether one is there to add to, how many backward passes are due. A run that finds these as
+the last one left them is right in any order of runs; two at once would have to agree at every operator. So
+`RUNNING.lock` is held for a whole run, and by whatever else changes these: an optimizer's step, a gradient that eager
+autograd leaves, and the reservation of a plan's memory. Autograd runs the backward graphs of CUDA tensors in threads of
+its own: nothing that holds the lock may wait for a backward pass.
+
+Whoever holds it may take the lock of a step, of a memory, or of a storage, and not the other way round.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+
+
+class Exclusive:
+    """The lock, for `with RUNNING.lock`. A process made by fork has its own: the holder may not be in it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self.lock = threading.RLock()
+
+
+RUNNING = Exclusive()
