@@ -83,8 +83,8 @@ class StreamedStep:
 
         Raises: StoreError when a step failed that is still under way on the same tiers; this one takes nothing then.
         """
+        tiers = parameter.storage.usable_tiers()
         with self._lock:
-            tiers = parameter.storage.tiers
             if tiers.background is not self:
                 if tiers.background is not None:
                     tiers.background.finish()
@@ -159,7 +159,14 @@ class StreamedStep:
                             self._update_next()
 
     def finish(self) -> bool:
-        """Update all that came so far, and wait until it is in the store."""
+        """Update all that came so far, and wait until it is in the store.
+
+        Raises: StoreError when that fails, or in a process made by fork, where the step is the parent's to go on with.
+        """
+        if self._over:
+            return False
+        for tiers in self._tiers:
+            tiers.check_process()
         with self._lock:
             if self._busy or self._over or not (self.closed or self._left):
                 return False
@@ -172,11 +179,22 @@ class StreamedStep:
                     self._wait_for_writes(0)
             return True
 
+    def finish_when_dropped(self) -> None:
+        """As `finish`, for a finalizer: in a process made by fork, nothing."""
+        if self._of_this_process:
+            self.finish()
+
     def abandon(self, error: BaseException) -> None:
         """`error` ended what would have added more parameters: those that came are updated, the others are not."""
+        if not self._of_this_process:
+            return
         with self._lock:
             if not self._over and not self.closed:
                 self._fail(error)
+
+    @property
+    def _of_this_process(self) -> bool:
+        return all(tiers.of_this_process for tiers in self._tiers)
 
     @property
     def _left(self) -> bool:

@@ -418,7 +418,7 @@ class Streamed(Optimizer):
         self._groups = {local_input(p): number for number, group in numbered for p in group["params"]}
         step = self._last_step = StreamedStep(self, self._arithmetic, self._state, self._stored, tear)
         self._finishes_when_dropped.detach()
-        self._finishes_when_dropped = weakref.finalize(self, step.finish)
+        self._finishes_when_dropped = weakref.finalize(self, step.finish_when_dropped)
         self._finishes_when_dropped.atexit = False
         return step
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -224,8 +225,14 @@ class Executor:
         self.staging.drop_staying()
         self._previous = None
 
+    def _after_fork(self) -> None:
+        """A child forgets the tiles, which are its parent's. Nobody in it would release the locks."""
+        self.staging.forget()
+        self._previous = self._expected = self._plan = None
+
 
 EXECUTOR = Executor()
+os.register_at_fork(after_in_child=EXECUTOR._after_fork)
 
 
 def _release_all(tiles: list[StagedTile | ShardedTile]) -> None:

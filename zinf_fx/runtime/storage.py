@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import os
 import threading
@@ -17,7 +16,6 @@ import torch.distributed as dist
 
 from zinf_fx.config import Config, Placement, Tier
 from zinf_fx.errors import StoredTensorError, StoreError
-from zinf_fx.native.engine import HINTS
 from zinf_fx.plan.sharding import Shards
 from zinf_fx.runtime.buffers import aligned_empty
 from zinf_fx.runtime.device import CPU, Device
@@ -441,8 +439,7 @@ class TensorStorage:
         """The tiers. Raises: StoredTensorError when there are no bytes, StoreError in another process."""
         if self.tiers is None:
             raise StoredTensorError(self._why_abstract)
-        if os.getpid() != self.tiers.pid:
-            raise StoreError("use", "stored tensor", HINTS[errno.ECHILD], errno=errno.ECHILD)
+        self.tiers.check_process()
         return self.tiers
 
     def _count(self, start: int, count: int | None) -> int:
@@ -492,8 +489,10 @@ class TensorStorage:
 
     def _at_end(self, release: Callable[..., None], *arguments: object) -> None:
         """Call `release` when this storage is gone, and nothing is under way to or from it: what comes next in its
-        place must not be overtaken. Not at exit, when the whole scratch directory goes."""
-        weakref.finalize(self, _release, self._writes, self.reads, release, *arguments).atexit = False
+        place must not be overtaken. Not at exit, when the whole scratch directory goes, nor in a process made by fork,
+        where nothing is to be given back."""
+        end = weakref.finalize(self, _release, os.getpid(), self._writes, self.reads, release, *arguments)
+        end.atexit = False
 
     def _settle(self, elements: range) -> None:
         """The store promises no order: what touches `elements` follows the writes to them that are under way."""
@@ -545,6 +544,8 @@ def _await(tickets: Iterable[Ticket]) -> None:
             ticket.wait()
 
 
-def _release(writes: Under, reads: Under, release: Callable[..., None], *arguments: object) -> None:
+def _release(pid: int, writes: Under, reads: Under, release: Callable[..., None], *arguments: object) -> None:
+    if os.getpid() != pid:
+        return
     _await(ticket for _, ticket in (*reads, *writes))
     release(*arguments)

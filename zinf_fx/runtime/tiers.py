@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -13,6 +14,7 @@ from typing import ClassVar, Protocol
 
 from zinf_fx.config import Config
 from zinf_fx.errors import StoreError
+from zinf_fx.native.engine import HINTS
 from zinf_fx.plan.schedule import MemoryRegions
 from zinf_fx.runtime.buffers import Arena
 from zinf_fx.runtime.counters import Counters
@@ -85,7 +87,7 @@ class Tiers:
     """
 
     _open: ClassVar[weakref.WeakValueDictionary[tuple, Tiers]] = weakref.WeakValueDictionary()
-    _open_lock = threading.Lock()
+    _open_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -116,6 +118,21 @@ class Tiers:
             if tiers is None:
                 tiers = cls._open[key] = cls(config)
             return tiers
+
+    @classmethod
+    def _after_fork(cls) -> None:
+        """A child has no use for its parent's tiers, and opens its own. Nobody in it would release the lock."""
+        cls._open, cls._open_lock = weakref.WeakValueDictionary(), threading.Lock()
+
+    @property
+    def of_this_process(self) -> bool:
+        """False in a process made by fork: it has neither the memory nor the I/O threads."""
+        return os.getpid() == self.pid
+
+    def check_process(self) -> None:
+        """Raises: StoreError in a process made by fork, before it waits for what only the parent can do."""
+        if not self.of_this_process:
+            raise StoreError("use", "stored tensor", HINTS[errno.ECHILD], errno=errno.ECHILD)
 
     @property
     def store(self) -> Store:
@@ -239,6 +256,7 @@ class Tiers:
 
     def limit_writes(self, nbytes: int) -> None:
         """Wait until at most `nbytes` are on their way to the store."""
+        self.check_process()
         with self._lock:
             if self._bytes_writing <= nbytes:
                 return
@@ -270,6 +288,7 @@ class Tiers:
 
     def drain(self) -> None:
         """Wait for every write under way. Raises: StoreError of the first that failed, after all have ended."""
+        self.check_process()
         failure: BaseException | None = None
         with self._lock:
             if not self._writes:
@@ -298,6 +317,9 @@ class Tiers:
             if ticket.done():  # not after Ctrl-C: the disk still reads the buffer
                 self._writes.popleft()
                 buffer.release()
+
+
+os.register_at_fork(after_in_child=Tiers._after_fork)
 
 
 def drain_after(error: BaseException, several: Iterable[Tiers]) -> None:

@@ -215,6 +215,12 @@ class Staging:
         for key in list(self._staying):
             self._let_go(key)
 
+    def forget(self) -> None:
+        """In a process made by fork: the tiles are its parent's, and nobody in it would release the lock."""
+        self._lock = threading.RLock()
+        self._tiles.clear()
+        self._staying.clear()
+
     def _let_go_of(self, storage_key: int) -> None:
         for key in [key for key in self._staying if key[0] == storage_key]:
             self._let_go(key)
