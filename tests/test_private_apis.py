@@ -1,6 +1,6 @@
 """What zinf_fx uses of PyTorch beyond its documented interface, in one place.
 
-Checked with torch 2.11, 2.12 and 2.13. Where one of these tests fails with another version, its message says which
+They hold for torch 2.11, 2.13 and 2.15. Where one of these tests fails with another version, its message says which
 file relies on what changed. Behaviour is tested where it matters, not only that a name exists.
 """
 
@@ -70,6 +70,7 @@ NAMES: dict[str, str] = {
     "torch._fused_sgd_": "optim/fused.py tries whether it updates parameters of 16 bits",
     "torch._ops.OpOverloadPacket": "runtime/stored_tensor.py takes handlers for operations, in all their overloads",
     "torch._ops.OpOverload": "passes/aliases.py reads schemas",
+    "torch.ops.higher_order.with_effects": "passes/segments.py doesn't repeat what has effects",
     "torch._ops.HigherOrderOperator": "passes/aliases.py takes them for anything",
     "torch._dynamo.exc.BackendCompilerFailed": "explain.py unwraps what the backend raised",
     "torch.Tensor._make_wrapper_subclass": "runtime/stored_tensor.py is such a subclass",

@@ -86,14 +86,15 @@ class Segments:
 
     def tag(self, cuts: Sequence[int], recomputed: Collection[int]) -> None:
         """Tell the partitioner to compute the segments in `recomputed` again, and to save what crosses the cuts around
-        them, and all of the others. Random numbers are saved. A decision of the user's `torch.utils.checkpoint` stands.
+        them, and all of the others. Random numbers are saved, and so is the result of what has effects. A decision of
+        the user's `torch.utils.checkpoint` stands.
         """
         around = {cut for number, cut in enumerate(cuts) if number in recomputed or number + 1 in recomputed}
         saved = set().union(*(self.crossing[cut] for cut in around))
         for number, nodes in enumerate(self.between(cuts)):
             for node in nodes:
                 if "recompute" not in node.meta:
-                    kept = is_random(node) or node in saved or number not in recomputed
+                    kept = is_random(node) or has_effects(node) or node in saved or number not in recomputed
                     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
                     node.meta["ac_graph_id"] = number + 1
 
@@ -127,6 +128,12 @@ def is_random(node: fx.Node) -> bool:
     position = names.index("dropout_p") if "dropout_p" in names else len(node.args)
     dropout = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p")
     return "dropout_p" not in names or bool(dropout)
+
+
+def has_effects(node: fx.Node) -> bool:
+    """Whether computing the node again would repeat an effect; AOTAutograd of torch 2.15 refuses a graph that asks for
+    it, and that of earlier versions saves the result whatever the tag."""
+    return _source(node).target is torch.ops.higher_order.with_effects
 
 
 def _forward_nodes(graph: fx.Graph, backward_outputs: int, tiles: Collection[fx.Node]) -> list[fx.Node]:
