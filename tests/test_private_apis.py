@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from torch._guards import GuardSource
 
 # Where a private name is, the parameters that are passed to it by name or position, and which file passes them.
 FUNCTIONS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -54,6 +55,7 @@ NAMES: dict[str, str] = {
     "torch._C._current_graph_task_id": "runtime/executor.py asks whether backward is under way",
     "torch.Tensor._use_count": "runtime/offload.py sees whether autograd has recorded a parameter",
     "torch._subclasses.fake_tensor.unset_fake_temporarily": "equal_values.py compares graphs while tensors are fake",
+    "torch._guards.GuardSource.LOCAL": "capture.py tells what comes with a call from the model's buffers",
     "torch._guards.TracingContext.get": "capture.py plans a graph after it was captured, as if while it was",
     "torch._guards.tracing": "capture.py, likewise",
     "torch._guards.detect_fake_mode": "local_inputs.py makes fakes of inputs that Dynamo doesn't know",
@@ -184,6 +186,29 @@ def test_placeholders_have_a_source(captured: SimpleNamespace) -> None:
     names = [source.name() if callable(source.name) else source.name for source in sources]
     expected = "L['self']._modules['layer']._parameters['weight']"
     assert expected in names, _broken(f"Dynamo's sources are {names}; capture._qualified expects {expected}")
+
+
+def test_sources_tell_what_comes_with_a_call() -> None:
+    """capture.py: a model's buffers, and tensors that are its attributes, are inputs of the graph too."""
+    found = []
+
+    def backend(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        found.extend(node._dynamo_source for node in module.graph.find_nodes(op="placeholder"))
+        return module.forward
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(()))
+            self.shift = torch.ones(())
+
+        def forward(self, x: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
+            return x * self.scale + self.shift + others["y"]
+
+    torch._dynamo.reset()
+    torch.compile(torch.nn.Sequential(Model())[0], backend=backend)(torch.ones(2), y=torch.ones(2))
+    local = [source.guard_source is GuardSource.LOCAL for source in found]
+    assert len(found) == 4 and sum(local) == 2, _broken(f"Source.guard_source of {found}: {local}")
 
 
 def test_nodes_are_described(captured: SimpleNamespace) -> None:

@@ -19,7 +19,7 @@ from torch._functorch._aot_autograd.descriptors import (
     SubclassGetAttrAOTOutput,
 )
 from torch._functorch.aot_autograd import aot_module_simplified
-from torch._guards import TracingContext, tracing
+from torch._guards import GuardSource, TracingContext, tracing
 
 from zinf_fx import ops
 from zinf_fx.config import Config, Placement
@@ -82,6 +82,7 @@ class Capture:
         self._inputs = [local_input(one) for one in inputs]
         self._seen = self._given if seen is None else list(seen)
         self._names = input_names(module)
+        self._come_with_call = _come_with_call(module)
         self._contexts: dict[str, GraphContext] = {}
         self._collectives: dict[Any, list[str]] = {}  # of the planned graphs, by group
         self._mesh = mesh_of(config, inputs)
@@ -201,7 +202,7 @@ class Capture:
             len(gradients),
             rates=self._rates or NOMINAL,
         )
-        fingerprint = fingerprint_of(joint.graph, context)
+        fingerprint = fingerprint_of(joint.graph, context, self._roles(joint.graph))
         if self._mesh is not None:
             inputs = {node.name: self._given_for(node) for node in joint.graph.find_nodes(op="placeholder")}
             ranks = None if self._alone else self._tensor_ranks
@@ -227,6 +228,12 @@ class Capture:
         descriptor = placeholder.meta["desc"]
         origin = _origin(descriptor)
         return None if origin is None else self._given[origin.index]
+
+    def _roles(self, graph: fx.Graph) -> dict[str, str]:
+        """What those inputs of a graph are, by name, that don't come with the call."""
+        origins = {node.name: _origin(node.meta.get("desc")) for node in graph.find_nodes(op="placeholder")}
+        roles = {name: "internal" for name, origin in origins.items() if origin is None}
+        return roles | {n: "buffer" for n, one in origins.items() if one and not self._come_with_call[one.index]}
 
     def _note_collectives(self, graph: fx.Graph, context: GraphContext) -> None:
         """Those that ranks of tensor parallelism start in this order."""
@@ -297,7 +304,7 @@ class Capture:
         """Plan a graph without backward, as `_training`."""
         config = self._placed(self.config, placement)
         context = GraphContext("inference", config, self._tiles(module.graph, placement))
-        fingerprint = fingerprint_of(module.graph, context)
+        fingerprint = fingerprint_of(module.graph, context, self._roles(module.graph))
         if self._plans:
             plan = self._plan_for(fingerprint, "inference")
             with _named(plan):
@@ -415,6 +422,12 @@ def input_names(module: fx.GraphModule) -> list[str]:
         name = source.name if source is not None else node.name
         names.append(_qualified(name() if callable(name) else name))
     return names
+
+
+def _come_with_call(module: fx.GraphModule) -> list[bool]:
+    """Whether each input is an argument of the call, or a part of one, and not found in the model or among globals."""
+    sources = [getattr(node, "_dynamo_source", None) for node in module.graph.find_nodes(op="placeholder")]
+    return [source is None or source.guard_source is GuardSource.LOCAL for source in sources]
 
 
 def _qualified(source: str) -> str:

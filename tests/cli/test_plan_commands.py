@@ -75,6 +75,33 @@ def test_simulate_prints_figures_and_a_sweep(plan_file: Path, capsys: pytest.Cap
     assert swept[0]["flops_per_second"] < swept[2]["flops_per_second"]
 
 
+ROTARY = """
+import torch
+from torch import nn
+
+class Rotary(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("frequencies", torch.ones(3, 8), persistent=False)
+
+    def forward(self, x):
+        return (self.layer(x) * self.frequencies).flatten(0, 1)
+
+def rotary():
+    return Rotary(), (torch.zeros(4, 3, 8),)
+"""
+
+
+def test_a_sweep_over_batches_of_a_model_with_buffers(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Neither its rotary frequencies nor the gradient of its result is as long as the batch."""
+    (tmp_path / "rotary.py").write_text(ROTARY)
+    target = [f"{tmp_path}/rotary.py:rotary", "--placement", "nvme"]
+    assert main(["simulate", *target, "--json", "--sweep", "batch=4,8"]) == 0
+    four, eight = json.loads(capsys.readouterr().out)
+    assert eight["flops"] == 2 * four["flops"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -90,6 +90,12 @@ def test_another_batch_leaves_each_tensor_parallel_rank_its_part_of_activations(
     assert (of_twice.nbytes, of_twice.held_nbytes) == (2 * part.nbytes, 2 * part.held_nbytes)
 
 
+def test_the_batch_is_that_of_what_the_call_brings():
+    """Neither a buffer decides, nor a gradient that backward begins with."""
+    lines = ("input 0: buffer f32[64]", "input 1: f32[4, 64]", "input 2: size s1", "input 3: internal f32[256, 64]")
+    assert batch_of(plan(lines)) == 4
+
+
 @pytest.mark.parametrize(
     "lines", [(), ("input 0: f32[4]", "input 1: f32[5]"), ("input 0: size s1",), (f"input 0: f32[{'9' * 5000}]",)]
 )

@@ -1,7 +1,7 @@
 """A captured graph as text that is the same whenever the same model is captured with inputs of the same types.
 
 Equal layers have equal lines: what a node computes with is named by how many places before it stands, and inputs by
-their number.
+their number. Of inputs that are no parameters, those of the call have their type alone; others say first what they are.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from zinf_fx.passes.printer import target_text, tile_text, type_text
 from zinf_fx.plan.plan import Fingerprint
 
 # A size that torch.compile leaves open, as it does when it sees another one.
-_SYMBOLIC = re.compile(r": size |\[(?:[^\]]*\D)?s\d+\b")
+_SYMBOLIC = re.compile(r": (?:\w+ )?size |\[(?:[^\]]*\D)?s\d+\b")
 _ON_SIZES = (
     ". The graph is for any size: torch.compile(..., dynamic=False) makes one for each, and the option 'plan' takes a "
     "list, with a plan for each of them"
@@ -30,10 +31,10 @@ _ON_SIZES = (
 _LONG = 240
 
 
-def fingerprint_of(graph: fx.Graph, context: GraphContext) -> Fingerprint:
-    """Of a graph that no pass has changed yet."""
+def fingerprint_of(graph: fx.Graph, context: GraphContext, roles: Mapping[str, str]) -> Fingerprint:
+    """Of a graph that no pass has changed yet. `roles`: as for `lines_of`."""
     known: dict[str, int] = {}
-    nodes = [known.setdefault(line, len(known)) for line in lines_of(graph, context)]
+    nodes = [known.setdefault(line, len(known)) for line in lines_of(graph, context, roles)]
     return Fingerprint(torch.__version__, version("zinf-fx"), tuple(known), tuple(nodes))
 
 
@@ -62,11 +63,14 @@ def _around(place: int, text: str) -> str:
     return ("..." if start else "") + part + ("..." if start + _LONG < len(text) else "")
 
 
-def lines_of(graph: fx.Graph, context: GraphContext) -> list[str]:
-    """What each node of a graph that no pass has changed yet is, as text."""
+def lines_of(graph: fx.Graph, context: GraphContext, roles: Mapping[str, str] = MappingProxyType({})) -> list[str]:
+    """What each node of a graph that no pass has changed yet is, as text.
+
+    `roles`: a word for each input, by name, that is no parameter and doesn't come with the call, such as "buffer".
+    """
     position = {node: number for number, node in enumerate(graph.nodes)}
     groups = _Groups(graph)
-    return [_line(node, position, context, groups) for node in graph.nodes]
+    return [_line(node, position, context, groups, roles) for node in graph.nodes]
 
 
 class _Groups:
@@ -86,10 +90,18 @@ class _Groups:
         return args, {k: f"group {self._numbers[group]}" if v is group else v for k, v in node.kwargs.items()}
 
 
-def _line(node: fx.Node, position: Mapping[fx.Node, int], context: GraphContext, groups: _Groups) -> str:
+def _line(
+    node: fx.Node,
+    position: Mapping[fx.Node, int],
+    context: GraphContext,
+    groups: _Groups,
+    roles: Mapping[str, str],
+) -> str:
     if node.op == "placeholder":
-        tile = context.tiles.get(node.name)
-        what = f"parameter '{tile.name}' {tile_text(tile)}" if tile else f"{_values(node.meta.get('val'))}"
+        tile, role = context.tiles.get(node.name), roles.get(node.name)
+        what = f"parameter '{tile.name}' {tile_text(tile)}" if tile else _values(node.meta.get("val"))
+        if role is not None and tile is None:
+            what = f"{role} {what}"
         return f"input {position[node]}: {what}"
 
     def text(value: object) -> str:

@@ -80,10 +80,10 @@ def performance_of(
 
 
 def batch_of(plan: Plan) -> int:
-    """The first dimension that all inputs of the plan's model have. Raises: PlanError when they have none in common."""
+    """The first dimension that all tensors have which the model is called with. Its buffers, which are inputs of the
+    graph too, don't count. Raises: PlanError when they have none in common."""
     lines = plan.fingerprint.lines if plan.fingerprint is not None else ()
-    inputs = [line for line in lines if line.startswith("input ") and ": parameter " not in line]
-    shapes = [found[1] for line in inputs if (found := re.search(r": \w+\[(\d{1,18})\b", line))]
+    shapes = [found[1] for line in lines if (found := re.match(r"input \d+: \w+\[(\d{1,18})\b", line))]
     if len(set(shapes)) != 1 or int(shapes[0]) < 1:
         found = ", ".join(sorted(set(shapes))) or "none"
         raise PlanError(f"the batch of the plan's inputs is not known: their first dimensions are {found}")
