@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
+import zinf_fx.optim  # noqa: F401  (registers what stored parameters need in any optimizer)
 from zinf_fx.capture import Capture, input_names
 from zinf_fx.config import PRESETS, Config
 from zinf_fx.errors import ConfigError

@@ -9,11 +9,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from zinf_fx.errors import ConfigError
+
+if TYPE_CHECKING:  # it takes seconds to import, and few options need it
+    import torch
 
 Tier = Literal["device", "host", "nvme"]
 TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
@@ -224,6 +225,8 @@ class Config:
 
     def _check_ranks(self) -> None:
         """The options for many ranks."""
+        import torch
+
         group = self.process_group
         if group is not None and not (
             torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)
@@ -246,6 +249,8 @@ class Config:
         mesh = self.mesh
         if mesh is None:
             return
+        import torch
+
         if self.process_group is not None:
             raise ConfigError("mesh and process_group both say which ranks train together: give one of them")
         # Without it, there is no such class either.

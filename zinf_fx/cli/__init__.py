@@ -6,28 +6,21 @@ interrupted.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-from zinf_fx.cli import bench_io, clean, doctor, estimate, export_plan, show_schedule, simulate
+from zinf_fx.cli.arguments import parser
 from zinf_fx.errors import ZinfError
-
-_COMMANDS = (show_schedule, export_plan, simulate, estimate, bench_io, doctor, clean)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. `arguments`: default those of the process."""
-    parser = argparse.ArgumentParser(
-        prog="zinf-fx", description="Plans of models whose states live in device memory, host memory and NVMe."
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in _COMMANDS:
-        command.add_to(commands)
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     try:
-        code = options.run(options)
+        command = import_module(f"zinf_fx.cli.{options.command.replace('-', '_')}")
+        code = command.run(options)
         sys.stdout.flush()
     except ZinfError as error:
         if getattr(options, "traceback", False):

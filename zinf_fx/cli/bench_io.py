@@ -42,23 +42,6 @@ class Row:
     rates: dict[Operation, float]
 
 
-def add_to(commands: argparse._SubParsersAction) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "bench-io",
-        help="measure what the engine moves in a directory",
-        description="Measures sequential reads, writes, and both at a time, for each I/O provider and shape, beside "
-        "fio where that is installed, and stores the best as the profile of the file system.",
-    )
-    parser.add_argument("directories", metavar="DIR", nargs="+", type=Path, help="where a store would be")
-    parser.add_argument("--size", default="1GiB", help="bytes of a measurement (default 1GiB); as much space is needed")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements, of which the median counts (default 3)")
-    parser.add_argument("--provider", choices=("all", *provider_names()), default="all")
-    parser.add_argument("--no-store", action="store_true", help="don't store the profile")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.set_defaults(run=run)
-
-
 def run(options: argparse.Namespace) -> None:
     """Measure and print. Raises: StoreError for a directory that can't be used."""
     nbytes = parse_bytes(options.size, "size")

@@ -9,18 +9,6 @@ from zinf_fx.config import Config
 from zinf_fx.runtime.scratch import IN_USE, survey
 
 
-def add_to(commands: argparse._SubParsersAction) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "clean",
-        help="remove the scratch directories of dead jobs",
-        description="Removes the scratch directories that jobs left behind when they were killed. Those of running "
-        "jobs are locked and stay, and so does everything that isn't a scratch directory.",
-    )
-    parser.add_argument("directory", metavar="DIR", nargs="?", type=Path, help="the store; default: that of Config()")
-    parser.set_defaults(run=run)
-
-
 def run(options: argparse.Namespace) -> None:
     """Print what was removed, and what stays. Raises: StoreError for a directory that can't be read."""
     if options.directory is not None:

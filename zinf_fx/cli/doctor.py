@@ -6,26 +6,12 @@ import argparse
 import json
 import textwrap
 from dataclasses import asdict
-from pathlib import Path
 
 from zinf_fx.config import Config
 from zinf_fx.runtime.diagnose import Finding, diagnose
 
 _MARKS = {"ok": "ok", "warning": "WARN", "problem": "FAIL"}
 _WIDTH = 100
-
-
-def add_to(commands: argparse._SubParsersAction) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "doctor",
-        help="what of this machine helps or hinders a store",
-        description="Looks at the system's limits and at a store directory, and says which line mends each problem. "
-        "Exit code 1 when a store can't work like this.",
-    )
-    parser.add_argument("directories", metavar="DIR", nargs="*", type=Path, help="the store; default: that of Config()")
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

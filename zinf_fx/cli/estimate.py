@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from zinf_fx.analysis import papers
 from zinf_fx.analysis.papers import table as papers_table
-from zinf_fx.analysis.partitioning import PARTITIONED
-from zinf_fx.cli.machine import THIS_MACHINE, hardware_of
-from zinf_fx.cli.target import HELP, TargetError, build
+from zinf_fx.cli.arguments import THIS_MACHINE
+from zinf_fx.cli.machine import hardware_of
+from zinf_fx.cli.target import TargetError, build
 from zinf_fx.config import parse_bytes, parse_count, parse_positive, parse_rate
 from zinf_fx.errors import ConfigError, ZinfError
 from zinf_fx.estimate import Estimate, Workload, estimate, of_module, of_transformer
@@ -21,56 +20,6 @@ from zinf_fx.plan import hardware as descriptions
 from zinf_fx.plan.hardware import Hardware, Link
 
 _DIMENSIONS = ("layers", "hidden", "heads", "batch", "sequence")
-
-
-def add_to(commands: argparse._SubParsersAction) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "estimate",
-        help="what training a model takes: memory, bandwidth, time, wear",
-        description="Estimates training with Adam from the formulas of the ZeRO and ZeRO-Infinity papers: the memory "
-        "of each state, which placement is the first to fit, the bandwidth that an efficiency takes, the time of a "
-        "step, and how fast it wears the disks. The model is a TARGET, or a Transformer of given dimensions.",
-    )
-    parser.add_argument("target", metavar="TARGET", nargs="?", help=HELP + "; the inputs are one device's")
-    model = parser.add_argument_group("a Transformer")
-    model.add_argument("--layers", metavar="N", help="blocks")
-    model.add_argument("--hidden", metavar="N", help="hidden size")
-    model.add_argument("--heads", metavar="N", help="attention heads")
-    model.add_argument("--batch", metavar="N", help="sequences per device")
-    model.add_argument("--sequence", metavar="N", help="tokens per sequence")
-    model.add_argument("--checkpoint-interval", metavar="N", help="blocks per activation checkpoint (default 1)")
-    model.add_argument("--dtype", choices=descriptions.DTYPES, help="default: the hardware's 16-bit one")
-    parser.add_argument(
-        "--optimizer-bytes", metavar="N", help="states per parameter (default 12, of fp32 8; ZeRO-Infinity counts 16)"
-    )
-    cluster = parser.add_argument_group("hardware")
-    cluster.add_argument(
-        "--hardware",
-        metavar="NAME",
-        default="dgx-2",
-        help=f"{', '.join(descriptions.names())}, a TOML file, or {THIS_MACHINE}, which is measured; default: dgx-2",
-    )
-    cluster.add_argument("--store", metavar="DIR", type=Path, help=f"the disk of {THIS_MACHINE}; default: Config()'s")
-    cluster.add_argument("--nodes", metavar="N", help="instead of the description's, as all below")
-    cluster.add_argument("--gpus-per-node", metavar="N", help="devices of a node")
-    cluster.add_argument("--device-memory", metavar="SIZE", help="of one device, such as 80GiB")
-    cluster.add_argument("--host-memory", metavar="SIZE", help="of one node, such as 2TiB")
-    cluster.add_argument("--nvme", metavar="SIZE", help="capacity of one node, such as 30TB")
-    cluster.add_argument("--nvme-bandwidth", metavar="RATE", help="of one node: RATE, or READ,WRITE, such as 25GB/s")
-    cluster.add_argument("--host-bandwidth", metavar="RATE", help="between host memory and each device, such as 3GB/s")
-    cluster.add_argument("--link-bandwidth", metavar="RATE", help="that a collective of all devices sees")
-    cluster.add_argument("--peak", metavar="TFLOPS", help="TFLOP/s that a device achieves when it waits for nothing")
-    cluster.add_argument("--endurance", metavar="SIZE", help="bytes that a node's drives may be written, such as 1.2PB")
-    parser.add_argument("--placement", metavar="PRESET", help=f"{', '.join(PARTITIONED)}; default: the first to fit")
-    parser.add_argument(
-        "--efficiency", metavar="E", nargs="+", default=["0.5", "0.9"], help="to give bandwidths for (0.5 0.9)"
-    )
-    parser.add_argument(
-        "--reproduce", action="store_true", help="print the papers' tables beside the formulas' figures"
-    )
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON, in bytes and seconds")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

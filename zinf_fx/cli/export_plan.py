@@ -6,33 +6,13 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from zinf_fx.cli.planning import add_options, fields_of, planned
-from zinf_fx.cli.target import HELP, build
+from zinf_fx.cli.planning import fields_of, planned
+from zinf_fx.cli.target import build
 from zinf_fx.config import Config
 from zinf_fx.export import exported
 from zinf_fx.plan.accounting import phases
-from zinf_fx.plan.hardware import load, names
+from zinf_fx.plan.hardware import load
 from zinf_fx.sizes import in_words
-
-
-def add_to(commands: argparse._SubParsersAction) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "export-plan",
-        help="write a model's plan to a file, for machines that are not there",
-        description="Plans a model and writes the plan, as JSON, to a file, which torch.compile(model, "
-        "backend='zinf', options={'plan': FILE}) then follows without planning. Needs no store, GPU or weights.",
-    )
-    parser.add_argument("target", metavar="TARGET", help=HELP)
-    parser.add_argument("-o", "--output", metavar="FILE", required=True, help="the plan file to write")
-    parser.add_argument(
-        "--hardware",
-        metavar="NAME",
-        help="what --placement auto decides for, and --activations auto weighs with: "
-        f"{', '.join(names())}, or a file NAME.toml",
-    )
-    add_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -5,18 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from zinf_fx.cli.arguments import THIS_MACHINE
 from zinf_fx.config import Config
 from zinf_fx.plan import hardware as descriptions
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.runtime.machine import measure_machine
-
-THIS_MACHINE = "this-machine"
-DEFAULT_HARDWARE = "rtx-4090"
-
-
-def accepted_hardware() -> list[str]:
-    """What `hardware_of` accepts."""
-    return [*descriptions.names(), "a file NAME.toml", f"or {THIS_MACHINE}, measured in some seconds"]
 
 
 def hardware_of(name: str, store: Path | None = None) -> Hardware:

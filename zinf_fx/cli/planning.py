@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from zinf_fx.cli.target import Built, TargetError, build
-from zinf_fx.config import ACTIVATIONS, PRESETS, Config, shortened
+from zinf_fx.config import Config, shortened
 from zinf_fx.errors import ConfigError, PlanError, ZinfError
 from zinf_fx.explain import plan_model
 from zinf_fx.plan.decision import Decision
@@ -45,27 +45,6 @@ class Planned:
                 + ("no captured graph uses a parameter" if not self.plans else "remove the graph breaks")
             )
         return self.plans[0]
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options that decide what the plan is."""
-    parser.add_argument("--placement", help=f"auto (default), {', '.join(PRESETS)}, or parameters=nvme,gradients=host")
-    parser.add_argument("--prefetch", metavar="A,U,F", help="operators ahead: all-gather, upload, fetch; or none")
-    parser.add_argument("--device-memory", metavar="SIZE", help="budget of the device, such as 4GiB")
-    parser.add_argument("--host-memory", metavar="SIZE", help="budget of the host tier, such as 16GiB")
-    parser.add_argument("--tile", metavar="SIZE", help="largest tile, such as 64MiB; auto (default), or none")
-    parser.add_argument(
-        "--activations",
-        metavar="POLICY",
-        help=f"{', '.join(ACTIVATIONS)}, or a number of layers between two checkpoints (default: keep)",
-    )
-    parser.add_argument("--no-residency", action="store_true", help="move tiles for every use, whatever room there is")
-    parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks that train together (default: 1)")
-    parser.add_argument(
-        "--replicas", type=int, default=1, metavar="M", help="groups of them, each with all of the model (default: 1)"
-    )
-    parser.add_argument("--inference", action="store_true", help="plan a call under torch.no_grad()")
-    parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
 
 
 def fields_of(options: argparse.Namespace) -> dict[str, object]:

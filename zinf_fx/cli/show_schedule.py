@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
-from zinf_fx.cli.machine import DEFAULT_HARDWARE, accepted_hardware, hardware_of
-from zinf_fx.cli.planning import Planned, add_options, plans_of_target
-from zinf_fx.cli.target import HELP
+from zinf_fx.cli.arguments import DEFAULT_HARDWARE
+from zinf_fx.cli.machine import hardware_of
+from zinf_fx.cli.planning import Planned, plans_of_target
 from zinf_fx.config import shortened
 from zinf_fx.curve import ASCII, BLOCKS
 from zinf_fx.errors import ConfigError
@@ -26,35 +26,7 @@ from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.simulate import simulate_plan
 from zinf_fx.plan.table import WIDTH
 
-FORMATS = ("table", "json", "dot", "chrome", "html")
 _IN_PARTS = ("table", "dot")
-
-
-def add_to(commands: argparse._SubParsersAction) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "show-schedule",
-        help="what computes and what moves, operator by operator",
-        description="Prints the plan of a model: what each operator computes, and which tiles are waited for, "
-        "all-gathered, uploaded, fetched and released meanwhile. Charts below each table show its memory from "
-        "operator to operator: the tiles and gradients in flight, on the device and still in host memory, against "
-        "--device-memory, and what the host arena holds, against --host-memory. Needs no store, and no memory for the "
-        "model. As chrome (for ui.perfetto.dev) and html, a page by itself, it is a timeline of a simulated step.",
-    )
-    parser.add_argument("target", metavar="TARGET", help=f"{HELP}; or a plan file")
-    add_options(parser)
-    parser.add_argument("--format", choices=FORMATS, default="table", help="what to print (default: table)")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write to a file instead of printing")
-    parser.add_argument("--operators", metavar="A:B", help="table, dot: operators A to B - 1 only")
-    parser.add_argument(
-        "--hardware",
-        metavar="NAME",
-        help=f"what --placement auto decides for (default: this machine, at nominal rates), and whose times chrome and "
-        f"html show (default: {DEFAULT_HARDWARE}): {', '.join(accepted_hardware())}",
-    )
-    parser.add_argument("--ascii", action="store_true", help="charts without block characters, as outside terminals")
-    parser.add_argument("--json", dest="format", action="store_const", const="json", help="short for --format json")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

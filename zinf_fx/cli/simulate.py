@@ -10,9 +10,9 @@ from functools import cache
 
 from tabulate import tabulate
 
-from zinf_fx.cli.machine import DEFAULT_HARDWARE, THIS_MACHINE, accepted_hardware, hardware_of
-from zinf_fx.cli.planning import Planned, add_options, plans_of_target
-from zinf_fx.cli.target import HELP
+from zinf_fx.cli.arguments import THIS_MACHINE
+from zinf_fx.cli.machine import hardware_of
+from zinf_fx.cli.planning import Planned, plans_of_target
 from zinf_fx.config import parse_count, shortened
 from zinf_fx.errors import ConfigError, PlanError
 from zinf_fx.plan.hardware import Hardware
@@ -25,45 +25,6 @@ _STALLS = 5
 _LARGEST_SWEEP = 64
 
 
-def add_to(commands: argparse._SubParsersAction) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "simulate",
-        help="how long a step takes on given hardware, and what it waits for",
-        description="Simulates a step of a plan on described hardware: its time, TFLOP/s per device, how busy each "
-        "resource is, and what computing waited for. Operators take the time of their arithmetic or of the bytes that "
-        "they read and write, and on this machine the time that they are measured to take; all else is moved as the "
-        "plan schedules it. `show-schedule --format html` draws it.",
-    )
-    parser.add_argument("target", metavar="TARGET", help=f"{HELP}; or a plan file")
-    parser.add_argument(
-        "--hardware",
-        metavar="NAME",
-        default=DEFAULT_HARDWARE,
-        help=f"{', '.join(accepted_hardware())} (default: {DEFAULT_HARDWARE})",
-    )
-    parser.add_argument(
-        "--sweep", metavar="batch=A,B", help="other batches: computing and activations grow, the schedule stays"
-    )
-    parser.add_argument(
-        "--no-overlap",
-        dest="order",
-        action="store_const",
-        const=one_after_another,
-        default=simulate,
-        help="move nothing while something else moves or computes",
-    )
-    parser.add_argument(
-        "--synchronous-optimizer",
-        dest="overlap",
-        action="store_false",
-        help="a step ends with the optimizer's, which otherwise goes on in the next forward pass",
-    )
-    parser.add_argument("--json", action="store_true", help="print the figures, and the timeline, as JSON")
-    add_options(parser)
-    parser.set_defaults(run=run)
-
-
 def run(options: argparse.Namespace) -> None:
     """Print what a simulated step does. Raises: ZinfError for whatever of the input can't be used."""
     batches = _batches(options.sweep)
@@ -73,7 +34,7 @@ def run(options: argparse.Namespace) -> None:
     planned = plans_of_target(options, timed, described)
     plan = planned.only("a simulation")
     hardware = described().with_ranks(plan.world_size)
-    how = {"run": options.order, "overlap": options.overlap}
+    how = {"run": one_after_another if options.no_overlap else simulate, "overlap": options.overlap}
     if batches is not None:
         found = {batch: performance_of(with_batch(plan, batch), hardware, **how)[0] for batch in batches}
         text = json.dumps([{"batch": b} | _data(p) for b, p in found.items()]) if options.json else _sweep_table(found)

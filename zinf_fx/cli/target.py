@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
+from zinf_fx.cli.arguments import TARGET_HELP
 from zinf_fx.errors import ZinfError
-
-HELP = "module:factory or path/to/file.py:factory; factory() returns (model, example_inputs)"
 
 Built = tuple[torch.nn.Module, Sequence[Any] | Mapping[str, Any]]
 
@@ -35,7 +34,7 @@ def build(target: str) -> Built:
     """
     location, colon, name = target.rpartition(":")
     if not (location and name and colon):
-        raise TargetError(f"target '{target}' is not of the form {HELP.split(';')[0]}")
+        raise TargetError(f"target '{target}' is not of the form {TARGET_HELP.split(';')[0]}")
     factory = _factory(_module(location), location, name)
     try:
         with torch.device("meta"):

@@ -1,0 +1,55 @@
+"""`zinf-fx --help`, which is there at once: nothing that it prints takes PyTorch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+COMMANDS = ("show-schedule", "export-plan", "simulate", "estimate", "bench-io", "doctor", "clean")
+
+PRINT_HELP = """
+import sys
+from zinf_fx.cli import main
+for arguments in ([], *([command] for command in sys.argv[1:])):
+    try:
+        main([*arguments, "--help"])
+    except SystemExit as exit:
+        assert exit.code == 0
+assert "torch" not in sys.modules, "help imports torch"
+"""
+
+USE_LATER = """
+import sys
+import zinf_fx
+from zinf_fx.config import Config
+assert "torch" not in sys.modules and zinf_fx.Config() == Config()
+import torch
+import zinf_fx.backend
+assert "zinf_fx.optim" in sys.modules
+import zinf_fx.explain
+from zinf_fx.stats import Stats
+assert zinf_fx.explain is sys.modules["zinf_fx.explain"].explain and callable(zinf_fx.stats)
+from zinf_fx import *
+assert optim is sys.modules["zinf_fx.optim"] and explain is zinf_fx.explain
+assert set(zinf_fx.__all__) <= set(dir(zinf_fx)) and not hasattr(zinf_fx, "nothing")
+assert "zinf" in torch._dynamo.list_backends(exclude_tags=())
+"""
+
+
+def run(program: str, *arguments: str) -> str:
+    found = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+def test_help_of_every_command_takes_no_torch() -> None:
+    printed = run(PRINT_HELP, *COMMANDS)
+    assert all(f"usage: zinf-fx {command}" in printed for command in COMMANDS)
+    assert "COMMAND" in printed and "this-machine" in printed and "infinity-nvme" in printed
+
+
+def test_public_names_are_there_when_they_are_used() -> None:
+    """The functions, where modules have the same names; and with the backend, what optimizers need."""
+    run(USE_LATER)
