@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
 
 def in_words(nbytes: int) -> str:
     """`1536` -> "1.5 KiB"."""
@@ -13,3 +15,29 @@ def in_words(nbytes: int) -> str:
             return f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:,.1f} TiB"
+
+
+def at_least(nbytes: int) -> str:
+    """As options take it, with one decimal, rounded up: what is said to be needed is enough. `1537` -> "1.6KiB"."""
+    power = _power_of(nbytes)
+    tenths = -(-10 * nbytes // 1024**power)
+    if tenths == 10 * 1024 and power < len(_UNITS) - 1:
+        return f"1{_UNITS[power + 1]}"
+    return _of_tenths(tenths, power)
+
+
+def at_most(nbytes: int) -> str:
+    """As options take it, with one decimal, rounded down: a budget that is below what `at_least` says is needed looks
+    so. `1537` -> "1.5KiB"."""
+    power = _power_of(nbytes)
+    return _of_tenths(10 * nbytes // 1024**power, power)
+
+
+def _power_of(nbytes: int) -> int:
+    """The power of 1024 that is the unit: the largest one of which there is a whole one."""
+    return next((p for p in reversed(range(len(_UNITS))) if nbytes >= 1024**p), 0)
+
+
+def _of_tenths(tenths: int, power: int) -> str:
+    whole, tenth = divmod(tenths, 10)
+    return f"{whole}.{tenth}{_UNITS[power]}" if tenth else f"{whole}{_UNITS[power]}"

@@ -130,7 +130,7 @@ def test_a_sweep_over_batches_of_a_model_with_buffers(tmp_path: Path, capsys: py
 def test_refusals(plan_file: Path, capsys: pytest.CaptureFixture, arguments: list[str], message: str):
     assert main([str(plan_file) if one == "PLAN" else one for one in arguments]) == 2
     error = capsys.readouterr().err
-    assert message in error and len(error) < 1000
+    assert message in error and len(error) < 2000  # what was given doesn't flood it, however long
 
 
 def test_a_placement_may_name_a_stage(capsys: pytest.CaptureFixture):

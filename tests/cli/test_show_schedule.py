@@ -1,4 +1,4 @@
-"""`zinf-fx show-schedule`: the schedule itself, targets, options, and errors in one line."""
+"""`zinf-fx show-schedule`: the schedule itself, targets, options, and errors."""
 
 from __future__ import annotations
 
@@ -216,7 +216,6 @@ def test_a_factory_that_needs_values_is_called_again_with_them(capsys: pytest.Ca
         (["targets.py:small", "--prefetch", "soon"], "prefetch='soon' is not accepted"),
         (["targets.py:small", "--prefetch", "3,2,1"], "must not fall"),
         (["targets.py:small", "--device-memory", "lots"], "device_memory='lots' is not a size"),
-        (["targets.py:small", "--device-memory", "8B", "--placement", "host"], "and the budget is 8"),
         (["targets.py:small", "--operators", "3"], "operators='3' is not a range"),
         (["targets.py:small", "--operators", "-3:5"], "operators='-3:5' is not a range"),
         (["targets.py:small", "--operators", "5:2"], "operators='5:2' is empty"),
@@ -238,6 +237,20 @@ def test_errors_are_one_line(
     error = err.splitlines()[-1]
     assert out == "" and error.startswith("zinf-fx: error: ") and message in error, err
     assert "Traceback" not in err and len(err.splitlines()) <= 2  # the note about the meta device may precede it
+
+
+def test_a_refused_budget_is_printed_as_the_table_that_it_is(capsys: pytest.CaptureFixture[str], targets: Path):
+    """And the option that it names is enough."""
+    command = ["show-schedule", f"{targets}:small", "--placement", "host", "--device-memory"]
+    assert main([*command, "8B"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("zinf-fx: error: "))
+    assert "and the budget is 8B: raise device_memory" in lines[first]
+    assert lines[first + 2].split() == ["what", "needs"]
+    assert ["device_memory", "8", "B"] in [line.split() for line in lines]
+    option = lines[lines.index("To fit:") + 1].strip()
+    assert re.fullmatch(r'device_memory="\d+B"', option)
+    assert main([*command, option.split('"')[1]]) == 0
 
 
 def test_python_m_and_a_closed_pipe(targets: Path):

@@ -356,12 +356,12 @@ def test_a_large_tile_waits_and_the_small_ones_behind_it_too() -> None:
 
 def test_a_budget_below_one_tile_names_the_tiles() -> None:
     built = chain(3, device_memory=KIB - 1)
-    with pytest.raises(PlanError, match=r"needs 1024 bytes .* operator 0, and the budget is 1023: raise .*'w0' \(1024"):
+    with pytest.raises(PlanError, match=r"needs 1KiB .* operator 0, and the budget is 1023B: raise .*'w0' \(1KiB\)"):
         built.run(Prefetch())
 
 
 def test_the_error_names_gradients_too() -> None:
-    with pytest.raises(Exception, match=r"backward .* needs 3072 bytes.*gradient of 'stack.1.weight' \(1024 bytes\)"):
+    with pytest.raises(Exception, match=r"backward .* needs 3KiB.*gradient of 'stack.1.weight' \(1KiB\)"):
         layers(2, device_memory=2 * KIB, tile=None)
 
 
@@ -408,6 +408,6 @@ def test_states_and_activations_that_live_on_the_device_count() -> None:
     states = 4 * 2 * 4096  # the weight, the bias, their gradients and Adam's moments, in blocks
     assert (context.living_on_device.total, context.kept) == (states, 4 * 16 * 4)
     assert record_of(device_memory=states + context.kept).planned.keys() == {"forward", "backward"}
-    with pytest.raises(Exception, match=r"what lives there exceeds it by 1(.|\n)*activations kept.*256 B") as refused:
+    with pytest.raises(Exception, match=r"what lives there exceeds it by 1B(.|\n)*activations kept.*256 B") as refused:
         record_of(device_memory=states + context.kept - 1)
     assert "placement of parameters on host or nvme: 8.0 KiB less" in str(refused.value)

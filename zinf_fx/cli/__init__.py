@@ -1,6 +1,6 @@
 """The command line, `zinf-fx`. Results go to stdout as plain text; errors and notes to stderr.
 
-Exit codes: 0, 1 for a problem that `doctor` found, 2 for input that can't be used (one line says why), 130 when
+Exit codes: 0, 1 for a problem that `doctor` found, 2 for input that can't be used (a message says why), 130 when
 interrupted.
 """
 
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ZinfError as error:
         if getattr(options, "traceback", False):
             raise
-        print(f"zinf-fx: error: {_one_line(error)}", file=sys.stderr)
+        print(f"zinf-fx: error: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         code = 0
@@ -33,7 +33,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return code or 0
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -12,21 +12,23 @@ from zinf_fx.plan.lifetimes import Clock, device_buffers, host_buffers, profile
 from zinf_fx.plan.memory import HostUse, chunks_of, most, most_on_device
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import HEAD
-from zinf_fx.sizes import in_words
+from zinf_fx.sizes import at_least, at_most, in_words
 
 
 def refusal(ledger: Ledger, context: GraphContext) -> str:
     """The text for a graph of which some operators have more in flight than `ledger.budget`: about the worst."""
     operator = ledger.fullest()
-    largest = ", ".join(map(str, ledger.largest(operator)))
+    largest = ", ".join(f"{span.what} ({at_least(span.nbytes)})" for span in ledger.largest(operator))
     whole = ((context.tiles[token].name, reason) for token, reason in context.undivided.items())
     reasons = [f"'{name}' can't be tiled: {reason}" for name, reason in whole if f"'{name}'" in largest]
     buffers = context.gradient_buffer + context.activation_buffer
     left = (
-        f"the budget is {context.limit}" if context.limit >= 0 else f"what lives there exceeds it by {-context.limit}"
+        f"the budget is {at_most(context.limit)}"
+        if context.limit >= 0
+        else f"what lives there exceeds it by {at_least(-context.limit)}"
     )
     first = (
-        f"the {context.kind} graph needs {ledger.at(operator) + buffers} bytes of tiles and gradients at once in "
+        f"the {context.kind} graph needs {at_least(ledger.at(operator) + buffers)} of tiles and gradients at once in "
         f"operator {operator}, and {left}: raise device_memory or host_memory. "
     )
     lines = [first + ". ".join([f"Largest: {largest}", *reasons]), "", _table(ledger, operator, context), "", "To fit:"]
@@ -55,10 +57,10 @@ def refusal_of_buffers(plan: Plan, context: GraphContext) -> str:
         (beside, rest - needed[fullest]),
     ]
     first = (
-        f"the buffers of a step need {nbytes} bytes of {memory} at once, and the budget is {getattr(config, memory)}: "
-        f"raise {memory}"
+        f"the buffers of a step need {at_least(nbytes)} of {memory} at once, and the budget is "
+        f"{at_most(getattr(config, memory))}: raise {memory}"
     )
-    options = [f"{memory}={nbytes}", *_elsewhere(living, where)]
+    options = [_budget(memory, nbytes), *_elsewhere(living, where)]
     if memory == "host_memory" and chunks_of(plan).total > needed[fullest]:
         options.append(f"chunk: smaller than {in_words(config.chunk)}")
     return "\n".join([first, "", _rows(parts, context), "", "To fit:", *(f"  {option}" for option in options)])
@@ -107,15 +109,19 @@ def _options(ledger: Ledger, operator: int, context: GraphContext) -> Iterator[s
     moved = ledger.at(operator) + context.gradient_buffer + context.activation_buffer
     on_device = moved + context.kept + context.living_on_device.total
     if config.device_memory is not None and config.device_memory < on_device:
-        yield f"device_memory={on_device}"
+        yield _budget("device_memory", on_device)
         yield from _elsewhere(context.living_on_device, "host or nvme")
         if context.kept:
             yield f'activations="recompute", "offload" or "auto": up to {in_words(context.kept)} less'
     if config.host_memory is not None and config.host_memory < moved + living.total:
-        yield f"host_memory={moved + living.total}"
+        yield _budget("host_memory", moved + living.total)
         yield from _elsewhere(living, "nvme")
     if config.tile != "auto":
         yield 'tile="auto": what exceeds the budget is divided'
+
+
+def _budget(option: str, nbytes: int) -> str:
+    return f'{option}="{at_least(nbytes)}"'
 
 
 def _elsewhere(living: HostUse, where: str) -> Iterator[str]:
