@@ -11,7 +11,7 @@ from zinf_fx.analysis import papers
 from zinf_fx.analysis.papers import table as papers_table
 from zinf_fx.cli.arguments import THIS_MACHINE
 from zinf_fx.cli.machine import hardware_of
-from zinf_fx.cli.target import TargetError, build
+from zinf_fx.cli.target import TargetError, build, said_once
 from zinf_fx.config import parse_bytes, parse_count, parse_positive, parse_rate
 from zinf_fx.errors import ConfigError, ZinfError
 from zinf_fx.estimate import Estimate, Workload, estimate, of_module, of_transformer
@@ -85,7 +85,8 @@ def _half_precision(machine: Hardware) -> str:
 def _of_target(target: str, optimizer_bytes: int | None) -> Workload:
     model, inputs = build(target)
     try:
-        return of_module(model, inputs, name=target, optimizer_bytes=optimizer_bytes)
+        with said_once():
+            return of_module(model, inputs, name=target, optimizer_bytes=optimizer_bytes)
     except ZinfError:
         raise
     except Exception as error:

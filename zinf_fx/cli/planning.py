@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from zinf_fx.cli.target import Built, TargetError, build
+from zinf_fx.cli.target import Built, TargetError, build, said_once
 from zinf_fx.config import Config, shortened
 from zinf_fx.errors import ConfigError, PlanError, ZinfError
 from zinf_fx.explain import plan_model
@@ -109,7 +109,7 @@ def is_plan_file(target: str) -> bool:
 def planned(options: argparse.Namespace, built: Built, plan: Callable[..., Result]) -> Result:
     """What `plan` makes of a model and its example inputs. Raises: ZinfError for whatever can't be planned."""
     model, inputs = built
-    with torch.no_grad() if options.inference else nullcontext():
+    with said_once(), torch.no_grad() if options.inference else nullcontext():
         try:
             return plan(model, inputs)
         except ZinfError:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,6 +54,18 @@ def build(target: str) -> Built:
         raise
     except Exception as error:
         raise TargetError(f"{target} raised {_brief(error)}") from error
+
+
+@contextmanager
+def said_once() -> Iterator[None]:
+    """A block whose exceptions the command line shows: torch 2.15 logs what an operation without values raises, with a
+    traceback, before the exception arrives here."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _module(location: str) -> ModuleType:
