@@ -74,7 +74,12 @@ def test_the_dtypes_are_looked_up_once():
 
 
 def test_the_published_schema_is_that_of_the_code():
-    assert json.loads(SCHEMA.read_text()) == json.loads(json.dumps(schema())), "python -m zinf_fx.plan.json_schema"
+    """Of PyTorch's dtypes, it has those of the oldest version: 2.15 adds one."""
+    published = json.loads(SCHEMA.read_text())
+    known = published["$defs"]["Tile"]["properties"]["dtype"]["enum"]
+    assert set(dtypes()) - set(known) <= {"bcomplex32"} and set(known) <= set(dtypes())
+    with mock.patch("zinf_fx.plan.json_schema.dtypes", lambda: known):
+        assert published == json.loads(json.dumps(schema())), "python -m zinf_fx.plan.json_schema"
     jsonschema.Draft202012Validator.check_schema(schema())
 
 
