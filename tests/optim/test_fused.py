@@ -267,24 +267,6 @@ def test_a_torn_step_is_refused_until_a_state_is_loaded(tmp_path):
         optimizer.step()
 
 
-WAYS = {
-    "AdamW": "use zinf_fx.optim.AdamW or fused=True",
-    "Adadelta": "use zinf_fx.optim.Adadelta, whose",
-    "Adafactor": "use one of zinf_fx.optim, whose",
-}
-
-
-@pytest.mark.parametrize("name", WAYS)
-@pytest.mark.parametrize("foreach", [None, True, False])
-def test_what_is_not_fused_is_refused(tmp_path, name: str, foreach: bool | None):
-    pair = Pair(tmp_path, "nvme", shapes=((4, 4), (2,)))
-    optimizer = getattr(torch.optim, name)(pair.stored.parameters(), foreach=foreach)
-    pair.give_gradients()
-    with pytest.raises(OptimizerError, match=WAYS[name]):
-        optimizer.step()
-    pair.check()
-
-
 def test_what_cannot_be_updated_in_pieces(tmp_path):
     pair = Pair(tmp_path, "nvme", shapes=((4, 6),))
     (parameter,) = pair.stored

@@ -340,29 +340,6 @@ def test_a_subclass_of_an_optimizer_from_elsewhere(twins):
     pair.train(Streaming(pair.stored), SignDescent(pair.masters))
 
 
-class _CountsInGroup(torch.optim.SGD):
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["calls"] = group.get("calls", 0) + 1
-        super().step(closure)
-
-
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        (torch.optim.Adafactor, "depends on other elements|depends on all elements|isn't the same for a part"),
-        (torch.optim.LBFGS, "a step over a piece of a parameter failed"),
-        (torch.optim.Muon, "a step over a piece of a parameter failed"),
-        (torch.optim.SparseAdam, "a step over a piece of a parameter failed"),
-        (_CountsInGroup, "keeps state in its parameter group"),
-    ],
-)
-def test_classes_that_cannot_be_streamed(twins, kind: type, reason: str):
-    streaming = type("Streaming", (optim.Streamed, kind), {})
-    with pytest.raises(OptimizerError, match=reason):
-        streaming(twins().stored)
-
-
 @pytest.mark.parametrize("option", ["capturable", "differentiable"])
 def test_options_that_make_no_sense(twins, option: str):
     pair = twins(shapes=((4,),))

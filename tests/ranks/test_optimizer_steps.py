@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from ranks import training
 from ranks.launching import on_ranks
 from torch import nn
 
 import zinf_fx
+from zinf_fx.errors import OptimizerError
 
 PLACEMENTS = ("zero-1", "zero-2", "zero-3", "infinity-nvme")
 
@@ -97,3 +99,43 @@ def in_low_precision(rank: int) -> dict[str, float]:
 def test_masters_and_steps_in_backward():
     for found in on_ranks(2, in_low_precision):
         assert found == dict.fromkeys(found, 0.0) and len(found) == 2 * len(PLACEMENTS)
+
+
+def whole(rank: int) -> dict[str, float]:
+    """By placement and class: the largest difference to DistributedDataParallel with the plain optimizer."""
+    found = {}
+    kinds = {"streamed": zinf_fx.optim.Adafactor, "plain": torch.optim.Adafactor}
+    plain = training.model()
+    wrapped = nn.parallel.DistributedDataParallel(plain, find_unused_parameters=True)
+    _steps(wrapped, torch.optim.Adafactor(plain.parameters()), rank)
+    for placement in PLACEMENTS:
+        for name, kind in kinds.items():
+            model = zinf_fx.offload(training.model(), placement=placement)
+            _steps(torch.compile(model, backend="zinf"), kind(model.parameters()), rank)
+            differences = [(weights(model)[n] - p).abs().max().item() for n, p in plain.named_parameters()]
+            found[f"{placement}, {name}"] = max(differences)
+    return found
+
+
+def _steps(run: Callable, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    for (batch,) in training.batches(3, rank, 1):
+        run(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_whole_parameters_are_updated_alike_on_every_rank():
+    for found in on_ranks(2, whole):
+        assert not any(found.values()), found
+
+
+def whole_in_backward(rank: int) -> str:
+    model = zinf_fx.offload(training.model(), placement="zero-3")
+    with pytest.raises(OptimizerError) as error:
+        zinf_fx.optim.Adafactor(model.parameters(), step_in_backward=True)
+    return str(error.value)
+
+
+def test_whole_parameters_in_shares_are_not_updated_in_backward():
+    for message in on_ranks(2, whole_in_backward):
+        assert "takes all ranks at the same time: leave step_in_backward out" in message

@@ -1,9 +1,11 @@
 """torch.optim optimizers whose states live in the store: each takes the options of the torch class of its name.
 
-Low-precision parameters are updated through an fp32 master copy. `torch.optim.AdamW`, `Adam`, `SGD` and `Adagrad` with
-`fused=True` work on stored parameters too, without one: see `zinf_fx.optim.fused`.
+Low-precision parameters are updated through an fp32 master copy. Plain optimizers work on stored parameters too,
+without one: `torch.optim.AdamW`, `Adam`, `SGD` and `Adagrad` with `fused=True` (see `zinf_fx.optim.fused`), and
+all others that treat each parameter by itself (see `zinf_fx.optim.plain`).
 
-`Streamed` makes one of any other element-wise optimizer class: `class Lion(Streamed, some_library.Lion): ...`.
+`Streamed` makes one of any other optimizer class that treats each parameter by itself, element by element or whole:
+`class Lion(Streamed, some_library.Lion): ...`.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ __all__ = [
     "ASGD",
     "SGD",
     "Adadelta",
+    "Adafactor",
     "Adagrad",
     "Adam",
     "AdamW",
     "Adamax",
+    "Muon",
     "NAdam",
     "RAdam",
     "RMSprop",
@@ -35,6 +39,10 @@ __all__ = [
 
 class Adadelta(Streamed, torch.optim.Adadelta):
     """`torch.optim.Adadelta` over stored parameters."""
+
+
+class Adafactor(Streamed, torch.optim.Adafactor):
+    """`torch.optim.Adafactor` over stored parameters, each updated whole."""
 
 
 class Adagrad(Streamed, torch.optim.Adagrad):
@@ -55,6 +63,10 @@ class AdamW(Streamed, torch.optim.AdamW):
 
 class ASGD(Streamed, torch.optim.ASGD):
     """`torch.optim.ASGD` over stored parameters."""
+
+
+class Muon(Streamed, torch.optim.Muon):
+    """`torch.optim.Muon` over stored parameters, matrices all, each updated whole."""
 
 
 class NAdam(Streamed, torch.optim.NAdam):

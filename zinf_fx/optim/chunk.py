@@ -10,6 +10,7 @@ import torch
 from zinf_fx.optim.arithmetic import Group
 from zinf_fx.optim.chunks import Piece
 from zinf_fx.optim.states import ParameterStates
+from zinf_fx.optim.whole import OpenWhole
 from zinf_fx.optim.windows import OpenPiece
 from zinf_fx.runtime.device import Device
 from zinf_fx.runtime.stored_tensor import StoredTensor
@@ -22,8 +23,9 @@ class Run:
     Attributes:
         group: its options when the step took them.
         place: what updates them.
-        names: the element-wise states.
+        names: the states that are streamed.
         present: those of them, and of the master, that hold values; the torch class makes the others.
+        whole: each is updated whole, in a chunk of its own.
     """
 
     group: Group
@@ -31,11 +33,12 @@ class Run:
     dtype: torch.dtype
     names: tuple[str, ...]
     present: frozenset[str]
+    whole: bool = False
 
     @property
     def is_first(self) -> bool:
         """Whether the torch class makes states, in memory of its own."""
-        return not self.present.issuperset(self.names)
+        return not self.present.issuperset(self.names) or (self.whole and not self.names)
 
 
 class OpenChunk:
@@ -45,11 +48,11 @@ class OpenChunk:
         self, run: Run, pieces: tuple[Piece[StoredTensor], ...], stored: dict[torch.Tensor, ParameterStates]
     ) -> None:
         self.run = run
-        self.parts: list[OpenPiece] = []
+        self.parts: list[OpenPiece | OpenWhole] = []
         self._close = ExitStack()
         try:
             for piece in pieces:
-                part = OpenPiece(piece, stored[piece.parameter], run.names, run.present)
+                part = (OpenWhole if run.whole else OpenPiece)(piece, stored[piece.parameter], run.names, run.present)
                 self.parts.append(part)
                 self._close.callback(part.close)
         except BaseException:

@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from zinf_fx.errors import OptimizerError
 from zinf_fx.optim.elements import copy_into, fill, moved
+from zinf_fx.optim.plain import PlainSteps, runs_in_place
 from zinf_fx.optim.rows import Row, update_in_chunks
 from zinf_fx.optim.states import check_reduced, place_of, working_dtype
 from zinf_fx.optim.streamed import Streamed
@@ -144,16 +145,18 @@ _STEPPING = _Stepping()
 
 @register_optimizer_step_pre_hook
 def _begin(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-    """Before the step of any optimizer. Raises: OptimizerError for one that can't step over stored parameters."""
+    """Before the step of any optimizer.
+
+    Raises: OptimizerError for one that can't step over stored parameters, before it has changed anything.
+    """
     _STEPPING.step = None
     if isinstance(optimizer, Streamed):
         return
-    parameters = []
+    parameters, fused = [], True
     for group in optimizer.param_groups:
         stored = [p for p in map(stored_parameter, group["params"]) if p is not None]
-        if stored and not (isinstance(optimizer, _FUSED_CLASSES) and group.get("fused")):
-            raise _refusal(type(optimizer), stored[0])
-        for dtype in {p.dtype for p in stored} if isinstance(optimizer, SGD) else ():
+        fused &= isinstance(optimizer, _FUSED_CLASSES) and bool(group.get("fused") or not stored)
+        for dtype in {p.dtype for p in stored} if isinstance(optimizer, SGD) and group.get("fused") else ():
             if not sgd_updates(dtype):
                 raise OptimizerError(
                     f"torch.optim.SGD(fused=True) leaves parameters of {dtype} on the CPU as they are in torch "
@@ -161,6 +164,13 @@ def _begin(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
                 )
         parameters += stored
     if not parameters:
+        return
+    if not fused and runs_in_place(parameters):
+        for parameter in parameters:
+            check_reduced(parameter)
+        return
+    if not fused:
+        PlainSteps.of(optimizer).begin(optimizer)
         return
     step = _PlainStep.of.get(optimizer)
     if step is None:
@@ -182,6 +192,7 @@ def _begin(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
 @register_optimizer_step_post_hook
 def _end(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     _STEPPING.step = None
+    PlainSteps.end(optimizer)
     step = _PlainStep.of.get(optimizer)
     if step is not None:
         step.torn = False
@@ -211,12 +222,3 @@ def sgd_updates(dtype: torch.dtype) -> bool:
     options = {"weight_decay": 0.0, "momentum": 0.0, "lr": 1.0, "dampening": 0.0, "nesterov": False, "maximize": False}
     torch._fused_sgd_([parameter], [gradient], [], is_first_step=False, **options)
     return torch.equal(parameter, -gradient)
-
-
-def _refusal(kind: type[Optimizer], parameter: StoredTensor) -> OptimizerError:
-    ways = [f"zinf_fx.optim.{c.__name__}" for c in Streamed.__subclasses__() if c.__mro__[2] is kind]
-    ways += ["fused=True"] if kind in _FUSED_CLASSES else []
-    return OptimizerError(
-        f"{kind.__module__}.{kind.__qualname__} can't step over stored parameters (found one of shape "
-        f"{tuple(parameter.shape)}): use {' or '.join(ways) or 'one of zinf_fx.optim'}, whose steps are streamed"
-    )

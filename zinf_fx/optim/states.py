@@ -10,6 +10,8 @@ from zinf_fx.errors import OptimizerError
 from zinf_fx.optim.arithmetic import StateLayout
 from zinf_fx.optim.elements import copy_into
 from zinf_fx.runtime.device import CPU, Device
+from zinf_fx.runtime.local_parameter import local_part
+from zinf_fx.runtime.storage import TensorStorage
 from zinf_fx.runtime.stored_tensor import StoredTensor
 
 State = dict[str, Any]
@@ -52,6 +54,27 @@ def place_of(parameter: StoredTensor) -> Device:
     return storage.device if storage.placement.optimizer == "device" else CPU
 
 
+def fitting(entry: State, layout: StateLayout, parameter: StoredTensor, dtype: torch.dtype, loads: str) -> State:
+    """A loaded entry, less what a parameter that is updated in `dtype` has no use for. `loads`: name of the class.
+
+    Raises: OptimizerError if it can't be right.
+    """
+    entry = {k: local_part(v) for k, v in entry.items() if v is not None and (k != MASTER or dtype != parameter.dtype)}
+    shape = tuple(parameter.shape)
+    if entry and (missing := sorted((layout.tensors.keys() | layout.scalars.keys()) - entry.keys())):
+        raise OptimizerError(
+            f"the state to load for a parameter of shape {shape} lacks {', '.join(missing)}: it has "
+            f"{', '.join(sorted(entry))}, so it was saved by another class of optimizer than {loads}"
+        )
+    for name in [*layout.tensors, *layout.shapes, MASTER]:
+        if name in entry and tuple(entry[name].shape) != tuple(layout.shapes.get(name, shape)):
+            raise OptimizerError(
+                f"the state '{name}' to load has shape {tuple(entry[name].shape)}, its parameter {shape}: the "
+                "parameters are in another order, or of another model"
+            )
+    return entry
+
+
 class ParameterStates:
     """Reserved space for the states of one stored parameter, on the tier of optimizer states.
 
@@ -63,15 +86,15 @@ class ParameterStates:
         gradient: what this step consumes; None between steps. The parameter's `grad` may be another one by then.
     """
 
-    def __init__(self, parameter: StoredTensor) -> None:
-        """Reserve the master. Raises: StoreError when there is no space."""
-        self.parameter = parameter
+    def __init__(self, parameter: StoredTensor, dtype: torch.dtype) -> None:
+        """`dtype`: of the update; where it asks for a master, that is reserved. Raises: StoreError for no space."""
+        self.parameter, self._shape = parameter, parameter.shape
         self.place = place_of(parameter)
         self.tensors: dict[str, StoredTensor] = {}
         self.version: int | None = None
         self.refresh = True
         self.gradient: torch.Tensor | None = None
-        self.dtype = working_dtype(parameter)
+        self.dtype = dtype
         if self.has_master:
             self._reserve(MASTER, self.dtype)
 
@@ -123,24 +146,44 @@ class ParameterStates:
         tensors = (self.parameter, *self.tensors.values())
         return sum(tensor.dtype.itemsize for tensor in tensors if not tensor.storage.in_host_memory)
 
-    def reserve(self, layout: StateLayout) -> None:
-        """Make room for the states of `layout` that have none, and for a master where one is needed by now.
+    def reserve(self, layout: StateLayout, dtype: torch.dtype) -> None:
+        """Make room for the states of `layout` that have none, and for a master where one is needed by now. `dtype`:
+        of the update.
 
         Raises: StoreError when there is no space, OptimizerError when the parameter's dtype became another one in which
-        the states don't fit.
+        the states don't fit, or its shape another one.
         """
-        if working_dtype(self.parameter) != self.dtype:
+        if dtype != self.dtype:
             raise OptimizerError(
                 f"a parameter of shape {tuple(self.parameter.shape)} was converted to {self.parameter.dtype} after its "
                 f"states were made in {self.dtype}: make a new optimizer after converting the model"
+            )
+        if self.parameter.shape != self._shape:
+            raise OptimizerError(
+                f"a parameter got the shape {tuple(self.parameter.shape)} after its states were made: make a new "
+                "optimizer after resizing embeddings"
             )
         if self.has_master and MASTER not in self.tensors:
             self._reserve(MASTER, self.dtype)
         elif not self.has_master:
             self.tensors.pop(MASTER, None)
-        for name, dtype in layout.elementwise.items():
+        for name, dtype in layout.tensors.items():
             if name not in self.tensors:
-                self._reserve(name, dtype)
+                self._reserve(name, dtype, layout.shapes.get(name))
+        if layout.whole:
+            self._check_room()
+
+    def _check_room(self) -> None:
+        """Raises: OptimizerError when the host arena can't have the parameter, its gradient and its states at once."""
+        tensors = (self.parameter, self.parameter.grad, *self.tensors.values())
+        streamed = [t for t in tensors if isinstance(t, StoredTensor) and not t.storage.in_host_memory]
+        needed, arena = sum(t.nbytes for t in streamed), self.parameter.storage.tiers.host
+        if needed > arena.capacity:
+            raise OptimizerError(
+                f"a parameter of shape {tuple(self.parameter.shape)} is updated whole, which takes {needed} bytes of "
+                f"host memory, and host_memory is {arena.capacity} bytes: give it more, or use one that treats "
+                "each element alone, such as zinf_fx.optim.AdamW"
+            )
 
     def take_over(self, name: str, value: torch.Tensor) -> StoredTensor:
         """The tensor of state `name`, now with `value`, which is kept itself when it is stored already."""
@@ -159,14 +202,26 @@ class ParameterStates:
             copy_into(mine, value)
         return mine
 
-    def _reserve(self, name: str, dtype: torch.dtype) -> None:
-        parameter = self.parameter
-        storage = parameter.storage.for_state(dtype)
-        self.tensors[name] = StoredTensor.of(storage, parameter.shape, parameter.device)
+    def put(self, name: str, value: torch.Tensor) -> None:
+        """Write what a class made to the tensor of state `name`, which is made where there is none of its shape."""
+        mine = self.tensors.get(name)
+        if mine is None or mine.shape != value.shape or mine.dtype != value.dtype:
+            self._reserve(name, value.dtype, value.shape)
+        self.tensors[name].storage.set(value)
+
+    def _reserve(self, name: str, dtype: torch.dtype, shape: torch.Size | None = None) -> None:
+        """`shape`: if it isn't the parameter's."""
+        parameter, storage = self.parameter, self.parameter.storage
+        if shape is None or shape == parameter.shape:
+            mine = storage.for_state(dtype)
+        else:  # of many ranks, all have the same
+            how = (storage.placement.optimizer, storage.config, shape.numel(), dtype, storage.device)
+            mine = TensorStorage(storage.usable_tiers(), *how)
+        self.tensors[name] = StoredTensor.of(mine, shape or parameter.shape, parameter.device)
 
 
 def _alike(mine: StoredTensor, value: torch.Tensor) -> bool:
     """Whether `value` has the same elements in the same places."""
-    if not isinstance(value, StoredTensor) or value.views or value.dtype != mine.dtype:
+    if not isinstance(value, StoredTensor) or value.views or (value.shape, value.dtype) != (mine.shape, mine.dtype):
         return False
     return value.storage.shards == mine.storage.shards

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 
 import torch
@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 from zinf_fx.errors import StoreError
 from zinf_fx.optim.arithmetic import borrow, step_without_hooks
 from zinf_fx.optim.chunk import OpenChunk, Run
-from zinf_fx.optim.chunks import Piece, chunk_elements, cut, in_turn
+from zinf_fx.optim.chunks import P, Piece, chunk_elements, cut, in_turn
 from zinf_fx.optim.elements import moved
 from zinf_fx.optim.states import MASTER, ParameterStates, State
 from zinf_fx.optim.torn import TornStep
+from zinf_fx.optim.whole import OpenWhole
 from zinf_fx.optim.windows import OpenPiece
 from zinf_fx.plan.accounting import AT_A_TIME, CHUNKS_AHEAD
 from zinf_fx.runtime.device import CPU, Device
@@ -97,7 +98,9 @@ class StreamedStep:
             # Let autograd notice at once, as after any in-place update.
             torch.autograd.graph.increment_version(parameter.whole)
             parameter.storage.announce_write()
-            parameter.storage.stale |= self._stored[parameter].in_shares and not parameter.storage.partitioned
+            in_shares = self._stored[parameter].in_shares
+            parameter.storage.stale |= in_shares and not parameter.storage.partitioned and not run.whole
+            self._overlaps &= not (run.whole and in_shares)  # what is collective has its turn
             self._pending.update(tensor.storage.key for tensor in self._tensors(parameter))
             self.parameters[parameter] = None
             self._loose.setdefault(run, []).append(parameter)
@@ -255,6 +258,9 @@ class StreamedStep:
         chunks = []
         for run, parameters in self._loose.items():
             parameters.sort(key=lambda parameter: parameter.storage.key)
+            if run.whole:
+                chunks += [(run, (_all_of(parameter, parameter.numel()),)) for parameter in parameters]
+                continue
             shares = [(parameter, self._stored[parameter].updated) for parameter in parameters]
             chunks += [(run, pieces) for pieces in cut(shares, self._elements)]
         chunks.sort(key=lambda chunk: min(piece.parameter.storage.key for piece in chunk[1]))
@@ -275,6 +281,8 @@ class StreamedStep:
             self._behind = False
         while self._unopened and len(self._opened) <= CHUNKS_AHEAD:
             run, pieces = self._unopened[0]
+            if run.whole and self._opened and pieces[0].count > self._elements:
+                break  # what is larger than a chunk comes alone
             self._lease_scratch(run, pieces)
             scratch = self._scratch[CPU].nbytes if CPU in self._scratch else 0
             with in_turn(self._tiers, self._chunks_opened, self._chunk_bytes, behind=scratch):
@@ -354,7 +362,9 @@ class StreamedStep:
 
     def _lease_scratch(self, run: Run, pieces: tuple[Piece[StoredTensor], ...]) -> None:
         """Memory for what a chunk has in other dtypes than that of the update, if anything."""
-        if run.place in self._scratch or not any(self._stored[piece.parameter].scratch_rows for piece in pieces):
+        if run.whole or run.place in self._scratch:
+            return
+        if not any(self._stored[piece.parameter].scratch_rows for piece in pieces):
             return
         every = list(self._stored.values())
         elements = min(AT_A_TIME, self._elements) if run.place is CPU else self._elements
@@ -378,12 +388,16 @@ class StreamedStep:
         for name in ("grad_scale", "found_inf"):  # GradScaler's, on the device of the gradients
             if name in vars(inner):
                 setattr(inner, name, moved(vars(inner)[name], chunk.run.place))
+        if chunk.run.whole:
+            for part in chunk.parts:
+                self._update_together(inner, chunk.run, (_all_of(part, part.piece.count),), None)
+            return
         parts = [(part, (range(part.piece.count),)) for part in chunk.parts]
         for together in cut(parts, AT_A_TIME if chunk.run.place is CPU else self._elements):
             self._update_together(inner, chunk.run, together, scratch)
 
     def _update_together(
-        self, inner: Optimizer, run: Run, pieces: tuple[Piece[OpenPiece], ...], scratch: torch.Tensor | None
+        self, inner: Optimizer, run: Run, pieces: tuple[Piece[OpenPiece | OpenWhole], ...], scratch: torch.Tensor | None
     ) -> None:
         # Fused kernels count steps where they run, and the others on the CPU.
         counts_at = run.place if run.group.get("fused") else CPU
@@ -405,13 +419,13 @@ class StreamedStep:
             if some.last:
                 part.store()
                 if part.piece.last:
-                    self._finish(run, part.piece.parameter, scalars)
+                    self._finish(part.piece.parameter, part.names, scalars)
 
-    def _finish(self, run: Run, parameter: StoredTensor, scalars: State) -> None:
+    def _finish(self, parameter: StoredTensor, names: Iterable[str], scalars: State) -> None:
         """All pieces are updated: show the states, and let others see the parameter."""
         states, entry = self._stored[parameter], self._state[parameter.whole]
         entry.update(scalars)
-        entry.update((name, parameter.shown(states.tensors[name])) for name in run.names)
+        entry.update((name, parameter.shown(states.tensors[name])) for name in names)
         if states.has_master:
             entry[MASTER] = parameter.shown(states.tensors[MASTER])
             states.version = parameter.storage.version
@@ -435,3 +449,7 @@ class StreamedStep:
         except StoreError:
             return False
         return True
+
+
+def _all_of(whole: P, count: int) -> Piece[P]:
+    return Piece(whole, 0, count, True)

@@ -14,14 +14,13 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_fx.errors import OptimizerError
-from zinf_fx.optim import arithmetic
-from zinf_fx.optim.arithmetic import Group, StateLayout, borrow, probe, step_without_hooks
+from zinf_fx.optim.arithmetic import Group, StateLayout, as_groups, borrow, snapshot, step_without_hooks
 from zinf_fx.optim.chunk import Run
 from zinf_fx.optim.in_backward import GRADIENT_BUFFER, Consumer, gone
-from zinf_fx.optim.states import MASTER, ParameterStates, State, check_reduced, working_dtype
+from zinf_fx.optim.layouts import Layouts
+from zinf_fx.optim.states import MASTER, ParameterStates, State, check_reduced, fitting, working_dtype
 from zinf_fx.optim.step import StreamedStep
 from zinf_fx.optim.torn import TornStep
-from zinf_fx.runtime.device import Device
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.executor import EXECUTOR, Stage
 from zinf_fx.runtime.local_parameter import local_input, local_part, stored_parameter
@@ -42,6 +41,11 @@ class Streamed(Optimizer):
     others write to such a parameter between steps is taken over into it. Ordinary parameters in the same optimizer are
     stepped as by the torch class.
 
+    A class whose update of an element depends on others, as those of Adafactor, Muon and Lamb do, gets one whole
+    parameter after the other, with its gradient and states: what it does is exact, and the largest parameter must fit
+    in memory with them. Of parameters that are partitioned over ranks, each rank gathers the whole and updates it. What
+    a class keeps for a parameter in other shapes is stored from 4 KiB on, and stays in memory below.
+
     With `step_in_backward`, a parameter is updated as soon as backward has its gradient and needs its value no more
     (of compiled graphs: all those whose forward pass ran), and the gradient is gone; `step()` updates what is left. So
     there is one backward pass per step, without clipping, GradScaler and closures, and a learning rate that changes
@@ -59,13 +63,15 @@ class Streamed(Optimizer):
         step_seconds: for which training did the last step's arithmetic, or waited for it, until now.
         torn: what is known after a step that was interrupted, else None. Stepping is refused until `load_state_dict`.
 
-    Raises: StoreError when the states don't fit, OptimizerError for a class that isn't element-wise, for parameters
-        that aren't floating-point, and for `capturable` and `differentiable`, which can't apply to values on disk.
+    Raises: StoreError when the states don't fit, OptimizerError for a class that needs more than one parameter at a
+        time or keeps anything but a state for each, for parameters that aren't floating-point, and for `capturable` and
+        `differentiable`, which can't apply to values on disk.
     """
 
     streams_stored_parameters = True
 
     _arithmetic: ClassVar[type[Optimizer]]
+    _has_masters = True
     _constructed = False
     _last_step = None
 
@@ -92,7 +98,7 @@ class Streamed(Optimizer):
         given = accepted.bind(params, *args, **kwargs).arguments
         if "fused" in accepted.parameters and given.get("fused") is None and not given.get("foreach"):
             kwargs["fused"] = True
-        groups = arithmetic.as_groups(params)
+        groups = as_groups(params)
         # The torch class checks its options over a stand-in: some make dense states of their parameters here.
         super().__init__([torch.nn.Parameter(torch.zeros(1, 1))], *args, **kwargs)
         self.param_groups.clear()
@@ -139,8 +145,8 @@ class Streamed(Optimizer):
         self._finishes_when_dropped = weakref.finalize(self, bool)
         self.torn: TornStep | None = None
         self._stored: dict[torch.Tensor, ParameterStates] = {}
-        self._layouts: dict[tuple[str, torch.dtype], StateLayout] = {}
-        self._runs: dict[tuple[int, Device, torch.dtype, frozenset[str]], Run] = {}  # of the step that is being made
+        self._layouts = Layouts(self._arithmetic)
+        self._runs: dict[tuple, Run] = {}  # of the step that is being made
         self._groups: dict[torch.Tensor, int] = {}  # of each parameter, the number of its group then
         self._stage = Stage()
         self._consumer = Consumer(self)
@@ -153,10 +159,9 @@ class Streamed(Optimizer):
             return
         group = self.param_groups[-1]
         try:
-            self._layout(group, torch.float32)
             for parameter in map(stored_parameter, group["params"]):
                 if parameter is not None:
-                    layout = self._layout(group, working_dtype(parameter))
+                    layout = self._layout(group, parameter)
                     if parameter.requires_grad or parameter.grad is not None:
                         self._reserve(parameter, layout)
                     if self.step_in_backward:
@@ -189,6 +194,32 @@ class Streamed(Optimizer):
                 self._ordinary_seconds = time.perf_counter() - started
                 self._step_stored(step, updates)
         return loss
+
+    def share(self, optimizer: Optimizer) -> None:
+        """Be what steps the stored parameters of `optimizer`, by its options, groups and states as they are now."""
+        if not self._constructed:
+            self._complete()
+            self.overlap, self.step_in_backward, self.state_dtype = False, False, None
+        attributes = {k: v for k, v in optimizer.__dict__.items() if k not in ("state", "step")}
+        self.__dict__.update(attributes)
+        self._state = optimizer.state
+
+    def check(self) -> None:
+        """Raises: OptimizerError for a stored parameter that can't be stepped."""
+        for group in self.param_groups:
+            for parameter in map(stored_parameter, group["params"]):
+                if parameter is not None and (parameter.requires_grad or parameter.grad is not None):
+                    self._layout(group, parameter)
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def step_stored(self) -> None:
+        """Step the stored parameters alone, and wait until that is done. Raises: as `step`."""
+        with RUNNING.lock:
+            self._check_whole()
+            step = self._new_step()
+            self._step_stored(step, list(self._updates(step)))
+            self.finish()
 
     def update_in_backward(self, parameter: StoredTensor) -> None:
         """Begin the update of a parameter whose gradient is whole, and take the gradient. Backward calls this.
@@ -288,55 +319,36 @@ class Streamed(Optimizer):
 
     # -- what is kept where ------------------------------------------------------------------------------------------
 
-    def _layout(self, group: Group, dtype: torch.dtype) -> StateLayout:
-        """Of the states of a group's parameters that are updated in `dtype`, under the group's present options."""
-        for option in ("capturable", "differentiable"):
-            if group.get(option):
-                raise OptimizerError(f"{option}=True can't be honoured for stored parameters: leave it out")
-        options = {k: v for k, v in group.items() if k not in ("params", "param_names", "lr", "initial_lr")}
-        key = (repr(options), dtype)
-        if key not in self._layouts:
-            layout = probe(self, self._arithmetic, group, dtype)
-            if self.state_dtype is not None:
-                layout = layout.stored_as(self.state_dtype)
-            self._layouts = {key: layout, **dict(list(self._layouts.items())[:15])}
-        return self._layouts[key]
+    def _dtype(self, parameter: StoredTensor) -> torch.dtype:
+        """Of the update."""
+        dtype = working_dtype(parameter)
+        return dtype if self._has_masters else parameter.dtype
+
+    def _layout(self, group: Group, parameter: StoredTensor) -> StateLayout:
+        """Of the states of a parameter, under the present options of its group."""
+        dtype = self._dtype(parameter)
+        how = {"state_dtype": self.state_dtype, "in_backward": self.step_in_backward}
+        return self._layouts.of(self, group, parameter, dtype, **how)
 
     def _reserve(self, parameter: StoredTensor, layout: StateLayout) -> ParameterStates:
         states = self._stored.get(parameter)
         if states is None:
-            states = self._stored[parameter] = ParameterStates(parameter)
-        states.reserve(layout)
+            states = self._stored[parameter] = ParameterStates(parameter, self._dtype(parameter))
+        states.reserve(layout, self._dtype(parameter))
         if not states.has_master and parameter.whole in self._state:
             self._state[parameter.whole].pop(MASTER, None)
         return states
 
     def _fitting(self, group: Group, parameter: StoredTensor, entry: State) -> State:
         """A loaded entry, less what this parameter has no use for. Raises: OptimizerError if it can't be right."""
-        dtype = working_dtype(parameter)
-        entry = {
-            k: local_part(v) for k, v in entry.items() if v is not None and (k != MASTER or dtype != parameter.dtype)
-        }
-        layout = self._layout({**self.defaults, **group}, dtype)
-        shape = tuple(parameter.shape)
-        if entry and (missing := sorted((layout.elementwise.keys() | layout.scalars.keys()) - entry.keys())):
-            raise OptimizerError(
-                f"the state to load for a parameter of shape {shape} lacks {', '.join(missing)}: it has "
-                f"{', '.join(sorted(entry))}, so it was saved by another class of optimizer than {type(self).__name__}"
-            )
-        for name in [*layout.elementwise, MASTER]:
-            if name in entry and tuple(entry[name].shape) != shape:
-                raise OptimizerError(
-                    f"the state '{name}' to load has shape {tuple(entry[name].shape)}, its parameter {shape}: the "
-                    "parameters are in another order, or of another model"
-                )
-        return entry
+        layout = self._layout({**self.defaults, **group}, parameter)
+        return fitting(entry, layout, parameter, self._dtype(parameter), type(self).__name__)
 
     def _load(self, entries: dict[StoredTensor, State]) -> None:
         self.torn = TornStep("a state dict was loaded in part", (), (), ())
         groups = {stored_parameter(p): group for group in self.param_groups for p in group["params"]}
         for parameter, entry in entries.items():
-            layout = self._layout(groups[parameter], working_dtype(parameter))
+            layout = self._layout(groups[parameter], parameter)
             states = self._reserve(parameter, layout)
             states.version = None
             for name, value in entry.items():
@@ -438,8 +450,7 @@ class Streamed(Optimizer):
                 f"{parameter.grad.layout}: only dense gradients can be streamed (sparse=False)"
             )
         check_reduced(parameter)
-        dtype = working_dtype(parameter)
-        layout = self._layout(group, dtype)
+        layout = self._layout(group, parameter)
         states = self._reserve(parameter, layout)
         entry = self._state[parameter.whole]
         present = frozenset(name for name in states.tensors if entry.get(name) is not None)
@@ -447,7 +458,10 @@ class Streamed(Optimizer):
             entry[name] = parameter.shown(states.take_over(name, local_part(entry[name])))
         states.gradient = parameter.grad
         states.refresh = MASTER not in present or states.version != parameter.storage.version
-        key = (number, states.place, dtype, present)
+        key = (number, states.place, states.dtype, present, layout.whole)
         if key not in self._runs:
-            self._runs[key] = Run(arithmetic.snapshot(group), states.place, dtype, tuple(layout.elementwise), present)
+            names = tuple(layout.tensors)
+            if layout.whole:  # others may be present, and the class makes what it needs
+                names = tuple(name for name in states.tensors if name in present and name != MASTER)
+            self._runs[key] = Run(snapshot(group), states.place, states.dtype, names, present, layout.whole)
         return self._runs[key]

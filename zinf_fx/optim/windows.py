@@ -21,6 +21,7 @@ class OpenPiece:
     Attributes:
         piece: which elements of which parameter.
         weights, state: what the arithmetic runs on, set by `begin`.
+        names: of the element-wise states.
     """
 
     weights: torch.Tensor
@@ -33,7 +34,7 @@ class OpenPiece:
 
         Raises: StoreError; no window is open then.
         """
-        self.piece = piece
+        self.piece, self.names = piece, tuple(names)
         self._place = states.place
         self._present = present
         self._windows: list[Window | DeviceWindow | Slice] = []

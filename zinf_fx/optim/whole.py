@@ -1,0 +1,268 @@
+"""Optimizers whose update of an element depends on others: a parameter, its gradient and states are in memory whole.
+
+Adafactor, Muon, Lamb and their like treat each parameter by itself, but a matrix as a matrix. So they are run on one
+whole parameter at a time, and do there exactly what they do in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_iter
+
+from zinf_fx.errors import OptimizerError
+from zinf_fx.optim.arithmetic import Group, StateLayout, borrow, kept_elsewhere, same_values, step_without_hooks
+from zinf_fx.optim.chunks import Piece
+from zinf_fx.optim.elements import Slice, open_elements
+from zinf_fx.optim.states import MASTER, ParameterStates, State
+from zinf_fx.runtime.device import Device
+from zinf_fx.runtime.stored_tensor import StoredTensor
+from zinf_fx.runtime.windows import DeviceWindow, Window
+
+# States of another shape than the parameter's are stored from this size on; smaller ones stay in memory.
+STORED_FROM_BYTES = 4096
+
+
+def whole_layout(
+    optimizer: Optimizer, kind: type[Optimizer], group: Group, shape: Sequence[int], dtype: torch.dtype
+) -> StateLayout:
+    """The layout of `kind`'s states for a parameter of `shape`, from one step over such a parameter in memory.
+
+    Raises: OptimizerError for a class that can't run on one parameter at a time.
+    """
+    options = {k: v for k, v in group.items() if k != "params"}
+    options |= {"lr": 0.01} if "lr" in options else {}  # a warm-up may start from 0, where every class looks alike
+    _check_independent(optimizer, kind, options, shape, dtype)
+    parameter = torch.full(tuple(shape), 0.5, dtype=dtype)
+    inner = borrow(optimizer, kind, options, [parameter])
+    _step(kind, inner, [torch.full_like(parameter, 0.25)])
+    tensors: dict[str, torch.dtype] = {}
+    shapes: dict[str, torch.Size] = {}
+    scalars: dict[str, torch.dtype | None] = {}
+    for name, value in inner.state[parameter].items():
+        if isinstance(value, torch.Tensor) and _is_stored(value, parameter.shape):
+            tensors[name] = value.dtype
+        elif value is not None:
+            scalars[name] = value.dtype if isinstance(value, torch.Tensor) else None
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
+            shapes[name] = value.shape
+    return StateLayout(
+        MappingProxyType(tensors), MappingProxyType(scalars), whole=True, shapes=MappingProxyType(shapes)
+    )
+
+
+def _is_stored(value: torch.Tensor, shape: torch.Size) -> bool:
+    """Whether a state of a parameter of `shape` lives on the tier of optimizer states."""
+    return (value.shape == shape and value.dim() > 0) or value.nbytes >= STORED_FROM_BYTES
+
+
+def _check_independent(
+    optimizer: Optimizer, kind: type[Optimizer], options: Mapping[str, Any], shape: Sequence[int], dtype: torch.dtype
+) -> None:
+    """Three steps over two small parameters together and over each alone. Raises: OptimizerError if they differ."""
+    small = [min(size, 3 + index) for index, size in enumerate(shape)]
+    numel = torch.Size(small).numel()
+    values = [torch.linspace(-1, end, numel, dtype=dtype).exp().view(small) for end in (1, 2)]
+    together = borrow(optimizer, kind, options, [value.clone() for value in values])
+    alone = [borrow(optimizer, kind, options, [value.clone()]) for value in values]
+    before = [dict(inner.__dict__) for inner in (together, *alone)]
+    for step in range(3):
+        gradients = [torch.linspace(-1, end, numel, dtype=dtype).roll(5 * step).view(small) for end in (3, 1)]
+        _step(kind, together, gradients)
+        for inner, gradient in zip(alone, gradients, strict=True):
+            _step(kind, inner, [gradient])
+    for inner, attributes in zip((together, *alone), before, strict=True):
+        if changed := kept_elsewhere(inner, options, attributes):
+            raise _refusal(kind, f"it keeps state besides that of each parameter ({', '.join(changed)})")
+        for owner, states in inner.state.items():
+            if not isinstance(owner, torch.Tensor):
+                raise _refusal(kind, f"its state '{owner}' is of no parameter")
+            kept = [k for k, v in states.items() if not isinstance(v, torch.Tensor) and _has_tensors(v)]
+            if kept:
+                raise _refusal(kind, f"its state '{kept[0]}' is a collection of tensors")
+    parameters = [inner.param_groups[0]["params"][0] for inner in alone]
+    if any(not same_values(one, [other]) for one, other in zip(together.param_groups[0]["params"], parameters)):  # noqa: B905
+        raise _refusal(kind, "its update of a parameter depends on other parameters")
+
+
+def _has_tensors(value: object) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in tree_iter(value))
+
+
+def _step(kind: type[Optimizer], inner: Optimizer, gradients: Sequence[torch.Tensor]) -> None:
+    for parameter, gradient in zip(inner.param_groups[0]["params"], gradients, strict=True):
+        parameter.grad = gradient.clone()
+    try:
+        with torch.no_grad():
+            step_without_hooks(inner)
+    except Exception as error:
+        raise _refusal(kind, f"a step over one parameter failed ({type(error).__name__}: {error})") from error
+
+
+def _refusal(kind: type[Optimizer], reason: str) -> OptimizerError:
+    return OptimizerError(
+        f"{kind.__module__}.{kind.__qualname__} can't step over stored parameters: {reason}, and only optimizers that "
+        "treat each parameter by itself can be streamed; use one of zinf_fx.optim, or placement='device', where any "
+        "optimizer of PyTorch runs"
+    )
+
+
+def check_can_be_whole(kind: type[Optimizer], parameter: StoredTensor, *, in_backward: bool, narrowed: bool) -> None:
+    """Raises: OptimizerError where the update of a whole parameter is asked for what it can't do."""
+    shape, storage = tuple(parameter.shape), parameter.storage
+    why = f"{kind.__qualname__} updates whole parameters"
+    if parameter.whole is not parameter:
+        raise OptimizerError(
+            f"{why}, and one is a DTensor of tensor parallelism, of which this rank has shape {shape}: use one "
+            "that treats each element alone, such as zinf_fx.optim.AdamW"
+        )
+    if in_backward and storage.ranks.shards > 1:
+        raise OptimizerError(f"{why}, which takes all ranks at the same time: leave step_in_backward out")
+    if narrowed:
+        raise OptimizerError(f"{why}, whose states keep the dtypes that it gives them: leave state_dtype out")
+
+
+class _Gathered:
+    """The part of a `Window` that `OpenWhole` uses, over the full value of a tensor of which this rank has a share.
+
+    Waiting is collective.
+    """
+
+    ready = True
+
+    def __init__(self, tensor: StoredTensor, place: Device) -> None:
+        self._tensor, self._place = tensor, place
+        self._value: torch.Tensor | None = None
+
+    def arrived(self) -> None:
+        """Nothing is under way yet."""
+
+    def wait(self) -> torch.Tensor:
+        """All elements, 1-D."""
+        if self._value is None:
+            self._value = self._tensor.storage.value().to(self._place.torch_device)
+        return self._value
+
+    def store(self) -> None:
+        """Write this rank's share."""
+        self._tensor.storage.set(self.wait())
+
+    def close(self) -> None:
+        """Drop the value."""
+        self._value = None
+
+
+class OpenWhole:
+    """What `OpenPiece` is of a piece, of a whole parameter: everything in its own shape, for one update.
+
+    Attributes:
+        piece: all elements of the parameter.
+        weights, state: what the arithmetic runs on, set by `begin`.
+        names: of the states that are stored, once `end` was called.
+    """
+
+    weights: torch.Tensor
+    state: State
+
+    def __init__(
+        self, piece: Piece[StoredTensor], states: ParameterStates, names: Collection[str], present: Collection[str]
+    ) -> None:
+        """`names`: the states that are stored; those in `present` hold values, as does the master if it is in there.
+
+        Raises: StoreError; no window is open then.
+        """
+        self.piece, self._stored, self._place = piece, states, states.place
+        self.names = tuple(names)
+        self._windows: list[Window | DeviceWindow | Slice | _Gathered] = []
+        self._close = ExitStack()
+        self._made: dict[str, torch.Tensor] = {}
+        self._memory: dict[str, torch.Tensor] = {}
+        parameter = piece.parameter
+        self._master_holds = MASTER in present
+        try:
+            self._gradient = self._open(states.gradient)
+            self._parameter = self._open(parameter)
+            self._master = self._open(states.tensors[MASTER]) if states.has_master else None
+            self._refresh = states.refresh
+            self._states = {name: self._open(states.tensors[name]) for name in names if name in present}
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def ready(self) -> bool:
+        """Whether `wait` would return at once."""
+        return all(window.ready for window in self._windows)
+
+    def arrive(self) -> None:
+        """Wait for the reads, and change nothing."""
+        for window in self._windows:
+            window.arrived()
+
+    def wait(self) -> None:
+        """After the reads, take over what others wrote to the parameter."""
+        for window in self._windows:
+            window.wait()
+        if self._master is not None and self._refresh:
+            weights, parameter = self._master.wait(), self._parameter.wait()
+            if self._master_holds:
+                written = weights.to(parameter.dtype) != parameter
+                weights[written] = parameter[written].to(weights.dtype)
+            else:
+                weights.copy_(parameter)
+
+    def begin(self, elements: slice, scalars: State, scratch: torch.Tensor | None) -> None:
+        """Make `weights`, with their gradient, and `state`, with copies of `scalars` among it. `elements` are all."""
+        shape = self.piece.parameter.shape
+        self._weights = (self._parameter if self._master is None else self._master).wait()
+        self.weights = self._weights.view(shape)
+        self.weights.grad = self._gradient.wait().view(shape).to(self._weights.dtype)
+        self._memory = {
+            name: window.wait().view(self._stored.tensors[name].shape) for name, window in self._states.items()
+        }
+        self.state = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in scalars.items()} | self._memory
+
+    def end(self, elements: slice, state: State) -> State:
+        """Put the updated weights and states where they will be stored from. Returns the states that stay in memory."""
+        self.weights.grad = None
+        if self.weights.data_ptr() != self._weights.data_ptr():  # `.data` was assigned
+            self._weights.copy_(self.weights.reshape(-1))
+        if self._master is not None:
+            self._parameter.wait().copy_(self._weights)
+        rest: State = {}
+        for name, value in state.items():
+            memory = self._memory.get(name)
+            if memory is not None and value.shape == memory.shape and value.dtype == memory.dtype:
+                if value is not memory:
+                    memory.copy_(value)
+            elif isinstance(value, torch.Tensor) and _is_stored(value, self.piece.parameter.shape):
+                self._made[name] = value
+            else:
+                rest[name] = value
+        self.names = (*(name for name in self._memory if name in state and name not in self._made), *self._made)
+        return rest
+
+    def store(self) -> None:
+        """Start writing what was updated."""
+        for window in (self._master, self._parameter, *self._states.values()):
+            if window is not None:
+                window.store()
+        for name, value in self._made.items():
+            self._stored.put(name, value)
+
+    def close(self) -> None:
+        """Give back what was not stored, and what the class allocated."""
+        self.state, self._memory, self._made = {}, {}, {}
+        self._close.close()
+
+    def _open(self, tensor: torch.Tensor) -> Window | DeviceWindow | Slice | _Gathered:
+        in_shares = isinstance(tensor, StoredTensor) and not tensor.views and tensor.storage.in_shares
+        window = _Gathered(tensor, self._place) if in_shares else open_elements(tensor, self._place, 0, tensor.numel())
+        self._close.callback(window.close)
+        self._windows.append(window)
+        return window
