@@ -44,10 +44,10 @@ def _gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
-def _llama() -> nn.Module:
+def _llama(**options: object) -> nn.Module:
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32,
+        num_key_value_heads=2, max_position_embeddings=32, **options,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 
@@ -178,6 +178,38 @@ def test_pretrained_models_are_loaded_into_the_store(name: str, tmp_path: Path):
     for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert isinstance(parameter, StoredTensor) and torch.equal(parameter, other), name
     assert torch.equal(model(**(batch := inputs())).loss, plain(**batch).loss)
+
+
+@pytest.mark.parametrize("mean_resizing", [False, True])
+@pytest.mark.parametrize("built", ["offloaded", "offloading", "resized within"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_resized_embeddings_are_stored(tied: bool, built: str, mean_resizing: bool, tmp_path: Path):
+    def resize(model: nn.Module) -> nn.Module:
+        torch.manual_seed(1)
+        model.resize_token_embeddings(VOCABULARY + 9, mean_resizing=mean_resizing)
+        return model
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return _llama(tie_word_embeddings=tied)
+
+    plain = resize(build())
+    fields = {"store": tmp_path, "placement": "nvme"}
+    if built == "offloaded":
+        model = resize(zinf_fx.offload(build(), **fields))
+    else:
+        with zinf_fx.offloading(**fields):
+            model = resize(build()) if built == "resized within" else build()
+        model = model if built == "resized within" else resize(model)
+    assert all(isinstance(p, StoredTensor) for p in model.parameters())
+    assert model.lm_head.weight.shape[0] == VOCABULARY + 9
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
+    tokens = torch.randint(3, VOCABULARY + 9, (BATCH, LENGTH))
+    batches = [{"input_ids": tokens, "labels": tokens}] * STEPS
+    expected = _losses(plain, plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True), batches)
+    optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = _losses(model, torch.compile(model, backend="zinf"), optimizer, batches)
+    _assert_equal(model, plain, losses, expected)
 
 
 LOADED = """

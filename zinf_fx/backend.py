@@ -10,6 +10,7 @@ from torch import fx
 from torch.distributed.tensor import DTensor
 
 import zinf_fx.optim  # noqa: F401  (registers what stored parameters need in any optimizer)
+import zinf_fx.runtime.replacement  # noqa: F401  (registers what takes the place of stored parameters)
 from zinf_fx.capture import Capture, input_names
 from zinf_fx.config import PRESETS, Config
 from zinf_fx.errors import ConfigError

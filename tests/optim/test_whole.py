@@ -96,7 +96,7 @@ CASES = {
     "AdamW-loop": (torch.optim.AdamW, {"fused": False, "lr": torch.tensor(1e-2)}, SHAPES),
     "SGD-foreach": (torch.optim.SGD, {"foreach": True, "momentum": 0.9, "lr": 0.1}, SHAPES),
 }
-PLACEMENTS = ["device", "host", "nvme", "zero-offload", "infinity-nvme"]
+PLACEMENTS = ["device", "host", "nvme"]
 
 
 def streamed(kind: type[torch.optim.Optimizer]) -> type[optim.Streamed]:

@@ -25,7 +25,7 @@ from zinf_fx.runtime.heap import trim_heap
 from zinf_fx.runtime.local_parameter import LocalParameter, local_part, placed_as, stored_parameter
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.storage import TensorStorage
-from zinf_fx.runtime.stored_tensor import StoredTensor, as_parameter, check_device
+from zinf_fx.runtime.stored_tensor import StoredTensor, as_parameter, check_device, take_implementation
 from zinf_fx.runtime.tensor_parallel import (
     check_distributed,
     check_not_sharded,
@@ -207,10 +207,7 @@ def replace_in_place(parameter: torch.nn.Parameter, twin: StoredTensor) -> None:
     if parameter.requires_grad and parameter.is_leaf and parameter._use_count() > 1:
         accumulate = torch.autograd.graph.get_gradient_edge(parameter).node
         accumulate.register_prehook(lambda gradients: _accumulate(parameter, gradients[0]))
-    torch._C._swap_tensor_impl(parameter, twin)
-    parameter.__class__ = StoredTensor
-    parameter.__dict__.update(twin.__dict__)
-    parameter.expect_gradient()
+    take_implementation(parameter, twin)
 
 
 def _accumulate(parameter: StoredTensor, gradient: torch.Tensor) -> None:

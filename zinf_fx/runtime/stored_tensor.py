@@ -183,7 +183,10 @@ class StoredTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """As of any tensor; but a value that is assigned is copied into the store, in the dtype and shape there."""
+        """As of any tensor; but a value that is assigned is copied into the store.
+
+        A parameter takes a value of another shape or dtype too, as it does when embeddings are resized.
+        """
         return torch.Tensor.data.__get__(self)
 
     @data.setter
@@ -195,13 +198,31 @@ class StoredTensor(torch.Tensor):
                 "a stored tensor can't share its bytes by assignment to .data: copy them with copy_(), or tie the "
                 "modules by assigning the one parameter to both"
             )
-        if value.shape != self.shape or value.dtype != self.dtype:
-            raise StoredTensorError(
-                f".data of a stored tensor of shape {tuple(self.shape)} and {self.dtype} can't become a tensor of "
-                f"shape {tuple(value.shape)} and {value.dtype}: make a new parameter instead"
-            )
         with torch.no_grad():
-            self.data.copy_(value)
+            if value.shape != self.shape or value.dtype != self.dtype:
+                self._become(value)
+            else:
+                self.data.copy_(value)
+
+    def _become(self, value: torch.Tensor) -> None:
+        """Take the shape, dtype and elements of an ordinary tensor, on the same tier and partitioned alike.
+
+        Raises: StoredTensorError for what is no parameter, is divided by tensor parallelism, or has a gradient, which
+        would no longer fit; StoreError. This is as before then.
+        """
+        storage, shape = self.storage, tuple(self.shape)
+        what = f".data of a stored tensor of shape {shape} and {self.dtype} can't become a tensor of "
+        what += f"shape {tuple(value.shape)} and {value.dtype}"
+        whole = isinstance(self, torch.nn.Parameter) and self._local_of is None and not self.views
+        if not whole or storage.part_of or value.layout != torch.strided or value.device != self.device:
+            raise StoredTensorError(f"{what}: make a new parameter instead")
+        if self.grad is not None:
+            raise StoredTensorError(f"{what} while it has a gradient: set that to None first")
+        with torch.inference_mode(False):
+            twin = as_parameter(self._stored_again(value.dtype, self.device, value)).requires_grad_(self.requires_grad)
+        twin.storage.agreed = storage.ranks.size == 1
+        self.__dict__.pop("_in_memory", None)
+        take_implementation(self, twin)
 
     def data_ptr(self) -> int:
         """The address of the value in memory, to be read, as of any tensor: safetensors saves through it.
@@ -364,26 +385,28 @@ class StoredTensor(torch.Tensor):
         check_device(target, "this stored tensor")
         return self._stored_again(dtype, target)
 
-    def _stored_again(self, dtype: torch.dtype, device: torch.device) -> StoredTensor:
-        """A new stored tensor with this value, on the same tier and partitioned alike."""
+    def _stored_again(
+        self, dtype: torch.dtype, device: torch.device, value: torch.Tensor | None = None
+    ) -> StoredTensor:
+        """A new stored tensor with this value, or with `value` of any shape, on the same tier and partitioned alike."""
         storage, target = self.storage, device_of(device)
-        shards = storage.shards
-        if dtype != self.base.dtype or self.views:
-            shards = shards_of(self.shape, dtype, storage.ranks.shards, storage.config, shards.owner)
+        shards, shape = storage.shards, self.shape if value is None else value.shape
+        if dtype != self.base.dtype or self.views or value is not None:
+            shards = shards_of(shape, dtype, storage.ranks.shards, storage.config, shards.owner)
         twin = TensorStorage(
             storage.tiers,
             storage.tier,
             storage.config,
-            self.numel(),
+            shape.numel(),
             dtype,
             target,
             storage.ranks,
             storage.partitioned,
             shards,
         )
-        twin.set(self._gather())
+        twin.set(self._gather() if value is None else value)
         twin.agreed, twin.unreduced, twin.part_of = storage.agreed, storage.unreduced, storage.part_of
-        return StoredTensor.of(twin, self.shape, target.torch_device)
+        return StoredTensor.of(twin, shape, target.torch_device)
 
 
 _take_gradient: Callable[[StoredTensor], None]
@@ -599,6 +622,15 @@ def _gather_kernel(token: torch.Tensor, shape: list[int], dtype: torch.dtype, de
 
 
 ops.implement_gather(_gather_kernel)
+
+
+def take_implementation(tensor: torch.Tensor, twin: StoredTensor) -> None:
+    """Give the object `tensor` the implementation, class and attributes of `twin`, which nothing else may use."""
+    torch._C._swap_tensor_impl(tensor, twin)
+    tensor.__class__ = StoredTensor
+    tensor.__dict__.update(twin.__dict__)
+    tensor._expects_gradient = False  # autograd doesn't know the hooks of this implementation yet
+    tensor.expect_gradient()
 
 
 def as_parameter(tensor: torch.Tensor) -> torch.Tensor:
