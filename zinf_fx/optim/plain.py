@@ -57,7 +57,9 @@ class PlainSteps:
 
     def begin(self, optimizer: Optimizer) -> None:
         """A step begins. Raises: OptimizerError for a class that can't be streamed, or after a torn step."""
-        if self._consumed:  # the last step ended in the class's own code, after these had been stepped
+        if self._consumed and all(parameter.grad is None for parameter in self._consumed):
+            return  # they are stepped: this is `super().step()`, or what is left after an error
+        if self._consumed:  # the last step ended in the class's own code, and new gradients have come
             stepped = tuple(f"a parameter of shape {tuple(p.shape)}" for p in self._consumed)
             self._streamed.torn = TornStep("while ordinary parameters were stepped", stepped, (), ())
             self._give_back()
