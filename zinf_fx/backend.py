@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
-import zinf_fx.optim  # noqa: F401  (registers what stored parameters need in any optimizer)
+import zinf_fx.optim
 import zinf_fx.runtime.replacement  # noqa: F401  (registers what takes the place of stored parameters)
 from zinf_fx.capture import Capture, input_names
 from zinf_fx.config import PRESETS, Config
