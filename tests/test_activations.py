@@ -9,6 +9,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from gpt import GPT, GPTConfig
 
 CONFIG = GPTConfig(layers=4, hidden=64, heads=4, context=64, vocabulary=128)
-STEPS = 6
+STEPS = 4
 
 
 @pytest.fixture(autouse=True)
@@ -73,23 +74,25 @@ def left(plan: Plan) -> int:
 
 
 POLICIES: dict[str, dict[str, object]] = {
-    "all to disk": {"placement": "nvme", "activations": "offload"},
     "all to host memory": {"placement": "infinity-cpu", "activations": "offload"},
     "from resident states": {"placement": placed("nvme", "device"), "activations": "keep"},
     "checkpoints to disk": {"placement": placed("nvme"), "activations": "recompute"},
-    "a checkpoint for every layer": {"placement": "nvme", "activations": 1},
     "a checkpoint for every other layer, on the host": {"placement": placed("host"), "activations": 2},
     "chosen, little room": {"placement": "nvme", "activations": "auto", "device_memory": "2MiB", "tile": None},
-    "chosen, more room": {"placement": "nvme", "activations": "auto", "device_memory": "4MiB", "tile": None},
     "all to disk, a host budget": {"placement": "nvme", "activations": "offload", "host_memory": "16MiB"},
     "all to disk, no prefetch": {"placement": "nvme", "activations": "offload", "prefetch": None},
 }
 
 
+@cache
+def plainly_trained() -> tuple[GPT, list[float]]:
+    plain = build()
+    return plain, train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_training_is_bitwise_that_of_plain_pytorch(tmp_path: Path, name: str) -> None:
-    plain = build()
-    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
+    plain, expected = plainly_trained()
     model = zinf_fx.offload(build(), store=tmp_path, **POLICIES[name])
     losses = train(torch.compile(model, backend="zinf"), zinf_fx.optim.AdamW(model.parameters(), lr=1e-2))
     assert losses == expected
@@ -103,9 +106,9 @@ def test_less_room_keeps_less() -> None:
         return plan.kept
 
     everything = kept()
-    assert everything == kept(activations="auto") == kept(activations="auto", device_memory="1GiB")
-    choices = [kept(activations="auto", device_memory=f"{size}KiB") for size in (5000, 4000, 3000, 2000)]
-    assert everything > choices[0] > choices[1] > choices[2] > choices[3]
+    assert everything == kept(activations="auto", device_memory="1GiB")
+    choices = [kept(activations="auto", device_memory=f"{size}KiB") for size in (5000, 3500, 2000)]
+    assert everything > choices[0] > choices[1] > choices[2]
     assert kept(activations="offload") < kept(activations=1) < kept(activations=2) < everything
 
 
@@ -276,8 +279,7 @@ by_columns.register_fake(torch.empty_like)
 by_columns.register_autograd(lambda ctx, grad: grad.clone())
 
 
-@pytest.mark.parametrize(("build", "tolerance"), [(Rotary, 0.0), (Columns, 1e-5)])
-@pytest.mark.parametrize("tier", ["host", "nvme"])
+@pytest.mark.parametrize(("build", "tolerance", "tier"), [(Rotary, 0.0, "nvme"), (Columns, 1e-5, "host")])
 def test_what_comes_back_is_what_left_however_it_lay(
     tmp_path: Path, build: type[nn.Module], tolerance: float, tier: str
 ) -> None:

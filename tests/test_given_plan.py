@@ -69,20 +69,17 @@ def no_planning() -> mock._patch:
 
 
 OPTIONS = {
-    "nvme": {"placement": "nvme"},
     "no prefetch": {"placement": "infinity-nvme", "prefetch": None, "residency": False},
-    "tiled": {"placement": "infinity-nvme", "tile": "16KiB"},
     "tiled to a budget": {"placement": "nvme", "device_memory": "1200KiB", "activations": "recompute"},
     "host memory": {"placement": "nvme", "host_memory": "3MiB", "chunk": "64KiB"},
     "offloaded": {"placement": "infinity-nvme", "activations": "offload"},
-    "every second layer": {"placement": "infinity-nvme", "activations": 2},
     "chosen": {"placement": "nvme", "activations": "auto", "device_memory": "1MiB"},
 }
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_plan_from_a_file_trains_bitwise_as_planning_does(tmp_path: Path, name: str):
-    dtype = torch.float32 if name in ("nvme", "offloaded") else torch.bfloat16
+    dtype = torch.float32 if name in ("no prefetch", "offloaded") else torch.bfloat16
     plan = zinf_fx.export_plan(gpt(dtype, "meta"), batch(device="meta"), **OPTIONS[name])
     plan.save(tmp_path / "plan.json")
     results = []

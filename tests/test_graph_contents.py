@@ -27,8 +27,7 @@ class Mixed(nn.Module):
         return self.two(nn.functional.dropout(self.norm(self.one(x)), 0.3, self.training)).square().sum()
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize(("activations", "autocast"), [("keep", True), ("recompute", False)])
 def test_buffers_dropout_and_autocast(tmp_path: Path, activations: str, autocast: bool) -> None:
     torch.manual_seed(0)
     plain = Mixed()

@@ -62,9 +62,16 @@ def an_error_in_backward(call: Call, batches: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    "disorder", [two_forwards, evaluation_between, accumulation, a_forward_in_vain, an_error_in_backward]
+    ("disorder", "budget"),
+    [
+        (two_forwards, None),
+        (two_forwards, "20KiB"),
+        (evaluation_between, "20KiB"),
+        (accumulation, None),
+        (a_forward_in_vain, "20KiB"),
+        (an_error_in_backward, None),
+    ],
 )
-@pytest.mark.parametrize("budget", [None, "20KiB"])
 def test_disorder_changes_no_value_and_passes(
     tmp_path: Path, disorder: Callable[[Call, list[Tensor]], None], budget: str | None
 ) -> None:

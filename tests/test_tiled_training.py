@@ -70,9 +70,20 @@ def train(call: Callable, batch: Callable, optimizer: torch.optim.Optimizer, acc
     return losses
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("placement", ["device", "host", "nvme", "infinity-nvme"])
-@pytest.mark.parametrize("name", MODELS)
+# Every model with one and with two micro-batches, and with several placements, each of which comes with both.
+RUNS = [
+    ("linears", "device", 1),
+    ("linears", "nvme", 2),
+    ("gpt", "host", 2),
+    ("gpt", "infinity-nvme", 1),
+    ("tied gpt", "device", 2),
+    ("tied gpt", "host", 1),
+    ("tied gpt", "nvme", 1),
+    ("tied gpt", "infinity-nvme", 2),
+]
+
+
+@pytest.mark.parametrize(("name", "placement", "accumulate"), RUNS)
 def test_equals_untiled(tmp_path: Path, name: str, placement: str, accumulate: int) -> None:
     plain, batch = build(name)
     expected = train(plain, batch, torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=EPSILON), accumulate)
@@ -85,7 +96,7 @@ def test_equals_untiled(tmp_path: Path, name: str, placement: str, accumulate: i
         torch.testing.assert_close(ours.full_tensor(), theirs.detach(), rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 16])
+@pytest.mark.parametrize("count", [1, 3, 16])
 def test_any_number_of_tiles(tmp_path: Path, count: int) -> None:
     plain, batch = build("linears")
     x, target = batch()

@@ -107,17 +107,16 @@ def test_json_of_plain_variants() -> None:
     assert len(results["eager"]["step"]) == 2
 
 
-def test_table_of_plain_variants() -> None:
-    done = run("--variants", "eager")
-    assert done.returncode == 0, done.stderr
-    assert "GPT 1 x 16" in done.stdout
-    assert done.stdout.splitlines()[-2].startswith("eager")
+def test_table_of_plain_variants(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY_FLAGS, "--variants", "eager"]) == 0
+    printed = capsys.readouterr().out
+    assert "GPT 1 x 16" in printed
+    assert printed.splitlines()[-2].startswith("eager")
 
 
-def test_a_variant_that_fails_is_named() -> None:
-    done = run("--variants", "zinf", "--placement", "moon")
-    assert done.returncode == 1
-    assert "variant zinf ended with status 1" in done.stderr
+def test_a_variant_that_fails_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY_FLAGS, "--variants", "zinf", "--placement", "moon"]) == 1
+    assert "variant zinf ended with status 1" in capsys.readouterr().err
 
 
 @pytest.mark.slow

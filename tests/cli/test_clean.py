@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked import run
 
 from zinf_fx.cli import main
 from zinf_fx.runtime.store import Store
@@ -16,8 +15,7 @@ def abandon(directory: Path) -> Path:
     """The scratch directory of a job that died."""
     program = "import os, sys; from zinf_fx.runtime.store import Store; s = Store(sys.argv[1]); print(s.path.parent)"
     program += "; sys.stdout.flush(); os._exit(1)"
-    dead = subprocess.run([sys.executable, "-c", program, str(directory)], capture_output=True, text=True, timeout=60)
-    path = Path(dead.stdout.strip())
+    path = Path(run(program, directory).stdout.strip())
     assert path.parent == directory and path.is_dir()
     return path
 

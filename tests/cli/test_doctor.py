@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import run
 
 from zinf_fx.cli import main
 from zinf_fx.runtime import diagnose as module
@@ -123,7 +124,7 @@ def test_orphans(store: Path):
         "import os, sys, signal\nfrom zinf_fx.runtime.scratch import Scratch\nfrom pathlib import Path\n"
         "kept = Scratch(Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    subprocess.run([sys.executable, "-c", program, store])
+    run(program, store)
     assert len(list(store.iterdir())) == 1
     assert found(store, "orphans").mend == f"zinf-fx clean {store}"
     assert len(list(store.iterdir())) == 1, "doctor removes nothing"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -251,11 +250,3 @@ def test_a_refused_budget_is_printed_as_the_table_that_it_is(capsys: pytest.Capt
     option = lines[lines.index("To fit:") + 1].strip()
     assert re.fullmatch(r'device_memory="\d+B"', option)
     assert main([*command, option.split('"')[1]]) == 0
-
-
-def test_python_m_and_a_closed_pipe(targets: Path):
-    command = f"{sys.executable} -m zinf_fx show-schedule {targets}:small --placement=nvme"
-    whole = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
-    assert whole.returncode == 0 and "\x1b" not in whole.stdout and "FORWARD" in whole.stdout, whole.stderr
-    head = subprocess.run(f"{command} | head -1", shell=True, capture_output=True, text=True, timeout=120)
-    assert head.stdout.startswith("Plan of a training step") and head.stderr == ""

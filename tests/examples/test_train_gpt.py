@@ -4,6 +4,7 @@ import argparse
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,11 +28,16 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def train(*arguments: str) -> str:
-    command = [sys.executable, train_gpt.__file__, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def train(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What a run prints."""
+
+    def run(*arguments: str) -> str:
+        torch._dynamo.reset()
+        assert train_gpt.main(arguments) == 0
+        return capsys.readouterr().out
+
+    return run
 
 
 class TestCorpus:
@@ -209,9 +215,15 @@ def test_flags_are_refused(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_plain_run(dtype: str, text: Path) -> None:
-    output = train("--plain", "--text", str(text), "--dtype", dtype, "--accumulate", "2", *TINY_FLAGS)
+def as_a_program(*arguments: str) -> str:
+    command = [sys.executable, train_gpt.__file__, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
+
+
+@pytest.mark.parametrize(("dtype", "in_process"), [("float32", False), ("bfloat16", True)])
+def test_plain_run(dtype: str, in_process: bool, text: Path, train: Callable[..., str]) -> None:
+    run = train if in_process else as_a_program
+    output = run("--plain", "--text", str(text), "--dtype", dtype, "--accumulate", "2", *TINY_FLAGS)
     assert "1,980 bytes to train on, 220 held out" in output
     assert "step 2/2  loss 5." in output
     assert "step 1: held-out loss 5." in output
@@ -225,7 +237,9 @@ def losses(output: str) -> list[str]:
 
 
 @pytest.mark.parametrize("placement", ["device", "host", "infinity-nvme"])
-def test_zinf_run_has_the_losses_of_the_plain_run(placement: str, text: Path, tmp_path: Path) -> None:
+def test_zinf_run_has_the_losses_of_the_plain_run(
+    placement: str, text: Path, tmp_path: Path, train: Callable[..., str]
+) -> None:
     flags = ["--text", str(text), "--accumulate", "2", *TINY_FLAGS]
     through_zinf = train("--store", str(tmp_path), "--placement", placement, *flags)
     assert losses(through_zinf) == losses(train("--plain", *flags))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from capturing import Record, copy_context, copy_graph, train
+from capturing import Record, copy_graph, train
 from models import CASES, Expression, trained
 from reference import assert_same
 from torch import fx, nn
@@ -64,8 +64,8 @@ def test_a_bias_that_only_forward_uses_has_its_token_in_backward() -> None:
 def test_a_saved_weight_is_refused(what: str) -> None:
     """As it would be, were the gathers not tagged."""
     module, context, arguments = two_layers().joint
-    joint, context = fx.GraphModule(module, copy_graph(module.graph)), copy_context(context)
-    run_passes(joint.graph, context, [KeepActivations(), RecomputeGathers(), ReduceGradients()])
+    joint = fx.GraphModule(module, copy_graph(module.graph))
+    context = run_passes(joint.graph, context, [KeepActivations(), RecomputeGathers(), ReduceGradients()])
     for node in joint.graph.nodes:
         if node.target is ops.gather or (what == "t" and node.target is torch.ops.aten.t.default):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
@@ -75,7 +75,7 @@ def test_a_saved_weight_is_refused(what: str) -> None:
 
 def test_the_message_names_all_weights_of_a_fused_one() -> None:
     module, context, arguments = trained("concatenated_weights").joint
-    joint, context = fx.GraphModule(module, copy_graph(module.graph)), copy_context(context)
-    run_passes(joint.graph, context, [KeepActivations(), ReduceGradients()])
+    joint = fx.GraphModule(module, copy_graph(module.graph))
+    context = run_passes(joint.graph, context, [KeepActivations(), ReduceGradients()])
     with pytest.raises(PlanError, match=r"the value of 'q\.weight' and 'k\.weight' for backward"):
         partition(joint, [], context, **arguments)

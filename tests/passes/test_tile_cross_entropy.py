@@ -163,8 +163,7 @@ def test_golden() -> None:
     )
 
 
-@pytest.mark.parametrize("tiles", [2, 3, 7])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(("reduction", "tiles"), [("mean", 2), ("mean", 7), ("sum", 3), ("none", 7)])
 def test_numerics(reduction: str, tiles: int) -> None:
     record = assert_trains_like_eager(head(reduction), *batch(), config=config(tiles))
     assert not whole_logits(record)

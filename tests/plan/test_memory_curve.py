@@ -72,8 +72,10 @@ def test_what_the_arena_holds_from_event_to_event():
     assert arena_by_operator(plan, graph) == [MIB, 3 * MIB, 2 * MIB, 2 * MIB, 2 * MIB, 2 * MIB]
 
 
-@pytest.mark.parametrize("placement", ["nvme", "infinity-nvme", "infinity-cpu", "zero-offload"])
-@pytest.mark.parametrize("prefetch", [None, (1, 2, 3)])
+@pytest.mark.parametrize(
+    ("placement", "prefetch"),
+    [("nvme", None), ("nvme", (1, 2, 3)), ("infinity-nvme", (1, 2, 3)), ("infinity-cpu", None), ("zero-offload", None)],
+)
 def test_the_curves_have_the_peaks_of_the_tables(placement: str, prefetch: tuple[int, ...] | None):
     plan = plan_of(9, placement=placement, prefetch=prefetch)
     uses = {use.phase: use.total for use in host_arena(plan)}

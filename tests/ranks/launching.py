@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import multiprocessing
 import os
 import tempfile
 import traceback
@@ -13,8 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-# By the process that all ranks of all tests are forked from: importing these takes longer than most tests.
-_IMPORTED_ONCE = ["torch", "torch.distributed", "torch._dynamo", "zinf_fx", "zinf_fx.capture"]
+from forked import forkserver
 
 
 def on_ranks(
@@ -24,8 +22,7 @@ def on_ranks(
 
     Raises: AssertionError with the traceback of failures, or for scratch that a rank left behind in its store.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED_ONCE)
+    context = forkserver()
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(size):

@@ -7,6 +7,8 @@ import gc
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -76,11 +78,19 @@ def assert_equal(model: GPT, plain: GPT) -> None:
         assert torch.equal(p.full_tensor(), q), name
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+@cache
+def plainly_trained(accumulate: int) -> tuple[GPT, list[float]]:
+    plain = build()
+    return plain, train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True), accumulate)
+
+
+# One after the other with two micro-batches and with one, so that every tier of gradients comes with both.
+@pytest.mark.parametrize(
+    ("placement", "accumulate"), list(zip(PLACEMENTS.values(), cycle([2, 1]), strict=False)), ids=PLACEMENTS
+)
 def test_training(tmp_path: Path, device: LateDevice, placement: object, accumulate: int) -> None:
-    plain, model = build(), zinf_fx.offload(build(), store=tmp_path, placement=placement)
-    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True), accumulate)
+    model = zinf_fx.offload(build(), store=tmp_path, placement=placement)
+    plain, expected = plainly_trained(accumulate)
     call = torch.compile(model, backend="zinf")
     assert train(call, zinf_fx.optim.AdamW(model.parameters(), lr=1e-2), accumulate) == expected
     assert_equal(model, plain)
@@ -89,10 +99,11 @@ def test_training(tmp_path: Path, device: LateDevice, placement: object, accumul
     assert bool(zinf_fx.stats(model).peak_device_arena_bytes) != in_place
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
-def test_training_with_a_plain_optimizer(tmp_path: Path, placement: object) -> None:
-    plain, model = build(), zinf_fx.offload(build(), store=tmp_path, placement=placement)
-    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
+@pytest.mark.parametrize("name", ["device", "infinity-nvme", "zero-offload", "updated there from memory"])
+def test_training_with_a_plain_optimizer(tmp_path: Path, name: str) -> None:
+    """Its states on each tier, updated on the CPU and on the device."""
+    model = zinf_fx.offload(build(), store=tmp_path, placement=PLACEMENTS[name])
+    plain, expected = plainly_trained(1)
     call = torch.compile(model, backend="zinf")
     assert train(call, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)) == expected
     assert_equal(model, plain)
@@ -119,17 +130,17 @@ def test_training_in_bf16(tmp_path: Path, placement: str) -> None:
     assert_equal(model, plain)
 
 
+@pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_tiles_and_no_prefetch(tmp_path: Path, tier: str) -> None:
-    plain = build()
-    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True), 2)
+    _, expected = plainly_trained(2)
     model = zinf_fx.offload(build(), store=tmp_path, placement=tier, tile=2500, prefetch=None)
     losses = train(torch.compile(model, backend="zinf"), zinf_fx.optim.AdamW(model.parameters(), lr=1e-2), 2)
     assert losses == pytest.approx(expected, rel=1e-3)
 
 
 def test_without_a_compiler(tmp_path: Path, tier: str) -> None:
-    plain, model = build(), zinf_fx.offload(build(), store=tmp_path, placement=tier)
-    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True), 2)
+    model = zinf_fx.offload(build(), store=tmp_path, placement=tier)
+    plain, expected = plainly_trained(2)
     assert train(model, zinf_fx.optim.AdamW(model.parameters(), lr=1e-2), 2) == expected
     assert_equal(model, plain)
 
@@ -152,6 +163,7 @@ def test_copies_and_writes(tmp_path: Path, tier: str) -> None:
     assert_equal(model.to(torch.bfloat16), plain.to(torch.bfloat16))
 
 
+@pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_nothing_is_left_behind(tmp_path: Path, tier: str) -> None:
     model = zinf_fx.offload(build(), store=tmp_path, placement=tier)
     tiers = model.head.weight.storage.tiers

@@ -5,16 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 
+from zinf_fx.cli import main
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import inject_setup_fault, provider_names
 from zinf_fx.runtime.buffers import aligned_empty
@@ -214,35 +215,35 @@ def test_one_ticket_while_64_others_are_queued(store: Store):
 
 
 TRAIN = """
-import resource, sys, torch, zinf_fx
-limit = int(sys.argv[2])
+import resource, sys, time, torch, zinf_fx
+limit, width, pause = int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
 if limit:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(4)])  # 16 MiB, and 32 MiB of Adam's moments
+model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(4)])
 model = zinf_fx.offload(model, store=sys.argv[1], placement="infinity-nvme")
 print("offloaded", flush=True)
 optimizer = zinf_fx.optim.AdamW(model.parameters())
 compiled = torch.compile(model, backend="zinf")
 while True:
     print("step", flush=True)
-    compiled(torch.ones(2, 1024)).sum().backward()
+    compiled(torch.ones(2, width)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
+    time.sleep(pause)
 """
 
 
-def train(store: Path, limit: int = 0) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", TRAIN, store, str(limit)], capture_output=True, text=True, timeout=120)
+def train(store: Path, limit: int = 0) -> forked.Ended:
+    return forked.run(TRAIN, store, limit, 1024, 0)  # 16 MiB, and 32 MiB of Adam's moments
 
 
-def last_line(done: subprocess.CompletedProcess[str]) -> str:
+def last_line(done: forked.Ended) -> str:
     return done.stderr.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize(("limit", "output"), [(8 << 20, ""), (24 << 20, "offloaded\n")])
-def test_a_limit_on_file_sizes_stops_a_training_before_its_first_step(tmp_path: Path, limit: int, output: str):
-    done = train(tmp_path, limit)
-    assert done.returncode == 1 and done.stdout == output
+def test_a_limit_on_file_sizes_stops_a_training_before_its_first_step(tmp_path: Path):
+    done = train(tmp_path, 24 << 20)
+    assert done.returncode == 1 and done.stdout == "offloaded\n"
     message = last_line(done)
     said = (
         "StoreError: store allocate failed",
@@ -304,37 +305,34 @@ def test_a_store_that_fills_a_small_disk_to_the_brim_keeps_its_promise(small_dis
             assert back.equal(data[: extent.nbytes])
 
 
-def start_training(store: Path) -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", TRAIN, store, "0"], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
+def start_training(store: Path) -> forked.Running:
+    process = forked.Running(TRAIN, store, 0, 64, 0.02)
     for line in process.stdout:
         if line == "step\n":
             return process
     raise AssertionError("the training ended before its first step")
 
 
-def steps_go_on(process: subprocess.Popen[str]) -> bool:
-    assert process.stdout is not None
+def steps_go_on(process: forked.Running) -> bool:
     return all(process.stdout.readline() == "step\n" for _ in range(3))
 
 
-def test_a_killed_training_leaves_an_orphan_that_clean_removes_beside_a_second_one(tmp_path: Path):
+def test_a_killed_training_leaves_an_orphan_that_clean_removes_beside_a_second_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     killed, other = start_training(tmp_path), start_training(tmp_path)
     try:
         assert steps_go_on(killed) and steps_go_on(other)
-        killed.send_signal(signal.SIGKILL)
-        killed.wait()
+        killed.kill()
         (orphan,) = tmp_path.glob(f"zinf-scratch-{killed.pid}-*")
         (alive,) = tmp_path.glob(f"zinf-scratch-{other.pid}-*")
-        command = [sys.executable, "-m", "zinf_fx", "clean", str(tmp_path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert done.stdout == f"removed  {orphan}\nin use   {alive}\n", done.stderr
+        assert main(["clean", str(tmp_path)]) == 0
+        assert capsys.readouterr().out == f"removed  {orphan}\nin use   {alive}\n"
         assert list(tmp_path.iterdir()) == [alive]
-        assert steps_go_on(other) and other.poll() is None
+        assert steps_go_on(other) and other.process.is_alive()
     finally:
-        for process in (killed, other):
-            process.kill()
-            process.communicate()
+        killed.kill()
+        other.kill()
 
 
 def test_without_libaio(tmp_path: Path):
