@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -197,3 +198,76 @@ def test_a_parameter_that_cant_be_stored_is_named(tmp_path):
         torch.compile(model, backend="zinf", options={"placement": "nvme", "store": tmp_path})(torch.randn(2, 8))
     assert "parameter '2.weight' has a gradient of layout" in str(cause(raised.value, StoredTensorError))
     assert all(type(p) is torch.nn.Parameter for p in model.parameters())
+
+
+def trained_alike(model: torch.nn.Module, call: Callable, plain: torch.nn.Module, *shape: int) -> bool:
+    """Whether gradients are equal in two steps."""
+    for _ in range(2):
+        x = torch.randn(shape)
+        for one in (call, plain):
+            one(x).square().sum().backward()
+        if not gradients_equal(model, plain):
+            return False
+        model.zero_grad()
+        plain.zero_grad()
+    return True
+
+
+class Recurrent(torch.nn.Module):
+    """A layer that Dynamo captures, and one that it doesn't; a layer that isn't called."""
+
+    def __init__(self, kind: type[torch.nn.Module]) -> None:
+        super().__init__()
+        self.first, self.recurrent = torch.nn.Linear(8, 8), kind(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.recurrent(self.first(x).tanh())[0]
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_recurrent_layers_are_stored_after_the_first_call(tmp_path, kind):
+    model = Recurrent(kind)
+    plain = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="zinf", options={"placement": "nvme", "store": tmp_path})
+    assert trained_alike(model, compiled, plain, 3, 2, 8)
+    assert all(isinstance(p, StoredTensor) for p in model.parameters())
+
+
+def test_a_model_of_which_nothing_is_captured_is_stored_and_a_warning_says_why(tmp_path, caplog):
+    model = torch.nn.LSTM(8, 8)
+    plain = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="zinf", options={"placement": "nvme", "store": tmp_path})
+    for step in range(2):
+        x = torch.randn(3, 2, 8)
+        for one in (compiled, plain):
+            one(x)[0].square().sum().backward()
+        assert gradients_equal(model, plain), f"step {step}"
+        model.zero_grad()
+        plain.zero_grad()
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "zinf_fx"]
+    assert warning.startswith("Dynamo captured nothing of LSTM that uses a parameter. Its 4 parameters, 2.2 KiB, are")
+
+
+def test_without_options_what_fits_and_isnt_captured_stays_resident(caplog):
+    model = torch.nn.LSTM(8, 8)
+    torch.compile(model, backend="zinf")(torch.randn(3, 2, 8))
+    assert all(type(p) is torch.nn.Parameter for p in model.parameters())
+    assert not [record for record in caplog.records if record.name == "zinf_fx"]
+
+
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_models_past_dynamos_recompile_limit_are_stored(tmp_path):
+    for width in (8, 16):
+        model = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Linear(width, 4))
+        plain = copy.deepcopy(model)
+        compiled = torch.compile(model, backend="zinf", options={"placement": "nvme", "store": tmp_path})
+        assert trained_alike(model, compiled, plain, 2, 8)
+        assert all(isinstance(p, StoredTensor) for p in model.parameters()), f"width {width}"
+
+
+def test_modules_of_other_backends_are_left_alone(caplog):
+    model = torch.nn.LSTM(8, 8)
+    torch.compile(mlp(), backend="zinf")
+    torch.compile(model, backend="eager", options={})(torch.randn(3, 2, 8))
+    assert all(type(p) is torch.nn.Parameter for p in model.parameters())
+    assert not [record for record in caplog.records if record.name == "zinf_fx"]

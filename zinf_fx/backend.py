@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 import zinf_fx.optim
 import zinf_fx.runtime.replacement  # noqa: F401  (registers what takes the place of stored parameters)
 from zinf_fx.capture import Capture, input_names
+from zinf_fx.compiled_modules import when_first_called
 from zinf_fx.config import PRESETS, Config
 from zinf_fx.errors import ConfigError
 from zinf_fx.given_plan import check_offloaded, options_with, plans_given
@@ -19,10 +24,14 @@ from zinf_fx.placement import at_first_call
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.sharding import Groups
 from zinf_fx.runtime.abstract import abstract_inputs
+from zinf_fx.runtime.auto_placement import by_rule_here
 from zinf_fx.runtime.local_parameter import stored_parameter
-from zinf_fx.runtime.offload import decided, is_ordinary, offload_parameters
+from zinf_fx.runtime.offload import decided, is_ordinary, note_staying, offload, offload_parameters
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.stored_tensor import StoredTensor
+from zinf_fx.sizes import in_words
+
+log = logging.getLogger("zinf_fx")
 
 # Options that the stored states of a model were made with: they can't be others for one of its graphs.
 _OF_STATES = (
@@ -56,7 +65,7 @@ def zinf(
     options = options_with(plans, options)
     requested = Config.of(None, options)
     plain = [value for value in inputs if is_ordinary(value)]
-    if plain:
+    if not _in_ddp(requested) and plain:
         _check_ranks_are_given(requested, plain)
         config = decided(requested, plain, lambda ranked: at_first_call(module, inputs, ranked, plain))
         many = Ranks.of(config).size > 1  # whose gradients are to be reduced
@@ -109,6 +118,7 @@ def _offloaded(
     names = input_names(module)
     capture = Capture(module, abstract_inputs(inputs, config, names), config, plans, seen=inputs)
     compiled = capture.compile()
+    note_staying(dict(zip(names, inputs, strict=True)))
     leaving: dict[str, torch.nn.Parameter] = {}
     for number, (name, value) in enumerate(zip(names, inputs, strict=True)):
         if is_ordinary(value):
@@ -116,3 +126,69 @@ def _offloaded(
     offload_parameters(leaving, config)
     capture.reserve(inputs)
     return compiled
+
+
+def _store_the_rest(model: torch.nn.Module, backend: object) -> None:
+    """After the first call of a compiled model: store what no graph of it uses, as the same options say.
+
+    Dynamo hands over no graph of recurrent layers, of the ninth model of a class with other shapes (its recompile
+    limit), and of what the call didn't reach. Such code gathers each stored parameter where it uses it.
+    """
+    if getattr(backend, "compiler_fn", backend) is not zinf:
+        return
+    present = dict(model.named_parameters())
+    rest = {name: one for name, one in present.items() if is_ordinary(one) and not is_lazy(one) and not one.is_meta}
+    if not rest:
+        return
+    options = dict(getattr(backend, "kwargs", {}).get("options") or {})
+    plans = plans_given(options.pop("plan", None))
+    config = Config.of(None, options_with(plans, options))
+    if _in_ddp(config, model):
+        return
+    ranks, parameters = Ranks.of(config), list(rest.values())
+    if config.placement == "auto" and ranks.size == 1:
+        alone = by_rule_here(config, parameters, ranks.groups, "no captured graph uses them")
+        if alone.nothing_moves:
+            return
+    nbytes = in_words(sum(parameter.nbytes for parameter in parameters))
+    stored = next((p for p in map(stored_parameter, present.values()) if p is not None), None)
+    if stored is not None:
+        offload_parameters(rest, stored.base.config)
+        log.info(
+            "%d parameters, %s, that no captured graph uses are stored too: %s", len(rest), nbytes, ", ".join(rest)
+        )
+        return
+    offload(model, config)
+    log.warning(
+        "Dynamo captured nothing of %s that uses a parameter. Its %d parameters, %s, are stored, and each operation "
+        "gathers those it uses, without a plan. TORCH_LOGS=graph_breaks,recompiles shows why: recurrent layers are "
+        "never captured, and of one class of models only torch._dynamo.config.recompile_limit with different shapes",
+        type(model).__name__,
+        len(rest),
+        nbytes,
+    )
+
+
+def _in_ddp(requested: Config, model: torch.nn.Module | None = None) -> bool:
+    """Whether `model`, or what is running, is trained by DistributedDataParallel, so that nothing may leave.
+
+    Raises: ConfigError where a placement was asked for all the same.
+    """
+    wrapper = model if isinstance(model, DistributedDataParallel) else DistributedDataParallel._get_active_ddp_module()
+    if wrapper is None:
+        return False
+    parameters = [parameter for parameter in wrapper.parameters() if parameter.requires_grad and is_ordinary(parameter)]
+    if not parameters:
+        return False
+    nbytes = in_words(sum(parameter.nbytes for parameter in parameters))
+    message = (
+        f"the model is wrapped in DistributedDataParallel, which reduces the gradients of {len(parameters)} "
+        f"parameters, {nbytes}, and needs them in memory: compile the model itself, zinf reduces over all ranks"
+    )
+    if requested.placement != "auto":
+        raise ConfigError(f"{message}. Nothing was moved; asked for was placement={requested.placement}")
+    warnings.warn(f"{message}. Nothing is moved", stacklevel=2)
+    return True
+
+
+when_first_called(_store_the_rest)

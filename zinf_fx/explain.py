@@ -31,7 +31,7 @@ from zinf_fx.plan.sharding import Groups
 from zinf_fx.plan.table import render
 from zinf_fx.runtime.abstract import abstract_parameter
 from zinf_fx.runtime.local_parameter import stored_parameter
-from zinf_fx.runtime.offload import decided
+from zinf_fx.runtime.offload import decided, stays
 from zinf_fx.runtime.tensor_parallel import with_ranks
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def plan_model(
                 "(TORCH_LOGS=graph_breaks shows where)"
             ) from error
         if decides:
-            parameters = list(model.parameters())
+            parameters = [parameter for parameter in model.parameters() if not stays(parameter)]
             planning = Planning(*decided_for(planner.captures, parameters, in_force, groups, hardware))
         else:
             planning = Planning(None, moving(capture.planned() for capture in planner.captures))

@@ -481,3 +481,27 @@ def test_space_for_gradients_is_reserved_before_the_first_step(tmp_path):
         model(torch.randn(2, 256)).sum().backward()
         assert store.in_use == reserved
         model.zero_grad()
+
+
+CONTRADICTIONS = {
+    "placement": ({"placement": "host"}, {"placement": "device"}, "placement=.* parameter 'weight' was offloaded with"),
+    "config": ({"placement": "host"}, {"config": zinf_fx.Config(placement="device")}, "placement="),
+    "another option": ({"placement": "host"}, {"prefetch": None}, "prefetch=None"),
+}
+
+
+@pytest.mark.parametrize(("first", "second", "message"), CONTRADICTIONS.values(), ids=CONTRADICTIONS)
+def test_another_offload_with_other_options_is_refused(first, second, message):
+    model = zinf_fx.offload(torch.nn.Linear(4, 4), **first)
+    with pytest.raises(ConfigError, match=message):
+        zinf_fx.offload(model, **second)
+    assert model.weight.base.tier == "host"
+
+
+def test_another_offload_with_the_same_options_moves_what_is_new():
+    model = torch.nn.Sequential(zinf_fx.offload(torch.nn.Linear(4, 4), placement="host"))
+    model.append(torch.nn.Linear(4, 4))
+    stored = model[0].weight.storage
+    for options in ({"placement": "host"}, {}):
+        zinf_fx.offload(model, **options)
+        assert model[0].weight.storage is stored and model[1].weight.base.tier == "host"

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from zinf_fx.config import Config
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.runtime.local_parameter import LocalParameter, distributed_as, local_part, stored_parameter
-from zinf_fx.runtime.offload import check_storable, is_ordinary
+from zinf_fx.runtime.offload import check_storable, is_ordinary, stays
 from zinf_fx.runtime.storage import TensorStorage
 from zinf_fx.runtime.stored_tensor import StoredTensor, as_parameter
 
@@ -18,8 +18,12 @@ from zinf_fx.runtime.stored_tensor import StoredTensor, as_parameter
 def abstract_parameter(parameter: torch.nn.Parameter, what: str, config: Config) -> torch.Tensor:
     """The parameter as it would be once it is offloaded: stored on the tier that the placement says.
 
-    `what` names it in errors. Raises: StoredTensorError for one that can't be stored.
+    One that offloading leaves in memory is itself. `what` names it in errors.
+
+    Raises: StoredTensorError for one that can't be stored.
     """
+    if stays(parameter):
+        return parameter
     tier = config.placement.parameters
     stored = stored_parameter(parameter)
     if stored is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +37,7 @@ from zinf_fx.runtime.tensor_parallel import (
     with_ranks,
 )
 from zinf_fx.runtime.tiers import Tiers
+from zinf_fx.sizes import in_words
 
 # Bytes of parameters that may have left before the memory that they took is given back to the system.
 _TRIM_EVERY = 64 << 20
@@ -50,18 +53,47 @@ def offload(model: torch.nn.Module, config: Config | None = None, **fields: obje
     Every parameter stays the same object, so optimizers and tied weights go on working. Buffers stay where they are.
     Gradients that exist move too, and hooks stay. Of many ranks, all get the parameters and buffers of the first.
 
-    Raises: ConfigError for bad options; StoreError when the store can't hold the parameters; StoredTensorError for a
-    parameter that can't be stored. The model is as before then.
+    Frozen parameters of classes of their own, such as quantised ones, stay where they are, and a warning says so.
+
+    Raises: ConfigError for bad options, and for others than those that a part of the model was offloaded with;
+    StoreError when the store can't hold the parameters; StoredTensorError for a parameter that can't be stored. The
+    model is as before then.
     """
+    given = _given(config, fields)
     config = Config.of(config, fields)
     check_not_sharded(model)
-    parameters = {name: p for name, p in model.named_parameters() if stored_parameter(p) is None}
+    present = dict(model.named_parameters())
+    for name, parameter in present.items():
+        if (stored := stored_parameter(parameter)) is not None:
+            _check_not_contradicted(config, given, stored.base.config, name)
+    note_staying(present)
+    parameters = {name: parameter for name, parameter in present.items() if is_ordinary(parameter)}
     config = decided(config, list(parameters.values()))
     offload_parameters(parameters, config)
     for name, buffer in model.named_buffers():
         if not buffer.is_meta:
             Ranks.of(config).broadcast(local_part(buffer), f"buffer '{name}'")
     return model
+
+
+def _given(config: Config | None, fields: Mapping[str, object]) -> set[str]:
+    """The names of the options that a caller chose: those given by name, and a `config`'s that differ from the
+    defaults."""
+    default, own = Config(), config or Config()
+    names = (field.name for field in dataclasses.fields(Config))
+    return {*fields, *(name for name in names if getattr(own, name) != getattr(default, name))}
+
+
+def _check_not_contradicted(config: Config, given: set[str], own: Config, name: str) -> None:
+    """Raises: ConfigError where a `given` option is another one than that which the parameter `name` was offloaded
+    with."""
+    for option in sorted(given):
+        asked, found = getattr(config, option), getattr(own, option)
+        if asked not in ("auto", found):
+            raise ConfigError(
+                f"offload() was asked for {option}={asked}, but parameter '{name}' was offloaded with {found}, and "
+                "what is stored keeps its options: give the same ones, or offload an ordinary model"
+            )
 
 
 @contextmanager
@@ -81,6 +113,7 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
     if config.placement.parameters == "nvme":
         _ = tiers.store  # a directory that can't be used shows before anything is built
     present: list[weakref.ref[torch.nn.Parameter]] = []  # those of `current` that have not left
+    staying: list[weakref.ref[torch.nn.Parameter]] = []
     current: weakref.ref[torch.nn.Module] | None = None
     freed = 0
 
@@ -106,6 +139,9 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
         nonlocal freed
         if stored_parameter(parameter) is not None or is_lazy(parameter) or parameter.is_meta:
             return
+        if stays(parameter):
+            staying.append(weakref.ref(parameter))
+            return
         check_storable(parameter, f"a parameter of shape {tuple(parameter.shape)}")
         check_ranks(config, [parameter])
         replace_in_place(parameter, _written(parameter, _reserved(parameter, tiers, config, owners)))
@@ -124,6 +160,8 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
         yield
         leave()
         tiers.drain()
+        left = [parameter for parameter in (ref() for ref in staying) if parameter is not None]
+        note_staying({f"number {n} of shape {tuple(one.shape)}": one for n, one in enumerate(left, start=1)})
     finally:
         if before is None:
             os.environ.pop(_LOADS_IN_TURN, None)
@@ -216,7 +254,36 @@ def _accumulate(parameter: StoredTensor, gradient: torch.Tensor) -> None:
 
 def is_ordinary(value: object) -> bool:
     """Whether this is a parameter that offloading would move."""
-    return isinstance(value, torch.nn.Parameter) and stored_parameter(value) is None
+    return isinstance(value, torch.nn.Parameter) and stored_parameter(value) is None and not stays(value)
+
+
+def stays(value: object) -> bool:
+    """Whether this is a parameter that offloading leaves where it is: a frozen one of a class of its own. Quantised
+    parameters are such, whose bytes say nothing without what the class knows about them."""
+    if not isinstance(value, torch.nn.Parameter) or isinstance(value, (StoredTensor, DTensor)):
+        return False
+    return type(value) is not torch.nn.Parameter and not value.requires_grad and not is_lazy(value)
+
+
+def note_staying(parameters: Mapping[str, object]) -> None:
+    """Warn of those that stay in memory, if any. Python shows a warning with the same text once."""
+    parameters = {name: parameter for name, parameter in parameters.items() if stays(parameter)}
+    if not parameters:
+        return
+    (name, parameter), *_ = parameters.items()
+    warnings.warn(
+        f"{len(parameters)} frozen parameter(s), {in_words(sum(map(_bytes_in_memory, parameters.values())))}, stay on "
+        f"their device and are in no plan, such as '{name}', a {type(parameter).__name__}: only plain nn.Parameter can "
+        "be stored. Leave room for them in device_memory, or offload the model before it is quantised",
+        stacklevel=3,
+    )
+
+
+def _bytes_in_memory(tensor: torch.Tensor) -> int:
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.nbytes
+    inner, _ = tensor.__tensor_flatten__()
+    return sum(_bytes_in_memory(getattr(tensor, name)) for name in inner)
 
 
 def check_storable(parameter: torch.Tensor, what: str) -> None:
@@ -231,7 +298,10 @@ def check_storable(parameter: torch.Tensor, what: str) -> None:
     if isinstance(parameter, DTensor):
         check_distributed(parameter, what)
     elif type(parameter) is not torch.nn.Parameter:
-        raise StoredTensorError(f"{what} is a {type(parameter).__name__}: only plain nn.Parameter can be stored")
+        raise StoredTensorError(
+            f"{what} is a {type(parameter).__name__} that is trained: only plain nn.Parameter can be stored. Freeze it "
+            "with requires_grad_(False), and it stays on its device"
+        )
     if parameter.grad is not None and parameter.grad.layout != torch.strided:
         raise StoredTensorError(
             f"{what} has a gradient of layout {parameter.grad.layout}: only strided ones can be stored; clear it first"

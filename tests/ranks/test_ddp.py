@@ -1,0 +1,48 @@
+"""A model wrapped in DistributedDataParallel, which needs all parameters in memory: refused, or left alone and said."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from launching import on_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+OPTIONS = {"placement": "host"}
+
+
+def wrapped(rank: int) -> tuple[list[str], list[str], bool]:
+    """The refusals of both ways to wrap a model; the warnings without options, and whether it then trained as DDP."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    refusals, x = [], torch.full((2, 8), 1.0 + rank)
+    for wrap in (
+        lambda: torch.compile(DistributedDataParallel(model), backend="zinf", options=OPTIONS),
+        lambda: DistributedDataParallel(torch.compile(model, backend="zinf", options=OPTIONS)),
+    ):
+        torch._dynamo.reset()
+        with pytest.raises(Exception) as raised:
+            wrap()(x)
+        refusals.append(str(raised.value))
+    torch._dynamo.reset()
+    expected = DistributedDataParallel(copy.deepcopy(model))
+    compiled = torch.compile(DistributedDataParallel(model), backend="zinf")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for call in (compiled, expected, compiled, expected):
+            call(x).square().sum().backward()
+    texts = [str(one.message) for one in caught if "DistributedDataParallel" in str(one.message)]
+    pairs = zip(model.parameters(), expected.parameters(), strict=True)
+    return refusals, texts, all(type(p) is nn.Parameter and torch.equal(p.grad, q.grad) for p, q in pairs)
+
+
+def test_models_in_distributed_data_parallel():
+    for refusals, texts, alike in on_ranks(2, wrapped):
+        for refusal in refusals:
+            assert "reduces the gradients of 4 parameters, 576 B, and needs them in memory" in refusal
+            assert "Nothing was moved; asked for was placement=" in refusal
+        assert len(texts) == 1 and texts[0].endswith("Nothing is moved")
+        assert alike
