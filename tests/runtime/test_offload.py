@@ -19,7 +19,7 @@ from torch import nn
 
 import zinf_fx
 from zinf_fx import Config, StoredTensor
-from zinf_fx.errors import ConfigError, OptimizerError, StoredTensorError, StoreError
+from zinf_fx.errors import ConfigError, StoredTensorError, StoreError
 from zinf_fx.runtime.store import Fault
 from zinf_fx.runtime.tiers import Tiers
 
@@ -230,11 +230,11 @@ def test_a_disk_slower_than_the_model_waits_for_room_in_memory(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_an_optimizer_that_does_not_stream_refuses_to_step(tmp_path, kind: type[torch.optim.Optimizer]):
+def test_a_plain_optimizer_made_before_steps_what_is_stored(tmp_path, kind: type[torch.optim.Optimizer]):
     plain, model = trained(), trained()
-    optimizer = kind(model.parameters(), lr=0.1)
+    optimizers = [kind(each.parameters(), lr=0.1) for each in (plain, model)]
     zinf_fx.offload(model, store=tmp_path, placement="nvme")
-    with pytest.raises(OptimizerError, match=f"use zinf_fx.optim.{kind.__name__}"):
+    for optimizer in optimizers:
         optimizer.step()
     check_equal(plain, model)
 
