@@ -54,8 +54,9 @@ NAMES: dict[str, str] = {
     "torch._dynamo.OptimizedModule": "compiled_modules.py waits for the first call of each",
     "torch._dynamo.eval_frame.innermost_backend": "compiled_modules.py asks which backend a module is compiled with",
     "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module": "backend.py refuses what DDP trains",
-    "torch._C._will_engine_execute_node": "runtime/executor.py asks whether backward is to accumulate a gradient",
-    "torch._C._current_graph_task_id": "runtime/executor.py asks whether backward is under way",
+    "torch._C._will_engine_execute_node": "runtime/accumulation.py asks whether backward is to accumulate a gradient",
+    "torch._C._current_autograd_node": "runtime/accumulation.py asks which node of the graph runs",
+    "torch._C._functions.AccumulateGrad": "runtime/accumulation.py finds the leaves behind a node",
     "torch.Tensor._use_count": "runtime/offload.py sees whether autograd has recorded a parameter",
     "torch._subclasses.fake_tensor.unset_fake_temporarily": "equal_values.py compares graphs while tensors are fake",
     "torch._guards.GuardSource.LOCAL": "capture.py tells what comes with a call from the model's buffers",
@@ -106,6 +107,39 @@ def test_swapping_implementations_keeps_the_object() -> None:
     reference = weakref.ref(one)
     torch._C._swap_tensor_impl(one, other)
     assert one.tolist() == [1, 1, 1] and other.tolist() == [0, 0] and reference() is one, _broken("_swap_tensor_impl")
+
+
+def test_the_node_that_runs_leads_to_the_leaves() -> None:
+    """runtime/accumulation.py: from the node of a function to its leaves, and from that of a leaf, while it adds."""
+    broken = _broken("the nodes of autograd's graph (runtime/accumulation.py)")
+    seen: list[torch.Tensor] = []
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, leaf: torch.Tensor) -> torch.Tensor:
+            return leaf * 2
+
+        @staticmethod
+        def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+            ((follower, _),) = torch._C._current_autograd_node().next_functions
+            assert isinstance(follower, torch._C._functions.AccumulateGrad), broken
+            assert torch._C._will_engine_execute_node(follower), broken
+            seen.append(follower.variable)
+            return gradient * 2
+
+    class Sum(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+            if func is torch.ops.aten.add_.Tensor:
+                seen.append(torch._C._current_autograd_node().variable)
+                return args[0]
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+    leaf = torch.ones(2, requires_grad=True)
+    leaf.grad = torch.ones(2).as_subclass(Sum)
+    Twice.apply(leaf).sum().backward()
+    assert len(seen) == 2 and all(one is leaf for one in seen), broken
+    assert torch._C._current_autograd_node() is None, broken
 
 
 def test_schemas_say_what_aliases_what() -> None:

@@ -40,7 +40,7 @@ from zinf_fx.plan.rates import NOMINAL, Rates
 from zinf_fx.plan.schedule import GraphKind, Tile
 from zinf_fx.plan.sharding import Groups, Owners, shards_of
 from zinf_fx.runtime.exclusive import RUNNING
-from zinf_fx.runtime.executor import EXECUTOR, Program, bind_parameters
+from zinf_fx.runtime.executor import EXECUTOR, Program
 from zinf_fx.runtime.local_parameter import local_input
 from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.rates import measured
@@ -152,7 +152,9 @@ class Capture:
             if unchecked:
                 check_equal(self._tensor_ranks, arguments)
                 unchecked = False
-            bind_parameters(arguments)
+            for argument in arguments:
+                if isinstance(argument, StoredTensor):
+                    argument.expect_gradient()
             return compiled(*arguments)
 
         return call

@@ -16,6 +16,7 @@ from zinf_fx import ops
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import GraphKind, Tile
+from zinf_fx.runtime.accumulation import Leaf, leaves_of_node
 from zinf_fx.runtime.activations import ActivationSlots
 from zinf_fx.runtime.binding import bind, head_fetches
 from zinf_fx.runtime.device import CPU
@@ -34,7 +35,7 @@ from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.recorder import GRADIENT, RECORDER, Note
 from zinf_fx.runtime.reduction import Reduction
 from zinf_fx.runtime.storage import TensorStorage
-from zinf_fx.runtime.stored_tensor import StoredTensor, will_accumulate
+from zinf_fx.runtime.stored_tensor import StoredTensor
 from zinf_fx.runtime.tiers import Tiers
 from zinf_fx.runtime.transfers import ShardedTile, StagedTile, Staging
 
@@ -267,7 +268,9 @@ class Run:
         # In backward, by the storage's key: what is to come of releases and offloads, and of offloads alone.
         self._uses_left: Counter[int] = Counter()
         self._gradients_left: Counter[int] = Counter()
+        self._leaves: dict[int, Leaf] = {}  # the same: the parameters that gradients go to
         if program.schedule.kind == "backward":
+            self._leaves = leaves_of_node()
             for tile, uses in program.last_uses.items():
                 self._uses_left[storages[tile].key] += uses
                 self._gradients_left[storages[tile].key] += program.gradients[tile]
@@ -329,8 +332,8 @@ class Run:
         storage = self._storages[tile]
         if storage.ranks.size == 1:
             return gradient
-        parameter = storage.parameter and storage.parameter()
-        if parameter is None or not parameter.requires_grad or not _accumulates(parameter):
+        parameter = self._accumulating(storage)
+        if parameter is None:
             return gradient
         if self._reducing is not None:
             self._reducing.advance()  # by now, its group has summed it while operators computed
@@ -350,11 +353,16 @@ class Run:
         self._gradients_left[self._storages[tile].key] -= 1
         self._passed(tile)
 
+    def _accumulating(self, storage: TensorStorage) -> StoredTensor | None:
+        """The parameter with these bytes to whose `.grad` this backward pass is to add, if there is one."""
+        leaf = self._leaves.get(storage.key)
+        return leaf.parameter if leaf is not None and leaf.accumulates else None
+
     def _accumulate(
         self, storage: TensorStorage, tile: int, shard: torch.Tensor | Reduction, offset: int | None
     ) -> None:
-        parameter = storage.parameter and storage.parameter()
-        if parameter is None or not parameter.requires_grad or not _accumulates(parameter):
+        parameter = self._accumulating(storage)
+        if parameter is None:
             return
         if parameter.has_gradient_hooks:
             raise StoredTensorError(
@@ -406,9 +414,9 @@ class Run:
         self._uses_left[storage.key] -= 1
         if not self._uses_left[storage.key]:
             storage.backwards_due = max(storage.backwards_due - 1, 0)
-            parameter = storage.parameter and storage.parameter()
-            if storage.consumer is not None and not storage.backwards_due and parameter is not None:
-                storage.consumer.arrived(parameter)
+            leaf = self._leaves.get(storage.key)
+            if storage.consumer is not None and not storage.backwards_due and leaf is not None:
+                storage.consumer.arrived(leaf.parameter)
 
     def _reduced_part(
         self, key: int, parameter: StoredTensor, tile: Tile, gradient: torch.Tensor
@@ -492,24 +500,3 @@ class _PartialGradient:
     parameter: StoredTensor
     missing: set[int]
     before: StoredTensor | None = None
-
-
-def _accumulates(parameter: StoredTensor) -> bool:
-    """See `will_accumulate`. Raises: StoredTensorError when `torch.autograd.grad` is to return the gradient."""
-    try:
-        return will_accumulate(parameter)
-    except RuntimeError as error:
-        raise StoredTensorError(
-            f"torch.autograd.grad can't return the gradient of a stored parameter of shape {tuple(parameter.shape)} "
-            "from compiled code: call backward() and read `.grad`, or run the model uncompiled"
-        ) from error
-
-
-def bind_parameters(arguments: Sequence[object]) -> None:
-    """Note which parameter each storage among the arguments of a compiled call belongs to, for its gradient."""
-    for argument in arguments:
-        if isinstance(argument, StoredTensor) and argument.is_leaf:
-            argument.expect_gradient()
-            storage = argument.storage
-            if storage.parameter is None or storage.parameter() is not argument:
-                storage.parameter = weakref.ref(argument)

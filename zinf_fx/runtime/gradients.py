@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import NotImplementedType
 
 import torch
 
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.plan.sharding import Segment
+from zinf_fx.runtime.accumulation import accumulated_leaf
 from zinf_fx.runtime.exclusive import RUNNING
+from zinf_fx.runtime.local_parameter import stored_parameter
 from zinf_fx.runtime.reduction import Reduction, synchronises
 from zinf_fx.runtime.storage import TensorStorage
-from zinf_fx.runtime.stored_tensor import StoredTensor, implement_arrival
+from zinf_fx.runtime.stored_tensor import StoredTensor, handle, implement_arrival
+
+aten = torch.ops.aten
 
 
 def reserve_gradient(parameter: StoredTensor) -> None:
@@ -189,20 +194,45 @@ def accumulate_gradient_part(
 
 
 def _take(parameter: StoredTensor) -> None:
-    """Move a gradient that eager autograd left on the device to the tier of gradients."""
+    """Move a gradient that eager autograd left on the device to the tier of gradients; reduce one of this rank alone,
+    to which autograd has added."""
     gradient = parameter.grad
-    if gradient is None or isinstance(gradient, StoredTensor) or gradient.layout != torch.strided:
+    if gradient is None or gradient.layout != torch.strided:
         return
     with RUNNING.lock:
-        _add(parameter, gradient)
+        name = f"a parameter of shape {tuple(parameter.shape)}"
+        if isinstance(gradient, StoredTensor):
+            if (before := take_unreduced(parameter)) is not None:
+                accumulate_gradient(parameter, Reduction(parameter.storage, before.full_tensor(), name))
+            return
+        parameter.grad = parameter.set_aside()
+        accumulate_gradient(parameter, reduced(parameter, gradient, name))
+        storage = parameter.storage
+        if storage.consumer is not None and storage.backwards_due <= 0:
+            storage.consumer.arrived(parameter)
 
 
-def _add(parameter: StoredTensor, gradient: torch.Tensor) -> None:
-    parameter.grad = parameter.set_aside()
-    accumulate_gradient(parameter, reduced(parameter, gradient, f"a parameter of shape {tuple(parameter.shape)}"))
-    storage = parameter.storage
-    if storage.consumer is not None and storage.backwards_due <= 0:
-        storage.consumer.arrived(parameter)
+def _add(operation: torch._ops.OpOverload, args: tuple, kwargs: dict) -> torch.Tensor | NotImplementedType:
+    """What eager autograd adds to a gradient that was reduced over the ranks is this rank's alone, to be reduced too.
+
+    With `create_graph`, autograd replaces the gradient by the sum that it asks for: it is given this rank's alone.
+    """
+    present, gradient = args[:2]
+    leaf = accumulated_leaf() if isinstance(present, StoredTensor) else None
+    if leaf is None or present.storage.ranks.size == 1 or present.storage.unreduced:
+        return NotImplemented
+    parameter = stored_parameter(leaf)
+    if not isinstance(parameter.grad, StoredTensor) or parameter.grad.storage is not present.storage:
+        return NotImplemented
+    if operation._schema.is_mutable:
+        name = f"a parameter of shape {tuple(parameter.shape)}"
+        with RUNNING.lock:
+            accumulate_gradient(parameter, reduced(parameter, gradient, name))
+        return present
+    parameter.put_aside()
+    return gradient.clone()
 
 
 implement_arrival(_take)
+handle(aten.add, _add)
+handle(aten.add_, _add)

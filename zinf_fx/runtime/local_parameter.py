@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from zinf_fx.errors import StoredTensorError
-from zinf_fx.runtime.stored_tensor import SetAside, StoredTensor, as_parameter, take_gradient
+from zinf_fx.runtime.stored_tensor import StoredTensor, as_parameter, take_gradient
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,8 @@ def stored_parameter(parameter: object) -> StoredTensor | None:
     if local.parameter is local:
         with torch.inference_mode(False):
             LocalParameter.of_whole(parameter, local).expect_gradient()
-        _store_gradient(parameter)
+        if not isinstance(local_part(parameter.grad), StoredTensor):
+            _store_gradient(parameter)
     local.parameter.expect_gradient()  # users freeze and unfreeze the DTensor
     return local.parameter
 
@@ -114,8 +115,7 @@ class LocalParameter(StoredTensor):
     def has_gradient_hooks(self) -> bool:
         whole = self.whole
         before, after = whole._backward_hooks or {}, whole._post_accumulate_grad_hooks or {}
-        users = [hook for hook in before.values() if not isinstance(hook, SetAside)]
-        return bool(users) or any(hook is not _store_gradient for hook in after.values())
+        return bool(before) or any(hook is not _store_gradient for hook in after.values())
 
     def expect_gradient(self) -> None:
         if self._whole is None:
@@ -126,7 +126,6 @@ class LocalParameter(StoredTensor):
         if not self._expects_gradient and whole.requires_grad:
             self._expects_gradient = True
             whole.register_post_accumulate_grad_hook(_store_gradient)
-            whole.register_hook(SetAside(whole, stored_parameter))
 
     def shown(self, tensor: torch.Tensor) -> torch.Tensor:
         return distributed_as(self.whole, tensor)
@@ -135,11 +134,13 @@ class LocalParameter(StoredTensor):
 def _store_gradient(whole: DTensor) -> None:
     """Hook: a gradient that eager autograd left moves to the tier of gradients, in the parameter's placements."""
     parameter = stored_parameter(whole)
-    if parameter is None or whole.grad is None or isinstance(parameter.grad, StoredTensor):
+    if parameter is None or whole.grad is None:
         return
-    if not isinstance(whole.grad, DTensor):
-        raise StoredTensorError(
-            f"the gradient of a DTensor parameter of shape {tuple(whole.shape)} is an ordinary tensor: give DTensors"
-        )
-    parameter.grad = placed_as(whole, whole.grad)
+    if not isinstance(parameter.grad, StoredTensor):
+        if not isinstance(whole.grad, DTensor):
+            raise StoredTensorError(
+                f"the gradient of a DTensor parameter of shape {tuple(whole.shape)} is an ordinary tensor: "
+                "give DTensors"
+            )
+        parameter.grad = placed_as(whole, whole.grad)
     take_gradient(parameter)

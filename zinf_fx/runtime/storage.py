@@ -128,7 +128,6 @@ class TensorStorage:
         self.tier, self.config = tier, config
         self.numel, self.dtype = numel, dtype
         self.nbytes = numel * dtype.itemsize
-        self.parameter: weakref.ref[torch.Tensor] | None = None
         self._snapshot: tuple[weakref.ref[torch.Tensor], int] | None = None  # and its version
         self.gradient_space: TensorStorage | None = None  # reserved for the first gradient
         self.consumer: GradientConsumer | None = None

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import io
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from multiprocessing.context import get_spawning_popen
@@ -301,15 +300,12 @@ class StoredTensor(torch.Tensor):
         self._post_accumulate_grad_hooks = hooks = OrderedDict() if hooks is None else hooks
         if take_gradient not in hooks.values():
             self.register_post_accumulate_grad_hook(take_gradient)
-            if self.storage.ranks.size > 1:
-                self.register_hook(SetAside(self))
 
     @property
     def has_gradient_hooks(self) -> bool:
         """Whether the user registered hooks on the gradient, which only autograd can run."""
         before, after = self._backward_hooks or {}, self._post_accumulate_grad_hooks or {}
-        users = [hook for hook in before.values() if not isinstance(hook, SetAside)]
-        return bool(users) or any(hook is not take_gradient for hook in after.values())
+        return bool(before) or any(hook is not take_gradient for hook in after.values())
 
     @property
     def parameter(self) -> StoredTensor:
@@ -330,11 +326,11 @@ class StoredTensor(torch.Tensor):
         return tensor
 
     def put_aside(self) -> None:
-        """Keep the gradient from what eager autograd is about to add; see `set_aside`."""
-        self._aside, self.grad = self.grad, None
+        """Keep the gradient, in whose place eager autograd is about to leave this rank's alone; see `set_aside`."""
+        self._aside = self.grad
 
     def set_aside(self) -> torch.Tensor | None:
-        """The gradient that eager autograd was not to add to, if any; it is not aside any more."""
+        """The gradient that was put aside, if any; it is not aside any more."""
         aside, self._aside = self._aside, None
         return aside
 
@@ -417,41 +413,6 @@ def implement_arrival(take: Callable[[StoredTensor], None]) -> None:
     module that knows how."""
     global _take_gradient
     _take_gradient = take
-
-
-def will_accumulate(parameter: StoredTensor) -> bool:
-    """Whether the backward pass under way is to add to the parameter's `.grad`: `backward(inputs=...)` and
-    `torch.autograd.grad` are for some tensors only.
-
-    Raises: RuntimeError when `torch.autograd.grad` is to return the gradient.
-    """
-    if torch._C._current_graph_task_id() == -1:
-        return True
-    with torch.enable_grad():  # as torch.autograd.graph.get_gradient_edge does, by an op that is cheap here
-        (edge,) = aten.alias.default(parameter).grad_fn.next_functions
-    return torch._C._will_engine_execute_node(edge[0])
-
-
-class SetAside:
-    """Hook: before eager autograd adds this rank's gradient of `tensor` to what was reduced over the ranks, put that
-    aside. `stored`: what stands for the tensor, if it is not stored itself."""
-
-    def __init__(
-        self, tensor: torch.Tensor, stored: Callable[[Any], StoredTensor | None] = lambda tensor: tensor
-    ) -> None:
-        self._tensor, self._stored = weakref.ref(tensor), stored
-
-    def __call__(self, gradient: torch.Tensor | None) -> None:
-        tensor = self._tensor()
-        parameter = self._stored(tensor)
-        if gradient is None or parameter is None or not isinstance(parameter.grad, StoredTensor):
-            return
-        try:
-            adds = will_accumulate(tensor)
-        except RuntimeError:  # torch.autograd.grad returns it
-            adds = False
-        if adds:
-            parameter.put_aside()
 
 
 def take_gradient(parameter: StoredTensor) -> None:

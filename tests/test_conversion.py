@@ -1,0 +1,74 @@
+"""Module.to() and its kin give stored parameters another implementation, at any moment but within a backward pass."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import training
+from torch import nn
+from twins import Net, assert_same_gradients, fresh_dynamo, pair, x  # noqa: F401
+
+import zinf_fx
+
+CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "cpu": lambda m: m.cpu(),
+    "to the same": lambda m: m.to("cpu", torch.float32),
+    "double": lambda m: m.double(),
+    "double and back": lambda m: m.double().float(),
+}
+
+
+def step(run: Callable, optimizer: torch.optim.Optimizer, *inputs: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = run(*inputs)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("conversion", CONVERSIONS)
+def test_training_goes_on_after_a_conversion(pair: tuple[Net, Net], conversion: str) -> None:  # noqa: F811
+    plain, stored = pair
+    run = torch.compile(stored, backend="zinf")
+    options = {"lr": 1e-2, "fused": True}
+    optimizers = [torch.optim.AdamW(model.parameters(), **options) for model in pair]
+    seen: list[torch.Tensor] = []
+    stored.layers[0].weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.dtype))
+    identities = [id(p) for p in stored.parameters()]
+    for number in range(2):
+        batch = x()
+        assert torch.equal(step(plain, optimizers[0], batch), step(run, optimizers[1], batch)), number
+    for model in pair:
+        CONVERSIONS[conversion](model)
+    dtype = plain.scale.dtype
+    assert [id(p) for p in stored.parameters()] == identities
+    assert all(p.dtype == p.storage.dtype == dtype and p.storage.tier == "nvme" for p in stored.parameters())
+    assert_same_gradients(stored, plain)
+    if dtype != torch.float32:
+        optimizers = [torch.optim.AdamW(model.parameters(), **options) for model in pair]
+    del seen[:]
+    for number in range(2):
+        batch = x().to(dtype)
+        assert torch.equal(step(plain, optimizers[0], batch), step(run, optimizers[1], batch)), number
+    assert_same_gradients(stored, plain)
+    assert all(torch.equal(p.full_tensor(), q) for p, q in zip(stored.parameters(), plain.parameters(), strict=True))
+    assert seen == [dtype] * 2  # hooks of the user go with the object
+
+
+@pytest.mark.parametrize("conversion", ["cpu", "double"])
+def test_a_language_model_with_tied_weights(tmp_path: Path, conversion: str) -> None:
+    plain = training.model()
+    stored = zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, placement="nvme")
+    run = torch.compile(stored, backend="zinf")
+    for _ in range(2):
+        optimizers = [torch.optim.AdamW(model.parameters(), 1e-2, fused=True) for model in (plain, stored)]
+        for (batch,) in training.batches(2, 0, 1):
+            assert torch.equal(step(plain, optimizers[0], *batch), step(run, optimizers[1], *batch))
+        for model in (plain, stored):
+            CONVERSIONS[conversion](model)
+        assert stored.head.weight is stored.tokens.weight
+        assert all(p.equal(q) for p, q in zip(stored.parameters(), plain.parameters(), strict=True))
