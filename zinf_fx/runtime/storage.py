@@ -23,6 +23,7 @@ from zinf_fx.runtime.leases import PAGE, Buffer, Ticket
 from zinf_fx.runtime.ranks import ALONE, Collective, Ranks
 from zinf_fx.runtime.recorder import RECORDER, REFRESH
 from zinf_fx.runtime.tiers import DelayedWrite, Tiers
+from zinf_fx.runtime.token import token_of
 from zinf_fx.runtime.windows import DeviceWindow, Under, Window, forget_what_is_done
 
 # Element offsets of windows are multiples of this, so that their byte offsets suit direct I/O for every dtype, and
@@ -146,8 +147,7 @@ class TensorStorage:
         """Go under a key that no storage had, with a token of its own: the old ones stand for nothing."""
         self._by_key.pop(self.key, None)
         self.key = next(_keys)
-        with torch.inference_mode(False):
-            self.token = torch.tensor(self.key, dtype=torch.int64, device="cpu")
+        self.token = token_of(self.key, self.numel * self.dtype.itemsize)
         self._by_key[self.key] = self
 
     @classmethod
@@ -344,19 +344,30 @@ class TensorStorage:
 
     def snapshot(self) -> torch.Tensor:
         """`value()`, in the same memory for all who hold it at a time, until the bytes are written. To be read only."""
-        value = self._snapshot and self._snapshot[0]()
-        if value is None or self._snapshot[1] != self.version:
+        value = self._present_snapshot()
+        if value is None:
             value = self.value()
             self._snapshot = weakref.ref(value), self.version
         return value
+
+    def _present_snapshot(self) -> torch.Tensor | None:
+        if self._snapshot is None or self._snapshot[1] != self.version:
+            return None
+        return self._snapshot[0]()
 
     def __call__(self) -> TensorStorage:
         """This. So `tensor.storage().data_ptr()` is for a stored tensor what it is for any: see `data_ptr`."""
         return self
 
     def data_ptr(self) -> int:
-        """An address that tells this storage from every other, stored or not; the bytes are not there."""
-        return self.token.data_ptr()
+        """An address that tells this storage from every other, stored or not: where somebody holds a `snapshot`, that
+        of the bytes; else the bytes are not there."""
+        snapshot = self._present_snapshot()
+        return self.token.data_ptr() if snapshot is None or not self.numel else snapshot.data_ptr()
+
+    def size(self) -> int:
+        """The number of elements, as of any typed storage."""
+        return self.numel
 
     @torch.no_grad()
     def set(self, value: torch.Tensor, offset: int | None = None) -> None:
