@@ -1,0 +1,35 @@
+"""accelerate's own loop on one and on two ranks; what it saves can be read by those who don't have zinf_fx."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launching_programs import results_of
+from rows import Row
+from safetensors.torch import load_file
+
+
+@pytest.mark.row(
+    "accelerate",
+    "`prepare`, `accumulate`, `clip_grad_norm_`, `save_state`, `load_state`, `save_model`, under `torchrun`, 1 rank",
+)
+def test_loop(row: Row, tmp_path: Path) -> None:
+    found = {how: results_of("with_accelerate.py", 1, how, tmp_path, "save") for how in ("plain", "stored")}
+    row.compare(found["stored"], found["plain"])
+    plain, stored = (load_file(tmp_path / how / "model" / "model.safetensors") for how in ("plain", "stored"))
+    row.compare((stored[name] for name in plain), plain.values())
+
+
+@pytest.mark.row("accelerate", "`prepare`, `accumulate`, `clip_grad_norm_`, 2 ranks")
+def test_two_ranks(row: Row, tmp_path: Path) -> None:
+    found = {how: results_of("with_accelerate.py", 2, how, tmp_path, "train") for how in ("plain", "stored")}
+    why = "gradients are reduced after every micro-batch, not once a step, which rounds otherwise"
+    row.compare(found["stored"], found["plain"], within=1e-4, why=why, to="to `DistributedDataParallel`")
+
+
+@pytest.mark.row("accelerate", "`save_state`, 2 ranks: the first one alone saves")
+def test_one_rank_saves(row: Row, tmp_path: Path) -> None:
+    (told,) = results_of("with_accelerate.py", 2, "stored", tmp_path, "save", ends=False)
+    assert "must ask for it at the same point" in told
+    row.add("refused: " + told)
