@@ -9,6 +9,8 @@ import torch
 
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError, StoreError
+from zinf_fx.optim.chunk import Run
+from zinf_fx.optim.step import StreamedStep
 from zinf_fx.runtime.storage import Window
 from zinf_fx.runtime.store import Fault
 
@@ -115,3 +117,24 @@ def test_parameters_without_names_are_numbered(twins, monkeypatch):
         optimizer.step()
     assert optimizer.torn.partial[3] == "parameter 3 of group 0"
     assert "and 28 more" in str(optimizer.torn)
+
+
+@pytest.mark.parametrize("error", [StoreError("read", "data-0", "lightning"), KeyboardInterrupt()], ids=type)
+def test_a_step_that_ends_while_parameters_are_added_is_taken_again(twins, monkeypatch, error):
+    """And whole: that it began in backward is not believed."""
+    pair, optimizer, reference = prepared(twins)
+    add = StreamedStep.add
+
+    def failing(step: StreamedStep, run: Run, parameter: torch.Tensor) -> None:
+        if step.parameters:
+            raise error
+        add(step, run, parameter)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StreamedStep, "add", failing)
+        with pytest.raises(type(error)):
+            optimizer.step()
+    assert optimizer.torn is None
+    optimizer.step()
+    reference.step()
+    pair.check()

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zinf_fx.errors import ConfigError, StoreError
+from zinf_fx.native.engine import File, Ticket
 from zinf_fx.runtime.buffers import aligned_empty
 from zinf_fx.runtime.store import Extent, Fault, Store
 from zinf_fx.runtime.stripes import UNIT, Place, Turns, runs
@@ -179,3 +180,23 @@ def test_a_full_volume_is_left_out(two: tuple[Path, Path]):
             assert shares(store, store.allocate(UNIT)) == [0, UNIT]  # a smaller one fits there
     finally:
         subprocess.run(["umount", str(two[1])], check=True)
+
+
+def test_memory_is_the_callers_again_when_only_some_stripes_could_be_queued(two: tuple[Path, Path], monkeypatch):
+    with Store(two, weights=(1, 1)) as store:
+        extent = store.allocate(2 * UNIT)
+        memory = aligned_empty(2 * UNIT)
+        store.write(extent, memory.data_ptr(), 0, 2 * UNIT).wait()
+        store.inject(Fault("completion", operation="read", delay=0.2))
+        submit, begun = File.submit, []
+
+        def failing(file: File, *arguments: object, **options: object) -> Ticket:
+            if begun:
+                raise StoreError("read", file.path, "the request can't be queued")
+            begun.append(submit(file, *arguments, **options))
+            return begun[0]
+
+        monkeypatch.setattr(File, "submit", failing)
+        with pytest.raises(StoreError, match="can't be queued"):
+            store.read(extent, memory.data_ptr(), 0, 2 * UNIT)
+        assert begun[0].done()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass
 
 from zinf_fx.errors import ConfigError, StoreError
+from zinf_fx.interrupts import held_back, let_through
 from zinf_fx.native._engine import ffi, lib
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,9 @@ WAIT_SLICE = 0.25
 
 STUCK_AFTER = 30.0
 """Seconds of waiting for one ticket after which a warning names it, again and again."""
+
+_SWEPT_AT_LEAST = 64
+"""Tickets that an engine holds before it looks which are over."""
 
 READ, WRITE = lib.ZINF_READ, lib.ZINF_WRITE
 OPERATIONS = {READ: "read", WRITE: "write"}
@@ -165,7 +169,8 @@ class Engine:
         self._pid = os.getpid()
         self._closed = False
         self._last = Counters()
-        self._abandoned: deque[_Abandoned] = deque()
+        self._under_way: deque[Ticket] = deque()
+        self._sweep_at = _SWEPT_AT_LEAST
 
     def attach(self, fd: int, path: str | os.PathLike[str], *, alignment: int) -> File:
         """A handle for an open descriptor, which stays the caller's. `alignment`: bytes, 1 for none."""
@@ -205,20 +210,22 @@ class Engine:
         """Disarms every fault."""
         lib.zinf_clear_faults(self._open())
 
-    def abandon(self, ticket: _Abandoned) -> None:
-        """Keep what belongs to a transfer under way until it is over."""
-        self._abandoned.append(ticket)
-        self.sweep()
+    def keep(self, ticket: Ticket) -> None:
+        """Hold a ticket whose transfer begins, and so its memory, until it is over, whoever drops it meanwhile."""
+        self._under_way.append(ticket)
+        if len(self._under_way) >= self._sweep_at:
+            self.sweep()
+            self._sweep_at = 2 * len(self._under_way) + _SWEPT_AT_LEAST
 
     def sweep(self) -> None:
-        """Let go of abandoned transfers that are over."""
-        for _ in range(len(self._abandoned)):
+        """Let go of transfers that are over."""
+        for _ in range(len(self._under_way)):
             try:
-                ticket = self._abandoned.popleft()
+                ticket = self._under_way.popleft()
             except IndexError:  # another thread sweeps too
                 return
-            if not ticket.over():
-                self._abandoned.append(ticket)
+            if not ticket.done():
+                self._under_way.append(ticket)
 
     def close(self) -> None:
         """Finishes every request and joins the thread. Tickets stay valid. A forked child leaves it alone."""
@@ -228,6 +235,7 @@ class Engine:
         raw = ffi.new("zinf_counters *")
         code = lib.zinf_engine_close(self._engine, raw)
         self._last = _counters(raw)
+        self._under_way.clear()
         if code:
             raise StoreError("close", self.provider, "the I/O thread can't be joined", errno=-code)
 
@@ -262,6 +270,7 @@ class File:
         self.path = path
         self._handle = handle
 
+    @held_back
     def submit(
         self,
         operation: int,
@@ -279,15 +288,12 @@ class File:
         whose entry `first_page` is that of the page at `offset`, a write sets checksums and a read compares them.
         """
         self.engine._open()
-        self.engine.sweep()
-        out = ffi.new("zinf_request **")
         table, generation = ffi.NULL, 0
         if sums is not None:
             assert first_page + nbytes // lib.ZINF_PAGE <= sums.pages, f"{sums} has no checksums for {nbytes} bytes"
             table, generation, owner = sums.table + first_page, sums.generation, (owner, sums)
-        code = lib.zinf_submit(
-            self._handle, operation, ffi.cast("void *", address), offset, nbytes, table, generation, out
-        )
+        ticket = Ticket(self, operation, offset, nbytes, owner)
+        code = ticket.begin(self._handle, address, table, generation)
         if code:
             raise StoreError(
                 OPERATIONS[operation],
@@ -297,8 +303,10 @@ class File:
                 length=nbytes,
                 errno=-code,
             )
-        return Ticket(self, out[0], operation, offset, nbytes, owner)
+        self.engine.keep(ticket)
+        return ticket
 
+    @held_back
     def detach(self) -> None:
         """Waits for the file's requests and drops the handle. A forked child leaves it alone."""
         if self._handle is None or os.getpid() != self.engine._pid:
@@ -312,14 +320,15 @@ class File:
 class Ticket:
     """One transfer under way. Waiting for it waits for no other.
 
-    Its memory's owner is kept until the transfer is over, even if the ticket is dropped earlier. An error that nobody
-    asked for is logged.
+    Its memory's owner is kept until the transfer is over, even if the ticket is dropped earlier: the engine has the
+    ticket, too. An error that nobody asked for is logged.
     """
 
     __slots__ = (
         "__weakref__",
         "_file",
         "_observed",
+        "_operation",
         "_owner",
         "_pid",
         "_request",
@@ -328,15 +337,24 @@ class Ticket:
         "offset",
     )
 
-    def __init__(self, file: File, request: ffi.CData, operation: int, offset: int, length: int, owner: object) -> None:
-        self._request = ffi.gc(request, lib.zinf_release)
+    def __init__(self, file: File, operation: int, offset: int, length: int, owner: object) -> None:
+        self._observed = True  # nothing is under way before `begin`
         self._file = file
         self._pid = file.engine._pid
         self._owner = owner
-        self._observed = False
+        self._operation = operation
         self.name = OPERATIONS[operation]
         self.offset = offset
         self.length = length
+
+    def begin(self, handle: ffi.CData, address: int, table: ffi.CData, generation: int) -> int:
+        """Queue the transfer. Returns 0, or what `zinf_submit` says."""
+        out, place = ffi.new("zinf_request **"), ffi.cast("void *", address)
+        code = lib.zinf_submit(handle, self._operation, place, self.offset, self.length, table, generation, out)
+        if not code:
+            self._request = ffi.gc(out[0], lib.zinf_release)
+            self._observed = False
+        return code
 
     def __repr__(self) -> str:
         state = "done" if self.done() else "under way"
@@ -376,9 +394,10 @@ class Ticket:
         return _outcome(self._request, self.name, self._file.path)
 
     def __del__(self) -> None:
-        if not self._observed and os.getpid() == self._pid:
-            # No waiting here: Python drops an interrupt that comes in a destructor, and memory would go with it.
-            self._file.engine.abandon(_Abandoned(self._request, self._owner, self.name, self._file.path))
+        # Of one whose construction failed nothing is known. An interrupt here is dropped, and with it only a message.
+        mine = not getattr(self, "_observed", True) and os.getpid() == self._pid
+        if mine and self.done() and (error := self._outcome()) is not None:
+            log.error("nobody waited for a ticket that failed: %s", error)
 
 
 class Span:
@@ -399,25 +418,6 @@ class Span:
         return began[0] / 1e9, ended[0] / 1e9
 
 
-@dataclass(frozen=True)
-class _Abandoned:
-    """What is left of a ticket that nobody will wait for."""
-
-    request: ffi.CData
-    owner: object
-    name: str
-    path: str | os.PathLike[str]
-
-    def over(self) -> bool:
-        """Whether the transfer is; logs its error."""
-        if not lib.zinf_done(self.request):
-            return False
-        error = _outcome(self.request, self.name, self.path)
-        if error is not None:
-            log.error("nobody waited for a ticket that failed: %s", error)
-        return True
-
-
 def _outcome(request: ffi.CData, name: str, path: str | os.PathLike[str]) -> StoreError | None:
     raw = ffi.new("zinf_outcome *")
     lib.zinf_result(request, raw)
@@ -433,6 +433,7 @@ def _in_slices(wait: Callable[[int], int], what: str) -> int:
     """`wait(ns)` again and again until it doesn't time out: a thread that sleeps in C sees no signal."""
     waited = 0.0
     while (code := wait(int(WAIT_SLICE * 1e9))) == -errno.ETIMEDOUT:
+        let_through()
         waited += WAIT_SLICE
         if waited % STUCK_AFTER == 0:
             log.warning("waiting for %.0f s for %s", waited, what)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from zinf_fx.interrupts import held_back, let_through
 from zinf_fx.runtime.device import CPU, Device
 from zinf_fx.runtime.storage import WINDOW_ALIGNMENT, TensorStorage
 from zinf_fx.runtime.stored_tensor import StoredTensor
@@ -55,6 +56,7 @@ def moved(value: Any, place: Device) -> Any:
     return value.to(place.torch_device) if isinstance(value, torch.Tensor) else value
 
 
+@held_back
 def copy_into(target: StoredTensor, value: torch.Tensor) -> None:
     """Write the elements of `value`, stored or not, to `target`, a chunk at a time: those that it has here."""
     if isinstance(value, StoredTensor):
@@ -62,6 +64,7 @@ def copy_into(target: StoredTensor, value: torch.Tensor) -> None:
         if theirs != mine:
             value = value.full_tensor()
     for start, count in chunks_of(target):
+        let_through()
         source = open_elements(value, CPU, start, count)
         try:
             with _overwritten(target, start, count) as elements:
@@ -70,9 +73,11 @@ def copy_into(target: StoredTensor, value: torch.Tensor) -> None:
             source.close()
 
 
+@held_back
 def fill(target: StoredTensor, value: float) -> None:
     """Set all elements of `target` to `value`, a chunk at a time."""
     for start, count in chunks_of(target):
+        let_through()
         with _overwritten(target, start, count) as elements:
             elements.fill_(value)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from zinf_fx.interrupts import sealed
 from zinf_fx.optim.chunks import Piece, chunk_elements, cut, in_turn, opened_ahead
 from zinf_fx.optim.elements import Slice, moved, open_elements, open_window
 from zinf_fx.runtime.device import Device
@@ -92,6 +93,7 @@ class OpenRows:
         self._stack.close()
 
 
+@sealed
 def update_in_chunks(
     rows: Sequence[Row],
     place: Device,

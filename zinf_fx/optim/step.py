@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_fx.errors import StoreError
+from zinf_fx.interrupts import held_back, let_through, sealed
 from zinf_fx.optim.arithmetic import borrow, step_without_hooks
 from zinf_fx.optim.chunk import OpenChunk, Run
 from zinf_fx.optim.chunks import P, Piece, chunk_elements, cut, in_turn
@@ -74,11 +75,12 @@ class StreamedStep:
         self._close = ExitStack()
         self._lock = threading.RLock()
         self._purpose = RECORDER.purpose("", STATES)
-        self._busy = self._waits = self._behind = self._final = self._over = False
+        self._busy = self._changes = self._behind = self._final = self._over = False
         self._overlaps = True
         self.closed = False
         self.seconds = 0.0
 
+    @held_back
     def add(self, run: Run, parameter: StoredTensor, *, owned: bool = False) -> None:
         """Take over a parameter's update: the gradient is in `stored`, and with `owned`, nobody else's any more.
 
@@ -107,6 +109,7 @@ class StreamedStep:
             if owned and not isinstance(gradient, StoredTensor):
                 self._held[parameter] = gradient.nbytes
 
+    @held_back
     def make_room(self, nbytes: int, limit: int) -> None:
         """Update chunks until so many bytes more of gradients fit `limit`, or none are held."""
         with self._lock:
@@ -116,10 +119,16 @@ class StreamedStep:
                         self._update_next()
 
     @property
+    def takes_more(self) -> bool:
+        """Whether parameters came, and more may come."""
+        return bool(self.parameters) and not (self.closed or self._over)
+
+    @property
     def bytes_held(self) -> int:
         """Of gradients in memory that wait for their update."""
         return sum(self._held.values())
 
+    @held_back
     def close(self, overlap: bool) -> None:
         """No more parameters come. With `overlap`, go on in the background where that is safe and of any use; else
         return when all is done.
@@ -127,14 +136,17 @@ class StreamedStep:
         Raises: StoreError; the step is torn unless nothing was changed, and no gradient consumed.
         """
         self.closed = True
-        scaled = getattr(self._template, "grad_scale", None) is not None
         reads = any(self._stored[p].bytes_per_element for p in self.parameters)
-        if overlap and self._overlaps and reads and not scaled:
+        if not self._can_be_continued:
+            with sealed:
+                self.finish()
+        elif overlap and reads:
             self.advance()
             self._final = True
         else:
             self.finish()
 
+    @held_back
     def advance(self) -> None:
         """Do what can be done without waiting."""
         if self._busy or not self._lock.acquire(blocking=False):
@@ -155,12 +167,13 @@ class StreamedStep:
     def settle(self, key: int) -> None:
         """Update chunks until the storage of this key is final."""
         if key in self._pending:
-            with self._lock:
+            with held_back, self._lock:
                 if not self._busy and key in self._pending:
                     with self._working():
                         while key in self._pending:
                             self._update_next()
 
+    @held_back
     def finish(self) -> bool:
         """Update all that came so far, and wait until it is in the store.
 
@@ -182,11 +195,13 @@ class StreamedStep:
                     self._wait_for_writes(0)
             return True
 
+    @sealed
     def finish_when_dropped(self) -> None:
         """As `finish`, for a finalizer: in a process made by fork, nothing."""
         if self._of_this_process:
             self.finish()
 
+    @sealed
     def abandon(self, error: BaseException) -> None:
         """`error` ended what would have added more parameters: those that came are updated, the others are not."""
         if not self._of_this_process:
@@ -200,14 +215,19 @@ class StreamedStep:
         return all(tiers.of_this_process for tiers in self._tiers)
 
     @property
+    def _can_be_continued(self) -> bool:
+        """Whether what others do to the gradients and their scale after `step()` can't harm what is left of it."""
+        return self._overlaps and getattr(self._template, "grad_scale", None) is None
+
+    @property
     def _left(self) -> bool:
         """Whether any chunk is to be updated still."""
         return bool(self._opened or self._unopened or self._loose)
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """Around all work: accesses to tensors are the step's own. An exception ends the step, except for Ctrl-C while
-        it only waits: what comes next goes on with it."""
+        """Around all work: accesses to tensors are the step's own. An error ends the step; an interrupt only where it
+        comes in the middle of a change. Else what comes next goes on with the step."""
         started = time.perf_counter()
         self._busy = True
         try:
@@ -221,20 +241,32 @@ class StreamedStep:
                     rooms.enter_context(tiers.stepping())
                 yield
         except BaseException as error:
-            if isinstance(error, Exception) or not self._waits:
+            if isinstance(error, Exception) or self._changes or not self._can_be_continued:
                 self._fail(error)
+            self._final = True  # the gradients may be gone when it goes on
             raise
         finally:
-            self._busy = self._waits = False
+            self._busy = self._changes = False
             self.seconds += time.perf_counter() - started
 
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Around what must be done whole."""
+        with sealed:
+            self._changes = True
+            yield
+            self._changes = False
+
+    @sealed
     def _fail(self, error: BaseException) -> None:
         self._over = True
-        self._release()
-        torn = self._torn(error)
-        self._leave()
-        if torn is not None:
-            self._failed(torn)
+        try:
+            self._release()
+        finally:
+            torn = self._torn(error)
+            self._leave()
+            if torn is not None:
+                self._failed(torn)
 
     def _loose_elements(self) -> int:
         return sum(
@@ -264,8 +296,9 @@ class StreamedStep:
             shares = [(parameter, self._stored[parameter].updated) for parameter in parameters]
             chunks += [(run, pieces) for pieces in cut(shares, self._elements)]
         chunks.sort(key=lambda chunk: min(piece.parameter.storage.key for piece in chunk[1]))
-        self._loose.clear()
-        self._unopened += chunks
+        with self._changing():
+            self._loose.clear()
+            self._unopened += chunks
 
     def _can_go_on(self) -> bool:
         """Whether a chunk can be updated without waiting for reads, or for writes to make room."""
@@ -291,25 +324,24 @@ class StreamedStep:
             self._chunks_opened += 1
 
     def _wait_for_writes(self, nbytes: int) -> None:
-        self._waits = True
         for tiers in self._tiers:
             tiers.limit_writes(nbytes)
-        self._waits = False
 
     def _update_next(self) -> None:
+        let_through()
         if not self._opened and not self._unopened:
             self._cut_loose()
         self._open_ahead()
         chunk = self._opened[0]
-        self._waits, started = True, time.perf_counter()
+        started = time.perf_counter()
         chunk.arrive()
         RECORDER.waited(started, "states")
-        self._waits = False
-        self._opened.popleft()
         nbytes = chunk.states_nbytes(self._stored) if RECORDER.log is not None else 0
-        with closing(chunk), RECORDER.work("update", nbytes, chunk.run.place.torch_device):
-            self._update(chunk, self._scratch.get(chunk.run.place))
-        self._behind = True
+        with self._changing():
+            self._opened.popleft()
+            with closing(chunk), RECORDER.work("update", nbytes, chunk.run.place.torch_device):
+                self._update(chunk, self._scratch.get(chunk.run.place))
+            self._behind = True
         if chunk.run.is_first:
             trim_heap()
 
@@ -318,9 +350,10 @@ class StreamedStep:
             tiers.drain()
         for parameter in self.parameters:
             self._flush(parameter)
-        self._over = True
-        self._release()
-        self._leave()
+        with self._changing():
+            self._over = True
+            self._release()
+            self._leave()
 
     def _release(self) -> None:
         """Give back what is open."""

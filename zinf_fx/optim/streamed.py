@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_fx.errors import OptimizerError
+from zinf_fx.interrupts import held_back
 from zinf_fx.optim.arithmetic import Group, StateLayout, as_groups, borrow, snapshot, step_without_hooks
 from zinf_fx.optim.chunk import Run
 from zinf_fx.optim.in_backward import GRADIENT_BUFFER, Consumer, gone
@@ -173,7 +174,6 @@ class Streamed(Optimizer):
             raise
 
     @torch._disable_dynamo  # inside a compiled training loop too, this is I/O; the public decorator imports Dynamo
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """As in torch. Raises: StoreError; OptimizerError from then on, because the step is torn: see `torn`."""
         if self.step_in_backward:
@@ -184,6 +184,12 @@ class Streamed(Optimizer):
             with torch.enable_grad():
                 loss = closure()
             self._check_whole()
+        self._take_step()
+        return loss
+
+    @held_back
+    @torch.no_grad()
+    def _take_step(self) -> None:
         started = time.perf_counter()
         found_inf = getattr(self, "found_inf", None)  # GradScaler's word that this step is to be skipped
         if found_inf is None or not found_inf.item():
@@ -193,7 +199,6 @@ class Streamed(Optimizer):
                 self._step_ordinary()
                 self._ordinary_seconds = time.perf_counter() - started
                 self._step_stored(step, updates)
-        return loss
 
     def share(self, optimizer: Optimizer) -> None:
         """Be what steps the stored parameters of `optimizer`, by its options, groups and states as they are now."""
@@ -221,6 +226,7 @@ class Streamed(Optimizer):
             self._step_stored(step, list(self._updates(step)))
             self.finish()
 
+    @held_back
     def update_in_backward(self, parameter: StoredTensor) -> None:
         """Begin the update of a parameter whose gradient is whole, and take the gradient. Backward calls this.
 
@@ -394,7 +400,7 @@ class Streamed(Optimizer):
     def _begun_in_backward(self) -> StreamedStep | None:
         """The step that backward began, until `step()`."""
         step = self._last_step
-        return step if step is not None and step.parameters and not step.closed else None
+        return step if step is not None and step.takes_more else None
 
     def _step_stored(self, step: StreamedStep, updates: list[tuple[Run, StoredTensor]]) -> None:
         if not updates and not step.parameters:

@@ -14,6 +14,7 @@ from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.errors import StoredTensorError
+from zinf_fx.interrupts import held_back, let_through, sealed
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import GraphKind, Tile
 from zinf_fx.runtime.accumulation import Leaf, leaves_of_node
@@ -34,6 +35,7 @@ from zinf_fx.runtime.leases import PAGE
 from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.recorder import GRADIENT, RECORDER, Note
 from zinf_fx.runtime.reduction import Reduction
+from zinf_fx.runtime.remains import give_back_remains
 from zinf_fx.runtime.storage import TensorStorage
 from zinf_fx.runtime.stored_tensor import StoredTensor
 from zinf_fx.runtime.tiers import Tiers
@@ -123,6 +125,7 @@ class Program(Stage):
         """The generated Python."""
         return self._module.code
 
+    @held_back
     def __call__(self, arguments: list) -> tuple:
         with RUNNING.lock:
             return self._run(arguments)
@@ -145,6 +148,9 @@ class Program(Stage):
             results = self._module(run, arguments)
         except BaseException as error:
             run.abort(error)
+            if self.schedule.kind == "forward":  # no backward pass comes of it
+                for storage in set(parameters.values()):
+                    storage.backwards_due = max(storage.backwards_due - 1, 0)
             raise
         EXECUTOR.end(self)
         return results
@@ -220,11 +226,13 @@ class Executor:
         if expected is not None:
             _release_all(expected.anticipated)
 
+    @sealed
     def reset(self) -> None:
         """Forget what was expected, waiting for reads under way, so that every buffer is back."""
         self.drop_anticipated()
         self.staging.drop_staying()
         self._previous = None
+        give_back_remains()
 
     def _after_fork(self) -> None:
         """A child forgets the tiles, which are its parent's. Nobody in it would release the locks."""
@@ -236,6 +244,7 @@ EXECUTOR = Executor()
 os.register_at_fork(after_in_child=EXECUTOR._after_fork)
 
 
+@sealed
 def _release_all(tiles: list[StagedTile | ShardedTile]) -> None:
     while tiles:
         EXECUTOR.staging.release(tiles.pop())
@@ -451,6 +460,7 @@ class Run:
 
     def begin_operator(self, index: int) -> None:
         """What computes from now on is of this operator."""
+        let_through()
         if RECORDER.log is not None:
             self._note_memory()
             label = self._program.schedule.operators[index].label
@@ -472,6 +482,7 @@ class Run:
         if self._device.type == "cuda":
             RECORDER.holds("device", torch.cuda.memory_allocated(self._device))
 
+    @sealed
     def abort(self, error: BaseException) -> None:
         """After `error`: drain the reads under way and give every buffer back. Half a gradient is none."""
         self.end_operator()

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from zinf_fx.interrupts import sealed
 from zinf_fx.runtime.freelist import Space, round_up
 
 PAGE = 4096
@@ -138,6 +139,7 @@ class Buffer:
         """For an owner who can't wait any more: a transfer under way has this buffer too, and will be the last to."""
         self._forsaken = True
 
+    @sealed
     def __del__(self) -> None:
-        if self._forsaken and self._memory is not None:
+        if getattr(self, "_forsaken", False) and self._memory is not None:
             self.release()

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from zinf_fx.config import Config, Placement
 from zinf_fx.errors import ConfigError, StoredTensorError, ZinfError
+from zinf_fx.interrupts import held_back
 from zinf_fx.plan.sharding import Owners, shards_of
 from zinf_fx.runtime.auto_placement import choose
 from zinf_fx.runtime.device import device_of
@@ -227,6 +228,7 @@ def _written(parameter: torch.nn.Parameter, twin: StoredTensor) -> StoredTensor:
     return twin
 
 
+@held_back
 def replace_in_place(parameter: torch.nn.Parameter, twin: StoredTensor) -> None:
     """Give the object `parameter` the implementation, class and attributes of `twin`, which nothing else may use.
 

@@ -16,12 +16,14 @@ import torch.distributed as dist
 
 from zinf_fx.config import Config, Placement, Tier
 from zinf_fx.errors import StoredTensorError, StoreError
+from zinf_fx.interrupts import held_back
 from zinf_fx.plan.sharding import Shards
 from zinf_fx.runtime.buffers import aligned_empty
 from zinf_fx.runtime.device import CPU, Device
 from zinf_fx.runtime.leases import PAGE, Buffer, Ticket
 from zinf_fx.runtime.ranks import ALONE, Collective, Ranks
 from zinf_fx.runtime.recorder import RECORDER, REFRESH
+from zinf_fx.runtime.remains import when_gone
 from zinf_fx.runtime.tiers import DelayedWrite, Tiers
 from zinf_fx.runtime.token import token_of
 from zinf_fx.runtime.windows import DeviceWindow, Under, Window, forget_what_is_done
@@ -69,6 +71,7 @@ class TensorStorage:
 
     _by_key: ClassVar[weakref.WeakValueDictionary[int, TensorStorage]] = weakref.WeakValueDictionary()
 
+    @held_back
     def __init__(
         self,
         tiers: Tiers,
@@ -272,6 +275,7 @@ class TensorStorage:
         arena = self.tiers.device_arenas.get(self.device)
         return DeviceWindow(host, self.device, count, self.dtype, load, arena)
 
+    @held_back
     def value(self) -> torch.Tensor:
         """All elements, flat, on the device: the bytes themselves, or a copy that the caller owns.
 
@@ -321,6 +325,7 @@ class TensorStorage:
                 self._refreshing = _Refresh(self)
         return self._refreshing
 
+    @held_back
     @torch.no_grad()
     def agree(self) -> None:
         """Where several ranks have the same elements, and eager code wrote to them, take over those of the first."""
@@ -369,6 +374,7 @@ class TensorStorage:
         """The number of elements, as of any typed storage."""
         return self.numel
 
+    @held_back
     @torch.no_grad()
     def set(self, value: torch.Tensor, offset: int | None = None) -> None:
         """Write all elements from a tensor of as many elements (any shape; converted to this dtype); `offset` as for
@@ -387,6 +393,7 @@ class TensorStorage:
             parts.append(_padded(flat[own.start : own.stop], len(one.held_by(rank))))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    @held_back
     @torch.no_grad()
     def set_held(self, value: torch.Tensor, offset: int | None = None) -> None:
         """As `set`, from a tensor of as many elements as are held."""
@@ -501,8 +508,7 @@ class TensorStorage:
         """Call `release` when this storage is gone, and nothing is under way to or from it: what comes next in its
         place must not be overtaken. Not at exit, when the whole scratch directory goes, nor in a process made by fork,
         where nothing is to be given back."""
-        end = weakref.finalize(self, _release, os.getpid(), self._writes, self.reads, release, *arguments)
-        end.atexit = False
+        when_gone(self, partial(_release, os.getpid(), self._writes, self.reads, release, *arguments))
 
     def _settle(self, elements: range) -> None:
         """The store promises no order: what touches `elements` follows the writes to them that are under way."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import logging
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zinf_fx.errors import ConfigError, StoreError
+from zinf_fx.interrupts import held_back, sealed
 from zinf_fx.native.engine import BLOCK, DEPTH, HINTS, READ, WRITE, Counters, Engine, Fault, PageSums, Ticket
 from zinf_fx.runtime.freelist import round_up
 from zinf_fx.runtime.leases import PAGE
@@ -145,6 +147,7 @@ class Store:
             log.info("store striped over %s", shares)
         self._close = weakref.finalize(self, self._resources.close)
 
+    @held_back
     def allocate(self, nbytes: int) -> Extent:
         """Reserves space for `nbytes` bytes on the device, now, so that no later write can run out of it.
 
@@ -161,6 +164,7 @@ class Store:
         self._live.add(generation)
         return Extent(nbytes, capacity, unit, places, generation, sums)
 
+    @sealed
     def free(self, extent: Extent) -> None:
         """Gives an extent's space back to the store. No request for it may be under way. Safe in a finalizer."""
         assert extent.generation in self._live, f"{extent} is not allocated, or was freed before"
@@ -314,6 +318,7 @@ class Store:
             taken[volume] += nbytes
         return tuple(places)
 
+    @held_back
     def _start(
         self, operation: int, extent: Extent, address: int, offset: int, nbytes: int, owner: object
     ) -> Ticket | StripedTicket:
@@ -325,17 +330,23 @@ class Store:
         assert address % self.alignment == 0, f"address {address:#x} is not a multiple of {self.alignment}"
         self._check_usable("use")
         tickets: list[Ticket] = []
-        for run in runs(extent.places, extent.unit, offset, length):
-            ticket = self._volumes[run.volume].file.submit(
-                operation,
-                address + run.start - offset,
-                run.offset,
-                run.nbytes,
-                owner,
-                sums=extent.sums,
-                first_page=run.start // PAGE,
-            )
-            tickets.append(ticket)
+        try:
+            for run in runs(extent.places, extent.unit, offset, length):
+                ticket = self._volumes[run.volume].file.submit(
+                    operation,
+                    address + run.start - offset,
+                    run.offset,
+                    run.nbytes,
+                    owner,
+                    sums=extent.sums,
+                    first_page=run.start // PAGE,
+                )
+                tickets.append(ticket)
+        except BaseException:
+            for ticket in tickets:  # the caller gives back what they move
+                with sealed, contextlib.suppress(StoreError):
+                    ticket.wait()
+            raise
         RECORDER.stored("fetch" if operation == READ else "write", length, tickets)
         return tickets[0] if len(tickets) == 1 else StripedTicket(tickets)
 

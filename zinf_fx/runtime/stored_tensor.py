@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from zinf_fx import ops
 from zinf_fx.config import Config, Tier
 from zinf_fx.errors import StoredTensorError
+from zinf_fx.interrupts import held_back
 from zinf_fx.plan.sharding import shards_of
 from zinf_fx.runtime.device import device_of
 from zinf_fx.runtime.exclusive import RUNNING
@@ -255,7 +256,8 @@ class StoredTensor(torch.Tensor):
         if func in _SAME_VALUE:
             return args[0]._twin()
         if func in _HANDLERS and not any(t.captured for t in tree_iter((args, kwargs)) if isinstance(t, StoredTensor)):
-            result = _HANDLERS[func](func, args, kwargs)
+            with held_back:
+                result = _HANDLERS[func](func, args, kwargs)
             if result is not NotImplemented:
                 return result
         mutated = _mutated_arguments(func, args, kwargs)
@@ -381,6 +383,7 @@ class StoredTensor(torch.Tensor):
         check_device(target, "this stored tensor")
         return self._stored_again(dtype, target)
 
+    @held_back
     def _stored_again(
         self, dtype: torch.dtype, device: torch.device, value: torch.Tensor | None = None
     ) -> StoredTensor:
@@ -415,6 +418,7 @@ def implement_arrival(take: Callable[[StoredTensor], None]) -> None:
     _take_gradient = take
 
 
+@held_back
 def take_gradient(parameter: StoredTensor) -> None:
     """Hook: a gradient that eager autograd left on the device moves to the tier of gradients."""
     _take_gradient(parameter)
@@ -490,6 +494,7 @@ def _mutated_arguments(func: Any, args: tuple, kwargs: dict) -> list[StoredTenso
     return written
 
 
+@held_back
 def _write_through(func: Any, args: tuple, kwargs: dict, mutated: list[StoredTensor]) -> Any:
     """Run `func` on gathered values, then write what it changed back to the store."""
     for tensor in mutated:

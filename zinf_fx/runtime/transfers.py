@@ -10,6 +10,7 @@ import weakref
 import torch
 
 from zinf_fx.errors import RanksError, StoreError
+from zinf_fx.interrupts import sealed
 from zinf_fx.plan.sharding import Segment
 from zinf_fx.runtime.leases import Buffer, Ticket
 from zinf_fx.runtime.ranks import Collective
@@ -210,6 +211,7 @@ class Staging:
                 self._watched.add(storage)
                 weakref.finalize(storage, self._let_go_of, storage.key).atexit = False
 
+    @sealed
     def drop_staying(self) -> None:
         """Let go of everything that stays."""
         for key in list(self._staying):
@@ -221,6 +223,7 @@ class Staging:
         self._tiles.clear()
         self._staying.clear()
 
+    @sealed
     def _let_go_of(self, storage_key: int) -> None:
         for key in [key for key in self._staying if key[0] == storage_key]:
             self._let_go(key)
@@ -229,6 +232,7 @@ class Staging:
         if (tile := self._staying.pop(key, None)) is not None:
             self.release(tile)
 
+    @sealed
     def release(self, tile: StagedTile | ShardedTile) -> None:
         """Drop one hold; the last one frees the tile's buffers."""
         with self._lock:

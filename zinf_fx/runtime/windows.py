@@ -9,6 +9,7 @@ from weakref import WeakSet
 import torch
 
 from zinf_fx.errors import StoreError
+from zinf_fx.interrupts import sealed
 from zinf_fx.runtime.device import Device, Upload
 from zinf_fx.runtime.device_arena import DeviceArena
 from zinf_fx.runtime.leases import Buffer, Ticket
@@ -153,6 +154,7 @@ class Window:
                 theirs.copy_(memory[first - self._start : end - self._start])
         return followers
 
+    @sealed
     def close(self) -> None:
         """Give the memory back without writing. A read under way is waited for: its buffer is not free before."""
         if not self.open:
@@ -166,7 +168,7 @@ class Window:
                 ticket.wait()
             except StoreError:
                 pass  # whoever needed the values has waited for them, and knows
-            except BaseException:  # Ctrl-C
+            except BaseException:  # Ctrl-C that lost its patience
                 buffer.release_when_dropped()
                 raise
         if buffer is not None:
@@ -236,6 +238,7 @@ class DeviceWindow:
         self._copy.drop()
         self._host.store(host)
 
+    @sealed
     def close(self) -> None:
         """Give the memory back without writing."""
         if self._copy is not None:

@@ -1,0 +1,45 @@
+"""Ctrl-C at any line of the package: the signal itself, so that what holds interrupts back holds these back, too."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import zinf_fx
+
+_PACKAGE = str(Path(zinf_fx.__file__).parent)
+
+
+def interrupted_at(number: int, call: Callable[[], object]) -> tuple[bool, int]:
+    """Run `call` with SIGINT raised at its `number`-th line of the package, counted from 1 (0: never).
+
+    Returns whether KeyboardInterrupt came out of it, and how many lines it came to before the signal.
+    """
+    lines = 0
+
+    def on_line(frame: FrameType, event: str, _: Any) -> Callable | None:
+        nonlocal lines
+        if event == "line":
+            lines += 1
+            if lines == number:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+                return None
+        return on_line
+
+    def on_call(frame: FrameType, event: str, _: Any) -> Callable | None:
+        return on_line if frame.f_code.co_filename.startswith(_PACKAGE) else None
+
+    before = sys.gettrace()
+    try:
+        sys.settrace(on_call)
+        call()
+        return False, lines
+    except KeyboardInterrupt:
+        return True, lines
+    finally:
+        sys.settrace(before)

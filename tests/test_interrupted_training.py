@@ -1,0 +1,236 @@
+"""Training goes on after Ctrl-C, wherever it strikes: what a step changes is as before, as after it, or reported torn.
+
+The long version: python -m pytest -m slow tests/test_interrupted_training.py
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from interrupting import interrupted_at
+from torch import nn
+
+import zinf_fx
+from zinf_fx import optim
+from zinf_fx.errors import OptimizerError
+from zinf_fx.runtime.executor import EXECUTOR
+
+State = list[torch.Tensor]
+
+
+class Training:
+    """A model that is interrupted, and a plain one that says what a step makes of it."""
+
+    def __init__(self, store: Path, *, width: int = 64, layers: int = 2, in_backward: bool = False, **fields: object):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        self.plain = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+        self.model = zinf_fx.offload(copy.deepcopy(self.plain), store=store, **fields)
+        self.call = torch.compile(self.model, backend="zinf")
+        self.parameters = list(self.model.parameters())
+        self.in_backward = in_backward
+        self.tolerance = 1e-4 if "tile" in fields else 0.0  # tiles add in another order
+        self.optimizer = optim.AdamW(self.parameters, lr=1e-2, step_in_backward=in_backward)
+        self.reference = torch.optim.AdamW(self.plain.parameters(), lr=1e-2, fused=True)
+        self.x = torch.randn(4, width)
+        self.tiers = self.parameters[0].storage.tiers
+        self.outcomes: dict[str, int] = {}
+        for _ in range(3):  # compiles, and learns the order of the graphs
+            self.whole_step()
+        self.optimizer.zero_grad()
+        self.leased = self._at_rest()
+        for _ in range(3):
+            self.plain_step()
+        assert self._is_as_expected(self.tolerance)
+        self._repair()
+
+    def loss(self) -> torch.Tensor:
+        return self.call(self.x).square().mean()
+
+    def whole_step(self) -> None:
+        self.loss().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def plain_step(self) -> None:
+        self.plain(self.x).square().mean().backward()
+        self.reference.step()
+        self.reference.zero_grad()
+
+    def interrupt(self, number: int, call: Callable[[], object]) -> bool:
+        """Interrupt `call`, which steps, at its `number`-th line. Whether it has so many; all is in order then."""
+        came, lines = interrupted_at(number, call)
+        self.check(came, f"line {number}")
+        return lines == number
+
+    def check(self, came: bool, when: str) -> None:
+        """After a step that may have been interrupted: what it came to, and that all is in order."""
+        assert torch.is_grad_enabled(), when
+        try:
+            self.optimizer.state_dict()
+        except OptimizerError as error:
+            if "call step()" in str(error):
+                self.optimizer.step()  # which backward began
+        self.optimizer.zero_grad()
+        outcome = "before"
+        if self.optimizer.torn is not None:
+            self._repair()
+            outcome = "torn"
+        elif not self._is_as_expected(0.0):
+            self.plain_step()
+            outcome = "after"
+            assert self._is_as_expected(self.tolerance), f"{when}: neither as before nor as after the step"
+            for found, expected in zip(self._found(), self._expected(), strict=True):
+                expected.copy_(found)
+        assert came or outcome == "after", f"{when}: no step, and no interrupt"
+        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+        assert self._at_rest() == self.leased, f"{when}: bytes of the arena are lost"
+
+    def _at_rest(self) -> int:
+        EXECUTOR.reset()
+        self.optimizer.finish()
+        self.tiers.drain()
+        if getattr(self, "leased", None) != self.tiers.host.in_use:
+            gc.collect()
+        return self.tiers.host.in_use
+
+    def _expected(self) -> State:
+        states = self.reference.state
+        return [t for p in self.plain.parameters() for t in (p.detach(), *_elementwise(states[p]), states[p]["step"])]
+
+    def _found(self) -> State:
+        states = self.optimizer.state
+        return [t for p in self.parameters for t in (p.detach(), *_elementwise(states[p]), states[p]["step"])]
+
+    def _is_as_expected(self, tolerance: float) -> bool:
+        pairs = zip(self._found(), self._expected(), strict=True)
+        return all(torch.allclose(torch.clone(a), b, rtol=0, atol=tolerance) for a, b in pairs)
+
+    def _repair(self) -> None:
+        self.optimizer.load_state_dict(self.reference.state_dict())
+        with torch.no_grad():
+            for stored, plain in zip(self.parameters, self.plain.parameters(), strict=True):
+                stored.copy_(plain)
+
+
+def _elementwise(state: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return state["exp_avg"], state["exp_avg_sq"]
+
+
+def test_an_interrupt_in_a_step(tmp_path: Path):
+    """At some lines of `step()` alone, over one layer."""
+    training = Training(tmp_path, layers=1, width=8, placement="nvme")
+    number, going = 1, True
+    while going:
+        training.loss().backward()
+        going = training.interrupt(number, training.optimizer.step)
+        number += 47
+    assert number > 1000 and training.outcomes.keys() == {"before", "after"}
+
+
+CASES = {
+    "nvme": {"placement": "nvme"},
+    "host": {"placement": "host"},
+    "tiles": {"placement": "nvme", "tile": "16KiB", "host_memory": "4MiB", "width": 96},
+    "in-backward": {"placement": "nvme", "in_backward": True},
+    "tiles-in-backward": {"placement": "host", "in_backward": True, "tile": "16KiB", "width": 96},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("case", CASES)
+def test_an_interrupt_at_every_line(tmp_path: Path, case: str):
+    """Of forward, backward, `step()` and `zero_grad()` of two layers."""
+    training = Training(tmp_path, **CASES[case])
+    number, going = 0, True
+    while going:
+        number += 1
+        going = training.interrupt(number, training.whole_step)
+    assert number > 1000 and training.outcomes["before"] and training.outcomes["after"]
+    assert "torn" not in training.outcomes or "in-backward" in case
+
+
+def interrupt_at_random(store: Path, case: str, seconds: float, seed: int) -> None:
+    """Steps with a Ctrl-C at a random moment of each, in PyTorch's code and in ours."""
+    training, at_random = Training(store, **CASES[case]), random.Random(seed)
+    begun = time.perf_counter()
+    training.whole_step()
+    training.plain_step()
+    usual = time.perf_counter() - begun
+    number = 0
+    while time.perf_counter() < begun + seconds:
+        number += 1
+        ctrl_c = threading.Timer(at_random.uniform(0, 1.5 * usual), os.kill, (os.getpid(), signal.SIGINT))
+        came = False
+        try:
+            ctrl_c.start()
+            training.whole_step()
+        except KeyboardInterrupt:
+            came = True
+        try:
+            ctrl_c.join()  # after which it has come
+        except KeyboardInterrupt:
+            ctrl_c.join()
+        training.check(came, f"interrupt {number}")
+    print(number, training.outcomes)
+
+
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """A copy of the package whose engine is built with the compiler's sanitizers, and the environment to run it in."""
+    root = tmp_path_factory.mktemp("sanitized")
+    source = Path(zinf_fx.__file__).parents[1]
+    shutil.copytree(source / "zinf_fx", root / "zinf_fx", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(source / name, root)
+    options = "-g -O1 -fsanitize=address,undefined -fno-omit-frame-pointer"
+    built = subprocess.run(
+        [sys.executable, "setup.py", "build_ext", "--inplace"],
+        cwd=root,
+        env={**os.environ, "CFLAGS": options, "LDFLAGS": options},
+        capture_output=True,
+        text=True,
+    )
+    library = subprocess.run(["cc", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    if not Path(library).is_absolute():
+        pytest.skip("the compiler's sanitizer library is not installed")
+    assert built.returncode == 0, built.stderr
+    return root, {"LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("build", ["plain", "sanitized"])
+def test_interrupts_at_random(tmp_path: Path, request: pytest.FixtureRequest, build: str, case: str):
+    root, extra = Path(zinf_fx.__file__).parents[1], {}
+    if build == "sanitized":
+        root, extra = request.getfixturevalue("sanitized")
+    program = (
+        f"from {__name__} import *; import zinf_fx; assert zinf_fx.__file__.startswith({str(root)!r}); "
+        f"interrupt_at_random(Path({str(tmp_path)!r}), {case!r}, 60, 1)"
+    )
+    path = os.pathsep.join([str(root), str(Path(__file__).parent)])
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", program],
+        env={**os.environ, **extra, "PYTHONPATH": path},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "AddressSanitizer" not in done.stderr and "runtime error" not in done.stderr

@@ -1,0 +1,123 @@
+"""What holds Ctrl-C back, and where it gets through."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import pytest
+
+from zinf_fx import interrupts
+from zinf_fx.interrupts import held_back, let_through, sealed
+
+
+def ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_it_comes_at_the_end_of_the_outermost_block():
+    done = []
+    with pytest.raises(KeyboardInterrupt):  # noqa: SIM117
+        with held_back:
+            with held_back:
+                ctrl_c()
+                done.append("inner")
+            done.append("outer")
+    assert done == ["inner", "outer"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_it_is_let_through_but_not_in_a_sealed_block():
+    done = []
+    with held_back:
+        ctrl_c()
+        with sealed:
+            let_through()
+            done.append("sealed")
+        with pytest.raises(KeyboardInterrupt):
+            let_through()
+        let_through()  # once
+        done.append("after")
+    assert done == ["sealed", "after"]
+
+
+def test_a_function_is_a_block():
+    @held_back
+    def work(number: int) -> int:
+        ctrl_c()
+        results.append(number)
+        return number
+
+    results: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        work(3)
+    assert results == [3]
+
+
+def test_an_error_in_the_block_is_the_context():
+    with pytest.raises(KeyboardInterrupt) as raised, held_back:
+        ctrl_c()
+        raise ValueError("of the block")
+    assert isinstance(raised.value.__context__, ValueError)
+
+
+def test_whose_patience_ends_gets_out(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(interrupts, "PATIENCE", 0.01)
+    with sealed:
+        ctrl_c()
+        time.sleep(0.02)
+        with pytest.raises(KeyboardInterrupt):
+            ctrl_c()
+
+
+@pytest.fixture
+def handled():
+    """What a handler of the user's was called with."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+    yield seen
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_users_handler_is_called_and_stays(handled: list[int]):
+    handler = signal.getsignal(signal.SIGINT)
+    with held_back:
+        ctrl_c()
+        assert not handled
+        let_through()
+        assert handled == [signal.SIGINT]
+        ctrl_c()
+    assert len(handled) == 2 and signal.getsignal(signal.SIGINT) is handler
+
+
+def test_a_handler_that_is_set_in_a_block_stays(handled: list[int]):
+    other = lambda number, frame: None  # noqa: E731
+    with held_back:
+        signal.signal(signal.SIGINT, other)
+    assert signal.getsignal(signal.SIGINT) is other
+
+
+def test_ignored_and_fatal_signals_stay_as_they_are(handled: list[int]):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with held_back:
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        ctrl_c()
+        let_through()
+
+
+def test_other_threads_hold_nothing_back():
+    begun, end = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with held_back:
+            begun.set()
+            end.wait(10)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    begun.wait(10)
+    with pytest.raises(KeyboardInterrupt):
+        ctrl_c()
+    end.set()
+    thread.join()

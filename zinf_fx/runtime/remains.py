@@ -1,0 +1,36 @@
+"""What objects leave behind is given back when they are gone, whatever interrupts that."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable
+
+from zinf_fx.interrupts import sealed
+
+_waiting: dict[weakref.ref[object], Callable[[], None]] = {}
+
+
+def when_gone(owner: object, give_back: Callable[[], None]) -> None:
+    """Call `give_back` when `owner` is gone. Not at exit, when everything goes.
+
+    `weakref.finalize` forgets what to do before it begins to do it. Python drops an exception that comes meanwhile, and
+    Ctrl-C would leave memory taken for ever. Here it is left to `give_back_remains`.
+    """
+    _waiting[weakref.ref(owner, _give_back)] = give_back
+
+
+def give_back_remains() -> None:
+    """Do what an interrupt kept from being done."""
+    for reference in [reference for reference in list(_waiting) if reference() is None]:
+        _give_back(reference)
+
+
+@sealed
+def _give_back(reference: weakref.ref[object]) -> None:
+    give_back = _waiting.pop(reference, None)
+    if give_back is not None:
+        give_back()
+
+
+atexit.register(_waiting.clear)
