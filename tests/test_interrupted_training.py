@@ -205,11 +205,14 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
         capture_output=True,
         text=True,
     )
-    library = subprocess.run(["cc", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
-    if not Path(library).is_absolute():
+    # C++'s library beside the sanitizer's, which looks for its exceptions when it is loaded.
+    names = ("libasan.so", "libstdc++.so")
+    commands = (["cc", f"-print-file-name={name}"] for name in names)
+    libraries = [subprocess.run(one, capture_output=True, text=True).stdout.strip() for one in commands]
+    if not all(Path(library).is_absolute() for library in libraries):
         pytest.skip("the compiler's sanitizer library is not installed")
     assert built.returncode == 0, built.stderr
-    return root, {"LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"}
+    return root, {"LD_PRELOAD": " ".join(libraries), "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"}
 
 
 @pytest.mark.slow
