@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -9,7 +10,7 @@ import time
 import pytest
 
 from zinf_fx import interrupts
-from zinf_fx.interrupts import held_back, let_through, sealed
+from zinf_fx.interrupts import held_back, let_through, sealed, taking
 
 
 def ctrl_c() -> None:
@@ -121,3 +122,65 @@ def test_other_threads_hold_nothing_back():
         ctrl_c()
     end.set()
     thread.join()
+
+
+@pytest.fixture
+def locked():
+    """A lock that another thread has."""
+    lock, begun, end = threading.RLock(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        with lock:
+            begun.set()
+            end.wait(10)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    begun.wait(10)
+    yield lock
+    end.set()
+    thread.join()
+
+
+@pytest.mark.timeout(10)
+def test_it_is_let_through_while_another_thread_has_the_lock(locked: threading.RLock):
+    with held_back:
+        ctrl_c()
+        with pytest.raises(KeyboardInterrupt), taking(locked):
+            pytest.fail("the lock is another's")
+
+
+def test_whoever_has_the_lock_gives_it_back():
+    lock, done = threading.RLock(), []
+    with pytest.raises(KeyboardInterrupt), taking(lock):
+        ctrl_c()
+        let_through()
+    with pytest.raises(KeyboardInterrupt), taking(lock):
+        ctrl_c()
+        done.append("whole")
+    assert done == ["whole"]
+    other = threading.Thread(target=lambda: done.append(lock.acquire(blocking=False)))
+    other.start()
+    other.join()
+    assert done[-1]
+
+
+def test_a_child_that_another_thread_forks_holds_nothing_back():
+    codes: list[int] = []
+
+    def work() -> None:
+        child = os.fork()
+        if child == 0:
+            try:
+                ctrl_c()
+            except KeyboardInterrupt:
+                os._exit(3)
+            finally:
+                os._exit(4)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    with held_back:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert codes == [3]

@@ -324,7 +324,7 @@ class Capture:
         if plan is None:
             return
         storages = [tensor.storage for tensor in map(local_input, inputs) if isinstance(tensor, StoredTensor)]
-        with RUNNING.lock:
+        with RUNNING.turn():
             for tiers in {storage.tiers for storage in storages} - {None}:
                 devices = {s.device for s in storages if s.tiers is tiers and not s.device.in_host_memory}
                 EXECUTOR.staging.drop_staying()  # what stays would keep regions that are about to be replaced

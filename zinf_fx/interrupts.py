@@ -5,8 +5,9 @@ Python raises KeyboardInterrupt between any two bytecodes of the main thread. Me
 the disk and a device would be lost there, or given back while the disk writes into it, whatever the order of the
 statements. So each way into the runtime (a graph, a hook of autograd, an operation on stored tensors, an optimizer's
 step, a finalizer) is a block that holds interrupts back: `held_back`. They arrive when the outermost block ends, or
-earlier at a call of `let_through`: between the operators of a graph, between the chunks of a step, and in a wait for
-the disk that lasts. What calls it is ready for an error of the disk there, and so for an interrupt.
+earlier at a call of `let_through`: between the operators of a graph, between the chunks of a step, and in a wait that
+lasts, for the disk or for a lock (`taking`). What calls it is ready for an error of the disk there, and so for an
+interrupt.
 
 What gives memory back after an error, and what finalizers do, has to be done to its end: in a `sealed` block, nothing
 is let through either.
@@ -19,10 +20,12 @@ that is. What the runtime knows may be wrong then.
 from __future__ import annotations
 
 import functools
+import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import ParamSpec, TypeVar
 
@@ -35,6 +38,9 @@ except ImportError:
 
 PATIENCE = 1.0
 """Seconds for which an interrupt has been held back when the next one goes through."""
+
+_SLICE = 0.05
+"""Seconds for which one waits for a lock before an interrupt is let through."""
 
 _SIGINT = int(signal.SIGINT)
 
@@ -55,6 +61,7 @@ class _Held:
         self.depth = self.sealed = 0
         self.handler: Callable[[int, FrameType | None], object] | None = None
         self.since: float | None = None
+        self._forks = False
         self._take: Callable[[int, FrameType | None], None] = self.take  # the same object each time
 
     def take(self, number: int, frame: FrameType | None) -> None:
@@ -91,8 +98,20 @@ class _Held:
             self.since = None
             signal.raise_signal(_SIGINT)
 
+    def remember(self) -> None:
+        """A fork begins in this thread."""
+        self._forks = _in_main_thread()
+
+    def after_fork(self) -> None:
+        """In a child that another thread than the main one made, nobody is left in the blocks that are open."""
+        if not self._forks and self.depth:
+            self.depth = self.sealed = 0
+            self.since = None
+            self.end()
+
 
 _held = _Held()
+os.register_at_fork(before=_held.remember, after_in_child=_held.after_fork)
 
 
 def _in_main_thread() -> bool:
@@ -141,3 +160,16 @@ def let_through() -> None:
     """Raise an interrupt that is held back, except in a sealed block. All is in order here."""
     if _held.since is not None and not _held.sealed and _in_main_thread():
         _held.deliver()
+
+
+@contextmanager
+def taking(lock: threading.RLock) -> Iterator[None]:
+    """A block that has the lock, and holds interrupts back: it can't stay locked. While another thread has it, they get
+    through."""
+    with held_back:
+        while not lock.acquire(timeout=_SLICE):
+            let_through()
+        try:
+            yield
+        finally:
+            lock.release()

@@ -423,9 +423,8 @@ def _outcome(request: ffi.CData, name: str, path: str | os.PathLike[str]) -> Sto
     lib.zinf_result(request, raw)
     if not raw.error:
         return None
-    detail = HINTS.get(raw.error, "the transfer failed")
-    if raw.poisoned:
-        detail = "an earlier request saw the device fail; the file accepts no more requests"
+    poisoned = "an earlier request saw the device fail; the file accepts no more requests"
+    detail = poisoned if raw.poisoned else HINTS.get(raw.error, "the transfer failed")
     return StoreError(name, path, detail, offset=raw.offset, length=raw.length, errno=raw.error)
 
 

@@ -73,7 +73,7 @@ def _run(operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) 
         with RECORDER.work("update", sum(one.nbytes for one in states), place.torch_device):
             operation(*(pieces.get(name, []) for name in lists), **options)
 
-    with RUNNING.lock:
+    with RUNNING.turn():
         EXECUTOR.drop_anticipated()
         try:
             with RECORDER.about("", STATES):
@@ -185,7 +185,7 @@ def _begin(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         check_reduced(parameter)
         _move_states(parameter, optimizer.state.get(parameter.whole, {}))
     _STEPPING.step = step
-    with RUNNING.lock:
+    with RUNNING.turn():
         EXECUTOR.begin(step)
 
 
@@ -196,7 +196,7 @@ def _end(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     step = _PlainStep.of.get(optimizer)
     if step is not None:
         step.torn = False
-        with RUNNING.lock:
+        with RUNNING.turn():
             EXECUTOR.end(step)
 
 

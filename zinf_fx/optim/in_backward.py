@@ -75,6 +75,16 @@ class Consumer:
         storage.consumer, storage.backwards_due = self, 0
 
 
+def check_steps_in_backward(closure: object, scales: bool) -> None:
+    """Raises: OptimizerError when `step()` got what it would need before backward."""
+    refused = "a closure" if closure is not None else "a GradScaler" if scales else None
+    if refused is not None:
+        raise OptimizerError(
+            f"step() got {refused}, and step_in_backward=True updates parameters before it is called: leave the option "
+            "out"
+        )
+
+
 def gone(parameter: StoredTensor, gradient: torch.Tensor) -> StoredTensor:
     """What stands for a consumed gradient: any access to its values raises."""
     storage = parameter.storage

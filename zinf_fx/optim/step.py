@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import deque
@@ -13,9 +12,9 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_fx.errors import StoreError
-from zinf_fx.interrupts import held_back, let_through, sealed
+from zinf_fx.interrupts import held_back, let_through, sealed, taking
 from zinf_fx.optim.arithmetic import borrow, step_without_hooks
-from zinf_fx.optim.chunk import OpenChunk, Run
+from zinf_fx.optim.chunk import OpenChunk, Run, lease_scratch
 from zinf_fx.optim.chunks import P, Piece, chunk_elements, cut, in_turn
 from zinf_fx.optim.elements import moved
 from zinf_fx.optim.states import MASTER, ParameterStates, State
@@ -80,14 +79,13 @@ class StreamedStep:
         self.closed = False
         self.seconds = 0.0
 
-    @held_back
     def add(self, run: Run, parameter: StoredTensor, *, owned: bool = False) -> None:
         """Take over a parameter's update: the gradient is in `stored`, and with `owned`, nobody else's any more.
 
         Raises: StoreError when a step failed that is still under way on the same tiers; this one takes nothing then.
         """
         tiers = parameter.storage.usable_tiers()
-        with self._lock:
+        with taking(self._lock):
             if tiers.background is not self:
                 if tiers.background is not None:
                     tiers.background.finish()
@@ -109,10 +107,9 @@ class StreamedStep:
             if owned and not isinstance(gradient, StoredTensor):
                 self._held[parameter] = gradient.nbytes
 
-    @held_back
     def make_room(self, nbytes: int, limit: int) -> None:
         """Update chunks until so many bytes more of gradients fit `limit`, or none are held."""
-        with self._lock:
+        with taking(self._lock):
             if not self._busy and self.bytes_held > max(limit - nbytes, 0):
                 with self._working():
                     while self.bytes_held > max(limit - nbytes, 0):
@@ -167,7 +164,7 @@ class StreamedStep:
     def settle(self, key: int) -> None:
         """Update chunks until the storage of this key is final."""
         if key in self._pending:
-            with held_back, self._lock:
+            with taking(self._lock):
                 if not self._busy and key in self._pending:
                     with self._working():
                         while key in self._pending:
@@ -183,7 +180,7 @@ class StreamedStep:
             return False
         for tiers in self._tiers:
             tiers.check_process()
-        with self._lock:
+        with taking(self._lock):
             if self._busy or self._over or not (self.closed or self._left):
                 return False
             with self._working():
@@ -206,7 +203,7 @@ class StreamedStep:
         """`error` ended what would have added more parameters: those that came are updated, the others are not."""
         if not self._of_this_process:
             return
-        with self._lock:
+        with taking(self._lock):
             if not self._over and not self.closed:
                 self._fail(error)
 
@@ -380,18 +377,9 @@ class StreamedStep:
         drain_after(error, self._tiers)
         if not self._begun and not self._final:
             return None
-        updated = {p for p in self._finished if self._in_store(p)}
-        names: dict[torch.Tensor, str] = {}
-        for number, (parameters, named) in enumerate(self._names):
-            numbered = [f"parameter {position} of group {number}" for position in range(len(parameters))]
-            names |= dict(zip(parameters, named or numbered, strict=True))
-        concerned = self.parameters if self.closed else self._stored
-        return TornStep(
-            f"{type(error).__name__}: {error}" if str(error) else type(error).__name__,
-            tuple(names[p.whole] for p in concerned if p in updated),
-            tuple(names[p.whole] for p in concerned if p in self._begun and p not in updated),
-            tuple(names[p.whole] for p in concerned if p not in self._begun),
-        )
+        updated = {p.whole for p in self._finished if self._in_store(p)}
+        concerned = [p.whole for p in (self.parameters if self.closed else self._stored)]
+        return TornStep.after(error, self._names, concerned, {p.whole for p in self._begun}, updated)
 
     def _lease_scratch(self, run: Run, pieces: tuple[Piece[StoredTensor], ...]) -> None:
         """Memory for what a chunk has in other dtypes than that of the update, if anything."""
@@ -400,16 +388,7 @@ class StreamedStep:
         if not any(self._stored[piece.parameter].scratch_rows for piece in pieces):
             return
         every = list(self._stored.values())
-        elements = min(AT_A_TIME, self._elements) if run.place is CPU else self._elements
-        shape = (max(each.scratch_rows for each in every), elements, max(each.dtype.itemsize for each in every))
-        if run.place is CPU:
-            nbytes = math.prod(shape)
-            with self._tiers[0].stepping(range(nbytes)):  # not in the middle of a chunk's part of the room
-                buffer = self._tiers[0].lease(nbytes)
-            self._close.callback(buffer.release)
-            self._scratch[CPU] = buffer.tensor(shape, torch.uint8)
-        else:
-            self._scratch[run.place] = torch.empty(shape, dtype=torch.uint8, device=run.place.torch_device)
+        self._scratch[run.place] = lease_scratch(run.place, every, self._elements, self._tiers[0], self._close)
 
     def _update(self, chunk: OpenChunk, scratch: torch.Tensor | None) -> None:
         """Update a chunk, some elements at a time: on the CPU, the cache keeps what each operation leaves to the next

@@ -17,7 +17,7 @@ from zinf_fx.errors import OptimizerError
 from zinf_fx.interrupts import held_back
 from zinf_fx.optim.arithmetic import Group, StateLayout, as_groups, borrow, snapshot, step_without_hooks
 from zinf_fx.optim.chunk import Run
-from zinf_fx.optim.in_backward import GRADIENT_BUFFER, Consumer, gone
+from zinf_fx.optim.in_backward import GRADIENT_BUFFER, Consumer, check_steps_in_backward, gone
 from zinf_fx.optim.layouts import Layouts
 from zinf_fx.optim.states import MASTER, ParameterStates, State, check_reduced, fitting, working_dtype
 from zinf_fx.optim.step import StreamedStep
@@ -177,7 +177,7 @@ class Streamed(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """As in torch. Raises: StoreError; OptimizerError from then on, because the step is torn: see `torn`."""
         if self.step_in_backward:
-            self._check_steps_in_backward(closure)
+            check_steps_in_backward(closure, hasattr(self, "found_inf"))
         self._check_whole()
         loss = None
         if closure is not None:
@@ -193,7 +193,7 @@ class Streamed(Optimizer):
         started = time.perf_counter()
         found_inf = getattr(self, "found_inf", None)  # GradScaler's word that this step is to be skipped
         if found_inf is None or not found_inf.item():
-            with RUNNING.lock:
+            with RUNNING.turn():
                 step = self._begun_in_backward or self._new_step()
                 updates = list(self._updates(step))
                 self._step_ordinary()
@@ -217,10 +217,11 @@ class Streamed(Optimizer):
                     self._layout(group, parameter)
 
     @torch._disable_dynamo
+    @held_back
     @torch.no_grad()
     def step_stored(self) -> None:
         """Step the stored parameters alone, and wait until that is done. Raises: as `step`."""
-        with RUNNING.lock:
+        with RUNNING.turn():
             self._check_whole()
             step = self._new_step()
             self._step_stored(step, list(self._updates(step)))
@@ -371,11 +372,8 @@ class Streamed(Optimizer):
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def _step_ordinary(self) -> None:
-        groups = []
-        for group in self.param_groups:
-            ordinary = [p for p in group["params"] if stored_parameter(p) is None]
-            if ordinary:
-                groups.append({**group, "params": ordinary})
+        groups = [{**g, "params": [p for p in g["params"] if stored_parameter(p) is None]} for g in self.param_groups]
+        groups = [group for group in groups if group["params"]]
         if groups:
             inner = borrow(self, self._arithmetic, {}, [])
             inner.param_groups, inner.state = groups, self._state
@@ -387,14 +385,6 @@ class Streamed(Optimizer):
             self.finish()
         if self.torn is not None:
             raise OptimizerError(str(self.torn))
-
-    def _check_steps_in_backward(self, closure: object) -> None:
-        refused = "a closure" if closure is not None else "a GradScaler" if hasattr(self, "found_inf") else None
-        if refused is not None:
-            raise OptimizerError(
-                f"step() got {refused}, and step_in_backward=True updates parameters before it is called: leave the "
-                "option out"
-            )
 
     @property
     def _begun_in_backward(self) -> StreamedStep | None:

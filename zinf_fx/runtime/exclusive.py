@@ -14,14 +14,21 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import AbstractContextManager
+
+from zinf_fx.interrupts import taking
 
 
 class Exclusive:
-    """The lock, for `with RUNNING.lock`. A process made by fork has its own: the holder may not be in it."""
+    """The lock, for `with RUNNING.turn()`. A process made by fork has its own: the holder may not be in it."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         os.register_at_fork(after_in_child=self._renew)
+
+    def turn(self) -> AbstractContextManager[None]:
+        """A block that has the lock; an interrupt can't leave it locked. See [Note: interrupts]."""
+        return taking(self.lock)
 
     def _renew(self) -> None:
         self.lock = threading.RLock()

@@ -14,7 +14,7 @@ from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.errors import StoredTensorError
-from zinf_fx.interrupts import held_back, let_through, sealed
+from zinf_fx.interrupts import let_through, sealed
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import GraphKind, Tile
 from zinf_fx.runtime.accumulation import Leaf, leaves_of_node
@@ -125,9 +125,8 @@ class Program(Stage):
         """The generated Python."""
         return self._module.code
 
-    @held_back
     def __call__(self, arguments: list) -> tuple:
-        with RUNNING.lock:
+        with RUNNING.turn():
             return self._run(arguments)
 
     def _run(self, arguments: list) -> tuple:

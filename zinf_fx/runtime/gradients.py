@@ -199,7 +199,7 @@ def _take(parameter: StoredTensor) -> None:
     gradient = parameter.grad
     if gradient is None or gradient.layout != torch.strided:
         return
-    with RUNNING.lock:
+    with RUNNING.turn():
         name = f"a parameter of shape {tuple(parameter.shape)}"
         if isinstance(gradient, StoredTensor):
             if (before := take_unreduced(parameter)) is not None:
@@ -226,7 +226,7 @@ def _add(operation: torch._ops.OpOverload, args: tuple, kwargs: dict) -> torch.T
         return NotImplemented
     if operation._schema.is_mutable:
         name = f"a parameter of shape {tuple(parameter.shape)}"
-        with RUNNING.lock:
+        with RUNNING.turn():
             accumulate_gradient(parameter, reduced(parameter, gradient, name))
         return present
     parameter.put_aside()

@@ -291,7 +291,7 @@ class StoredTensor(torch.Tensor):
             self._local_of.expect_gradient()
         if self._expects_gradient or self.views or self.captured or not (self.requires_grad and self.is_leaf):
             return
-        with RUNNING.lock:
+        with RUNNING.turn():
             if not self._expects_gradient:
                 self._register_hooks()
                 self._expects_gradient = True
