@@ -26,6 +26,7 @@ from zinf_fx.config import Config, Placement
 from zinf_fx.equal_values import check_equal, mesh_of, replicas_of
 from zinf_fx.errors import PlanError, RanksError
 from zinf_fx.local_inputs import taking_local, traced
+from zinf_fx.parameter_writes import refusing_lost_writes
 from zinf_fx.passes.collectives import group_of, is_collective
 from zinf_fx.passes.fingerprint import check_same, fingerprint_of
 from zinf_fx.passes.following import follow_inference, follow_training
@@ -127,7 +128,11 @@ class Capture:
         for tensor in self._inputs:
             if isinstance(tensor, StoredTensor):
                 tensor.storage.agree()
-        with taking_local(self._module, self._given):
+        stored = [isinstance(tensor, StoredTensor) for tensor in self._inputs]
+        with (
+            taking_local(self._module, self._given),
+            refusing_lost_writes(self._module, self._names, stored),
+        ):
             compiled = aot_module_simplified(
                 self._module,
                 traced(self._seen, self._inputs),

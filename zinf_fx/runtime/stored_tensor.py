@@ -25,6 +25,7 @@ from zinf_fx.config import Config, Tier
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.interrupts import held_back
 from zinf_fx.plan.sharding import shards_of
+from zinf_fx.runtime import view_writes
 from zinf_fx.runtime.device import device_of
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.storage import TensorStorage
@@ -338,6 +339,8 @@ class StoredTensor(torch.Tensor):
 
     def _gather(self) -> torch.Tensor:
         self.expect_gradient()
+        if self.captured:
+            view_writes.gathered(self)
         return self._replay(ops.gather(self.token, self.base.shape, self.base.dtype, self.base.device))
 
     def _replay(self, value: torch.Tensor) -> torch.Tensor:
