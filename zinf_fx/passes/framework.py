@@ -177,7 +177,7 @@ class GraphContext:
         trains = self.kind != "inference"
         return tuple(
             replace(tile, index=number, gradient_tier=tile.gradient_tier if trains else None)
-            for number, tile in enumerate(map(self.tile, self.keys))
+            for number, tile in enumerate(tile for token in self.tiles for tile in self.tiles_of(token).values())
         )
 
     def tiles_of(self, token: str) -> dict[TileKey, Tile]:

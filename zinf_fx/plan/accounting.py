@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from zinf_fx.plan.intervals import merged, sums, without
+from zinf_fx.plan.intervals import merged, sums
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import HEAD, GraphSchedule, Tile
 
@@ -89,17 +89,17 @@ def flows(plan: Plan, graph: GraphSchedule) -> list[Flow]:
         if stay.begin.graph == number and stay.moves("fetch"):
             read[stay.begin.operator] += bytes_read(graph.tiles[stay.tile])
     on_device: defaultdict[int, list[range]] = defaultdict(list)
-    in_host: list[tuple[int, range]] = []
+    anywhere: defaultdict[int, list[range]] = defaultdict(list)
     for tile, there, uploaded in journeys.presences(number):
         on_device[tile].append(range(uploaded, there.stop))
-        in_host.append((tile, range(there.start, uploaded)))
-    device = [
-        (part, graph.tiles[tile].gathered_nbytes)
-        for tile, ranges in on_device.items()
-        for part in merged(ranges)
-        if graph.tiles[tile].needs_buffer
-    ]
-    host = [(part, bytes_read(graph.tiles[tile])) for tile, one in in_host for part in without(one, on_device[tile])]
+        anywhere[tile].append(there)
+    device, host = [], []
+    for index, ranges in on_device.items():
+        tile, uploaded = graph.tiles[index], merged(ranges)
+        if tile.needs_buffer:
+            device += [(part, tile.gathered_nbytes) for part in uploaded]
+        host += [(part, bytes_read(tile)) for part in merged(anywhere[index])]
+        host += [(part, -bytes_read(tile)) for part in uploaded]  # it has left host memory
     for gradient in journeys.departures:
         tile = graph.tiles[gradient.tile]
         if gradient.reduced.graph == number and tile.gradient_tier != "device":

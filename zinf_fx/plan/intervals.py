@@ -19,19 +19,6 @@ def merged(ranges: Iterable[range]) -> list[range]:
     return found
 
 
-def without(one: range, others: Iterable[range]) -> list[range]:
-    """The numbers of `one` that are in none of `others`, in order."""
-    parts = [one] if one else []
-    for other in others:
-        parts = [
-            rest
-            for part in parts
-            for rest in (range(part.start, min(part.stop, other.start)), range(max(part.start, other.stop), part.stop))
-            if rest
-        ]
-    return parts
-
-
 def sums(sizes: Sequence[tuple[range, int]], over: range) -> list[int]:
     """For each number of `over`, the sum of the sizes whose ranges it is in; ranges end where `over` ends."""
     change = [0] * (len(over) + 1)

@@ -174,7 +174,7 @@ class Journeys:
         turn = self.unclaimed.get(stay.tile)
         if stay.kept or (turn is not None and turn["fetch"] < stay.release):
             return False
-        others = self.of_tile[stay.tile]
+        others = self._begun_ahead.get(stay.tile, ())
         return not any(other.begin < stay.release < other.release for other in others if other is not stay)
 
     def between(self, tile: int) -> Iterator[Between]:
@@ -220,6 +220,15 @@ class Journeys:
         start = ahead["fetch"].operator
         uploaded = start if held else ahead["upload"].operator if "upload" in ahead else end
         return Presence(tile, range(start, end), uploaded)
+
+    @cached_property
+    def _begun_ahead(self) -> dict[int, list[Stay]]:
+        """By tile, the stays that the turn begins: no others overlap with one."""
+        found: defaultdict[int, list[Stay]] = defaultdict(list)
+        for stay in self:
+            if stay.ahead:
+                found[stay.tile].append(stay)
+        return dict(found)
 
     @cached_property
     def _kept_at_begin(self) -> dict[int, frozenset[int]]:

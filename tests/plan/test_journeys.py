@@ -1,0 +1,45 @@
+"""What events mean: stays, and which of them leave a tile's memory free."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+
+from zinf_fx import Config
+from zinf_fx.plan.accounting import flows
+from zinf_fx.plan.journeys import STEPS, Journeys, Stay
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import Event, GraphKind, GraphSchedule, Operator, Tile
+
+KIB = 1024
+
+
+def graph(kind: GraphKind, events: list[Event], operators: int) -> GraphSchedule:
+    tile = Tile(0, "a", (4, 256), torch.float32, "nvme", "nvme")
+    return GraphSchedule(kind, (tile,), tuple(Operator(n, "", 1) for n in range(operators)), tuple(events))
+
+
+def stay(*operators: int) -> list[Event]:
+    """A stay of the tile; `operators`: of its fetch, upload, all-gather, wait and release."""
+    return [Event(kind, 0, operator) for kind, operator in zip(STEPS, operators, strict=True)]
+
+
+def test_a_stay_is_compared_with_those_alone_that_the_turn_begins():
+    """A weight that is used in many operators has a stay in each, under a budget."""
+    count = 200
+    events = [event for operator in range(count) for event in stay(*[operator] * 5)]
+    turn = [Event("fetch", 0, count - 1, turn=True)]
+    journeys = Journeys([graph("forward", [*events, *turn], count), graph("backward", events, count)])
+    begin, asked = Stay.begin, []
+    with mock.patch.object(Stay, "begin", property(lambda one: asked.append(one) or begin.fget(one))):
+        free = [journeys.frees(one) for one in journeys.of_tile[0]]
+    assert all(free) and len(asked) < 3 * len(free)
+
+
+def test_a_tile_that_two_stays_read_is_in_host_memory_once():
+    """The turn reads it, and then forward for itself."""
+    forward = [Event("fetch", 0, 0, turn=True), *stay(1, 2, 2, 2, 2)]
+    step = (graph("forward", forward, 4), graph("backward", stay(0, 0, 0, 0, 0), 1))
+    found = flows(Plan(step, Config(placement="nvme")), step[0])
+    assert [(flow.host // KIB, flow.device // KIB) for flow in found[:4]] == [(0, 0), (4, 0), (4, 0), (0, 4)]
