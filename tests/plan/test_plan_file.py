@@ -144,6 +144,14 @@ BROKEN: dict[str, tuple[Callable[[dict], object], str]] = {
     "negative shape": (lambda p: p["graphs"][0]["tiles"][0].update(shape=[-1]), "less than 0"),
     "rows of another shape": (lambda p: p["graphs"][0]["tiles"][0].update(rows=[0, 7]), "has the rows 0 to 7"),
     "a tile twice": (lambda p: p["graphs"][0]["tiles"][1].update(p["graphs"][0]["tiles"][0], index=1), "as one before"),
+    "another tile in backward": (
+        lambda p: p["graphs"][1]["tiles"][0].update(tier="host"),
+        r"tiles\[0\] of the backward graph is another",
+    ),
+    "a tile less in backward": (
+        lambda p: p["graphs"][1]["tiles"].pop(),
+        "the backward graph has 8, and the first 9|is of tile 8, and there are 8",
+    ),
     "indices exchanged": (lambda p: p["graphs"][0]["tiles"][0].update(index=1), "has the index 1"),
     "missing wait": (lambda p: p["graphs"][0]["events"].remove(event("wait")(p)), "comes where wait is due"),
     "missing release": (lambda p: p["graphs"][0]["events"].remove(event("release")(p)), "release"),

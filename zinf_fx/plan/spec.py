@@ -78,10 +78,13 @@ def violations(step: Step) -> Iterator[tuple[Rule, Violation]]:
 
 
 def _tables(step: Step) -> Iterator[Violation]:
-    first = [tile.label for tile in step.graphs[0].tiles]
+    first = step.graphs[0].tiles
     for graph in step.graphs[1:]:
-        if [tile.label for tile in graph.tiles] != first:
-            yield Violation(f"those of the {graph.kind} graph are others", None)
+        if len(graph.tiles) != len(first):
+            yield Violation(f"the {graph.kind} graph has {len(graph.tiles)}, and the first {len(first)}", None)
+        for number, (one, other) in enumerate(zip(first, graph.tiles, strict=False)):
+            if one != other:
+                yield Violation(f"tiles[{number}] of the {graph.kind} graph is another than that of the first", None)
 
 
 def _operators(step: Step) -> Iterator[Violation]:
