@@ -143,7 +143,8 @@ class Journeys:
     """
 
     def __init__(self, graphs: Sequence[GraphSchedule]) -> None:
-        """Raises: OutOfOrder for an event that doesn't follow what comes before it."""
+        """Raises: OutOfOrder for an event that doesn't follow what comes before it; UnfinishedJourney for a graph that
+        ends while a tile is in memory."""
         self.of_tile: dict[int, list[Stay]] = {}
         self.departures: list[Departure] = []
         self.unclaimed: dict[int, dict[EventKind, At]] = {}
@@ -276,8 +277,8 @@ class OutOfOrder(PlanError):
     """An event doesn't follow what comes before it.
 
     Attributes:
+        graph: the event's.
         number: of the event, in its graph.
-        what: which step of the journey is due instead.
     """
 
     def __init__(self, graph: GraphSchedule, number: int, due: str) -> None:
@@ -321,7 +322,7 @@ class _Reader:
         self._reduced: defaultdict[int, deque[int]] = defaultdict(deque)  # by tile, its open departures
 
     def read(self, of_tile: dict[int, list[Stay]], departures: list[Departure]) -> None:
-        """Add the stays and departures of the graph. Raises: OutOfOrder."""
+        """Add the stays and departures of the graph. Raises: OutOfOrder, UnfinishedJourney."""
         for number, event in enumerate(self._schedule.events):
             at = At(self._graph, number, event.operator)
             if event.kind == "reduce_scatter":

@@ -81,7 +81,7 @@ class Plan:
 
     @cached_property
     def journeys(self) -> Journeys:
-        """What the events mean. Raises: OutOfOrder."""
+        """What the events mean. Raises: OutOfOrder, UnfinishedJourney."""
         return Journeys(self.graphs)
 
     @property

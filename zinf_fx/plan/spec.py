@@ -36,7 +36,7 @@ class Step:
 
     @cached_property
     def journeys(self) -> Journeys:
-        """What the events mean. Raises: OutOfOrder."""
+        """What the events mean. Raises: OutOfOrder, UnfinishedJourney."""
         return Journeys(self.graphs)
 
     def tile(self, index: int) -> Tile:
@@ -71,7 +71,10 @@ def check_schedule(graphs: Sequence[GraphSchedule]) -> None:
 
 
 def violations(step: Step) -> Iterator[tuple[Rule, Violation]]:
-    """What breaks the rules, in their order. Raises: OutOfOrder, where the journeys themselves make no sense."""
+    """What breaks the rules, in their order.
+
+    Raises: OutOfOrder and UnfinishedJourney, where the journeys themselves make no sense.
+    """
     for rule in RULES:
         for violation in rule.check(step):
             yield rule, violation
