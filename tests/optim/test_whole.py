@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from transformers.optimization import Adafactor as TransformersAdafactor
 import zinf_fx
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError
-from zinf_fx.optim.whole import OpenWhole
+from zinf_fx.optim.whole import OpenWhole, whole_layout
 from zinf_fx.runtime.gradients import accumulate_gradient
 
 
@@ -247,6 +249,36 @@ def test_on_the_device_every_plain_optimizer_runs(twins):
             optimizer.step(closure)
     for stored, value in zip(pair.stored, plain, strict=True):
         assert torch.equal(stored.full_tensor(), value)
+
+
+def test_each_shape_of_a_model_is_tried_once(twins, monkeypatch):
+    tried = []
+
+    def counted(*arguments: object) -> object:
+        tried.append(arguments)
+        return whole_layout(*arguments)
+
+    monkeypatch.setattr("zinf_fx.optim.layouts.whole_layout", counted)
+    pair = twins(shapes=[(3 + number, 4) for number in range(70)])
+    optimizer = optim.Adafactor(pair.stored)
+    for _ in range(2):
+        pair.give_gradients()
+        optimizer.step()
+    assert len(tried) == 70
+
+
+@pytest.mark.parametrize("kind", [torch.optim.RMSprop, optim.RMSprop], ids=["plain", "streamed"])
+def test_an_optimizer_that_its_hooks_hold_goes_when_nobody_else_does(twins, kind: type):
+    pair = twins()
+    optimizer = kind(pair.stored)
+    for register in (optimizer.register_step_pre_hook, optimizer.register_state_dict_pre_hook):
+        register(lambda *_, held=optimizer: None)
+    pair.give_gradients()
+    optimizer.step()
+    reference = weakref.ref(optimizer)
+    del optimizer, register
+    gc.collect()
+    assert reference() is None
 
 
 def test_options_that_are_for_elements_and_too_little_memory_are_refused(twins):

@@ -45,11 +45,16 @@ def borrow(optimizer: Optimizer, kind: type[Optimizer], group: Group, parameters
     optimizers.
     """
     inner = object.__new__(kind)
-    inner.__dict__.update(optimizer.__dict__)
+    inner.__dict__.update(without_hooks(optimizer))
     inner.param_groups = [{**group, "params": list(parameters)}]
     inner.state = defaultdict(dict)
     inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     return inner
+
+
+def without_hooks(optimizer: Optimizer) -> dict[str, Any]:
+    """The attributes of `optimizer`, less its hooks: those may hold it, and what has its attributes may outlive it."""
+    return {k: v for k, v in vars(optimizer).items() if not (k.startswith("_optimizer_") and k.endswith("_hooks"))}
 
 
 def step_without_hooks(inner: Optimizer) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch.optim import Optimizer
 
@@ -12,7 +10,7 @@ from zinf_fx.optim.arithmetic import Group, NotElementwise, StateLayout, probe
 from zinf_fx.optim.whole import check_can_be_whole, whole_layout
 from zinf_fx.runtime.stored_tensor import StoredTensor
 
-# Layouts that are remembered; a schedule that changes more than the learning rate makes new ones at every step.
+# Options of groups that are remembered; a schedule of more than the learning rate makes new ones at every step.
 _REMEMBERED = 64
 
 
@@ -21,7 +19,9 @@ class Layouts:
 
     def __init__(self, kind: type[Optimizer]) -> None:
         self._kind = kind
-        self._known: dict[tuple[str, torch.dtype, torch.Size | None], StateLayout | None] = {}
+        # By the options of a group and the dtype: of pieces under None, of whole parameters by shape, as many as a
+        # model has.
+        self._known: dict[tuple[str, torch.dtype], dict[torch.Size | None, StateLayout | None]] = {}
 
     def of(
         self,
@@ -50,18 +50,14 @@ class Layouts:
                 return None
             return layout if state_dtype is None else layout.stored_as(state_dtype)
 
-        layout = self._remembered((options, dtype, None), of_pieces)
-        if layout is not None:
+        known = self._known.get((options, dtype))
+        if known is None:
+            known = {None: of_pieces()}
+            self._known = {(options, dtype): known, **dict(list(self._known.items())[: _REMEMBERED - 1])}
+        if (layout := known[None]) is not None:
             return layout
         shape = parameter.shape
         check_can_be_whole(self._kind, parameter, in_backward=in_backward, narrowed=state_dtype is not None)
-        return self._remembered(
-            (options, dtype, shape), lambda: whole_layout(optimizer, self._kind, group, shape, dtype)
-        )
-
-    def _remembered(
-        self, key: tuple[str, torch.dtype, torch.Size | None], find: Callable[[], StateLayout | None]
-    ) -> StateLayout | None:
-        if key not in self._known:
-            self._known = {key: find(), **dict(list(self._known.items())[: _REMEMBERED - 1])}
-        return self._known[key]
+        if shape not in known:
+            known[shape] = whole_layout(optimizer, self._kind, group, shape, dtype)
+        return known[shape]

@@ -15,7 +15,15 @@ from torch.optim import Optimizer
 
 from zinf_fx.errors import OptimizerError
 from zinf_fx.interrupts import held_back
-from zinf_fx.optim.arithmetic import Group, StateLayout, as_groups, borrow, snapshot, step_without_hooks
+from zinf_fx.optim.arithmetic import (
+    Group,
+    StateLayout,
+    as_groups,
+    borrow,
+    snapshot,
+    step_without_hooks,
+    without_hooks,
+)
 from zinf_fx.optim.chunk import Run
 from zinf_fx.optim.in_backward import GRADIENT_BUFFER, Consumer, check_steps_in_backward, gone
 from zinf_fx.optim.layouts import Layouts
@@ -205,8 +213,8 @@ class Streamed(Optimizer):
         if not self._constructed:
             self._complete()
             self.overlap, self.step_in_backward, self.state_dtype = False, False, None
-        attributes = {k: v for k, v in optimizer.__dict__.items() if k not in ("state", "step")}
-        self.__dict__.update(attributes)
+        attributes = without_hooks(optimizer)
+        self.__dict__.update({k: v for k, v in attributes.items() if k not in ("state", "step")})
         self._state = optimizer.state
 
     def check(self) -> None:
