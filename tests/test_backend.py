@@ -200,6 +200,31 @@ def test_a_parameter_that_cant_be_stored_is_named(tmp_path):
     assert all(type(p) is torch.nn.Parameter for p in model.parameters())
 
 
+def test_parameters_on_the_meta_device_are_refused():
+    with torch.device("meta"):
+        model, x = mlp(), torch.randn(2, 8)
+    with pytest.raises(Exception) as raised:
+        torch.compile(model, backend="zinf", options={"placement": "host"})(x)
+    assert "parameter '0.weight' is on the meta device" in str(cause(raised.value, StoredTensorError))
+
+
+def test_options_that_contradict_what_is_stored_are_refused_before_the_others_leave(tmp_path):
+    model = mlp()
+    zinf_fx.offload(model[0], placement="host")
+    compiled = torch.compile(model, backend="zinf", options={"placement": "nvme", "store": tmp_path})
+    with pytest.raises(Exception) as raised:
+        compiled(torch.randn(2, 8))
+    assert "was offloaded with" in str(cause(raised.value, ConfigError))
+    assert type(model[2].weight) is torch.nn.Parameter
+
+
+def test_what_leaves_beside_stored_parameters_has_their_options(tmp_path):
+    model = mlp()
+    zinf_fx.offload(model[0], store=tmp_path, placement="nvme", prefetch=(0, 1, 1))
+    torch.compile(model, backend="zinf", options={"placement": "nvme"})(torch.randn(2, 8))
+    assert model[2].weight.base.config == model[0].weight.base.config
+
+
 def trained_alike(model: torch.nn.Module, call: Callable, plain: torch.nn.Module, *shape: int) -> bool:
     """Whether gradients are equal in two steps."""
     for _ in range(2):

@@ -65,16 +65,17 @@ def zinf(
     options = options_with(plans, options)
     requested = Config.of(None, options)
     plain = [value for value in inputs if is_ordinary(value)]
+    stored = next((p for p in map(stored_parameter, inputs) if p is not None), None)
+    in_force = requested if stored is None else _config_in_force(stored, options, requested, plans)
     if not _in_ddp(requested) and plain:
-        _check_ranks_are_given(requested, plain)
-        config = decided(requested, plain, lambda ranked: at_first_call(module, inputs, ranked, plain))
+        _check_ranks_are_given(in_force, plain)
+        beside = Config.of(in_force, {"placement": requested.placement})  # like those that are stored, but for where
+        config = decided(beside, plain, lambda ranked: at_first_call(module, inputs, ranked, plain))
         many = Ranks.of(config).size > 1  # whose gradients are to be reduced
         if many or requested.placement != "auto" or config.placement != PRESETS["device"]:
             return _offloaded(module, inputs, config, plans)
-    stored = next((p for p in map(stored_parameter, inputs) if p is not None), None)
-    config = requested if stored is None else _config_in_force(stored, options, requested, plans)
     # A graph without parameters concerns no other rank, which may have no such graph.
-    return Capture(module, inputs, config, plans, groups=Groups() if stored is None else None).compile()
+    return Capture(module, inputs, in_force, plans, groups=Groups() if stored is None else None).compile()
 
 
 def _check_ranks_are_given(requested: Config, parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -45,8 +45,10 @@ def abstract_parameter(parameter: torch.nn.Parameter, what: str, config: Config)
 
 def abstract_inputs(inputs: Sequence[object], config: Config, names: Sequence[str]) -> list[object]:
     """The inputs of a captured graph, with ordinary parameters as they would be once they are offloaded. `names`: of
-    each input, for errors. Raises: as `abstract_parameter`."""
-    return [
-        abstract_parameter(one, f"parameter '{name}'", config) if is_ordinary(one) else one
-        for one, name in zip(inputs, names, strict=True)
-    ]
+    each input, for errors. Raises: StoredTensorError for one that can't be stored, of which meta tensors are."""
+    abstract = list(inputs)
+    for number, (one, name) in enumerate(zip(inputs, names, strict=True)):
+        if is_ordinary(one):
+            check_storable(one, f"parameter '{name}'")
+            abstract[number] = abstract_parameter(one, f"parameter '{name}'", config)
+    return abstract
