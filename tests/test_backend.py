@@ -273,6 +273,25 @@ def test_a_model_of_which_nothing_is_captured_is_stored_and_a_warning_says_why(t
     assert warning.startswith("Dynamo captured nothing of LSTM that uses a parameter. Its 4 parameters, 2.2 KiB, are")
 
 
+class Unfinished(torch.nn.Module):
+    """A recurrent layer, and layers without values that the first call doesn't reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = torch.nn.LSTM(8, 8)
+        self.lazy, self.meta = torch.nn.LazyLinear(4), torch.nn.Linear(4, 4, device="meta")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.recurrent(x)[0]
+
+
+def test_what_has_no_values_yet_stays_when_nothing_is_captured():
+    model = Unfinished()
+    torch.compile(model, backend="zinf", options={"placement": "host"})(torch.randn(3, 2, 8))
+    assert all(isinstance(parameter, StoredTensor) for parameter in model.recurrent.parameters())
+    assert model.meta.weight.is_meta and not isinstance(model.meta.weight, StoredTensor)
+
+
 def test_without_options_what_fits_and_isnt_captured_stays_resident(caplog):
     model = torch.nn.LSTM(8, 8)
     torch.compile(model, backend="zinf")(torch.randn(3, 2, 8))

@@ -26,9 +26,10 @@ from zinf_fx.plan.sharding import Groups
 from zinf_fx.runtime.abstract import abstract_inputs
 from zinf_fx.runtime.auto_placement import by_rule_here
 from zinf_fx.runtime.local_parameter import stored_parameter
-from zinf_fx.runtime.offload import decided, is_ordinary, note_staying, offload, offload_parameters
+from zinf_fx.runtime.offload import decided, is_ordinary, note_staying, offload_parameters
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.stored_tensor import StoredTensor
+from zinf_fx.runtime.tensor_parallel import check_not_sharded
 from zinf_fx.sizes import in_words
 
 log = logging.getLogger("zinf_fx")
@@ -159,7 +160,9 @@ def _store_the_rest(model: torch.nn.Module, backend: object) -> None:
             "%d parameters, %s, that no captured graph uses are stored too: %s", len(rest), nbytes, ", ".join(rest)
         )
         return
-    offload(model, config)
+    check_not_sharded(model)
+    note_staying(present)
+    offload_parameters(rest, decided(config, parameters))
     log.warning(
         "Dynamo captured nothing of %s that uses a parameter. Its %d parameters, %s, are stored, and each operation "
         "gathers those it uses, without a plan. TORCH_LOGS=graph_breaks,recompiles shows why: recurrent layers are "
