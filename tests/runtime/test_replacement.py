@@ -129,6 +129,16 @@ def test_a_state_dict_that_is_assigned_is_stored(tmp_path):
         assert isinstance(parameter, StoredTensor) and torch.equal(parameter.full_tensor(), values[name])
 
 
+def test_a_module_takes_the_place_of_one_whose_submodules_have_stored_parameters(tmp_path):
+    model = nn.Sequential(nn.Sequential(nn.Linear(6, 4), nn.Tanh()), nn.Linear(4, 2))
+    zinf_fx.offload(model, store=tmp_path, placement="nvme")
+    head = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+    value = head[0].weight.detach().clone()
+    model[0] = head
+    assert isinstance(head[0].weight, StoredTensor) and torch.equal(head[0].weight.full_tensor(), value)
+    assert not isinstance(head[2].weight, StoredTensor), "in a new place"
+
+
 def test_a_meta_parameter_in_the_place_of_a_stored_one_stays(tmp_path):
     model = zinf_fx.offload(nn.Linear(6, 4), store=tmp_path, placement="nvme")
     model.weight = nn.Parameter(torch.empty(4, 6, device="meta"))

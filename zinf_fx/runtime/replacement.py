@@ -6,6 +6,8 @@ What is added in a new place, such as the adapters of a fine-tuning library, sta
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -13,6 +15,7 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parameter import is_lazy
 
+from zinf_fx.config import Config
 from zinf_fx.runtime.local_parameter import stored_parameter
 from zinf_fx.runtime.offload import offload_parameters
 from zinf_fx.runtime.stored_tensor import StoredTensor
@@ -22,7 +25,7 @@ from zinf_fx.runtime.stored_tensor import StoredTensor
 def _parameter_registered(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
     before = module._parameters.get(name)
     if isinstance(before, StoredTensor):
-        _store_like(before, name, parameter)
+        _store_like({name: before}, {name: parameter})
 
 
 @register_module_module_registration_hook
@@ -30,17 +33,24 @@ def _module_registered(parent: torch.nn.Module, name: str, module: torch.nn.Modu
     before = parent._modules.get(name)
     if before is None or module is None or before is module:
         return
-    stored = {own: p for own, p in before._parameters.items() if isinstance(p, StoredTensor)}
-    for own in stored.keys() & module._parameters.keys():
-        _store_like(stored[own], f"{name}.{own}", module._parameters[own])
+    stored = {own: p for own, p in before.named_parameters(name, remove_duplicate=False) if isinstance(p, StoredTensor)}
+    if stored:
+        _store_like(stored, dict(module.named_parameters(prefix=name)))
 
 
-def _store_like(before: StoredTensor, name: str, parameter: torch.nn.Parameter | None) -> None:
-    """Move an ordinary parameter, if it is one that can be stored now, to where `before` is."""
-    if type(parameter) is not torch.nn.Parameter or stored_parameter(parameter) is not None:
-        return
-    storage = before.storage
-    if storage.tiers is None or storage.part_of:  # made for planning only, or divided by tensor parallelism
-        return
-    if not (is_lazy(parameter) or parameter.is_meta or parameter.layout != torch.strided):
-        offload_parameters({name: parameter}, storage.config)
+def _store_like(before: Mapping[str, StoredTensor], now: Mapping[str, torch.nn.Parameter | None]) -> None:
+    """Move the ordinary parameters among those of `now`, if they are such that can be stored now, to where those of
+    `before` with their names are."""
+    together: dict[Config, dict[str, torch.nn.Parameter]] = {}
+    for name, parameter in now.items():  # in this order, which all ranks have
+        if name not in before:
+            continue
+        storage = before[name].storage
+        if type(parameter) is not torch.nn.Parameter or stored_parameter(parameter) is not None:
+            continue
+        if storage.tiers is None or storage.part_of:  # made for planning only, or divided by tensor parallelism
+            continue
+        if not (is_lazy(parameter) or parameter.is_meta or parameter.layout != torch.strided):
+            together.setdefault(storage.config, {})[name] = parameter
+    for config, parameters in together.items():
+        offload_parameters(parameters, config)
