@@ -7,6 +7,9 @@ the last one left them is right in any order of runs; two at once would have to 
 autograd leaves, and the reservation of a plan's memory. Autograd runs the backward graphs of CUDA tensors in threads of
 its own: nothing that holds the lock may wait for a backward pass.
 
+A run may wait for other ranks meanwhile. Ranks that run several such graphs in threads may take turns in different
+orders, and wait for each other: what is collective belongs in one thread of each rank.
+
 Whoever holds it may take the lock of a step, of a memory, or of a storage, and not the other way round.
 """
 
