@@ -10,7 +10,7 @@ import time
 import pytest
 
 from zinf_fx import interrupts
-from zinf_fx.interrupts import held_back, let_through, sealed, taking
+from zinf_fx.interrupts import finalizing, held_back, let_through, sealed, taking
 
 
 def ctrl_c() -> None:
@@ -61,6 +61,26 @@ def test_an_error_in_the_block_is_the_context():
         ctrl_c()
         raise ValueError("of the block")
     assert isinstance(raised.value.__context__, ValueError)
+
+
+def test_it_comes_after_a_finalizer():
+    """Python drops what one raises."""
+    done = []
+
+    class Ends:
+        @finalizing
+        def __del__(self) -> None:
+            ctrl_c()
+            done.append("whole")
+
+    def drop() -> None:
+        Ends()
+        done.append("goes on")
+
+    with pytest.raises(KeyboardInterrupt):
+        drop()
+        time.sleep(5)
+    assert done == ["whole", "goes on"]
 
 
 def test_whose_patience_ends_gets_out(monkeypatch: pytest.MonkeyPatch):

@@ -9,8 +9,9 @@ earlier at a call of `let_through`: between the operators of a graph, between th
 lasts, for the disk or for a lock (`taking`). What calls it is ready for an error of the disk there, and so for an
 interrupt.
 
-What gives memory back after an error, and what finalizers do, has to be done to its end: in a `sealed` block, nothing
-is let through either.
+What gives memory back after an error has to be done to its end: in a `sealed` block, nothing is let through either.
+What a finalizer does, too; and as Python drops what a finalizer raises, an interrupt comes after a `finalizing` block,
+at some other moment.
 
 Only SIGINT is held back, in the main thread, where Python's handlers run, and only where a handler of Python's is in
 force. Nobody is locked in: when one interrupt has been held back for PATIENCE, the next goes through at once, wherever
@@ -19,6 +20,7 @@ that is. What the runtime knows may be wrong then.
 
 from __future__ import annotations
 
+import _thread
 import functools
 import os
 import signal
@@ -86,8 +88,8 @@ class _Held:
             self.handler = handler
             _set(_SIGINT, self._take)
 
-    def end(self) -> None:
-        """Hold back no more, and raise what was held back."""
+    def end(self, later: bool = False) -> None:
+        """Hold back no more, and raise what was held back: at once, or `later`."""
         handler, self.handler = self.handler, None
         if handler is None:
             return
@@ -96,7 +98,10 @@ class _Held:
             _set(_SIGINT, before)
         if self.since is not None:
             self.since = None
-            signal.raise_signal(_SIGINT)
+            if later:
+                _thread.start_new_thread(_interrupt_soon, ())
+            else:
+                signal.raise_signal(_SIGINT)
 
     def remember(self) -> None:
         """A fork begins in this thread."""
@@ -114,6 +119,11 @@ _held = _Held()
 os.register_at_fork(before=_held.remember, after_in_child=_held.after_fork)
 
 
+def _interrupt_soon() -> None:
+    time.sleep(_SLICE)
+    signal.pthread_kill(threading.main_thread().ident, _SIGINT)
+
+
 def _in_main_thread() -> bool:
     return threading.get_ident() == threading.main_thread().ident
 
@@ -121,8 +131,8 @@ def _in_main_thread() -> bool:
 class Block:
     """A context manager and decorator: see [Note: interrupts]. Blocks nest."""
 
-    def __init__(self, sealed: bool) -> None:
-        self._sealed = sealed
+    def __init__(self, sealed: bool, finalizing: bool = False) -> None:
+        self._sealed, self._finalizing = sealed, finalizing
 
     def __enter__(self) -> None:
         if _in_main_thread():
@@ -138,7 +148,7 @@ class Block:
             _held.sealed -= self._sealed
             _held.depth -= 1
             if not _held.depth:
-                _held.end()
+                _held.end(later=self._finalizing)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -154,6 +164,9 @@ held_back = Block(sealed=False)
 
 sealed = Block(sealed=True)
 """In the block, interrupts wait for its end, and for that of the blocks around it or their next `let_through`."""
+
+finalizing = Block(sealed=True, finalizing=True)
+"""In the block, interrupts wait for its end, as in a sealed one, and come soon after the finalizer that it is in."""
 
 
 def let_through() -> None:

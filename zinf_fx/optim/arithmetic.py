@@ -65,6 +65,14 @@ def step_without_hooks(inner: Optimizer) -> None:
     step(inner)
 
 
+def step_groups(optimizer: Optimizer, kind: type[Optimizer], groups: list[Group], state: Mapping[Any, Any]) -> None:
+    """A step of class `kind` over the parameters in `groups`, if any, in memory, as `optimizer` would have it."""
+    if groups:
+        inner = borrow(optimizer, kind, {}, [])
+        inner.param_groups, inner.state = groups, state
+        step_without_hooks(inner)
+
+
 @dataclass(frozen=True)
 class StateLayout:
     """What a class keeps for each parameter under the options of one group.

@@ -36,6 +36,11 @@ class Piece(Generic[P]):
         return slice(self.start, self.start + self.count)
 
 
+def all_of(whole: P, count: int) -> Piece[P]:
+    """A piece that is the whole, of `count` elements."""
+    return Piece(whole, 0, count, True)
+
+
 def chunk_elements(chunk: int, bytes_per_element: int, tiers: Iterable[Tiers]) -> int:
     """Elements of a chunk whose fp32 weights take `chunk` bytes; fewer where a host arena has no room for its buffers,
     of `bytes_per_element`, CHUNKS_IN_MEMORY times, or a plan has fewer. A multiple of WINDOW_ALIGNMENT."""

@@ -85,6 +85,15 @@ def check_steps_in_backward(closure: object, scales: bool) -> None:
         )
 
 
+def second_gradient(parameter: StoredTensor) -> OptimizerError:
+    """What a parameter's second gradient before `step()` is refused with."""
+    return OptimizerError(
+        f"a parameter of shape {tuple(parameter.shape)} got a second gradient before optimizer.step(): with "
+        "step_in_backward=True, the first one has updated it; call step() after each backward pass, or leave the "
+        "option out to accumulate gradients"
+    )
+
+
 def gone(parameter: StoredTensor, gradient: torch.Tensor) -> StoredTensor:
     """What stands for a consumed gradient: any access to its values raises."""
     storage = parameter.storage

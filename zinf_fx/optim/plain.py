@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_fx.errors import OptimizerError
+from zinf_fx.interrupts import sealed
 from zinf_fx.optim.states import check_reduced
 from zinf_fx.optim.streamed import Streamed
 from zinf_fx.optim.torn import TornStep
@@ -46,6 +47,7 @@ class PlainSteps:
         self._streamed.share(optimizer)
         self._last_hook = optimizer.register_step_pre_hook(self._step)
         self._consumed: dict[StoredTensor, torch.Tensor] = {}
+        self._others_follow = False  # whether the class's own code has parameters to step behind those that are stored
         optimizer.register_load_state_dict_post_hook(_forget)
 
     @classmethod
@@ -59,10 +61,11 @@ class PlainSteps:
         """A step begins. Raises: OptimizerError for a class that can't be streamed, or after a torn step."""
         if self._consumed and all(parameter.grad is None for parameter in self._consumed):
             return  # they are stepped: this is `super().step()`, or what is left after an error
-        if self._consumed:  # the last step ended in the class's own code, and new gradients have come
+        if self._consumed and self._others_follow:  # the last step ended before they were stepped
             stepped = tuple(f"a parameter of shape {tuple(p.shape)}" for p in self._consumed)
             self._streamed.torn = TornStep("while ordinary parameters were stepped", stepped, (), ())
             self._give_back()
+        self._consumed.clear()
         if self._streamed.torn is not None:
             raise OptimizerError(str(self._streamed.torn))
         self._streamed.share(optimizer)
@@ -97,6 +100,7 @@ class PlainSteps:
 
         return ((args[0], evaluated, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": evaluated})
 
+    @sealed
     def _step_stored(self) -> None:
         parameters = [
             parameter
@@ -106,6 +110,8 @@ class PlainSteps:
         ]
         for parameter in parameters:
             check_reduced(parameter)
+        every = (parameter for group in self._streamed.param_groups for parameter in group["params"])
+        self._others_follow = any(p.grad is not None for p in every if stored_parameter(p) is None)
         self._streamed.step_stored()
         for parameter in parameters:
             self._consumed[parameter], parameter.grad = parameter.grad, None

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from zinf_fx.errors import OptimizerError
+from zinf_fx.errors import OptimizerError, StoreError
 from zinf_fx.optim.arithmetic import StateLayout
 from zinf_fx.optim.elements import copy_into
 from zinf_fx.runtime.device import CPU, Device
@@ -102,6 +102,36 @@ class ParameterStates:
     def in_shares(self) -> bool:
         """Whether each of many ranks updates its own share only (ZeRO, stage 1)."""
         return self.parameter.storage.ranks.shards > 1
+
+    @property
+    def touched(self) -> list[StoredTensor]:
+        """Those stored tensors that the update reads and writes."""
+        return [t for t in (self.parameter, self.gradient, *self.tensors.values()) if isinstance(t, StoredTensor)]
+
+    def flush(self) -> None:
+        """Wait until the parameter and its states are in the store. Raises: StoreError."""
+        for tensor in (self.parameter, *self.tensors.values()):
+            tensor.storage.flush()
+
+    def is_in_store(self) -> bool:
+        """As `flush`. Whether nothing failed."""
+        try:
+            self.flush()
+        except StoreError:
+            return False
+        return True
+
+    def load(self, entry: State, layout: StateLayout) -> State:
+        """Copy the values of a fitting entry to their tier. Returns what the optimizer shows."""
+        shown: State = {}
+        for name, value in entry.items():
+            if name in self.tensors:
+                value = self.parameter.shown(self.copy(name, value))
+            elif name in layout.scalars:
+                dtype = layout.scalars[name]
+                value = value if dtype is None else torch.as_tensor(value, dtype=dtype).clone()
+            shown[name] = value
+        return shown
 
     @property
     def updated(self) -> tuple[range, ...]:

@@ -11,11 +11,10 @@ from contextlib import ExitStack, closing, contextmanager
 import torch
 from torch.optim import Optimizer
 
-from zinf_fx.errors import StoreError
-from zinf_fx.interrupts import held_back, let_through, sealed, taking
+from zinf_fx.interrupts import finalizing, held_back, let_through, sealed, taking
 from zinf_fx.optim.arithmetic import borrow, step_without_hooks
 from zinf_fx.optim.chunk import OpenChunk, Run, lease_scratch
-from zinf_fx.optim.chunks import P, Piece, chunk_elements, cut, in_turn
+from zinf_fx.optim.chunks import Piece, all_of, chunk_elements, cut, in_turn
 from zinf_fx.optim.elements import moved
 from zinf_fx.optim.states import MASTER, ParameterStates, State
 from zinf_fx.optim.torn import TornStep
@@ -101,7 +100,7 @@ class StreamedStep:
             in_shares = self._stored[parameter].in_shares
             parameter.storage.stale |= in_shares and not parameter.storage.partitioned and not run.whole
             self._overlaps &= not (run.whole and in_shares)  # what is collective has its turn
-            self._pending.update(tensor.storage.key for tensor in self._tensors(parameter))
+            self._pending.update(tensor.storage.key for tensor in self._stored[parameter].touched)
             self.parameters[parameter] = None
             self._loose.setdefault(run, []).append(parameter)
             if owned and not isinstance(gradient, StoredTensor):
@@ -192,7 +191,7 @@ class StreamedStep:
                     self._wait_for_writes(0)
             return True
 
-    @sealed
+    @finalizing
     def finish_when_dropped(self) -> None:
         """As `finish`, for a finalizer: in a process made by fork, nothing."""
         if self._of_this_process:
@@ -288,7 +287,7 @@ class StreamedStep:
         for run, parameters in self._loose.items():
             parameters.sort(key=lambda parameter: parameter.storage.key)
             if run.whole:
-                chunks += [(run, (_all_of(parameter, parameter.numel()),)) for parameter in parameters]
+                chunks += [(run, (all_of(parameter, parameter.numel()),)) for parameter in parameters]
                 continue
             shares = [(parameter, self._stored[parameter].updated) for parameter in parameters]
             chunks += [(run, pieces) for pieces in cut(shares, self._elements)]
@@ -346,7 +345,7 @@ class StreamedStep:
         for tiers in self._tiers:
             tiers.drain()
         for parameter in self.parameters:
-            self._flush(parameter)
+            self._stored[parameter].flush()
         with self._changing():
             self._over = True
             self._release()
@@ -377,7 +376,7 @@ class StreamedStep:
         drain_after(error, self._tiers)
         if not self._begun and not self._final:
             return None
-        updated = {p.whole for p in self._finished if self._in_store(p)}
+        updated = {p.whole for p in self._finished if self._stored[p].is_in_store()}
         concerned = [p.whole for p in (self.parameters if self.closed else self._stored)]
         return TornStep.after(error, self._names, concerned, {p.whole for p in self._begun}, updated)
 
@@ -402,7 +401,7 @@ class StreamedStep:
                 setattr(inner, name, moved(vars(inner)[name], chunk.run.place))
         if chunk.run.whole:
             for part in chunk.parts:
-                self._update_together(inner, chunk.run, (_all_of(part, part.piece.count),), None)
+                self._update_together(inner, chunk.run, (all_of(part, part.piece.count),), None)
             return
         parts = [(part, (range(part.piece.count),)) for part in chunk.parts]
         for together in cut(parts, AT_A_TIME if chunk.run.place is CPU else self._elements):
@@ -442,26 +441,6 @@ class StreamedStep:
             entry[MASTER] = parameter.shown(states.tensors[MASTER])
             states.version = parameter.storage.version
         self._finished.add(parameter)
-        self._pending.difference_update(tensor.storage.key for tensor in self._tensors(parameter))
+        self._pending.difference_update(tensor.storage.key for tensor in self._stored[parameter].touched)
         self._held.pop(parameter, None)
         states.gradient = None
-
-    def _tensors(self, parameter: StoredTensor) -> list[StoredTensor]:
-        """Those that the parameter's update reads and writes."""
-        states = self._stored[parameter]
-        return [t for t in (parameter, states.gradient, *states.tensors.values()) if isinstance(t, StoredTensor)]
-
-    def _flush(self, parameter: StoredTensor) -> None:
-        for tensor in (parameter, *self._stored[parameter].tensors.values()):
-            tensor.storage.flush()
-
-    def _in_store(self, parameter: StoredTensor) -> bool:
-        try:
-            self._flush(parameter)
-        except StoreError:
-            return False
-        return True
-
-
-def _all_of(whole: P, count: int) -> Piece[P]:
-    return Piece(whole, 0, count, True)

@@ -15,17 +15,9 @@ from torch.optim import Optimizer
 
 from zinf_fx.errors import OptimizerError
 from zinf_fx.interrupts import held_back
-from zinf_fx.optim.arithmetic import (
-    Group,
-    StateLayout,
-    as_groups,
-    borrow,
-    snapshot,
-    step_without_hooks,
-    without_hooks,
-)
+from zinf_fx.optim.arithmetic import Group, StateLayout, as_groups, snapshot, step_groups, without_hooks
 from zinf_fx.optim.chunk import Run
-from zinf_fx.optim.in_backward import GRADIENT_BUFFER, Consumer, check_steps_in_backward, gone
+from zinf_fx.optim.in_backward import GRADIENT_BUFFER, Consumer, check_steps_in_backward, gone, second_gradient
 from zinf_fx.optim.layouts import Layouts
 from zinf_fx.optim.states import MASTER, ParameterStates, State, check_reduced, fitting, working_dtype
 from zinf_fx.optim.step import StreamedStep
@@ -245,11 +237,7 @@ class Streamed(Optimizer):
             raise OptimizerError(str(self.torn))
         step = self._begun_in_backward
         if step is not None and parameter in step.parameters:
-            raise OptimizerError(
-                f"a parameter of shape {tuple(parameter.shape)} got a second gradient before optimizer.step(): with "
-                "step_in_backward=True, the first one has updated it; call step() after each backward pass, or leave "
-                "the option out to accumulate gradients"
-            )
+            raise second_gradient(parameter)
         if step is None:
             self.finish()
             step = self._new_step()
@@ -366,13 +354,7 @@ class Streamed(Optimizer):
             layout = self._layout(groups[parameter], parameter)
             states = self._reserve(parameter, layout)
             states.version = None
-            for name, value in entry.items():
-                if name in states.tensors:
-                    value = parameter.shown(states.copy(name, value))
-                elif name in layout.scalars:
-                    dtype = layout.scalars[name]
-                    value = value if dtype is None else torch.as_tensor(value, dtype=dtype).clone()
-                self.state[parameter.whole][name] = value
+            self.state[parameter.whole].update(states.load(entry, layout))
         for tiers in {id(p.storage.tiers): p.storage.tiers for p in entries}.values():
             tiers.drain()
         self.torn = None
@@ -381,11 +363,7 @@ class Streamed(Optimizer):
 
     def _step_ordinary(self) -> None:
         groups = [{**g, "params": [p for p in g["params"] if stored_parameter(p) is None]} for g in self.param_groups]
-        groups = [group for group in groups if group["params"]]
-        if groups:
-            inner = borrow(self, self._arithmetic, {}, [])
-            inner.param_groups, inner.state = groups, self._state
-            step_without_hooks(inner)
+        step_groups(self, self._arithmetic, [group for group in groups if group["params"]], self._state)
 
     def _check_whole(self) -> None:
         """Finish what goes on in the background. Raises: StoreError if that fails; OptimizerError if a step is torn."""

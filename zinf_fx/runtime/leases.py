@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from zinf_fx.interrupts import sealed
+from zinf_fx.interrupts import finalizing
 from zinf_fx.runtime.freelist import Space, round_up
 
 PAGE = 4096
@@ -139,7 +139,7 @@ class Buffer:
         """For an owner who can't wait any more: a transfer under way has this buffer too, and will be the last to."""
         self._forsaken = True
 
-    @sealed
+    @finalizing
     def __del__(self) -> None:
         if getattr(self, "_forsaken", False) and self._memory is not None:
             self.release()

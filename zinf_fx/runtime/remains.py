@@ -6,7 +6,7 @@ import atexit
 import weakref
 from collections.abc import Callable
 
-from zinf_fx.interrupts import sealed
+from zinf_fx.interrupts import finalizing
 
 _waiting: dict[weakref.ref[object], Callable[[], None]] = {}
 
@@ -26,7 +26,7 @@ def give_back_remains() -> None:
         _give_back(reference)
 
 
-@sealed
+@finalizing
 def _give_back(reference: weakref.ref[object]) -> None:
     give_back = _waiting.pop(reference, None)
     if give_back is not None:

@@ -10,7 +10,7 @@ import weakref
 import torch
 
 from zinf_fx.errors import RanksError, StoreError
-from zinf_fx.interrupts import sealed
+from zinf_fx.interrupts import finalizing, sealed
 from zinf_fx.plan.sharding import Segment
 from zinf_fx.runtime.leases import Buffer, Ticket
 from zinf_fx.runtime.ranks import Collective
@@ -223,7 +223,7 @@ class Staging:
         self._tiles.clear()
         self._staying.clear()
 
-    @sealed
+    @finalizing
     def _let_go_of(self, storage_key: int) -> None:
         for key in [key for key in self._staying if key[0] == storage_key]:
             self._let_go(key)
