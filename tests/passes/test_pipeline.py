@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import re
 import sys
 from collections.abc import Callable
 from textwrap import dedent
@@ -153,10 +154,11 @@ MANY_CHOICES = (
 
 @pytest.mark.parametrize("name", MANY_CHOICES)
 def test_plans_are_deterministic(name: str) -> None:
-    """Every rank must make the same plan."""
+    """Every rank must make the same plan. PyTorch numbers the symbols of open sizes by what it captured before."""
     texts = []
     for record in (trained(name), train(*_flat(CASES[name]()))):
-        texts.append([print_graph(module.graph, context) for module, context in record.planned.values()])
+        graphs = [print_graph(module.graph, context) for module, context in record.planned.values()]
+        texts.append([re.sub(r"\bs\d+\b", "s", graph) for graph in graphs])
     assert texts[0] == texts[1]
 
 
