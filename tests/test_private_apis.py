@@ -63,6 +63,7 @@ NAMES: dict[str, str] = {
     "torch._guards.TracingContext.get": "capture.py plans a graph after it was captured, as if while it was",
     "torch._guards.tracing": "capture.py, likewise",
     "torch._guards.detect_fake_mode": "local_inputs.py makes fakes of inputs that Dynamo doesn't know",
+    "torch.distributed.distributed_c10d._get_default_store": "runtime/meeting.py: where ranks meet",
     "torch.distributed.distributed_c10d._resolve_process_group": "runtime/tensor_parallel.py: a collective's group",
     "torch.distributed.device_mesh.DeviceMesh._get_root_mesh": "runtime/tensor_parallel.py: what a mesh is a part of",
     "torch.distributed.tensor.DTensor._local_tensor": "runtime/local_parameter.py gives a DTensor a stored one",

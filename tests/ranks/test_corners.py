@@ -134,18 +134,19 @@ def values(rank: int) -> dict[str, object]:
 
 
 def lost(rank: int) -> list[str]:
-    """Errors of the first rank, when the second one comes late to gather what the optimizer updated."""
+    """Errors of the first rank, when the second one comes late to gather what the optimizer updated: before the gather
+    begins, as users do it, and while it is under way, as in graphs."""
     model = zinf_fx.offload(nn.Linear(64, 64), placement="zero-2", collective_timeout=1.0)
     model(torch.ones(2, 64)).sum().backward()
     zinf_fx.optim.SGD(model.parameters(), lr=1.0).step()
     found = []
-    for _ in range(2):
-        if rank:
-            time.sleep(1.5)
-        else:
-            with pytest.raises(RanksError) as raised:
-                model.weight.full_tensor()
-            found.append(str(raised.value))
+    if rank:
+        time.sleep(3)
+        return found
+    for gather in (model.weight.full_tensor, model.weight.storage.refresh, model.weight.storage.refresh):
+        with pytest.raises(RanksError) as raised:
+            gather()
+        found.append(str(raised.value))
     return found
 
 
@@ -172,7 +173,8 @@ def test_odd_values_and_failures():
     (first, errors, late_error), (second, _, _) = on_ranks(2, odd)
     assert first == second
     assert first["bytes in a file"] < 4096  # a shard on NVMe is larger than that
-    assert "all-gather" in errors[0] and "failed before" in errors[1]
+    assert "gather of parameter 'weight'" in errors[0] and "within collective_timeout (1 s)" in errors[0]
+    assert "all-gather of parameter 'weight' failed on rank 0 of 2" in errors[1] and "failed before" in errors[2]
     assert "before offload()" in late_error
 
 

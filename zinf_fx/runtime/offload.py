@@ -186,6 +186,8 @@ def offload_parameters(parameters: Mapping[str, torch.nn.Parameter], config: Con
         for parameter, twin in zip(parameters.values(), twins, strict=True):
             _written(parameter, twin)
         tiers.drain()
+    for name, twin in zip(parameters, twins, strict=True):
+        twin.storage.label = f"parameter '{name}'"
     twins.reverse()
     for parameter in parameters.values():
         twin = twins.pop()  # gets the memory of `parameter`, and must not be kept

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError, RanksError
 from zinf_fx.plan.sharding import Groups, Segment
+from zinf_fx.runtime.meeting import Meetings
 from zinf_fx.runtime.recorder import RECORDER, Note
 
 # Both names since torch 2.13, where the first ones are deprecated.
@@ -29,9 +30,13 @@ class Collective:
         failed: whether it did. It may write to its tensors still.
     """
 
-    def __init__(self, work: dist.Work | None, what: str, ranks: Ranks, note: Note | None = None) -> None:
-        """`work`: None when it is over. `what` names it and the tile in errors. `note`: to end after a wait."""
+    def __init__(
+        self, work: dist.Work | None, what: str, ranks: Ranks, note: Note | None = None, *, number: int, patient: bool
+    ) -> None:
+        """`work`: None when it is over. `what` names it and the tile in errors. `note`: to end after a wait. `number`:
+        which it is of those that were started. `patient`: whether a wait that is given up can be taken up again."""
         self._work, self._what, self._ranks, self._note = work, what, ranks, note
+        self._number, self._patient = number, patient
         self.failed = False
 
     def wait(self) -> None:
@@ -44,7 +49,10 @@ class Collective:
         if self._work is not None:
             work, self._work, self.failed = self._work, None, True
             with self._ranks.naming(self._what):
-                work.wait(self._ranks.timeout)
+                if self._patient and self._ranks.meetings is not None:
+                    self._ranks.meetings.wait(work, self._what, self._number)
+                else:
+                    work.wait(self._ranks.timeout)
             self.failed = False
             RECORDER.end(self._note)
 
@@ -57,6 +65,7 @@ class Ranks:
         shard, shards: the same in this rank's group, over which a model is divided.
         replicas: how many groups there are.
         timeout: after which a collective that does not end is an error.
+        meetings: of the ranks that divide a model; None of one rank alone.
         sent_bytes: that this rank sent so far in collectives of model states, as a ring sends them: (shards - 1) shards
             of each all-gather and reduce-scatter, two parts of each all-reduce to each rank (ZeRO, section 7.1). An
             owner sends to each rank what it has, and gets from each what is reduced.
@@ -88,6 +97,13 @@ class Ranks:
         self._agreement = (
             dist.new_group(members, self.timeout, "gloo", use_local_synchronization=True) if self.size > 1 else None
         )
+        self._started = 0
+        self._all_meet = self.meetings = None
+        if self._agreement is not None:
+            name = self._agreement.group_name
+            self._all_meet = self.meetings = Meetings(self._agreement, name, self.timeout)
+            if within is not None and self.replicas > 1:
+                self.meetings = Meetings(within, f"{name}/{within.group_name}", self.timeout)
 
     @classmethod
     def of(cls, config: Config) -> Ranks:
@@ -179,14 +195,14 @@ class Ranks:
     def reduce_over_shards(self, numbers: torch.Tensor, what: str, operation: Any = dist.ReduceOp.SUM) -> None:
         """Reduce `numbers` (few), one of which each rank of the group has for its shard, in place."""
         if self.shards > 1:
-            with self.naming(f"all-reduce of {what}"):
-                dist.all_reduce(numbers, operation, group=self._within)
+            start = lambda: dist.all_reduce(numbers, operation, group=self._within, async_op=True)  # noqa: E731
+            self._begin(numbers, start, f"all-reduce of {what}").wait()
 
     def reduce_over_all(self, number: torch.Tensor, what: str, operation: Any) -> None:
         """Reduce every rank's `number`, in place."""
         if self.size > 1:
-            with self.naming(f"all-reduce of {what}"):
-                dist.all_reduce(number, operation, group=self._everyone)
+            start = lambda: dist.all_reduce(number, operation, group=self._everyone, async_op=True)  # noqa: E731
+            self._begin(number, start, f"all-reduce of {what}").wait()
 
     def broadcast(self, value: torch.Tensor, what: str, among_shards: bool = True) -> None:
         """Overwrite `value`, of any dtype and strides, with that of the first of all ranks; or only of those with the
@@ -198,8 +214,9 @@ class Ranks:
             if stride == 0:  # of an expanded tensor, each element once
                 value = value.narrow(dim, 0, 1)
         flat = value.contiguous()
-        with self.naming(f"broadcast of {what}"):
-            dist.broadcast(flat.view(-1).view(torch.uint8), dist.get_global_rank(group, 0), group=group)
+        source = dist.get_global_rank(group, 0)
+        send = lambda: dist.broadcast(flat.view(-1).view(torch.uint8), source, group=group, async_op=True)  # noqa: E731
+        self._begin(flat, send, f"broadcast of {what}").wait()
         if flat is not value:
             value.copy_(flat)
 
@@ -208,6 +225,7 @@ class Ranks:
         if self.size == 1:
             return value
         values = [value]
+        self._all_meet.meet(f"broadcast of {what}", self._started)
         with self.naming(f"broadcast of {what}"):
             dist.broadcast_object_list(values, self.source, group=self._agreement)
         return values[0]
@@ -216,8 +234,8 @@ class Ranks:
         """The `value` of each rank. Raises: RanksError, on every rank, when one does not come to compare."""
         values: list[Any] = [value] * self.size
         if self.size > 1:
+            self._all_meet.meet(f"comparison of {what}", self._started)
             with self.naming(f"comparison of {what}"):
-                dist.monitored_barrier(self._agreement, self.timeout, wait_all_ranks=True)
                 dist.all_gather_object(values, value, group=self._agreement)
         return values
 
@@ -236,11 +254,23 @@ class Ranks:
                 "input shapes, and compile in the same order"
             )
 
+    def meet(self, what: str) -> None:
+        """Before collectives that code outside of graphs asks for: see [Note: meetings]."""
+        if self.meetings is not None:
+            self.meetings.meet(what, self._started)
+
     def _start(self, kind: str, moved: torch.Tensor, start: Callable[[], dist.Work | None], what: str) -> Collective:
-        note = RECORDER.begin(kind, moved.nbytes, moved.device, what)
+        return self._begin(moved, start, what, RECORDER.begin(kind, moved.nbytes, moved.device, what))
+
+    def _begin(
+        self, moved: torch.Tensor, start: Callable[[], dist.Work | None], what: str, note: Note | None = None
+    ) -> Collective:
+        self._started += 1
         with self.naming(what):
             work = start()
-        return Collective(work, what, self, RECORDER.ends_with(note, work))
+        patient = moved.device.type == "cpu"
+        note = RECORDER.ends_with(note, work)
+        return Collective(work, what, self, note, number=self._started, patient=patient)
 
     @contextmanager
     def naming(self, what: str) -> Iterator[None]:

@@ -141,6 +141,7 @@ class TensorStorage:
         self.agreed = True  # whether every rank that has all elements has the same
         self.unreduced = False  # whether these are gradients of this rank alone
         self.part_of: tuple[dist.ProcessGroup, ...] = ()
+        self.label: str | None = None  # what users know the tensor by
         self._refreshing: _Refresh | None = None
         self.followers: weakref.WeakSet[Window] = weakref.WeakSet()
         self.key = 0
@@ -177,7 +178,7 @@ class TensorStorage:
     @property
     def name(self) -> str:
         """For errors."""
-        return f"a tensor of {self.numel} elements"
+        return self.label or f"a tensor of {self.numel} elements"
 
     @property
     def in_memory(self) -> torch.Tensor:
@@ -279,8 +280,10 @@ class TensorStorage:
     def value(self) -> torch.Tensor:
         """All elements, flat, on the device: the bytes themselves, or a copy that the caller owns.
 
-        Collective where the tensor is partitioned, or stale.
+        Collective where the tensor is partitioned, or stale: see [Note: meetings].
         """
+        if self.in_shares:
+            self.ranks.meet(f"the gather of {self.name}")
         self.refresh()
         if self.partitioned:
             return self._gathered()

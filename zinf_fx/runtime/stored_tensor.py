@@ -408,6 +408,7 @@ class StoredTensor(torch.Tensor):
         )
         twin.set(self._gather() if value is None else value)
         twin.agreed, twin.unreduced, twin.part_of = storage.agreed, storage.unreduced, storage.part_of
+        twin.label = storage.label
         return StoredTensor.of(twin, shape, target.torch_device)
 
 

@@ -1,0 +1,82 @@
+"""A collective that one rank alone asks for is an error on all ranks, by name and soon, and no process ends of it."""
+
+from __future__ import annotations
+
+import io
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import training
+from ranks.launching import on_ranks
+from torch.distributed.checkpoint.api import CheckpointException
+
+import zinf_fx
+from zinf_fx.errors import RanksError
+
+SOON = 15.0
+Found = tuple[str, float, list[str]]
+
+
+def first_error(call: Callable[[], object]) -> Found:
+    """What the error says, the seconds until it was raised, and what was logged before."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("zinf_fx").addHandler(handler)
+    started = time.monotonic()
+    try:
+        call()
+    except (RanksError, CheckpointException) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - started, records
+    finally:
+        logging.getLogger("zinf_fx").removeHandler(handler)
+    return "", time.monotonic() - started, records
+
+
+def alone(rank: int, folder: str) -> dict[str, Found]:
+    """What each rank is told, where they do different things. What follows a failure has other ranks' groups."""
+    found: dict[str, Found] = {}
+    models = {
+        timeout: zinf_fx.offload(training.model(), placement="zero-3", collective_timeout=timeout)
+        for timeout in (60.0, 61.0, 5.0, 62.0)
+    }
+    apart, saving, absent, model = models.values()
+    names = [name for name, _ in apart.named_parameters()]
+    found["different tensors"] = first_error(lambda: apart.get_parameter(names[rank]).full_tensor())
+    dist.barrier()
+    found["dcp.save"] = first_error(lambda: dcp.save(saving.state_dict(), checkpoint_id=folder))
+    dist.barrier()
+    if not rank:
+        found["a barrier"] = first_error(lambda: torch.save(absent.state_dict(), io.BytesIO()))
+    dist.barrier()
+    run = torch.compile(model, backend="zinf")
+    ((batch,),) = training.batches(1, rank, 1)
+    run(*batch).backward()
+    if rank:
+        found["a step"] = first_error(lambda: run(*batch).backward())
+    else:
+        found["a step"] = first_error(lambda: torch.save(model.state_dict(), io.BytesIO()))
+    return found
+
+
+@pytest.mark.slow
+def test_one_rank_alone_is_told_what_the_others_do(tmp_path: Path):
+    first, second = on_ranks(2, alone, str(tmp_path))
+    for text, seconds, _ in (first["different tensors"], second["different tensors"]):
+        assert text.startswith("RanksError: ranks disagree") and seconds < SOON, text
+        assert "'tokens.weight' on rank 0" in text and "'frozen.weight' on rank 1" in text, text
+    for found in (first, second):
+        text, seconds, _ = found["dcp.save"]
+        assert "RanksError: ranks disagree: the gather of parameter" in text and seconds < 2 * SOON, text
+    text, seconds, warnings = first["a barrier"]
+    assert "did not come to it within collective_timeout (5 s)" in text and "'tokens.weight'" in text, text
+    assert 5 <= seconds < SOON and any("'tokens.weight', a collective of all ranks" in one for one in warnings)
+    for text, seconds, _ in (first["a step"], second["a step"]):
+        assert text.startswith("RanksError: ranks wait for each other: rank 0 of 2") and seconds < SOON, text
+        assert "the gather of parameter 'tokens.weight'" in text and "rank 1 for all-gather of tokens.weight" in text
