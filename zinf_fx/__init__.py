@@ -63,6 +63,7 @@ def __getattr__(name: str) -> object:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import_module("zinf_fx.runtime.replacement")  # registers what takes the place of stored parameters
+    import_module("zinf_fx.runtime.wrapping")  # warns of DistributedDataParallel around them
     for public, home in _LATER.items():
         module = import_module(home)
         globals()[public] = module if public == "optim" else getattr(module, public)

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 import zinf_fx.optim
-import zinf_fx.runtime.replacement  # noqa: F401  (registers what takes the place of stored parameters)
+import zinf_fx.runtime.replacement  # registers what takes the place of stored parameters
+import zinf_fx.runtime.wrapping  # noqa: F401  (warns of DistributedDataParallel around them)
 from zinf_fx.capture import Capture, input_names
 from zinf_fx.compiled_modules import when_first_called
 from zinf_fx.config import PRESETS, Config

@@ -11,6 +11,8 @@ from launching import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import zinf_fx
+
 OPTIONS = {"placement": "host"}
 
 
@@ -46,3 +48,22 @@ def test_models_in_distributed_data_parallel():
             assert "Nothing was moved; asked for was placement=" in refusal
         assert len(texts) == 1 and texts[0].endswith("Nothing is moved")
         assert alike
+
+
+def stored(rank: int) -> list[str]:
+    """What is said when a stored model is wrapped, and when one is whose stored parameters are frozen."""
+    texts = []
+    for trained in (True, False):
+        model = nn.Sequential(zinf_fx.offload(nn.Linear(8, 8), placement="zero-3").requires_grad_(trained))
+        parent = DistributedDataParallel(nn.Linear(1, 1))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            parent.module = model
+        texts += [str(one.message) for one in caught if "stored parameters" in str(one.message)]
+    return texts
+
+
+def test_a_stored_model_in_distributed_data_parallel_is_warned_of():
+    for texts in on_ranks(2, stored):
+        (text,) = texts
+        assert "wraps 2 stored parameters, and holds 288 B of memory" in text and "evaluation_mode=True" in text
