@@ -97,12 +97,12 @@ def choose(graphs: Sequence[tuple[fx.Graph, GraphContext]], spare: int = 0) -> l
         for gap in sorted(gaps_of(graphs), key=_order):
             if gap.small if room is None else room.take(gap):
                 stay.append(gap)
-    journeys = journeys_of(graphs)
-    return [_marks(journeys, [gap.stays for gap in stay], number) for number in range(len(graphs))]
+    kept = [gap.stays for gap in stay]
+    return [_marks(kept, number, len(graphs)) for number in range(len(graphs))]
 
 
-def _marks(journeys: Journeys, kept: Sequence[Between], graph: int) -> Residency:
-    """The pass for one graph, if tiles are kept between these stays."""
+def _marks(kept: Sequence[Between], graph: int, graphs: int) -> Residency:
+    """The pass for one of so many graphs, if tiles are kept between these stays."""
     marked: set[int] = set()
     dropped: set[int] = set()
     at_end: set[int] = set()
@@ -112,7 +112,7 @@ def _marks(journeys: Journeys, kept: Sequence[Between], graph: int) -> Residency
             marked.add(pair.before.release.number)
         if pair.after.graph == graph:
             marked |= {pair.after.steps[kind].number for kind in TRANSFERS}
-        if pair.spans((graph + 1) % len(journeys)):
+        if pair.spans((graph + 1) % graphs):
             at_end.add(pair.before.tile)
             dropped |= {at.number for at in pair.after.ahead.values() if at.graph == graph}
         if graph not in (pair.before.graph, pair.after.graph) and pair.spans(graph):
@@ -120,15 +120,10 @@ def _marks(journeys: Journeys, kept: Sequence[Between], graph: int) -> Residency
     return Residency(frozenset(marked), frozenset(dropped), frozenset(at_end), tuple(throughout))
 
 
-def journeys_of(graphs: Sequence[tuple[fx.Graph, GraphContext]]) -> Journeys:
-    """The journeys of the tiles in the scheduled graphs of a step."""
-    return Journeys([outline(graph, context) for graph, context in graphs])
-
-
 def gaps_of(graphs: Sequence[tuple[fx.Graph, GraphContext]]) -> Iterator[Gap]:
     """The gaps between the uses of each tile; the last one of a step ends at the first use of the next, except of what
     has other values then."""
-    journeys, table = journeys_of(graphs), graphs[0][1].table
+    journeys, table = Journeys([outline(graph, context) for graph, context in graphs]), graphs[0][1].table
     counts = [operators_in(graph) for graph, _ in graphs]
     for index in sorted(journeys.of_tile):
         tile = table[index]

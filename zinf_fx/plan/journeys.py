@@ -158,10 +158,6 @@ class Journeys:
     def __iter__(self) -> Iterator[Stay]:
         return (stay for stays in self.of_tile.values() for stay in stays)
 
-    def __len__(self) -> int:
-        """How many graphs there are."""
-        return len(self._counts)
-
     def transfer(self, graph: int, number: int) -> Transfer | None:
         """What the transfer event at this place means; None: nothing here goes on with it."""
         return self._transfers.get((graph, number))
