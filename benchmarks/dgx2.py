@@ -29,11 +29,11 @@ import torch
 from tabulate import tabulate
 
 import zinf_fx
-from zinf_fx.plan.event_graph import Job, Resource
 from zinf_fx.plan.hardware import Hardware, load
-from zinf_fx.plan.performance import performance_of, with_batch
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.simulate import Simulation, one_after_another, simulate
+from zinf_fx.plan.simulation.event_graph import Job, Resource
+from zinf_fx.plan.simulation.performance import performance_of, with_batch
+from zinf_fx.plan.simulation.simulate import Simulation, one_after_another, simulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 

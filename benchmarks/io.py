@@ -28,9 +28,9 @@ from tqdm import tqdm
 
 from zinf_fx.config import parse_bytes
 from zinf_fx.errors import StoreError
+from zinf_fx.machine import fio
 from zinf_fx.native.engine import BLOCK, DEPTH
-from zinf_fx.runtime import fio
-from zinf_fx.runtime.measure import Operation, Rate, Trial
+from zinf_fx.runtime.disk.measure import Operation, Rate, Trial
 
 HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
 DIRECTIONS: tuple[Operation, ...] = ("read", "write")

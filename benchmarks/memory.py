@@ -26,7 +26,7 @@ from gpt import GPT, GPTConfig, default_dtype
 
 from zinf_fx.config import parse_bytes
 from zinf_fx.errors import BudgetError
-from zinf_fx.explain import plans_of
+from zinf_fx.frontend.explain import plans_of
 from zinf_fx.sizes import in_words
 
 _STATES = {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme"}

@@ -30,10 +30,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 import zinf_fx
-from zinf_fx.runtime.buffers import Arena
-from zinf_fx.runtime.leases import Buffer
-from zinf_fx.runtime.store import Extent, Store, Ticket
-from zinf_fx.runtime.tiers import Tiers
+from zinf_fx.runtime.disk.store import Extent, Store, Ticket
+from zinf_fx.runtime.memory.buffers import Arena
+from zinf_fx.runtime.memory.leases import Buffer
+from zinf_fx.runtime.tensor.tiers import Tiers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))

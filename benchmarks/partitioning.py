@@ -29,7 +29,7 @@ import torch.distributed as dist
 from tabulate import tabulate
 
 import zinf_fx
-from zinf_fx.runtime.transfers import Staging
+from zinf_fx.runtime.execute.transfers import Staging
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 

@@ -23,8 +23,8 @@ from tabulate import tabulate
 
 import zinf_fx
 from zinf_fx.plan.hardware import load
-from zinf_fx.plan.html import to_html
-from zinf_fx.plan.performance import performance_of
+from zinf_fx.plan.show.html import to_html
+from zinf_fx.plan.simulation.performance import performance_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 

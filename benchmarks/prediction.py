@@ -27,9 +27,9 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 import zinf_fx
-from zinf_fx.explain import plans_of
-from zinf_fx.plan.performance import performance_of
-from zinf_fx.runtime.machine import measure_machine
+from zinf_fx.frontend.explain import plans_of
+from zinf_fx.machine.machine import measure_machine
+from zinf_fx.plan.simulation.performance import performance_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 

@@ -32,8 +32,8 @@ from train_gpt import not_negative, positive, positive_float
 
 import zinf_fx
 from zinf_fx.config import TIERS, parse_bytes
-from zinf_fx.curve import ASCII, BLOCKS
 from zinf_fx.errors import ZinfError
+from zinf_fx.plan.show.curve import ASCII, BLOCKS
 from zinf_fx.sizes import in_words
 
 TIMES_THE_MEMORY = 2

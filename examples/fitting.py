@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from gpt import GPT, GPTConfig
 
-from zinf_fx.runtime.filesystem import file_system_of
+from zinf_fx.runtime.disk.filesystem import file_system_of
 from zinf_fx.sizes import in_words
 
 # Per parameter: itself and its gradient in bfloat16; a master copy and two moments in float32.

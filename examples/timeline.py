@@ -12,7 +12,7 @@ from pathlib import Path
 
 from resident import resident_bytes
 
-from zinf_fx.curve import Curve, Glyphs
+from zinf_fx.plan.show.curve import Curve, Glyphs
 from zinf_fx.sizes import in_words
 
 INTERVAL = 0.25

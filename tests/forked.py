@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 
 # By the process that all others are forked from.
-_IMPORTED_ONCE = ["torch", "torch.distributed", "torch._dynamo", "zinf_fx", "zinf_fx.capture"]
+_IMPORTED_ONCE = ["torch", "torch.distributed", "torch._dynamo", "zinf_fx", "zinf_fx.frontend.capture"]
 
 
 def forkserver() -> ForkServerContext:

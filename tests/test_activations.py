@@ -19,13 +19,13 @@ from torch.nn import functional as F
 
 import zinf_fx
 from zinf_fx.errors import StoredTensorError, StoreError
-from zinf_fx.explain import plans_of
+from zinf_fx.frontend.explain import plans_of
 from zinf_fx.native.engine import Fault
-from zinf_fx.plan.accounting import Traffic, phases
+from zinf_fx.observe.stats import Stats
+from zinf_fx.plan.memory.accounting import Traffic, phases
 from zinf_fx.plan.plan import Plan
-from zinf_fx.runtime.executor import EXECUTOR
-from zinf_fx.runtime.store import Store
-from zinf_fx.stats import Stats
+from zinf_fx.runtime.disk.store import Store
+from zinf_fx.runtime.execute.executor import EXECUTOR
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from gpt import GPT, GPTConfig

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zinf_fx
 from zinf_fx.errors import ConfigError, StoredTensorError, StoreError
-from zinf_fx.explain import plan_model
-from zinf_fx.runtime.stored_tensor import StoredTensor
+from zinf_fx.frontend.explain import plan_model
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 
 def mlp() -> torch.nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zinf_fx.curve import ASCII, BLOCKS, Curve, Glyphs
+from zinf_fx.plan.show.curve import ASCII, BLOCKS, Curve, Glyphs
 
 MIB = 1 << 20
 MARGIN = len(" 1023.9 MiB |")

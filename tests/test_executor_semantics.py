@@ -16,9 +16,9 @@ from twins import Net, assert_nothing_leaked, assert_same_gradients, fresh_dynam
 import zinf_fx
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import Fault
-from zinf_fx.passes import offload_activations
-from zinf_fx.runtime.executor import EXECUTOR
-from zinf_fx.runtime.tiers import Tiers
+from zinf_fx.passes.activations import offload as offload_activations
+from zinf_fx.runtime.execute.executor import EXECUTOR
+from zinf_fx.runtime.tensor.tiers import Tiers
 
 __all__ = ["fresh_dynamo"]  # a fixture
 

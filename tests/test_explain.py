@@ -15,9 +15,9 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 import zinf_fx
-from zinf_fx import capture
 from zinf_fx.errors import ConfigError, PlanError, StoredTensorError
-from zinf_fx.explain import plans_of
+from zinf_fx.frontend import capture
+from zinf_fx.frontend.explain import plans_of
 from zinf_fx.plan.plan import Plan
 
 
@@ -209,7 +209,7 @@ def test_a_large_model_is_planned_in_little_memory():
     program = """
 import resource, sys, torch, zinf_fx
 from torch import nn
-from zinf_fx.explain import plans_of
+from zinf_fx.frontend.explain import plans_of
 class Layer(nn.Module):
     def __init__(self, hidden):
         super().__init__()

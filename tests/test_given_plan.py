@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from twins import fresh_dynamo  # noqa: F401
 
 import zinf_fx
-from zinf_fx import capture
 from zinf_fx.errors import ConfigError, PlanError, PlanFileError
+from zinf_fx.frontend import capture
 from zinf_fx.plan.plan import Plan
-from zinf_fx.runtime.stored_tensor import StoredTensor
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from gpt import GPT, GPTConfig

@@ -26,7 +26,7 @@ from torch import nn
 import zinf_fx
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError
-from zinf_fx.runtime.executor import EXECUTOR
+from zinf_fx.runtime.execute.executor import EXECUTOR
 
 State = list[torch.Tensor]
 

@@ -12,9 +12,9 @@ from planned_shapes import SHAPES, Wide, rows
 
 import zinf_fx
 from zinf_fx.errors import BudgetError
-from zinf_fx.explain import plans_of
-from zinf_fx.plan.memory import host_arena, most
-from zinf_fx.runtime.executor import EXECUTOR
+from zinf_fx.frontend.explain import plans_of
+from zinf_fx.plan.memory.use import host_arena, most
+from zinf_fx.runtime.execute.executor import EXECUTOR
 
 TOLERANCE = 0.05
 

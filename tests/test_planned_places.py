@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from twins import Net, assert_nothing_leaked, assert_same_gradients, fresh_dynamo, pair, x
 
 import zinf_fx
-from zinf_fx.runtime.executor import EXECUTOR
-from zinf_fx.runtime.store import Fault
+from zinf_fx.runtime.disk.store import Fault
+from zinf_fx.runtime.execute.executor import EXECUTOR
 
 __all__ = ["fresh_dynamo", "pair"]  # fixtures
 

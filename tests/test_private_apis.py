@@ -34,57 +34,57 @@ FUNCTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "torch._functorch.partitioners.min_cut_rematerialization_partition": (
         ("joint_module", "_joint_inputs", "num_fwd_outputs", "static_lifetime_input_indices"),
-        "passes/partition.py",
+        "passes/lowering/partition.py",
     ),
     "torch.library.register_fake": (("op", "lib"), "ops.py"),
     "torch.fx.node.has_side_effect": (("fn",), "ops.py"),
-    "torch.nn.modules.module.register_module_parameter_registration_hook": (("hook",), "runtime/offload.py"),
-    "torch.nn.modules.module.register_module_module_registration_hook": (("hook",), "runtime/offload.py"),
+    "torch.nn.modules.module.register_module_parameter_registration_hook": (("hook",), "frontend/offload.py"),
+    "torch.nn.modules.module.register_module_module_registration_hook": (("hook",), "frontend/offload.py"),
     "torch.optim.optimizer.register_optimizer_step_pre_hook": (("hook",), "optim/fused.py"),
     "torch.optim.optimizer.register_optimizer_step_post_hook": (("hook",), "optim/fused.py"),
-    "torch.autograd.graph.increment_version": (("tensor",), "runtime/storage.py"),
+    "torch.autograd.graph.increment_version": (("tensor",), "runtime/tensor/storage.py"),
     "torch.utils._pytree.tree_map": (("func", "tree"), "explain.py"),
-    "torch.utils._pytree.tree_map_only": (("type_or_types_or_pred", "func", "tree"), "runtime/stored_tensor.py"),
-    "torch.utils._pytree.tree_iter": (("tree",), "runtime/stored_tensor.py"),
+    "torch.utils._pytree.tree_map_only": (("type_or_types_or_pred", "func", "tree"), "runtime/tensor/stored_tensor.py"),
+    "torch.utils._pytree.tree_iter": (("tree",), "runtime/tensor/stored_tensor.py"),
 }
 
 # Private names without a signature to look at.
 NAMES: dict[str, str] = {
-    "torch._C._swap_tensor_impl": "runtime/stored_tensor.py gives a parameter its stored twin's implementation",
+    "torch._C._swap_tensor_impl": "runtime/tensor/stored_tensor.py gives a parameter its stored twin's implementation",
     "torch._dynamo.OptimizedModule": "compiled_modules.py waits for the first call of each",
     "torch._dynamo.eval_frame.innermost_backend": "compiled_modules.py asks which backend a module is compiled with",
     "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module": "backend.py refuses what DDP trains",
-    "torch._C._will_engine_execute_node": "runtime/accumulation.py asks whether backward is to accumulate a gradient",
-    "torch._C._current_autograd_node": "runtime/accumulation.py asks which node of the graph runs",
-    "torch._C._functions.AccumulateGrad": "runtime/accumulation.py finds the leaves behind a node",
-    "torch.Tensor._use_count": "runtime/offload.py sees whether autograd has recorded a parameter",
+    "torch._C._will_engine_execute_node": "runtime/gradients/leaf.py asks whether backward is to accumulate a gradient",
+    "torch._C._current_autograd_node": "runtime/gradients/leaf.py asks which node of the graph runs",
+    "torch._C._functions.AccumulateGrad": "runtime/gradients/leaf.py finds the leaves behind a node",
+    "torch.Tensor._use_count": "frontend/offload.py sees whether autograd has recorded a parameter",
     "torch._subclasses.fake_tensor.unset_fake_temporarily": "equal_values.py compares graphs while tensors are fake",
     "torch._guards.GuardSource.LOCAL": "capture.py tells what comes with a call from the model's buffers",
     "torch._guards.TracingContext.get": "capture.py plans a graph after it was captured, as if while it was",
     "torch._guards.tracing": "capture.py, likewise",
     "torch._guards.detect_fake_mode": "local_inputs.py makes fakes of inputs that Dynamo doesn't know",
     "torch.distributed.distributed_c10d._get_default_store": "runtime/meeting.py: where ranks meet",
-    "torch.distributed.distributed_c10d._resolve_process_group": "runtime/tensor_parallel.py: a collective's group",
-    "torch.distributed.device_mesh.DeviceMesh._get_root_mesh": "runtime/tensor_parallel.py: what a mesh is a part of",
-    "torch.distributed.tensor.DTensor._local_tensor": "runtime/local_parameter.py gives a DTensor a stored one",
-    "torch.distributed.tensor.DTensor._spec": "runtime/local_parameter.py places gradients and states as parameters",
-    "torch.ops._c10d_functional.wait_tensor": "passes/collectives.py tells when a collective is over",
-    "torch.Tensor._backward_hooks": "runtime/stored_tensor.py tells an implementation of the hooks of its object",
-    "torch.Tensor._post_accumulate_grad_hooks": "runtime/stored_tensor.py tells an implementation of the hooks",
-    "torch.autocast_increment_nesting": "runtime/stored_tensor.py asks whether an autocast context is open",
-    "torch._C._disabled_torch_function_impl": "runtime/stored_tensor.py is dispatched below autograd only",
+    "torch.distributed.distributed_c10d._resolve_process_group": "runtime/tensor/tensor_parallel.py: the group used",
+    "torch.distributed.device_mesh.DeviceMesh._get_root_mesh": "runtime/tensor/tensor_parallel.py: what it is part of",
+    "torch.distributed.tensor.DTensor._local_tensor": "runtime/tensor/local_parameter.py gives a DTensor a stored one",
+    "torch.distributed.tensor.DTensor._spec": "runtime/tensor/local_parameter.py places gradients and states",
+    "torch.ops._c10d_functional.wait_tensor": "passes/ir/collectives.py tells when a collective is over",
+    "torch.Tensor._backward_hooks": "runtime/tensor/stored_tensor.py knows an object's hooks",
+    "torch.Tensor._post_accumulate_grad_hooks": "runtime/tensor/stored_tensor.py tells an implementation of the hooks",
+    "torch.autocast_increment_nesting": "runtime/tensor/stored_tensor.py asks whether an autocast context is open",
+    "torch._C._disabled_torch_function_impl": "runtime/tensor/stored_tensor.py is dispatched below autograd only",
     "torch._disable_dynamo": "optim/streamed.py keeps Dynamo out of the optimizer's step",
     "torch._fused_sgd_": "optim/fused.py tries whether it updates parameters of 16 bits",
-    "torch._ops.OpOverloadPacket": "runtime/stored_tensor.py takes handlers for operations, in all their overloads",
-    "torch._ops.OpOverload": "passes/aliases.py reads schemas",
-    "torch.ops.higher_order.with_effects": "passes/segments.py doesn't repeat what has effects",
-    "torch._ops.HigherOrderOperator": "passes/aliases.py takes them for anything",
+    "torch._ops.OpOverloadPacket": "runtime/tensor/stored_tensor.py has handlers for all overloads",
+    "torch._ops.OpOverload": "passes/ir/aliases.py reads schemas",
+    "torch.ops.higher_order.with_effects": "passes/activations/segments.py doesn't repeat what has effects",
+    "torch._ops.HigherOrderOperator": "passes/ir/aliases.py takes them for anything",
     "torch._dynamo.exc.BackendCompilerFailed": "explain.py unwraps what the backend raised",
-    "torch.Tensor._make_wrapper_subclass": "runtime/stored_tensor.py is such a subclass",
+    "torch.Tensor._make_wrapper_subclass": "runtime/tensor/stored_tensor.py is such a subclass",
     "torch._subclasses.fake_tensor.FakeTensorMode": "estimate/workload.py runs a model without values",
     "torch.UntypedStorage._cdata": "estimate/workload.py counts what shares memory once",
-    "torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE": "passes/keep_activations.py tags with it",
-    "torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE": "passes/recompute_gathers.py tags with it",
+    "torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE": "passes/activations/keep.py tags with it",
+    "torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE": "passes/lowering/recompute_gathers.py tags with it",
 }
 
 
@@ -101,7 +101,7 @@ def test_name(path: str) -> None:
 
 
 def test_swapping_implementations_keeps_the_object() -> None:
-    """runtime/offload.py: an object's value, gradient and history become another's, though weak references exist."""
+    """frontend/offload.py: an object's value, gradient and history become another's, though weak references exist."""
     import weakref
 
     one, other = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.ones(3))
@@ -111,8 +111,8 @@ def test_swapping_implementations_keeps_the_object() -> None:
 
 
 def test_the_node_that_runs_leads_to_the_leaves() -> None:
-    """runtime/accumulation.py: from the node of a function to its leaves, and from that of a leaf, while it adds."""
-    broken = _broken("the nodes of autograd's graph (runtime/accumulation.py)")
+    """runtime/gradients/leaf.py: from the node of a function to its leaves, and from that of a leaf, while it adds."""
+    broken = _broken("the nodes of autograd's graph (runtime/gradients/leaf.py)")
     seen: list[torch.Tensor] = []
 
     class Twice(torch.autograd.Function):
@@ -144,10 +144,10 @@ def test_the_node_that_runs_leads_to_the_leaves() -> None:
 
 
 def test_schemas_say_what_aliases_what() -> None:
-    """passes/aliases.py, runtime/stored_tensor.py: alias sets of arguments and results; those of lists are empty."""
+    """passes/ir/aliases.py, runtime/tensor/stored_tensor.py: alias sets; those of lists are empty."""
     t = torch.ops.aten.t.default
     result, argument = t._schema.returns[0].alias_info, t._schema.arguments[0].alias_info
-    broken = _broken("the alias information of schemas (passes/aliases.py)")
+    broken = _broken("the alias information of schemas (passes/ir/aliases.py)")
     assert result.before_set == argument.before_set == {"a"} and not argument.is_write, broken
     (result,) = torch.ops.aten.split.Tensor._schema.returns
     assert result.alias_info is not None and result.alias_info.before_set == set(), broken
@@ -272,7 +272,7 @@ def test_the_partitioner_obeys_tags(captured: SimpleNamespace) -> None:
 
 
 def test_compiled_functions_take_a_list_that_they_may_empty(captured: SimpleNamespace) -> None:
-    """capture.py, runtime/executor.py: the mark `_boxed_call`."""
+    """capture.py, runtime/execute/executor.py: the mark `_boxed_call`."""
     assert captured.calls == [list, list], _broken("the protocol of _boxed_call")
 
 

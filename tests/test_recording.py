@@ -21,14 +21,14 @@ from torch import nn
 import zinf_fx
 from zinf_fx.errors import ConfigError, StoreError
 from zinf_fx.native.engine import Fault
+from zinf_fx.observe.recording import Recording, Step
 from zinf_fx.plan.hardware import load
-from zinf_fx.plan.operator_time import compute_seconds
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.simulate import simulate_plan
-from zinf_fx.plan.timeline import LANES, Slice, slices
-from zinf_fx.recording import Recording, Step
+from zinf_fx.plan.simulation.operator_time import compute_seconds
+from zinf_fx.plan.simulation.simulate import simulate_plan
+from zinf_fx.plan.simulation.timeline import LANES, Slice, slices
 from zinf_fx.runtime import recorder
-from zinf_fx.runtime.executor import EXECUTOR
+from zinf_fx.runtime.execute.executor import EXECUTOR
 from zinf_fx.runtime.recorder import RECORDER
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

@@ -13,11 +13,11 @@ from torch import nn
 from twins import fresh_dynamo  # noqa: F401
 
 import zinf_fx
-from zinf_fx.explain import plans_of
-from zinf_fx.plan.accounting import Traffic, phases
+from zinf_fx.frontend.explain import plans_of
+from zinf_fx.observe.stats import Stats
+from zinf_fx.plan.memory.accounting import Traffic, phases
 from zinf_fx.plan.plan import Plan
-from zinf_fx.runtime.executor import EXECUTOR
-from zinf_fx.stats import Stats
+from zinf_fx.runtime.execute.executor import EXECUTOR
 
 BUDGETS = [None, "1536KiB", "3MiB", "64MiB"]
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import zinf_fx
-from zinf_fx.explain import plans_of
-from zinf_fx.plan.accounting import Traffic, phases
-from zinf_fx.runtime.executor import EXECUTOR
-from zinf_fx.stats import Stats
+from zinf_fx.frontend.explain import plans_of
+from zinf_fx.observe.stats import Stats
+from zinf_fx.plan.memory.accounting import Traffic, phases
+from zinf_fx.runtime.execute.executor import EXECUTOR
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import zinf_fx
 from zinf_fx.errors import PlanError
-from zinf_fx.explain import plans_of
-from zinf_fx.runtime import executor
+from zinf_fx.frontend.explain import plans_of
+from zinf_fx.runtime.execute import executor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from gpt import GPT, GPTConfig

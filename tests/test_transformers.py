@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 import zinf_fx
-from zinf_fx.runtime.stored_tensor import StoredTensor
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 Inputs = dict[str, Tensor]
 VOCABULARY, LENGTH, BATCH, STEPS = 64, 12, 2, 3
@@ -216,7 +216,7 @@ LOADED = """
 import sys, torch, zinf_fx
 from transformers import LlamaForCausalLM as Llama
 from zinf_fx.native.engine import Fault
-from zinf_fx.runtime.tiers import Tiers
+from zinf_fx.runtime.tensor.tiers import Tiers
 saved, store = sys.argv[1:]
 def memory(name): return int(next(l for l in open("/proc/self/status") if l.startswith(name)).split()[1]) << 10
 config = zinf_fx.Config(store=store, placement="nvme", host_memory="64MiB")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zinf_fx
-from zinf_fx.runtime.executor import EXECUTOR
+from zinf_fx.runtime.execute.executor import EXECUTOR
 
 
 class Net(nn.Module):

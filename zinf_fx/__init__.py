@@ -12,16 +12,16 @@ from zinf_fx.config import Config, Placement
 
 if TYPE_CHECKING:
     from zinf_fx import optim
-    from zinf_fx.explain import explain
-    from zinf_fx.export import export_plan
-    from zinf_fx.plan.file import load_plan
+    from zinf_fx.frontend.explain import explain
+    from zinf_fx.frontend.export import export_plan
+    from zinf_fx.frontend.offload import offload, offloading
+    from zinf_fx.observe.recording import record
+    from zinf_fx.observe.stats import stats
+    from zinf_fx.plan.files.file import load_plan
     from zinf_fx.plan.plan import Plan
-    from zinf_fx.recording import record
-    from zinf_fx.runtime.gathered import gathered
-    from zinf_fx.runtime.offload import offload, offloading
-    from zinf_fx.runtime.reduction import no_sync
-    from zinf_fx.runtime.stored_tensor import StoredTensor
-    from zinf_fx.stats import stats
+    from zinf_fx.runtime.gradients.reduction import no_sync
+    from zinf_fx.runtime.tensor.gathered import gathered
+    from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 __all__ = [
     "Config",
@@ -45,25 +45,25 @@ __all__ = [
 # of them is used, all at once, because `optim` registers what stored tensors need in any optimizer.
 _LATER = {
     "optim": "zinf_fx.optim",
-    "explain": "zinf_fx.explain",
-    "export_plan": "zinf_fx.export",
-    "load_plan": "zinf_fx.plan.file",
+    "explain": "zinf_fx.frontend.explain",
+    "export_plan": "zinf_fx.frontend.export",
+    "load_plan": "zinf_fx.plan.files.file",
     "Plan": "zinf_fx.plan.plan",
-    "record": "zinf_fx.recording",
-    "gathered": "zinf_fx.runtime.gathered",
-    "offload": "zinf_fx.runtime.offload",
-    "offloading": "zinf_fx.runtime.offload",
-    "no_sync": "zinf_fx.runtime.reduction",
-    "StoredTensor": "zinf_fx.runtime.stored_tensor",
-    "stats": "zinf_fx.stats",
+    "record": "zinf_fx.observe.recording",
+    "gathered": "zinf_fx.runtime.tensor.gathered",
+    "offload": "zinf_fx.frontend.offload",
+    "offloading": "zinf_fx.frontend.offload",
+    "no_sync": "zinf_fx.runtime.gradients.reduction",
+    "StoredTensor": "zinf_fx.runtime.tensor.stored_tensor",
+    "stats": "zinf_fx.observe.stats",
 }
 
 
 def __getattr__(name: str) -> object:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import_module("zinf_fx.runtime.replacement")  # registers what takes the place of stored parameters
-    import_module("zinf_fx.runtime.wrapping")  # warns of DistributedDataParallel around them
+    import_module("zinf_fx.frontend.replacement")  # registers what takes the place of stored parameters
+    import_module("zinf_fx.frontend.wrapping")  # warns of DistributedDataParallel around them
     for public, home in _LATER.items():
         module = import_module(home)
         globals()[public] = module if public == "optim" else getattr(module, public)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from zinf_fx.plan.hardware import load
-from zinf_fx.plan.simulate import simulate
+from zinf_fx.plan.simulation.simulate import simulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 

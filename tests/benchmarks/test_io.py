@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zinf_fx.runtime import fio
+from zinf_fx.machine import fio
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "io.py"
 

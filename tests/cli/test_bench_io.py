@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from zinf_fx.cli import main
-from zinf_fx.runtime import fio
-from zinf_fx.runtime.measure import OPERATIONS, load_profile
+from zinf_fx.machine import fio
+from zinf_fx.runtime.disk.measure import OPERATIONS, load_profile
 
 
 @pytest.fixture(autouse=True)

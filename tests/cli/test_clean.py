@@ -8,12 +8,14 @@ import pytest
 from forked import run
 
 from zinf_fx.cli import main
-from zinf_fx.runtime.store import Store
+from zinf_fx.runtime.disk.store import Store
 
 
 def abandon(directory: Path) -> Path:
     """The scratch directory of a job that died."""
-    program = "import os, sys; from zinf_fx.runtime.store import Store; s = Store(sys.argv[1]); print(s.path.parent)"
+    program = (
+        "import os, sys; from zinf_fx.runtime.disk.store import Store; s = Store(sys.argv[1]); print(s.path.parent)"
+    )
     program += "; sys.stdout.flush(); os._exit(1)"
     path = Path(run(program, directory).stdout.strip())
     assert path.parent == directory and path.is_dir()

@@ -12,10 +12,10 @@ import pytest
 from forked import run
 
 from zinf_fx.cli import main
-from zinf_fx.runtime import diagnose as module
-from zinf_fx.runtime.diagnose import Finding, diagnose
-from zinf_fx.runtime.filesystem import FileSystem
-from zinf_fx.runtime.measure import Profile, store_profile
+from zinf_fx.machine import diagnose as module
+from zinf_fx.machine.diagnose import Finding, diagnose
+from zinf_fx.runtime.disk.filesystem import FileSystem
+from zinf_fx.runtime.disk.measure import Profile, store_profile
 
 SUBJECTS = "torch checksums,huge pages,memlock,kernel AIO,file size,file system,free space,alignment,provider,orphans"
 
@@ -121,7 +121,7 @@ def test_a_downgrade_is_explained(store: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_orphans(store: Path):
     program = (
-        "import os, sys, signal\nfrom zinf_fx.runtime.scratch import Scratch\nfrom pathlib import Path\n"
+        "import os, sys, signal\nfrom zinf_fx.runtime.disk.scratch import Scratch\nfrom pathlib import Path\n"
         "kept = Scratch(Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)"
     )
     run(program, store)

@@ -24,11 +24,11 @@ import zinf_fx
 from zinf_fx.config import Config
 assert "torch" not in sys.modules and zinf_fx.Config() == Config()
 import torch
-import zinf_fx.backend
+import zinf_fx.frontend.backend
 assert "zinf_fx.optim" in sys.modules
-import zinf_fx.explain
-from zinf_fx.stats import Stats
-assert zinf_fx.explain is sys.modules["zinf_fx.explain"].explain and callable(zinf_fx.stats)
+import zinf_fx.frontend.explain
+from zinf_fx.observe.stats import Stats
+assert zinf_fx.explain is sys.modules["zinf_fx.frontend.explain"].explain and callable(zinf_fx.stats)
 from zinf_fx import *
 assert optim is sys.modules["zinf_fx.optim"] and explain is zinf_fx.explain
 assert set(zinf_fx.__all__) <= set(dir(zinf_fx)) and not hasattr(zinf_fx, "nothing")

@@ -43,7 +43,7 @@ def test_a_plan_file_is_shown_as_its_model_is(plan_file: Path, capsys: pytest.Ca
 
 def test_this_machine_takes_the_seconds_measured_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     monkeypatch.setattr("zinf_fx.cli.machine.measure_machine", lambda store: hardware.load("rtx-4090"))
-    monkeypatch.setattr("zinf_fx.passes.timing._measured", lambda *operator: 1.0)
+    monkeypatch.setattr("zinf_fx.passes.ir.timing._measured", lambda *operator: 1.0)
     assert main(["simulate", TARGET, "--placement", "device", "--hardware", "this-machine", "--json"]) == 0
     slow = json.loads(capsys.readouterr().out)
     assert main(["simulate", TARGET, "--placement", "device", "--json"]) == 0
@@ -211,7 +211,7 @@ def test_this_machine_has_the_memories_that_auto_may_fill(
     """It is measured once; on a CPU there is no host memory besides the device's."""
     calls, machine = [], replace(hardware.load("rtx-4090"), unified=True)
     monkeypatch.setattr("zinf_fx.cli.machine.measure_machine", lambda store: calls.append(store) or machine)
-    monkeypatch.setattr("zinf_fx.passes.timing._measured", lambda module, inputs: 1e-6)
+    monkeypatch.setattr("zinf_fx.passes.ir.timing._measured", lambda module, inputs: 1e-6)
     options = ["--device-memory", "10MiB", "--hardware", "this-machine", "--json"]
     assert main(["simulate", TARGET, *options]) == 0
     decision = json.loads(capsys.readouterr().out)["decision"]

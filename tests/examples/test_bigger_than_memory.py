@@ -17,7 +17,7 @@ from gpt import GPT
 from memory_limit import MemoryLimit, memory_limit
 from timeline import Sample, Timeline
 
-from zinf_fx.curve import ASCII
+from zinf_fx.plan.show.curve import ASCII
 
 MIB, GIB = 1 << 20, 1 << 30
 

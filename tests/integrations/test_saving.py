@@ -16,7 +16,7 @@ from test_transformers import _gpt2
 from torch import nn
 
 import zinf_fx
-from zinf_fx.runtime.storage import TensorStorage
+from zinf_fx.runtime.tensor.storage import TensorStorage
 
 accelerate = pytest.importorskip("accelerate")
 

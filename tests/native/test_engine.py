@@ -29,7 +29,7 @@ from zinf_fx.native.engine import (
     provider_names,
     setup_calls,
 )
-from zinf_fx.runtime.buffers import aligned_empty
+from zinf_fx.runtime.memory.buffers import aligned_empty
 
 BLOCK = 64 << 10
 
@@ -442,8 +442,8 @@ def test_libaio_is_found_at_run_time(tmp_path: Path):
     source.write_text(STUB)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "libaio.so.1t64", source], check=True)
     program = (
-        "import sys; from pathlib import Path; from zinf_fx.runtime.store import Store\n"
-        "from zinf_fx.runtime.buffers import aligned_empty\n"
+        "import sys; from pathlib import Path; from zinf_fx.runtime.disk.store import Store\n"
+        "from zinf_fx.runtime.memory.buffers import aligned_empty\n"
         "store = Store(sys.argv[1]); extent = store.allocate(100000)\n"
         "data, back = aligned_empty(100000).random_(0, 256), aligned_empty(100000)\n"
         "store.write(extent, data.data_ptr(), 0, 100000).wait()\n"

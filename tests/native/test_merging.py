@@ -12,7 +12,7 @@ import torch
 
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import READ, WRITE, Engine, Fault, Ticket, is_direct, provider_names
-from zinf_fx.runtime.buffers import aligned_empty
+from zinf_fx.runtime.memory.buffers import aligned_empty
 
 PAGE = 4096
 BLOCK = 64 << 10

@@ -11,7 +11,7 @@ import zinf_fx
 from zinf_fx.errors import OptimizerError, StoreError
 from zinf_fx.native.engine import Fault
 from zinf_fx.optim.fused import sgd_updates
-from zinf_fx.runtime.gradients import accumulate_gradient
+from zinf_fx.runtime.gradients.accumulate import accumulate_gradient
 
 STEPS = 5
 CASES = {

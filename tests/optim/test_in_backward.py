@@ -14,8 +14,8 @@ import zinf_fx
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError, StoredTensorError, StoreError
 from zinf_fx.optim.in_backward import GRADIENT_BUFFER
-from zinf_fx.runtime.executor import EXECUTOR
-from zinf_fx.runtime.store import Fault
+from zinf_fx.runtime.disk.store import Fault
+from zinf_fx.runtime.execute.executor import EXECUTOR
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, GPTConfig, default_dtype

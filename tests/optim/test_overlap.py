@@ -14,7 +14,7 @@ import torch
 import zinf_fx
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError, StoreError
-from zinf_fx.runtime.store import Fault
+from zinf_fx.runtime.disk.store import Fault
 
 SHAPES = ((3 * 16384,), (100,), (2 * 16384,), (7,), (40_000,))
 LATE = 0.3

@@ -9,8 +9,8 @@ import torch
 from torch.nn import utils
 
 import zinf_fx
-from zinf_fx.runtime.gradients import accumulate_gradient
-from zinf_fx.runtime.storage import TensorStorage
+from zinf_fx.runtime.gradients.accumulate import accumulate_gradient
+from zinf_fx.runtime.tensor.storage import TensorStorage
 
 SHAPES = ((700, 1000), (33,), (), (0,), (700_001,), (5, 4096))
 CHUNK = 64 << 10

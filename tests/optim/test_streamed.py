@@ -13,7 +13,7 @@ import zinf_fx
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError, StoreError
 from zinf_fx.native.engine import Fault
-from zinf_fx.runtime.gradients import accumulate_gradient
+from zinf_fx.runtime.gradients.accumulate import accumulate_gradient
 
 FUSED = {"fused": True}
 # The class's name, its options, and those that the plain class needs besides for the same arithmetic.

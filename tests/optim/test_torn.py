@@ -11,8 +11,8 @@ from zinf_fx import optim
 from zinf_fx.errors import OptimizerError, StoreError
 from zinf_fx.optim.chunk import Run
 from zinf_fx.optim.step import StreamedStep
-from zinf_fx.runtime.storage import Window
-from zinf_fx.runtime.store import Fault
+from zinf_fx.runtime.disk.store import Fault
+from zinf_fx.runtime.tensor.storage import Window
 
 SHAPES = ((16384,), (3 * 16384,), (2 * 16384,))
 

@@ -14,7 +14,7 @@ import zinf_fx
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError
 from zinf_fx.optim.whole import OpenWhole, whole_layout
-from zinf_fx.runtime.gradients import accumulate_gradient
+from zinf_fx.runtime.gradients.accumulate import accumulate_gradient
 
 
 class Lion(torch.optim.Optimizer):

@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from zinf_fx import ops
 from zinf_fx.config import Config
-from zinf_fx.passes.framework import GraphContext, Pass
+from zinf_fx.passes.ir.framework import GraphContext, Pass
+from zinf_fx.passes.ir.printer import print_graph
 from zinf_fx.passes.pipeline import run_passes
-from zinf_fx.passes.printer import print_graph
 from zinf_fx.plan.schedule import Tile
 
 aten = torch.ops.aten

@@ -1,4 +1,4 @@
-"""Captures small real models through zinf_fx.capture, keeping every graph between two passes, and runs those graphs.
+"""Captures small real models, keeping every graph between two passes, and runs those graphs.
 
 Parameters are stored tensors without bytes: their values stay here, in `Record.parameters`, so no store is needed.
 """
@@ -17,12 +17,12 @@ import torch
 from reference import Outcome, Reference, assert_close, assert_same
 from torch import fx, nn
 
-from zinf_fx.capture import Capture
 from zinf_fx.config import Config
+from zinf_fx.frontend.capture import Capture
 from zinf_fx.passes import pipeline
-from zinf_fx.passes.framework import GraphContext, Pass
-from zinf_fx.runtime.storage import TensorStorage
-from zinf_fx.runtime.stored_tensor import StoredTensor, as_parameter
+from zinf_fx.passes.ir.framework import GraphContext, Pass
+from zinf_fx.runtime.tensor.storage import TensorStorage
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class _ReferenceCapture(Capture):
         self._record = record
 
     def _partition(self, joint: fx.GraphModule, joint_inputs: Any, **arguments: Any) -> Any:
-        with mock.patch("zinf_fx.capture.plan_training", self._plan(arguments)):
+        with mock.patch("zinf_fx.frontend.capture.plan_training", self._plan(arguments)):
             return super()._partition(joint, joint_inputs, **arguments)
 
     def _plan(self, arguments: dict[str, Any]) -> Callable:

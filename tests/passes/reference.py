@@ -14,7 +14,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from zinf_fx import ops
-from zinf_fx.passes.framework import GraphContext
+from zinf_fx.passes.ir.framework import GraphContext
 from zinf_fx.plan.schedule import Tile
 
 

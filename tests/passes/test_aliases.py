@@ -11,9 +11,9 @@ from models import CASES, trained
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from zinf_fx.passes.aliases import aliased_inputs, aliases_of, is_view
-from zinf_fx.passes.framework import is_compute
-from zinf_fx.passes.printer import print_around
+from zinf_fx.passes.ir.aliases import aliased_inputs, aliases_of, is_view
+from zinf_fx.passes.ir.framework import is_compute
+from zinf_fx.passes.ir.printer import print_around
 
 # Operator, its arguments after the tensor, and whether the result shares the tensor's memory.
 OPERATORS = [

@@ -14,9 +14,10 @@ from models import CASES
 from torch import fx
 
 from zinf_fx.config import Config
-from zinf_fx.passes import choose_activations, offload_activations
-from zinf_fx.passes.choose_activations import ChooseActivations, Part, choose, seconds_of
-from zinf_fx.passes.offload_activations import LEAVES
+from zinf_fx.passes.activations import choose as choose_activations
+from zinf_fx.passes.activations import offload as offload_activations
+from zinf_fx.passes.activations.choose import ChooseActivations, Part, choose, seconds_of
+from zinf_fx.passes.activations.offload import LEAVES
 from zinf_fx.plan.rates import Rates
 
 RATES = Rates(flops=1e9, memory=1e9, read=1e6, write=1e6, copies=False)

@@ -6,11 +6,11 @@ import torch
 from building import Builder, aten
 
 from zinf_fx import ops
-from zinf_fx.passes.aliases import aliased_inputs, is_view, memory_of, readers_of
-from zinf_fx.passes.collectives import WAIT, collectives_of, group_of, is_collective
-from zinf_fx.passes.fingerprint import lines_of
+from zinf_fx.passes.activations.segments import Segments
+from zinf_fx.passes.ir.aliases import aliased_inputs, is_view, memory_of, readers_of
+from zinf_fx.passes.ir.collectives import WAIT, collectives_of, group_of, is_collective
+from zinf_fx.passes.ir.fingerprint import lines_of
 from zinf_fx.passes.pipeline import lowering
-from zinf_fx.passes.segments import Segments
 
 functional = torch.ops._c10d_functional
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zinf_fx.errors import PlanError
-from zinf_fx.passes.fingerprint import check_same
+from zinf_fx.passes.ir.fingerprint import check_same
 from zinf_fx.plan.plan import Fingerprint
 
 

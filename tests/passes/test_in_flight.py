@@ -8,13 +8,13 @@ import pytest
 from building import Builder, aten
 
 from zinf_fx import ops
-from zinf_fx.passes.framework import OPERATOR, give_event
-from zinf_fx.passes.in_flight import Ledger, Span, operators_in, spans
-from zinf_fx.passes.lower_gathers import LowerGathers
-from zinf_fx.passes.offload_gradients import OffloadGradients
-from zinf_fx.passes.reduce_gradients import ReduceGradients
-from zinf_fx.passes.regions import Regions
-from zinf_fx.passes.sink_gathers import SinkGathers
+from zinf_fx.passes.ir.framework import OPERATOR, give_event
+from zinf_fx.passes.ir.in_flight import Ledger, Span, operators_in, spans
+from zinf_fx.passes.lowering.lower_gathers import LowerGathers
+from zinf_fx.passes.lowering.offload_gradients import OffloadGradients
+from zinf_fx.passes.lowering.reduce_gradients import ReduceGradients
+from zinf_fx.passes.lowering.regions import Regions
+from zinf_fx.passes.lowering.sink_gathers import SinkGathers
 from zinf_fx.plan.schedule import HEAD
 
 KIB = 1024

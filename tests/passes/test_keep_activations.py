@@ -6,8 +6,8 @@ from building import Builder, aten
 from models import trained
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zinf_fx.passes.keep_activations import KeepActivations
-from zinf_fx.passes.printer import print_graph, type_text
+from zinf_fx.passes.activations.keep import KeepActivations
+from zinf_fx.passes.ir.printer import print_graph, type_text
 
 
 def test_golden() -> None:

@@ -9,10 +9,10 @@ import torch
 from building import Builder, aten
 from torch import fx
 
-from zinf_fx.passes.lower_gathers import LowerGathers
-from zinf_fx.passes.reduce_gradients import ReduceGradients
-from zinf_fx.passes.regions import Regions
-from zinf_fx.passes.sink_gathers import SinkGathers
+from zinf_fx.passes.lowering.lower_gathers import LowerGathers
+from zinf_fx.passes.lowering.reduce_gradients import ReduceGradients
+from zinf_fx.passes.lowering.regions import Regions
+from zinf_fx.passes.lowering.sink_gathers import SinkGathers
 
 PASSES = (SinkGathers(), Regions(), LowerGathers())
 

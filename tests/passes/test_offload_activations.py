@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from zinf_fx import ops
 from zinf_fx.config import Config
-from zinf_fx.passes import offload_activations
-from zinf_fx.passes.framework import nodes_calling
-from zinf_fx.passes.printer import print_graph, type_text
+from zinf_fx.passes.activations import offload as offload_activations
+from zinf_fx.passes.ir.framework import nodes_calling
+from zinf_fx.passes.ir.printer import print_graph, type_text
 
 OFFLOAD = Config(placement="infinity-nvme", activations="offload")
 

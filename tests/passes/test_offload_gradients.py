@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from building import Builder, aten
 
-from zinf_fx.passes.lower_gathers import LowerGathers
-from zinf_fx.passes.offload_gradients import OffloadGradients
-from zinf_fx.passes.reduce_gradients import ReduceGradients
-from zinf_fx.passes.regions import Regions
-from zinf_fx.passes.sink_gathers import SinkGathers
+from zinf_fx.passes.lowering.lower_gathers import LowerGathers
+from zinf_fx.passes.lowering.offload_gradients import OffloadGradients
+from zinf_fx.passes.lowering.reduce_gradients import ReduceGradients
+from zinf_fx.passes.lowering.regions import Regions
+from zinf_fx.passes.lowering.sink_gathers import SinkGathers
 
 
 def test_golden() -> None:

@@ -12,13 +12,13 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from zinf_fx import ops
 from zinf_fx.errors import PlanError
-from zinf_fx.passes.framework import nodes_calling
-from zinf_fx.passes.keep_activations import KeepActivations
-from zinf_fx.passes.partition import partition
+from zinf_fx.passes.activations.keep import KeepActivations
+from zinf_fx.passes.ir.framework import nodes_calling
+from zinf_fx.passes.ir.printer import print_graph
+from zinf_fx.passes.lowering.partition import partition
+from zinf_fx.passes.lowering.recompute_gathers import RecomputeGathers
+from zinf_fx.passes.lowering.reduce_gradients import ReduceGradients
 from zinf_fx.passes.pipeline import run_passes
-from zinf_fx.passes.printer import print_graph
-from zinf_fx.passes.recompute_gathers import RecomputeGathers
-from zinf_fx.passes.reduce_gradients import ReduceGradients
 
 
 @pytest.mark.parametrize("name", CASES)

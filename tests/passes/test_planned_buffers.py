@@ -15,17 +15,17 @@ import zinf_fx
 from zinf_fx import ops
 from zinf_fx.config import Config
 from zinf_fx.errors import BudgetError, PlanError
-from zinf_fx.explain import plans_of
-from zinf_fx.passes.buffers import excess, place
-from zinf_fx.passes.framework import event_of, nodes_calling
-from zinf_fx.passes.lower_gathers import LowerGathers
+from zinf_fx.frontend.explain import plans_of
+from zinf_fx.passes.ir.framework import event_of, nodes_calling
+from zinf_fx.passes.lowering.lower_gathers import LowerGathers
+from zinf_fx.passes.lowering.regions import Regions
+from zinf_fx.passes.lowering.sink_gathers import SinkGathers
 from zinf_fx.passes.pipeline import plan_of
-from zinf_fx.passes.prefetch import Prefetch
-from zinf_fx.passes.regions import Regions
-from zinf_fx.passes.residency import choose
-from zinf_fx.passes.sink_gathers import SinkGathers
-from zinf_fx.plan.buffers_spec import check_buffers
-from zinf_fx.plan.memory import most, most_on_device
+from zinf_fx.passes.scheduling.buffers import excess, place
+from zinf_fx.passes.scheduling.prefetch import Prefetch
+from zinf_fx.passes.scheduling.residency import choose
+from zinf_fx.plan.memory.spec import check_buffers
+from zinf_fx.plan.memory.use import most, most_on_device
 from zinf_fx.plan.plan import Plan
 
 KIB = 1024

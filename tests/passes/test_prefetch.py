@@ -15,14 +15,14 @@ from torch import nn
 from zinf_fx import ops
 from zinf_fx.config import Config
 from zinf_fx.errors import PlanError
-from zinf_fx.passes.framework import HeadTransfer, event_of, nodes_calling, operator_of
-from zinf_fx.passes.in_flight import Ledger, operators_in, spans
-from zinf_fx.passes.lower_gathers import LowerGathers
-from zinf_fx.passes.offload_gradients import OffloadGradients
-from zinf_fx.passes.prefetch import Prefetch
-from zinf_fx.passes.reduce_gradients import ReduceGradients
-from zinf_fx.passes.regions import Regions
-from zinf_fx.passes.sink_gathers import SinkGathers
+from zinf_fx.passes.ir.framework import HeadTransfer, event_of, nodes_calling, operator_of
+from zinf_fx.passes.ir.in_flight import Ledger, operators_in, spans
+from zinf_fx.passes.lowering.lower_gathers import LowerGathers
+from zinf_fx.passes.lowering.offload_gradients import OffloadGradients
+from zinf_fx.passes.lowering.reduce_gradients import ReduceGradients
+from zinf_fx.passes.lowering.regions import Regions
+from zinf_fx.passes.lowering.sink_gathers import SinkGathers
+from zinf_fx.passes.scheduling.prefetch import Prefetch
 from zinf_fx.plan.schedule import HEAD
 
 DISTANCES = [(1, 2, 3), (0, 0, 0), (0, 0, 1), (0, 1, 2), (2, 2, 2), (1, 4, 9)]

@@ -13,13 +13,13 @@ from capturing import copy_graph
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zinf_fx import ops
-from zinf_fx.passes import printer
-from zinf_fx.passes.framework import MADE_BY, OPERATOR, give_event
-from zinf_fx.passes.lower_gathers import LowerGathers
-from zinf_fx.passes.prefetch import Prefetch
-from zinf_fx.passes.printer import print_around, print_graph, type_text
-from zinf_fx.passes.regions import Regions
-from zinf_fx.passes.sink_gathers import SinkGathers
+from zinf_fx.passes.ir import printer
+from zinf_fx.passes.ir.framework import MADE_BY, OPERATOR, give_event
+from zinf_fx.passes.ir.printer import print_around, print_graph, type_text
+from zinf_fx.passes.lowering.lower_gathers import LowerGathers
+from zinf_fx.passes.lowering.regions import Regions
+from zinf_fx.passes.lowering.sink_gathers import SinkGathers
+from zinf_fx.passes.scheduling.prefetch import Prefetch
 from zinf_fx.plan.schedule import HEAD
 
 

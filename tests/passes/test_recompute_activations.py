@@ -10,8 +10,8 @@ from models import CASES
 from torch import nn
 
 from zinf_fx.config import Config
-from zinf_fx.passes.printer import print_graph, type_text
-from zinf_fx.passes.recompute_activations import RecomputeActivations
+from zinf_fx.passes.activations.recompute import RecomputeActivations
+from zinf_fx.passes.ir.printer import print_graph, type_text
 
 RECOMPUTE = Config(placement="infinity-nvme", activations="recompute")
 

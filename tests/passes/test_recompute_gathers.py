@@ -10,10 +10,10 @@ from building import Builder, aten
 from models import CASES, trained
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zinf_fx.passes.keep_activations import KeepActivations
-from zinf_fx.passes.printer import print_graph
-from zinf_fx.passes.recompute_gathers import RecomputeGathers
-from zinf_fx.passes.tile_values import tile_values
+from zinf_fx.passes.activations.keep import KeepActivations
+from zinf_fx.passes.ir.printer import print_graph
+from zinf_fx.passes.ir.tile_values import tile_values
+from zinf_fx.passes.lowering.recompute_gathers import RecomputeGathers
 
 
 def test_golden() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from building import Builder, aten
 
-from zinf_fx.passes.reduce_gradients import ReduceGradients
+from zinf_fx.passes.lowering.reduce_gradients import ReduceGradients
 
 
 def test_golden() -> None:

@@ -6,9 +6,9 @@ import torch
 from building import Builder, aten
 from models import trained
 
-from zinf_fx.passes.framework import is_compute, operator_of
-from zinf_fx.passes.regions import Regions
-from zinf_fx.passes.sink_gathers import SinkGathers
+from zinf_fx.passes.ir.framework import is_compute, operator_of
+from zinf_fx.passes.lowering.regions import Regions
+from zinf_fx.passes.lowering.sink_gathers import SinkGathers
 
 
 def test_golden() -> None:

@@ -9,8 +9,8 @@ import torch
 from building import Builder, aten
 from torch import fx
 
-from zinf_fx.passes.collectives import WAIT
-from zinf_fx.passes.replication import EQUAL, Replicas, mark_equal
+from zinf_fx.passes.activations.replication import EQUAL, Replicas, mark_equal
+from zinf_fx.passes.ir.collectives import WAIT
 
 functional = torch.ops._c10d_functional
 

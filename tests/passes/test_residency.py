@@ -14,13 +14,13 @@ from models import CASES
 
 from zinf_fx import ops
 from zinf_fx.config import Config
-from zinf_fx.passes.framework import event_of, nodes_calling
-from zinf_fx.passes.in_flight import Ledger, operators_in, spans
-from zinf_fx.passes.lower_gathers import LowerGathers
-from zinf_fx.passes.prefetch import Prefetch
-from zinf_fx.passes.regions import Regions
-from zinf_fx.passes.residency import Gap, Room, Use, choose
-from zinf_fx.passes.sink_gathers import SinkGathers
+from zinf_fx.passes.ir.framework import event_of, nodes_calling
+from zinf_fx.passes.ir.in_flight import Ledger, operators_in, spans
+from zinf_fx.passes.lowering.lower_gathers import LowerGathers
+from zinf_fx.passes.lowering.regions import Regions
+from zinf_fx.passes.lowering.sink_gathers import SinkGathers
+from zinf_fx.passes.scheduling.prefetch import Prefetch
+from zinf_fx.passes.scheduling.residency import Gap, Room, Use, choose
 from zinf_fx.plan.schedule import HEAD
 
 KIB = 1024

@@ -9,8 +9,8 @@ from models import Block, Expression
 from torch import nn
 
 from zinf_fx.config import Config
-from zinf_fx.passes.printer import type_text
-from zinf_fx.passes.segments import Segments
+from zinf_fx.passes.activations.segments import Segments
+from zinf_fx.passes.ir.printer import type_text
 
 
 def segments_of(model: nn.Module, *inputs: torch.Tensor) -> Segments:

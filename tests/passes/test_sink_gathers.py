@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from building import Builder, aten
 
-from zinf_fx.passes.sink_gathers import SinkGathers
+from zinf_fx.passes.lowering.sink_gathers import SinkGathers
 
 
 def test_golden() -> None:

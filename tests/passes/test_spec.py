@@ -11,8 +11,8 @@ from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.errors import PlanError
-from zinf_fx.passes import spec
-from zinf_fx.passes.framework import (
+from zinf_fx.passes.ir import spec
+from zinf_fx.passes.ir.framework import (
     OPERATOR,
     HeadTransfer,
     event_of,
@@ -21,13 +21,13 @@ from zinf_fx.passes.framework import (
     operator_of,
     set_event,
 )
-from zinf_fx.passes.lower_gathers import LowerGathers
-from zinf_fx.passes.offload_gradients import OffloadGradients
-from zinf_fx.passes.prefetch import Prefetch
-from zinf_fx.passes.reduce_gradients import ReduceGradients
-from zinf_fx.passes.regions import Regions
-from zinf_fx.passes.residency import choose
-from zinf_fx.passes.sink_gathers import SinkGathers
+from zinf_fx.passes.lowering.lower_gathers import LowerGathers
+from zinf_fx.passes.lowering.offload_gradients import OffloadGradients
+from zinf_fx.passes.lowering.reduce_gradients import ReduceGradients
+from zinf_fx.passes.lowering.regions import Regions
+from zinf_fx.passes.lowering.sink_gathers import SinkGathers
+from zinf_fx.passes.scheduling.prefetch import Prefetch
+from zinf_fx.passes.scheduling.residency import choose
 
 KIB = 1024
 

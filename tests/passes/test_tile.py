@@ -9,8 +9,8 @@ from capturing import assert_trains_like_eager
 from models import CASES
 
 from zinf_fx.config import Config
-from zinf_fx.passes.framework import TileKey
-from zinf_fx.passes.tile import TileParameters, divided
+from zinf_fx.passes.ir.framework import TileKey
+from zinf_fx.passes.tiling.tile import TileParameters, divided
 from zinf_fx.plan.schedule import Tile
 
 

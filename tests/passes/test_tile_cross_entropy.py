@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from zinf_fx.config import Config
-from zinf_fx.passes.tile import TileParameters
-from zinf_fx.passes.tile_cross_entropy import TileCrossEntropy
+from zinf_fx.passes.tiling.tile import TileParameters
+from zinf_fx.passes.tiling.tile_cross_entropy import TileCrossEntropy
 
 ROWS, WIDTH, VOCABULARY = 6, 8, 50
 

@@ -10,9 +10,9 @@ from torch import fx
 
 import zinf_fx
 from zinf_fx.errors import PlanError
-from zinf_fx.explain import plans_of
-from zinf_fx.passes import timing
-from zinf_fx.passes.timing import OperatorTimer
+from zinf_fx.frontend.explain import plans_of
+from zinf_fx.passes.ir import timing
+from zinf_fx.passes.ir.timing import OperatorTimer
 
 
 def _operator(call, *values: object) -> list[fx.Node]:

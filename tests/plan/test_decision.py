@@ -13,10 +13,10 @@ from torch import nn
 import zinf_fx
 from zinf_fx.config import Config, Placement
 from zinf_fx.errors import BudgetError
-from zinf_fx.explain import plan_model, plans_of
-from zinf_fx.plan.decision import PARAMETERS_AT_MOST, STATES, Decision, decide
+from zinf_fx.frontend.explain import plan_model, plans_of
 from zinf_fx.plan.hardware import Hardware, Link, load
-from zinf_fx.plan.placing import Sizes
+from zinf_fx.plan.placement.decision import PARAMETERS_AT_MOST, STATES, Decision, decide
+from zinf_fx.plan.placement.placing import Sizes
 from zinf_fx.plan.plan import Plan
 
 HIDDEN, LAYERS = 128, 12

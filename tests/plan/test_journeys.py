@@ -7,8 +7,8 @@ from unittest import mock
 import torch
 
 from zinf_fx import Config
-from zinf_fx.plan.accounting import flows
 from zinf_fx.plan.journeys import STEPS, Journeys, Stay
+from zinf_fx.plan.memory.accounting import flows
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import Event, GraphKind, GraphSchedule, Operator, Tile
 

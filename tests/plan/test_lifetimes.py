@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zinf_fx import Config
-from zinf_fx.plan.lifetimes import Clock, device_buffers, host_buffers, profile
+from zinf_fx.plan.memory.lifetimes import Clock, device_buffers, host_buffers, profile
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import Event, GraphSchedule, Tile
 

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from zinf_fx import Config
-from zinf_fx.curve import ASCII, BLOCKS
-from zinf_fx.explain import explain, plans_of
-from zinf_fx.plan.accounting import flows
-from zinf_fx.plan.json import to_json
-from zinf_fx.plan.memory import arena_by_operator, host_arena
-from zinf_fx.plan.memory_curve import host_arena_curve, in_flight, render_curves
+from zinf_fx.frontend.explain import explain, plans_of
+from zinf_fx.plan.memory.accounting import flows
+from zinf_fx.plan.memory.use import arena_by_operator, host_arena
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, Operator, Tile
+from zinf_fx.plan.show.curve import ASCII, BLOCKS
+from zinf_fx.plan.show.json import to_json
+from zinf_fx.plan.show.memory_curve import host_arena_curve, in_flight, render_curves
 
 MIB = 1 << 20
 

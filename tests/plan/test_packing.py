@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zinf_fx.plan.lifetimes import Lifetime, profile
-from zinf_fx.plan.packing import Packing, pack
-from zinf_fx.runtime.freelist import FreeList
+from zinf_fx.plan.memory.lifetimes import Lifetime, profile
+from zinf_fx.plan.memory.packing import Packing, pack
+from zinf_fx.runtime.memory.freelist import FreeList
 
 END = 40
 

@@ -10,10 +10,10 @@ import torch
 from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError, PlanError
 from zinf_fx.plan.hardware import Disks, Hardware, Link, Memory
-from zinf_fx.plan.operator_time import seconds_of_operator
-from zinf_fx.plan.performance import batch_of, performance_of, with_batch
 from zinf_fx.plan.plan import Fingerprint, Plan
 from zinf_fx.plan.schedule import Event, GraphSchedule, Operator, Tile
+from zinf_fx.plan.simulation.operator_time import seconds_of_operator
+from zinf_fx.plan.simulation.performance import batch_of, performance_of, with_batch
 
 MACHINE = Hardware(
     name="round",

@@ -16,15 +16,15 @@ import pytest
 import torch
 
 import zinf_fx
-from zinf_fx.plan.accounting import flows
-from zinf_fx.plan.chrome import Process, planned, to_chrome
-from zinf_fx.plan.dot import to_dot
 from zinf_fx.plan.hardware import Hardware, load
-from zinf_fx.plan.html import to_html
-from zinf_fx.plan.operator_time import compute_seconds
+from zinf_fx.plan.memory.accounting import flows
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.simulate import Simulation, simulate_plan
-from zinf_fx.plan.timeline import LANES, Slice, memory_curves, slices, waits
+from zinf_fx.plan.show.chrome import Process, planned, to_chrome
+from zinf_fx.plan.show.dot import to_dot
+from zinf_fx.plan.show.html import to_html
+from zinf_fx.plan.simulation.operator_time import compute_seconds
+from zinf_fx.plan.simulation.simulate import Simulation, simulate_plan
+from zinf_fx.plan.simulation.timeline import LANES, Slice, memory_curves, slices, waits
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import small

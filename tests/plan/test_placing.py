@@ -9,7 +9,7 @@ import pytest
 from zinf_fx.config import Config, Placement
 from zinf_fx.errors import BudgetError
 from zinf_fx.plan.hardware import load
-from zinf_fx.plan.placing import SHARE, SHARE_WITHOUT_ACTIVATIONS, Rooms, Sizes, by_rule, near
+from zinf_fx.plan.placement.placing import SHARE, SHARE_WITHOUT_ACTIVATIONS, Rooms, Sizes, by_rule, near
 
 # As for bf16 parameters with fp32 Adam (ZeRO, section 3.1), and activations between them.
 SIZES = Sizes(parameters=2, gradients=2, optimizer=12, activations=5)

@@ -21,10 +21,10 @@ from torch import nn
 
 import zinf_fx
 from zinf_fx.errors import ConfigError, PlanError, PlanFileError
-from zinf_fx.plan import file
 from zinf_fx.plan.codec import dtypes
-from zinf_fx.plan.file import plan_from
-from zinf_fx.plan.json_schema import schema
+from zinf_fx.plan.files import file
+from zinf_fx.plan.files.file import plan_from
+from zinf_fx.plan.files.json_schema import schema
 from zinf_fx.plan.plan import Plan
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "plan.schema.json"
@@ -78,8 +78,8 @@ def test_the_published_schema_is_that_of_the_code():
     published = json.loads(SCHEMA.read_text())
     known = published["$defs"]["Tile"]["properties"]["dtype"]["enum"]
     assert set(dtypes()) - set(known) <= {"bcomplex32"} and set(known) <= set(dtypes())
-    with mock.patch("zinf_fx.plan.json_schema.dtypes", lambda: known):
-        assert published == json.loads(json.dumps(schema())), "python -m zinf_fx.plan.json_schema"
+    with mock.patch("zinf_fx.plan.files.json_schema.dtypes", lambda: known):
+        assert published == json.loads(json.dumps(schema())), "python -m zinf_fx.plan.files.json_schema"
     jsonschema.Draft202012Validator.check_schema(schema())
 
 

@@ -13,15 +13,15 @@ from planned_shapes import gpt, wide
 
 from zinf_fx import Config
 from zinf_fx.errors import PlanError
-from zinf_fx.explain import plans_of
-from zinf_fx.plan.accounting import Traffic, chunks, phases, updates
-from zinf_fx.plan.communication import communication
-from zinf_fx.plan.event_graph import RESOURCES, Job, event_graph
+from zinf_fx.frontend.explain import plans_of
 from zinf_fx.plan.hardware import Disks, Hardware, Link, Memory, load
-from zinf_fx.plan.performance import performance_of
+from zinf_fx.plan.memory.accounting import Traffic, chunks, phases, updates
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, MemoryRegions, Operator, Tile
-from zinf_fx.plan.simulate import Simulation, one_after_another, simulate, simulate_plan
+from zinf_fx.plan.simulation.communication import communication
+from zinf_fx.plan.simulation.event_graph import RESOURCES, Job, event_graph
+from zinf_fx.plan.simulation.performance import performance_of
+from zinf_fx.plan.simulation.simulate import Simulation, one_after_another, simulate, simulate_plan
 
 # Jobs
 

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from zinf_fx import Config
-from zinf_fx.explain import plans_of
-from zinf_fx.plan.accounting import flows, optimizer_traffic, phases, traffic
-from zinf_fx.plan.names import PlanNames, abbreviate, module_of
+from zinf_fx.frontend.explain import plans_of
+from zinf_fx.plan.memory.accounting import flows, optimizer_traffic, phases, traffic
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, Operator, Tile
-from zinf_fx.plan.table import render
+from zinf_fx.plan.show.names import PlanNames, abbreviate, module_of
+from zinf_fx.plan.show.table import render
 
 MIB = 1 << 20
 SHAPES = {"layers.0.up.weight": (1024, 256), "layers.0.up.bias": (1024,), "layers.1.up.weight": (512, 1024)}

@@ -124,7 +124,7 @@ def decided(rank: int) -> list[str]:
 
     def memory(of_the_first: int) -> mock._patch:
         nbytes = 1 << 40 if rank else of_the_first
-        return mock.patch("zinf_fx.runtime.auto_placement.physical_memory", lambda: nbytes)
+        return mock.patch("zinf_fx.frontend.auto_placement.physical_memory", lambda: nbytes)
 
     with memory(6_000_000):  # a rank's states take 5,263,360 bytes
         model = zinf_fx.offload(wide(), chunk="64KiB")

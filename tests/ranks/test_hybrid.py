@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zinf_fx
 from zinf_fx.errors import ConfigError
-from zinf_fx.explain import plans_of
-from zinf_fx.plan.communication import communication
+from zinf_fx.frontend.explain import plans_of
 from zinf_fx.plan.sharding import Groups, Shards
+from zinf_fx.plan.simulation.communication import communication
 
 # Of fp32 sums in another order, over ten steps.
 ROUNDING = 1e-5

@@ -11,8 +11,8 @@ from ranks.launching import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 import zinf_fx
-from zinf_fx.explain import plans_of
-from zinf_fx.plan.communication import communication
+from zinf_fx.frontend.explain import plans_of
+from zinf_fx.plan.simulation.communication import communication
 
 # Of fp32 sums in another order, over three steps.
 ROUNDING = 1e-5

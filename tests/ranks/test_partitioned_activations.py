@@ -11,9 +11,9 @@ from ranks.launching import on_ranks
 
 import zinf_fx
 from zinf_fx.errors import RanksError
-from zinf_fx.explain import plans_of
-from zinf_fx.plan.communication import communication
+from zinf_fx.frontend.explain import plans_of
 from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.simulation.communication import communication
 
 
 def saved(plan: Plan) -> dict[str, tuple[int, int]]:

@@ -8,7 +8,7 @@ from ranks.launching import on_ranks
 from torch import nn
 
 import zinf_fx
-from zinf_fx.runtime.stored_tensor import StoredTensor
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 STAGES = {"dp": 0, "zero-1": 1, "zero-2": 2, "zero-3": 3, "infinity-cpu": 3, "infinity-nvme": 3}
 HIDDEN = 250

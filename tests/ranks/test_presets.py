@@ -10,9 +10,9 @@ from ranks import training
 from ranks.launching import on_ranks
 
 import zinf_fx
-from zinf_fx.explain import plans_of
-from zinf_fx.plan.communication import communication
+from zinf_fx.frontend.explain import plans_of
 from zinf_fx.plan.sharding import Shards
+from zinf_fx.plan.simulation.communication import communication
 
 PRESETS = ("dp", "zero-1", "zero-2", "zero-3", "zero-offload", "infinity-cpu", "infinity-nvme", "nvme")
 

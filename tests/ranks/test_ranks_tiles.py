@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 import zinf_fx
 from zinf_fx.errors import BudgetError
-from zinf_fx.explain import plans_of
-from zinf_fx.plan.communication import communication
+from zinf_fx.frontend.explain import plans_of
 from zinf_fx.plan.sharding import Shards
+from zinf_fx.plan.simulation.communication import communication
 
 # Of fp32 sums in another order, over three steps.
 ROUNDING = 1e-5

@@ -14,9 +14,9 @@ from training import batches, model
 
 import zinf_fx
 from zinf_fx.plan.hardware import load
-from zinf_fx.plan.operator_time import compute_seconds
-from zinf_fx.plan.simulate import simulate_plan
-from zinf_fx.plan.timeline import slices
+from zinf_fx.plan.simulation.operator_time import compute_seconds
+from zinf_fx.plan.simulation.simulate import simulate_plan
+from zinf_fx.plan.simulation.timeline import slices
 
 LANES = ("all-gather", "reduce", "fetch", "offload")
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import zinf_fx
 from zinf_fx.errors import RanksError
-from zinf_fx.runtime.stored_tensor import StoredTensor
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 
 class Net(nn.Module):

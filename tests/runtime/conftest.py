@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zinf_fx.runtime.storage import TensorStorage
+from zinf_fx.runtime.tensor.storage import TensorStorage
 
 
 @pytest.fixture(params=["device", "host", "nvme"])

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from zinf_fx.runtime.device import Copy, Cpu
-from zinf_fx.runtime.device_arena import DeviceArena
-from zinf_fx.runtime.leases import Buffer
+from zinf_fx.runtime.memory.device import Copy, Cpu
+from zinf_fx.runtime.memory.device_arena import DeviceArena
+from zinf_fx.runtime.memory.leases import Buffer
 
 
 class LateDevice(Cpu):

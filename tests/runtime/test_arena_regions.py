@@ -11,9 +11,9 @@ import torch
 from zinf_fx.config import Config
 from zinf_fx.errors import StoreError
 from zinf_fx.plan.schedule import MemoryRegions
-from zinf_fx.runtime.buffers import HUGE_PAGE, Arena
-from zinf_fx.runtime.leases import PAGE, Buffer
-from zinf_fx.runtime.tiers import Tiers
+from zinf_fx.runtime.memory.buffers import HUGE_PAGE, Arena
+from zinf_fx.runtime.memory.leases import PAGE, Buffer
+from zinf_fx.runtime.tensor.tiers import Tiers
 
 MIB = 1 << 20
 

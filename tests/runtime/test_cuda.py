@@ -16,10 +16,10 @@ from torch import nn
 
 import zinf_fx
 from zinf_fx import StoredTensor
-from zinf_fx.explain import plans_of
-from zinf_fx.plan.accounting import flows
-from zinf_fx.runtime.executor import EXECUTOR
-from zinf_fx.runtime.pinned import SLAB
+from zinf_fx.frontend.explain import plans_of
+from zinf_fx.plan.memory.accounting import flows
+from zinf_fx.runtime.execute.executor import EXECUTOR
+from zinf_fx.runtime.memory.pinned import SLAB
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, GPTConfig, default_dtype
@@ -453,7 +453,7 @@ def test_an_exception_in_the_middle_gives_memory_back(tmp_path: Path) -> None:
     storage = model.layers[4].weight.storage
     storage.tiers.drain()
     before = torch.cuda.memory_allocated()
-    fault = zinf_fx.runtime.store.Fault("completion", operation="read", errno=5, nth=3)
+    fault = zinf_fx.runtime.disk.store.Fault("completion", operation="read", errno=5, nth=3)
     storage.tiers.store.inject(fault)
     with pytest.raises(zinf_fx.errors.StoreError):
         compiled(torch.randn(8, 256, device=CUDA)).backward()

@@ -18,13 +18,13 @@ from torch import nn
 
 import zinf_fx
 from zinf_fx.errors import StoreError
-from zinf_fx.runtime import leases
-from zinf_fx.runtime.buffers import Arena
-from zinf_fx.runtime.device import CPU, device_of
-from zinf_fx.runtime.executor import EXECUTOR
-from zinf_fx.runtime.leases import PAGE
-from zinf_fx.runtime.pinned import SLAB, slabs
-from zinf_fx.runtime.store import Fault
+from zinf_fx.runtime.disk.store import Fault
+from zinf_fx.runtime.execute.executor import EXECUTOR
+from zinf_fx.runtime.memory import leases
+from zinf_fx.runtime.memory.buffers import Arena
+from zinf_fx.runtime.memory.device import CPU, device_of
+from zinf_fx.runtime.memory.leases import PAGE
+from zinf_fx.runtime.memory.pinned import SLAB, slabs
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, GPTConfig, default_dtype

@@ -17,12 +17,12 @@ from twins import Net, assert_same_gradients
 
 import zinf_fx
 from zinf_fx.errors import StoreError
-from zinf_fx.explain import plans_of
+from zinf_fx.frontend.explain import plans_of
 from zinf_fx.plan.plan import Plan
-from zinf_fx.runtime.counters import Counters
-from zinf_fx.runtime.device_arena import DeviceArena
-from zinf_fx.runtime.executor import EXECUTOR
-from zinf_fx.runtime.leases import PAGE
+from zinf_fx.runtime.execute.executor import EXECUTOR
+from zinf_fx.runtime.memory.counters import Counters
+from zinf_fx.runtime.memory.device_arena import DeviceArena
+from zinf_fx.runtime.memory.leases import PAGE
 
 TOLERANCE = 0.05
 
@@ -175,6 +175,6 @@ def test_a_region_beyond_the_device_is_refused(device: LateDevice, monkeypatch: 
     def allocate(nbytes: int, torch_device: torch.device) -> torch.Tensor:
         raise torch.OutOfMemoryError("tried to allocate")
 
-    monkeypatch.setattr("zinf_fx.runtime.device_arena._allocate", allocate)
+    monkeypatch.setattr("zinf_fx.runtime.memory.device_arena._allocate", allocate)
     with pytest.raises(StoreError, match=r"device_memory.*tried to allocate"):
         DeviceArena(device, PAGE, Counters())

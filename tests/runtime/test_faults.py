@@ -18,8 +18,8 @@ import torch
 from zinf_fx.cli import main
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import inject_setup_fault, provider_names
-from zinf_fx.runtime.buffers import aligned_empty
-from zinf_fx.runtime.store import Fault, Store
+from zinf_fx.runtime.disk.store import Fault, Store
+from zinf_fx.runtime.memory.buffers import aligned_empty
 
 PAGE = 4096
 BLOCK = 64 << 10
@@ -148,7 +148,7 @@ def test_every_set_up_call_of_a_store_may_fail(tmp_path: Path, provider: str, er
 
 
 def test_strict_direct_refuses_what_would_fall_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("zinf_fx.runtime.probe.direct_alignment", lambda fd: None)
+    monkeypatch.setattr("zinf_fx.runtime.disk.probe.direct_alignment", lambda fd: None)
     with Store(tmp_path) as store:
         assert store.provider == "buffered" and len(store.refused) == 3
     with pytest.raises(StoreError, match=r"no direct I/O.*strict_direct=False"):
@@ -341,7 +341,8 @@ def test_without_libaio(tmp_path: Path):
         (tmp_path / name).touch()
     (tmp_path / "store").mkdir()
     program = (
-        "import sys\nfrom zinf_fx.runtime.buffers import aligned_empty\nfrom zinf_fx.runtime.store import Store\n"
+        "import sys\nfrom zinf_fx.runtime.memory.buffers import aligned_empty\n"
+        "from zinf_fx.runtime.disk.store import Store\n"
         "store = Store(sys.argv[1]); extent = store.allocate(9_000_000)\n"
         "data, back = aligned_empty(9_000_000).random_(0, 256), aligned_empty(9_000_000)\n"
         "store.write(extent, data.data_ptr(), 0, 9_000_000).wait()\n"

@@ -20,8 +20,8 @@ import zinf_fx
 from zinf_fx.errors import StoreError
 from zinf_fx.optim.step import StreamedStep
 from zinf_fx.runtime.exclusive import RUNNING
-from zinf_fx.runtime.executor import EXECUTOR
-from zinf_fx.runtime.tiers import Tiers
+from zinf_fx.runtime.execute.executor import EXECUTOR
+from zinf_fx.runtime.tensor.tiers import Tiers
 
 HOST = {"parameters": "host", "gradients": "host", "activations": "device"}
 SECONDS = 20  # after which a child counts as hanging

@@ -12,8 +12,8 @@ import torch
 
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import provider_names
-from zinf_fx.runtime.buffers import aligned_empty
-from zinf_fx.runtime.store import Extent, Store
+from zinf_fx.runtime.disk.store import Extent, Store
+from zinf_fx.runtime.memory.buffers import aligned_empty
 
 PAGE = 4096
 NBYTES = (4 << 20) + 5 * PAGE + 100  # two of the engine's blocks, and a tail

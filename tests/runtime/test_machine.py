@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from zinf_fx.errors import StoreError
-from zinf_fx.plan.accounting import AT_A_TIME
+from zinf_fx.machine import machine
+from zinf_fx.machine.machine import measure_machine
 from zinf_fx.plan.hardware import DTYPES
-from zinf_fx.runtime import machine
-from zinf_fx.runtime.filesystem import file_system_of
-from zinf_fx.runtime.machine import measure_machine
-from zinf_fx.runtime.measure import Profile, store_profile
-from zinf_fx.runtime.tiers import physical_memory
+from zinf_fx.plan.memory.accounting import AT_A_TIME
+from zinf_fx.runtime.disk.filesystem import file_system_of
+from zinf_fx.runtime.disk.measure import Profile, store_profile
+from zinf_fx.runtime.tensor.tiers import physical_memory
 
 PROFILE = Profile(read=3e9, write=6e9, mixed=4e9, provider="aio", depth=8, block=4 << 20, measured_at=1.0)
 

@@ -7,9 +7,18 @@ from pathlib import Path
 import pytest
 
 from zinf_fx.errors import StoreError
-from zinf_fx.runtime import fio, measure
-from zinf_fx.runtime.filesystem import FileSystem, file_system_of
-from zinf_fx.runtime.measure import OPERATIONS, Profile, Trial, load_profile, profiles_path, store_profile, weights_of
+from zinf_fx.machine import fio
+from zinf_fx.runtime.disk import measure
+from zinf_fx.runtime.disk.filesystem import FileSystem, file_system_of
+from zinf_fx.runtime.disk.measure import (
+    OPERATIONS,
+    Profile,
+    Trial,
+    load_profile,
+    profiles_path,
+    store_profile,
+    weights_of,
+)
 
 MIB = 1 << 20
 PROFILE = Profile(read=3e9, write=6e9, mixed=4e9, provider="aio", depth=8, block=4 * MIB, measured_at=1.0)
@@ -85,10 +94,10 @@ def test_file_systems_are_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyP
     mounts = tmp_path / "mounts"
     line = f"1 2 {device >> 8}:{device & 255} / {str(tmp_path).replace('t', chr(92) + '164')} rw - nfs4 server:/x rw\n"
     mounts.write_text("0 1 0:1 / / rw - ext4 /dev/sda rw\n" + line)
-    monkeypatch.setattr("zinf_fx.runtime.filesystem.MOUNTS", mounts)
+    monkeypatch.setattr("zinf_fx.runtime.disk.filesystem.MOUNTS", mounts)
     found = file_system_of(tmp_path)
     assert (found.kind, found.source, found.mount_point) == ("nfs4", "server:/x", tmp_path) and found.over_network
-    monkeypatch.setattr("zinf_fx.runtime.filesystem.MOUNTS", tmp_path / "absent")
+    monkeypatch.setattr("zinf_fx.runtime.disk.filesystem.MOUNTS", tmp_path / "absent")
     assert file_system_of(tmp_path).kind == "unknown"
 
 

@@ -20,8 +20,8 @@ from torch import nn
 import zinf_fx
 from zinf_fx import Config, StoredTensor
 from zinf_fx.errors import ConfigError, StoredTensorError, StoreError
-from zinf_fx.runtime.store import Fault
-from zinf_fx.runtime.tiers import Tiers
+from zinf_fx.runtime.disk.store import Fault
+from zinf_fx.runtime.tensor.tiers import Tiers
 
 
 class Model(nn.Module):

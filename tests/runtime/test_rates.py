@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from zinf_fx.runtime import rates
-from zinf_fx.runtime.measure import Profile, store_profile
+from zinf_fx.machine import rates
+from zinf_fx.runtime.disk.measure import Profile, store_profile
 
 CPU = torch.device("cpu")
 

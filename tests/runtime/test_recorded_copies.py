@@ -11,7 +11,7 @@ from late_device import install
 from torch import nn
 
 import zinf_fx
-from zinf_fx.runtime.executor import EXECUTOR
+from zinf_fx.runtime.execute.executor import EXECUTOR
 
 
 def test_writes_that_wait_for_a_copy_are_of_what_was_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

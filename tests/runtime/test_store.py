@@ -19,8 +19,8 @@ import torch
 
 from zinf_fx.errors import ConfigError, StoreError
 from zinf_fx.native.engine import provider_names
-from zinf_fx.runtime.buffers import Arena, aligned_empty
-from zinf_fx.runtime.store import Fault, Store, reclaim
+from zinf_fx.runtime.disk.store import Fault, Store, reclaim
+from zinf_fx.runtime.memory.buffers import Arena, aligned_empty
 
 
 @pytest.fixture(autouse=True)
@@ -348,8 +348,8 @@ def test_what_others_put_there_stays(tmp_path: Path):
 
 WORK = """
 import os, sys, time
-from zinf_fx.runtime.buffers import aligned_empty
-from zinf_fx.runtime.store import Store
+from zinf_fx.runtime.memory.buffers import aligned_empty
+from zinf_fx.runtime.disk.store import Store
 store = Store(sys.argv[1])
 extent = store.allocate(8 << 20)
 memory = aligned_empty(8 << 20)

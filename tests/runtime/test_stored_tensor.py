@@ -19,8 +19,8 @@ from torch import nn
 import zinf_fx
 from zinf_fx import StoredTensor
 from zinf_fx.errors import StoredTensorError, StoreError
-from zinf_fx.runtime.storage import TensorStorage
-from zinf_fx.runtime.store import Fault
+from zinf_fx.runtime.disk.store import Fault
+from zinf_fx.runtime.tensor.storage import TensorStorage
 
 Make = Callable[..., nn.Parameter]
 

@@ -14,11 +14,11 @@ from streams import Stream
 
 from zinf_fx.config import Config
 from zinf_fx.plan.schedule import MemoryRegions
-from zinf_fx.runtime import device as module
-from zinf_fx.runtime.device import Cuda
-from zinf_fx.runtime.storage import TensorStorage
-from zinf_fx.runtime.tiers import Tiers
-from zinf_fx.runtime.transfers import StagedTile
+from zinf_fx.runtime.execute.transfers import StagedTile
+from zinf_fx.runtime.memory import device as module
+from zinf_fx.runtime.memory.device import Cuda
+from zinf_fx.runtime.tensor.storage import TensorStorage
+from zinf_fx.runtime.tensor.tiers import Tiers
 
 COUNT = 2048
 NBYTES = COUNT * 4

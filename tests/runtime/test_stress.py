@@ -17,8 +17,8 @@ import torch
 
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import provider_names
-from zinf_fx.runtime.buffers import aligned_empty
-from zinf_fx.runtime.store import Extent, Fault, Store
+from zinf_fx.runtime.disk.store import Extent, Fault, Store
+from zinf_fx.runtime.memory.buffers import aligned_empty
 
 PAGE = 4096
 LARGEST = 1 << 20

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from zinf_fx.errors import ConfigError, StoreError
 from zinf_fx.native.engine import File, Ticket
-from zinf_fx.runtime.buffers import aligned_empty
-from zinf_fx.runtime.store import Extent, Fault, Store
-from zinf_fx.runtime.stripes import UNIT, Place, Turns, runs
+from zinf_fx.runtime.disk.store import Extent, Fault, Store
+from zinf_fx.runtime.disk.stripes import UNIT, Place, Turns, runs
+from zinf_fx.runtime.memory.buffers import aligned_empty
 
 MIB = 1 << 20
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 from zinf_fx.config import Config
-from zinf_fx.runtime.tiers import Tiers
+from zinf_fx.runtime.tensor.tiers import Tiers
 
 
 def test_one_store_directory_has_one_set_of_tiers(tmp_path):

@@ -17,10 +17,10 @@ from tqdm import tqdm
 
 from zinf_fx.config import parse_bytes
 from zinf_fx.errors import ConfigError, StoreError
+from zinf_fx.machine import fio
 from zinf_fx.native.engine import BLOCK, DEPTH, is_direct, provider_names
-from zinf_fx.runtime import fio
-from zinf_fx.runtime.filesystem import file_system_of
-from zinf_fx.runtime.measure import OPERATIONS, Operation, Profile, Rate, Trial, store_profile
+from zinf_fx.runtime.disk.filesystem import file_system_of
+from zinf_fx.runtime.disk.measure import OPERATIONS, Operation, Profile, Rate, Trial, store_profile
 
 SHAPES = ((BLOCK, DEPTH), (BLOCK, 8), (1 << 20, 32))
 FIO_SHAPES = tuple(

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from zinf_fx.config import Config
-from zinf_fx.runtime.scratch import IN_USE, survey
+from zinf_fx.runtime.disk.scratch import IN_USE, survey
 
 
 def run(options: argparse.Namespace) -> None:

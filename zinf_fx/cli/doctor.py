@@ -8,7 +8,7 @@ import textwrap
 from dataclasses import asdict
 
 from zinf_fx.config import Config
-from zinf_fx.runtime.diagnose import Finding, diagnose
+from zinf_fx.machine.diagnose import Finding, diagnose
 
 _MARKS = {"ok": "ok", "warning": "WARN", "problem": "FAIL"}
 _WIDTH = 100

@@ -9,9 +9,9 @@ from pathlib import Path
 from zinf_fx.cli.planning import fields_of, planned
 from zinf_fx.cli.target import build
 from zinf_fx.config import Config
-from zinf_fx.export import exported
-from zinf_fx.plan.accounting import phases
+from zinf_fx.frontend.export import exported
 from zinf_fx.plan.hardware import load
+from zinf_fx.plan.memory.accounting import phases
 from zinf_fx.sizes import in_words
 
 

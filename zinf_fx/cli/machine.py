@@ -7,9 +7,9 @@ from pathlib import Path
 
 from zinf_fx.cli.arguments import THIS_MACHINE
 from zinf_fx.config import Config
+from zinf_fx.machine.machine import measure_machine
 from zinf_fx.plan import hardware as descriptions
 from zinf_fx.plan.hardware import Hardware
-from zinf_fx.runtime.machine import measure_machine
 
 
 def hardware_of(name: str, store: Path | None = None) -> Hardware:

@@ -15,12 +15,12 @@ import torch
 from zinf_fx.cli.target import Built, TargetError, build, said_once
 from zinf_fx.config import Config, shortened
 from zinf_fx.errors import ConfigError, PlanError, ZinfError
-from zinf_fx.explain import plan_model
-from zinf_fx.plan.decision import Decision
-from zinf_fx.plan.event_graph import Compute
-from zinf_fx.plan.file import load_plan
+from zinf_fx.frontend.explain import plan_model
+from zinf_fx.plan.files.file import load_plan
 from zinf_fx.plan.hardware import Hardware
+from zinf_fx.plan.placement.decision import Decision
 from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.simulation.event_graph import Compute
 
 Result = TypeVar("Result")
 

@@ -13,18 +13,18 @@ from zinf_fx.cli.arguments import DEFAULT_HARDWARE
 from zinf_fx.cli.machine import hardware_of
 from zinf_fx.cli.planning import Planned, plans_of_target
 from zinf_fx.config import shortened
-from zinf_fx.curve import ASCII, BLOCKS
 from zinf_fx.errors import ConfigError
-from zinf_fx.explain import describe
-from zinf_fx.plan.chrome import planned, to_chrome
-from zinf_fx.plan.dot import to_dot
+from zinf_fx.frontend.explain import describe
 from zinf_fx.plan.hardware import Hardware
-from zinf_fx.plan.html import to_html
-from zinf_fx.plan.json import to_json
-from zinf_fx.plan.operator_time import compute_seconds
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.simulate import simulate_plan
-from zinf_fx.plan.table import WIDTH
+from zinf_fx.plan.show.chrome import planned, to_chrome
+from zinf_fx.plan.show.curve import ASCII, BLOCKS
+from zinf_fx.plan.show.dot import to_dot
+from zinf_fx.plan.show.html import to_html
+from zinf_fx.plan.show.json import to_json
+from zinf_fx.plan.show.table import WIDTH
+from zinf_fx.plan.simulation.operator_time import compute_seconds
+from zinf_fx.plan.simulation.simulate import simulate_plan
 
 _IN_PARTS = ("table", "dot")
 

@@ -16,10 +16,10 @@ from zinf_fx.cli.planning import Planned, plans_of_target
 from zinf_fx.config import parse_count, shortened
 from zinf_fx.errors import ConfigError, PlanError
 from zinf_fx.plan.hardware import Hardware
-from zinf_fx.plan.performance import Performance, batch_of, performance_of, with_batch
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.simulate import one_after_another, simulate
-from zinf_fx.plan.timeline import slices
+from zinf_fx.plan.simulation.performance import Performance, batch_of, performance_of, with_batch
+from zinf_fx.plan.simulation.simulate import one_after_another, simulate
+from zinf_fx.plan.simulation.timeline import slices
 
 _STALLS = 5
 _LARGEST_SWEEP = 64

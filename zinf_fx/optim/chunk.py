@@ -14,10 +14,10 @@ from zinf_fx.optim.chunks import Piece
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.optim.whole import OpenWhole
 from zinf_fx.optim.windows import OpenPiece
-from zinf_fx.plan.accounting import AT_A_TIME
-from zinf_fx.runtime.device import CPU, Device
-from zinf_fx.runtime.stored_tensor import StoredTensor
-from zinf_fx.runtime.tiers import Tiers
+from zinf_fx.plan.memory.accounting import AT_A_TIME
+from zinf_fx.runtime.memory.device import CPU, Device
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+from zinf_fx.runtime.tensor.tiers import Tiers
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,10 +8,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from zinf_fx.plan.accounting import CHUNKS_AHEAD, CHUNKS_IN_MEMORY
-from zinf_fx.runtime.freelist import round_up
-from zinf_fx.runtime.storage import WINDOW_ALIGNMENT
-from zinf_fx.runtime.tiers import Tiers
+from zinf_fx.plan.memory.accounting import CHUNKS_AHEAD, CHUNKS_IN_MEMORY
+from zinf_fx.runtime.memory.freelist import round_up
+from zinf_fx.runtime.tensor.storage import WINDOW_ALIGNMENT
+from zinf_fx.runtime.tensor.tiers import Tiers
 
 TOGETHER = CHUNKS_AHEAD + 2
 """Chunks in memory: those opened, the one under update, and the one before, which is being written."""

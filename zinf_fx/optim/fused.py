@@ -27,12 +27,12 @@ from zinf_fx.optim.plain import PlainSteps, runs_in_place
 from zinf_fx.optim.rows import Row, update_in_chunks
 from zinf_fx.optim.states import check_reduced, place_of, working_dtype
 from zinf_fx.optim.streamed import Streamed
-from zinf_fx.runtime.device import CPU
 from zinf_fx.runtime.exclusive import RUNNING
-from zinf_fx.runtime.executor import EXECUTOR, Stage
-from zinf_fx.runtime.local_parameter import local_part, stored_parameter
+from zinf_fx.runtime.execute.executor import EXECUTOR, Stage
+from zinf_fx.runtime.memory.device import CPU
 from zinf_fx.runtime.recorder import RECORDER, STATES
-from zinf_fx.runtime.stored_tensor import StoredTensor, handle
+from zinf_fx.runtime.tensor.local_parameter import local_part, stored_parameter
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, handle
 
 aten = torch.ops.aten
 

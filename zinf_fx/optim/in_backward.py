@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 
 from zinf_fx.errors import OptimizerError
-from zinf_fx.runtime.storage import TensorStorage
-from zinf_fx.runtime.stored_tensor import StoredTensor
+from zinf_fx.runtime.tensor.storage import TensorStorage
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 # Of gradients that wait in memory for their update, as far as one is not larger.
 GRADIENT_BUFFER = 64 << 20

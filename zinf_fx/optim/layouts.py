@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from zinf_fx.errors import OptimizerError
 from zinf_fx.optim.arithmetic import Group, NotElementwise, StateLayout, probe
 from zinf_fx.optim.whole import check_can_be_whole, whole_layout
-from zinf_fx.runtime.stored_tensor import StoredTensor
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 # Options of groups that are remembered; a schedule of more than the learning rate makes new ones at every step.
 _REMEMBERED = 64

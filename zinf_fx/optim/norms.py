@@ -10,8 +10,8 @@ import torch
 from torch.distributed import ReduceOp
 
 from zinf_fx.optim.elements import chunks_of, open_elements
-from zinf_fx.runtime.device import CPU
-from zinf_fx.runtime.stored_tensor import StoredTensor, handle
+from zinf_fx.runtime.memory.device import CPU
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, handle
 
 aten = torch.ops.aten
 

@@ -19,8 +19,8 @@ from zinf_fx.interrupts import sealed
 from zinf_fx.optim.states import check_reduced
 from zinf_fx.optim.streamed import Streamed
 from zinf_fx.optim.torn import TornStep
-from zinf_fx.runtime.local_parameter import stored_parameter
-from zinf_fx.runtime.stored_tensor import StoredTensor
+from zinf_fx.runtime.tensor.local_parameter import stored_parameter
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 Arguments = tuple[tuple, dict[str, Any]]
 

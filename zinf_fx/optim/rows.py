@@ -11,10 +11,10 @@ import torch
 from zinf_fx.interrupts import sealed
 from zinf_fx.optim.chunks import Piece, chunk_elements, cut, in_turn, opened_ahead
 from zinf_fx.optim.elements import Slice, moved, open_elements, open_window
-from zinf_fx.runtime.device import Device
-from zinf_fx.runtime.stored_tensor import StoredTensor
-from zinf_fx.runtime.tiers import drain_after
-from zinf_fx.runtime.windows import DeviceWindow, Window
+from zinf_fx.runtime.memory.device import Device
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+from zinf_fx.runtime.tensor.tiers import drain_after
+from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
 
 # The list of step counters: one number for each parameter, and not in its shape.
 _COUNTERS = "state_steps"

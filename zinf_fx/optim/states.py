@@ -9,10 +9,10 @@ import torch
 from zinf_fx.errors import OptimizerError, StoreError
 from zinf_fx.optim.arithmetic import StateLayout
 from zinf_fx.optim.elements import copy_into
-from zinf_fx.runtime.device import CPU, Device
-from zinf_fx.runtime.local_parameter import local_part
-from zinf_fx.runtime.storage import TensorStorage
-from zinf_fx.runtime.stored_tensor import StoredTensor
+from zinf_fx.runtime.memory.device import CPU, Device
+from zinf_fx.runtime.tensor.local_parameter import local_part
+from zinf_fx.runtime.tensor.storage import TensorStorage
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 State = dict[str, Any]
 """What an optimizer's `state` has for one parameter: tensors and numbers by name."""

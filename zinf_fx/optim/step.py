@@ -20,14 +20,14 @@ from zinf_fx.optim.states import MASTER, ParameterStates, State
 from zinf_fx.optim.torn import TornStep
 from zinf_fx.optim.whole import OpenWhole
 from zinf_fx.optim.windows import OpenPiece
-from zinf_fx.plan.accounting import AT_A_TIME, CHUNKS_AHEAD
-from zinf_fx.runtime.device import CPU, Device
-from zinf_fx.runtime.freelist import round_up
-from zinf_fx.runtime.heap import trim_heap
+from zinf_fx.plan.memory.accounting import AT_A_TIME, CHUNKS_AHEAD
+from zinf_fx.runtime.memory.device import CPU, Device
+from zinf_fx.runtime.memory.freelist import round_up
+from zinf_fx.runtime.memory.heap import trim_heap
 from zinf_fx.runtime.recorder import RECORDER, STATES
-from zinf_fx.runtime.storage import WINDOW_ALIGNMENT
-from zinf_fx.runtime.stored_tensor import StoredTensor
-from zinf_fx.runtime.tiers import Tiers, drain_after
+from zinf_fx.runtime.tensor.storage import WINDOW_ALIGNMENT
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+from zinf_fx.runtime.tensor.tiers import Tiers, drain_after
 
 
 class StreamedStep:

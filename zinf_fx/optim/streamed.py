@@ -23,9 +23,9 @@ from zinf_fx.optim.states import MASTER, ParameterStates, State, check_reduced, 
 from zinf_fx.optim.step import StreamedStep
 from zinf_fx.optim.torn import TornStep
 from zinf_fx.runtime.exclusive import RUNNING
-from zinf_fx.runtime.executor import EXECUTOR, Stage
-from zinf_fx.runtime.local_parameter import local_input, local_part, stored_parameter
-from zinf_fx.runtime.stored_tensor import StoredTensor
+from zinf_fx.runtime.execute.executor import EXECUTOR, Stage
+from zinf_fx.runtime.tensor.local_parameter import local_input, local_part, stored_parameter
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 
 class Streamed(Optimizer):

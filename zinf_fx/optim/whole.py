@@ -20,9 +20,9 @@ from zinf_fx.optim.arithmetic import Group, StateLayout, borrow, kept_elsewhere,
 from zinf_fx.optim.chunks import Piece
 from zinf_fx.optim.elements import Slice, open_elements
 from zinf_fx.optim.states import MASTER, ParameterStates, State
-from zinf_fx.runtime.device import Device
-from zinf_fx.runtime.stored_tensor import StoredTensor
-from zinf_fx.runtime.windows import DeviceWindow, Window
+from zinf_fx.runtime.memory.device import Device
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
 
 # States of another shape than the parameter's are stored from this size on; smaller ones stay in memory.
 STORED_FROM_BYTES = 4096

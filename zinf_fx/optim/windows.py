@@ -10,8 +10,8 @@ import torch
 from zinf_fx.optim.chunks import Piece
 from zinf_fx.optim.elements import Slice, open_elements, open_window
 from zinf_fx.optim.states import MASTER, ParameterStates, State
-from zinf_fx.runtime.stored_tensor import StoredTensor
-from zinf_fx.runtime.windows import DeviceWindow, Window
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
 
 
 class OpenPiece:

@@ -13,13 +13,13 @@ from typing import Any
 from torch import fx
 
 from zinf_fx.errors import PlanError
-from zinf_fx.passes.choices import FollowActivations
-from zinf_fx.passes.follow_schedule import FollowSchedule
-from zinf_fx.passes.framework import GraphContext, HeadTransfer
-from zinf_fx.passes.offload_gradients import OffloadGradients
+from zinf_fx.passes.activations.choices import FollowActivations
+from zinf_fx.passes.ir.framework import GraphContext, HeadTransfer
+from zinf_fx.passes.lowering.offload_gradients import OffloadGradients
 from zinf_fx.passes.pipeline import divided_training, lowering, plan_of, run_passes, tiling
-from zinf_fx.passes.prefetch import Prefetch
-from zinf_fx.plan.buffers_spec import check_buffers
+from zinf_fx.passes.scheduling.follow_schedule import FollowSchedule
+from zinf_fx.passes.scheduling.prefetch import Prefetch
+from zinf_fx.plan.memory.spec import check_buffers
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import GraphSchedule
 

@@ -13,11 +13,19 @@ from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.errors import BudgetError, PlanError
-from zinf_fx.passes import spec
-from zinf_fx.passes.buffers import excess, place
-from zinf_fx.passes.choices import choices_in, tagged
-from zinf_fx.passes.choose_activations import ChooseActivations
-from zinf_fx.passes.framework import (
+from zinf_fx.passes.activations.choices import choices_in, tagged
+from zinf_fx.passes.activations.choose import ChooseActivations
+from zinf_fx.passes.activations.keep import KeepActivations
+from zinf_fx.passes.activations.offload import (
+    OffloadActivations,
+    ReloadActivations,
+    bytes_of,
+    leaving,
+    saved_activations,
+)
+from zinf_fx.passes.activations.recompute import RecomputeActivations
+from zinf_fx.passes.ir import spec
+from zinf_fx.passes.ir.framework import (
     MADE_BY,
     GraphContext,
     HeadTransfer,
@@ -28,31 +36,23 @@ from zinf_fx.passes.framework import (
     nodes_calling,
     operator_of,
 )
-from zinf_fx.passes.keep_activations import KeepActivations
-from zinf_fx.passes.lower_gathers import LowerGathers
-from zinf_fx.passes.offload_activations import (
-    OffloadActivations,
-    ReloadActivations,
-    bytes_of,
-    leaving,
-    saved_activations,
-)
-from zinf_fx.passes.offload_gradients import OffloadGradients
-from zinf_fx.passes.partition import partition
-from zinf_fx.passes.prefetch import Prefetch
-from zinf_fx.passes.printer import print_graph
-from zinf_fx.passes.recompute_activations import RecomputeActivations
-from zinf_fx.passes.recompute_gathers import RecomputeGathers
-from zinf_fx.passes.reduce_gradients import ReduceGradients
-from zinf_fx.passes.refusal import refusal_of_buffers
-from zinf_fx.passes.regions import Regions
-from zinf_fx.passes.residency import choose
-from zinf_fx.passes.rewriting import copied
-from zinf_fx.passes.sink_gathers import SinkGathers
-from zinf_fx.passes.tile import TileParameters
-from zinf_fx.passes.tile_cross_entropy import TileCrossEntropy
-from zinf_fx.passes.work import total, work_of
-from zinf_fx.plan.buffers_spec import check_buffers
+from zinf_fx.passes.ir.printer import print_graph
+from zinf_fx.passes.ir.rewriting import copied
+from zinf_fx.passes.ir.work import total, work_of
+from zinf_fx.passes.lowering.lower_gathers import LowerGathers
+from zinf_fx.passes.lowering.offload_gradients import OffloadGradients
+from zinf_fx.passes.lowering.partition import partition
+from zinf_fx.passes.lowering.recompute_gathers import RecomputeGathers
+from zinf_fx.passes.lowering.reduce_gradients import ReduceGradients
+from zinf_fx.passes.lowering.regions import Regions
+from zinf_fx.passes.lowering.sink_gathers import SinkGathers
+from zinf_fx.passes.scheduling.buffers import excess, place
+from zinf_fx.passes.scheduling.prefetch import Prefetch
+from zinf_fx.passes.scheduling.refusal import refusal_of_buffers
+from zinf_fx.passes.scheduling.residency import choose
+from zinf_fx.passes.tiling.tile import TileParameters
+from zinf_fx.passes.tiling.tile_cross_entropy import TileCrossEntropy
+from zinf_fx.plan.memory.spec import check_buffers
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import GraphSchedule, Operator
 from zinf_fx.plan.spec import check_schedule

@@ -1,0 +1,1 @@
+"""From `torch.compile` and `offload` to planned programs: what users call first."""

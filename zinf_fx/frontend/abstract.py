@@ -1,0 +1,54 @@
+"""Stored parameters without bytes: what a model is planned with when its values are not there, or must not change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from zinf_fx.config import Config
+from zinf_fx.errors import StoredTensorError
+from zinf_fx.frontend.offload import check_storable, is_ordinary, stays
+from zinf_fx.runtime.tensor.local_parameter import LocalParameter, distributed_as, local_part, stored_parameter
+from zinf_fx.runtime.tensor.storage import TensorStorage
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter
+
+
+def abstract_parameter(parameter: torch.nn.Parameter, what: str, config: Config) -> torch.Tensor:
+    """The parameter as it would be once it is offloaded: stored on the tier that the placement says.
+
+    One that offloading leaves in memory is itself. `what` names it in errors.
+
+    Raises: StoredTensorError for one that can't be stored.
+    """
+    if stays(parameter):
+        return parameter
+    tier = config.placement.parameters
+    stored = stored_parameter(parameter)
+    if stored is not None:
+        tier = stored.base.tier
+    elif not parameter.is_meta:
+        check_storable(parameter, what)
+    elif type(parameter) is not torch.nn.Parameter and not isinstance(parameter, DTensor):
+        raise StoredTensorError(f"{what} is a {type(parameter).__name__}: only plain nn.Parameter can be stored")
+    part = local_part(parameter)
+    storage = TensorStorage.abstract(tier, config, part.numel(), part.dtype)
+    device = torch.device("cpu") if part.is_meta else part.device
+    twin = StoredTensor.of(storage, part.shape, device)
+    if isinstance(parameter, DTensor):
+        whole = distributed_as(parameter, twin).requires_grad_(parameter.requires_grad)
+        LocalParameter.of_whole(whole, twin)
+        return as_parameter(whole)
+    return as_parameter(twin.requires_grad_(parameter.requires_grad))
+
+
+def abstract_inputs(inputs: Sequence[object], config: Config, names: Sequence[str]) -> list[object]:
+    """The inputs of a captured graph, with ordinary parameters as they would be once they are offloaded. `names`: of
+    each input, for errors. Raises: StoredTensorError for one that can't be stored, of which meta tensors are."""
+    abstract = list(inputs)
+    for number, (one, name) in enumerate(zip(inputs, names, strict=True)):
+        if is_ordinary(one):
+            check_storable(one, f"parameter '{name}'")
+            abstract[number] = abstract_parameter(one, f"parameter '{name}'", config)
+    return abstract

@@ -1,0 +1,107 @@
+"""`placement="auto"` on this machine: what a rank has, what memories there are, and the rule alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from zinf_fx.config import Config, Placement
+from zinf_fx.plan.hardware import DTYPES, Disks, Hardware, Link, Memory, load
+from zinf_fx.plan.placement.decision import Decision, by_rule_alone, words
+from zinf_fx.plan.placement.placing import Rooms, Sizes
+from zinf_fx.plan.rates import NOMINAL
+from zinf_fx.plan.sharding import Groups
+from zinf_fx.runtime.disk.filesystem import file_system_of
+from zinf_fx.runtime.disk.measure import load_profile
+from zinf_fx.runtime.tensor.tiers import physical_memory
+
+log = logging.getLogger("zinf_fx")
+
+_OPTIMIZER_BYTES = 12  # fp32 master weight, first and second moment (ZeRO, section 3.1)
+# Whose rates stand for those of a CUDA device here, as long as none are measured.
+_NOMINAL_DEVICE = "rtx-4090"
+
+
+def choose(config: Config, parameters: Sequence[torch.Tensor] | None, groups: Groups) -> Placement:
+    """The placement for a model of these parameters, by the rule alone; None: a model of unknown size, whose states go
+    to the store.
+
+    Raises: BudgetError when no memory has room.
+    """
+    if parameters is None:
+        log.info(
+            "placement auto: parameters on nvme, gradients on host, optimizer on nvme, activations on device: "
+            "the model is being built, and its size unknown"
+        )
+        return Placement("nvme", "host", "nvme")
+    decision = by_rule_here(config, parameters, groups, "inputs are not known")
+    note(decision, sizes_of(parameters, groups))
+    return decision.placement
+
+
+def by_rule_here(config: Config, parameters: Sequence[torch.Tensor], groups: Groups, why: str) -> Decision:
+    """What the rule decides for this machine, where activations are unknown. Raises: BudgetError."""
+    hardware = this_machine(config, device_of_most(parameters))
+    rooms = Rooms.of(hardware, config, groups.ranks, None)
+    return by_rule_alone(sizes_of(parameters, groups), rooms, hardware.name, why)
+
+
+def note(decision: Decision, sizes: Sizes) -> None:
+    """Log what was decided."""
+    log.info("placement auto: %s: %s", words(decision.placement, sizes), decision.reason)
+
+
+def sizes_of(parameters: Sequence[torch.Tensor], groups: Groups) -> Sizes:
+    """Of the states that one rank has, with everything partitioned over its group."""
+    trained = [p for p in parameters if p.requires_grad]
+    of_all = (
+        sum(p.numel() * p.element_size() for p in parameters),
+        sum(p.numel() * p.element_size() for p in trained),
+        sum(p.numel() * _OPTIMIZER_BYTES for p in trained),
+    )
+    return Sizes(*(-(-nbytes // groups.shards) for nbytes in of_all))
+
+
+def device_of_most(parameters: Sequence[torch.Tensor]) -> torch.device:
+    """Where a model computes: on the CPU, if it is on the meta device."""
+    found = next((p.device for p in parameters), torch.device("cpu"))
+    return torch.device("cpu") if found.type == "meta" else found
+
+
+def this_machine(config: Config, device: torch.device) -> Hardware:
+    """This machine: its memories, and nominal rates; of the disk, those that `zinf-fx bench-io` stored, if any."""
+    on_cpu = device.type != "cuda"
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or (1 if on_cpu else torch.cuda.device_count())
+    machine = _nominal() if on_cpu else load(_NOMINAL_DEVICE)
+    own = physical_memory() // ranks if on_cpu else torch.cuda.get_device_properties(device).total_memory
+    free = sum({path.stat().st_dev: file_system_of(path).free for path in map(_existing, config.stores)}.values())
+    disks = replace(machine.nvme, capacity=free)
+    if (profile := load_profile(_existing(config.stores[0]))) is not None:
+        disks = replace(disks, read=profile.read, write=profile.write)
+    return replace(
+        machine,
+        name="this machine, at nominal rates",
+        ranks_per_node=ranks,
+        device=replace(machine.device, capacity=own),
+        host=replace(machine.host, capacity=0 if on_cpu else physical_memory()),
+        nvme=disks,
+    )
+
+
+def _nominal() -> Hardware:
+    """A small machine that computes on its CPU, in host memory."""
+    memory = Memory(0, NOMINAL.memory, NOMINAL.memory)
+    link, disks = Link(NOMINAL.memory, 1e-6), Disks(0, NOMINAL.read, NOMINAL.write, None)
+    peak = dict.fromkeys(DTYPES, NOMINAL.flops)
+    return Hardware("", 1, 1, 1.0, peak, memory, memory, disks, link, link, link, link, unified=True)
+
+
+def _existing(path: Path) -> Path:
+    """The directory, or where it is going to be made."""
+    path = path.absolute()
+    return next(one for one in (path, *path.parents) if one.is_dir())

@@ -1,0 +1,199 @@
+"""`torch.compile(model, backend="zinf", options={...})`."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+import zinf_fx.frontend.replacement  # registers what takes the place of stored parameters
+import zinf_fx.frontend.wrapping  # warns of DistributedDataParallel around them
+import zinf_fx.optim  # noqa: F401  (registers what stored tensors need in any optimizer)
+from zinf_fx.config import PRESETS, Config
+from zinf_fx.errors import ConfigError
+from zinf_fx.frontend.abstract import abstract_inputs
+from zinf_fx.frontend.auto_placement import by_rule_here
+from zinf_fx.frontend.capture import Capture, input_names
+from zinf_fx.frontend.compiled_modules import when_first_called
+from zinf_fx.frontend.given_plan import check_offloaded, options_with, plans_given
+from zinf_fx.frontend.offload import decided, is_ordinary, note_staying, offload_parameters
+from zinf_fx.frontend.placement import at_first_call
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.sharding import Groups
+from zinf_fx.runtime.ranks import Ranks
+from zinf_fx.runtime.tensor.local_parameter import stored_parameter
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+from zinf_fx.runtime.tensor.tensor_parallel import check_not_sharded
+from zinf_fx.sizes import in_words
+
+log = logging.getLogger("zinf_fx")
+
+# Options that the stored states of a model were made with: they can't be others for one of its graphs.
+_OF_STATES = (
+    "placement",
+    "store",
+    "process_group",
+    "mesh",
+    "partition",
+    "gradient_reduction",
+    "reduce_dtype",
+    "collective_timeout",
+)
+
+
+def zinf(
+    module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, object] | None = None, **unknown: object
+) -> Callable[..., Any]:
+    """The backend. Parameters that are not stored yet leave for their tier once the first graph that uses them is
+    compiled.
+
+    Options are the fields of `Config`, and `plan`: a file that `Plan.save` wrote, a `Plan`, or a list of these. Then
+    graphs are planned as it says, and refused, before anything is changed, if it is for other ones.
+
+    Raises: ConfigError for options that are unknown, or contradict how the model was offloaded; PlanError for a plan of
+    another model, PlanFileError for a file that is none.
+    """
+    if unknown:
+        raise ConfigError(f"backend 'zinf' takes options only, found {', '.join(map(repr, unknown))}")
+    options = dict(options or {})
+    plans = plans_given(options.pop("plan", None))
+    options = options_with(plans, options)
+    requested = Config.of(None, options)
+    plain = [value for value in inputs if is_ordinary(value)]
+    stored = next((p for p in map(stored_parameter, inputs) if p is not None), None)
+    in_force = requested if stored is None else _config_in_force(stored, options, requested, plans)
+    if not _in_ddp(requested) and plain:
+        _check_ranks_are_given(in_force, plain)
+        beside = Config.of(in_force, {"placement": requested.placement})  # like those that are stored, but for where
+        config = decided(beside, plain, lambda ranked: at_first_call(module, inputs, ranked, plain))
+        many = Ranks.of(config).size > 1  # whose gradients are to be reduced
+        if many or requested.placement != "auto" or config.placement != PRESETS["device"]:
+            return _offloaded(module, inputs, config, plans)
+    # A graph without parameters concerns no other rank, which may have no such graph.
+    return Capture(module, inputs, in_force, plans, groups=Groups() if stored is None else None).compile()
+
+
+def _check_ranks_are_given(requested: Config, parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Raises: ConfigError for DTensor parameters without a process group: other graphs of the model may have none, and
+    would take all ranks for those that hold equal parts."""
+    given = requested.process_group is not None or requested.mesh is not None
+    if not given and any(isinstance(parameter, DTensor) for parameter in parameters):
+        raise ConfigError(
+            "parameters of the model are DTensors, and one graph of it doesn't tell which ranks train all of them with "
+            "equal parts: zinf_fx.offload() the model before compiling it, or give the option process_group"
+        )
+
+
+def _config_in_force(
+    stored: StoredTensor, options: dict[str, object], requested: Config, plans: Sequence[Plan]
+) -> Config:
+    """The options of the stored parameters, of which `stored` is one, with those given to torch.compile in their
+    place."""
+    config = stored.base.config
+    check_offloaded(plans, config)
+    # Shards of what many ranks train consist of tiles.
+    of_states = (*_OF_STATES, "tile") if stored.storage.ranks.shards > 1 else _OF_STATES
+    for name in of_states:
+        given = getattr(requested, name)
+        if name in options and given not in ("auto", getattr(config, name)):
+            raise ConfigError(
+                f"options give {name}={options[name]!r}, but the model was offloaded with {getattr(config, name)}: "
+                "give it once, where the model is offloaded"
+            )
+    return Config.of(config, {k: v for k, v in options.items() if k not in of_states})
+
+
+def _offloaded(
+    module: fx.GraphModule, inputs: Sequence[Any], config: Config, plans: Sequence[Plan]
+) -> Callable[..., Any]:
+    """The graph, compiled for stored parameters, and then its ordinary parameters stored, keeping their identity.
+
+    In this order nothing has left when the graph is refused. Dynamo makes its guards after the backend returns, so they
+    are for stored parameters, and the first call computes what later ones do.
+    """
+    names = input_names(module)
+    capture = Capture(module, abstract_inputs(inputs, config, names), config, plans, seen=inputs)
+    compiled = capture.compile()
+    note_staying(dict(zip(names, inputs, strict=True)))
+    leaving: dict[str, torch.nn.Parameter] = {}
+    for number, (name, value) in enumerate(zip(names, inputs, strict=True)):
+        if is_ordinary(value):
+            leaving[f"{name} (input {number})" if name in leaving else name] = value
+    offload_parameters(leaving, config)
+    capture.reserve(inputs)
+    return compiled
+
+
+def _store_the_rest(model: torch.nn.Module, backend: object) -> None:
+    """After the first call of a compiled model: store what no graph of it uses, as the same options say.
+
+    Dynamo hands over no graph of recurrent layers, of the ninth model of a class with other shapes (its recompile
+    limit), and of what the call didn't reach. Such code gathers each stored parameter where it uses it.
+    """
+    if getattr(backend, "compiler_fn", backend) is not zinf:
+        return
+    present = dict(model.named_parameters())
+    rest = {name: one for name, one in present.items() if is_ordinary(one) and not is_lazy(one) and not one.is_meta}
+    if not rest:
+        return
+    options = dict(getattr(backend, "kwargs", {}).get("options") or {})
+    plans = plans_given(options.pop("plan", None))
+    config = Config.of(None, options_with(plans, options))
+    if _in_ddp(config, model):
+        return
+    ranks, parameters = Ranks.of(config), list(rest.values())
+    if config.placement == "auto" and ranks.size == 1:
+        alone = by_rule_here(config, parameters, ranks.groups, "no captured graph uses them")
+        if alone.nothing_moves:
+            return
+    nbytes = in_words(sum(parameter.nbytes for parameter in parameters))
+    stored = next((p for p in map(stored_parameter, present.values()) if p is not None), None)
+    if stored is not None:
+        offload_parameters(rest, stored.base.config)
+        log.info(
+            "%d parameters, %s, that no captured graph uses are stored too: %s", len(rest), nbytes, ", ".join(rest)
+        )
+        return
+    check_not_sharded(model)
+    note_staying(present)
+    offload_parameters(rest, decided(config, parameters))
+    log.warning(
+        "Dynamo captured nothing of %s that uses a parameter. Its %d parameters, %s, are stored, and each operation "
+        "gathers those it uses, without a plan. TORCH_LOGS=graph_breaks,recompiles shows why: recurrent layers are "
+        "never captured, and of one class of models only torch._dynamo.config.recompile_limit with different shapes",
+        type(model).__name__,
+        len(rest),
+        nbytes,
+    )
+
+
+def _in_ddp(requested: Config, model: torch.nn.Module | None = None) -> bool:
+    """Whether `model`, or what is running, is trained by DistributedDataParallel, so that nothing may leave.
+
+    Raises: ConfigError where a placement was asked for all the same.
+    """
+    wrapper = model if isinstance(model, DistributedDataParallel) else DistributedDataParallel._get_active_ddp_module()
+    if wrapper is None:
+        return False
+    parameters = [parameter for parameter in wrapper.parameters() if parameter.requires_grad and is_ordinary(parameter)]
+    if not parameters:
+        return False
+    nbytes = in_words(sum(parameter.nbytes for parameter in parameters))
+    message = (
+        f"the model is wrapped in DistributedDataParallel, which reduces the gradients of {len(parameters)} "
+        f"parameters, {nbytes}, and needs them in memory: compile the model itself, zinf reduces over all ranks"
+    )
+    if requested.placement != "auto":
+        raise ConfigError(f"{message}. Nothing was moved; asked for was placement={requested.placement}")
+    warnings.warn(f"{message}. Nothing is moved", stacklevel=2)
+    return True
+
+
+when_first_called(_store_the_rest)

@@ -1,0 +1,288 @@
+"""Plans of models that don't run: `explain`, and what it is made of.
+
+A model is planned through a twin: the same modules, whose parameters are stored tensors without bytes. The twin is
+captured as `torch.compile(model, backend="zinf")` would capture the model, but what is compiled computes nothing. So
+planning needs no store, no values and next to no memory, and a model on the meta device is enough.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map, tree_map_only
+
+from zinf_fx.config import LARGEST, Config, shortened
+from zinf_fx.errors import ConfigError, PlanError, StoredTensorError, ZinfError
+from zinf_fx.frontend.abstract import abstract_parameter
+from zinf_fx.frontend.offload import decided, stays
+from zinf_fx.plan.hardware import Hardware
+from zinf_fx.plan.placement.decision import Decision
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.rates import Rates
+from zinf_fx.plan.sharding import Groups
+from zinf_fx.plan.show.table import render
+from zinf_fx.plan.simulation.event_graph import Compute
+from zinf_fx.runtime.tensor.local_parameter import stored_parameter
+from zinf_fx.runtime.tensor.tensor_parallel import with_ranks
+
+if TYPE_CHECKING:
+    from zinf_fx.frontend.capture import Capture
+
+
+def explain(
+    model: torch.nn.Module,
+    *example_inputs: Any,
+    config: Config | None = None,
+    world_size: int = 1,
+    replicas: int = 1,
+    **fields: object,
+) -> str:
+    """The plan of `model(*example_inputs)` as text: a table per graph, and a summary.
+
+    Forward and backward, or inference alone under `torch.no_grad()`, for `world_size` ranks, in `replicas` groups.
+    Options and errors are those of `plans_of`.
+    """
+    planning = plan_model(model, example_inputs, config, world_size=world_size, replicas=replicas, **fields)
+    return describe(planning.plans, planning.decision)
+
+
+def describe(plans: Sequence[Plan], decision: Decision | None = None, **layout: Any) -> str:
+    """The text of a model's plans, and of what "auto" decided for it. `layout`: arguments of `plan.table.render`."""
+    if not plans:
+        return "No captured graph of the model uses a parameter, so nothing is moved.\n"
+    parts = [] if decision is None else [str(decision)]
+    if decision is not None and decision.nothing_moves:
+        parts.append("The model would run as ordinary PyTorch. Ask for another placement to see one.")
+    if len(plans) > 1:
+        parts.append(f"The model is captured as {len(plans)} graphs (graph breaks); each has a plan of its own.")
+    for number, plan in enumerate(plans, start=1):
+        title = f"GRAPH {number} OF {len(plans)}\n\n" if len(plans) > 1 else ""
+        parts.append(title + render(plan, **layout))
+    return "\n\n".join(parts)
+
+
+@dataclass(frozen=True)
+class Planning:
+    """The plans of a model, one per graph that uses parameters; and what was decided where its placement is "auto"."""
+
+    decision: Decision | None
+    plans: list[Plan]
+
+
+def plans_of(
+    model: torch.nn.Module, example_inputs: Sequence[Any] | Mapping[str, Any], *arguments: Any, **options: Any
+) -> list[Plan]:
+    """The plans alone of `plan_model`, which says what the arguments are."""
+    return plan_model(model, example_inputs, *arguments, **options).plans
+
+
+def plan_model(
+    model: torch.nn.Module,
+    example_inputs: Sequence[Any] | Mapping[str, Any],
+    config: Config | None = None,
+    rates: Rates | None = None,
+    world_size: int = 1,
+    replicas: int = 1,
+    seconds: list[Compute] | None = None,
+    hardware: Hardware | None = None,
+    **fields: object,
+) -> Planning:
+    """The plans of `model(*example_inputs)` (a mapping: keyword arguments) for `world_size` ranks. What is partitioned
+    is so within each of `replicas` groups, as with a two-dimensional mesh.
+
+    The model may be ordinary, offloaded, compiled, or on the meta device; it is neither changed nor run. An offloaded
+    model keeps the placement it has; the other options apply. `rates`: what choices are weighed with; default those of
+    this machine, as far as they can be measured. Example inputs on the meta device stand for zeros. Grad
+    mode decides between training and inference, as for a real call. `seconds`: where given, gets for each plan those
+    that its operators take on this machine; every distinct operator is run for that. `hardware`: what "auto" decides
+    for; default this machine.
+
+    Raises: ConfigError for bad options, or a placement that contradicts how the model was offloaded;
+    StoredTensorError for a parameter that can't be stored; PlanError when a budget is too small, or the model can't be
+    captured; and what the model itself raises.
+    """
+    # The compiler takes seconds to import.
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    from zinf_fx.frontend.placement import decided_for, moving
+
+    model = getattr(model, "_orig_mod", model)
+    if not isinstance(world_size, int) or not 1 <= world_size <= LARGEST:
+        raise ConfigError(f"world_size={shortened(world_size)} is not a number of ranks: give 1 or more")
+    if not isinstance(replicas, int) or replicas < 1 or world_size % replicas:
+        raise ConfigError(f"replicas={replicas!r} is not a number of equal groups that {world_size} ranks divide into")
+    in_force = _config_in_force(model, config, fields)
+    decides = in_force.placement == "auto"
+    groups = Groups.of(world_size, replicas, 3 if decides else in_force.placement.stage)
+    # Where it isn't decided yet, any placement serves for capturing the graphs.
+    planner = _Planner(Config.of(in_force, {"placement": "nvme"}) if decides else in_force, rates, groups)
+    twin = _twin_of(model, planner.config)
+    inputs = tree_map_only(torch.Tensor, _off_meta, example_inputs)
+    arguments = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    with _collecting_less():
+        try:
+            planner.compiled_call()(twin, *arguments)
+        except BackendCompilerFailed as failure:
+            raise failure.inner_exception from None
+        except StoredTensorError as error:
+            raise PlanError(
+                "the model can't be planned without values: code that Dynamo doesn't capture uses a parameter "
+                "(TORCH_LOGS=graph_breaks shows where)"
+            ) from error
+        if decides:
+            parameters = [parameter for parameter in model.parameters() if not stays(parameter)]
+            planning = Planning(*decided_for(planner.captures, parameters, in_force, groups, hardware))
+        else:
+            planning = Planning(None, moving(capture.planned() for capture in planner.captures))
+    if seconds is not None:
+        seconds += _timed(planner.captures, planning.decision)
+    return planning
+
+
+def _timed(captures: Sequence[Capture], decision: Decision | None) -> Iterator[Compute]:
+    """Seconds of each plan's operators on this machine."""
+    from zinf_fx.frontend.placement import moving
+    from zinf_fx.passes.ir.timing import OperatorTimer
+
+    timer = OperatorTimer()
+    for capture in captures:
+        plan = capture.plan if decision is None else capture.planned_with(decision.placement)
+        if moving([plan]):
+            taken = {kind: timer.operators(graph) for kind, graph in capture.graphs.items()}
+            yield {
+                (graph.kind, operator.index): taken[graph.kind].get(operator.index, 0.0)
+                for graph in plan.graphs
+                for operator in graph.operators
+            }
+
+
+@contextmanager
+def _collecting_less() -> Iterator[None]:
+    """No search for reference cycles: it would look at the growing graphs again and again, a third of the time for a
+    large model."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _config_in_force(model: torch.nn.Module, config: Config | None, fields: Mapping[str, object]) -> Config:
+    """The options that the backend would plan with; the placement may be "auto" still."""
+    requested = Config.of(config, fields)
+    parameters = list(model.parameters())
+    stored = next((p for p in map(stored_parameter, parameters) if p is not None), None)
+    if stored is None:
+        return with_ranks(requested, parameters) if requested.placement == "auto" else decided(requested, parameters)
+    own = stored.base.config
+    if requested.placement not in ("auto", own.placement):
+        raise ConfigError(
+            f"placement={requested.placement} was asked for, but the model was offloaded with {own.placement}: "
+            "plan an ordinary model, or one on the meta device, to see other placements"
+        )
+    others = {name: value for name, value in fields.items() if name not in ("placement", "store")}
+    return Config.of(config or own, {**others, "placement": own.placement})
+
+
+def _twin_of(model: torch.nn.Module, config: Config) -> torch.nn.Module:
+    """A copy of `model` for planning. Tied parameters stay tied, and nothing of it is on the meta device."""
+    memo: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        memo[id(parameter)] = abstract_parameter(parameter, f"parameter '{name}'", config)
+    for module in model.modules():
+        for tensor in (*module._buffers.values(), *vars(module).values()):
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                memo[id(tensor)] = _off_meta(tensor)
+    try:
+        return copy.deepcopy(model, memo)
+    except ZinfError:
+        raise
+    except Exception as error:
+        raise PlanError(
+            f"the model can't be planned, because copy.deepcopy of its modules fails: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _off_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros on the CPU for a tensor on the meta device; any other tensor itself."""
+    if not tensor.is_meta:
+        return tensor
+    zeros = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").zero_()
+    return zeros.requires_grad_(tensor.requires_grad)
+
+
+def _call(model: torch.nn.Module, args: tuple, kwargs: dict) -> Any:
+    return model(*args, **kwargs)
+
+
+@dataclass
+class _Planner:
+    """A Dynamo backend that captures each graph, and compiles it to something that computes nothing."""
+
+    config: Config
+    rates: Rates | None = None
+    groups: Groups = field(default_factory=Groups)
+    captures: list[Capture] = field(default_factory=list)
+
+    def compiled_call(self) -> Callable[..., Any]:
+        """`_call`, compiled by this backend apart from all that Dynamo has compiled for the user.
+
+        Dynamo keeps what it compiles with the code object of the outermost frame, so each planner has one of its own.
+        After a graph break the frames are those of the model's class: there, isolation keeps this backend's results
+        apart, and static shapes keep it from making the user's next compilation dynamic.
+        """
+        call = FunctionType(_call.__code__.replace(), _call.__globals__)
+        isolation = {"isolate_recompiles": True} if "isolate_recompiles" in _COMPILE_PARAMETERS else {}
+        return torch.compile(call, backend=self, dynamic=False, **isolation)
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        from zinf_fx.frontend.capture import Capture
+
+        capture = Capture(module, inputs, self.config, rates=self.rates, groups=self.groups)
+        capture.capture()
+        self.captures.append(capture)
+        results = tree_map(_stand_in, next(iter(module.graph.find_nodes(op="output"))).args[0])
+
+        def zeros(*arguments: Any) -> Any:
+            return tree_map_only(_StandIn, _StandIn.make, results)
+
+        return zeros
+
+
+_COMPILE_PARAMETERS = inspect.signature(torch.compile).parameters
+
+
+@dataclass(frozen=True)
+class _StandIn:
+    """What a graph's result is replaced by: zeros of its shape, which require a gradient if it does.
+
+    So the graphs that follow a graph break are captured as they would be in training.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    def make(self) -> torch.Tensor:
+        zeros = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
+        return zeros.requires_grad_(self.requires_grad)
+
+
+def _stand_in(result: Any) -> Any:
+    value = result.meta.get("example_value", result.meta.get("val")) if isinstance(result, fx.Node) else result
+    if isinstance(value, torch.Tensor):
+        return _StandIn(tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad)
+    return value

@@ -1,0 +1,80 @@
+"""`zinf_fx.export_plan`: a model's plan ahead of time, for a machine that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zinf_fx.config import Config
+from zinf_fx.errors import PlanError
+from zinf_fx.frontend.explain import plan_model
+from zinf_fx.plan.hardware import Hardware
+from zinf_fx.plan.placement.decision import Decision
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.rates import Rates
+
+
+def export_plan(
+    model: torch.nn.Module,
+    example_inputs: Sequence[Any] | Mapping[str, Any],
+    config: Config | None = None,
+    world_size: int = 1,
+    replicas: int = 1,
+    hardware: Hardware | None = None,
+    **fields: object,
+) -> Plan:
+    """The plan of `model(*example_inputs)` (a mapping: keyword arguments), to be saved and used elsewhere:
+    `plan.save(path)`, then `torch.compile(model, backend="zinf", options={"plan": path})`.
+
+    Needs no store, GPU or weights: the model may be on the meta device, and is neither changed nor run. Forward and
+    backward, or inference alone under `torch.no_grad()`. What is on the meta device is planned for the CPU.
+
+    Args:
+        config, fields: the options to plan with, as for `zinf_fx.offload`.
+        world_size: ranks that train together.
+        replicas: groups that they divide into, each of which has all model states, as with a two-dimensional mesh.
+        hardware: what `placement="auto"` decides for; default this machine, at nominal rates. Other choices
+            (`activations="auto"`) are weighed with its rates; default nominal ones, or measured ones for an offloaded
+            model.
+
+    Raises: ConfigError for bad options; BudgetError when a budget is too small; PlanError when the model can't be
+    captured as one graph that uses parameters; StoredTensorError for a parameter that can't be stored.
+    """
+    return exported(model, example_inputs, config, world_size, replicas, hardware, **fields)[0]
+
+
+def exported(
+    model: torch.nn.Module,
+    example_inputs: Sequence[Any] | Mapping[str, Any],
+    config: Config | None = None,
+    world_size: int = 1,
+    replicas: int = 1,
+    hardware: Hardware | None = None,
+    **fields: object,
+) -> tuple[Plan, Decision | None]:
+    """As `export_plan`, with what was decided where `placement` is "auto"."""
+    rates = rates_of(hardware, model, Config.of(config, fields)) if hardware is not None else None
+    planning = plan_model(model, example_inputs, config, rates, world_size, replicas, hardware=hardware, **fields)
+    plans = planning.plans
+    if len(plans) != 1:
+        raise PlanError(
+            "no captured graph of the model uses a parameter: there is nothing to plan"
+            if not plans
+            else f"the model is captured as {len(plans)} graphs, and a plan file is for one: remove the graph breaks "
+            "(TORCH_LOGS=graph_breaks shows where they are)"
+        )
+    return plans[0], planning.decision
+
+
+def rates_of(hardware: Hardware, model: torch.nn.Module, config: Config) -> Rates:
+    """What a described machine's rank does with a model's dtype, and between its device and where activations go."""
+    dtype = next((str(p.dtype).removeprefix("torch.") for p in model.parameters()), "float32")
+    placement = config.placement
+    tier = "nvme" if placement == "auto" else config.activation_tier
+    read, write = hardware.upload.bandwidth, hardware.download.bandwidth
+    if tier == "nvme":
+        read = min(read, hardware.nvme.read / hardware.ranks_per_node)
+        write = min(write, hardware.nvme.write / hardware.ranks_per_node)
+    return Rates(hardware.achieved(dtype), hardware.device.read, read, write, copies=False)

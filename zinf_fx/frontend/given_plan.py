@@ -1,0 +1,71 @@
+"""The backend's option `plan`: which plans were given, which options follow from them, and whether they are for the
+model at hand."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+
+from zinf_fx.config import Config
+from zinf_fx.errors import ConfigError, PlanError
+from zinf_fx.plan.codec import shared_options
+from zinf_fx.plan.files.file import load_plan
+from zinf_fx.plan.plan import Plan
+
+# What decides where bytes lie from the offload on: it can't be another one when the graph is compiled.
+_OF_THE_OFFLOAD = ("placement", "host_memory", "chunk")
+
+
+def plans_given(option: object) -> list[Plan]:
+    """The plans of the option: a `Plan`, a file's path, or several of these, such as one for training and one for
+    evaluation. None: there are none.
+
+    Raises: PlanFileError; ConfigError for anything else, and for plans with different options.
+    """
+    several = option if isinstance(option, (list, tuple)) else [] if option is None else [option]
+    plans = []
+    for one in several:
+        if not isinstance(one, (Plan, str, os.PathLike)):
+            raise ConfigError(
+                f"plan={one!r} is not accepted; accepted: a zinf_fx.Plan, a file's path, or a list of these"
+            )
+        plans.append(one if isinstance(one, Plan) else load_plan(one))
+    for plan in plans:
+        if plan.fingerprint is None:
+            raise ConfigError("the plan given has no fingerprint of a model: make it with zinf_fx.export_plan")
+        if differing := _first_difference(plans[0].config, plan.config):
+            raise ConfigError(f"the plans given differ in {differing}: one job has one set of options")
+    return plans
+
+
+def options_with(plans: Sequence[Plan], options: Mapping[str, object]) -> dict[str, object]:
+    """`options`, and in the place of those not given the plan's. Raises: ConfigError where they contradict it."""
+    if not plans:
+        return dict(options)
+    planned = plans[0].config
+    requested = Config.of(planned, options)
+    if differing := _first_difference(planned, requested):
+        raise ConfigError(f"an option contradicts the plan: {differing}. Leave it out, or export a plan with it")
+    return {**{name: getattr(planned, name) for name in shared_options()}, **options}
+
+
+def check_offloaded(plans: Sequence[Plan], offloaded: Config) -> None:
+    """Check a model's options since its offload. Raises: PlanError naming the first that differs from the plan's."""
+    if plans and (differing := _first_difference(plans[0].config, offloaded, _OF_THE_OFFLOAD)):
+        raise PlanError(
+            f"the plan is for a model that was offloaded with other options: {differing}. "
+            "zinf_fx.offload(model, plan.config, store=...) takes those of a plan"
+        )
+
+
+def _first_difference(plan: Config, other: Config, names: Sequence[str] | None = None) -> str | None:
+    for name in names or shared_options():
+        theirs, ours = getattr(plan, name), getattr(other, name)
+        if theirs != ours and name == "placement" and "auto" not in (theirs, ours):
+            for one in fields(theirs):
+                if (there := getattr(theirs, one.name)) != (here := getattr(ours, one.name)):
+                    return f"placement of {one.name} is {there!r} in the plan, and {here!r} here"
+        if theirs != ours:
+            return f"{name} is {theirs!r} in the plan, and {ours!r} here"
+    return None

@@ -1,0 +1,65 @@
+"""Graphs take this rank's part in place of each offloaded DTensor parameter: see [Note: DTensor parameters]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch.distributed.tensor import DTensor
+
+from zinf_fx.errors import StoredTensorError
+from zinf_fx.runtime.tensor.local_parameter import local_input
+
+
+@contextmanager
+def taking_local(module: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
+    """In the block, Dynamo's graph takes `local_input` of each input, and begins by making the DTensors of them.
+
+    Backward of that reduces a gradient to the placements of its parameter.
+
+    Raises: StoredTensorError where a hook is to see a gradient that compiled code has no DTensor of.
+    """
+    made: dict[fx.Node, fx.Node] = {}
+    placeholders = module.graph.find_nodes(op="placeholder")
+    for placeholder, whole in zip(placeholders, inputs, strict=True):
+        part = local_input(whole)
+        if part is whole:
+            continue
+        if part.has_gradient_hooks:
+            raise StoredTensorError(
+                f"a hook was registered on the gradient of a DTensor parameter of shape {tuple(whole.shape)}, and "
+                "would not run in compiled code: remove it, or run the model uncompiled"
+            )
+        with module.graph.inserting_after(placeholders[-1]):
+            made[placeholder] = node = module.graph.call_function(_maker_of(whole), (placeholder,))
+        node.meta = dict(placeholder.meta)
+        placeholder.replace_all_uses_with(node, delete_user_cb=lambda user, node=node: user is not node)
+    try:
+        yield
+    finally:
+        for placeholder, node in made.items():
+            node.replace_all_uses_with(placeholder)
+            module.graph.erase_node(node)
+
+
+def traced(seen: Sequence[Any], taken: Sequence[Any]) -> list[Any]:
+    """What to trace a graph with that takes `taken`. Dynamo has `seen` others in the place of some: it would take the
+    sizes of what it doesn't know for variable ones."""
+    mode = detect_fake_mode(seen)
+    return [
+        one if one is known else mode.from_tensor(one, static_shapes=True)
+        for known, one in zip(seen, taken, strict=True)
+    ]
+
+
+def _maker_of(whole: DTensor) -> Callable[[torch.Tensor], DTensor]:
+    mesh, placements, shape, stride = whole.device_mesh, whole.placements, whole.shape, whole.stride()
+
+    def distributed(local: torch.Tensor) -> DTensor:
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    return distributed

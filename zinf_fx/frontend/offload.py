@@ -1,0 +1,373 @@
+"""Parameters leave for their tier: of a model that exists, or of one that is being built."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parameter import is_lazy
+
+from zinf_fx.config import Config, Placement
+from zinf_fx.errors import ConfigError, StoredTensorError, ZinfError
+from zinf_fx.frontend.auto_placement import choose
+from zinf_fx.interrupts import held_back
+from zinf_fx.plan.sharding import Owners, shards_of
+from zinf_fx.runtime.gradients.accumulate import accumulate_gradient, reduced, reserve_gradient
+from zinf_fx.runtime.memory.device import device_of
+from zinf_fx.runtime.memory.heap import trim_heap
+from zinf_fx.runtime.ranks import Ranks
+from zinf_fx.runtime.tensor.local_parameter import LocalParameter, local_part, placed_as, stored_parameter
+from zinf_fx.runtime.tensor.storage import TensorStorage
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter, check_device, take_implementation
+from zinf_fx.runtime.tensor.tensor_parallel import (
+    check_distributed,
+    check_not_sharded,
+    check_ranks,
+    groups_of,
+    of_first,
+    with_ranks,
+)
+from zinf_fx.runtime.tensor.tiers import Tiers
+from zinf_fx.sizes import in_words
+
+# Bytes of parameters that may have left before the memory that they took is given back to the system.
+_TRIM_EVERY = 64 << 20
+
+# transformers' `from_pretrained` looks for it in the environment at each call. Unless it is set, threads read and
+# convert a whole checkpoint ahead of the modules that take its tensors over.
+_LOADS_IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
+
+
+def offload(model: torch.nn.Module, config: Config | None = None, **fields: object) -> torch.nn.Module:
+    """Move the parameters of `model` to their tier, in place, and return the model.
+
+    Every parameter stays the same object, so optimizers and tied weights go on working. Buffers stay where they are.
+    Gradients that exist move too, and hooks stay. Of many ranks, all get the parameters and buffers of the first.
+
+    Frozen parameters of classes of their own, such as quantised ones, stay where they are, and a warning says so.
+
+    Raises: ConfigError for bad options, and for others than those that a part of the model was offloaded with;
+    StoreError when the store can't hold the parameters; StoredTensorError for a parameter that can't be stored. The
+    model is as before then.
+    """
+    given = _given(config, fields)
+    config = Config.of(config, fields)
+    check_not_sharded(model)
+    present = dict(model.named_parameters())
+    for name, parameter in present.items():
+        if (stored := stored_parameter(parameter)) is not None:
+            _check_not_contradicted(config, given, stored.base.config, name)
+    note_staying(present)
+    parameters = {name: parameter for name, parameter in present.items() if is_ordinary(parameter)}
+    config = decided(config, list(parameters.values()))
+    offload_parameters(parameters, config)
+    for name, buffer in model.named_buffers():
+        if not buffer.is_meta:
+            Ranks.of(config).broadcast(local_part(buffer), f"buffer '{name}'")
+    return model
+
+
+def _given(config: Config | None, fields: Mapping[str, object]) -> set[str]:
+    """The names of the options that a caller chose: those given by name, and a `config`'s that differ from the
+    defaults."""
+    default, own = Config(), config or Config()
+    names = (field.name for field in dataclasses.fields(Config))
+    return {*fields, *(name for name in names if getattr(own, name) != getattr(default, name))}
+
+
+def _check_not_contradicted(config: Config, given: set[str], own: Config, name: str) -> None:
+    """Raises: ConfigError where a `given` option is another one than that which the parameter `name` was offloaded
+    with."""
+    for option in sorted(given):
+        asked, found = getattr(config, option), getattr(own, option)
+        if asked not in ("auto", found):
+            raise ConfigError(
+                f"offload() was asked for {option}={asked}, but parameter '{name}' was offloaded with {found}, and "
+                "what is stored keeps its options: give the same ones, or offload an ordinary model"
+            )
+
+
+@contextmanager
+def offloading(config: Config | None = None, **fields: object) -> Iterator[None]:
+    """Partitioned construction: parameters of models built in this block leave as each submodule is built.
+
+    A module's parameters leave when another module registers one, or a parent takes the module over; what is left
+    leaves at the end of the block. What initialises them later writes to the store. So the model is never whole in
+    memory, and its initial values are those of an ordinary construction with the same seed. Parameters on the meta
+    device, and lazy ones, stay as they are.
+
+    In the block, the environment has HF_DEACTIVATE_ASYNC_LOAD=1 unless it has that variable already: with it,
+    transformers reads one tensor of a checkpoint after the other, instead of all of them ahead in threads.
+    """
+    config = decided(Config.of(config, fields), None)
+    tiers, owners = Tiers.of(config), Owners(config, Ranks.of(config).shards)
+    if config.placement.parameters == "nvme":
+        _ = tiers.store  # a directory that can't be used shows before anything is built
+    present: list[weakref.ref[torch.nn.Parameter]] = []  # those of `current` that have not left
+    staying: list[weakref.ref[torch.nn.Parameter]] = []
+    current: weakref.ref[torch.nn.Module] | None = None
+    freed = 0
+
+    def register(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        nonlocal current
+        if current is None or current() is not module:
+            leave()
+            current = weakref.ref(module)
+        if parameter is not None:
+            present.append(weakref.ref(parameter))
+
+    def take_over(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
+        for parameter in module.parameters() if module is not None else ():
+            store(parameter)
+        present[:] = [ref for ref in present if ref() is not None and stored_parameter(ref()) is None]
+
+    def leave() -> None:
+        while present:
+            if (parameter := present.pop()()) is not None:
+                store(parameter)
+
+    def store(parameter: torch.nn.Parameter) -> None:
+        nonlocal freed
+        if stored_parameter(parameter) is not None or is_lazy(parameter) or parameter.is_meta:
+            return
+        if stays(parameter):
+            staying.append(weakref.ref(parameter))
+            return
+        check_storable(parameter, f"a parameter of shape {tuple(parameter.shape)}")
+        check_ranks(config, [parameter])
+        replace_in_place(parameter, _written(parameter, _reserved(parameter, tiers, config, owners)))
+        freed += parameter.nbytes
+        if freed >= _TRIM_EVERY:
+            freed = 0
+            trim_heap()
+
+    handles = [
+        register_module_parameter_registration_hook(register),
+        register_module_module_registration_hook(take_over),
+    ]
+    before = os.environ.get(_LOADS_IN_TURN)
+    try:
+        os.environ.setdefault(_LOADS_IN_TURN, "1")
+        yield
+        leave()
+        tiers.drain()
+        left = [parameter for parameter in (ref() for ref in staying) if parameter is not None]
+        note_staying({f"number {n} of shape {tuple(one.shape)}": one for n, one in enumerate(left, start=1)})
+    finally:
+        if before is None:
+            os.environ.pop(_LOADS_IN_TURN, None)
+        for handle in handles:
+            handle.remove()
+
+
+def offload_parameters(parameters: Mapping[str, torch.nn.Parameter], config: Config) -> None:
+    """Move ordinary parameters, by name, and their gradients to their tiers, keeping the objects' identity.
+
+    Space is reserved for all of them first, and what goes to disk has arrived there before any of them changes, so
+    that all are as before if this raises. In memory, where nothing can fail then, they move one after the other.
+    """
+    for name, parameter in parameters.items():
+        check_storable(parameter, f"parameter '{name}'")
+    _check_disjoint(parameters)
+    tiers, owners = Tiers.of(config), Owners(config, Ranks.of(config).shards)
+    twins = [_reserved(parameter, tiers, config, owners) for parameter in parameters.values()]
+    to_disk = any(t.base.tier == "nvme" for twin in twins for t in (twin, twin.grad) if t is not None)
+    if to_disk:
+        for parameter, twin in zip(parameters.values(), twins, strict=True):
+            _written(parameter, twin)
+        tiers.drain()
+    for name, twin in zip(parameters, twins, strict=True):
+        twin.storage.label = f"parameter '{name}'"
+    twins.reverse()
+    for parameter in parameters.values():
+        twin = twins.pop()  # gets the memory of `parameter`, and must not be kept
+        replace_in_place(parameter, twin if to_disk else _written(parameter, twin))
+    twin = None
+    trim_heap()
+
+
+def _reserved(parameter: torch.nn.Parameter, tiers: Tiers, config: Config, owners: Owners) -> StoredTensor:
+    """A stored parameter without a value yet, to take the place of `parameter`, or of the local tensor of a DTensor."""
+    placement, ranks = config.placement, Ranks.of(config)
+    requires_grad, gradient, divided_over = parameter.requires_grad, parameter.grad, groups_of(parameter)
+    parameter = local_part(parameter)
+    numel, dtype, device = parameter.numel(), parameter.dtype, device_of(parameter.device)
+    shards = shards_of(parameter.shape, dtype, ranks.shards, config, owners.next(parameter.nbytes))
+    with torch.inference_mode(False):  # a model may be evaluated before it is trained
+        storage = TensorStorage(
+            tiers, placement.parameters, config, numel, dtype, device, ranks, placement.stage == 3, shards
+        )
+        storage.part_of = divided_over
+        twin = StoredTensor.of(storage, parameter.shape, parameter.device, requires_grad=requires_grad)
+        if gradient is not None:
+            # Of many ranks, each has its own: the next backward pass reduces it with what that adds.
+            present = storage.for_gradient(gradient.dtype, partitioned=ranks.size == 1)
+            present.unreduced = ranks.size > 1
+            twin.grad = StoredTensor.of(present, parameter.shape, parameter.device)
+        else:
+            reserve_gradient(twin)
+        return as_parameter(twin)
+
+
+def _written(parameter: torch.nn.Parameter, twin: StoredTensor) -> StoredTensor:
+    """`twin`, with the value and gradient of `parameter` in it or on their way. The value is the first rank's."""
+    value = local_part(parameter.detach())
+    twin.storage.ranks.broadcast(value, f"a parameter of shape {tuple(parameter.shape)}")
+    twin.storage.set(value)
+    if twin.grad is not None:
+        gradient = parameter.grad
+        twin.grad.storage.set(placed_as(parameter, gradient) if isinstance(gradient, DTensor) else gradient)
+    return twin
+
+
+@held_back
+def replace_in_place(parameter: torch.nn.Parameter, twin: StoredTensor) -> None:
+    """Give the object `parameter` the implementation, class and attributes of `twin`, which nothing else may use.
+
+    This is what `torch.utils.swap_tensors` does, less its refusal of tensors to which weak references exist: Dynamo's
+    guards hold some, and they are what makes it compile again for the parameter's new type. Graphs that autograd
+    recorded before go on with the old value; the gradients that they bring are accumulated as any others.
+
+    A DTensor gets `twin` for its local tensor: see [Note: DTensor parameters].
+    """
+    if isinstance(parameter, DTensor):
+        gradient, twin.grad = twin.grad, None
+        leaf = LocalParameter.of_whole(parameter, twin.requires_grad_(False))
+        leaf.grad = gradient
+        leaf.expect_gradient()
+        return
+    if parameter.requires_grad and parameter.is_leaf and parameter._use_count() > 1:
+        accumulate = torch.autograd.graph.get_gradient_edge(parameter).node
+        accumulate.register_prehook(lambda gradients: _accumulate(parameter, gradients[0]))
+    take_implementation(parameter, twin)
+
+
+def _accumulate(parameter: StoredTensor, gradient: torch.Tensor) -> None:
+    accumulate_gradient(parameter, reduced(parameter, gradient, f"a parameter of shape {tuple(parameter.shape)}"))
+
+
+def is_ordinary(value: object) -> bool:
+    """Whether this is a parameter that offloading would move."""
+    return isinstance(value, torch.nn.Parameter) and stored_parameter(value) is None and not stays(value)
+
+
+def stays(value: object) -> bool:
+    """Whether this is a parameter that offloading leaves where it is: a frozen one of a class of its own. Quantised
+    parameters are such, whose bytes say nothing without what the class knows about them."""
+    if not isinstance(value, torch.nn.Parameter) or isinstance(value, (StoredTensor, DTensor)):
+        return False
+    return type(value) is not torch.nn.Parameter and not value.requires_grad and not is_lazy(value)
+
+
+def note_staying(parameters: Mapping[str, object]) -> None:
+    """Warn of those that stay in memory, if any. Python shows a warning with the same text once."""
+    parameters = {name: parameter for name, parameter in parameters.items() if stays(parameter)}
+    if not parameters:
+        return
+    (name, parameter), *_ = parameters.items()
+    warnings.warn(
+        f"{len(parameters)} frozen parameter(s), {in_words(sum(map(_bytes_in_memory, parameters.values())))}, stay on "
+        f"their device and are in no plan, such as '{name}', a {type(parameter).__name__}: only plain nn.Parameter can "
+        "be stored. Leave room for them in device_memory, or offload the model before it is quantised",
+        stacklevel=3,
+    )
+
+
+def _bytes_in_memory(tensor: torch.Tensor) -> int:
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.nbytes
+    inner, _ = tensor.__tensor_flatten__()
+    return sum(_bytes_in_memory(getattr(tensor, name)) for name in inner)
+
+
+def check_storable(parameter: torch.Tensor, what: str) -> None:
+    """Raises: StoredTensorError for a parameter that can't be moved to a tier."""
+    if is_lazy(parameter):
+        raise StoredTensorError(f"{what} is not initialised yet: run the model once before offloading it")
+    if parameter.is_meta:
+        raise StoredTensorError(f"{what} is on the meta device and has no values: materialise it first (to_empty)")
+    check_device(parameter.device, what)
+    if parameter.layout != torch.strided:
+        raise StoredTensorError(f"{what} has layout {parameter.layout}: only strided tensors can be stored")
+    if isinstance(parameter, DTensor):
+        check_distributed(parameter, what)
+    elif type(parameter) is not torch.nn.Parameter:
+        raise StoredTensorError(
+            f"{what} is a {type(parameter).__name__} that is trained: only plain nn.Parameter can be stored. Freeze it "
+            "with requires_grad_(False), and it stays on its device"
+        )
+    if parameter.grad is not None and parameter.grad.layout != torch.strided:
+        raise StoredTensorError(
+            f"{what} has a gradient of layout {parameter.grad.layout}: only strided ones can be stored; clear it first"
+        )
+
+
+def _check_disjoint(parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Raises: StoredTensorError for two parameters in the same memory, which would part."""
+    by_address: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        parameter = local_part(parameter)
+        other = by_address.setdefault(parameter.data_ptr(), name) if parameter.numel() else name
+        if other != name:
+            raise StoredTensorError(
+                f"parameters '{other}' and '{name}' are different parameters in the same memory, and would no longer "
+                "be tied: tie them by assigning the one parameter to both modules"
+            )
+
+
+def decided(
+    config: Config, parameters: list[torch.Tensor] | None, find: Callable[[Config], Placement] | None = None
+) -> Config:
+    """`config` with its ranks and its placement decided from the parameters (all of them; None: not yet known).
+
+    `find`: decides where the placement is "auto"; default the rule alone. Ranks take what the first one finds.
+
+    Raises: ConfigError for ranks that can't train these parameters, or can't do so in this placement.
+    """
+    if parameters:
+        config = with_ranks(config, parameters)
+    if config.placement == "auto":
+        config = _placed_as_first(config, parameters or (), find or (lambda ranked: _by_rule(ranked, parameters)))
+    placement = config.placement
+    if Ranks.of(config).size > 1 and placement.stage < 3 and placement.parameters == "nvme":
+        raise ConfigError(
+            f"stage {placement.stage} keeps every parameter on every rank, and the placement has parameters on nvme: "
+            "stage 3 partitions them (or place them on 'host' or 'device')"
+        )
+    return config
+
+
+def _by_rule(config: Config, parameters: list[torch.Tensor] | None) -> Placement:
+    return choose(config, None if parameters is None else trained_here(parameters), Ranks.of(config).groups)
+
+
+def _placed_as_first(config: Config, parameters: Sequence[torch.Tensor], find: Callable[[Config], Placement]) -> Config:
+    """`config` with the placement that the first rank finds for these parameters. Raises: what it finds to be wrong, on
+    every rank."""
+    found: Placement | ZinfError
+    try:
+        found = find(config)
+    except ZinfError as error:
+        found = error
+    found = of_first(config, parameters, found, "the placement")
+    if isinstance(found, ZinfError):
+        raise found
+    return Config.of(config, {"placement": found})
+
+
+def trained_here(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """As much as this rank has of each parameter where tensor parallelism divides them."""
+    return [
+        local_part(one).detach().requires_grad_(one.requires_grad) if isinstance(one, DTensor) else one
+        for one in parameters
+    ]

@@ -1,0 +1,68 @@
+"""`placement="auto"` for a model of which the graphs are captured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from zinf_fx.config import Config, Placement
+from zinf_fx.frontend.abstract import abstract_inputs
+from zinf_fx.frontend.auto_placement import by_rule_here, device_of_most, note, sizes_of, this_machine
+from zinf_fx.frontend.capture import Capture, input_names
+from zinf_fx.frontend.offload import trained_here
+from zinf_fx.plan.hardware import Hardware
+from zinf_fx.plan.placement.decision import Decision, decide
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.sharding import Groups
+from zinf_fx.runtime.ranks import Ranks
+
+
+def decided_for(
+    captures: Sequence[Capture],
+    parameters: Sequence[torch.Tensor],
+    config: Config,
+    groups: Groups,
+    hardware: Hardware | None = None,
+) -> tuple[Decision, list[Plan]]:
+    """The placement of the model that these graphs are of, and their plans with it.
+
+    `hardware`: to decide for; default this machine, at nominal rates. Raises: BudgetError when nothing fits.
+    """
+    here = trained_here(parameters)
+    if hardware is None:
+        hardware = this_machine(config, device_of_most(here))
+
+    @cache
+    def plans_with(placement: Placement) -> list[Plan]:
+        return moving(capture.planned_with(placement) for capture in captures)
+
+    sizes = sizes_of(here, groups)
+    decision = decide(plans_with, sizes, config, hardware, groups.ranks, len(here))
+    note(decision, sizes)
+    return decision, plans_with(decision.placement)
+
+
+def at_first_call(
+    module: fx.GraphModule, inputs: Sequence[Any], config: Config, parameters: Sequence[torch.Tensor]
+) -> Placement:
+    """The placement of a graph's ordinary parameters, on this rank. Nothing is captured where they fit on the device,
+    with room for activations. Raises: BudgetError when nothing fits."""
+    groups = Ranks.of(config).groups
+    here = trained_here(parameters)
+    alone = by_rule_here(config, here, groups, "nothing leaves")
+    if alone.nothing_moves:
+        note(alone, sizes_of(here, groups))
+        return alone.placement
+    anywhere = Config.of(config, {"placement": "nvme"})
+    stored = abstract_inputs(inputs, anywhere, input_names(module))
+    capture = Capture(module, stored, anywhere, groups=groups, seen=inputs)
+    return decided_for([capture], parameters, config, groups)[0].placement
+
+
+def moving(plans: Iterable[Plan | None]) -> list[Plan]:
+    """The plans of graphs that use parameters."""
+    return [plan for plan in plans if plan is not None and any(graph.tiles for graph in plan.graphs)]

@@ -1,0 +1,204 @@
+"""What of this machine helps or hinders a store, each finding with the line that mends it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from zinf_fx.errors import StoreError
+from zinf_fx.native.engine import checksums_in_hardware, direct_alignment, is_direct
+from zinf_fx.runtime.disk.filesystem import FileSystem, file_system_of
+from zinf_fx.runtime.disk.measure import load_profile
+from zinf_fx.runtime.disk.scratch import Scratch, orphans
+from zinf_fx.runtime.disk.store import Store
+
+Status = Literal["ok", "warning", "problem"]
+
+AIO_NR, AIO_MAX = Path("/proc/sys/fs/aio-nr"), Path("/proc/sys/fs/aio-max-nr")
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+AIO_EVENTS_WANTED = 1024
+LITTLE_SPACE = 10 << 30
+OTHER_STORE = 'export ZINF_STORE=/path/on/a/local/disk   # or store="..." in the program'
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        subject: what.
+        status: "ok", "warning" (slower or riskier than need be) or "problem" (a store can't work like this).
+        found: what was found, and why it matters if it isn't ok.
+        mend: the line to run or to write; None where there is nothing to mend.
+    """
+
+    subject: str
+    status: Status
+    found: str
+    mend: str | None = None
+
+
+def diagnose(directory: Path) -> list[Finding]:
+    """Looks at the machine and at a store directory. Writes a small file there, and removes it."""
+    findings = [_torch(), _checksums(), _huge_pages(), _memlock(), _aio(), _file_size()]
+    try:
+        file_system = file_system_of(directory)
+        orphans(directory)
+    except StoreError as error:
+        mend = f"mkdir -p {_quoted(directory)}" if not directory.exists() else OTHER_STORE
+        return [*findings, Finding("store", "problem", str(error), mend)]
+    findings += [_kind(directory, file_system), _space(directory, file_system)]
+    findings += [_alignment(directory), _provider(directory), _orphans(directory), _profile(directory)]
+    return findings
+
+
+def _torch() -> Finding:
+    found = f"torch {torch.__version__}, Python {platform.python_version()}"
+    if not torch.cuda.is_available():
+        return Finding("torch", "ok", f"{found}, no CUDA: models run on the CPU")
+    names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
+    return Finding("torch", "ok", f"{found}, CUDA {torch.version.cuda}: {', '.join(sorted(names))}")
+
+
+def _checksums() -> Finding:
+    if checksums_in_hardware():
+        return Finding("checksums", "ok", "crc32c by the processor's instruction")
+    found = "crc32c by tables, as this processor has no instruction that is known here: about 2 GiB/s"
+    return Finding("checksums", "warning", found, "zinf_fx.Config(checksum=False)")
+
+
+def _huge_pages() -> Finding:
+    subject = "huge pages"
+    try:
+        setting = HUGE_PAGES.read_text().split("[")[1].split("]")[0]
+    except (OSError, IndexError):
+        return Finding(subject, "warning", "the kernel has no transparent huge pages: direct I/O is up to 2 x slower")
+    if setting == "never":
+        found = "transparent huge pages are off: direct I/O is up to 2 x slower"
+        return Finding(subject, "warning", found, f"echo madvise | sudo tee {HUGE_PAGES}")
+    return Finding(subject, "ok", f"transparent huge pages: {setting}")
+
+
+def _memlock() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    found = f"locked memory: {_size(soft)} (hard limit {_size(hard)})"
+    if soft != resource.RLIM_INFINITY and torch.cuda.is_available():
+        mend = "ulimit -l unlimited" if hard == resource.RLIM_INFINITY else _limits_line("memlock")
+        return Finding("memlock", "warning", f"{found}: pinning host memory for the GPU may be refused", mend)
+    return Finding("memlock", "ok", f"{found}; nothing is locked without a GPU" if soft != -1 else found)
+
+
+def _aio() -> Finding:
+    try:
+        used, most = int(AIO_NR.read_text()), int(AIO_MAX.read_text())
+    except (OSError, ValueError):
+        return Finding("kernel AIO", "warning", "the kernel doesn't tell its limits: threads may have to do the I/O")
+    found = f"{used} of {most} events in use"
+    if most - used < AIO_EVENTS_WANTED:
+        mend = f"sudo sysctl -w fs.aio-max-nr={most + 65536}"
+        return Finding("kernel AIO", "warning", f"{found}: a store may not get a queue, and use threads", mend)
+    return Finding("kernel AIO", "ok", found)
+
+
+def _file_size() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if soft == resource.RLIM_INFINITY:
+        return Finding("file size", "ok", "unlimited")
+    mend = "ulimit -f unlimited" if hard == resource.RLIM_INFINITY else _limits_line("fsize")
+    return Finding("file size", "warning", f"files may have {_size(soft)} at most, and a store is one file", mend)
+
+
+def _kind(directory: Path, found: FileSystem) -> Finding:
+    text = f"{directory}: {found.kind} on {found.source}"
+    if found.in_memory:
+        return Finding("file system", "warning", f"{text}: its bytes take host memory, nothing is gained", OTHER_STORE)
+    if found.over_network:
+        return Finding("file system", "warning", f"{text}: the network is slower than a local disk", OTHER_STORE)
+    return Finding("file system", "ok", text)
+
+
+def _space(directory: Path, found: FileSystem) -> Finding:
+    text = f"{_size(found.free)} of {_size(found.total)} free"
+    if found.free < LITTLE_SPACE:
+        mend = f"zinf-fx clean {_quoted(directory)}" if orphans(directory) else OTHER_STORE
+        return Finding("free space", "warning", f"{text}: enough for {found.free / 14e9:.1f} G parameters", mend)
+    return Finding("free space", "ok", f"{text}: room for {found.free / 14e9:.1f} G parameters (14 bytes each)")
+
+
+def _alignment(directory: Path) -> Finding:
+    subject = "alignment"
+    try:
+        scratch = Scratch(directory)
+    except StoreError as error:
+        return Finding(subject, "problem", str(error), f"chmod u+rwx {_quoted(directory)}   # or: {OTHER_STORE}")
+    try:
+        fd = scratch.create("probe")
+        try:
+            alignment = direct_alignment(fd)
+        finally:
+            os.close(fd)
+    except StoreError as error:
+        return Finding(subject, "problem", str(error), OTHER_STORE)
+    finally:
+        scratch.remove()
+    if alignment is None:
+        return Finding(subject, "warning", "the file system has no direct I/O: the page cache is used", OTHER_STORE)
+    if alignment > 4096:
+        return Finding(subject, "warning", f"direct I/O needs {alignment} bytes, more than a page", OTHER_STORE)
+    return Finding(subject, "ok", f"direct I/O at multiples of {alignment} bytes")
+
+
+def _provider(directory: Path) -> Finding:
+    subject = "provider"
+    try:
+        with Store(directory) as store:
+            provider, refused = store.provider, store.refused
+    except StoreError as error:
+        return Finding(subject, "problem", str(error), OTHER_STORE)
+    reasons = "".join(f"; not {name}: {reason}" for name, reason in refused.items())
+    if not is_direct(provider):
+        return Finding(subject, "warning", f"{provider}: through the page cache, slower{reasons}", OTHER_STORE)
+    if provider == "threads":
+        mend = "sudo sysctl -w fs.aio-max-nr=1048576"
+        return Finding(subject, "warning", f"{provider}: more processor time than kernel AIO{reasons}", mend)
+    return Finding(subject, "ok", f"{provider}{reasons}")
+
+
+def _orphans(directory: Path) -> Finding:
+    found = orphans(directory)
+    if found:
+        text = f"{len(found)} scratch directories of dead jobs take space"
+        return Finding("orphans", "warning", text, f"zinf-fx clean {_quoted(directory)}")
+    return Finding("orphans", "ok", "no scratch directories of dead jobs")
+
+
+def _profile(directory: Path) -> Finding:
+    profile = load_profile(directory)
+    if profile is None:
+        text = "the device was never measured: plans assume a speed"
+        return Finding("measured", "warning", text, f"zinf-fx bench-io {_quoted(directory)}")
+    return Finding("measured", "ok", f"read {profile.read / 2**30:.2f} GiB/s, write {profile.write / 2**30:.2f} GiB/s")
+
+
+def _limits_line(item: str) -> str:
+    return f"echo '* hard {item} unlimited' | sudo tee -a /etc/security/limits.conf   # then log in again"
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))
+
+
+def _size(nbytes: int) -> str:
+    if nbytes == resource.RLIM_INFINITY:
+        return "unlimited"
+    value, unit = float(nbytes), 0
+    while value >= 1024 and unit < 5:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[unit]}"

@@ -1,0 +1,173 @@
+"""This machine as a hardware description: what its devices, memories and disk do, measured in some seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from zinf_fx.plan.hardware import DTYPES, Disks, Hardware, Link, Memory
+from zinf_fx.plan.memory.accounting import AT_A_TIME, STATE_BYTES
+from zinf_fx.runtime.disk.filesystem import file_system_of
+from zinf_fx.runtime.disk.measure import Trial, load_profile
+from zinf_fx.runtime.tensor.tiers import physical_memory
+
+# Larger than caches, and small beside any memory.
+_COPIED = 256 << 20
+_SMALL = 4096
+_DISK_BYTES = 512 << 20
+# A measurement is repeated for so long, and at least so often; the mean counts.
+_SECONDS, _TIMES = 0.3, 3
+
+
+def measure_machine(store: Path | str) -> Hardware:
+    """A description of this machine: one node with its CUDA devices, or with its CPU as the one device.
+
+    The peak is that of large matrix products, which training doesn't quite reach. A disk's endurance isn't known, and
+    neither is a link to other machines: the link in the node stands for it. On a CPU, device and host are one memory,
+    of which each is given half.
+
+    Args:
+        store: directory on the disk to measure; a profile that `zinf-fx bench-io` stored is used instead.
+
+    Raises: StoreError.
+    """
+    nvme = _disk(store)
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda:0" if cuda else "cpu")
+    host = _memory(torch.device("cpu"), physical_memory() // (1 if cuda else 2))
+    upload, download = (link_to(device, download) for download in (False, True)) if cuda else (_in_memory(host),) * 2
+    ranks = torch.cuda.device_count() if cuda else 1
+    in_node = _link_of_devices() if ranks > 1 else upload
+    return Hardware(
+        name=torch.cuda.get_device_name(device) if cuda else "this machine's CPU",
+        nodes=1,
+        ranks_per_node=ranks,
+        achievable=1.0,
+        peak={dtype: peak_of(device, getattr(torch, dtype)) for dtype in DTYPES},
+        device=_memory(device, torch.cuda.get_device_properties(device).total_memory) if cuda else host,
+        host=host,
+        nvme=nvme,
+        upload=upload,
+        download=download,
+        in_node=in_node,
+        between_nodes=in_node,
+        updates=update_rate(),
+        unified=not cuda,
+    )
+
+
+def peak_of(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP per second of a square matrix product. On a CPU, a small one: some dtypes are a thousand times slower."""
+    n = 8192 if device.type == "cuda" else 512
+    left, right = (torch.ones(n, n, dtype=dtype, device=device) for _ in range(2))
+    result = torch.empty_like(left)
+    return 2 * n**3 / _mean(lambda: torch.mm(left, right, out=result), device)
+
+
+def update_rate() -> float:
+    """Parameters per second that Adam updates in host memory: of bf16, with master weights and moments in fp32."""
+    count = max(1, _COPIED // (4 * STATE_BYTES * AT_A_TIME))
+    low = [torch.zeros(AT_A_TIME, dtype=torch.bfloat16) for _ in range(count)]
+    optimizers = [torch.optim.AdamW([torch.zeros(AT_A_TIME)], fused=True) for _ in low]
+    gradient = torch.zeros(AT_A_TIME)
+
+    def update() -> None:
+        for weights, optimizer in zip(low, optimizers, strict=True):
+            (master,) = optimizer.param_groups[0]["params"]
+            master.grad = gradient.copy_(weights)
+            optimizer.step()
+            weights.copy_(master)
+
+    return count * AT_A_TIME / _mean(update, torch.device("cpu"))
+
+
+def _memory(device: torch.device, capacity: int) -> Memory:
+    rate = memory_rate(device)
+    return Memory(capacity, rate, rate)
+
+
+def memory_rate(device: torch.device) -> float:
+    """Bytes per second of a device's memory. A copy within it reads and writes each byte: the sum is what reads or
+    writes alone get of it."""
+    source, target = (torch.ones(_COPIED, dtype=torch.uint8, device=device) for _ in range(2))
+    return 2 * _COPIED / _mean(lambda: target.copy_(source), device)
+
+
+def link_to(device: torch.device, download: bool) -> Link:
+    """Between pinned host memory and a CUDA device."""
+    return _copies(
+        lambda nbytes: (
+            torch.ones(nbytes, dtype=torch.uint8, device=device)
+            if download
+            else torch.ones(nbytes, dtype=torch.uint8).pin_memory()
+        ),
+        lambda nbytes: (
+            torch.empty(nbytes, dtype=torch.uint8).pin_memory()
+            if download
+            else torch.empty(nbytes, dtype=torch.uint8, device=device)
+        ),
+        device,
+    )
+
+
+def _link_of_devices() -> Link:
+    """Between the first two devices."""
+    first, second = torch.device("cuda:0"), torch.device("cuda:1")
+    return _copies(
+        lambda nbytes: torch.ones(nbytes, dtype=torch.uint8, device=first),
+        lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=second),
+        second,
+    )
+
+
+def _in_memory(memory: Memory) -> Link:
+    """Within one memory, where what is uploaded stays where it is."""
+    source, target = torch.ones(_SMALL, dtype=torch.uint8), torch.empty(_SMALL, dtype=torch.uint8)
+    return Link(memory.read, _mean(lambda: target.copy_(source), torch.device("cpu")))
+
+
+def _copies(source: Callable[[int], torch.Tensor], target: Callable[[int], torch.Tensor], device: torch.device) -> Link:
+    seconds = []
+    for nbytes in (_COPIED, _SMALL):
+        origin, goal = source(nbytes), target(nbytes)
+        seconds.append(_mean(lambda goal=goal, origin=origin: goal.copy_(origin, non_blocking=True), device))
+    return Link(_COPIED / seconds[0], seconds[1])
+
+
+def _disk(store: Path | str) -> Disks:
+    free = file_system_of(store).free
+    return Disks(free, *disk_rates(store, min(_DISK_BYTES, free // 2)), None)
+
+
+def disk_rates(store: Path | str, nbytes: int) -> tuple[float, float]:
+    """Bytes per second that are read and written: those that `zinf-fx bench-io` stored, or of `nbytes` moved now.
+
+    Raises: StoreError.
+    """
+    if (profile := load_profile(store)) is not None:
+        return profile.read, profile.write
+    with Trial(store, nbytes=nbytes, checksum=True) as trial:
+        read, write = (
+            _TIMES * trial.nbytes / sum(trial.run(kind).seconds for _ in range(_TIMES)) for kind in ("read", "write")
+        )
+    return read, write
+
+
+def _mean(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds that something takes: what now and then interrupts it here does so in a training, too."""
+    work()
+    _synchronize(device)
+    started, times = time.perf_counter(), 0
+    while times < _TIMES or time.perf_counter() - started < _SECONDS:
+        work()
+        _synchronize(device)
+        times += 1
+    return (time.perf_counter() - started) / times
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

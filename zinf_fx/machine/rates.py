@@ -1,0 +1,40 @@
+"""What plans weigh their choices with, measured once per process and directory, in about a second."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from zinf_fx.config import Tier
+from zinf_fx.machine.machine import disk_rates, link_to, memory_rate, peak_of
+from zinf_fx.plan.rates import Rates
+from zinf_fx.runtime.disk.measure import QUICK_BYTES
+
+
+def measured(device: torch.device, dtype: torch.dtype, tier: Tier, stores: tuple[Path, ...]) -> Rates:
+    """The rates of a device that computes in `dtype`, and of the way from it to `tier`.
+
+    The disk's are those that `zinf-fx bench-io` stored, or else from a short measurement. Raises: StoreError.
+    """
+    flops, memory, link = _computing(device, dtype)
+    on_cpu = device.type == "cpu"
+    if tier != "nvme":
+        return Rates(flops, memory, link, link, copies=on_cpu)
+    disks = [_disk(directory) for directory in stores]
+    read, write = (sum(rates) for rates in zip(*disks, strict=True))
+    return Rates(flops, memory, min(read, link), min(write, link), copies=on_cpu)
+
+
+@cache
+def _computing(device: torch.device, dtype: torch.dtype) -> tuple[float, float, float]:
+    """Operations per second, bytes per second in the device's memory, and between it and host memory."""
+    memory = memory_rate(device)
+    link = memory / 2 if device.type == "cpu" else link_to(device, download=True).bandwidth
+    return peak_of(device, dtype), memory, link
+
+
+@cache
+def _disk(directory: Path) -> tuple[float, float]:
+    return disk_rates(directory, QUICK_BYTES)

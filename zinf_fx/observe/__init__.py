@@ -1,0 +1,1 @@
+"""What happened: counters, and recordings beside the plan."""

@@ -1,0 +1,284 @@
+"""What really happened in some steps, beside what was planned: `zinf_fx.record`."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import zip_longest
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+
+from zinf_fx.errors import ConfigError, PlanError
+from zinf_fx.machine.machine import measure_machine
+from zinf_fx.plan import hardware as descriptions
+from zinf_fx.plan.hardware import Hardware
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.show.chrome import Process, planned, to_chrome
+from zinf_fx.plan.simulation.operator_time import compute_seconds
+from zinf_fx.plan.simulation.simulate import simulate_plan
+from zinf_fx.plan.simulation.timeline import LANE_OF, Lane, MemoryCurve, Slice
+from zinf_fx.runtime.recorder import RECORDER, Log, Note
+from zinf_fx.runtime.tensor.local_parameter import stored_parameter
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+from zinf_fx.sizes import in_words
+
+_LANES: tuple[Lane, ...] = ("compute", "wait", "all-gather", "upload", "fetch", "reduce", "offload", "optimizer")
+# What the thread does that computes, where the CPU does: in the time of operators, and not computing.
+_INSTEAD = ("wait", "upload", "offload", "update")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the training loop, or one call for inference.
+
+    Attributes:
+        start, end: seconds since the recording began: from the beginning of its first graph to that of the next step's,
+            or to the end of what was done last.
+        slices: what was done for it, in the order of their start. An optimizer's may be done in the next step's time,
+            and what is fetched in advance for that is among this one's.
+    """
+
+    start: float
+    end: float
+    slices: tuple[Slice, ...]
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.start
+
+    def busy(self, lane: Lane) -> float:
+        """Seconds in which a lane did anything."""
+        return _length(_union((one.start, one.end) for one in self.slices if one.lane == lane))
+
+    def nbytes(self, lane: Lane) -> int:
+        """Bytes that a lane moved."""
+        return sum(one.nbytes for one in self.slices if one.lane == lane)
+
+
+class Recording:
+    """What `record` noted in its block; empty until it ends. `print` shows a table of lanes, planned and measured.
+
+    Attributes:
+        steps: in order.
+        plans: that were followed, in the order in which their graphs ran first.
+        memory: what the host arena held when operators began and ended, and what CUDA devices did.
+    """
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.steps: tuple[Step, ...] = ()
+        self.plans: tuple[Plan, ...] = ()
+        self.memory: tuple[MemoryCurve, ...] = ()
+        self._hardware = hardware
+        self._began: list[float] = []  # of each plan, when its first graph ran first
+        self._on_host = True
+        self._rank, self._ranks = 0, 1
+
+    def save(self, path: Path | str) -> Path:
+        """Write a trace that ui.perfetto.dev and chrome://tracing open: a planned step of each plan, beginning where
+        its first one was measured, and everything measured.
+
+        Of several ranks, each writes a file of its own: `trace.rank1.json` for `trace.json`. Returns its path.
+
+        Raises: ConfigError when the file can't be written.
+        """
+        path = Path(path)
+        name = "measured"
+        if self._ranks > 1:
+            path = path.with_suffix(f".rank{self._rank}{path.suffix}")
+            name = f"measured, rank {self._rank} of {self._ranks}"
+        steps = [Slice("step", f"step {n}", one.start, one.end, 0, "") for n, one in enumerate(self.steps)]
+        measured = Process(name, [*steps, *(one for step in self.steps for one in step.slices)], self.memory)
+        try:
+            path.write_text(to_chrome(*self._planned, measured) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"the recording can't be written to {path}: {error}") from error
+        return path
+
+    @cached_property
+    def _planned(self) -> list[Process]:
+        """Of each plan, a simulated step; without slices where it can't be simulated."""
+        found = []
+        for plan, start in zip(self.plans, self._began, strict=True):
+            hardware = self._hardware.with_ranks(plan.world_size)
+            try:
+                simulation = simulate_plan(plan, hardware, compute_seconds(plan, hardware))
+                found.append(planned(plan, simulation, hardware, start))
+            except (PlanError, ConfigError) as error:
+                found.append(Process(f"planned, but not simulated: {error}", ()))
+        return found
+
+    def __str__(self) -> str:
+        if not self.steps:
+            return "nothing was recorded: no graph of a model compiled with backend='zinf' ran in the block\n"
+        count, plan = len(self.steps), self._planned_step
+        rows = []
+        for lane in _LANES:
+            busy = self._computing if lane == "compute" else sum(step.busy(lane) for step in self.steps)
+            nbytes = sum(step.nbytes(lane) for step in self.steps)
+            if busy or plan.busy(lane):
+                sizes = [in_words(size) if size else "" for size in (plan.nbytes(lane), nbytes // count)]
+                rows.append([lane, f"{plan.busy(lane):.6f}", f"{busy / count:.6f}", *sizes])
+        first, last = self.steps[0].start, self.steps[-1].end
+        seconds = (last - first) / count
+        idle = last - first - _length(_union((max(start, first), end) for start, end in self._all() if end > first))
+        rows.append(["none of these", "", f"{idle / count:.6f}", "", ""])
+        headers = ["lane", "planned s", "measured s", "planned bytes", "measured bytes"]
+        table = tabulate(rows, headers, disable_numparse=True, colalign=("left", *["right"] * 4))
+        lines = [
+            f"{count} step(s) of {seconds:.6f} s; planned for {self._hardware.name}: {plan.seconds:.6f} s",
+            *table.splitlines(),
+            *self._waited_for(),
+        ]
+        return "\n".join(line.rstrip() for line in lines) + "\n"
+
+    @property
+    def _planned_step(self) -> Step:
+        """The simulated steps of all plans as one."""
+        found = [one for process in self._planned for one in process.slices]
+        return Step(0.0, sum(one.end for one in found if one.lane == "step"), tuple(found))
+
+    @property
+    def _computing(self) -> float:
+        """Seconds of all operators, less those in which the computing thread did something else."""
+        operators = _union(self._all("compute"))
+        instead = _union(self._all(kinds=_INSTEAD)) if self._on_host else []
+        return _length(_union([*operators, *instead])) - _length(instead)
+
+    def _all(self, lane: Lane | None = None, kinds: Collection[str] | None = None) -> Iterator[tuple[float, float]]:
+        """Begin and end of all slices, of one lane, or of some kinds."""
+        for one in (one for step in self.steps for one in step.slices):
+            if lane in (None, one.lane) and (kinds is None or one.name.partition(" ")[0] in kinds):
+                yield one.start, one.end
+
+    def _waited_for(self) -> Iterator[str]:
+        waited: Counter[str] = Counter()
+        for one in (one for step in self.steps for one in step.slices if one.lane == "wait"):
+            waited[one.name.removeprefix("wait ")] += (one.end - one.start) / len(self.steps)
+        if longest := ", ".join(f"{name} ({seconds:.6f} s)" for name, seconds in waited.most_common(3)):
+            yield f"waited longest for {longest}"
+
+    def _take(self, log: Log, model: torch.nn.Module) -> None:
+        """Fill in what was noted; what goes on still is cut off now."""
+        if (stored := _stored_in(model)) is not None:
+            self._rank, self._ranks = stored.storage.ranks.rank, stored.storage.ranks.size
+        now, began = time.perf_counter(), log.began
+        self._on_host = log.on_host
+        slices: dict[int, list[Slice]] = {run.step: [] for run in log.runs}
+        for note in log.notes:
+            slices.setdefault(note.step, []).append(_slice(note, began, now))
+        starts = {run.step: run.began - began for run in reversed(log.runs)}
+        for step in slices:
+            slices[step] = found = _together(slices[step])
+            starts.setdefault(step, found[0].start if found else 0.0)
+        steps = []
+        for step, following in zip_longest(sorted(slices), sorted(slices)[1:]):
+            end = max((one.end for one in slices[step]), default=starts[step])
+            steps.append(Step(starts[step], end if following is None else starts[following], tuple(slices[step])))
+        self.steps = tuple(steps)
+        first = {id(run.plan): run for run in reversed(log.runs)}
+        runs = sorted(first.values(), key=lambda run: run.began)
+        self.plans, self._began = tuple(run.plan for run in runs), [run.began - began for run in runs]
+        self.memory = tuple(
+            MemoryCurve(
+                name,
+                tuple(at - began for at, _ in held),
+                tuple(nbytes for _, nbytes in held),
+                held[-1][0] - began,
+                self._budget(name),
+            )
+            for name, held in log.memory.items()
+        )
+
+    def _budget(self, memory: str) -> int | None:
+        """That the plans keep to; None without one, or when they have different ones."""
+        budgets = {getattr(plan.config, f"{memory}_memory") for plan in self.plans}
+        return budgets.pop() if len(budgets) == 1 else None
+
+
+def _slice(note: Note, began: float, now: float) -> Slice:
+    start, end = note.seconds()
+    detail = note.detail if end is not None else f"{note.detail} (not over when the recording ended)".lstrip()
+    name = f"{note.kind} {note.subject}".rstrip()
+    return Slice(LANE_OF[note.kind], name, start - began, (now if end is None else end) - began, note.nbytes, detail)
+
+
+def _described(hardware: Hardware | str, model: torch.nn.Module) -> Hardware:
+    if isinstance(hardware, Hardware):
+        return hardware
+    if hardware != "this-machine":
+        return descriptions.load(hardware)
+    stored = _stored_in(model)
+    if stored is None:
+        raise ConfigError(
+            "hardware='this-machine' measures the disk of the model's store, and no parameter is stored yet: "
+            "zinf_fx.offload() the model, or run a step of it, before"
+        )
+    return measure_machine(stored.storage.config.stores[0])
+
+
+def _stored_in(model: torch.nn.Module) -> StoredTensor | None:
+    parameters = getattr(model, "_orig_mod", model).parameters()
+    return next((p for p in map(stored_parameter, parameters) if p is not None), None)
+
+
+def _together(slices: Iterable[Slice]) -> list[Slice]:
+    """In the order of their start; those that are called the same as one while they overlap: a tile's segments, or an
+    optimizer's states, are transferred piece by piece."""
+    found: list[Slice] = []
+    last: dict[tuple[str, str], int] = {}
+    for one in sorted(slices, key=lambda one: one.start):
+        key = (one.name, one.detail)
+        before = found[last[key]] if key in last else None
+        if before is not None and one.start < before.end:
+            nbytes, end = before.nbytes + one.nbytes, max(before.end, one.end)
+            found[last[key]] = replace(before, end=end, nbytes=nbytes)
+        else:
+            last[key] = len(found)
+            found.append(one)
+    return found
+
+
+@contextmanager
+def record(model: torch.nn.Module, hardware: Hardware | str = "rtx-4090") -> Iterator[Recording]:
+    """Record what the runtime does in the block: `with zinf_fx.record(model) as recording: ...`, some training steps.
+
+    Everything in this process is recorded, the optimizer's steps among it. Outside of such a block nothing is noted.
+
+    Args:
+        model: whose rank is named.
+        hardware: that the plan is simulated on, to compare with: a description, its name, a TOML file, or
+            "this-machine", measured now, in some seconds.
+
+    Raises: ConfigError for hardware that is not known, and when another recording is under way.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"record() takes a model, found {type(model).__name__}: record(model), then run steps of it")
+    recording = Recording(_described(hardware, model))
+    log = RECORDER.start()
+    try:
+        yield recording
+    finally:
+        RECORDER.stop()
+        recording._take(log, model)
+
+
+def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same moments, in intervals that don't overlap."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
+
+
+def _length(intervals: Iterable[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in intervals)

@@ -1,0 +1,133 @@
+"""What a model's states have moved so far, and how long compute waited for them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+from tabulate import tabulate
+from torch.distributed.tensor import DTensor
+
+from zinf_fx.runtime.ranks import Ranks
+from zinf_fx.runtime.tensor.local_parameter import stored_parameter
+from zinf_fx.runtime.tensor.tiers import Tiers
+from zinf_fx.sizes import in_words
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Measured since the job began; models that share a store share its counters. `print` shows a table.
+
+    Attributes:
+        bytes_read, bytes_written: between NVMe and host memory, states of the optimizer included.
+        read_seconds, write_seconds: for which at least one block of that direction was under way.
+        host_bytes: leased from the host arena now.
+        peak_host_bytes: of the host arena that were leased at any time since the last plan was made, together: so many
+            may be resident.
+        planned_host_bytes: what the plans say that this is, one at a time; 0 before the first.
+        device_arena_bytes, peak_device_arena_bytes, planned_device_arena_bytes: as those of the host arena, of the
+            places of tiles on devices with memory of their own: taken from the device are those that are planned, and
+            what lies elsewhere.
+        placed_buffers, displaced_buffers: leased where their plans say, and elsewhere: because somebody else had the
+            place, as when graphs run in another order than planned.
+        peak_device_bytes: that PyTorch allocated on the CUDA devices of the parameters at most, activations included.
+        gathered_bytes: of tiles that compute regions waited for, wherever the tiles live.
+        stall_seconds: for which compute waited for a tile.
+        write_stall_seconds: for which too many writes were under way to start another.
+        sent_bytes: that this rank sent to others in collectives of model states and of activations that are divided, as
+            a ring sends them.
+        provider: what moves the bytes ("libaio", ...); None when nothing was ever placed on NVMe.
+    """
+
+    bytes_read: int = 0
+    bytes_written: int = 0
+    read_seconds: float = 0.0
+    write_seconds: float = 0.0
+    host_bytes: int = 0
+    peak_host_bytes: int = 0
+    planned_host_bytes: int = 0
+    device_arena_bytes: int = 0
+    peak_device_arena_bytes: int = 0
+    planned_device_arena_bytes: int = 0
+    placed_buffers: int = 0
+    displaced_buffers: int = 0
+    peak_device_bytes: int = 0
+    gathered_bytes: int = 0
+    stall_seconds: float = 0.0
+    write_stall_seconds: float = 0.0
+    sent_bytes: int = 0
+    provider: str | None = None
+
+    def __str__(self) -> str:
+        rows = [
+            ["NVMe -> host", in_words(self.bytes_read), *_time(self.bytes_read, self.read_seconds)],
+            ["host -> NVMe", in_words(self.bytes_written), *_time(self.bytes_written, self.write_seconds)],
+            ["gathered for compute", in_words(self.gathered_bytes), "", ""],
+            ["compute waited for tiles", "", f"{self.stall_seconds:.3f} s", ""],
+            ["waited for writes", "", f"{self.write_stall_seconds:.3f} s", ""],
+            ["host arena now", in_words(self.host_bytes), "", ""],
+            ["host arena at most", in_words(self.peak_host_bytes), "", ""],
+            ["host arena at most, as planned", in_words(self.planned_host_bytes), "", ""],
+            *self._device_arena(),
+            ["buffers where planned, and elsewhere", f"{self.placed_buffers:,}", f"{self.displaced_buffers:,}", ""],
+        ]
+        if self.sent_bytes:
+            rows.insert(3, ["sent to other ranks", in_words(self.sent_bytes), "", ""])
+        if self.peak_device_bytes:
+            rows.append(["device at most", in_words(self.peak_device_bytes), "", ""])
+        align = ("left", "right", "right", "right")
+        table = tabulate(rows, tablefmt="plain", disable_numparse=True, colalign=align)
+        lines = [f"I/O by {self.provider}" if self.provider else "nothing on NVMe", *table.splitlines()]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _device_arena(self) -> Iterator[list[str]]:
+        if self.planned_device_arena_bytes:
+            yield ["device arena now", in_words(self.device_arena_bytes), "", ""]
+            yield ["device arena at most", in_words(self.peak_device_arena_bytes), "", ""]
+            yield ["device arena at most, as planned", in_words(self.planned_device_arena_bytes), "", ""]
+
+
+def stats(model: torch.nn.Module) -> Stats:
+    """The counters behind the stored parameters of `model`, compiled or not; all 0 when it has none."""
+    model = getattr(model, "_orig_mod", model)
+    stored = [p for p in map(stored_parameter, model.parameters()) if p is not None]
+    all_tiers = {id(p.storage.tiers): p.storage.tiers for p in stored if p.storage.tiers is not None}
+    ranks = {p.storage.ranks for p in stored}
+    for mesh in {p.whole.device_mesh for p in stored if isinstance(p.whole, DTensor)}:
+        ranks.update(each for group in mesh.get_all_groups() for each in Ranks.on(group))
+    devices = {p.device for p in stored if p.device.type == "cuda"}
+    peak = sum(torch.cuda.max_memory_allocated(device) for device in devices)
+    return _sum(all_tiers.values(), peak, sum(each.sent_bytes for each in ranks))
+
+
+def _sum(all_tiers: Collection[Tiers], peak_device_bytes: int, sent_bytes: int) -> Stats:
+    stores = [tiers.store_in_use.counters() for tiers in all_tiers if tiers.store_in_use is not None]
+    counters = [tiers.counters for tiers in all_tiers]
+    arenas = [arena for tiers in all_tiers for arena in tiers.device_arenas.values()]
+    providers = dict.fromkeys(tiers.store_in_use.provider for tiers in all_tiers if tiers.store_in_use is not None)
+    return Stats(
+        bytes_read=sum(store.bytes_read for store in stores),
+        bytes_written=sum(store.bytes_written for store in stores),
+        read_seconds=sum(store.read_seconds for store in stores),
+        write_seconds=sum(store.write_seconds for store in stores),
+        host_bytes=sum(tiers.host.in_use for tiers in all_tiers),
+        peak_host_bytes=sum(tiers.host.touched for tiers in all_tiers),
+        planned_host_bytes=sum(tiers.planned_peak for tiers in all_tiers),
+        device_arena_bytes=sum(arena.in_use for arena in arenas),
+        peak_device_arena_bytes=sum(arena.touched for arena in arenas),
+        planned_device_arena_bytes=sum(arena.capacity for arena in arenas),
+        placed_buffers=sum(c.placed for c in counters),
+        displaced_buffers=sum(c.displaced for c in counters),
+        peak_device_bytes=peak_device_bytes,
+        gathered_bytes=sum(c.gathered_bytes for c in counters),
+        stall_seconds=sum(c.stall_seconds for c in counters),
+        write_stall_seconds=sum(c.write_stall_seconds for c in counters),
+        sent_bytes=sent_bytes,
+        provider=", ".join(providers) or None,
+    )
+
+
+def _time(nbytes: int, seconds: float) -> tuple[str, str]:
+    """Seconds, and the rate where there is one."""
+    return f"{seconds:.3f} s", f"{in_words(round(nbytes / seconds))}/s" if seconds else ""

@@ -1,0 +1,1 @@
+"""What is saved for backward: kept, computed again, or sent away."""

@@ -1,0 +1,64 @@
+"""What a plan's choices about activations are in a graph: read off the tags of its nodes, and put there again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from zinf_fx.errors import PlanError
+from zinf_fx.passes.activations.offload import LEAVES
+from zinf_fx.passes.ir.framework import GraphContext
+from zinf_fx.plan.plan import Choice
+
+
+@dataclass(frozen=True)
+class FollowActivations:
+    """Tag what is saved, what is recomputed and what leaves, as a plan's choices say."""
+
+    name: ClassVar[str] = "follow_activations"
+    requires: ClassVar[tuple[str, ...]] = ()
+    provides: ClassVar[tuple[str, ...]] = ("activations",)
+    changes_numerics: ClassVar[bool] = False
+
+    choices: tuple[Choice, ...]
+
+    def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
+        nodes = list(graph.nodes)
+        for choice in self.choices:
+            if choice.end > len(nodes):
+                raise PlanError(f"the plan chooses for node {choice.end - 1}, and the graph has {len(nodes)}")
+            for node in nodes[choice.first : choice.end]:
+                if choice.recomputed is not None and "recompute" not in node.meta:
+                    tag = CheckpointPolicy.MUST_RECOMPUTE if choice.recomputed else CheckpointPolicy.MUST_SAVE
+                    node.meta["recompute"] = tag
+                    if choice.segment is not None:
+                        node.meta["ac_graph_id"] = choice.segment
+                if choice.leaves is not None:
+                    node.meta[LEAVES] = choice.leaves
+        return context
+
+
+def tagged(graph: fx.Graph) -> frozenset[fx.Node]:
+    """The nodes for which it is decided whether they are recomputed."""
+    return frozenset(node for node in graph.nodes if "recompute" in node.meta)
+
+
+def choices_in(graph: fx.Graph, before: frozenset[fx.Node]) -> tuple[Choice, ...]:
+    """What was chosen for a graph's nodes, whether those that were tagged `before` are recomputed excepted."""
+    found: list[Choice] = []
+    for number, node in enumerate(graph.nodes):
+        recomputed = segment = None
+        if "recompute" in node.meta and node not in before:
+            recomputed = node.meta["recompute"] is CheckpointPolicy.MUST_RECOMPUTE
+            segment = node.meta.get("ac_graph_id")
+        one = Choice(number, number + 1, recomputed, segment, node.meta.get(LEAVES))
+        if recomputed is None and one.leaves is None:
+            continue
+        if found and found[-1].end == number and replace(found[-1], first=number, end=number + 1) == one:
+            found[-1] = replace(found[-1], end=number + 1)
+        else:
+            found.append(one)
+    return tuple(found)

@@ -1,0 +1,214 @@
+"""Saved activations leave the device in forward, and come back in backward as tiles do, with a prefetch of their own.
+
+ZeRO-Infinity, section 5.1.2, offloads activation checkpoints to host memory and leaves NVMe for the future. What is
+equal on all ranks of tensor parallelism can be divided over them, too, and all-gathered when it comes back: ZeRO,
+section 6.1, Pa, and Pa+cpu where it leaves as well.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from zinf_fx import ops
+from zinf_fx.config import Config, Tier
+from zinf_fx.passes.activations.replication import EQUAL
+from zinf_fx.passes.ir.aliases import memory_of
+from zinf_fx.passes.ir.framework import GraphContext, bytes_computed, is_compute
+from zinf_fx.plan.schedule import Tile
+from zinf_fx.plan.sharding import Shards
+
+log = logging.getLogger(__name__)
+
+LEAVES = "zinf_leaves"
+"""Node metadata: whether what is saved of the node's memory leaves the device; without it, it does."""
+
+# Bytes below which an activation stays: a transfer costs as much as one of many more bytes.
+SMALLEST = 1 << 14
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Saved activations that share memory.
+
+    Attributes:
+        memory, values: the node that made it, and those that are saved.
+        nbytes: of all of it.
+        tier: where it goes.
+        ranks: how many keep a part of it each.
+    """
+
+    memory: fx.Node
+    values: tuple[fx.Node, ...]
+    nbytes: int
+    tier: Tier = "device"
+    ranks: int = 1
+
+    @property
+    def name(self) -> str:
+        """That of the tile, if it leaves."""
+        return f"activation:{self.memory.name}"
+
+
+@dataclass(frozen=True)
+class OffloadActivations:
+    """On the forward graph: save a token for each of `leaving`, as soon as its memory is computed."""
+
+    name: ClassVar[str] = "offload_activations"
+    requires: ClassVar[tuple[str, ...]] = ()
+    provides: ClassVar[tuple[str, ...]] = ("activations_offloaded",)
+    changes_numerics: ClassVar[bool] = False
+
+    leaving: tuple[Saved, ...]
+
+    def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
+        output = next(iter(graph.find_nodes(op="output")))
+        tokens: dict[fx.Node, fx.Node] = {}
+        tiles = dict(context.tiles)
+        for saved in self.leaving:
+            value = saved.memory.meta["val"]
+            with graph.inserting_after(saved.memory):
+                token = graph.call_function(ops.offload_activation, (saved.memory, list(value.stride())))
+            with value.fake_mode:
+                token.meta["val"] = _fake_token()
+            tokens |= dict.fromkeys(saved.values, token)
+            tiles[token.name] = _tile(saved, context.config)
+        output.args = (type(output.args[0])(tokens.get(result, result) for result in output.args[0]),)
+        return replace(context, tiles=tiles)
+
+
+@dataclass(frozen=True)
+class ReloadActivations:
+    """On the backward graph: gather what left, where what was saved of it is used."""
+
+    name: ClassVar[str] = "reload_activations"
+    requires: ClassVar[tuple[str, ...]] = ()
+    provides: ClassVar[tuple[str, ...]] = ("activations_reloaded",)
+    changes_numerics: ClassVar[bool] = False
+
+    leaving: tuple[Saved, ...]
+
+    def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
+        inputs = {node.target: node for node in graph.find_nodes(op="placeholder")}
+        first = next(node for node in graph.nodes if node.op != "placeholder")
+        tiles = dict(context.tiles)
+        for saved in self.leaving:
+            memory = saved.memory.meta["val"]
+            inputs_of = [inputs[value.name] for value in saved.values]
+            token = inputs_of[0]
+            tiles[token.name] = _tile(saved, context.config)
+            with graph.inserting_before(first):
+                gather = graph.call_function(ops.gather, (token, [memory.numel()], memory.dtype, memory.device))
+            with memory.fake_mode:
+                gather.meta["val"] = memory.new_empty((memory.numel(),))
+            for value, placeholder in zip(saved.values, inputs_of, strict=True):
+                fake = value.meta["val"]
+                offset = fake.storage_offset() - memory.storage_offset()
+                arguments = (gather, list(fake.shape), list(fake.stride()), offset)
+                with graph.inserting_before(first):
+                    view = graph.call_function(torch.ops.aten.as_strided.default, arguments)
+                view.meta["val"] = fake
+                placeholder.replace_all_uses_with(view, delete_user_cb=lambda user, gather=gather: user is not gather)
+            with memory.fake_mode:
+                for placeholder in inputs_of:
+                    placeholder.meta["val"] = _fake_token()
+        return replace(context, tiles=tiles)
+
+
+def saved_activations(forward: fx.Graph, results: int) -> tuple[list[Saved], list[Saved]]:
+    """What the forward graph computes and saves for backward, beside its first `results` outputs: what can leave, and
+    what can't: what the caller gets too, what is small or has holes, what is saved as another type or conjugated, and
+    what has a size known at run time only."""
+    outputs = next(iter(forward.find_nodes(op="output"))).args[0]
+    returned = {memory_of(node) for node in outputs[:results] if isinstance(node, fx.Node)}
+    values: dict[fx.Node, list[fx.Node]] = {}
+    for node in outputs[results:]:
+        if isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor):
+            values.setdefault(memory_of(node), []).append(node)
+    movable, fixed = [], []
+    for memory, nodes in values.items():
+        if is_compute(memory):
+            saved = Saved(memory, tuple(dict.fromkeys(nodes)), bytes_computed(memory))
+            leaves = memory not in returned and saved.nbytes >= SMALLEST and _is_dense(memory.meta["val"])
+            leaves = leaves and all(_is_plain_view(node.meta["val"], memory.meta["val"]) for node in nodes)
+            (movable if leaves else fixed).append(saved)
+    return movable, fixed
+
+
+def leaving(movable: Sequence[Saved], fixed: Sequence[Saved], tier: Tier, ranks: int) -> tuple[Saved, ...]:
+    """Those that are to leave, for `tier`, and those that are divided over so many ranks: see [Note: equal values].
+
+    What would leave, if its size were known, stays, with a warning.
+    """
+    if tier == "device" and ranks == 1:
+        return ()
+    dynamic = [saved for saved in fixed if not _is_static(saved.memory.meta["val"]) and saved.nbytes >= SMALLEST]
+    if dynamic:
+        log.warning(
+            "%d activations stay on the device, because their sizes are known at run time only (%s has the shape %s): "
+            "torch.compile(..., dynamic=False) plans for each size",
+            len(dynamic),
+            dynamic[0].memory.name,
+            tuple(dynamic[0].memory.meta["val"].shape),
+        )
+    found = []
+    for saved in movable:
+        meta = saved.memory.meta
+        to = tier if meta.get(LEAVES, True) else "device"
+        among = ranks if meta.get(EQUAL) else 1
+        if to != "device" or among > 1:
+            found.append(replace(saved, tier=to, ranks=among))
+    return tuple(found)
+
+
+def _is_static(value: torch.Tensor) -> bool:
+    return all(isinstance(size, int) for size in (*value.shape, *value.stride()))
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    """Whether the elements lie side by side in memory, in any order of the dimensions, as far as is known."""
+    if not _is_static(value):
+        return False
+    expected = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _is_plain_view(value: torch.Tensor, memory: torch.Tensor) -> bool:
+    """Whether sizes, strides and an offset tell how the value lies in the memory."""
+    plain = value.dtype == memory.dtype and not value.is_conj() and not value.is_neg()
+    return plain and _is_static(value) and isinstance(value.storage_offset(), int)
+
+
+def _tile(saved: Saved, config: Config) -> Tile:
+    value, ranks = saved.memory.meta["val"], saved.ranks
+    shards = Shards.of(value.numel(), ranks, config.placement.on_nvme)
+    return Tile(
+        index=0,  # its place in the table of all tiles, which the context knows
+        name=saved.name,
+        shape=(value.numel(),),
+        dtype=value.dtype,
+        tier=saved.tier,
+        gradient_tier=None,
+        activation=True,
+        ranks=ranks,
+        shard=shards.size if ranks > 1 else 0,
+        partitioned=ranks > 1,
+    )
+
+
+def _fake_token() -> torch.Tensor:
+    return torch.empty((), dtype=torch.int64, device="cpu")
+
+
+def bytes_of(several: Sequence[Saved]) -> int:
+    """Their bytes together."""
+    return sum(saved.nbytes for saved in several)

@@ -1,0 +1,168 @@
+"""The forward part of a joint graph, cut into segments that backward can compute again (ZeRO-Infinity, section 3)."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from zinf_fx import ops
+from zinf_fx.passes.ir.aliases import memory_of
+from zinf_fx.passes.ir.collectives import WAIT, is_collective
+from zinf_fx.passes.ir.framework import GraphContext, bytes_computed, is_compute
+from zinf_fx.passes.ir.tile_values import tile_values
+
+# The first number in a parameter's name is that of its layer, and what stands before it tells stacks of layers apart.
+_LAYER = re.compile(r"(?:^|(.*?)\.)(\d+)(?:\.|$)")
+
+
+class Segments:
+    """The compute nodes that the results of forward depend on, less the values of tiles, and where they can be cut.
+
+    Attributes:
+        forward: the nodes, in graph order.
+        crossing: for each position, the nodes up to it whose memory a later one reads: what is saved at a cut there.
+    """
+
+    def __init__(self, graph: fx.Graph, context: GraphContext) -> None:
+        self._tiles = tile_values(graph)
+        self.forward = _forward_nodes(graph, context.backward_outputs, self._tiles)
+        self.crossing = _crossing(self.forward)
+        self._context = context
+
+    def at_minima(self) -> list[int]:
+        """Positions behind which fewer bytes cross than before and after: between the layers of a transformer, where
+        only the residual stream does."""
+        values = [sum(map(bytes_computed, nodes)) for nodes in self.crossing]
+        minima = []
+        falling, candidate = True, None
+        for position, value in enumerate(values):
+            before = values[position - 1] if position else None
+            # Behind a collective, so that it is not repeated: what it started with is as large.
+            ends = falling and value == before and self.forward[position].target is WAIT
+            if before is None or value < before or ends:
+                falling, candidate = True, position
+            elif value > before:
+                if falling and candidate is not None and candidate > 0:
+                    minima.append(candidate)
+                falling = False
+        return minima
+
+    def before_layers(self) -> list[int]:
+        """For each layer that parameters' names tell of (`blocks.3.mlp.up.weight`), in the order of their use, the
+        position behind which it begins: where least crosses, between the uses of its parameters and of those before."""
+        uses: dict[tuple[str, str], list[int]] = {}
+        last_use = -1
+        before: dict[tuple[str, str], int] = {}
+        for position, node in enumerate(self.forward):
+            for layer in dict.fromkeys(map(self._layer_of, self._parameters_of(node))):
+                if layer is not None and layer not in uses:
+                    before[layer] = last_use
+                if layer is not None:
+                    uses.setdefault(layer, []).append(position)
+                last_use = position
+        found = []
+        for layer, positions in uses.items():
+            between = range(max(before[layer], 0), positions[0])
+            if between:
+                found.append(min(between, key=lambda p: sum(map(bytes_computed, self.crossing[p]))))
+        return found
+
+    def _parameters_of(self, node: fx.Node) -> Iterable[fx.Node]:
+        """The gathers whose values a node computes with."""
+        for source in node.all_input_nodes:
+            while source in self._tiles and source.target is not ops.gather:
+                source = source.all_input_nodes[0]
+            if source.target is ops.gather:
+                yield source
+
+    def _layer_of(self, gather: fx.Node) -> tuple[str, str] | None:
+        found = _LAYER.match(self._context.tile_of(gather).name)
+        return (found[1] or "", found[2]) if found else None
+
+    def tag(self, cuts: Sequence[int], recomputed: Collection[int]) -> None:
+        """Tell the partitioner to compute the segments in `recomputed` again, and to save what crosses the cuts around
+        them, and all of the others. Random numbers are saved, and so is the result of what has effects. A decision of
+        the user's `torch.utils.checkpoint` stands.
+        """
+        around = {cut for number, cut in enumerate(cuts) if number in recomputed or number + 1 in recomputed}
+        saved = set().union(*(self.crossing[cut] for cut in around))
+        for number, nodes in enumerate(self.between(cuts)):
+            for node in nodes:
+                if "recompute" not in node.meta:
+                    kept = is_random(node) or has_effects(node) or node in saved or number not in recomputed
+                    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
+                    node.meta["ac_graph_id"] = number + 1
+
+    def between(self, cuts: Sequence[int]) -> list[list[fx.Node]]:
+        """The nodes of each segment, in order."""
+        found: list[list[fx.Node]] = [[]]
+        number_of: dict[fx.Node, int] = {}
+        ends = set(cuts)
+        for position, node in enumerate(self.forward):
+            # A member of a tuple is computed with the tuple.
+            number_of[node] = number = number_of.get(_source(node), len(found) - 1)
+            found[number].append(node)
+            if position in ends:
+                found.append([])
+        return found
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """Of a member of a tuple, the node that computes the tuple."""
+    while node.target is operator.getitem:
+        node = node.args[0]
+    return node
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether computing the node again would draw other random numbers. Attention without dropout draws none."""
+    node = _source(node)
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]
+    position = names.index("dropout_p") if "dropout_p" in names else len(node.args)
+    dropout = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p")
+    return "dropout_p" not in names or bool(dropout)
+
+
+def has_effects(node: fx.Node) -> bool:
+    """Whether computing the node again would repeat an effect; AOTAutograd of torch 2.15 refuses a graph that asks for
+    it, and that of earlier versions saves the result whatever the tag."""
+    return _source(node).target is torch.ops.higher_order.with_effects
+
+
+def _forward_nodes(graph: fx.Graph, backward_outputs: int, tiles: Collection[fx.Node]) -> list[fx.Node]:
+    outputs = next(iter(graph.find_nodes(op="output"))).args[0]
+    needed = {n for n in outputs[: len(outputs) - backward_outputs] if isinstance(n, fx.Node)}
+    for node in reversed(graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    # What else a needed node computes may be for backward alone: a mask, the statistics of a norm.
+    return [n for n in graph.nodes if is_compute(n) and n not in tiles and (n in needed or _source(n) in needed)]
+
+
+def _crossing(forward: list[fx.Node]) -> list[frozenset[fx.Node]]:
+    root = {node: memory_of(node) for node in forward}
+    position_of = {node: position for position, node in enumerate(forward)}
+    last_use: dict[fx.Node, int] = {}
+    for position, node in enumerate(forward):
+        for source in node.all_input_nodes:
+            last_use[root.get(source, source)] = position
+            if is_collective(source):  # see [Note: collectives under way]
+                last_use |= {root.get(read, read): position for read in source.all_input_nodes}
+    result, live = [], set()
+    leaving: dict[int, list[fx.Node]] = {}
+    for node, last in last_use.items():
+        leaving.setdefault(last, []).append(node)
+    for position, node in enumerate(forward):
+        live.difference_update(leaving.get(position, ()))
+        is_memory = root[node] is node and bytes_computed(node) and not is_collective(node)
+        if is_memory and last_use.get(node, position) > position:
+            live.add(node)
+        result.append(frozenset(n for n in live if n in position_of))
+    return result

@@ -1,0 +1,1 @@
+"""What a pass is, and what all passes look at: nodes, aliases, text, and the specification of a graph."""

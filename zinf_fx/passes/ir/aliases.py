@@ -1,0 +1,90 @@
+"""Which nodes share memory with a tile: decided from the operators' schemas, transitively."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from zinf_fx.passes.ir.collectives import WAIT, is_collective
+
+# Return their argument's memory without saying so in their schema.
+_UNDECLARED_VIEWS = {torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default}
+
+
+def aliased_inputs(node: fx.Node) -> list[fx.Node]:
+    """The inputs whose memory the node's result may share. An operator without a schema may share all of them."""
+    if node.op != "call_function":
+        return [] if node.op in ("placeholder", "get_attr", "output") else list(node.all_input_nodes)
+    if node.target is operator.getitem or node.target in _UNDECLARED_VIEWS:
+        return [node.args[0]]
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return list(node.all_input_nodes)
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []  # arithmetic on sizes
+    if node.target is WAIT:  # of a collective it is the result that is there now; of anything else, that itself
+        return [source for source in node.all_input_nodes if not is_collective(_started(source))]
+    returned = [r.alias_info.before_set for r in node.target._schema.returns if r.alias_info]
+    shared = []
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is None or not any(_overlap(argument.alias_info.before_set, r) for r in returned):
+            continue
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        shared += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node)]
+    return shared
+
+
+def _overlap(one: set[str], other: set[str]) -> bool:
+    """Whether two alias sets of a schema meet; that of a list (`split` returns one) is unknown, and empty."""
+    return not one or not other or bool(one & other)
+
+
+def memory_of(node: fx.Node) -> fx.Node:
+    """The node whose memory the node's result is, or may be: itself, unless it is a view.
+
+    A member of a tuple has memory of its own, unless the tuple is one of views.
+    """
+    while viewed := aliased_inputs(node):
+        source = node
+        while source.target is operator.getitem:
+            source = source.args[0]
+        if source is not node and not is_view(source):
+            break
+        node = viewed[0]
+    return node
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node computes nothing: its result is its input's memory, seen in another way."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return not node.target._schema.is_mutable and bool(aliased_inputs(node))
+    return node.target is operator.getitem
+
+
+def readers_of(node: fx.Node) -> list[fx.Node]:
+    """Every node that looks at the memory of `node`: its aliases, their users, and what waits for collectives among
+    these."""
+    found = {reader: None for alias in aliases_of(node) for reader in (alias, *alias.users)}
+    for reader in list(found):
+        if is_collective(reader):
+            users = [user for user in reader.users if user.target is operator.getitem]
+            found |= dict.fromkeys(wait for started in (reader, *users) for wait in started.users)
+    return list(found)
+
+
+def _started(node: fx.Node) -> fx.Node:
+    """The collective that a result, or a member of its results, is of."""
+    return node.args[0] if node.target is operator.getitem else node
+
+
+def aliases_of(node: fx.Node) -> list[fx.Node]:
+    """`node` and every later node whose result may share its memory."""
+    found = {node}
+    order = [node]
+    for candidate in order:
+        for user in candidate.users:
+            if user not in found and candidate in aliased_inputs(user):
+                found.add(user)
+                order.append(user)
+    return order

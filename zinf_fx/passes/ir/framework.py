@@ -1,0 +1,242 @@
+"""What a pass is, and what passes know besides the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import ClassVar, Literal, NamedTuple, Protocol
+
+import torch
+from torch import fx
+
+from zinf_fx import ops
+from zinf_fx.config import Config
+from zinf_fx.plan.memory.use import HostUse, gradient_buffer, living_on_device, living_on_host, write_buffer
+from zinf_fx.plan.plan import Choice
+from zinf_fx.plan.rates import NOMINAL, Rates
+from zinf_fx.plan.schedule import HEAD, Event, MemoryRegions, Tile
+
+# Node metadata that passes write and later stages read.
+OPERATOR = "zinf_operator"  # number of the operator that a computing node belongs to; HEAD before the first
+MADE_BY = "zinf_made_by"  # name of the pass that made the node
+
+
+class TileKey(NamedTuple):
+    """Which tile a `zinf` node is about: the placeholder of its parameter's token, and its first element in that."""
+
+    token: str
+    start: int = 0
+
+
+def key_of(node: fx.Node) -> TileKey:
+    """The key of the tile that a `zinf` node is about: the node itself is the token of an activation that leaves."""
+    if node.target is ops.offload_activation:
+        return TileKey(node.name)
+    return TileKey(node.args[0].name, node.kwargs.get("start", 0))
+
+
+def start_argument(key: TileKey) -> dict[str, int]:
+    """The keyword argument that tells a parameter's tiles apart; the first one's is the default."""
+    return {"start": key.start} if key.start else {}
+
+
+@dataclass(frozen=True)
+class HeadTransfer:
+    """A transfer that a graph needs before it begins: `operators_early` operators before its first."""
+
+    op: torch._ops.OpOverload
+    token: str
+    operators_early: int
+    start: int = 0
+
+    @property
+    def key(self) -> TileKey:
+        """The tile that is moved."""
+        return TileKey(self.token, self.start)
+
+
+@dataclass(frozen=True)
+class GraphContext:
+    """What the passes know of one graph besides its nodes. A pass that learns more returns a context that says so.
+
+    Attributes:
+        kind: which graph it is.
+        config: the options in force.
+        tiles: each parameter as one tile, by the name of the placeholder that carries its token; and each activation
+            that leaves, by the name of the node that is its token.
+        gradients: joint and backward: by position among the outputs of backward, the token of the parameter whose
+            gradient it is.
+        backward_outputs: joint only: how many of its last outputs are those of backward.
+        successor_head: what the next graph needs at its head; this graph starts it in its last operators.
+        provided: what the passes so far have established.
+        divided: by token, the tiles of each parameter that has several, in the order of their rows.
+        undivided: by token, why a parameter that exceeds the tile limit is one tile nevertheless.
+        staying: tiles that are in memory throughout: from a use before the graph to one after it.
+        kept: bytes of activations that stay on the device from forward to backward.
+        tensor_ranks: how many ranks divide parameters, and activations; 1: activations are whole.
+        rates: of the machine that the plan is for.
+        regions: what the plan's transfer buffers take of each memory.
+        tile_limit: bytes above which parameters were divided.
+        choices: what the joint graph saves and recomputes.
+    """
+
+    kind: Literal["joint", "forward", "backward", "inference"]
+    config: Config
+    tiles: Mapping[str, Tile]
+    gradients: Mapping[int, str] = field(default_factory=dict)
+    backward_outputs: int = 0
+    successor_head: tuple[HeadTransfer, ...] = ()
+    provided: frozenset[str] = frozenset()
+    divided: Mapping[str, tuple[Tile, ...]] = field(default_factory=dict)
+    undivided: Mapping[str, str] = field(default_factory=dict)
+    staying: tuple[TileKey, ...] = ()
+    kept: int = 0
+    tensor_ranks: int = 1
+    rates: Rates = NOMINAL
+    regions: MemoryRegions = field(default_factory=MemoryRegions)
+    tile_limit: int | None = None
+    choices: tuple[Choice, ...] = ()
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes that may be in flight at once (see [Note: bytes in flight]); None: no limit; negative: no room."""
+        return None if self.limit is None else self.limit - self.gradient_buffer - self.activation_buffer
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there is a budget."""
+        return self.config.device_memory is not None or self.config.host_memory is not None
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes for all that is moved: of the memories, what lives in them leaves; None: no limit."""
+        device, host = self.config.device_memory, self.config.host_memory
+        limits = [device - self.kept - self.living_on_device.total] if device is not None else []
+        return min([*limits, host - self.living.total] if host is not None else limits, default=None)
+
+    @property
+    def living(self) -> HostUse:
+        """The states, and the activations that left, that live in host memory."""
+        return living_on_host(self.config.placement, list(self.tiles.values()))
+
+    @property
+    def living_on_device(self) -> HostUse:
+        """The states that live on the device."""
+        return living_on_device(self.config.placement, list(self.tiles.values()))
+
+    @property
+    def gradient_buffer(self) -> int:
+        """Bytes of gradients that may be on their way to NVMe at once."""
+        if self.kind != "backward":
+            return 0
+        trained = [tile for token in self.gradients.values() for tile in self.tiles_of(token).values()]
+        return gradient_buffer(trained, self.limit, self.config.placement.stage if trained else 0)
+
+    @property
+    def activation_buffer(self) -> int:
+        """Bytes of activations that may be on their way to NVMe at once."""
+        if self.kind != "forward":
+            return 0
+        return write_buffer(
+            [t.held_nbytes for t in self.tiles.values() if t.activation and t.tier == "nvme"], self.limit
+        )
+
+    def comes_anew(self, token: str) -> bool:
+        """Whether a parameter's tiles are gathered for each operator that uses them.
+
+        What was too large to be there as a whole must not be, and under a budget it is decided what stays in memory.
+        Else a tile is gathered once, and there from its first use in a graph to its last.
+        """
+        return token in self.divided or self.is_limited
+
+    def tile_of(self, node: fx.Node) -> Tile:
+        """The tile that a `zinf` node is about."""
+        return self.tile(key_of(node))
+
+    def tile(self, key: TileKey) -> Tile:
+        """The tile of a key."""
+        for tile in self.divided.get(key.token, ()):
+            if tile.start == key.start:
+                return tile
+        return self.tiles[key.token]
+
+    @cached_property
+    def keys(self) -> tuple[TileKey, ...]:
+        """The keys of all tiles, in the order of `table`."""
+        return tuple(key for token in self.tiles for key in self.tiles_of(token))
+
+    @cached_property
+    def numbers(self) -> dict[TileKey, int]:
+        """By key, the index of each tile in `table`."""
+        return {key: number for number, key in enumerate(self.keys)}
+
+    @cached_property
+    def table(self) -> tuple[Tile, ...]:
+        """All tiles, as events refer to them: the schedules of a step share it."""
+        trains = self.kind != "inference"
+        return tuple(
+            replace(tile, index=number, gradient_tier=tile.gradient_tier if trains else None)
+            for number, tile in enumerate(tile for token in self.tiles for tile in self.tiles_of(token).values())
+        )
+
+    def tiles_of(self, token: str) -> dict[TileKey, Tile]:
+        """The tiles of one parameter, in the order of their rows."""
+        return {TileKey(token, tile.start): tile for tile in self.divided.get(token, (self.tiles[token],))}
+
+
+class Pass(Protocol):
+    """One rewrite of a graph: a frozen dataclass whose fields are its options."""
+
+    name: ClassVar[str]
+    requires: ClassVar[tuple[str, ...]]
+    provides: ClassVar[tuple[str, ...]]
+    changes_numerics: ClassVar[bool]
+
+    def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
+        """Rewrite `graph` in place. Returns what is known of it then."""
+
+
+def nodes_calling(graph: fx.Graph, *targets: object) -> Iterator[fx.Node]:
+    """The nodes that call one of `targets`, in graph order."""
+    return (node for node in list(graph.nodes) if node.op == "call_function" and node.target in targets)
+
+
+def event_of(node: fx.Node) -> Event:
+    """The event that a `zinf` node of a lowered graph is."""
+    return node.meta[ops.EVENT]
+
+
+def give_event(node: fx.Node, context: GraphContext, operator: int, *, turn: bool = False) -> None:
+    """Make a `zinf` node an event of the schedule."""
+    set_event(node, Event(ops.KINDS[node.target], context.numbers[key_of(node)], operator, turn=turn))
+
+
+def set_event(node: fx.Node, event: Event) -> None:
+    """Make a `zinf` node this event."""
+    node.meta[ops.EVENT] = event
+
+
+def events_in(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes of a lowered graph that are events, in the schedule's order."""
+    return list(nodes_calling(graph, *ops.LOWERED))
+
+
+def is_compute(node: fx.Node) -> bool:
+    """Whether the node computes something: neither a transfer nor an input, constant or output."""
+    return node.op in ("call_function", "call_module", "call_method") and node.target not in (ops.gather, *ops.LOWERED)
+
+
+def bytes_computed(node: fx.Node) -> int:
+    """Bytes of a node's result, with the sizes at hand where they are symbolic; of a tuple 0, as its members count."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return 0
+    numel = value.numel()
+    return (numel if isinstance(numel, int) else int(numel.node.hint or 0)) * value.dtype.itemsize
+
+
+def operator_of(node: fx.Node) -> int:
+    """The number of the operator that a node belongs to."""
+    event = node.meta.get(ops.EVENT)
+    return node.meta.get(OPERATOR, HEAD) if event is None else event.operator

@@ -1,0 +1,63 @@
+"""The gradient of a parameter that has several tiles: in a graph, a sum of concatenations of one part per tile.
+
+There is a concatenation for each use of the parameter. Nothing computes them, nor their sum: the parts leave one by
+one, and meet where gradients live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from zinf_fx.passes.ir.framework import GraphContext, TileKey
+
+aten = torch.ops.aten
+
+
+class Part(NamedTuple):
+    """What one use contributes to the gradient of one tile, and the concatenation that it is in (None: it is all)."""
+
+    key: TileKey
+    node: fx.Node
+    whole: fx.Node | None
+
+
+def gradient_outputs(graph: fx.Graph, context: GraphContext) -> dict[int, fx.Node]:
+    """By position among the outputs of backward, those that are gradients of stored parameters."""
+    results = next(iter(graph.find_nodes(op="output"))).args[0]
+    first = len(results) - context.backward_outputs if context.kind == "joint" else 0
+    return {p: results[first + p] for p in context.gradients if results[first + p] is not None}
+
+
+def parts_of(gradient: fx.Node, token: str, context: GraphContext) -> list[Part]:
+    """The parts of the gradient of one parameter."""
+    if token not in context.divided:
+        return [Part(TileKey(token), gradient, None)]
+    keys = context.tiles_of(token)
+    return [
+        Part(key, part, whole)
+        for whole in assembly_of(gradient)
+        if whole.target is aten.cat.default
+        for key, part in zip(keys, whole.args[0], strict=True)
+    ]
+
+
+def assembly_of(gradient: fx.Node) -> Iterator[fx.Node]:
+    """The sums and concatenations that a divided gradient is made by, each before what it is made from."""
+    yield gradient
+    if gradient.target is aten.add.Tensor:
+        for term in gradient.args:
+            yield from assembly_of(term)
+
+
+def assemblies(graph: fx.Graph, context: GraphContext) -> set[fx.Node]:
+    """All nodes that only put gradients together."""
+    return {
+        node
+        for position, gradient in gradient_outputs(graph, context).items()
+        if context.gradients[position] in context.divided
+        for node in assembly_of(gradient)
+    }

@@ -1,0 +1,127 @@
+"""Bytes in flight: what a graph's transfers hold in memory while each operator computes.
+
+[Note: bytes in flight]
+A tile is in flight from the operator that fetches it to the one that releases it, both included; what the turn fetches
+for the backward graph, to the end of the forward graph. A tile that stays in memory between two uses is in flight from
+the one to the other. A gradient is in flight from its reduce-scatter to its offload.
+Tiles and gradients that live on the device are where they belong, and not in flight.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch import fx
+
+from zinf_fx.passes.ir.framework import GraphContext, event_of, events_in, operator_of
+from zinf_fx.plan.intervals import merged
+from zinf_fx.plan.journeys import Journeys
+from zinf_fx.plan.schedule import HEAD, GraphSchedule, Operator, Tile
+
+
+@dataclass(frozen=True)
+class Span:
+    """A tile or its gradient in flight: from operator `first` to operator `last`, both included."""
+
+    what: str
+    nbytes: int
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.nbytes} bytes)"
+
+
+def tile_bytes(tile: Tile) -> int:
+    """Bytes that the tile takes while it is in flight."""
+    return tile.gathered_nbytes if tile.needs_buffer else 0
+
+
+def gradient_bytes(tile: Tile) -> int:
+    """Bytes that the tile's gradient takes while it is in flight."""
+    return 0 if tile.gradient_tier == "device" else tile.nbytes
+
+
+def operators_in(graph: fx.Graph) -> int:
+    """How many operators a graph has."""
+    return 1 + max((operator_of(n) for n in graph.nodes if n.op not in ("placeholder", "output")), default=HEAD)
+
+
+def outline(graph: fx.Graph, context: GraphContext) -> GraphSchedule:
+    """The schedule of a lowered graph, without what its operators compute."""
+    operators = tuple(Operator(number, "", 0) for number in range(operators_in(graph)))
+    return GraphSchedule(context.kind, context.table, operators, tuple(map(event_of, events_in(graph))))
+
+
+def spans(graph: fx.Graph, context: GraphContext) -> list[Span]:
+    """Everything that is in flight in a lowered graph. A tile that several stays hold is counted once."""
+    journeys, last = Journeys([outline(graph, context)]), operators_in(graph) - 1
+    there: defaultdict[int, list[range]] = defaultdict(list)
+    for presence in journeys.presences(0):
+        there[presence.tile].append(presence.operators)
+    for key in context.staying:
+        there[context.numbers[key]].append(range(HEAD, last + 1))
+    found = []
+    for number, operators in there.items():
+        tile = context.table[number]
+        for part in merged(operators):
+            found.append(Span(f"tile '{tile.label}'", tile_bytes(tile), part.start, part.stop - 1))
+    for number, reduced, offloaded in journeys.departures:
+        tile = context.table[number]
+        until = offloaded.operator if offloaded is not None else last
+        found.append(Span(f"gradient of '{tile.label}'", gradient_bytes(tile), reduced.operator, until))
+    return [span for span in found if span.nbytes]
+
+
+class Ledger:
+    """Bytes in flight per operator, the head included, against a budget (None: no limit)."""
+
+    def __init__(self, entries: Iterable[Span], operators: int, budget: int | None) -> None:
+        self.entries = list(entries)
+        self.budget = budget
+        change = [0] * (operators + 2)  # the head stands first
+        for entry in self.entries:
+            change[entry.first + 1] += entry.nbytes
+            change[entry.last + 2] -= entry.nbytes
+        self._live = list(accumulate(change))[:-1]
+
+    def over_budget(self) -> int | None:
+        """The first operator with more bytes in flight than the budget."""
+        if self.budget is None:
+            return None
+        return next((i - 1 for i, live in enumerate(self._live) if live > self.budget), None)
+
+    def fullest(self) -> int:
+        """The operator with the most bytes in flight, the first of several."""
+        return self._live.index(max(self._live)) - 1
+
+    def at(self, operator: int) -> int:
+        """Bytes in flight in one operator."""
+        return self._live[operator + 1]
+
+    def largest(self, operator: int, count: int = 3) -> list[Span]:
+        """The largest entries that are in flight in one operator."""
+        held = [entry for entry in self.entries if entry.first <= operator <= entry.last]
+        return sorted(held, key=lambda entry: -entry.nbytes)[:count]
+
+    def extend(self, nbytes: int, end: int, wanted: int) -> int:
+        """Stretch something that is in flight at operator `end` towards `wanted`, as far as there is room.
+
+        Returns where it then begins or ends.
+        """
+        if self.budget is None:
+            return wanted
+        step = 1 if wanted > end else -1
+        while end != wanted and self.take(nbytes, end + step):
+            end += step
+        return end
+
+    def take(self, nbytes: int, operator: int) -> bool:
+        """Whether so many bytes more are in flight in one operator from now on: not if the budget has no room."""
+        if self.budget is not None and self._live[operator + 1] + nbytes > self.budget:
+            return False
+        self._live[operator + 1] += nbytes
+        return True

@@ -1,0 +1,200 @@
+"""Any graph between capture and executor as text: one line per node, tiles by their parameter's name.
+
+    forward graph
+    inputs
+      a.weight : f32[4, 4] on nvme
+      %0 : f32[2, 4]
+    head
+      fetch a.weight  # lower_gathers
+      upload a.weight  # lower_gathers
+      allgather a.weight  # lower_gathers
+    operator 0
+      %1 = wait a.weight : f32[4, 4]  # lower_gathers
+      %2 = aten.mm(%0, %1) : f32[2, 4]
+      release a.weight  # lower_gathers
+    return %2
+
+Values are numbered in graph order, so the text depends on nothing but the graph. After `at` stands the offset of a
+transfer's buffer, where it has one, and after `#` the pass that made the node, where one did. In a joint graph
+`[must_save]`, `[must_recompute]` is what the partitioner is told.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import fx
+
+from zinf_fx import ops
+from zinf_fx.passes.ir.framework import MADE_BY, GraphContext, operator_of
+from zinf_fx.plan.schedule import HEAD, Event, Tile
+
+_DTYPES = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
+_ZINF_NAMES = {ops.gather: "gather", **ops.KINDS}
+_WIDTH = 120
+
+
+def print_graph(graph: fx.Graph, context: GraphContext) -> str:
+    """`graph` as text, ending in a newline. It is not changed, and may be in any state between two passes."""
+    lines = [f"{context.kind} graph"]
+    section = None
+    for node, text in _lines(graph, context):
+        if section != (section := _section(node, context)):
+            lines.append(section)
+        lines.append(text)
+    return "\n".join(filter(None, lines)) + "\n"
+
+
+def print_around(graph: fx.Graph, context: GraphContext, node: fx.Node, neighbours: int = 2) -> str:
+    """The line of `node`, marked, and those next to it."""
+    lines = list(_lines(graph, context))
+    at = next(index for index, (other, _) in enumerate(lines) if other is node)
+    return "\n".join(
+        f"{'->' if index == at else '  '}{lines[index][1]}"
+        for index in range(max(at - neighbours, 0), min(at + neighbours + 1, len(lines)))
+    )
+
+
+def type_text(value: object) -> str:
+    """The type of a node's value as text, from the fake value in its metadata."""
+    if isinstance(value, torch.Tensor):
+        return f"{_dtype_text(value.dtype)}[{', '.join(map(str, value.shape))}]"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(type_text, value))})"
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return f"size {value}"
+    return "none" if value is None else type(value).__name__
+
+
+def _lines(graph: fx.Graph, context: GraphContext) -> Iterator[tuple[fx.Node, str]]:
+    printer = _Printer(context)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            yield node, f"  {printer.input(node)}"
+        elif node.op == "output":
+            yield node, "\n".join(printer.results(node))
+        else:
+            yield node, f"  {printer.statement(node)}{printer.remarks(node)}"
+
+
+def _section(node: fx.Node, context: GraphContext) -> str:
+    if node.op in ("placeholder", "output"):
+        return "inputs" if node.op == "placeholder" else ""
+    if "operators" not in context.provided:
+        return "nodes"
+    number = operator_of(node)
+    return "head" if number == HEAD else f"operator {number}"
+
+
+class _Printer:
+    """Numbers the values of one graph as it goes."""
+
+    def __init__(self, context: GraphContext) -> None:
+        self._context = context
+        self._names: dict[fx.Node, str] = {}
+        self._numbers = itertools.count()
+
+    def input(self, node: fx.Node) -> str:
+        tile = self._context.tiles.get(node.name)
+        if tile is None:
+            return f"{self._number(node)}{self._type(node)}"
+        self._names[node] = tile.name
+        return f"{tile.name} : {tile_text(tile)}"
+
+    def statement(self, node: fx.Node) -> str:
+        if node.target in (ops.gather, ops.wait):
+            what = f"{_ZINF_NAMES[node.target]} {self._tile(node)}"
+        elif node.target is ops.offload_activation:
+            what = f"{_ZINF_NAMES[node.target]} {self._value(node.args[0])} as {self._context.tile_of(node).name}"
+        elif node.target in _ZINF_NAMES:
+            what = f"{_ZINF_NAMES[node.target]} {', '.join((self._tile(node), *map(self._value, node.args[1:])))}"
+            if node.target is not ops.reduce_scatter:  # the others have no result
+                return what + (_marks(node.meta[ops.EVENT]) if ops.EVENT in node.meta else "")
+        elif node.target is operator.getitem:
+            what = f"{self._value(node.args[0])}[{self._value(node.args[1])}]"
+        elif node.op == "get_attr":
+            what = f"constant {node.target}"
+        else:
+            arguments = [self._value(a) for a in node.args]
+            arguments += [f"{name}={self._value(a)}" for name, a in node.kwargs.items()]
+            what = f"{target_text(node.target)}({', '.join(arguments)})"
+        return f"{self._number(node)} = {what}{self._type(node)}"
+
+    def remarks(self, node: fx.Node) -> str:
+        tag = node.meta.get("recompute") if self._context.kind == "joint" else None
+        text = f" [{tag.name.lower()}]" if tag is not None else ""
+        return text + (f"  # {node.meta[MADE_BY]}" if MADE_BY in node.meta else "")
+
+    def results(self, output: fx.Node) -> list[str]:
+        results = output.args[0] if isinstance(output.args[0], (tuple, list)) else (output.args[0],)
+        texts = [self._value(result) for result in results]
+        ours = len(texts) - self._context.backward_outputs if self._context.kind == "joint" else len(texts)
+        lines = _wrapped("return", texts[:ours])
+        return lines + (_wrapped("return of backward", texts[ours:]) if self._context.kind == "joint" else [])
+
+    def _tile(self, node: fx.Node) -> str:
+        token = node.args[0]
+        return self._context.tile_of(node).label if token.name in self._context.divided else self._value(token)
+
+    def _number(self, node: fx.Node) -> str:
+        self._names[node] = name = f"%{next(self._numbers)}"
+        return name
+
+    def _type(self, node: fx.Node) -> str:
+        return f" : {type_text(node.meta['val'])}" if "val" in node.meta else ""
+
+    def _value(self, value: object) -> str:
+        if isinstance(value, fx.Node):
+            return self._names.get(value, f"<{value.name}, not yet computed>")
+        if isinstance(value, Mapping):
+            return "{" + ", ".join(f"{k}: {self._value(v)}" for k, v in value.items()) + "}"
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            return "[" + ", ".join(map(self._value, value)) + "]"
+        if isinstance(value, slice):
+            return ":".join("" if v is None else self._value(v) for v in (value.start, value.stop, value.step))
+        if isinstance(value, torch._ops.OpOverload):
+            return target_text(value)
+        return str(value).removeprefix("torch.")
+
+
+def _marks(event: Event) -> str:
+    text = " for backward" if event.turn else " resident" if event.resident else ""
+    return text if event.offset is None else f"{text} at {event.offset}"
+
+
+def _dtype_text(dtype: torch.dtype) -> str:
+    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def tile_text(tile: Tile) -> str:
+    """The type of a parameter or activation, and where it and its gradient live."""
+    text = f"{_dtype_text(tile.dtype)}[{', '.join(map(str, tile.shape))}] on {tile.tier}"
+    return text + (f", gradient on {tile.gradient_tier}" if tile.gradient_tier else "")
+
+
+def target_text(target: object) -> str:
+    """`aten.mm`; the overload only where it isn't the default one."""
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target).removesuffix(".default")
+    return getattr(target, "__name__", str(target))
+
+
+def _wrapped(head: str, texts: list[str]) -> list[str]:
+    return textwrap.wrap(f"{head} {', '.join(texts)}", _WIDTH, subsequent_indent="  ", break_on_hyphens=False)

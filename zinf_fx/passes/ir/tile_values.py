@@ -1,0 +1,30 @@
+"""Which nodes are nothing but tiles, looked at or copied: as cheap to repeat as the gathers that they follow."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from zinf_fx import ops
+from zinf_fx.passes.ir.aliases import is_view
+
+# Not views, but no arithmetic either: autocast's cast of a weight, fused projections.
+_COPIES = {
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten.cat.default,
+    torch.ops.aten.stack.default,
+}
+
+
+def tile_values(graph: fx.Graph) -> dict[fx.Node, None]:
+    """The gathers, and the views and copies that depend on no other tensor, in graph order."""
+    found: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        if node.target is ops.gather:
+            found[node] = None
+        elif node.target in _COPIES or is_view(node):
+            inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), (torch.Tensor, list, tuple))]
+            if inputs and all(n in found for n in inputs):
+                found[node] = None
+    return found

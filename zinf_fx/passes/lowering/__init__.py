@@ -1,0 +1,1 @@
+"""Gathers become journeys, and gradients departures."""

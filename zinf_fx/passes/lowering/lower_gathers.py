@@ -1,0 +1,96 @@
+"""gather -> fetch, upload, allgather, wait at the first use, and release after the last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from zinf_fx import ops
+from zinf_fx.passes.ir.aliases import aliases_of, readers_of
+from zinf_fx.passes.ir.framework import (
+    OPERATOR,
+    GraphContext,
+    TileKey,
+    events_in,
+    give_event,
+    key_of,
+    nodes_calling,
+    operator_of,
+    start_argument,
+)
+
+
+@dataclass(frozen=True)
+class LowerGathers:
+    """Make the journey of each tile explicit: one per tile and graph, however often the tile is used; one per operator
+    that uses it, where tiles come anew (`GraphContext.comes_anew`).
+
+    The tile is released after the last use of it or of any alias of it. What would alias a tile and outlive it, a
+    result of the graph or a gradient on its way to its tier, is cloned first.
+    """
+
+    name: ClassVar[str] = "lower_gathers"
+    requires: ClassVar[tuple[str, ...]] = ("operators",)
+    provides: ClassVar[tuple[str, ...]] = ("lowered",)
+    changes_numerics: ClassVar[bool] = False
+
+    def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
+        first: dict[TileKey, fx.Node] = {}
+        stays: list[fx.Node] = []
+        for gather in nodes_calling(graph, ops.gather):
+            key = key_of(gather)
+            if key in first and (not context.comes_anew(key.token) or _is_there(first[key], gather)):
+                gather.replace_all_uses_with(first[key])
+                graph.erase_node(gather)
+            else:
+                first[key] = gather
+                stays.append(gather)
+        output = next(iter(graph.find_nodes(op="output")))
+        for gather in stays:
+            if not gather.users:
+                graph.erase_node(gather)
+                continue
+            self._lower(graph, gather, output)
+        for node in events_in(graph):
+            give_event(node, context, operator_of(node))
+        return context
+
+    def _lower(self, graph: fx.Graph, gather: fx.Node, output: fx.Node) -> None:
+        token, start = gather.args[0], start_argument(key_of(gather))
+        operator = {OPERATOR: operator_of(gather)}
+        with graph.inserting_before(gather):
+            for transfer in ops.TRANSFERS:
+                graph.call_function(transfer, (token,), start).meta = dict(operator)
+        gather.target = ops.wait
+
+        aliases = aliases_of(gather)
+        for alias in aliases:
+            leaving = [user for user in alias.users if user is output or user.target is ops.reduce_scatter]
+            if leaving:
+                self._clone_for(graph, alias, leaving)
+        last = _last_use(gather)
+        with graph.inserting_after(last):
+            graph.call_function(ops.release, (token,), start).meta = {OPERATOR: operator_of(last)}
+
+    def _clone_for(self, graph: fx.Graph, alias: fx.Node, users: list[fx.Node]) -> None:
+        with graph.inserting_after(alias):
+            clone = graph.call_function(torch.ops.aten.clone.default, (alias,))
+        clone.meta = dict(alias.meta)
+        if "val" in alias.meta:
+            clone.meta["val"] = alias.meta["val"].clone()
+        for user in users:
+            user.replace_input_with(alias, clone)
+
+
+def _is_there(gathered: fx.Node, gather: fx.Node) -> bool:
+    """Whether what was gathered before is there yet: until the operator of its last use."""
+    return operator_of(gather) <= operator_of(_last_use(gathered))
+
+
+def _last_use(gathered: fx.Node) -> fx.Node:
+    """The last node that looks at a tile. What leaves the graph is a clone."""
+    readers = (n for n in readers_of(gathered) if n.op != "output" and n.target is not ops.reduce_scatter)
+    return max(readers)  # compared by position

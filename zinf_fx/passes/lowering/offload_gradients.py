@@ -1,0 +1,42 @@
+"""Gradient shards leave for their tier; autograd gets None for them (ZeRO-Infinity, section 5.1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from zinf_fx import ops
+from zinf_fx.passes.ir.framework import GraphContext, give_event, operator_of, start_argument
+from zinf_fx.passes.ir.gradient_parts import assembly_of, gradient_outputs, parts_of
+
+
+@dataclass(frozen=True)
+class OffloadGradients:
+    """Follow each reduce-scatter by an offload, and make the output that it was, or was part of, None."""
+
+    name: ClassVar[str] = "offload_gradients"
+    requires: ClassVar[tuple[str, ...]] = ("operators", "gradients_reduced")
+    provides: ClassVar[tuple[str, ...]] = ("gradients_offloaded",)
+    changes_numerics: ClassVar[bool] = False
+
+    def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
+        output = next(iter(graph.find_nodes(op="output")))
+        results = list(output.args[0])
+        assembled: list[fx.Node] = []
+        for position, gradient in gradient_outputs(graph, context).items():
+            token = context.gradients[position]
+            parts = parts_of(gradient, token, context)
+            if any(part.node.target is not ops.reduce_scatter for part in parts):
+                continue
+            for part in parts:
+                with graph.inserting_after(part.node):
+                    offload = graph.call_function(ops.offload, (part.node.args[0], part.node), start_argument(part.key))
+                give_event(offload, context, operator_of(part.node))
+            assembled += assembly_of(gradient) if token in context.divided else ()
+            results[position] = None
+        output.args = (type(output.args[0])(results),)
+        for node in assembled:  # the parts meet where gradients live
+            graph.erase_node(node)
+        return context

@@ -1,0 +1,52 @@
+"""Gradients of stored parameters are reduce-scattered as soon as they are whole (ZeRO-Infinity, section 6.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import fx
+
+from zinf_fx import ops
+from zinf_fx.passes.ir.framework import GraphContext, start_argument
+from zinf_fx.passes.ir.gradient_parts import Part, gradient_outputs, parts_of
+
+
+@dataclass(frozen=True)
+class ReduceGradients:
+    """Put a reduce-scatter between each gradient of a stored parameter and the output that it is.
+
+    This is done on the joint graph, so that the partitioner hands the tokens of all trainable tiles to the backward
+    graph, of those too that backward doesn't gather (biases, embeddings).
+    """
+
+    name: ClassVar[str] = "reduce_gradients"
+    requires: ClassVar[tuple[str, ...]] = ()
+    provides: ClassVar[tuple[str, ...]] = ("gradients_reduced",)
+    changes_numerics: ClassVar[bool] = False
+
+    def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
+        output = next(iter(graph.find_nodes(op="output")))
+        tokens = {node.name: node for node in graph.find_nodes(op="placeholder")}
+        first_gradient = len(output.args[0]) - context.backward_outputs
+        results = list(output.args[0])
+        gradients = gradient_outputs(graph, context)
+        context = replace(context, gradients={p: t for p, t in context.gradients.items() if p in gradients})
+        for position, token in context.gradients.items():
+            for part in parts_of(gradients[position], token, context):
+                shard = self._reduce(graph, tokens[token], part)
+                if part.whole is None:
+                    results[first_gradient + position] = shard
+                else:
+                    part.whole.replace_input_with(part.node, shard)
+        output.args = (type(output.args[0])(results),)
+        return context
+
+    def _reduce(self, graph: fx.Graph, token: fx.Node, part: Part) -> fx.Node:
+        last_input = next(reversed(graph.find_nodes(op="placeholder")))
+        with graph.inserting_after(part.node if part.node.op != "placeholder" else last_input):
+            shard = graph.call_function(ops.reduce_scatter, (token, part.node), start_argument(part.key))
+        shard.meta["val"] = part.node.meta.get("val")
+        # Without it, a gradient that depends on no tangent would be reduced in forward.
+        shard.meta["partitioner_tag"] = "must_be_in_backward"
+        return shard

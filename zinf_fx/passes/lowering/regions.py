@@ -1,0 +1,49 @@
+"""Groups compute nodes into operators: the units of the schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from zinf_fx import ops
+from zinf_fx.passes.ir.aliases import is_view
+from zinf_fx.passes.ir.framework import OPERATOR, GraphContext, is_compute, key_of
+from zinf_fx.passes.ir.gradient_parts import assemblies
+
+
+@dataclass(frozen=True)
+class Regions:
+    """Number every node with its operator: a new one begins where a matrix is needed after something was computed.
+
+    Views, and constants that depend on no input (positions, masks), are too little work to be an operator by
+    themselves: they go with what follows. A matrix that comes anew (`GraphContext.comes_anew`) begins an operator
+    whenever it is needed, and the gradient of each of a parameter's tiles ends one.
+    """
+
+    name: ClassVar[str] = "regions"
+    requires: ClassVar[tuple[str, ...]] = ("gathers_sunk",)
+    provides: ClassVar[tuple[str, ...]] = ("operators",)
+    changes_numerics: ClassVar[bool] = False
+
+    def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
+        current, computed, gathered, ended = 0, False, {}, False
+        put_together = assemblies(graph, context)
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                continue
+            if node.target is ops.gather:
+                tile, key = context.tile_of(node), key_of(node)
+                known = gathered.get(key) == current if context.comes_anew(key.token) else key in gathered
+                if computed and tile.opens_operator and not known:
+                    current, computed, ended = current + 1, False, False
+                gathered[key] = current
+            elif is_compute(node) and node.all_input_nodes and not is_view(node) and node not in put_together:
+                if ended:
+                    current, ended = current + 1, False
+                computed = True
+            elif node.target is ops.reduce_scatter and context.tile_of(node).rows is not None:
+                ended = True
+            node.meta[OPERATOR] = current
+        return context

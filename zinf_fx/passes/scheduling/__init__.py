@@ -1,0 +1,1 @@
+"""When transfers start, what stays in memory, and where buffers lie."""

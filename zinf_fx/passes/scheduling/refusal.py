@@ -1,0 +1,131 @@
+"""Why a plan exceeds its budget: what needs how much, and which options would make it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tabulate import tabulate
+
+from zinf_fx.passes.ir.framework import GraphContext
+from zinf_fx.passes.ir.in_flight import Ledger
+from zinf_fx.plan.memory.lifetimes import Clock, device_buffers, host_buffers, profile
+from zinf_fx.plan.memory.use import HostUse, chunks_of, most, most_on_device
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import HEAD
+from zinf_fx.sizes import at_least, at_most, in_words
+
+
+def refusal(ledger: Ledger, context: GraphContext) -> str:
+    """The text for a graph of which some operators have more in flight than `ledger.budget`: about the worst."""
+    operator = ledger.fullest()
+    largest = ", ".join(f"{span.what} ({at_least(span.nbytes)})" for span in ledger.largest(operator))
+    whole = ((context.tiles[token].name, reason) for token, reason in context.undivided.items())
+    reasons = [f"'{name}' can't be tiled: {reason}" for name, reason in whole if f"'{name}'" in largest]
+    buffers = context.gradient_buffer + context.activation_buffer
+    left = (
+        f"the budget is {at_most(context.limit)}"
+        if context.limit >= 0
+        else f"what lives there exceeds it by {at_least(-context.limit)}"
+    )
+    first = (
+        f"the {context.kind} graph needs {at_least(ledger.at(operator) + buffers)} of tiles and gradients at once in "
+        f"operator {operator}, and {left}: raise device_memory or host_memory. "
+    )
+    lines = [first + ". ".join([f"Largest: {largest}", *reasons]), "", _table(ledger, operator, context), "", "To fit:"]
+    return "\n".join(lines + [f"  {option}" for option in _options(ledger, operator, context)])
+
+
+def refusal_of_buffers(plan: Plan, context: GraphContext) -> str:
+    """The text for a plan whose buffers, in their places, exceed a budget."""
+    config, on_host = context.config, most(plan)
+    if config.host_memory is not None and on_host > config.host_memory:
+        memory, nbytes, buffers = "host_memory", on_host, host_buffers(plan)
+        living, where, beside = context.living, "nvme", "optimizer's chunks, and what lies beside them"
+        rest = plan.regions.host
+    else:
+        memory, nbytes, buffers = "device_memory", most_on_device(plan), device_buffers(plan)
+        living, where, beside = context.living_on_device, "host or nvme", "gradients on their way, and gaps"
+        rest = nbytes - living.total - plan.kept
+    needed = profile(buffers, Clock(plan).end)
+    fullest = needed.index(max(needed))
+    there = sorted(
+        (b for b in buffers if any(fullest in span for span in b.spans)), key=lambda b: b.nbytes, reverse=True
+    )
+    parts = [
+        *((f"{buffer.what} of '{buffer.label}'", buffer.nbytes) for buffer in there[:5]),
+        ("other tiles and gradients on their way", sum(buffer.nbytes for buffer in there[5:])),
+        (beside, rest - needed[fullest]),
+    ]
+    first = (
+        f"the buffers of a step need {at_least(nbytes)} of {memory} at once, and the budget is "
+        f"{at_most(getattr(config, memory))}: raise {memory}"
+    )
+    options = [_budget(memory, nbytes), *_elsewhere(living, where)]
+    if memory == "host_memory" and chunks_of(plan).total > needed[fullest]:
+        options.append(f"chunk: smaller than {in_words(config.chunk)}")
+    return "\n".join([first, "", _rows(parts, context), "", "To fit:", *(f"  {option}" for option in options)])
+
+
+def _table(ledger: Ledger, operator: int, context: GraphContext) -> str:
+    held = ledger.largest(operator, count=5)
+    rest = ledger.at(operator) - sum(span.nbytes for span in held)
+    where = "at the head" if operator == HEAD else f"in operator {operator}"
+    parts = [
+        ("gradients on their way to NVMe", context.gradient_buffer),
+        ("activations on their way to NVMe", context.activation_buffer),
+        *((f"{span.what} {where}", span.nbytes) for span in held),
+        (f"everything else {where}", rest),
+    ]
+    return _rows(parts, context)
+
+
+def _rows(parts: list[tuple[str, int]], context: GraphContext) -> str:
+    """The states that live in host memory, other parts, their sum, and the budgets."""
+    config = context.config
+    needed = [
+        *_living("in host memory", context.living if config.host_memory is not None else HostUse("")),
+        *_living("on the device", context.living_on_device if config.device_memory is not None else HostUse("")),
+        ("activations kept for backward", context.kept if config.device_memory is not None else 0),
+        *parts,
+    ]
+    rows = [(what, in_words(nbytes)) for what, nbytes in needed if nbytes]
+    rows += [("together", in_words(sum(nbytes for _, nbytes in needed)))]
+    for name in ("device_memory", "host_memory"):
+        if (nbytes := getattr(config, name)) is not None:
+            rows.append((name, in_words(nbytes)))
+    return tabulate(rows, headers=["what", "needs"], colalign=("left", "right"), disable_numparse=True)
+
+
+def _living(where: str, use: HostUse) -> Iterator[tuple[str, int]]:
+    yield f"parameters that live {where}", use.parameters
+    yield f"gradients that live {where}", use.gradients
+    yield f"optimizer states that live {where}", use.states
+    yield f"activations that live {where}", use.activations
+
+
+def _options(ledger: Ledger, operator: int, context: GraphContext) -> Iterator[str]:
+    """What the user can change, each by itself enough, or at least of help."""
+    config, living = context.config, context.living
+    moved = ledger.at(operator) + context.gradient_buffer + context.activation_buffer
+    on_device = moved + context.kept + context.living_on_device.total
+    if config.device_memory is not None and config.device_memory < on_device:
+        yield _budget("device_memory", on_device)
+        yield from _elsewhere(context.living_on_device, "host or nvme")
+        if context.kept:
+            yield f'activations="recompute", "offload" or "auto": up to {in_words(context.kept)} less'
+    if config.host_memory is not None and config.host_memory < moved + living.total:
+        yield _budget("host_memory", moved + living.total)
+        yield from _elsewhere(living, "nvme")
+    if config.tile != "auto":
+        yield 'tile="auto": what exceeds the budget is divided'
+
+
+def _budget(option: str, nbytes: int) -> str:
+    return f'{option}="{at_least(nbytes)}"'
+
+
+def _elsewhere(living: HostUse, where: str) -> Iterator[str]:
+    states = {"parameters": living.parameters, "gradients": living.gradients, "optimizer": living.states}
+    for state, nbytes in (states | {"activations": living.activations}).items():
+        if nbytes:
+            yield f"placement of {state} on {where}: {in_words(nbytes)} less"

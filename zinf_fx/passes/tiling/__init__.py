@@ -1,0 +1,1 @@
+"""Parameters that are too large are divided into tiles."""

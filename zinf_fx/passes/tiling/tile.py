@@ -1,0 +1,168 @@
+"""Memory-centric tiling: a parameter that is too large becomes a sequence of tiles (ZeRO-Infinity, section 5.1.3)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import fx
+
+from zinf_fx import ops
+from zinf_fx.passes.ir.framework import GraphContext, TileKey, nodes_calling, start_argument
+from zinf_fx.passes.ir.gradient_parts import gradient_outputs
+from zinf_fx.passes.ir.rewriting import emit, erase_unused
+from zinf_fx.passes.tiling.weight_gradients import aten, check_term, rows_of_term, terms_of, untransposed
+from zinf_fx.passes.tiling.weight_uses import Rows, Untileable, tile_use, uses_of
+from zinf_fx.plan.schedule import Tile
+
+# Tiles begin at multiples of so many elements, where that leaves them below the limit: their bytes are whole blocks.
+_ALIGNMENT = 4096
+
+
+@dataclass(frozen=True)
+class TileParameters:
+    """Divide each parameter of more than `limit` bytes into ranges of rows, and what is computed with it.
+
+    Forward, the gradients of inputs and the gradient of the parameter itself are all computed range by range: a linear
+    layer along its output dimension, an embedding by rows. The results of the ranges are put together (bitwise what
+    they were) or, where the rows are what a product sums over, added in order. A parameter of which any use can't be
+    divided stays whole, and `context.undivided` says why.
+    """
+
+    name: ClassVar[str] = "tile"
+    requires: ClassVar[tuple[str, ...]] = ()
+    provides: ClassVar[tuple[str, ...]] = ("tiled",)
+    changes_numerics: ClassVar[bool] = True
+
+    limit: int
+
+    def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
+        gathers: dict[str, list[fx.Node]] = {}
+        for gather in nodes_calling(graph, ops.gather):
+            gathers.setdefault(gather.args[0].name, []).append(gather)
+        for token, tile in context.tiles.items():
+            tiles = divided(tile, self.limit)
+            if len(tiles) == 1:
+                continue
+            try:
+                _Rewrite(graph, context, gathers[token], tiles).run()
+            except Untileable as reason:
+                context = replace(context, undivided={**context.undivided, token: str(reason)})
+            else:
+                context = replace(context, divided={**context.divided, token: tiles})
+        return context
+
+
+def divided(tile: Tile, limit: int) -> tuple[Tile, ...]:
+    """The tiles of at most `limit` bytes, or of one row, of a parameter: as even as alignment lets them be."""
+    if tile.nbytes <= limit or len(tile.shape) < 2 or not all(isinstance(size, int) for size in tile.shape):
+        return (tile,)
+    total, elements = tile.shape[0], math.prod(tile.shape[1:])
+    if tile.ranks > 1:
+        return _in_segments(tile, limit)
+    most = max(limit // (elements * tile.dtype.itemsize), 1)
+    step = _ALIGNMENT // math.gcd(_ALIGNMENT, elements)
+    step = step if step <= most else 1
+    most = most // step * step
+    each = -(-total // -(-total // most))
+    each = -(-each // step) * step
+    starts = range(0, total, each)
+    ends = [min(start + each, total) for start in starts]
+    return tuple(
+        replace(tile, shape=(end - start, *tile.shape[1:]), rows=(start, end))
+        for start, end in zip(starts, ends, strict=True)
+    )
+
+
+def _in_segments(tile: Tile, limit: int) -> tuple[Tile, ...]:
+    """The tiles of a parameter that is divided over ranks: of whole segments (see [Note: segments])."""
+    total, elements = math.prod(tile.shape), math.prod(tile.shape[1:])
+    if not tile.segment:
+        return (tile,)
+    each = max(limit // (tile.segment * tile.dtype.itemsize), 1) * tile.segment
+    found: list[Tile] = []
+    left = tile.shard
+    for start in range(0, total, each):
+        end = min(start + each, total)
+        shard = -(-(end - start) // tile.ranks) if tile.owned or end < total else left
+        left -= shard
+        rows = (start // elements, end // elements)
+        found.append(replace(tile, shape=(rows[1] - rows[0], *tile.shape[1:]), rows=rows, shard=shard))
+    return tuple(found) if len(found) > 1 else (tile,)
+
+
+class _Rewrite:
+    """The division of one parameter."""
+
+    def __init__(self, graph: fx.Graph, context: GraphContext, gathers: list[fx.Node], tiles: tuple[Tile, ...]) -> None:
+        self._graph, self._context, self._gathers = graph, context, gathers
+        self._token, self._tiles = gathers[0].args[0], tiles
+        self._shape = context.tiles[self._token.name].shape
+        total = tiles[-1].rows[1]
+        self._ranges = [Rows(*tile.rows, last=tile.rows[1] == total) for tile in tiles]
+        # By what is multiplied with the parameter, the last node of each range: there its gradient is due.
+        self._ends: dict[fx.Node, list[list[fx.Node]]] = {}
+
+    def run(self) -> None:
+        """Raises: Untileable, before anything is changed."""
+        uses = [use for gather in self._gathers for use in uses_of(gather)]
+        if len({use.node for use in uses}) < len(uses):
+            raise Untileable("one operation computes with it twice")
+        token = self._token.name
+        gradients = gradient_outputs(self._graph, self._context)
+        mine = {p: g for p, g in gradients.items() if self._context.gradients[p] == token}
+        for gradient in mine.values():
+            for term in terms_of(gradient):
+                check_term(term)
+        for use in uses:
+            beside = untransposed(use.other)
+            ends = tile_use(self._graph, use, self._ranges, self._gather)
+            self._ends.setdefault(beside, []).append(ends)
+        for gather in self._gathers:
+            _erase_chain(self._graph, gather)
+        for position in mine:
+            self._divide_gradient(position)
+
+    def _gather(self, rows: Rows, like: fx.Node) -> fx.Node:
+        rest, dtype, device = self._shape[1:], *self._gathers[0].args[2:4]
+        start = start_argument(TileKey(self._token.name, rows.start * math.prod(rest)))
+        return emit(self._graph, like, ops.gather, self._token, [rows.end - rows.start, *rest], dtype, device, **start)
+
+    def _divide_gradient(self, position: int) -> None:
+        output = next(iter(self._graph.find_nodes(op="output")))
+        results = list(output.args[0])
+        index = len(results) - self._context.backward_outputs + position
+        gradient = results[index]
+        results[index] = self._assemble(gradient, output)
+        output.args = (type(output.args[0])(results),)
+        erase_unused(self._graph, gradient)
+
+    def _assemble(self, gradient: fx.Node, output: fx.Node) -> fx.Node:
+        """The gradient, put together from its ranges: a concatenation for each term, and their sum."""
+        if len(terms_of(gradient)) > 1:
+            terms = [self._assemble(argument, output) for argument in gradient.args]
+            with self._graph.inserting_before(output):
+                return emit(self._graph, gradient, aten.add.Tensor, *terms)
+        parts: list[fx.Node] = []
+        for number in range(len(self._ranges)):
+            parts.append(self._part(gradient, number, parts[-1:]))
+        with self._graph.inserting_before(output):
+            return emit(self._graph, gradient, aten.cat.default, parts)
+
+    def _part(self, term: fx.Node, number: int, before: list[fx.Node]) -> fx.Node:
+        """One range of a term, computed as soon as its inputs are there, and behind what uses the same range."""
+        inputs = check_term(term)
+        of_uses = (ends for value in inputs for ends in self._ends.get(untransposed(value), ()))
+        latest = max((*inputs, *before, *(ends[number] for ends in of_uses)))  # nodes compare by position
+        if latest.op == "placeholder":
+            latest = max(self._graph.find_nodes(op="placeholder"))
+        with self._graph.inserting_before(latest.next):
+            return rows_of_term(self._graph, term, self._ranges[number])
+
+
+def _erase_chain(graph: fx.Graph, node: fx.Node) -> None:
+    """Remove a gather that is no longer used, with the transpositions and casts of it."""
+    for user in list(node.users):
+        _erase_chain(graph, user)
+    graph.erase_node(node)

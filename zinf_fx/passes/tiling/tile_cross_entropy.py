@@ -1,0 +1,232 @@
+"""Cross-entropy over logits that are never whole: the other half of a tiled head (ZeRO-Infinity, section 5.1.3).
+
+Where a tiled head's ranges of logits are put together only for a log-softmax and a negative log-likelihood, each range
+is reduced as soon as it is there: to its maximum, its sum of exponentials, and the logits of the targets in it. In
+backward, each range of logits is computed again from the activation and the tile, which is there for the gradients
+anyway; from it come the range of the logits' gradient and, of that, the parts of the input's and the tile's gradient.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from zinf_fx.passes.ir.framework import GraphContext, nodes_calling
+from zinf_fx.passes.ir.rewriting import emit, erase_unused, repeat_in_backward
+from zinf_fx.passes.tiling.weight_uses import Rows
+
+aten = torch.ops.aten
+
+_PASSED_ON = {aten.view.default, aten._unsafe_view.default, aten._to_copy.default, aten.reshape.default}
+_MEAN = 1
+
+
+@dataclass(frozen=True)
+class TileCrossEntropy:
+    """Reduce each range of a tiled head's logits where it is computed, forward and backward."""
+
+    name: ClassVar[str] = "tile_cross_entropy"
+    requires: ClassVar[tuple[str, ...]] = ("tiled",)
+    provides: ClassVar[tuple[str, ...]] = ("cross_entropy_tiled",)
+    changes_numerics: ClassVar[bool] = True
+
+    def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
+        for softmax in nodes_calling(graph, aten._log_softmax.default):
+            found = _match(softmax)
+            if found is not None:
+                _Rewrite(graph, found).run()
+        return context
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """The nodes around one log-softmax.
+
+    Attributes:
+        parts: the ranges of logits, [rows, range]; `ranges` says which.
+        softmax, nll: the log-softmax of their concatenation, and the loss.
+        gradient: what backward makes of them, when there is a backward: the logits' gradient.
+        slices: by range, what backward takes of `gradient`.
+    """
+
+    parts: tuple[fx.Node, ...]
+    ranges: tuple[Rows, ...]
+    softmax: fx.Node
+    nll: fx.Node
+    nll_backward: fx.Node | None
+    slices: dict[int, list[fx.Node]]
+
+
+def _match(softmax: fx.Node) -> _Loss | None:
+    """The loss that a log-softmax belongs to, if its input is nothing but a concatenation of ranges of logits."""
+    logits, dim, _ = softmax.args
+    source = logits
+    while source.target in _PASSED_ON and len(source.users) == 1:
+        source = source.args[0]
+    shape, count = logits.meta["val"].shape, logits.meta["val"].dim()
+    if source.target is not aten.cat.default or len(source.users) > 1 or count != 2 or dim not in (1, -1):
+        return None
+    parts = tuple(source.args[0])
+    sizes = [part.meta["val"].shape for part in parts]
+    if any(len(size) != 2 or size[0] != shape[0] for size in sizes) or sum(size[1] for size in sizes) != shape[1]:
+        return None
+    ends = [sum(size[1] for size in sizes[: i + 1]) for i in range(len(sizes))]
+    ranges = tuple(Rows(end - size[1], end, end == shape[1]) for end, size in zip(ends, sizes, strict=True))
+    users = list(_users(softmax))
+    nll = [user for user in users if user.target is aten.nll_loss_forward.default]
+    backward = [user for user in users if user.target is aten._log_softmax_backward_data.default]
+    others = set(users) - set(nll) - set(backward)
+    if len(nll) != 1 or len(backward) > 1 or nll[0].args[2] is not None or nll[0].args[1].meta["val"].dim() != 1:
+        return None
+    if not backward:
+        return _Loss(parts, ranges, softmax, nll[0], None, {}) if not others else None
+    (gradient,) = backward
+    nll_backward = gradient.args[0]
+    if nll_backward.target is not aten.nll_loss_backward.default or others - {nll_backward}:
+        return None
+    slices = _slices(gradient, ranges, sizes)
+    if len(nll_backward.users) > 1 or slices is None:
+        return None
+    return _Loss(parts, ranges, softmax, nll[0], nll_backward, slices)
+
+
+def _users(value: fx.Node) -> Iterator[fx.Node]:
+    """What uses a value, under whatever name."""
+    for user in value.users:
+        if user.target in (aten.detach.default, aten.alias.default):
+            yield from _users(user)
+        else:
+            yield user
+
+
+def _slices(gradient: fx.Node, ranges: tuple[Rows, ...], sizes: list) -> dict[int, list[fx.Node]] | None:
+    """By range, what takes it from the gradient of the logits; None: something takes more."""
+    while len(gradient.users) == 1 and next(iter(gradient.users)).target in _PASSED_ON:
+        gradient = next(iter(gradient.users))
+    number = {(rows.start, rows.end): index for index, rows in enumerate(ranges)}
+    found: dict[int, list[fx.Node]] = {}
+    for user in gradient.users:
+        index = number.get(user.args[2:4]) if user.target is aten.slice.Tensor and user.args[1] == 1 else None
+        if index is None or user.meta["val"].shape != sizes[index]:
+            return None
+        found.setdefault(index, []).append(user)
+    return found
+
+
+class _Rewrite:
+    """The division of one loss."""
+
+    def __init__(self, graph: fx.Graph, loss: _Loss) -> None:
+        self._graph, self._loss = graph, loss
+        self._dtype = loss.softmax.meta["val"].dtype
+        _, self._target, _, self._reduction, self._ignored = loss.nll.args
+
+    def run(self) -> None:
+        loss = self._loss
+        _hoist(self._target, loss.parts[0])
+        with self._graph.inserting_before(loss.parts[0]):
+            counted = self._again(aten.ne.Scalar, self._target, self._ignored)
+            target = self._again(aten.where.ScalarOther, counted, self._target, 0)
+        logits, places = [], []
+        maximum = total = chosen = None
+        for part, rows in zip(loss.parts, loss.ranges, strict=True):
+            with self._graph.inserting_before(part.next):
+                values = part
+                if part.meta["val"].dtype != self._dtype:
+                    values = self._again(aten._to_copy.default, part, dtype=self._dtype)
+                inside, local = rows.indices(self._graph, loss.softmax, target, 0)
+                place = self._again(aten.unsqueeze.default, local, 1)
+                most = self._emit(aten.amax.default, values, [1])
+                before, maximum = maximum, most if maximum is None else self._emit(aten.maximum.default, maximum, most)
+                shifted = self._emit(aten.sub.Tensor, values, self._column(maximum))
+                exponentials = self._emit(aten.sum.dim_IntList, self._emit(aten.exp.default, shifted), [1])
+                if before is not None:
+                    rescaled = self._emit(aten.exp.default, self._emit(aten.sub.Tensor, before, maximum))
+                    exponentials = self._emit(
+                        aten.add.Tensor, exponentials, self._emit(aten.mul.Tensor, total, rescaled)
+                    )
+                total = exponentials
+                theirs = self._emit(aten.squeeze.dim, self._emit(aten.gather.default, values, 1, place), 1)
+                chosen = theirs if chosen is None else self._emit(aten.where.self, inside, theirs, chosen)
+            repeat_in_backward(part)
+            logits.append(values)
+            places.append((inside, place))
+        with self._graph.inserting_before(loss.nll):
+            normaliser = self._emit(aten.add.Tensor, maximum, self._emit(aten.log.default, total))
+            count = self._emit(aten.sum.default, self._emit(aten._to_copy.default, counted, dtype=self._dtype))
+            lost = self._emit(aten.sub.Tensor, normaliser, chosen)
+            lost = self._emit(aten.where.ScalarOther, counted, lost, 0.0)
+            if self._reduction:
+                lost = self._emit(aten.sum.default, lost)
+            if self._reduction == _MEAN:
+                lost = self._emit(aten.div.Tensor, lost, count)
+        if loss.nll_backward is not None:
+            self._backward(logits, places, normaliser, counted, count)
+        for result in list(loss.nll.users):
+            assert result.target is operator.getitem
+            result.replace_all_uses_with((lost, count)[result.args[1]])
+            self._graph.erase_node(result)
+        erase_unused(self._graph, loss.nll)
+
+    def _backward(
+        self,
+        logits: list[fx.Node],
+        places: list[tuple[fx.Node, fx.Node]],
+        normaliser: fx.Node,
+        counted: fx.Node,
+        count: fx.Node,
+    ) -> None:
+        """Of each range of logits, the gradient: the probabilities, less one at the target, times that of the loss."""
+        like = self._loss.nll_backward
+        with self._graph.inserting_before(like):
+            scale = like.args[0]
+            if self._reduction == _MEAN:
+                scale = emit(self._graph, like, aten.div.Tensor, scale, count)
+            scale = emit(self._graph, like, aten.where.ScalarOther, counted, scale, 0.0)
+        for index, slices in self._loss.slices.items():
+            inside, place = places[index]
+            first = min(slices)  # nodes compare by position
+            with self._graph.inserting_before(first):
+                above = self._again(aten.unsqueeze.default, normaliser, 1)
+                shifted = self._again(aten.sub.Tensor, logits[index], above)
+                probabilities = self._again(aten.exp.default, shifted)
+                column = emit(self._graph, first, aten.unsqueeze.default, scale, 1)
+                gradient = emit(self._graph, first, aten.mul.Tensor, probabilities, column)
+                at_target = emit(self._graph, first, aten.where.ScalarOther, inside, scale, 0.0)
+                at_target = emit(self._graph, first, aten.unsqueeze.default, at_target, 1)
+                less = emit(self._graph, first, aten.neg.default, at_target)
+                gradient = emit(self._graph, first, aten.scatter_add.default, gradient, 1, place, less)
+                dtype = first.meta["val"].dtype
+                if dtype != self._dtype:
+                    gradient = emit(self._graph, first, aten._to_copy.default, gradient, dtype=dtype)
+            for each in slices:
+                each.replace_all_uses_with(gradient)
+                erase_unused(self._graph, each)
+
+    def _emit(self, target: torch._ops.OpOverload, *args: object, **kwargs: object) -> fx.Node:
+        return emit(self._graph, self._loss.softmax, target, *args, **kwargs)
+
+    def _again(self, target: torch._ops.OpOverload, *args: object, **kwargs: object) -> fx.Node:
+        """A node that backward computes anew."""
+        return repeat_in_backward(self._emit(target, *args, **kwargs))
+
+    def _column(self, rows: fx.Node) -> fx.Node:
+        return self._emit(aten.unsqueeze.default, rows, 1)
+
+
+def _hoist(node: fx.Node, before: fx.Node) -> None:
+    """Move a node, and what it is computed from, before another."""
+    for each in sorted({*_sources(node, before)}):
+        before.prepend(each)
+
+
+def _sources(node: fx.Node, after: fx.Node) -> Iterator[fx.Node]:
+    if node > after and node.op != "placeholder":
+        yield node
+        for each in node.all_input_nodes:
+            yield from _sources(each, after)

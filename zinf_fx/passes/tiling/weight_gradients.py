@@ -1,0 +1,103 @@
+"""The gradient of a parameter, one range of its rows at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from zinf_fx.passes.ir.rewriting import emit, repeat_in_backward
+from zinf_fx.passes.tiling.weight_uses import Rows, Untileable, moved_dim
+
+aten = torch.ops.aten
+
+# As the index of padding, it means that there is none.
+_NO_ROW = -1
+_ELEMENTWISE = {aten.neg.default, aten.mul.Scalar, aten.div.Scalar, aten.mul.Tensor, aten.div.Tensor}
+
+
+def terms_of(gradient: fx.Node) -> list[fx.Node]:
+    """What a gradient is the sum of: a term for each use of the parameter."""
+    if (
+        gradient.target is aten.add.Tensor
+        and not gradient.kwargs
+        and all(isinstance(a, fx.Node) for a in gradient.args)
+    ):
+        return [term for argument in gradient.args for term in terms_of(argument)]
+    return [gradient]
+
+
+def check_term(term: fx.Node, dim: int = 0) -> list[fx.Node]:
+    """The values that ranges of a term along `dim` are computed from. Raises: Untileable."""
+    if term.target in (aten.mm.default, aten.bmm.default):
+        ranged = _ranged_operands(term, dim)
+        return [untransposed(operand) if i in ranged else operand for i, operand in enumerate(term.args)]
+    if term.target is aten.embedding_dense_backward.default and dim == 0 and not term.args[4]:
+        return list(term.args[:2])
+    if term.target is aten.add.Tensor and len(terms_of(term)) > 1:
+        return [value for argument in term.args for value in check_term(argument, dim)]
+    source = _dim_of_input(term, dim)
+    if source is None:
+        what = str(term.target).removesuffix(".default")
+        raise Untileable(
+            f"its gradient comes from {what}" if term.op == "call_function" else "its gradient is an input"
+        )
+    return check_term(term.args[0], source)
+
+
+def untransposed(value: fx.Node) -> fx.Node:
+    """The value that this is a transposition of."""
+    while value.op == "call_function" and value.target in (aten.t.default, aten.transpose.int, aten.permute.default):
+        value = value.args[0]
+    return value
+
+
+def rows_of_term(graph: fx.Graph, term: fx.Node, rows: Rows, dim: int = 0) -> fx.Node:
+    """A range along `dim` of a term that `check_term` has accepted, computed at the insertion point."""
+    if term.target in (aten.mm.default, aten.bmm.default):
+        ranged = _ranged_operands(term, dim)
+        operands = [_rows_of_value(graph, a, rows, dim) if i in ranged else a for i, a in enumerate(term.args)]
+        return _emit(graph, term, *operands)
+    if term.target is aten.embedding_dense_backward.default:
+        return _embedding_rows(graph, term, rows)
+    if term.target is aten.add.Tensor:
+        return _emit(graph, term, *(rows_of_term(graph, argument, rows, dim) for argument in term.args))
+    part = rows_of_term(graph, term.args[0], rows, _dim_of_input(term, dim))
+    return _emit(graph, term, part, *term.args[1:])
+
+
+def _ranged_operands(product: fx.Node, dim: int) -> tuple[int, ...]:
+    """Which operands of a product a range of its result along `dim` is made from a range of."""
+    batched = product.target is aten.bmm.default
+    return (0, 1) if batched and dim == 0 else (dim - batched,)
+
+
+def _emit(graph: fx.Graph, like: fx.Node, *args: object) -> fx.Node:
+    return emit(graph, like, like.target, *args, **like.kwargs)
+
+
+def _embedding_rows(graph: fx.Graph, term: fx.Node, rows: Rows) -> fx.Node:
+    gradient, indices, _, padding, _ = term.args
+    _, local = rows.indices(graph, term, indices, _NO_ROW)
+    if rows.start <= padding < rows.end:
+        padded = repeat_in_backward(emit(graph, term, aten.eq.Scalar, indices, padding))
+        local = repeat_in_backward(emit(graph, term, aten.masked_fill.Scalar, local, padded, _NO_ROW))
+    return emit(graph, term, term.target, gradient, local, rows.end - rows.start, _NO_ROW, False)
+
+
+def _rows_of_value(graph: fx.Graph, value: fx.Node, rows: Rows, dim: int) -> fx.Node:
+    """A range of any value, of what it is a transposition of if it is one: so the whole is not transposed."""
+    if value is not untransposed(value):
+        return _emit(
+            graph, value, _rows_of_value(graph, value.args[0], rows, _dim_of_input(value, dim)), *value.args[1:]
+        )
+    return rows.of(graph, value, value, dim)
+
+
+def _dim_of_input(node: fx.Node, dim: int) -> int | None:
+    """The dimension of the first input that dimension `dim` of the result comes from; None: they don't correspond."""
+    if node.op != "call_function":
+        return None
+    if node.target in _ELEMENTWISE:
+        return dim if not any(isinstance(argument, fx.Node) for argument in node.args[1:]) else None
+    count = node.meta["val"].dim() if isinstance(node.meta.get("val"), torch.Tensor) else 0
+    return next((source for source in range(count) if moved_dim(node, source) == dim), None)

@@ -1,0 +1,1 @@
+"""Plan files: what is read is checked before it is a plan."""

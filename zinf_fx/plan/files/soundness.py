@@ -1,0 +1,121 @@
+"""Whether a plan that was read from a file is one that could have been made: every index leads somewhere, every tile's
+journey is in order, and no buffers overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from zinf_fx.config import LARGEST
+from zinf_fx.errors import PlanError
+from zinf_fx.plan.memory.spec import check_buffers
+from zinf_fx.plan.plan import Choice, Fingerprint, Plan
+from zinf_fx.plan.schedule import GraphSchedule, Tile
+from zinf_fx.plan.spec import check_schedule
+
+_GRAPHS = (("forward", "backward"), ("inference",))
+_MOST_DIMENSIONS = 64
+
+
+def check_sound(plan: Plan) -> None:
+    """Raises: PlanError naming what is wrong, and where."""
+    kinds = tuple(graph.kind for graph in plan.graphs)
+    if kinds not in _GRAPHS:
+        raise PlanError(f"graphs are {list(kinds)}, and must be forward and backward, or inference")
+    if plan.world_size < 1:
+        raise PlanError(f"world_size is {plan.world_size}")
+    for name in ("gradient_buffer", "activation_buffer", "kept"):
+        _check_not_negative(name, getattr(plan, name))
+    for name in ("host", "device", "chunks", "chunk_elements"):
+        _check_not_negative(f"regions.{name}", getattr(plan.regions, name))
+    if plan.regions.chunk_elements > plan.config.chunk:
+        raise PlanError(f"regions.chunk_elements is {plan.regions.chunk_elements}, more than a chunk has")
+    if plan.tile_limit is not None and plan.tile_limit < 0:
+        raise PlanError(f"tile_limit is {plan.tile_limit}")
+    _check_choices(plan.choices)
+    if plan.fingerprint is not None:
+        _check_fingerprint(plan.fingerprint)
+    for graph in plan.graphs:
+        parameters = [tile for tile in graph.tiles if not tile.activation]
+        if any(tile.ranks * tile.replicas not in (1, plan.world_size) for tile in parameters):
+            raise PlanError(f"{graph.kind} graph: a tile is for another number of ranks than {plan.world_size}")
+        try:
+            _check_graph(graph)
+        except PlanError as error:
+            raise PlanError(f"{graph.kind} graph: {error}") from None
+    check_schedule(plan.graphs)
+    for departure in plan.journeys.departures:
+        if departure.offloaded is None:
+            label = plan.graphs[0].tiles[departure.tile].label[:60]
+            raise PlanError(f"the gradient of '{label}' is never offloaded")
+    check_buffers(plan)
+
+
+def _check_not_negative(name: str, value: int) -> None:
+    if value < 0:
+        raise PlanError(f"{name} is {value}, less than 0")
+
+
+def _check_choices(choices: Sequence[Choice]) -> None:
+    for number, choice in enumerate(choices):
+        if not 0 <= choice.first < choice.end:
+            raise PlanError(f"choices[{number}] is for nodes {choice.first} to {choice.end}, which are none")
+        if choice.segment is not None and choice.segment < 0:
+            raise PlanError(f"choices[{number}] is of segment {choice.segment}")
+    for number, (one, other) in enumerate(pairwise(choices)):
+        if other.first < one.end:
+            raise PlanError(f"choices[{number}] and choices[{number + 1}] are for the same nodes, or out of order")
+
+
+def _check_fingerprint(fingerprint: Fingerprint) -> None:
+    for node, line in enumerate(fingerprint.nodes):
+        if not 0 <= line < len(fingerprint.lines):
+            raise PlanError(f"fingerprint.nodes[{node}] is line {line} of {len(fingerprint.lines)}")
+
+
+def _check_graph(graph: GraphSchedule) -> None:
+    labels: set[str] = set()
+    for number, tile in enumerate(graph.tiles):
+        _check_tile(number, tile)
+        if tile.label in labels:
+            raise PlanError(f"tiles[{number}] is '{tile.label}', as one before it")
+        labels.add(tile.label)
+    for number, operator in enumerate(graph.operators):
+        if operator.index != number:
+            raise PlanError(f"operators[{number}] has the index {operator.index}")
+        for name in ("nodes", "flops", "product_bytes", "other_bytes"):
+            _check_not_negative(f"operators[{number}].{name}", getattr(operator, name))
+    for number, event in enumerate(graph.events):
+        if not 0 <= event.tile < len(graph.tiles):
+            tiles = len(graph.tiles)
+            raise PlanError(f"events[{number}] ({event.kind}) is of tile {event.tile}, and there are {tiles}")
+
+
+def _check_tile(number: int, tile: Tile) -> None:
+    where = f"tiles[{number}] ('{tile.label[:60]}')"
+    if tile.index != number:
+        raise PlanError(f"{where} has the index {tile.index}")
+    if len(tile.shape) > _MOST_DIMENSIONS:
+        raise PlanError(f"{where} has {len(tile.shape)} dimensions")
+    nbytes = tile.dtype.itemsize
+    for size in tile.shape:
+        _check_not_negative(f"a size of {where}", size)
+        nbytes *= size
+        if nbytes > LARGEST:
+            raise PlanError(f"{where} has more bytes than any memory")
+    if (
+        tile.ranks < 1
+        or tile.replicas < 1
+        or tile.segment < 0
+        or tile.shard < 0
+        or tile.ranks * tile.shard * tile.dtype.itemsize > LARGEST
+    ):
+        raise PlanError(f"{where} has {tile.replicas} times {tile.ranks} shards of {tile.shard} elements")
+    if tile.ranks > 1 and tile.ranks * tile.shard * tile.dtype.itemsize < nbytes:
+        raise PlanError(f"{where} has more elements than its {tile.ranks} shards of {tile.shard} together")
+    if tile.rows is not None:
+        first, end = tile.rows
+        if not 0 <= first < end or not tile.shape or end - first != tile.shape[0]:
+            raise PlanError(f"{where} has the rows {first} to {end}, and the shape {list(tile.shape)}")
+        if end * (nbytes // max(tile.shape[0], 1)) > LARGEST:
+            raise PlanError(f"{where} begins behind the end of any memory")

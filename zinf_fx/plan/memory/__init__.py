@@ -1,0 +1,1 @@
+"""What a plan takes of each memory, and where its buffers lie."""

@@ -1,0 +1,180 @@
+"""The buffers that a step's transfers need, and from which event to which each is needed.
+
+A step repeats: forward, backward, the optimizer's step, and again forward. Its clock counts the events of its graphs,
+one after the other, and then the two halves of the optimizer's step. A buffer may be needed around the end of the step:
+that of a tile which stays in memory for the next one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Literal
+
+from zinf_fx.plan.intervals import sums
+from zinf_fx.plan.journeys import At
+from zinf_fx.plan.memory.accounting import blocks, bytes_read, in_blocks
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import EventKind, Tile
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """One buffer.
+
+    Attributes:
+        what: whether it is for a tile, or for a gradient on its way to NVMe.
+        label: the tile's.
+        spans: when it is needed, as ranges of the clock: one, or two around the end of a step.
+        takers: the events at which it is taken, or found to be taken.
+    """
+
+    what: Literal["tile", "write", "chunks"]
+    label: str
+    nbytes: int
+    spans: tuple[range, ...]
+    takers: tuple[At, ...] = ()
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The times of a plan's events, and of the optimizer's step after them."""
+
+    plan: Plan
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """When each graph begins and, last, when the optimizer's step does."""
+        return [0, *accumulate(len(graph.events) for graph in self.plan.graphs)]
+
+    @property
+    def step(self) -> int:
+        """The first half of the optimizer's step, while gradients may still be on their way to NVMe."""
+        return self.starts[-1]
+
+    @property
+    def end(self) -> int:
+        """After the second half, and when the next step begins."""
+        return self.step + 2
+
+    @property
+    def always(self) -> range:
+        """All the time."""
+        return range(self.end)
+
+    def of(self, kind: str) -> range:
+        """While the graph of one kind runs; empty if there is none."""
+        for number, graph in enumerate(self.plan.graphs):
+            if graph.kind == kind:
+                return range(self.starts[number], self.starts[number + 1])
+        return range(0)
+
+
+def host_buffers(plan: Plan) -> list[Lifetime]:
+    """The buffers in host memory: of tiles that are read from NVMe, and of gradients that are written there.
+
+    Where the device computes in host memory, a tile's is needed until its release, else until somebody waits for it:
+    where the disk is late, its upload starts only then. A tile that stays on the device needs one for each fetch
+    nevertheless: it is read again where it has changed.
+    """
+    separate = any(graph.separate_device for graph in plan.graphs)
+    closes: EventKind = "wait" if separate else "release"
+    return [*_tiles(plan, "fetch", closes, lambda tile: _in_host_memory(tile, separate)), *_writes(plan)]
+
+
+def device_buffers(plan: Plan) -> list[Lifetime]:
+    """The buffers in the memory of a device that has its own: of tiles that don't live there."""
+    if not any(graph.separate_device for graph in plan.graphs):
+        return []
+    return list(_tiles(plan, "upload", "release", lambda t: blocks(t.gathered_nbytes) if t.needs_buffer else 0))
+
+
+def _in_host_memory(tile: Tile, separate: bool) -> int:
+    """Bytes of host memory that a fetched tile needs. Where that is the device's, shards are gathered in it."""
+    if tile.partitioned and not separate:
+        return blocks(tile.gathered_nbytes)
+    return in_blocks(tile, tile.nbytes) if tile.owned and tile.tier == "nvme" else bytes_read(tile)
+
+
+def _tiles(plan: Plan, opens: EventKind, closes: EventKind, size: Callable[[Tile], int]) -> Iterator[Lifetime]:
+    """Of each tile, from the event that needs its buffer first to the one after which nobody does.
+
+    Two steps are followed, because a tile may stay from one to the next. Buffers come in the order in which they are
+    given back, those that never are, last.
+    """
+    clock, journeys = Clock(plan), plan.journeys
+    given_back: list[tuple[int, Lifetime]] = []
+    always: list[tuple[int, Lifetime]] = []
+    for index, stays in journeys.of_tile.items():
+        tile = plan.graphs[0].tiles[index]
+        if not (nbytes := size(tile)):
+            continue
+        marks = [(at, True) for stay in stays for at in stay.events(opens)]
+        marks += [(s.steps[closes], False) for s in stays if closes != "release" or journeys.frees(s)]
+        marks.sort(key=lambda mark: mark[0])
+        start, takers = None, []
+        for begin in (0, clock.end):
+            for at, opened in marks:
+                now = begin + clock.starts[at.graph] + at.number
+                if opened:
+                    start = now if start is None else start
+                    takers.append(at)
+                elif start is not None:
+                    if begin:
+                        spans = _around(start, now, clock.end)
+                        lifetime = Lifetime("tile", tile.label, nbytes, spans, tuple(dict.fromkeys(takers)))
+                        given_back.append((now, lifetime))
+                    start, takers = None, []
+        if start is not None and start < clock.end and len(takers) > 1:
+            lifetime = Lifetime("tile", tile.label, nbytes, (clock.always,), tuple(dict.fromkeys(takers)))
+            always.append((start, lifetime))
+    for several in (given_back, always):
+        yield from (lifetime for _, lifetime in sorted(several, key=lambda one: one[0]))
+
+
+def _around(start: int, stop: int, end: int) -> tuple[range, ...]:
+    """[start, stop) of two steps of `end` each, `stop` in the second, as ranges of one."""
+    if stop - start >= end:
+        return (range(end),)
+    if start >= end:
+        return (range(start - end, stop - end),)
+    return (range(stop - end), range(start, end))
+
+
+def _writes(plan: Plan) -> Iterator[Lifetime]:
+    """On their way to NVMe: activations, each until its room is needed for another, or backward begins; gradients, too,
+    or the optimizer's chunks need it."""
+    clock = Clock(plan)
+    for graph, schedule in enumerate(plan.graphs):
+        writing: deque[tuple[At, Tile, int]] = deque()
+        together = 0
+        for number, event in enumerate(schedule.events):
+            tile = schedule.tiles[event.tile]
+            if event.kind == "offload" and tile.gradient_tier == "nvme":
+                buffer, nbytes = plan.gradient_buffer, tile.gradient_nbytes_at_once(plan.stage)
+            elif event.kind == "offload_activation" and tile.tier == "nvme":
+                buffer, nbytes = plan.activation_buffer, tile.held_nbytes
+            else:
+                continue
+            now = clock.starts[graph] + number
+            while together > max(buffer - blocks(nbytes), 0):
+                earliest = writing.popleft()
+                together -= earliest[-1]
+                yield _write(clock, *earliest, now)
+            first = tile.start * tile.dtype.itemsize % blocks(1)
+            writing.append((At(graph, number, event.operator), tile, blocks(first + nbytes)))
+            together += writing[-1][-1]
+        for each in writing:
+            yield _write(clock, *each, clock.step + 1 if schedule.kind == "backward" else clock.starts[graph + 1])
+
+
+def _write(clock: Clock, at: At, tile: Tile, nbytes: int, stop: int) -> Lifetime:
+    return Lifetime("write", tile.label, nbytes, (range(clock.starts[at.graph] + at.number, stop),), (at,))
+
+
+def profile(buffers: Collection[Lifetime], end: int) -> list[int]:
+    """Bytes that are needed at each time before `end`."""
+    return sums([(span, buffer.nbytes) for buffer in buffers for span in buffer.spans], range(end))

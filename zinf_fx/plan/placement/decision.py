@@ -1,0 +1,239 @@
+"""`placement="auto"` where the model's graphs are known: the rule's choice, and what is near it, planned and simulated.
+
+The placement that the rule chooses (`plan.placing`) is taken unless a simulated step of another one is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from tabulate import tabulate
+
+from zinf_fx.config import PRESETS, Config, Placement, Tier
+from zinf_fx.errors import BudgetError, ZinfError
+from zinf_fx.plan.hardware import Hardware
+from zinf_fx.plan.memory.accounting import flows, tiles_of
+from zinf_fx.plan.memory.use import living_on_device, living_on_host, living_on_nvme
+from zinf_fx.plan.placement.placing import Rooms, Sizes, by_rule, capacities, near, used
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.simulation.operator_time import compute_seconds
+from zinf_fx.plan.simulation.simulate import simulate_plan
+from zinf_fx.sizes import in_words
+
+# How many placements besides the rule's are planned and simulated at most.
+_OTHERS = 4
+# A model of more parameter tensors than that is placed by the rule alone: each plan of it takes many seconds.
+PARAMETERS_AT_MOST = 500
+# The share of a step by which another placement must be faster than the rule's.
+_TIE = 0.01
+_ALL_ON_NVME = Placement("nvme", "nvme", "nvme", "nvme")
+
+_ALL_FIT = "everything fits on the device, so nothing leaves it"
+_ALONE = "section 7.1's rule alone"
+
+STATES = ("parameters", "gradients", "optimizer", "activations")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A placement that was considered.
+
+    Attributes:
+        placement: where its states live.
+        device, host, nvme: bytes of one rank in each memory; where it was planned, with what is in flight at most.
+        seconds: of a simulated step; None: none was simulated.
+        refused: why it doesn't fit; empty: it does.
+        exceeded: the memory that is too small.
+    """
+
+    placement: Placement
+    device: int = 0
+    host: int = 0
+    nvme: int = 0
+    seconds: float | None = None
+    refused: str = ""
+    exceeded: Tier | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What "auto" decided.
+
+    Attributes:
+        placement: that is taken.
+        rule: that the rule chooses.
+        hardware: what it was decided for.
+        candidates: that were considered: first what the rule chose, until that fitted, and then what is near it.
+        reason: for the choice, a clause.
+    """
+
+    placement: Placement
+    rule: Placement
+    hardware: str
+    candidates: tuple[Candidate, ...]
+    reason: str
+
+    @property
+    def nothing_moves(self) -> bool:
+        """Whether every state lives on the device."""
+        return self.placement == PRESETS["device"]
+
+    def __str__(self) -> str:
+        headers = ["", *STATES, "device", "host", "NVMe", "s per step"]
+        marks = {"taken": self.placement, "rule": self.rule}
+        rows = [
+            [
+                ", ".join(mark for mark, placement in marks.items() if placement == one.placement),
+                *(getattr(one.placement, state) for state in STATES),
+                *("" if not nbytes else in_words(nbytes) for nbytes in (one.device, one.host, one.nvme)),
+                "doesn't fit" if one.refused else "" if one.seconds is None else f"{one.seconds:.4g}",
+            ]
+            for one in self.candidates
+        ]
+        align = ["left"] * (1 + len(STATES)) + ["right"] * 4
+        table = tabulate(rows, headers=headers, disable_numparse=True, colalign=align)
+        refused = [f"{words(one.placement)}: {one.refused}" for one in self.candidates if one.refused]
+        lines = [f"placement auto, for {self.hardware}: {self.reason}.", "", *table.splitlines(), *refused]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def words(placement: Placement, sizes: Sizes | None = None) -> str:
+    """`parameters (12 MiB) on device, ...`."""
+    known = sizes.by_state if sizes is not None else {}
+    size = lambda state: f" ({known[state] / 2**20:.0f} MiB)" if state in known else ""  # noqa: E731
+    return ", ".join(f"{state}{size(state)} on {getattr(placement, state)}" for state in STATES)
+
+
+def by_rule_alone(sizes: Sizes, rooms: Rooms, hardware: str, why: str) -> Decision:
+    """What the rule decides where nothing can be planned, and `why` that is so. Raises: BudgetError."""
+    chosen = by_rule(sizes, rooms)
+    reason = _ALL_FIT if chosen == PRESETS["device"] else f"{_ALONE}: {why}"
+    return Decision(chosen, chosen, hardware, (Candidate(chosen, **used(chosen, sizes)),), reason)
+
+
+def decide(
+    plans_with: Callable[[Placement], Sequence[Plan]],
+    sizes: Sizes,
+    config: Config,
+    hardware: Hardware,
+    ranks: int,
+    parameters: int,
+) -> Decision:
+    """The rule's choice, or one near it with which a simulated step is faster.
+
+    Args:
+        plans_with: makes the plans of the model's graphs for a placement.
+        sizes: of the states that one of so many `ranks` has.
+        config: the options, the placement apart.
+        parameters: how many tensors the model has.
+
+    Raises: BudgetError when nothing fits; what `plans_with` raises.
+    """
+    hardware = hardware.with_ranks(ranks)
+    activations = _activations(plans_with, sizes, config, Rooms.of(hardware, config, ranks, None))
+    sizes, rooms = replace(sizes, activations=activations), Rooms.of(hardware, config, ranks, activations)
+    there = capacities(hardware, ranks)
+
+    def considered(placement: Placement) -> Candidate:
+        try:
+            return _held(plans_with(placement), placement, there)
+        except BudgetError as error:
+            living = used(placement, sizes)
+            exceeded: Tier = "device" if config.device_memory is not None and living["device"] else "host"
+            return Candidate(placement, **living, refused=str(error).splitlines()[0], exceeded=exceeded)
+
+    candidates: list[Candidate] = []
+    while not candidates or candidates[-1].refused:
+        try:
+            if candidates:
+                rooms = _smaller(rooms, candidates[-1], sizes)
+            candidates.append(considered(by_rule(sizes, rooms)))
+        except BudgetError as error:
+            tried = [f"  {words(one.placement)}: {one.refused}" for one in candidates]
+            raise BudgetError("\n".join([str(error), *(["Tried:"] if tried else []), *tried])) from None
+    chosen = candidates[-1]
+
+    def decided(placement: Placement, reason: str) -> Decision:
+        return Decision(placement, chosen.placement, hardware.name, tuple(candidates), reason)
+
+    if chosen.placement == PRESETS["device"]:
+        return decided(chosen.placement, _ALL_FIT)
+    if parameters > PARAMETERS_AT_MOST:
+        many = f"it has {parameters:,} parameter tensors, and a model of over {PARAMETERS_AT_MOST} is planned once"
+        return decided(chosen.placement, f"{_ALONE}: {many}")
+    candidates += [considered(other) for other in islice(near(chosen.placement, sizes, rooms), _OTHERS)]
+    try:
+        candidates[:] = [one if one.refused else _simulated(one, plans_with, hardware) for one in candidates]
+    except ZinfError as error:
+        return decided(chosen.placement, f"{_ALONE}: no step can be simulated, because {error}")
+    fitting = [one for one in candidates if not one.refused]
+    chosen, fastest = fitting[0], min(fitting, key=lambda one: one.seconds)
+    if fastest.seconds < (1 - _TIE) * chosen.seconds:
+        slower = f"with the choice of section 7.1's rule, which takes {chosen.seconds:.4g} s"
+        return decided(fastest.placement, f"a simulated step takes {fastest.seconds:.4g} s, less than {slower}")
+    return decided(chosen.placement, f"section 7.1's rule; {_none_faster(len(fitting) - 1)}")
+
+
+def _none_faster(others: int) -> str:
+    if not others:
+        return "nothing near it fits"
+    return f"of {others} near its choice that fit, none is simulated to be over {_TIE:.0%} faster"
+
+
+def _activations(plans_with: Callable[[Placement], Sequence[Plan]], sizes: Sizes, config: Config, rooms: Rooms) -> int:
+    """Bytes that are saved for backward and live where the placement says; none where their policy decides that."""
+    if config.activations in ("offload", "auto"):
+        return 0
+    try:
+        plans = plans_with(by_rule(sizes, rooms))
+    except BudgetError:
+        try:
+            plans = plans_with(_ALL_ON_NVME)
+        except BudgetError as error:
+            raise BudgetError(f"placement 'auto' finds none that fits. With all states on nvme: {error}") from None
+    leaving = (tile.held_nbytes for plan in plans for tile in tiles_of(plan).values() if tile.activation)
+    return sum(plan.kept for plan in plans) + sum(leaving)
+
+
+def _held(plans: Sequence[Plan], placement: Placement, there: Rooms) -> Candidate:
+    """What a rank has in each memory, with what is in flight at most, and whether there is as much."""
+    device = host = nvme = 0
+    for plan in plans:
+        tiles = list(tiles_of(plan).values())
+        in_flight = [flow for graph in plan.graphs for flow in flows(plan, graph)]
+        moved = max((flow.device for flow in in_flight), default=0)
+        device = max(device, living_on_device(placement, tiles).total + plan.kept + moved)
+        read = max((flow.host for flow in in_flight), default=0)
+        host = max(host, living_on_host(placement, tiles).total + read + plan.regions.chunks)
+        nvme = max(nvme, living_on_nvme(placement, tiles).total)
+    if not there.host:
+        device, host = device + host, 0
+    needed: dict[Tier, int] = {"device": device, "host": host, "nvme": nvme}
+    exceeded = next((tier for tier, nbytes in needed.items() if nbytes > getattr(there, tier)), None)
+    refused = ""
+    if exceeded is not None:
+        has = in_words(getattr(there, exceeded))
+        refused = f"it needs {in_words(needed[exceeded])} of {exceeded} memory with what is in flight, which has {has}"
+    return Candidate(placement, device, host, nvme, refused=refused, exceeded=exceeded)
+
+
+def _smaller(rooms: Rooms, refused: Candidate, sizes: Sizes) -> Rooms:
+    """Rooms that make the rule move another state out of the memory that a plan exceeds.
+
+    Raises: BudgetError: nothing lives there that could leave.
+    """
+    living = used(refused.placement, sizes)
+    tier = "device" if refused.exceeded == "host" and not rooms.host else refused.exceeded
+    if not living[tier]:
+        raise BudgetError(f"placement 'auto' finds none that fits: without any state, {tier} memory is too small")
+    return replace(rooms, **{tier: living[tier] - 1})
+
+
+def _simulated(
+    candidate: Candidate, plans_with: Callable[[Placement], Sequence[Plan]], hardware: Hardware
+) -> Candidate:
+    plans = plans_with(candidate.placement)
+    steps = (simulate_plan(plan, hardware, compute_seconds(plan, hardware)) for plan in plans)
+    return replace(candidate, seconds=sum(step.seconds for step in steps))

@@ -1,0 +1,1 @@
+"""A plan for people and for other programs: tables, curves, pictures, JSON."""

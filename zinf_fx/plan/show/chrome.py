@@ -1,0 +1,103 @@
+"""Timelines in the trace event format of Chrome, which Perfetto opens (ui.perfetto.dev): a process for each timeline,
+a track for each lane."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zinf_fx.plan.hardware import Hardware
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.simulation.simulate import Simulation
+from zinf_fx.plan.simulation.timeline import LANES, Lane, MemoryCurve, Slice, memory_curves, slices, waits
+
+# What compute waits for stands below what it does.
+_LANES: tuple[Lane, ...] = ("step", "compute", "wait", *LANES[1:])
+
+
+@dataclass(frozen=True)
+class Process:
+    """One timeline of a trace.
+
+    Attributes:
+        start: seconds that all of its times are shown later.
+    """
+
+    name: str
+    slices: Sequence[Slice]
+    memory: Sequence[MemoryCurve] = ()
+    start: float = 0.0
+
+
+def planned(plan: Plan, simulation: Simulation, hardware: Hardware, start: float = 0.0) -> Process:
+    """A simulated step. `start`: of the step, in the trace."""
+    return Process(
+        f"planned, on {hardware.name}",
+        [Slice("step", "step", 0.0, simulation.seconds, 0, ""), *slices(plan, simulation), *waits(simulation)],
+        memory_curves(plan, simulation),
+        start,
+    )
+
+
+def to_chrome(*processes: Process) -> str:
+    """The trace: one track per lane, or several where its slices overlap, and counters of the memories. Times are in
+    microseconds."""
+    events = [event for number, one in enumerate(processes, start=1) for event in _events(number, one)]
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
+
+
+def _events(pid: int, process: Process) -> Iterator[dict[str, Any]]:
+    yield _named(pid, "process_name", 0, {"name": process.name})
+    yield _named(pid, "process_sort_index", 0, {"sort_index": pid})
+    tid = 0
+    for lane in _LANES:
+        for row in _rows([one for one in process.slices if one.lane == lane]):
+            yield _named(pid, "thread_name", tid, {"name": lane})
+            yield _named(pid, "thread_sort_index", tid, {"sort_index": tid})
+            for one in row:
+                begin, end = _nanoseconds(process, one.start), _nanoseconds(process, one.end)
+                yield {
+                    "ph": "X",
+                    "pid": pid,
+                    "tid": tid,
+                    "name": one.name,
+                    "cat": lane,
+                    "ts": begin / 1e3,
+                    "dur": (end - begin) / 1e3,
+                    "args": {"of": one.detail, "bytes": one.nbytes},
+                }
+            tid += 1
+    for curve in process.memory:
+        held = {"budget": curve.budget} if curve.budget is not None else {}
+        for time, nbytes in zip(curve.times, curve.nbytes, strict=True):
+            name, at = f"{curve.memory} memory", _nanoseconds(process, time) / 1e3
+            yield {"ph": "C", "pid": pid, "name": name, "ts": at, "args": {"bytes": nbytes} | held}
+
+
+def _nanoseconds(process: Process, seconds: float) -> int:
+    """What viewers count in: rounded once, so that a slice doesn't end after the beginning of the next."""
+    return round((process.start + seconds) * 1e9)
+
+
+def _named(pid: int, what: str, thread: int, given: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "tid": thread, "name": what, "args": given}
+
+
+def _rows(found: list[Slice]) -> list[list[Slice]]:
+    """As few rows as it takes for no two slices of one to overlap, and at least one: slices of a track must not."""
+    rows: list[list[Slice]] = [[]]
+    free: list[int] = [0]  # rows, lowest first
+    busy: list[tuple[float, int]] = []  # until when
+    for one in sorted(found, key=lambda one: (one.start, one.end)):
+        while busy and busy[0][0] <= one.start:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        if not free:
+            free.append(len(rows))
+            rows.append([])
+        row = heapq.heappop(free)
+        rows[row].append(one)
+        heapq.heappush(busy, (one.end, row))
+    return rows

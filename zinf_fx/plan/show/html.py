@@ -1,0 +1,37 @@
+"""A plan's timeline as one self-contained page: lanes, memory curves, zoom, pan and hover. It works without network."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from importlib.resources import files
+
+from zinf_fx.plan.hardware import Hardware
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.simulation.operator_time import flops_of
+from zinf_fx.plan.simulation.simulate import Simulation
+from zinf_fx.plan.simulation.timeline import LANES, memory_curves, slices
+
+
+def to_html(plan: Plan, simulation: Simulation, hardware: Hardware, title: str) -> str:
+    """The page. Its data stand in it as JSON, and reach the document as text only."""
+    data = {
+        "title": title,
+        "summary": summary(plan, simulation, hardware),
+        "seconds": simulation.seconds,
+        "lanes": LANES,
+        "slices": [asdict(one) | {"lane": LANES.index(one.lane)} for one in slices(plan, simulation)],
+        "memory": [asdict(curve) for curve in memory_curves(plan, simulation)],
+    }
+    # Nothing in the data may end the element that it stands in.
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    return files(__package__).joinpath("page.html").read_text(encoding="utf-8").replace("@DATA@", text)
+
+
+def summary(plan: Plan, simulation: Simulation, hardware: Hardware) -> str:
+    """One line: how large the plan is, and how fast a step is on the hardware."""
+    operators = " + ".join(f"{len(graph.operators):,} {graph.kind}" for graph in plan.graphs)
+    seconds = simulation.seconds
+    rate = f"{flops_of(plan) / seconds / 1e12:.3g} TFLOP/s per device" if seconds else "nothing to do"
+    busy = ", ".join(f"{name} {share:.0%}" for name, share in simulation.utilisation.items() if share)
+    return f"{operators} operators; a step on {hardware.name}, simulated: {seconds:.4g} s, {rate}; busy: {busy}"

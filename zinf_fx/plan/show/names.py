@@ -1,0 +1,123 @@
+"""Short names for tiles: what a table has room for."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from zinf_fx.plan.journeys import Transfer
+from zinf_fx.plan.memory.accounting import tiles_of
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import EventKind, GraphSchedule, Tile
+
+
+def module_of(name: str) -> str:
+    """The module that a parameter belongs to: `blocks.0.mlp.up` for `blocks.0.mlp.up.weight`; a root's is itself."""
+    return name.rpartition(".")[0] or name
+
+
+def abbreviate(paths: Iterable[str]) -> dict[str, str]:
+    """A short, distinct name of each module path: layer numbers, the last word, and the words that tell it from others.
+
+    `blocks.0.attention.qkv` -> `0.qkv`, or, beside `blocks.0.cross.qkv`, `0.attention.qkv`.
+    """
+    paths = list(dict.fromkeys(paths))
+    alike: defaultdict[str, list[str]] = defaultdict(list)
+    for path in paths:
+        alike[_shortened(path, frozenset())].append(path)
+    short = {}
+    for group in alike.values():
+        common = frozenset.intersection(*(frozenset(path.split(".")) for path in group))
+        for path in group:
+            short[path] = _shortened(path, frozenset(path.split(".")) - common)
+    counts = Counter(short.values())
+    return {path: short[path] if counts[short[path]] == 1 else path for path in paths}
+
+
+def _shortened(path: str, telling: frozenset[str]) -> str:
+    """The numbers, the last word, and `telling` words of a path."""
+    parts = path.split(".")
+    last = max((i for i, part in enumerate(parts) if not part.isdigit()), default=0)
+    return ".".join(part for i, part in enumerate(parts) if i == last or part.isdigit() or part in telling)
+
+
+class PlanNames:
+    """The short names of a plan's modules, the same in all its tables."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.short = abbreviate(module_of(tile.name) for tile in tiles_of(plan).values())
+
+    def of(self, plan: Plan, graph: GraphSchedule) -> GraphNames:
+        """The names in one graph's table."""
+        return GraphNames(plan, graph, self.short)
+
+    @property
+    def example(self) -> tuple[str, str] | None:
+        """A module's path and its short name, where they differ most."""
+        return max(self.short.items(), key=lambda item: len(item[0]) - len(item[1]), default=None)
+
+
+class _Group(NamedTuple):
+    """Events of one sort that the tiles of a module have in common."""
+
+    kind: EventKind
+    ahead: bool
+    kept: bool
+    module: str
+
+
+class GraphNames:
+    """How one graph's cells name tiles."""
+
+    def __init__(self, plan: Plan, graph: GraphSchedule, short: dict[str, str]) -> None:
+        self._graph, self._short, self._journeys = graph, short, plan.journeys
+        self._number = plan.graphs.index(graph)
+        self._together: dict[_Group, set[int]] = {}
+        for number, event in enumerate(graph.events):
+            self._together.setdefault(self._group(number), set()).add(event.tile)
+
+    def short(self, name: str) -> str:
+        """The short name of the module of a parameter."""
+        return self._short[module_of(name)]
+
+    def groups(self, numbers: Iterable[int]) -> list[str]:
+        """The names for the tiles of events of one kind, given by their numbers: a module's tiles together, most bytes
+        first."""
+        members: dict[_Group, list[int]] = {}
+        for number in numbers:
+            members.setdefault(self._group(number), []).append(number)
+        sized = []
+        for group, together in members.items():
+            if {self._graph.events[number].tile for number in together} == self._together[group]:
+                sized.append((self._nbytes(together), self._short[group.module] + self._mark(together[0])))
+            else:
+                sized += [(self._nbytes([one]), self._full(one) + self._mark(one)) for one in together]
+        return [name for _, name in sorted(sized, key=lambda item: -item[0])]
+
+    def _group(self, number: int) -> _Group:
+        kind, transfer = self._graph.events[number].kind, self._transfer(number)
+        ahead = transfer is not None and transfer.ahead
+        kept = transfer.stay.found == "kept" if transfer is not None else self._keeps(number)
+        return _Group(kind, ahead, kept, module_of(self._tile(number).name))
+
+    def _transfer(self, number: int) -> Transfer | None:
+        return self._journeys.transfer(self._number, number)
+
+    def _keeps(self, number: int) -> bool:
+        return self._graph.events[number].kind == "release" and self._journeys.stay_of(self._number, number).kept
+
+    def _tile(self, number: int) -> Tile:
+        return self._graph.tiles[self._graph.events[number].tile]
+
+    def _full(self, number: int) -> str:
+        tile = self._tile(number)
+        module = module_of(tile.name)
+        return self._short[module] + tile.label[len(module) :]
+
+    def _mark(self, number: int) -> str:
+        transfer = self._transfer(number)
+        return "*" if transfer is not None and (transfer.ahead or transfer.under_way) else ""
+
+    def _nbytes(self, numbers: Iterable[int]) -> int:
+        return sum(self._tile(number).nbytes for number in numbers)

@@ -1,0 +1,260 @@
+"""A plan's event graph: what one rank computes and moves in a step, and what each must wait for.
+
+An operator computes when the one before it is done and its tiles are there. Its transfers are started when the program
+comes to it, so they run beside it; a reduce-scatter starts when the operator has computed the gradient. What is in
+memory already is not moved: it has no job, and nothing waits for it. All ranks do the same at the same time.
+
+The optimizer reads, updates and writes its states in chunks. A step in which it overlaps begins with it: it is that of
+the step before, and the forward pass waits for each parameter that it uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from zinf_fx.config import Tier
+from zinf_fx.errors import PlanError
+from zinf_fx.plan.hardware import Hardware, Link, Memory
+from zinf_fx.plan.journeys import TRANSFERS, Stay
+from zinf_fx.plan.memory.accounting import (
+    CHUNKS_AHEAD,
+    Chunk,
+    bytes_read,
+    chunks,
+    in_blocks,
+)
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import HEAD, Event, EventKind, GraphKind, Tile
+from zinf_fx.plan.simulation.communication import (
+    gathered,
+    reduced_in_group,
+    reduced_over_groups,
+    refreshed,
+    refreshed_tiles,
+)
+
+Resource = Literal["compute", "link", "upload", "download", "disk"]
+RESOURCES: tuple[Resource, ...] = ("compute", "link", "upload", "download", "disk")
+
+# Seconds of each operator of each graph.
+Compute = Mapping[tuple[GraphKind, int], float]
+
+
+@dataclass(frozen=True)
+class Job:
+    """So many seconds of one resource, when the jobs of these indices are done.
+
+    `name` is what is done (an event's kind, "refresh", "write", a graph's kind, or of the optimizer "read_states",
+    "update", "write_states") and with what (a tile's label, the number of an operator or of a chunk); `nbytes` are
+    those that it moves.
+    """
+
+    name: str
+    resource: Resource
+    seconds: float
+    after: tuple[int, ...] = ()
+    nbytes: int = 0
+
+    @property
+    def kind(self) -> str:
+        """What is done."""
+        return self.name.partition(" ")[0]
+
+    @property
+    def subject(self) -> str:
+        """With what."""
+        return self.name.partition(" ")[2]
+
+
+def event_graph(plan: Plan, hardware: Hardware, compute: Compute, overlap: bool = True) -> list[Job]:
+    """The jobs of a step in its steady state, in the order in which the program comes to them.
+
+    Args:
+        compute: seconds of every operator.
+        overlap: the optimizer's step goes on in the next forward pass.
+
+    Raises: PlanError: the plan is for another number of ranks, or has owners, or an operator has no seconds.
+    """
+    if plan.world_size != hardware.ranks:
+        raise PlanError(
+            f"the plan is for {plan.world_size} ranks and {hardware.name} has {hardware.ranks}: "
+            "plan for as many, or describe a machine with as many"
+        )
+    if any(tile.owned for graph in plan.graphs for tile in graph.tiles):
+        raise PlanError(
+            "with partition='owner' each rank does something else: only steps in which all do the same are simulated"
+        )
+    builder = _Builder(plan, hardware, compute)
+    if overlap:
+        builder.add_optimizer()
+    for number in range(len(plan.graphs)):
+        builder.add_graph(number)
+    if not overlap:
+        builder.add_optimizer()
+    return builder.jobs
+
+
+class _Builder:
+    """Jobs so far, and what those to come wait for."""
+
+    def __init__(self, plan: Plan, hardware: Hardware, compute: Compute) -> None:
+        self.jobs: list[Job] = []
+        self._plan, self._hardware, self._compute = plan, hardware, compute
+        self._program: tuple[int, ...] = ()  # the operator before
+        self._bringing: dict[Stay, tuple[int, ...]] = {}  # by stay, the job that brings its tile
+        self._brought: dict[int, tuple[int, ...]] = {}  # by tile, the job that brought it last
+        self._leaving: dict[str, tuple[int, ...]] = {}  # by a tile's label, the job that moved its gradient last
+        self._left: list[int] = []  # the jobs that moved activations last
+        # By name, the last jobs that update a parameter, and write it.
+        self._updated: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._stale = refreshed_tiles(plan)  # by label, the tiles that other ranks updated in part, and not here yet
+
+    def add_graph(self, number: int) -> None:
+        """Every operator, and the transfers that start with it."""
+        graph, journeys = self._plan.graphs[number], self._plan.journeys
+        if graph.kind == "backward":  # it begins when the activations that left are where they live
+            self._program = (*self._program, *self._left)
+        for operator in (HEAD, *(one.index for one in graph.operators)):
+            computed: list[Event] = []
+            waits: list[int] = []
+            for position, event in graph.numbered(operator):
+                if event.kind == "wait":
+                    waits += self._bringing.get(journeys.stay_of(number, position), ())
+                elif event.kind in ("reduce_scatter", "offload_activation"):
+                    computed.append(event)
+                elif event.kind == "offload":
+                    if not any(one.tile == event.tile for one in computed):
+                        self._offload(graph.tiles[event.tile])
+                    else:
+                        computed.append(event)  # of a gradient that this operator computes
+                elif event.kind in TRANSFERS:
+                    transfer = journeys.transfer(number, position)
+                    if transfer is not None and not transfer.under_way:
+                        self._bring(event.kind, transfer.stay, graph.tiles[event.tile])
+            if operator != HEAD:
+                self._operator(graph.kind, operator, waits)
+            for event in computed:
+                tile = graph.tiles[event.tile]
+                if event.kind == "reduce_scatter":
+                    self._reduce(tile)
+                elif event.kind == "offload_activation":
+                    self._left.append(self._leave(tile, tile.tier, tile.held_nbytes, self._program))
+                else:
+                    self._offload(tile)
+
+    def add_optimizer(self) -> None:
+        """Adam's step, when all gradients are there: chunk by chunk, with reads ahead of the update and writes behind
+        it, as there is room for."""
+        gradients = (*self._program, *(job for jobs in self._leaving.values() for job in jobs))
+        updated: list[tuple[int, ...]] = []
+        written: list[tuple[int, ...]] = []
+        for number, chunk in enumerate(chunks(self._plan)):
+            room = number - CHUNKS_AHEAD - 1
+            before = updated[room] if room >= 0 else gradients
+            before += written[room - 1] if room >= 1 else ()
+            read, update, write = self._seconds_of(chunk)
+            if read:
+                before = (self._add(f"read_states {number}", "disk", read, before, chunk.read),)
+            last = updated[-1] if updated else ()
+            updated.append((self._add(f"update {number}", "compute", update, (*last, *before), chunk.states),))
+            written.append(updated[-1])
+            if write:
+                written[-1] = (self._add(f"write_states {number}", "disk", write, updated[-1], chunk.written),)
+            self._updated |= dict.fromkeys(chunk.ends, (updated[-1], written[-1]))
+
+    def _seconds_of(self, chunk: Chunk) -> tuple[float, float, float]:
+        """To read, update and write."""
+        hardware = self._hardware
+        if self._plan.config.placement.optimizer == "device" and not hardware.unified:
+            update = chunk.states * (1 / hardware.device.read + 1 / hardware.device.write)
+        elif hardware.updates is None:
+            update = chunk.states * (1 / hardware.host.read + 1 / hardware.host.write) * hardware.ranks_per_node
+        else:
+            update = chunk.elements * hardware.ranks_per_node / hardware.updates
+        return self._disk(hardware.nvme, chunk.read, 0), update, self._disk(hardware.nvme, 0, chunk.written)
+
+    # -- one event -----------------------------------------------------------------------------------------------------
+
+    def _operator(self, graph: GraphKind, operator: int, waits: list[int]) -> None:
+        if (graph, operator) not in self._compute:
+            raise PlanError(f"operator {operator} of the {graph} graph has no seconds to simulate it with")
+        seconds = self._compute[graph, operator]
+        self._program = (self._add(f"{graph} {operator}", "compute", seconds, (*self._program, *waits)),)
+
+    def _bring(self, kind: EventKind, stay: Stay, tile: Tile) -> None:
+        """One stage of a tile's way to the device, after the stage before it."""
+        before = self._bringing.get(stay, ())
+        if kind == "fetch":
+            before = self._brought.get(stay.tile, ()) if stay.found == "held" else self._final(tile)
+            if self._stale.pop(tile.label, None) is not None and (seconds := self._within(tile, refreshed(tile))):
+                after = (*self._program, *before)
+                before = (self._add(f"refresh {tile.label}", "link", seconds, after, tile.nbytes),)
+        seconds = self._seconds(kind, tile) if stay.moves(kind) else 0.0
+        if seconds:
+            resource: Resource = {"fetch": "disk", "upload": "upload", "allgather": "link"}[kind]
+            before = (self._add(f"{kind} {tile.label}", resource, seconds, (*self._program, *before), tile.nbytes),)
+        self._bringing[stay] = self._brought[stay.tile] = before
+
+    def _final(self, tile: Tile) -> tuple[int, ...]:
+        """The job that a tile's parameter can be read after; the program goes on when it is updated."""
+        updated, written = self._updated.get(tile.name, ((), ()))
+        self._program = (*self._program, *updated)
+        return written if tile.tier == "nvme" else ()
+
+    def _seconds(self, kind: EventKind, tile: Tile) -> float:
+        hardware = self._hardware
+        if kind == "fetch":
+            return self._disk(hardware.nvme, bytes_read(tile), 0)
+        if kind == "upload":
+            moves = tile.tier != "device" and not hardware.unified
+            return _over(hardware.upload, tile.held_nbytes) if moves else 0.0
+        return self._within(tile, gathered(tile))
+
+    def _within(self, tile: Tile, nbytes: int) -> float:
+        """Seconds of a collective of the ranks that divide a tile among themselves."""
+        return _over(self._hardware.link_within(tile.ranks), nbytes)
+
+    def _reduce(self, tile: Tile) -> None:
+        """The gradient of the operator that computed last."""
+        self._leaving[tile.label] = self._program
+        seconds = self._within(tile, reduced_in_group(self._plan, tile))
+        seconds += _over(self._hardware.link_across(tile.ranks), reduced_over_groups(self._plan, tile))
+        if seconds:
+            job = self._add(f"reduce_scatter {tile.label}", "link", seconds, self._program, tile.nbytes)
+            self._leaving[tile.label] = (job,)
+
+    def _offload(self, tile: Tile) -> None:
+        """A gradient, to its tier; a device that computes in host memory copies it in any case."""
+        if tile.gradient_tier is not None and (tile.gradient_tier != "device" or self._hardware.unified):
+            after = (*self._program, *self._leaving.get(tile.label, ()))
+            nbytes = tile.gradient_nbytes(self._plan.stage)
+            self._leaving[tile.label] = (self._leave(tile, tile.gradient_tier, nbytes, after),)
+
+    def _leave(self, tile: Tile, tier: Tier, nbytes: int, after: tuple[int, ...]) -> int:
+        """To host memory, where the device itself copies it if it computes there, and on to the disk."""
+        hardware = self._hardware
+        if hardware.unified:
+            seconds = nbytes * (1 / hardware.host.read + 1 / hardware.host.write)
+            job = self._add(f"offload {tile.label}", "compute", seconds, after, nbytes)
+            self._program = (job,)
+        else:
+            job = self._add(f"offload {tile.label}", "download", _over(hardware.download, nbytes), after, nbytes)
+        if tier == "nvme":
+            stored = in_blocks(tile, nbytes)
+            seconds = self._disk(self._hardware.nvme, 0, stored)
+            job = self._add(f"write {tile.label}", "disk", seconds, (job,), stored)
+        return job
+
+    def _disk(self, nvme: Memory, read: int, written: int) -> float:
+        """This rank's share of the node's drives."""
+        return (read / nvme.read + written / nvme.write) * self._hardware.ranks_per_node
+
+    def _add(self, name: str, resource: Resource, seconds: float, after: tuple[int, ...], nbytes: int = 0) -> int:
+        self.jobs.append(Job(name, resource, seconds, tuple(dict.fromkeys(after)), nbytes))
+        return len(self.jobs) - 1
+
+
+def _over(link: Link, nbytes: int) -> float:
+    return link.latency + nbytes / link.bandwidth if nbytes else 0.0

@@ -1,0 +1,32 @@
+"""How long each operator of a plan computes on described hardware (a roofline: Williams et al. 2009)."""
+
+from __future__ import annotations
+
+from zinf_fx.plan.hardware import Hardware
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import Operator
+from zinf_fx.plan.simulation.event_graph import Compute
+
+
+def compute_seconds(plan: Plan, hardware: Hardware) -> Compute:
+    """Seconds of every operator. Raises: ConfigError where the hardware has no peak for the dtype of one."""
+    return {
+        (graph.kind, operator.index): seconds_of_operator(operator, hardware)
+        for graph in plan.graphs
+        for operator in graph.operators
+    }
+
+
+def seconds_of_operator(operator: Operator, hardware: Hardware) -> float:
+    """Matrix products take the time of their arithmetic or of their bytes, whichever is longer; all else, which runs
+    operation by operation, that of its bytes."""
+    memory = hardware.device.read
+    products = operator.product_bytes / memory
+    if operator.dtype is not None:
+        products = max(products, operator.flops / hardware.achieved(str(operator.dtype).removeprefix("torch.")))
+    return products + operator.other_bytes / memory
+
+
+def flops_of(plan: Plan) -> int:
+    """Of a step, on one rank, recomputation included."""
+    return sum(operator.flops for graph in plan.graphs for operator in graph.operators)

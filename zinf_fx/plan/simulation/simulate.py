@@ -1,0 +1,170 @@
+"""A discrete-event simulation of jobs on resources: how long they take, what is busy, and what the rest waits for.
+
+Each resource does one job at a time, in the order in which jobs become ready; of those that become ready together, the
+one that the program comes to first. So a job starts at the moment when another one ends: its cause, either the last
+that it had to wait for, or the one that had the resource before it. Causes make the critical path.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from zinf_fx.errors import PlanError
+from zinf_fx.plan.hardware import Hardware
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.simulation.event_graph import RESOURCES, Compute, Job, Resource, event_graph
+
+
+@dataclass(frozen=True)
+class Timing:
+    """When a job runs, and the index of the job at whose end it started; None: it started at once."""
+
+    start: float
+    end: float
+    cause: int | None
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Seconds for which compute waited before one job, and which jobs it waited for, each with its part of them."""
+
+    before: str
+    seconds: float
+    waited_for: tuple[tuple[Job, float], ...]
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Jobs, and when each of them runs."""
+
+    jobs: tuple[Job, ...]
+    timings: tuple[Timing, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Until the last job ends."""
+        return max((timing.end for timing in self.timings), default=0.0)
+
+    @property
+    def busy(self) -> dict[Resource, float]:
+        """Seconds of work of each resource."""
+        work: Counter[Resource] = Counter()
+        for job in self.jobs:
+            work[job.resource] += job.seconds
+        return {resource: work[resource] for resource in RESOURCES}
+
+    @property
+    def utilisation(self) -> dict[Resource, float]:
+        """The share of the time that each resource works."""
+        return {resource: work / self.seconds if work else 0.0 for resource, work in self.busy.items()}
+
+    @property
+    def critical_path(self) -> list[int]:
+        """Indices of the jobs that decide how long all takes, in order. Each starts when the one before it ends."""
+        ends = [timing.end for timing in self.timings]
+        return list(reversed(list(self._causes(ends.index(max(ends)))))) if ends else []
+
+    @property
+    def critical_seconds(self) -> dict[Resource, float]:
+        """Seconds of the critical path, by resource: together, all of the time."""
+        path: Counter[Resource] = Counter()
+        for index in self.critical_path:
+            path[self.jobs[index].resource] += self.jobs[index].seconds
+        return {resource: path[resource] for resource in RESOURCES}
+
+    def stalls(self) -> list[Stall]:
+        """Every time for which compute had nothing to do before one of its jobs, and what it waited for."""
+        found = []
+        computing = [index for index, job in enumerate(self.jobs) if job.resource == "compute"]
+        idle_since = 0.0
+        for index in sorted(computing, key=lambda index: (self.timings[index].start, self.timings[index].end)):
+            start = self.timings[index].start
+            if start > idle_since:
+                found.append(Stall(self.jobs[index].name, start - idle_since, tuple(self._blamed(index, idle_since))))
+            idle_since = self.timings[index].end
+        return found
+
+    def _blamed(self, index: int, since: float) -> Iterator[tuple[Job, float]]:
+        causes = [one for one in self._causes(index) if one != index and self.timings[one].end > since]
+        for one in reversed(causes):
+            timing = self.timings[one]
+            yield self.jobs[one], timing.end - max(timing.start, since)
+
+    def _causes(self, index: int | None) -> Iterator[int]:
+        """A job, its cause, the cause of that, and so on."""
+        while index is not None:
+            yield index
+            index = self.timings[index].cause
+
+
+def simulate(jobs: Sequence[Job]) -> Simulation:
+    """Run jobs on resources. Raises: PlanError: jobs wait for each other in a circle."""
+    open_count = [len(set(job.after)) for job in jobs]
+    followers: list[list[int]] = [[] for _ in jobs]
+    for index, job in enumerate(jobs):
+        for before in set(job.after):
+            followers[before].append(index)
+    queues: dict[Resource, list[tuple[float, int]]] = {resource: [] for resource in RESOURCES}
+    last: dict[Resource, int | None] = dict.fromkeys(RESOURCES)
+    running: set[Resource] = set()
+    released: list[int | None] = [None] * len(jobs)
+    timings: list[Timing | None] = [None] * len(jobs)
+    ending: list[tuple[float, int]] = []
+    now = 0.0
+    for index, count in enumerate(open_count):
+        if not count:
+            heapq.heappush(queues[jobs[index].resource], (now, index))
+    while True:
+        for resource, queue in queues.items():
+            if queue and resource not in running:
+                ready, index = heapq.heappop(queue)
+                cause = released[index] if ready == now else last[resource]
+                timings[index] = Timing(now, now + jobs[index].seconds, cause)
+                heapq.heappush(ending, (now + jobs[index].seconds, index))
+                running.add(resource)
+                last[resource] = index
+        if not ending:
+            break
+        now = ending[0][0]
+        while ending and ending[0][0] == now:
+            _, done = heapq.heappop(ending)
+            running.discard(jobs[done].resource)
+            for follower in followers[done]:
+                open_count[follower] -= 1
+                if not open_count[follower]:
+                    released[follower] = done
+                    heapq.heappush(queues[jobs[follower].resource], (now, follower))
+    finished = tuple(timing for timing in timings if timing is not None)
+    if len(finished) < len(jobs):
+        stuck = next(job.name for job, timing in zip(jobs, timings, strict=True) if timing is None)
+        raise PlanError(f"{stuck!r} can't be simulated: what it waits for waits for it")
+    return Simulation(tuple(jobs), finished)
+
+
+def one_after_another(jobs: Sequence[Job]) -> Simulation:
+    """Run jobs with nothing overlapped: each when the one that the program comes to before it is done."""
+    timings, now = [], 0.0
+    for index, job in enumerate(jobs):
+        timings.append(Timing(now, now + job.seconds, index - 1 if index else None))
+        now += job.seconds
+    return Simulation(tuple(jobs), tuple(timings))
+
+
+def simulate_plan(
+    plan: Plan,
+    hardware: Hardware,
+    compute: Compute,
+    run: Callable[[Sequence[Job]], Simulation] = simulate,
+    overlap: bool = True,
+) -> Simulation:
+    """A step of a plan on one rank of the hardware. Raises: PlanError.
+
+    Args:
+        compute: seconds of each operator.
+        run: how its jobs follow each other.
+        overlap: the optimizer's step goes on in the next forward pass.
+    """
+    return run(event_graph(plan, hardware, compute, overlap))

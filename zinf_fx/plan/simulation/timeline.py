@@ -1,0 +1,119 @@
+"""A simulated step as data for pictures: what each lane does when, and what each memory holds meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from zinf_fx.plan.memory.accounting import chunks, flows, tiles_of
+from zinf_fx.plan.memory.use import arena_by_operator, living_on_device
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import HEAD
+from zinf_fx.plan.simulation.simulate import Simulation
+
+Lane = Literal["step", "compute", "wait", "all-gather", "upload", "fetch", "reduce", "offload", "optimizer"]
+LANES: tuple[Lane, ...] = ("compute", "all-gather", "upload", "fetch", "reduce", "offload", "optimizer")
+
+# By the kind of what is done: the first word of its name.
+LANE_OF: dict[str, Lane] = {
+    "forward": "compute",
+    "backward": "compute",
+    "inference": "compute",
+    "wait": "wait",
+    "allgather": "all-gather",
+    "refresh": "all-gather",
+    "upload": "upload",
+    "fetch": "fetch",
+    "reduce_scatter": "reduce",
+    "all_reduce": "reduce",
+    "offload": "offload",
+    "read": "offload",
+    "write": "offload",
+    "update": "optimizer",
+    "read_states": "optimizer",
+    "write_states": "optimizer",
+}
+
+
+_OPTIMIZER = {"read_states": "states read", "update": "the optimizer's arithmetic", "write_states": "states written"}
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One job in its lane: `start` and `end` in seconds, `nbytes` that it moves, `detail` for people."""
+
+    lane: Lane
+    name: str
+    start: float
+    end: float
+    nbytes: int
+    detail: str
+
+
+@dataclass(frozen=True)
+class MemoryCurve:
+    """Bytes of one memory from each of `times` (seconds) on, to `end`: that of the last operator, from when on the
+    optimizer's step is alone. `budget`: that the plan keeps to; None: there is none."""
+
+    memory: Literal["device", "host"]
+    times: tuple[float, ...]
+    nbytes: tuple[int, ...]
+    end: float
+    budget: int | None
+
+
+def slices(plan: Plan, simulation: Simulation) -> list[Slice]:
+    """The jobs of a simulated step, in the order of their start."""
+    labels = {(graph.kind, str(one.index)): one.label for graph in plan.graphs for one in graph.operators}
+    labels |= {
+        (kind, str(number)): f"{_OPTIMIZER[kind]} of {_first_and_last(chunk.names)}"
+        for number, chunk in enumerate(chunks(plan))
+        for kind in _OPTIMIZER
+    }
+    found = []
+    for job, timing in zip(simulation.jobs, simulation.timings, strict=True):
+        detail = labels.get((job.kind, job.subject), job.subject)
+        found.append(Slice(LANE_OF[job.kind], job.name, timing.start, timing.end, job.nbytes, detail))
+    return sorted(found, key=lambda one: one.start)
+
+
+def waits(simulation: Simulation) -> list[Slice]:
+    """Every time for which compute had nothing to do, one slice for each job that it waited for."""
+    starts = {job.name: timing.start for job, timing in zip(simulation.jobs, simulation.timings, strict=True)}
+    found = []
+    for stall in simulation.stalls():
+        now = starts[stall.before] - stall.seconds
+        for job, seconds in stall.waited_for:
+            name = "wait states" if job.kind in _OPTIMIZER else f"wait {job.subject}"  # as the runtime calls them
+            found.append(Slice("wait", name, now, now + seconds, 0, f"for {job.name}, before {stall.before}"))
+            now += seconds
+    return found
+
+
+def memory_curves(plan: Plan, simulation: Simulation) -> list[MemoryCurve]:
+    """What lives on the device, is kept for backward and in flight there; and what the host arena holds. Operator by
+    operator: from the end of the one before, whatever the head holds from the graph's beginning."""
+    ends = {job.name: timing.end for job, timing in zip(simulation.jobs, simulation.timings, strict=True)}
+    times: list[float] = []
+    device: list[int] = []
+    host: list[int] = []
+    living = living_on_device(plan.config.placement, list(tiles_of(plan).values())).total
+    now = 0.0
+    for graph in plan.graphs:
+        of_graph, arena = flows(plan, graph), arena_by_operator(plan, graph)
+        for flow, in_arena in zip(of_graph, arena, strict=True):
+            times.append(now)
+            device.append(living + plan.kept + flow.device)
+            host.append(in_arena)
+            if flow.operator != HEAD:
+                now = ends[f"{graph.kind} {flow.operator}"]
+    config = plan.config
+    return [
+        MemoryCurve("device", tuple(times), tuple(device), now, config.device_memory),
+        MemoryCurve("host", tuple(times), tuple(host), now, config.host_memory),
+    ]
+
+
+def _first_and_last(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"

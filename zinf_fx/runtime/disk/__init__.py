@@ -1,0 +1,1 @@
+"""Where bytes lie on disk, and how they get there."""

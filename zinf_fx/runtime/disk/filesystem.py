@@ -1,0 +1,91 @@
+"""The file system below a directory: what it is, how much room it has, and whether a store should be there."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from zinf_fx.errors import StoreError
+from zinf_fx.runtime.disk.scratch import HINTS
+
+IN_MEMORY = {"tmpfs", "ramfs"}
+NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "beegfs", "glusterfs", "afs", "gpfs"}
+NETWORK |= {"fuse.sshfs", "fuse.glusterfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.juicefs", "virtiofs"}
+
+MOUNTS = Path("/proc/self/mountinfo")
+
+
+@dataclass(frozen=True)
+class FileSystem:
+    """What is mounted where a directory lies.
+
+    Attributes:
+        kind: "ext4", "xfs", "tmpfs", ...
+        source: the device or share, as mounted.
+        mount_point: where.
+        key: tells this file system from others of this machine, also after a reboot.
+        free, total: bytes; `free` is what this user may take.
+    """
+
+    kind: str
+    source: str
+    mount_point: Path
+    key: str
+    free: int
+    total: int
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether its bytes take memory instead of a disk."""
+        return self.kind in IN_MEMORY
+
+    @property
+    def over_network(self) -> bool:
+        """Whether another machine has its bytes."""
+        return self.kind in NETWORK
+
+
+def file_system_of(directory: Path | str) -> FileSystem:
+    """The file system that holds `directory`. Raises: StoreError when there is no such directory."""
+    path = Path(directory)
+    try:
+        device = os.stat(path).st_dev
+        room = os.statvfs(path)
+    except OSError as error:
+        raise StoreError("inspect", path, HINTS.get(error.errno, "can't be inspected"), errno=error.errno) from error
+    kind, source, mount_point = _mount(f"{os.major(device)}:{os.minor(device)}", path.resolve())
+    return FileSystem(
+        kind=kind,
+        source=source,
+        mount_point=mount_point,
+        key=f"{kind}:{source}:{room.f_fsid & (1 << 64) - 1:x}",
+        free=room.f_bavail * room.f_frsize,
+        total=room.f_blocks * room.f_frsize,
+    )
+
+
+def _mount(device: str, path: Path) -> tuple[str, str, Path]:
+    """Kind, source and mount point: the deepest mount above `path`, of this device number if any has it (btrfs gives
+    its subvolumes other numbers than its mounts). "unknown" where /proc doesn't tell."""
+    above = []
+    try:
+        lines = MOUNTS.read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        mount_point = Path(_unescape(left.split()[4]))
+        if path.is_relative_to(mount_point):
+            kind, source = right.split()[:2]
+            above.append((left.split()[2] == device, len(mount_point.parts), kind, _unescape(source), mount_point))
+    if not above:
+        return "unknown", "unknown", Path("/")
+    _, _, kind, source, mount_point = max(above, key=lambda mount: mount[:2])
+    return kind, source, mount_point
+
+
+def _unescape(field: str) -> str:
+    """mountinfo writes a space as \\040."""
+    return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field)

@@ -1,0 +1,239 @@
+"""What a directory's device can move: measured with the engine, kept per file system, read by whoever plans."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from zinf_fx.errors import StoreError
+from zinf_fx.native.engine import BLOCK, DEPTH, HINTS, READ, WRITE, Engine, File, PageSums, Ticket
+from zinf_fx.runtime.disk.filesystem import file_system_of
+from zinf_fx.runtime.disk.probe import candidates, choose, reopen
+from zinf_fx.runtime.disk.scratch import Scratch
+from zinf_fx.runtime.memory.buffers import aligned_empty
+from zinf_fx.runtime.memory.freelist import round_up
+from zinf_fx.runtime.memory.leases import PAGE
+
+log = logging.getLogger(__name__)
+
+Operation = Literal["read", "write", "mixed"]
+OPERATIONS: tuple[Operation, ...] = ("read", "write", "mixed")
+
+QUICK_BYTES = 64 << 20
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One measurement: `nbytes` moved in `seconds`, of which the I/O thread computed checksums for `check_seconds`."""
+
+    operation: Operation
+    nbytes: int
+    seconds: float
+    check_seconds: float = 0.0
+
+    @property
+    def bytes_per_second(self) -> float:
+        """The bandwidth."""
+        return self.nbytes / self.seconds
+
+
+class Trial:
+    """A file in a scratch directory below `directory`, written once, for measurements of one provider and shape.
+
+    Args:
+        directory: where to measure.
+        provider: one of the engine's, or "auto".
+        depth, block: full blocks under way at a time, and their bytes.
+        nbytes: bytes of the file, and of one measurement; rounded up to two blocks.
+        checksum: compute them as the store does.
+
+    Raises:
+        StoreError: the directory can't be used, or the provider doesn't work there. Nothing is left behind.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        provider: str = "auto",
+        depth: int = DEPTH,
+        block: int = BLOCK,
+        nbytes: int = 1 << 30,
+        checksum: bool = False,
+    ) -> None:
+        self.nbytes = round_up(nbytes, 2 * block)
+        self.block = block
+        self._undo = contextlib.ExitStack()
+        with contextlib.ExitStack() as undo:
+            scratch = Scratch(Path(directory))
+            undo.callback(scratch.remove)
+            choice = choose(scratch, candidates(provider, False), lambda name: Engine(name, depth=depth, block=block))
+            self.engine = choice.engine
+            undo.callback(self.engine.close)
+            plain = scratch.create("data-0")
+            undo.callback(os.close, plain)
+            self.path = scratch.path / "data-0"
+            _reserve(plain, self.path, self.nbytes)
+            direct = reopen(plain, self.engine.provider)
+            undo.callback(os.close, direct)
+            self._file: File = self.engine.attach(direct, self.path, alignment=PAGE)
+            undo.callback(self._file.detach)
+            self._sums = PageSums(self.nbytes // PAGE, 1) if checksum else None
+            # Little more memory than is under way, as other tools have it, because what a cache does is part of the
+            # result; and enough requests in the queue that this thread may come late.
+            memory = aligned_empty(2 * depth * block).random_(0, 256)
+            self._memory = list(memory.split(block))
+            self.run("write")
+            self._undo = undo.pop_all()
+
+    @property
+    def provider(self) -> str:
+        """What moves the bytes."""
+        return self.engine.provider
+
+    def run(self, operation: Operation) -> Rate:
+        """Moves the whole file's bytes in sequence; mixed: writes the first half while it reads the second."""
+        before = self.engine.counters().check_seconds
+        under_way: deque[tuple[Ticket, int]] = deque()
+        free = list(range(len(self._memory)))
+        started = time.perf_counter()
+        for kind, offset in self._requests(operation):
+            if not free:
+                ticket, index = under_way.popleft()
+                ticket.wait()
+                free.append(index)
+            memory = self._memory[free[-1]]
+            ticket = self._file.submit(
+                kind, memory.data_ptr(), offset, self.block, sums=self._sums, first_page=offset // PAGE
+            )
+            under_way.append((ticket, free.pop()))
+        for ticket, _ in under_way:
+            ticket.wait()
+        seconds = time.perf_counter() - started
+        return Rate(operation, self.nbytes, seconds, self.engine.counters().check_seconds - before)
+
+    def _requests(self, operation: Operation) -> Iterator[tuple[int, int]]:
+        if operation != "mixed":
+            for offset in range(0, self.nbytes, self.block):
+                yield (READ if operation == "read" else WRITE), offset
+        else:
+            for offset in range(0, self.nbytes // 2, self.block):
+                yield WRITE, offset
+                yield READ, self.nbytes // 2 + offset
+
+    def close(self) -> None:
+        """Removes the file."""
+        self._undo.close()
+
+    def __enter__(self) -> Trial:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _reserve(fd: int, path: Path, nbytes: int) -> None:
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        raise StoreError(
+            "allocate", path, HINTS.get(error.errno, "the space can't be reserved"), length=nbytes, errno=error.errno
+        ) from error
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The best that was measured on a file system, in bytes per second, and with which provider and shape.
+
+    `read` and `write` are for one direction alone, `mixed` for both together, half of the bytes each.
+    """
+
+    read: float
+    write: float
+    mixed: float
+    provider: str
+    depth: int
+    block: int
+    measured_at: float
+    """Seconds since 1970."""
+
+    @property
+    def weight(self) -> float:
+        """Bytes per second when as much is read as written: the harmonic mean."""
+        return 2 / (1 / self.read + 1 / self.write)
+
+
+def profiles_path() -> Path:
+    """The file of the profiles, in the user's cache directory."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "zinf_fx" / "io-profiles.json"
+
+
+def load_profile(directory: Path | str) -> Profile | None:
+    """The profile of the file system that holds `directory`, if one was stored and can be read."""
+    entry = _profiles().get(file_system_of(directory).key)
+    try:
+        return Profile(**entry) if entry is not None else None
+    except TypeError:
+        log.warning("%s has an entry that can't be read; measure again with `zinf-fx bench-io`", profiles_path())
+        return None
+
+
+def store_profile(directory: Path | str, profile: Profile) -> Path:
+    """Stores the profile of the file system that holds `directory`; returns the file. Raises: StoreError."""
+    path = profiles_path()
+    profiles = _profiles() | {file_system_of(directory).key: asdict(profile)}
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump({"format": FORMAT, "profiles": profiles}, file, indent=1)
+        os.replace(file.name, path)
+    except OSError as error:
+        raise StoreError("write", path, "the profile can't be stored", errno=error.errno) from error
+    return path
+
+
+def _profiles() -> dict[str, dict]:
+    path = profiles_path()
+    try:
+        content = json.loads(path.read_text())
+        return content["profiles"] if content["format"] == FORMAT else {}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("%s can't be read (%s); measure again with `zinf-fx bench-io`", path, error)
+        return {}
+
+
+def weights_of(volumes: Sequence[tuple[Path, int]]) -> list[float]:
+    """What to weight each (directory, device number) with: bytes per second, shared by directories on one device.
+
+    From the stored profiles if there is one for every device, else from a quick measurement. One directory needs none.
+    """
+    if len(volumes) == 1:
+        return [1.0]
+    devices = [device for _, device in volumes]
+    known = {device: load_profile(directory) for directory, device in volumes}
+    rates: dict[int, float] = {}
+    for directory, device in volumes:
+        profile = known[device]
+        if device in rates:
+            log.warning("%s is on the same device as another store directory: nothing is gained by both", directory)
+        elif len(known) == 1:
+            rates[device] = 1.0
+        elif profile is not None and all(known.values()):
+            rates[device] = profile.weight
+        else:
+            with Trial(directory, nbytes=QUICK_BYTES) as trial:
+                rates[device] = 2 / sum(1 / trial.run(one).bytes_per_second for one in ("write", "read"))
+    return [rates[device] / devices.count(device) for device in devices]

@@ -1,0 +1,412 @@
+"""The store: extents of scratch files on fast devices, read and written asynchronously."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import logging
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zinf_fx.errors import ConfigError, StoreError
+from zinf_fx.interrupts import held_back, sealed
+from zinf_fx.native.engine import BLOCK, DEPTH, HINTS, READ, WRITE, Counters, Engine, Fault, PageSums, Ticket
+from zinf_fx.runtime.disk.measure import weights_of
+from zinf_fx.runtime.disk.probe import candidates
+from zinf_fx.runtime.disk.scratch import reclaim
+from zinf_fx.runtime.disk.stripes import UNIT, Place, Turns, runs
+from zinf_fx.runtime.disk.volume import Volume
+from zinf_fx.runtime.memory.freelist import round_up
+from zinf_fx.runtime.memory.leases import PAGE
+from zinf_fx.runtime.recorder import RECORDER
+
+__all__ = ["Counters", "Extent", "Fault", "Store", "Ticket", "reclaim"]
+
+log = logging.getLogger(__name__)
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A piece of the store.
+
+    Attributes:
+        nbytes: as asked for; `capacity` is what is reserved, a multiple of the alignment.
+        unit: bytes that lie together; the i-th so many are at `places[i]`.
+        generation: unlike that of any other extent of the store.
+        sums: the checksums of its pages, if the store keeps any.
+    """
+
+    nbytes: int
+    capacity: int
+    unit: int
+    places: tuple[Place, ...]
+    generation: int
+    sums: PageSums | None = field(compare=False, repr=False)
+
+    @property
+    def offset(self) -> int:
+        """Of its first byte, in the data file that has it."""
+        return self.places[0].offset
+
+
+class StripedTicket:
+    """Transfers under way on several files, as one."""
+
+    __slots__ = ("__weakref__", "_tickets")
+
+    def __init__(self, tickets: list[Ticket]) -> None:
+        self._tickets = tickets
+
+    def __repr__(self) -> str:
+        return f"StripedTicket({self._tickets})"
+
+    def done(self) -> bool:
+        """Whether all are over, well or not."""
+        return all(ticket.done() for ticket in self._tickets)
+
+    def wait(self) -> None:
+        """Returns when all bytes are there. Raises: StoreError of the first that failed, after all have ended."""
+        failure: StoreError | None = None
+        for ticket in self._tickets:
+            try:
+                ticket.wait()
+            except StoreError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+
+class Store:
+    """Extents of files in scratch directories of their own, below one directory or several on different devices.
+
+    A scratch directory is locked while the store lives, and removed by `close`, when the store is collected, or when
+    the interpreter exits. A process made by fork can't use its parent's store, and never removes it.
+
+    Requests are asynchronous and independent: no order is promised between requests that overlap in the store or in
+    memory. Whoever issues them waits for the first before it starts the second.
+
+    Every device has an I/O thread and a queue. On several volumes, extents larger than 4 MiB are striped, and smaller
+    ones take turns, in proportion to what each device moves per second.
+
+    With checksums, a read fails whose bytes are not those written last: flipped, stale, or another page's. Pages that
+    were never written have undefined values, and no checksum. What is written must not change until the ticket is done.
+
+    Args:
+        directory: an existing, writable directory on the device to use, or several.
+        provider: how bytes are moved: "libaio" (kernel AIO through libaio), "aio" (kernel AIO by direct system calls),
+            "threads" (threads with direct I/O), "buffered" (threads through the page cache), or "auto": the one named
+            by the environment variable ZINF_IO_PROVIDER, else the first of these that works in `directory`.
+        strict_direct: refuse to fall back to the page cache.
+        checksum: keep one crc32c per 4096 bytes, in memory (1 MiB for 1 GiB of the store), and compare it at each read.
+        weights: of the directories, for striping. None: measured (`zinf_fx.runtime.disk.measure`).
+        depth, block: full blocks under way at a time on a device, and their bytes.
+
+    Raises:
+        ConfigError: an unknown provider, or a directory named twice.
+        StoreError: a directory is missing, is no directory, is read-only or full, or no provider works in it. Nothing
+            is left behind.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str | Sequence[Path | str],
+        *,
+        provider: str = "auto",
+        strict_direct: bool = False,
+        checksum: bool = True,
+        weights: Sequence[float] | None = None,
+        depth: int = DEPTH,
+        block: int = BLOCK,
+    ) -> None:
+        names = candidates(provider, strict_direct)
+        several = [directory] if isinstance(directory, (str, os.PathLike)) else list(directory)
+        self.directories = tuple(Path(one) for one in several)
+        if not self.directories or len({path.resolve() for path in self.directories}) < len(self.directories):
+            raise ConfigError(f"store={list(map(str, self.directories))} needs one directory or several different ones")
+        self.checksum = checksum
+        self._live: set[int] = set()
+        self._generations = itertools.count(1)
+        self._resources = _Resources(self.directories, names, depth, block)
+        try:
+            self._turns = Turns(weights or weights_of([(v.directory, v.device) for v in self._volumes]))
+        except BaseException:
+            self._resources.close()
+            raise
+        if len(self._volumes) > 1:
+            total = sum(self._turns.weights)
+            shares = ", ".join(
+                f"{v.directory} {weight / total:.0%}"
+                for v, weight in zip(self._volumes, self._turns.weights, strict=True)
+            )
+            log.info("store striped over %s", shares)
+        self._close = weakref.finalize(self, self._resources.close)
+
+    @held_back
+    def allocate(self, nbytes: int) -> Extent:
+        """Reserves space for `nbytes` bytes on the device, now, so that no later write can run out of it.
+
+        Raises:
+            StoreError: no space on any volume; with the bytes asked for and the bytes free.
+        """
+        assert nbytes >= 0, f"an extent of {nbytes} bytes"
+        self._check_usable("allocate")
+        capacity = round_up(max(nbytes, 1), self.alignment)
+        unit = min(UNIT, capacity) if len(self._volumes) > 1 else capacity
+        places = self._place(capacity, unit)
+        generation = next(self._generations)
+        sums = PageSums(capacity // PAGE, generation) if self.checksum else None
+        self._live.add(generation)
+        return Extent(nbytes, capacity, unit, places, generation, sums)
+
+    @sealed
+    def free(self, extent: Extent) -> None:
+        """Gives an extent's space back to the store. No request for it may be under way. Safe in a finalizer."""
+        assert extent.generation in self._live, f"{extent} is not allocated, or was freed before"
+        self._live.remove(extent.generation)
+        for run in runs(extent.places, extent.unit, 0, extent.capacity):
+            self._volumes[run.volume].give(run.offset, run.nbytes)
+            self._turns.take_back(run.volume, run.nbytes)
+
+    def read(
+        self, extent: Extent, address: int, offset: int, nbytes: int, *, owner: object = None
+    ) -> Ticket | StripedTicket:
+        """Starts reading `nbytes` bytes of the extent from `offset` on into memory at `address`.
+
+        Address and offset are multiples of the alignment. `nbytes` is rounded up to it, in memory too, where buffers
+        have room because their sizes are rounded up to 4096. The memory must stay until the ticket is done; `owner` is
+        an object to keep alive for that long.
+        """
+        return self._start(READ, extent, address, offset, nbytes, owner)
+
+    def write(
+        self, extent: Extent, address: int, offset: int, nbytes: int, *, owner: object = None
+    ) -> Ticket | StripedTicket:
+        """Starts writing memory at `address` into the extent; the same rules as `read`."""
+        return self._start(WRITE, extent, address, offset, nbytes, owner)
+
+    def close(self) -> None:
+        """Finishes what is under way and removes the scratch directory. In a forked child: nothing. Idempotent."""
+        self._close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def directory(self) -> Path:
+        """The first directory."""
+        return self.directories[0]
+
+    @property
+    def path(self) -> Path:
+        """The first data file."""
+        return self._volumes[0].path
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The data files."""
+        return tuple(volume.path for volume in self._volumes)
+
+    @property
+    def provider(self) -> str:
+        """What moves the bytes (of the first volume)."""
+        return self._volumes[0].engine.provider
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """Providers that were tried before `provider`, and why they don't work here."""
+        return dict(self._volumes[0].choice.refused)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Of the directories, for striping."""
+        return self._turns.weights
+
+    @property
+    def alignment(self) -> int:
+        """Bytes: what offsets and addresses are multiples of."""
+        return PAGE
+
+    @property
+    def in_use(self) -> int:
+        """Bytes of allocated extents."""
+        return sum(volume.in_use for volume in self._volumes)
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of the data files."""
+        return sum(volume.size for volume in self._volumes)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that reads moved so far."""
+        return self.counters().bytes_read
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes that writes moved so far."""
+        return self.counters().bytes_written
+
+    @property
+    def read_seconds(self) -> float:
+        """Seconds during which at least one block was being read."""
+        return self.counters().read_seconds
+
+    @property
+    def write_seconds(self) -> float:
+        """Seconds during which at least one block was being written."""
+        return self.counters().write_seconds
+
+    def counters(self) -> Counters:
+        """All counters at one moment, those of several devices added up."""
+        return sum((engine.counters() for engine in self._resources.engines.values()), Counters())
+
+    def inject(self, fault: Fault) -> None:
+        """Arms a fault in every engine, for tests."""
+        for engine in self._resources.engines.values():
+            engine.inject(fault)
+
+    def clear_faults(self) -> None:
+        """Disarms every fault."""
+        for engine in self._resources.engines.values():
+            engine.clear_faults()
+
+    @property
+    def _volumes(self) -> list[Volume]:
+        return self._resources.volumes
+
+    def _place(self, capacity: int, unit: int) -> tuple[Place, ...]:
+        """Places for an extent on the volumes that have room: one that is full is left out."""
+        sizes = [min(unit, capacity - start) for start in range(0, capacity, unit)]
+        usable = list(range(len(self._volumes)))
+        while True:
+            dealt = self._turns.deal(sizes, usable)
+            try:
+                return self._take(sizes, dealt)
+            except StoreError as error:
+                for volume, nbytes in zip(dealt, sizes, strict=True):
+                    self._turns.take_back(volume, nbytes)
+                full = [v for v in usable if str(self._volumes[v].path) == error.path]
+                if error.errno not in FULL or not full or len(usable) == 1:
+                    raise
+                usable.remove(full[0])
+
+    def _take(self, sizes: list[int], dealt: list[int]) -> tuple[Place, ...]:
+        """Space for each piece on its volume, consecutive on each. Raises: StoreError; nothing is taken then."""
+        needed: dict[int, int] = {}
+        for volume, nbytes in zip(dealt, sizes, strict=True):
+            needed[volume] = needed.get(volume, 0) + nbytes
+        taken: dict[int, int] = {}
+        try:
+            for volume, nbytes in needed.items():
+                taken[volume] = self._volumes[volume].take(nbytes)
+        except StoreError:
+            for volume, offset in taken.items():
+                self._volumes[volume].give(offset, needed[volume])
+            raise
+        places = []
+        for volume, nbytes in zip(dealt, sizes, strict=True):
+            places.append(Place(volume, taken[volume]))
+            taken[volume] += nbytes
+        return tuple(places)
+
+    @held_back
+    def _start(
+        self, operation: int, extent: Extent, address: int, offset: int, nbytes: int, owner: object
+    ) -> Ticket | StripedTicket:
+        length = round_up(nbytes, self.alignment)
+        assert extent.generation in self._live, f"{extent} is not allocated"
+        assert nbytes > 0, f"a transfer of {nbytes} bytes"
+        assert offset >= 0 and offset % self.alignment == 0, f"offset {offset} is not a multiple of {self.alignment}"
+        assert offset + length <= extent.capacity, f"{nbytes} bytes at {offset} exceed {extent}"
+        assert address % self.alignment == 0, f"address {address:#x} is not a multiple of {self.alignment}"
+        self._check_usable("use")
+        tickets: list[Ticket] = []
+        try:
+            for run in runs(extent.places, extent.unit, offset, length):
+                ticket = self._volumes[run.volume].file.submit(
+                    operation,
+                    address + run.start - offset,
+                    run.offset,
+                    run.nbytes,
+                    owner,
+                    sums=extent.sums,
+                    first_page=run.start // PAGE,
+                )
+                tickets.append(ticket)
+        except BaseException:
+            for ticket in tickets:  # the caller gives back what they move
+                with sealed, contextlib.suppress(StoreError):
+                    ticket.wait()
+            raise
+        RECORDER.stored("fetch" if operation == READ else "write", length, tickets)
+        return tickets[0] if len(tickets) == 1 else StripedTicket(tickets)
+
+    def _check_usable(self, operation: str) -> None:
+        if os.getpid() != self._resources.pid:
+            raise StoreError(operation, self.path, HINTS[errno.ECHILD], errno=errno.ECHILD)
+        if not self._close.alive:
+            raise StoreError(operation, self.path, "the store is closed")
+
+
+class _Resources:
+    """What a store holds of the system. Apart from the store, so that it can be given back after the store is gone."""
+
+    def __init__(self, directories: tuple[Path, ...], names: tuple[str, ...], depth: int, block: int) -> None:
+        self.pid = os.getpid()
+        self.engines: dict[tuple[int, str], Engine] = {}
+        self.volumes: list[Volume] = []
+
+        def start(device: int, provider: str) -> Engine:
+            """One I/O thread and queue per device."""
+            key = (device, provider)
+            if key not in self.engines:
+                self.engines[key] = Engine(provider, depth=depth, block=block)
+            return self.engines[key]
+
+        try:
+            for directory in directories:
+                self.volumes.append(Volume(directory, names, start))
+        except BaseException:
+            self.close()
+            raise
+        _of_this_process.add(self)
+
+    def close(self) -> None:
+        """Everything in order: requests, threads, descriptors, files, locks. A forked child drops its descriptors."""
+        try:
+            for volume in self.volumes:
+                volume.detach()
+            for engine in self.engines.values():
+                engine.close()
+        except BaseException:  # Ctrl-C while a device is stuck: what is under way still uses the descriptors
+            for volume in self.volumes:
+                volume.unlink()
+            raise
+        for volume in self.volumes:
+            volume.remove()
+
+    def drop_descriptors(self) -> None:
+        """For a forked child."""
+        for volume in self.volumes:
+            volume.drop_descriptors()
+
+
+_of_this_process: weakref.WeakSet[_Resources] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """A child that outlives its parent must neither hold the parent's lock nor its disk space."""
+    for resources in list(_of_this_process):
+        resources.drop_descriptors()
+
+
+os.register_at_fork(after_in_child=_after_fork)

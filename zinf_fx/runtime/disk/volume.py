@@ -1,0 +1,148 @@
+"""One directory of a store: a scratch directory of this job, the data file in it, and the space in that file."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from zinf_fx.errors import StoreError
+from zinf_fx.native.engine import HINTS, Engine, File
+from zinf_fx.runtime.disk.probe import Choice, choose, reopen
+from zinf_fx.runtime.disk.scratch import Scratch
+from zinf_fx.runtime.memory.freelist import Space, round_up
+from zinf_fx.runtime.memory.leases import PAGE
+
+DATA = "data-0"
+SMALLEST_STEP, LARGEST_STEP = 4 << 20, 256 << 20
+
+
+class Volume:
+    """A data file on one device, and the engine that works on it.
+
+    Args:
+        directory: an existing, writable directory.
+        names: providers to try, best first.
+        start: makes the engine for a device (its st_dev) and a provider, or returns the one that is there.
+
+    Raises:
+        StoreError: the directory can't be used. Nothing is left behind.
+    """
+
+    def __init__(self, directory: Path, names: tuple[str, ...], start: Callable[[int, str], Engine]) -> None:
+        self.directory = directory
+        self.size = 0
+        """Bytes of the data file."""
+        self._growing = threading.Lock()
+        self._space = Space()
+        self._pid = os.getpid()
+        self._plain = self._direct = -1
+        self._file: File | None = None
+        self._scratch = Scratch(directory)
+        try:
+            self.device = os.stat(directory).st_dev
+            self.choice: Choice = choose(self._scratch, names, lambda name: start(self.device, name))
+            self._plain = self._scratch.create(DATA)
+            self._direct = reopen(self._plain, self.engine.provider)
+            self._file = self.engine.attach(self._direct, self.path, alignment=PAGE)
+        except BaseException:
+            self.detach()
+            self.remove()
+            raise
+
+    @property
+    def engine(self) -> Engine:
+        """What moves this volume's bytes."""
+        return self.choice.engine
+
+    @property
+    def file(self) -> File:
+        """The data file, for transfers."""
+        assert self._file is not None, f"use of {self.path}, which is closed"
+        return self._file
+
+    @property
+    def path(self) -> Path:
+        """The data file."""
+        return self._scratch.path / DATA
+
+    @property
+    def in_use(self) -> int:
+        """Bytes taken."""
+        return self._space.in_use
+
+    def take(self, nbytes: int) -> int:
+        """The offset of `nbytes` bytes (a multiple of 4096) that are reserved on the device, now.
+
+        Raises:
+            StoreError: no space; with the bytes asked for and the bytes free.
+        """
+        with self._growing:
+            offset = self._space.take(nbytes, PAGE)
+            if offset is None:
+                self._grow(nbytes)
+                offset = self._space.take(nbytes, PAGE)
+                assert offset is not None, "the file grew, and yet there is no room in it"
+        return offset
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """Gives back what `take` returned. Safe in a finalizer."""
+        self._space.give(offset, nbytes)
+
+    def detach(self) -> None:
+        """Waits for what is under way. A forked child leaves it alone."""
+        if self._file is not None and os.getpid() == self._pid:
+            self._file.detach()
+            self._file = None
+
+    def remove(self) -> None:
+        """Closes and deletes the files, once the engine is closed or they are detached from it."""
+        self.drop_descriptors()
+        self.unlink()
+
+    def unlink(self) -> None:
+        """Deletes the files, whose descriptors stay open."""
+        self._scratch.remove()
+
+    def drop_descriptors(self) -> None:
+        """Closes this process's descriptors of the data file, and in a forked child the one of the lock."""
+        plain, self._plain = self._plain, -1
+        direct, self._direct = self._direct, -1
+        for fd in (plain, direct):
+            if fd >= 0:
+                os.close(fd)
+        if os.getpid() != self._pid:
+            self._scratch.forget()
+
+    def _grow(self, capacity: int) -> None:
+        """Reserves in steps that follow the file's size, because every step is a system call that holds up I/O."""
+        needed = capacity - self._space.free_before(self.size)
+        step = round_up(max(needed, min(max(self.size, SMALLEST_STEP), LARGEST_STEP)), PAGE)
+        for nbytes in (step, needed) if step > needed else (needed,):
+            try:
+                os.posix_fallocate(self._plain, self.size, nbytes)
+            except OSError as error:
+                os.ftruncate(self._plain, self.size)  # a failed reservation may leave a part of itself
+                if nbytes > needed:
+                    continue
+                raise self._no_room(needed, error) from error
+            self._space.extend(self.size, nbytes)
+            self.size += nbytes
+            return
+
+    def _no_room(self, needed: int, error: OSError) -> StoreError:
+        try:
+            status = os.fstatvfs(self._plain)
+            free = f"{status.f_bavail * status.f_frsize} bytes"
+        except OSError as unknown:
+            free = f"an unknown number of bytes ({unknown.strerror})"
+        return StoreError(
+            "allocate",
+            self.path,
+            f"{needed} more bytes asked for, {free} free on the file system; "
+            + HINTS.get(error.errno or 0, "the space can't be reserved"),
+            offset=self.size,
+            length=needed,
+            errno=error.errno,
+        )

@@ -1,0 +1,1 @@
+"""Planned graphs as programs that run."""

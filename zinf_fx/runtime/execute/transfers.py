@@ -1,0 +1,245 @@
+"""Tiles on their way to the device: nc-, cg- and gg-transfer (ZeRO-Infinity, section 6.2), shared by all graphs."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+
+import torch
+
+from zinf_fx.errors import RanksError, StoreError
+from zinf_fx.interrupts import finalizing, sealed
+from zinf_fx.plan.sharding import Segment
+from zinf_fx.runtime.memory.leases import Buffer, Ticket
+from zinf_fx.runtime.ranks import Collective
+from zinf_fx.runtime.recorder import RECORDER
+from zinf_fx.runtime.tensor.storage import TensorStorage
+from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
+
+
+class StagedTile:
+    """One tile on its way to the device, or there, for as long as somebody holds it.
+
+    It doesn't keep the storage alive: compiled code, for which tiles are fetched in advance, may outlive its model.
+    """
+
+    def __init__(self, storage: TensorStorage, start: int, count: int, offset: int | None = None) -> None:
+        """`offset`: where in the host arena's region its bytes are planned."""
+        self.key = (storage.key, start, count)
+        self.holds = 0
+        self._nbytes = count * storage.dtype.itemsize
+        self._counters = storage.tiers.counters
+        self._refresh = storage.begin_refresh()
+        if self._refresh is not None and not storage.in_place:
+            self._refresh.wait()  # what is uploaded from host memory has to be there
+        self._window = storage.device_window(start, count, offset=offset).read_only()
+
+    def upload(self, offset: int | None = None) -> None:
+        """Start to copy it to the device, to `offset` in the region that is planned there."""
+        self._window.upload(offset)
+
+    def allgather(self, name: str) -> None:
+        """This rank has the whole tile."""
+
+    @property
+    def version(self) -> int | None:
+        """Of the storage's bytes, that which the tile has."""
+        return self._window.version
+
+    def follow(self, storage: TensorStorage) -> None:
+        """From now on, take over what is written to the storage."""
+        self._window.follow(storage)
+
+    def wait(self) -> torch.Tensor:
+        """The tile's elements, flat; counts the time for which compute had to wait."""
+        started = time.perf_counter()
+        if self._refresh is not None:
+            self._refresh.wait()
+        value = self._window.wait()
+        self._counters.stall_seconds += RECORDER.waited(started)
+        self._counters.gathered_bytes += self._nbytes
+        return value
+
+    def close(self) -> None:
+        """Give the buffers back."""
+        self._window.close()
+
+
+class ShardedTile:
+    """A tile of which this rank has a shard, on its way to the device: fetched, uploaded, then all-gathered.
+
+    As `StagedTile`. Where the device computes in host memory, the shard is read to its place in the whole.
+    """
+
+    def __init__(self, storage: TensorStorage, start: int, count: int, offset: int | None = None) -> None:
+        self.key = (storage.key, start, count)
+        self.holds = 0
+        self.version: int | None = storage.version
+        self._count, self._device = count, storage.device
+        self._ranks, self._counters = storage.ranks, storage.tiers.counters
+        self._segments = storage.shards.within(start, count)
+        self._padded = sum(one.padded for one in self._segments)
+        self._name = storage.name
+        self._nbytes = count * storage.dtype.itemsize
+        self._full: torch.Tensor | None = None
+        self._buffer: Buffer | None = None
+        self._window: Window | DeviceWindow | None = None
+        self._tickets: list[Ticket] = []
+        self._gathering: list[Collective] = []
+        parts = [one.held_by(self._ranks.shard) for one in self._segments]
+        held, shard = parts[0].start, sum(map(len, parts))
+        if storage.device.in_host_memory:
+            self._buffer = storage.tiers.lease(self._padded * storage.dtype.itemsize, offset)
+            self._full = self._buffer.tensor((self._padded,), storage.dtype)
+            if storage.in_host_memory:
+                self._window = storage.window(held, shard).read_only()
+            elif count:
+                slots = [(self._slot(one), part) for one, part in zip(self._segments, parts, strict=True) if part]
+                self._tickets = [storage.read_into(slot, self._buffer, part.start) for slot, part in slots]
+        else:
+            self._window = storage.device_window(held, shard, offset=offset).read_only()
+            self._dtype = storage.dtype
+
+    def _slot(self, segment: Segment) -> torch.Tensor:
+        """The place of this rank's part of a segment in the whole."""
+        rank = self._ranks.shard
+        first = segment.start - self._segments[0].start + (rank * segment.shard if segment.owner is None else 0)
+        return self._full[first : first + len(segment.held_by(rank))]
+
+    def upload(self, offset: int | None) -> None:
+        """Start to copy the shard to the device. The place at `offset` is for the whole, and not used yet."""
+        if self._window is not None:
+            self._window.upload(None)
+
+    def follow(self, storage: TensorStorage) -> None:
+        """A tile that stays is of no use once its parameter is written: other ranks write the other shards."""
+
+    def allgather(self, name: str) -> None:
+        """Start to gather all shards, once this rank's is here. `name`: for errors."""
+        if self._gathering:
+            return
+        if self._full is None:
+            with torch.inference_mode(False):
+                self._full = torch.empty(self._padded, dtype=self._dtype, device=self._device.torch_device)
+        if self._window is not None:
+            shard = self._window.wait()
+            self._gathering = self._ranks.all_gather_segments(self._full, shard, self._segments, name)
+            return
+        for ticket in self._tickets:
+            ticket.wait()
+        for one in self._segments:
+            first = one.start - self._segments[0].start
+            full = self._full[first : first + one.padded]
+            self._gathering.append(self._ranks.all_gather(full, self._slot(one), name, one.owner))
+
+    def wait(self) -> torch.Tensor:
+        """The tile's elements, flat; counts the time for which compute had to wait."""
+        started = time.perf_counter()
+        self.allgather(self._name)
+        for collective in self._gathering:
+            collective.wait()
+        self._counters.stall_seconds += RECORDER.waited(started)
+        self._counters.gathered_bytes += self._nbytes
+        return self._full[: self._count]
+
+    def close(self) -> None:
+        """Give the buffers back, once nothing writes to them."""
+        for ticket in self._tickets:
+            with contextlib.suppress(StoreError):
+                ticket.wait()
+        for collective in self._gathering:
+            with contextlib.suppress(RanksError):
+                collective.wait()
+        if any(collective.failed for collective in self._gathering):
+            return  # what may still be written to is never used again
+        if self._window is not None:
+            self._window.close()
+        self._full = None
+        if self._buffer is not None:
+            self._buffer.release()
+
+
+class Staging:
+    """Tiles in flight, shared by every graph execution: a tile that one still holds is not read again for the next."""
+
+    def __init__(self) -> None:
+        self._tiles: dict[tuple[int, int, int], StagedTile | ShardedTile] = {}  # by the storage's key and the elements
+        self._staying: dict[tuple[int, int, int], StagedTile | ShardedTile] = {}  # held until their next fetch
+        self._watched: weakref.WeakSet[TensorStorage] = weakref.WeakSet()  # those that tiles have stayed of
+        self._lock = threading.RLock()
+
+    def fetch(
+        self, storage: TensorStorage, start: int, count: int, offset: int | None = None
+    ) -> StagedTile | ShardedTile:
+        """Hold `count` elements of `storage`, starting to read them unless they are held in their present version."""
+        key = (storage.key, start, count)
+        storage.settle()
+        with self._lock:
+            tile = self._tiles.get(key)
+            if tile is None or tile.version != storage.version:
+                self._let_go(key)
+                make = ShardedTile if storage.partitioned else StagedTile
+                tile = self._tiles[key] = make(storage, start, count, offset)
+            tile.holds += 1
+            self._let_go(key)
+            return tile
+
+    def upload(self, storage: TensorStorage, start: int, count: int, offset: int | None = None) -> None:
+        """Start to copy a tile to the device, to `offset` in the region that is planned there, if it is held in its
+        present version: `wait` copies any other."""
+        with self._lock:
+            tile = self._tiles.get((storage.key, start, count))
+            if tile is not None and tile.version == storage.version:
+                tile.upload(offset)
+
+    def allgather(self, storage: TensorStorage, start: int, count: int, name: str) -> None:
+        """Start to gather a tile's shards if it is held in its present version: `wait` gathers those of any other."""
+        with self._lock:
+            tile = self._tiles.get((storage.key, start, count))
+            if tile is not None and tile.version == storage.version:
+                tile.allgather(name)
+
+    def stay(self, tile: StagedTile | ShardedTile, storage: TensorStorage) -> None:
+        """Hand over a hold: the tile stays in memory until its next fetch, whatever is written to it meanwhile."""
+        with self._lock:
+            self._let_go(tile.key)
+            self._staying[tile.key] = tile
+            tile.follow(storage)
+            if storage not in self._watched:
+                self._watched.add(storage)
+                weakref.finalize(storage, self._let_go_of, storage.key).atexit = False
+
+    @sealed
+    def drop_staying(self) -> None:
+        """Let go of everything that stays."""
+        for key in list(self._staying):
+            self._let_go(key)
+
+    def forget(self) -> None:
+        """In a process made by fork: the tiles are its parent's, and nobody in it would release the lock."""
+        self._lock = threading.RLock()
+        self._tiles.clear()
+        self._staying.clear()
+
+    @finalizing
+    def _let_go_of(self, storage_key: int) -> None:
+        for key in [key for key in self._staying if key[0] == storage_key]:
+            self._let_go(key)
+
+    def _let_go(self, key: tuple[int, int, int]) -> None:
+        if (tile := self._staying.pop(key, None)) is not None:
+            self.release(tile)
+
+    @sealed
+    def release(self, tile: StagedTile | ShardedTile) -> None:
+        """Drop one hold; the last one frees the tile's buffers."""
+        with self._lock:
+            tile.holds -= 1
+            assert tile.holds >= 0, "a tile was released more often than fetched"
+            if tile.holds:
+                return
+            if self._tiles.get(tile.key) is tile:
+                del self._tiles[tile.key]
+            tile.close()

@@ -1,0 +1,1 @@
+"""What arrives as a gradient, and where it goes."""

@@ -1,0 +1,1 @@
+"""Host and device memory, and who has which part of it."""

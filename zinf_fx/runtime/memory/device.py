@@ -1,0 +1,283 @@
+"""Where a model computes: a CPU, whose memory is host memory, or a CUDA device, which tiles are copied to and from.
+
+[Note: order on a device]
+Compute is queued on the device's current stream, and copies on two streams of their own, one per direction. A copy
+follows the compute that was queued when it was asked for; what is queued after its `join` follows the copy. Memory on
+the device belongs to the compute stream, and whoever drops it has joined the copies from and to it. So memory on the
+device is bounded by the order in which the program queues its work, however far it runs ahead of the device.
+
+PyTorch's allocator gives memory only to the stream that it had it from. A place in an arena goes to whoever comes next,
+so the arena's memory belongs to one stream, too: that of the last `take_over`. This follows what was queued before on
+the last owner, and what drops a place that other streams have used makes the owner follow these.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import cuda
+
+from zinf_fx.runtime.memory.pinned import Registry, slabs
+from zinf_fx.runtime.recorder import RECORDER
+
+# Bytes of values that may be on their way to host memory before compute waits for the oldest.
+_MAX_BYTES_LEAVING = 64 << 20
+
+
+class Copy(Protocol):
+    """A copy between host and device memory, under way."""
+
+    def done(self) -> bool:
+        """Whether it is over."""
+
+    def wait(self) -> None:
+        """Return when it is over."""
+
+    def join(self) -> None:
+        """What the device computes from now on follows the copy."""
+
+
+class Upload(Copy, Protocol):
+    """A copy to the device, which is started when the elements are in host memory.
+
+    Attributes:
+        value: where they go, on the device; None after `drop`.
+    """
+
+    value: torch.Tensor | None
+
+    def start(self, host: torch.Tensor) -> None:
+        """Start to copy elements, flat, from host memory, which has to stay as it is until the copy is done."""
+
+    def drop(self) -> None:
+        """Forget the value: its memory may go to what the device computes from now on."""
+
+
+class Device(Registry, Protocol):
+    """A device to compute on.
+
+    Attributes:
+        torch_device: as PyTorch names it.
+        in_host_memory: whether it computes in host memory, so that nothing has to be copied.
+    """
+
+    torch_device: torch.device
+    in_host_memory: bool
+
+    def take_over(self, memory: torch.Tensor) -> None:
+        """Before a place in the memory of an arena is used again, by what is queued on the current stream."""
+
+    def upload(self, value: torch.Tensor) -> Upload:
+        """A copy to `value`, flat and on the device, that follows what is queued now."""
+
+    def download(self, value: torch.Tensor, host: torch.Tensor, after: Iterable[Copy] = ()) -> Copy:
+        """Start to copy `value`, of any shape, to host memory, flat, in the dtype that this has.
+
+        The copy follows those in `after`. The caller may drop `value`, but not write to it before the copy is joined.
+        """
+
+
+class Cpu:
+    """Computes in host memory. Copies, where there are any, are over at once."""
+
+    torch_device = torch.device("cpu")
+    in_host_memory = True
+
+    def take_over(self, memory: torch.Tensor) -> None:
+        pass
+
+    def upload(self, value: torch.Tensor) -> Upload:
+        return _Copied(value)
+
+    def download(self, value: torch.Tensor, host: torch.Tensor, after: Iterable[Copy] = ()) -> Copy:
+        for copy in after:
+            copy.wait()
+        with RECORDER.work("offload", host.nbytes, self.torch_device):
+            host.view(value.shape).copy_(value)
+        return _Copied(value)
+
+    def register(self, address: int, nbytes: int) -> str | None:
+        return None
+
+    def unregister(self, address: int) -> None:
+        pass
+
+
+class _Copied:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value: torch.Tensor | None = value
+
+    def start(self, host: torch.Tensor) -> None:
+        with RECORDER.work("upload", host.nbytes, host.device):
+            self.value.copy_(host)
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+    join = wait
+
+    def drop(self) -> None:
+        self.value = None
+
+
+CPU = Cpu()
+
+
+class Cuda:
+    """A CUDA device: copies run beside compute, on streams of their own, from and to registered host memory."""
+
+    in_host_memory = False
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+        self.uploads = cuda.Stream(torch_device)
+        self.downloads = cuda.Stream(torch_device)
+        self._leaving: deque[_CudaDownload] = deque()
+        self._runtime = cuda.cudart()
+        self._owner: cuda.Stream | None = None  # of the memory of arenas
+
+    def take_over(self, memory: torch.Tensor) -> None:
+        stream, owner = self.compute(), self._owner
+        if owner is not None and stream.cuda_stream != owner.cuda_stream:
+            stream.wait_event(owner.record_event())
+        self._owner = stream
+        _use(memory, stream)
+
+    def dropped_by(self, stream: cuda.Stream) -> None:
+        """What was used by what is queued on `stream` by now is free: its next owner follows that."""
+        owner = self._owner
+        if owner is not None and stream.cuda_stream != owner.cuda_stream:
+            owner.wait_event(stream.record_event())
+
+    def upload(self, value: torch.Tensor) -> Upload:
+        return _CudaUpload(self, value)
+
+    def download(self, value: torch.Tensor, host: torch.Tensor, after: Iterable[Copy] = ()) -> Copy:
+        if value.device != self.torch_device:
+            return CPU.download(value, host, after)
+        copy = _CudaDownload(self, value.detach().reshape(-1).to(host.dtype), host, after)
+        self._leaving.append(copy)
+        while len(self._leaving) > 1 and sum(c.nbytes for c in self._leaving) > _MAX_BYTES_LEAVING:
+            self._leaving.popleft().join()
+        return copy
+
+    def compute(self) -> cuda.Stream:
+        """The stream that compute is queued on at present."""
+        return cuda.current_stream(self.torch_device.index)
+
+    def register(self, address: int, nbytes: int) -> str | None:
+        portable = 1  # known in every CUDA context
+        error = int(self._runtime.cudaHostRegister(address, nbytes, portable))
+        return f"cudaHostRegister of {nbytes} bytes gave error {error} (ulimit -l?)" if error else None
+
+    def unregister(self, address: int) -> None:
+        self._runtime.cudaHostUnregister(address)
+
+
+class _CudaCopy:
+    """What uploads and downloads have in common: the event after the copy, and the stream that owns the memory."""
+
+    def __init__(self, device: Cuda) -> None:
+        self._device = device
+        self._owner = device.compute()
+        self._queued = self._owner.record_event()
+        self._copied: cuda.Event | None = None
+        self._joined = False  # by the owner
+
+    def _start(
+        self, kind: str, stream: cuda.Stream, target: torch.Tensor, source: torch.Tensor, host: torch.Tensor
+    ) -> None:
+        stream.wait_event(self._queued)
+        address, itemsize = host.data_ptr(), host.dtype.itemsize
+        with cuda.stream(stream), RECORDER.work(kind, host.nbytes, self._device.torch_device):
+            for first, last in slabs(address, host.nbytes):
+                part = slice((first - address) // itemsize, (last - address) // itemsize)
+                target[part].copy_(source[part], non_blocking=True)
+        self._copied = stream.record_event()
+
+    def done(self) -> bool:
+        return self._copied is not None and self._copied.query()
+
+    def wait(self) -> None:
+        self._copied.synchronize()
+
+    def join(self) -> None:
+        if not self._joined:
+            self._owner.wait_event(self._copied)
+            self._joined = True
+
+
+class _CudaUpload(_CudaCopy):
+    def __init__(self, device: Cuda, value: torch.Tensor) -> None:
+        super().__init__(device)
+        self.value: torch.Tensor | None = value
+        self._users = {self._owner.cuda_stream: self._owner}
+
+    def start(self, host: torch.Tensor) -> None:
+        self._start("upload", self._device.uploads, self.value, host, host)
+
+    def join(self) -> None:
+        super().join()
+        stream = self._device.compute()
+        if stream.cuda_stream not in self._users:
+            stream.wait_event(self._copied)
+            if self.value.untyped_storage().resizable():  # else a part of an arena: the allocator knows only the whole
+                _use(self.value, stream)
+            self._users[stream.cuda_stream] = stream
+
+    def drop(self) -> None:
+        if self._copied is not None:
+            super().join()
+        self.value = None
+        while self._users:
+            self._device.dropped_by(self._users.popitem()[1])
+
+
+class _CudaDownload(_CudaCopy):
+    """Keeps the value until the copy is known to be done, or joined."""
+
+    def __init__(self, device: Cuda, value: torch.Tensor, host: torch.Tensor, after: Iterable[Copy]) -> None:
+        super().__init__(device)
+        self.nbytes = value.nbytes
+        self._value: torch.Tensor | None = value
+        for copy in after:
+            device.downloads.wait_event(copy._copied) if isinstance(copy, _CudaCopy) else copy.wait()
+        self._start("offload", device.downloads, host, value, host)
+
+    def done(self) -> bool:
+        if not super().done():
+            return False
+        self._value = None
+        return True
+
+    def wait(self) -> None:
+        super().wait()
+        self._value = None
+
+    def join(self) -> None:
+        super().join()
+        self._value = None
+
+
+def _use(memory: torch.Tensor, stream: cuda.Stream) -> None:
+    """Whatever stream the memory was allocated for, it is free for others only after what is queued on this one."""
+    memory.record_stream(stream)
+
+
+@cache
+def _cuda(index: int) -> Cuda:
+    return Cuda(torch.device("cuda", index))
+
+
+def device_of(device: torch.device) -> Device:
+    """What computes on a device of PyTorch's. Raises: KeyError for a type of device that is not supported."""
+    if device.type == "cuda":
+        return _cuda(cuda.current_device() if device.index is None else device.index)
+    return {"cpu": CPU}[device.type]

@@ -1,0 +1,95 @@
+"""The arena of a device with memory of its own: where the buffers of uploads lie."""
+
+from __future__ import annotations
+
+import torch
+
+from zinf_fx.errors import StoreError
+from zinf_fx.runtime.memory.counters import Counters
+from zinf_fx.runtime.memory.device import Device
+from zinf_fx.runtime.memory.freelist import round_up
+from zinf_fx.runtime.memory.leases import PAGE, Buffer, Lessor
+
+_NO_LIMIT = 1 << 60
+
+
+class DeviceArena(Lessor):
+    """One region of a device's memory, taken from PyTorch's allocator once, and leased at the places that are planned.
+
+    Where somebody else has a place, the buffer lies elsewhere: in memory of PyTorch's own, which goes when it is
+    released. See [Note: order on a device].
+
+    Raises: StoreError when PyTorch has no room for the region.
+    """
+
+    def __init__(self, device: Device, nbytes: int, counters: Counters) -> None:
+        super().__init__(str(device.torch_device), nbytes)
+        self._device, self._counters = device, counters
+        self._elsewhere = _Elsewhere(device.torch_device)
+        try:
+            self._memory = _allocate(self.capacity, device.torch_device)
+        except torch.OutOfMemoryError as error:
+            raise StoreError(
+                "reserve",
+                self.name,
+                "there is no room for the plan's tiles in flight in one piece; "
+                f"give the plan less with device_memory. PyTorch says: {error}",
+                length=nbytes,
+            ) from error
+
+    def lease(self, offset: int, nbytes: int) -> Buffer:
+        """A buffer of at least `nbytes` bytes at `offset`, or elsewhere."""
+        size = round_up(max(nbytes, 1), PAGE)
+        start = self._space.take(size, PAGE, range(offset, offset + size))
+        if start is None:
+            self._counters.displaced += 1
+            return self._elsewhere.lease(nbytes)
+        self._counters.placed += 1
+        self._device.take_over(self._memory)
+        return Buffer(self, self._memory, start, self._memory.data_ptr() + start, nbytes, size)
+
+    @property
+    def in_use(self) -> int:
+        """Bytes leased, elsewhere too."""
+        return super().in_use + self._elsewhere.in_use
+
+    @property
+    def touched(self) -> int:
+        """Bytes of the region that were leased at any time since the last `restart_peak`, and the most that lay
+        elsewhere at a time."""
+        return super().touched + self._elsewhere.peak
+
+    def restart_peak(self) -> None:
+        """Measure `peak` and `touched` from now on."""
+        super().restart_peak()
+        self._elsewhere.restart_peak()
+
+    def _tensor(self, memory: torch.Tensor, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return _elements(memory, offset, count, dtype)
+
+
+class _Elsewhere(Lessor):
+    """Memory of PyTorch's allocator: each buffer has a piece to itself."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        super().__init__(f"{torch_device}, outside of the arena", _NO_LIMIT)
+        self._torch_device = torch_device
+
+    def lease(self, nbytes: int) -> Buffer:
+        size = round_up(max(nbytes, 1), PAGE)
+        memory = _allocate(size, self._torch_device)
+        return Buffer(self, memory, self._space.take(size, PAGE), memory.data_ptr(), nbytes, size)
+
+    def _tensor(self, memory: torch.Tensor, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return _elements(memory, 0, count, dtype)
+
+
+def _allocate(nbytes: int, torch_device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):  # it may be written in another mode
+        return torch.empty(nbytes, dtype=torch.uint8, device=torch_device)
+
+
+def _elements(memory: torch.Tensor, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    storage = memory.untyped_storage()[offset : offset + count * dtype.itemsize]
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=dtype, device=memory.device).set_(storage)

@@ -1,0 +1,1 @@
+"""Stored tensors, and the bytes behind them."""

@@ -1,0 +1,617 @@
+"""`StoredTensor`: a torch.Tensor with an honest shape, dtype and device, whose bytes live in a TensorStorage.
+
+Eager operations gather the full value, compute, and drop it; mutating ones write through. While a graph is captured
+the token is a fake tensor, so that the same dispatch puts a `zinf.gather` node into the graph instead.
+
+A view of a stored tensor is again a stored tensor: the same storage, and the view operations to replay on its value.
+So autograd saves wrappers, never values, and `p.data[i].zero_()` reaches the bytes. Autocast's casts are such steps
+too, because autocast caches them and autograd saves them.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from multiprocessing.context import get_spawning_popen
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from zinf_fx import ops
+from zinf_fx.config import Config, Tier
+from zinf_fx.errors import StoredTensorError
+from zinf_fx.interrupts import held_back
+from zinf_fx.plan.sharding import shards_of
+from zinf_fx.runtime.exclusive import RUNNING
+from zinf_fx.runtime.memory.device import device_of
+from zinf_fx.runtime.tensor import view_writes
+from zinf_fx.runtime.tensor.storage import TensorStorage
+
+aten = torch.ops.aten
+
+
+class ViewStep(NamedTuple):
+    """One operation to replay: its arguments after the tensor, and which of its results is meant (None: the only)."""
+
+    op: torch._ops.OpOverload
+    args: tuple
+    kwargs: tuple[tuple[str, Any], ...]
+    index: int | None
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        result = self.op(value, *self.args, **dict(self.kwargs))
+        return result if self.index is None else result[self.index]
+
+
+class Base(NamedTuple):
+    """What is known of the stored value, before any view, without looking at its storage."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    tier: Tier
+    config: Config
+
+
+class StoredTensor(torch.Tensor):
+    """A tensor whose bytes live in the store. Made by `offload`, `offloading`, the executor and the optimizers."""
+
+    token: torch.Tensor
+    base: Base
+    views: tuple[ViewStep, ...]
+    _storage: TensorStorage | None
+    _in_memory: tuple[torch.Tensor, torch.Tensor]  # the whole and this tensor's value, once data_ptr() was asked for
+    _aside: torch.Tensor | None = None
+    _local_of: StoredTensor | None = None  # of the local tensor of a DTensor: what stands for it
+    _expects_gradient = False  # becomes true on an object, and goes where its implementation goes
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(
+        cls,
+        token: torch.Tensor,
+        base: Base,
+        views: tuple[ViewStep, ...] = (),
+        like: torch.Tensor | None = None,
+        storage: TensorStorage | None = None,
+        requires_grad: bool = False,
+    ) -> StoredTensor:
+        """`like` has the metadata of the value after `views`; default: contiguous, as `base`."""
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            base.shape if like is None else like.shape,
+            strides=None if like is None else like.stride(),
+            storage_offset=None if like is None else like.storage_offset(),
+            dtype=base.dtype if like is None else like.dtype,
+            device=base.device,
+            requires_grad=requires_grad,
+        )
+        tensor.token, tensor.base, tensor.views = token, base, views
+        tensor._storage = storage  # keeps the bytes alive; a fake token has none
+        return tensor
+
+    @classmethod
+    def of(
+        cls, storage: TensorStorage, shape: Iterable[int], device: torch.device, requires_grad: bool = False
+    ) -> StoredTensor:
+        """The tensor of `shape` whose bytes are `storage`'s."""
+        base = Base(torch.Size(shape), storage.dtype, torch.device(device), storage.tier, storage.config)
+        return cls(storage.token, base, storage=storage, requires_grad=requires_grad)
+
+    # -- traceable wrapper subclass: identity goes in the token, never in the context -------------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple]:
+        # Without views, outer_size says the shape: a parameter's context is the same in every layer.
+        base = self.base if self.views else self.base._replace(shape=None)
+        return ["token"], (base, self.dtype, self.views)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict, context: tuple, outer_size: Any, outer_stride: Any) -> StoredTensor:
+        base, dtype, views = context
+        if not views:
+            return StoredTensor(inner["token"], base._replace(shape=outer_size))
+        like = torch.empty_strided(outer_size, outer_stride, dtype=dtype, device="meta")
+        return StoredTensor(inner["token"], base, views, like)
+
+    # -- for users ---------------------------------------------------------------------------------------------------
+
+    @property
+    def storage(self) -> TensorStorage:
+        """The storage behind this tensor. Raises: StoredTensorError inside a captured graph, where there is none."""
+        if self._storage is None:
+            self._storage = TensorStorage.of_token(self.token)
+        return self._storage
+
+    def full_tensor(self) -> torch.Tensor:
+        """The full value as an ordinary tensor that the caller owns."""
+        with torch.no_grad():
+            value = self._gather()
+            return value.clone() if self.storage.in_place else value
+
+    def to_local(self) -> torch.Tensor:
+        """This rank's shard as an ordinary tensor: flat, and without padding, where the tensor is partitioned; else the
+        full value."""
+        storage = self.storage
+        if not storage.partitioned:
+            return self.full_tensor()
+        if self.views:
+            raise StoredTensorError("to_local() of a view of a partitioned tensor: ask for that of the whole tensor")
+        window = storage.device_window()
+        try:
+            held = window.wait()
+            own = [held[storage.position(part.start) :][: len(part)] for part in storage.own]
+            return torch.cat(own)
+        finally:
+            window.close()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        kind = "StoredParameter" if isinstance(self, torch.nn.Parameter) else "StoredTensor"
+        return f"{kind}(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}', tier='{self.base.tier}')"
+
+    def __deepcopy__(self, memo: dict) -> StoredTensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise StoredTensorError("only leaves can be deep-copied: this stored tensor is the result of a computation")
+        twin = memo[id(self)] = self._stored_again(self.dtype, self.device)
+        twin.requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            as_parameter(twin)
+        if self.grad is not None:
+            twin.grad = copy.deepcopy(self.grad, memo)
+        return twin
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        """Pickles as the ordinary tensor or parameter that it stands for, so files load without zinf_fx.
+
+        torch.multiprocessing would share an ordinary tensor's memory with a process that is being spawned, but this
+        value's is gone before that begins: its bytes are sent.
+        """
+        value = self.full_tensor()
+        if value.untyped_storage().nbytes() > value.nbytes:  # padding of shards, which would be written too
+            value = value.clone()
+        value.requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            value = torch.nn.Parameter(value.detach(), requires_grad=self.requires_grad)
+        if get_spawning_popen() is not None:
+            torch.save(value, file := io.BytesIO())
+            return torch.load, (io.BytesIO(file.getvalue()),)
+        return value.__reduce_ex__(protocol)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As of any tensor; but a value that is assigned is copied into the store.
+
+        A parameter takes a value of another shape or dtype too, as it does when embeddings are resized.
+        """
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if isinstance(value, StoredTensor):
+            if value.token is self.token and not value.views and not self.views:
+                return
+            raise StoredTensorError(
+                "a stored tensor can't share its bytes by assignment to .data: copy them with copy_(), or tie the "
+                "modules by assigning the one parameter to both"
+            )
+        with torch.no_grad():
+            if value.shape != self.shape or value.dtype != self.dtype:
+                self._become(value)
+            else:
+                self.data.copy_(value)
+
+    def _become(self, value: torch.Tensor) -> None:
+        """Take the shape, dtype and elements of an ordinary tensor, on the same tier and partitioned alike.
+
+        Raises: StoredTensorError for what is no parameter, is divided by tensor parallelism, or has a gradient, which
+        would no longer fit; StoreError. This is as before then.
+        """
+        storage, shape = self.storage, tuple(self.shape)
+        what = f".data of a stored tensor of shape {shape} and {self.dtype} can't become a tensor of "
+        what += f"shape {tuple(value.shape)} and {value.dtype}"
+        whole = isinstance(self, torch.nn.Parameter) and self._local_of is None and not self.views
+        if not whole or storage.part_of or value.layout != torch.strided or value.device != self.device:
+            raise StoredTensorError(f"{what}: make a new parameter instead")
+        if self.grad is not None:
+            raise StoredTensorError(f"{what} while it has a gradient: set that to None first")
+        with torch.inference_mode(False):
+            twin = as_parameter(self._stored_again(value.dtype, self.device, value)).requires_grad_(self.requires_grad)
+        twin.storage.agreed = storage.ranks.size == 1
+        self.__dict__.pop("_in_memory", None)
+        take_implementation(self, twin)
+
+    def data_ptr(self) -> int:
+        """The address of the value in memory, to be read, as of any tensor: safetensors saves through it.
+
+        It is gathered for that, and kept as long as this object; what is written there doesn't reach the store. Tensors
+        of one storage share the memory.
+        """
+        if self.captured:
+            return super().data_ptr()
+        with torch.no_grad():
+            whole = self.storage.snapshot()
+            value = self._replay(whole.view(self.base.shape))
+        self._in_memory = whole, value
+        return value.data_ptr()
+
+    def _has_no_memory(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise StoredTensorError(
+            f"a stored tensor of shape {tuple(self.shape)} has no memory of its own that could be shared or changed "
+            "from outside PyTorch: use full_tensor(), or zinf_fx.gathered() with modify=True"
+        )
+
+    # PyTorch would go through the address of the first element, which is null.
+    apply_ = share_memory_ = __dlpack__ = _has_no_memory
+
+    # -- dispatch ----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    @torch.compiler.disable  # eager code between two graphs comes here under Dynamo's eyes
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _SAME_VALUE:
+            return args[0]._twin()
+        if func in _HANDLERS and not any(t.captured for t in tree_iter((args, kwargs)) if isinstance(t, StoredTensor)):
+            with held_back:
+                result = _HANDLERS[func](func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        mutated = _mutated_arguments(func, args, kwargs)
+        if isinstance(args[0] if args else None, StoredTensor) and not mutated:
+            if not args[0].captured:
+                if _is_view(func) or (func is aten._to_copy.default and _in_autocast()):
+                    return args[0]._view(func, args[1:], kwargs)
+                if func is aten._to_copy.default and not torch.is_grad_enabled():
+                    return args[0]._convert(kwargs)
+            if func in _METADATA_ONLY:
+                return func(torch.empty_like(args[0]._meta(), device=args[0].device), *args[1:], **kwargs)
+        if args and isinstance(args[0], (list, tuple)) and func._schema.name.startswith(_HORIZONTAL):
+            return _foreach(func, args, kwargs)
+        if mutated:
+            return _write_through(func, args, kwargs, mutated)
+        args, kwargs = tree_map_only(StoredTensor, StoredTensor._gather, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @property
+    def captured(self) -> bool:
+        """Whether this is a stand-in inside a graph that is being captured."""
+        return type(self.token) is not torch.Tensor
+
+    def expect_gradient(self) -> None:
+        """Before a use that autograd may record: what arrives as `grad` will go to its tier, after the user's hooks.
+
+        Hooks belong to the Python object in part. An implementation that was swapped in (by `offload`, or by
+        Module.to()) doesn't know them until they are assigned again.
+        """
+        if self._local_of is not None:
+            self._local_of.expect_gradient()
+        if self._expects_gradient or self.views or self.captured or not (self.requires_grad and self.is_leaf):
+            return
+        with RUNNING.turn():
+            if not self._expects_gradient:
+                self._register_hooks()
+                self._expects_gradient = True
+
+    def _register_hooks(self) -> None:
+        self._backward_hooks = self._backward_hooks
+        hooks = self._post_accumulate_grad_hooks
+        self._post_accumulate_grad_hooks = hooks = OrderedDict() if hooks is None else hooks
+        if take_gradient not in hooks.values():
+            self.register_post_accumulate_grad_hook(take_gradient)
+
+    @property
+    def has_gradient_hooks(self) -> bool:
+        """Whether the user registered hooks on the gradient, which only autograd can run."""
+        before, after = self._backward_hooks or {}, self._post_accumulate_grad_hooks or {}
+        return bool(before) or any(hook is not take_gradient for hook in after.values())
+
+    @property
+    def parameter(self) -> StoredTensor:
+        """What stands for this where zinf works on parameters: see [Note: DTensor parameters]."""
+        return self if self._local_of is None else self._local_of
+
+    @parameter.setter
+    def parameter(self, leaf: StoredTensor) -> None:
+        self._local_of = leaf
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """The parameter that users have: this, unless it stands for a DTensor."""
+        return self
+
+    def shown(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A state of this parameter as users see it."""
+        return tensor
+
+    def put_aside(self) -> None:
+        """Keep the gradient, in whose place eager autograd is about to leave this rank's alone; see `set_aside`."""
+        self._aside = self.grad
+
+    def set_aside(self) -> torch.Tensor | None:
+        """The gradient that was put aside, if any; it is not aside any more."""
+        aside, self._aside = self._aside, None
+        return aside
+
+    def _gather(self) -> torch.Tensor:
+        self.expect_gradient()
+        if self.captured:
+            view_writes.gathered(self)
+        return self._replay(ops.gather(self.token, self.base.shape, self.base.dtype, self.base.device))
+
+    def _replay(self, value: torch.Tensor) -> torch.Tensor:
+        """The views of this tensor, on `value`, which is that of the base."""
+        for step in self.views:
+            value = step(value)
+        return value
+
+    def _twin(self) -> StoredTensor:
+        return StoredTensor(self.token, self.base, self.views, self if self.views else None, self._storage)
+
+    def _meta(self) -> torch.Tensor:
+        """A tensor without values that has this one's metadata."""
+        if not self.numel():
+            return torch.empty(self.shape, dtype=self.dtype, device="meta")
+        whole = torch.empty((), dtype=self.dtype, device="meta")
+        return whole.as_strided(self.shape, self.stride(), self.storage_offset())
+
+    def _view(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        self.expect_gradient()
+        results = func(self._meta(), *args, **kwargs)
+        if func is aten.view.default and results.shape == self.shape:  # all of it, as DTensor.to_local() gives it
+            return self._twin()
+        frozen = tuple(tuple(a) if isinstance(a, list) else a for a in args)
+
+        def wrap(like: torch.Tensor, index: int | None) -> StoredTensor:
+            step = ViewStep(func, frozen, tuple(kwargs.items()), index)
+            return StoredTensor(self.token, self.base, (*self.views, step), like, self._storage)
+
+        if isinstance(results, (list, tuple)):
+            return [wrap(like, index) for index, like in enumerate(results)]
+        return wrap(results, None)
+
+    def _convert(self, kwargs: dict) -> StoredTensor:
+        """What Module.to() makes of this tensor: another stored tensor on the same tier."""
+        if self._local_of is not None:
+            raise StoredTensorError(
+                f"the local tensor of a DTensor parameter, of shape {tuple(self.shape)}, is stored, and can't be "
+                "converted any more: convert the model before offloading it"
+            )
+        dtype = kwargs.get("dtype") or self.dtype
+        target = torch.device(kwargs.get("device") or self.device)
+        check_device(target, "this stored tensor")
+        return self._stored_again(dtype, target)
+
+    @held_back
+    def _stored_again(
+        self, dtype: torch.dtype, device: torch.device, value: torch.Tensor | None = None
+    ) -> StoredTensor:
+        """A new stored tensor with this value, or with `value` of any shape, on the same tier and partitioned alike."""
+        storage, target = self.storage, device_of(device)
+        shards, shape = storage.shards, self.shape if value is None else value.shape
+        if dtype != self.base.dtype or self.views or value is not None:
+            shards = shards_of(shape, dtype, storage.ranks.shards, storage.config, shards.owner)
+        twin = TensorStorage(
+            storage.tiers,
+            storage.tier,
+            storage.config,
+            shape.numel(),
+            dtype,
+            target,
+            storage.ranks,
+            storage.partitioned,
+            shards,
+        )
+        twin.set(self._gather() if value is None else value)
+        twin.agreed, twin.unreduced, twin.part_of = storage.agreed, storage.unreduced, storage.part_of
+        twin.label = storage.label
+        return StoredTensor.of(twin, shape, target.torch_device)
+
+
+_take_gradient: Callable[[StoredTensor], None]
+
+
+def implement_arrival(take: Callable[[StoredTensor], None]) -> None:
+    """Let `take` move the ordinary gradient that eager autograd left in a parameter's `grad`; called once, by the
+    module that knows how."""
+    global _take_gradient
+    _take_gradient = take
+
+
+@held_back
+def take_gradient(parameter: StoredTensor) -> None:
+    """Hook: a gradient that eager autograd left on the device moves to the tier of gradients."""
+    _take_gradient(parameter)
+
+
+Handler = Callable[[torch._ops.OpOverload, tuple, dict], Any]
+
+_HANDLERS: dict[torch._ops.OpOverload, Handler] = {}
+
+
+def handle(operation: torch._ops.OpOverloadPacket, handler: Handler) -> None:
+    """Let `handler(overload, args, kwargs)` run `operation` on stored tensors, in place of gathering their values.
+
+    It returns what the operation does, or NotImplemented to leave a case to the ordinary way. Inside a graph that is
+    being captured it isn't asked.
+    """
+    _HANDLERS.update((getattr(operation, name), handler) for name in operation.overloads())
+
+
+_SAME_VALUE = {aten.detach.default, aten.alias.default}
+# Results depend on shape, dtype and device alone, so that no value is gathered. (Optimizers take some over: `handle`.)
+_METADATA_ONLY = {
+    aten.empty_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.new_empty.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+}
+# Every element is overwritten, so that the present value need not be read.
+_OVERWRITES = {
+    aten.copy_.default,
+    aten.zero_.default,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.normal_.default,
+    aten.uniform_.default,
+}
+
+
+# Operations on lists whose elements don't depend on each other.
+_HORIZONTAL = ("aten::_foreach_", "aten::_amp_foreach_")
+
+
+def _in_autocast() -> bool:
+    """Whether an autocast context is open. `torch.is_autocast_enabled` says no while autocast's own casts run."""
+    nesting = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return nesting > 1
+
+
+def _is_view(func: Any) -> bool:
+    arguments = func._schema.arguments
+    if not arguments:
+        return False
+    alias = arguments[0].alias_info
+    return alias is not None and not alias.is_write and all(r.alias_info is not None for r in func._schema.returns)
+
+
+def _mutated_arguments(func: Any, args: tuple, kwargs: dict) -> list[StoredTensor]:
+    """The stored tensors that `func` writes to."""
+    if not func._schema.is_mutable:
+        return []
+    written = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            written += [t for t in tree_iter(value) if isinstance(t, StoredTensor)]
+    return written
+
+
+@held_back
+def _write_through(func: Any, args: tuple, kwargs: dict, mutated: list[StoredTensor]) -> Any:
+    """Run `func` on gathered values, then write what it changed back to the store."""
+    for tensor in mutated:
+        _check_writable(tensor, func)
+    # `out=` may resize its tensor, which must not happen to resident bytes.
+    in_scratch = any(argument.is_out for argument in func._schema.arguments)
+    overwrites = func in _OVERWRITES and not any(a is args[0] for a in args[1:])
+    bases: dict[int, torch.Tensor] = {}  # by storage key: two views of one parameter change one value
+    values: dict[int, torch.Tensor] = {}  # by tensor
+    for tensor in mutated:
+        storage = tensor.storage
+        if storage.key not in bases:
+            if storage.in_place:
+                flat = storage.value().clone() if in_scratch else storage.value()
+            elif overwrites and not tensor.views:
+                flat = torch.empty(storage.numel, dtype=storage.dtype, device=storage.device.torch_device)
+            else:
+                flat = storage.value()
+            bases[storage.key] = flat.view(tensor.base.shape)
+        values[id(tensor)] = tensor._replay(bases[storage.key])
+
+    def substitute(tensor: StoredTensor) -> torch.Tensor:
+        return values[id(tensor)] if id(tensor) in values else tensor._gather()
+
+    new_args, new_kwargs = tree_map_only(StoredTensor, substitute, (args, kwargs))
+    result = func(*new_args, **new_kwargs)
+    for tensor in mutated:
+        if values[id(tensor)].shape != tensor.shape:
+            raise _refusal(func, tensor, f"give it the shape {tuple(values[id(tensor)].shape)}")
+    for tensor in mutated:
+        storage = tensor.storage
+        storage.agreed = storage.ranks.size == 1
+        base = bases.pop(storage.key, None)
+        if base is not None:
+            storage.written() if storage.in_place and not in_scratch else storage.set(base)
+    originals = {id(values[id(tensor)]): tensor for tensor in mutated}
+    return tree_map_only(torch.Tensor, lambda t: originals.get(id(t), t), result)
+
+
+def _check_writable(tensor: StoredTensor, func: Any) -> None:
+    """Raises: StoredTensorError for a write that can't reach the store."""
+    if torch.Tag.inplace_view in func.tags or func._schema.name in ("aten::set_", "aten::resize_"):
+        raise _refusal(func, tensor, "change its shape or memory")
+    if tensor.captured:
+        raise StoredTensorError(
+            f"{func} writes to a stored tensor of shape {tuple(tensor.shape)} inside a compiled graph, where the "
+            "write would be lost: move it out of the compiled region"
+        )
+    if any(step.op is aten._to_copy.default for step in tensor.views):
+        raise StoredTensorError(
+            f"{func} writes to a copy of a stored tensor of shape {tuple(tensor.shape)} that was converted under "
+            "autocast, and which holds no value of its own: clone() it first"
+        )
+
+
+def _refusal(func: Any, tensor: StoredTensor, what: str) -> StoredTensorError:
+    return StoredTensorError(
+        f"{func} on a stored tensor of shape {tuple(tensor.shape)} would {what}: make a new parameter instead"
+    )
+
+
+def _foreach(func: Any, args: tuple, kwargs: dict) -> Any:
+    """A horizontally fused operation, one element at a time: the values are never in memory together."""
+    length = len(args[0])
+
+    def element(value: Any, index: int) -> Any:
+        if isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) == length:
+            return value[index : index + 1]  # `scalars`
+        return [value[index]] if isinstance(value, (list, tuple)) and len(value) == length else value
+
+    results = []
+    for index in range(length):
+        one_args = [element(a, index) for a in args]
+        one_kwargs = {k: element(v, index) for k, v in kwargs.items()}
+        mutated = _mutated_arguments(func, tuple(one_args), one_kwargs)
+        if mutated:
+            _write_through(func, tuple(one_args), one_kwargs, mutated)
+        else:
+            one_args, one_kwargs = tree_map_only(StoredTensor, StoredTensor._gather, (one_args, one_kwargs))
+            results.append(func(*one_args, **one_kwargs))
+    if not results or results[0] is None:
+        return None
+    if len(func._schema.returns) == 1:
+        return [r for (r,) in results]
+    return tuple([r[k][0] for r in results] for k in range(len(func._schema.returns)))
+
+
+def _gather_kernel(token: torch.Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Eager `zinf.gather`. Bytes that live on the device are returned themselves: no caller may write to them."""
+    return TensorStorage.of_token(token).value().view(shape)
+
+
+ops.implement_gather(_gather_kernel)
+
+
+def take_implementation(tensor: torch.Tensor, twin: StoredTensor) -> None:
+    """Give the object `tensor` the implementation, class and attributes of `twin`, which nothing else may use."""
+    torch._C._swap_tensor_impl(tensor, twin)
+    tensor.__class__ = StoredTensor
+    tensor.__dict__.update(twin.__dict__)
+    tensor._expects_gradient = False  # autograd doesn't know the hooks of this implementation yet
+    tensor.expect_gradient()
+
+
+def as_parameter(tensor: torch.Tensor) -> torch.Tensor:
+    """Give `tensor` nn.Parameter's mark."""
+    tensor._is_param = True
+    return tensor
+
+
+def check_device(device: torch.device, what: str) -> None:
+    """Raises: StoredTensorError for a device that tiles can't be brought to."""
+    if device.type not in ("cpu", "cuda"):
+        raise StoredTensorError(
+            f"{what} is on device '{device}': tiles are brought to the CPU and to CUDA devices only"
+        )

@@ -1,0 +1,121 @@
+"""Which ranks have what of a DTensor parameter: those of its mesh divide it, the data-parallel ones each part of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from zinf_fx.config import Config
+from zinf_fx.errors import ConfigError, StoredTensorError
+from zinf_fx.runtime.ranks import Ranks
+from zinf_fx.runtime.tensor.local_parameter import local_part
+
+_WHICH = "which ranks train the model with equal parts of each"
+# Names of a mesh's dimension along which ranks hold equal parts, and not other stages of a pipeline, say.
+_DATA_PARALLEL = ("dp", "ddp", "fsdp", "data", "data_parallel", "replicate", "shard", "dp_replicate", "dp_shard")
+_GIVE = "give those with equal parts of it, such as process_group=mesh['dp'].get_group() of the 2-D mesh"
+
+
+def check_not_sharded(model: torch.nn.Module) -> None:
+    """Raises: StoredTensorError for a model whose parameters FSDP gathers."""
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            raise StoredTensorError(
+                f"fully_shard() divides the parameters of '{name or 'the model'}', as zinf_fx would: use one of the two"
+            )
+
+
+def check_distributed(parameter: DTensor, what: str) -> None:
+    """Raises: StoredTensorError for a DTensor whose local tensor can't be stored."""
+    local = local_part(parameter)
+    if type(local) is not torch.Tensor:
+        raise StoredTensorError(
+            f"{what} is a DTensor of {type(local).__name__}: only one of plain tensors can be stored"
+        )
+    if any(placement.is_partial() for placement in parameter.placements):
+        raise StoredTensorError(
+            f"{what} is a DTensor with placements {parameter.placements}: redistribute it to Shard or Replicate first"
+        )
+
+
+def with_ranks(config: Config, parameters: Iterable[torch.Tensor]) -> Config:
+    """`config` with a process group, where it has none and the parameters' mesh says which ranks hold equal parts:
+    those along the other dimension of a 2-D mesh that theirs is a part of, if its name is one of data parallelism; this
+    one alone, if theirs has all ranks.
+
+    Raises: ConfigError for ranks that hold different parts of a parameter, and where the mesh doesn't say.
+    """
+    parameters = list(parameters)
+    meshes = {parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}
+    if meshes and config.process_group is None and config.mesh is None:
+        if len(meshes) > 1:
+            raise ConfigError(f"parameters are DTensors of several meshes, which don't tell {_WHICH}: {_GIVE}")
+        config = Config.of(config, {"process_group": _others(*meshes)})
+    check_ranks(config, parameters)
+    return config
+
+
+def check_ranks(config: Config, parameters: Iterable[torch.Tensor]) -> None:
+    """Raises: ConfigError where a parameter is divided over ranks that are to share equal parts of it."""
+    for mesh in {parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}:
+        group = config.process_group or dist.group.WORLD
+        ranks = dist.get_process_group_ranks(group) if config.mesh is None else config.mesh.mesh.flatten().tolist()
+        shared = set(ranks) & set(mesh.mesh.flatten().tolist())
+        if shared != {dist.get_rank()}:
+            raise ConfigError(
+                f"parameters are divided over the ranks of {mesh}, and ranks {sorted(shared)} of these are in the "
+                f"process group that is to train the model: {_GIVE}"
+            )
+
+
+def of_first(config: Config, parameters: Iterable[object], value: Any, what: str) -> Any:
+    """The `value` that the first rank found, of those that share these parameters and those that they are divided
+    over: all of them have to act upon it alike."""
+    value = Ranks.of(config).of_first(value, what)
+    meshes = dict.fromkeys(parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor))
+    for group in dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups()):
+        value = tensor_ranks(config, group).of_first(value, what)
+    return value
+
+
+def groups_of(parameter: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Of a DTensor, those over whose ranks it is divided, so that each has another part."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    mesh = parameter.device_mesh
+    return tuple(mesh.get_group(dim) for dim, one in enumerate(parameter.placements) if not one.is_replicate())
+
+
+def tensor_ranks(config: Config, group: dist.ProcessGroup) -> Ranks:
+    """The ranks of a group over which parameters, or activations, are divided. All of them call this."""
+    return Ranks.of(Config.of(config, {"process_group": group, "mesh": None, "placement": "auto"}))
+
+
+def resolved(group: dist.ProcessGroup | str) -> dist.ProcessGroup:
+    """The group that a functional collective names."""
+    return group if isinstance(group, dist.ProcessGroup) else _resolve_process_group(group)
+
+
+def _others(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The ranks with the same coordinate in `mesh`, as far as the mesh that it is a part of tells."""
+    if mesh.size() == dist.get_world_size():
+        return _alone(dist.group.WORLD)
+    root = mesh._get_root_mesh()
+    others = [name for name in root.mesh_dim_names or () if name not in (mesh.mesh_dim_names or ())]
+    if root.ndim != mesh.ndim + 1 or len(others) != 1 or others[0] not in _DATA_PARALLEL:
+        raise ConfigError(f"parameters are DTensors of {mesh}, a part of {root}, which doesn't tell {_WHICH}: {_GIVE}")
+    return root.get_group(others[0])
+
+
+@functools.lru_cache(maxsize=1)
+def _alone(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of this rank, as long as `world` is."""
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)

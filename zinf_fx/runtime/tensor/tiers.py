@@ -1,0 +1,337 @@
+"""The memories of one job: the host arena, those of devices, the store on disk, and the writes under way to it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import ClassVar, Protocol
+
+from zinf_fx.config import Config
+from zinf_fx.errors import StoreError
+from zinf_fx.native.engine import HINTS
+from zinf_fx.plan.schedule import MemoryRegions
+from zinf_fx.runtime.disk.store import Store
+from zinf_fx.runtime.memory.buffers import Arena
+from zinf_fx.runtime.memory.counters import Counters
+from zinf_fx.runtime.memory.device import Device
+from zinf_fx.runtime.memory.device_arena import DeviceArena
+from zinf_fx.runtime.memory.freelist import round_up
+from zinf_fx.runtime.memory.leases import PAGE, Buffer, Ticket
+from zinf_fx.runtime.recorder import RECORDER
+
+# Dirty bytes that may be on their way to the store before a writer waits for the oldest.
+_MAX_BYTES_WRITING = 256 << 20
+
+
+class Background(Protocol):
+    """Work that changes stored tensors between the operators of graphs. Whoever looks at one of them waits for it."""
+
+    def advance(self) -> None:
+        """Do what can be done without waiting."""
+
+    def settle(self, key: int) -> None:
+        """Wait until the storage of this key has its final value; nothing when the work itself asks."""
+
+    def finish(self) -> bool:
+        """Do all that is left. Returns whether there was any; nothing is done when the work itself asks."""
+
+
+class DelayedWrite:
+    """A write to the store that begins when the values are in host memory, and somebody asks."""
+
+    def __init__(self, arrival: Ticket, write: Callable[[], Ticket]) -> None:
+        self._arrival = arrival
+        self._write: Callable[[], Ticket] | None = write
+        self._ticket: Ticket | None = None
+        self._purpose = RECORDER.purpose()
+        self._refusal: str | None = None
+        self._lock = threading.RLock()
+
+    def begun(self) -> bool:
+        """Whether the write is under way or over; begins it if it can."""
+        with self._lock:
+            if self._write is not None and self._arrival.done():
+                write, self._write = self._write, None
+                try:
+                    with RECORDER.within(self._purpose):
+                        self._ticket = write()
+                except StoreError as error:
+                    self._refusal = str(error)  # an error that is kept would keep, by its traceback, whoever asked
+            return self._write is None
+
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self.begun() and (self._ticket is None or self._ticket.done())
+
+    def wait(self) -> None:
+        """Return when the bytes are in the store. Raises: StoreError."""
+        if not self.begun():
+            self._arrival.wait()
+            self.begun()
+        if self._refusal is not None:
+            raise StoreError("write", "the store", f"it could not begin: {self._refusal}")
+        self._ticket.wait()
+
+
+class Tiers:
+    """The host arena and the store that a set of stored tensors share.
+
+    Tensors with the same store, options of the store, and host budget share one; it lives as long as any of them, and
+    its scratch directory goes with it.
+    """
+
+    _open: ClassVar[weakref.WeakValueDictionary[tuple, Tiers]] = weakref.WeakValueDictionary()
+    _open_lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.pid = os.getpid()
+        self.host = Arena("host", config.host_memory or physical_memory())
+        self.counters = Counters()
+        self.background: Background | None = None
+        self._on_devices: dict[Device, DeviceArena] = {}
+        self.planned_peak = 0
+        self.chunk_elements: int | None = None
+        """Of a chunk of an optimizer's step, for which there is room in the region; None before the first plan."""
+        self._chunks = range(0)  # of the region, what is for an optimizer's step
+        self._room: range | None = None  # in which leases are to be made
+        self._store: Store | None = None
+        self._writes: deque[tuple[Ticket, Buffer]] = deque()
+        # Those among the writes that have not begun, and whose bytes they write: while one begins, the finalizer of
+        # these, which waits for it, must not run.
+        self._delayed: deque[tuple[DelayedWrite, object]] = deque()
+        self._lock = threading.RLock()
+
+    @classmethod
+    def of(cls, config: Config) -> Tiers:
+        """The open tiers of this configuration, or new ones."""
+        stores = tuple(path.absolute() for path in config.stores)
+        key = (stores, config.host_memory, config.checksum, config.strict_direct)
+        with cls._open_lock:
+            tiers = cls._open.get(key)
+            if tiers is None:
+                tiers = cls._open[key] = cls(config)
+            return tiers
+
+    @classmethod
+    def _after_fork(cls) -> None:
+        """A child has no use for its parent's tiers, and opens its own. Nobody in it would release the lock."""
+        cls._open, cls._open_lock = weakref.WeakValueDictionary(), threading.Lock()
+
+    @property
+    def of_this_process(self) -> bool:
+        """False in a process made by fork: it has neither the memory nor the I/O threads."""
+        return os.getpid() == self.pid
+
+    def check_process(self) -> None:
+        """Raises: StoreError in a process made by fork, before it waits for what only the parent can do."""
+        if not self.of_this_process:
+            raise StoreError("use", "stored tensor", HINTS[errno.ECHILD], errno=errno.ECHILD)
+
+    @property
+    def store(self) -> Store:
+        """The NVMe tier; its scratch directory is made on first use."""
+        with self._lock:
+            if self._store is None:
+                if self.config.store_is_default:
+                    for path in self.config.stores:
+                        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._store = Store(
+                    self.config.stores, checksum=self.config.checksum, strict_direct=self.config.strict_direct
+                )
+            return self._store
+
+    @property
+    def store_in_use(self) -> Store | None:
+        """The NVMe tier if anything was ever placed on it."""
+        return self._store
+
+    @property
+    def device_arenas(self) -> Mapping[Device, DeviceArena]:
+        """By the device, the regions that plans have on devices with memory of their own."""
+        return self._on_devices
+
+    def plan(self, regions: MemoryRegions, peak: int, devices: Iterable[Device] = ()) -> None:
+        """Before the first step of a plan: set its regions apart, and measure anew how much of the arenas is used.
+
+        `peak`: bytes of the host arena that the plan takes at most; `devices`: with memory of their own, on which it
+        computes. Plans share the regions: one is used at a time.
+
+        Raises: StoreError when a device has no room for its region.
+        """
+        with self._lock:
+            self.drain()
+            self.host.reserve(regions.host)
+            for device in devices:
+                self._reserve_on(device, regions.device)
+            if regions.chunks > self._chunks.stop:
+                self._chunks, self.chunk_elements = range(regions.chunks), regions.chunk_elements
+            self.planned_peak = max(self.planned_peak, peak)
+            self.host.trim()
+            self.host.restart_peak()
+
+    def _reserve_on(self, device: Device, nbytes: int) -> None:
+        arena = self._on_devices.get(device)
+        if nbytes > (0 if arena is None else arena.capacity):
+            # What is leased in the smaller one stays there, and keeps it; else its memory goes before more is taken.
+            del arena
+            self._on_devices.pop(device, None)
+            self._on_devices[device] = DeviceArena(device, nbytes, self.counters)
+        elif arena is not None:
+            arena.restart_peak()
+
+    @contextmanager
+    def stepping(self, part: range | None = None) -> Iterator[None]:
+        """Leases in the block are an optimizer's: in the room that its chunks have in the region.
+
+        Or in part of it, once nothing is written from there any more: leases in the gaps between writes leave gaps.
+        """
+        room = self._chunks if part is None else range(part.start, min(part.stop, self._chunks.stop))
+        if part is not None:
+            with self._lock:
+                while any(self.host.lies_in(room, buffer) for _, buffer in self._writes):
+                    self._retire()
+        before, self._room = self._room, room or None
+        try:
+            yield
+        finally:
+            self._room = before
+
+    def lease(self, nbytes: int, offset: int | None = None) -> Buffer:
+        """A buffer of the host arena; where there is no room, waits for writes to the store and for background work.
+
+        `offset`: where in the region it is planned. It lies elsewhere if somebody has that place: another plan, or a
+        graph that runs out of turn.
+
+        Raises: StoreError when there is no room yet after that, or a write failed.
+        """
+        room = self._room if offset is None else range(offset, offset + round_up(nbytes, PAGE))
+        while True:
+            background = self.background
+            with self._lock:
+                # The room for chunks has the writes of an earlier chunk in it; for a tile's place nobody waits.
+                waits = offset is None
+                if room is not None and (buffer := self._lease_in(room, nbytes, waits)) is not None:
+                    return buffer
+                try:
+                    return self.host.lease(nbytes)
+                except StoreError:
+                    if not self._writes and background is None:
+                        raise
+                if self._writes:
+                    self._retire()
+                    continue
+            if not background.finish():  # not under the lock, which the background's own leases take
+                return self.host.lease(nbytes)
+
+    def _lease_in(self, room: range, nbytes: int, waits: bool) -> Buffer | None:
+        buffer = self.host.lease_in(room, nbytes)
+        while buffer is None and self._writes and (waits or self._writes[0][0].done()):
+            self._retire()
+            buffer = self.host.lease_in(room, nbytes)
+        if buffer is None:
+            self.counters.displaced += 1
+        else:
+            self.counters.placed += 1
+        return buffer
+
+    def writing(self, ticket: Ticket, buffer: Buffer, storage: object) -> None:
+        """Take over `buffer` until `ticket`, a write of `storage` from it, is done; waits where many are under way.
+
+        Buffers come back in order, and not before there is need of their room: so how much the arena holds doesn't
+        depend on how fast the disk is.
+        """
+        with self._lock:
+            self._writes.append((ticket, buffer))
+            if isinstance(ticket, DelayedWrite):
+                self._delayed.append((ticket, storage))
+            self._begin_delayed()
+            self.limit_writes(_MAX_BYTES_WRITING)
+
+    def limit_writes(self, nbytes: int) -> None:
+        """Wait until at most `nbytes` are on their way to the store."""
+        self.check_process()
+        with self._lock:
+            if self._bytes_writing <= nbytes:
+                return
+            started = time.perf_counter()
+            while self._bytes_writing > nbytes:
+                self._retire()
+            self.counters.write_stall_seconds += RECORDER.waited(started, "writes")
+
+    @property
+    def _bytes_writing(self) -> int:
+        return sum(buffer.capacity for _, buffer in self._writes)
+
+    def writing_at_most(self, nbytes: int) -> bool:
+        """Whether `limit_writes` would return at once."""
+        with self._lock:
+            self._begin_delayed()
+            left = self._bytes_writing
+            for ticket, buffer in self._writes:
+                if left <= nbytes or not ticket.done():
+                    break
+                left -= buffer.capacity
+            return left <= nbytes
+
+    @property
+    def idle(self) -> bool:
+        """Whether no write is under way."""
+        with self._lock:
+            return all(ticket.done() for ticket, _ in self._writes)
+
+    def drain(self) -> None:
+        """Wait for every write under way. Raises: StoreError of the first that failed, after all have ended."""
+        self.check_process()
+        failure: BaseException | None = None
+        with self._lock:
+            if not self._writes:
+                return
+            started = time.perf_counter()
+            while self._writes:
+                try:
+                    self._retire()
+                except BaseException as error:
+                    failure = failure or error
+            RECORDER.waited(started, "writes")
+        if failure is not None:
+            raise failure
+
+    def _begin_delayed(self) -> None:
+        while self._delayed and self._delayed[0][0].begun():
+            self._delayed.popleft()
+
+    def _retire(self) -> None:
+        self._begin_delayed()
+        ticket, buffer = self._writes[0]
+        try:
+            ticket.wait()
+        finally:
+            self._begin_delayed()
+            if ticket.done():  # not after Ctrl-C: the disk still reads the buffer
+                self._writes.popleft()
+                buffer.release()
+
+
+os.register_at_fork(after_in_child=Tiers._after_fork)
+
+
+def drain_after(error: BaseException, several: Iterable[Tiers]) -> None:
+    """Wait for every write under way, after `error`, which gets notes of other failures."""
+    for tiers in several:
+        try:
+            tiers.drain()
+        except StoreError as failed:
+            if str(failed) != str(error):
+                error.add_note(f"and then: {failed}")
+
+
+def physical_memory() -> int:
+    """The machine's memory in bytes."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,272 @@
+"""Windows: consecutive elements of one storage in memory where they can be worked on, for a while."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Protocol
+from weakref import WeakSet
+
+import torch
+
+from zinf_fx.errors import StoreError
+from zinf_fx.interrupts import sealed
+from zinf_fx.runtime.memory.device import Device, Upload
+from zinf_fx.runtime.memory.device_arena import DeviceArena
+from zinf_fx.runtime.memory.leases import Buffer, Ticket
+
+Under = list[tuple[range, Ticket]]
+"""Transfers under way, and the elements that they are about."""
+
+
+def forget_what_is_done(under: Under) -> None:
+    """Remove what is over. Another thread may add to the list meanwhile, or remove the same."""
+    for one in [one for one in under if one[1].done()]:
+        with suppress(ValueError):
+            under.remove(one)
+
+
+class Owner(Protocol):
+    """The storage that a window shows a part of."""
+
+    reads: Under
+    followers: WeakSet[Window]
+    version: int
+
+    def present_followers(self) -> list[Window]:
+        """The followers that have had every write so far."""
+
+    def write_back(self, start: int, memory: torch.Tensor, buffer: Buffer, after: Ticket | None) -> None:
+        """Start writing elements to where they live, once `after` is done, and release the buffer in the end."""
+
+    def await_reads(self, elements: range) -> None:
+        """Wait until nobody reads the elements."""
+
+    def written(self, after: tuple[range, Ticket] | None = None) -> None:
+        """Count a write to bytes in memory, over when `after` is."""
+
+
+class Window:
+    """Consecutive elements where no copy to or from a device is needed: wait, use, then `store` or `close`, once."""
+
+    def __init__(
+        self,
+        storage: Owner,
+        start: int,
+        memory: torch.Tensor,
+        buffer: Buffer | None,
+        ticket: Ticket | None,
+        meant: slice = slice(None),
+    ) -> None:
+        """`memory`: whole blocks, from element `start` on; without a buffer, where the elements live. `meant` are the
+        elements asked for among them."""
+        self._storage: Owner | None = storage
+        self._reads = storage.reads
+        self._start = start
+        self._elements = range(start, start + memory.numel())
+        self._memory, self._buffer, self._ticket = memory, buffer, ticket
+        self._meant = meant
+        self._reader: Ticket | None = None
+        self.open = True
+        self.version: int | None = storage.version
+        """Of the storage's bytes, when they were read or, for a follower, written; None after a failed write."""
+
+    def read_only(self) -> Window:
+        """This window, which can't be stored any more, and doesn't keep the storage alive."""
+        self._storage = None
+        return self
+
+    def follow(self, storage: Owner) -> None:
+        """From now on, take over what is written to the store."""
+        storage.followers.add(self)
+
+    @property
+    def nbytes_leased(self) -> int:
+        """Bytes of the host arena that this window holds; 0 for resident bytes."""
+        return self._buffer.nbytes if self._buffer is not None else 0
+
+    def upload(self, offset: int | None = None) -> None:
+        """Nothing to copy."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._ticket is None or self._ticket.done()
+
+    def wait(self) -> torch.Tensor:
+        """The elements, 1-D, once they are there; valid until `store` or `close`."""
+        memory = self.arrived()
+        if self._storage is not None and self._buffer is None:
+            self._storage.await_reads(self._elements)
+        return memory
+
+    def arrived(self) -> torch.Tensor:
+        """The elements, 1-D, once they are there, but not to be changed before their `readers` are done."""
+        assert self.open, "a window was used after it was stored or closed"
+        if self._ticket is not None:
+            self._ticket.wait()
+            self._ticket = None
+        return self._memory[self._meant]
+
+    @property
+    def readers(self) -> list[Ticket]:
+        """What reads the elements where they live, if `arrived` gives these."""
+        return [ticket for _, ticket in self._reads] if self._buffer is None else []
+
+    def read_by(self, reader: Ticket) -> None:
+        """Something besides the caller reads the elements until it is done."""
+        if self._buffer is None:
+            forget_what_is_done(self._reads)
+            self._reads.append((self._elements, reader))
+        self._reader = reader
+
+    def store(self, after: Ticket | None = None) -> None:
+        """Start writing the elements back, once `after` is done; nothing to move for resident bytes."""
+        assert self._storage is not None, "a window for reading can't be stored"
+        if after is None or after.done():
+            after = None
+            self.arrived()
+        self.open = False
+        memory, self._memory = self._memory, None
+        followers: list[Window] = []
+        if self._buffer is not None:
+            followers = self._lead(memory)
+            buffer, self._buffer = self._buffer, None
+            if memory.numel():
+                self._storage.write_back(self._start, memory, buffer, after)
+            else:
+                buffer.release()
+            self._storage.written()
+        else:
+            self._storage.written(after and (self._elements, after))
+        for follower in followers:
+            follower.version = self._storage.version
+
+    def _lead(self, memory: torch.Tensor) -> list[Window]:
+        """Copy what is about to be written to the followers that have had every write so far; returns them."""
+        followers = self._storage.present_followers()
+        for follower in followers:
+            follower.wait()
+            follower.version = None
+            first = max(self._start, follower._start)
+            end = min(self._start + memory.numel(), follower._start + follower._memory.numel())
+            if first < end:
+                theirs = follower._memory[first - follower._start : end - follower._start]
+                theirs.copy_(memory[first - self._start : end - self._start])
+        return followers
+
+    @sealed
+    def close(self) -> None:
+        """Give the memory back without writing. A read under way is waited for: its buffer is not free before."""
+        if not self.open:
+            return
+        self.open = False
+        self._memory = None
+        ticket, self._ticket = self._ticket, None
+        buffer, self._buffer = self._buffer, None
+        if ticket is not None:
+            try:
+                ticket.wait()
+            except StoreError:
+                pass  # whoever needed the values has waited for them, and knows
+            except BaseException:  # Ctrl-C that lost its patience
+                buffer.release_when_dropped()
+                raise
+        if buffer is not None:
+            buffer.release() if self._reader is None else buffer.release_after(self._reader)
+
+
+class DeviceWindow:
+    """As `Window`, in device memory, of elements that live elsewhere and are copied through a window in host memory."""
+
+    def __init__(
+        self, host: Window, device: Device, count: int, dtype: torch.dtype, load: bool, arena: DeviceArena | None
+    ) -> None:
+        self._host, self._device, self._arena = host, device, arena
+        self._count, self._dtype, self._load = count, dtype, load
+        self._read_only = self._started = False
+        self._copy: Upload | None = None
+        self._buffer: Buffer | None = None  # of the arena
+
+    def read_only(self) -> DeviceWindow:
+        """As of a `Window`. Host memory is given back as soon as the elements are on the device."""
+        self._host.read_only()
+        self._read_only = True
+        return self
+
+    @property
+    def version(self) -> int | None:
+        """Of the storage's bytes, when they were read."""
+        return self._host.version
+
+    @property
+    def ready(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._host.ready
+
+    def follow(self, storage: Owner) -> None:
+        """Nothing: what is written makes this version old, so that it is read again."""
+
+    def upload(self, offset: int | None = None) -> None:
+        """Take device memory, and start the copy to it: now or, if the elements are not in host memory yet, in `wait`.
+
+        Either way the copy follows what the device was told to compute before now, and not what it is told meanwhile.
+        `offset`: where a plan has a place for the elements in the device's arena; only for reading, because the values
+        must not outlive the window.
+        """
+        if self._copy is None:
+            self._copy = self._device.upload(self._place(offset))
+        if self._load and not self._started and self._host.ready:
+            self._start()
+
+    def wait(self) -> torch.Tensor:
+        """The elements, 1-D, for what the device computes from now on; valid until `store` or `close`."""
+        self.upload()
+        if self._load:
+            if not self._started:
+                self._start()
+            self._copy.join()
+        return self._copy.value
+
+    def arrived(self) -> None:
+        """Wait until the elements are in host memory."""
+        self._host.arrived()
+
+    def store(self) -> None:
+        """Start writing the elements back."""
+        assert not self._read_only, "a window for reading can't be stored"
+        host = self._device.download(self.wait(), self._host.arrived(), after=self._host.readers)
+        self._copy.drop()
+        self._host.store(host)
+
+    @sealed
+    def close(self) -> None:
+        """Give the memory back without writing."""
+        if self._copy is not None:
+            self._copy.drop()
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            buffer.release()  # after the drop, which the next copy to this place is to follow
+        self._host.close()
+
+    def _place(self, offset: int | None) -> torch.Tensor:
+        if offset is None or self._arena is None:
+            return self._empty()
+        assert self._read_only
+        self._buffer = self._arena.lease(offset, self._count * self._dtype.itemsize)
+        return self._buffer.tensor((self._count,), self._dtype)
+
+    def _empty(self) -> torch.Tensor:
+        def make() -> torch.Tensor:
+            return torch.empty(self._count, dtype=self._dtype, device=self._device.torch_device)
+
+        if not torch.is_inference_mode_enabled():
+            return make()
+        with torch.inference_mode(False):  # it may be written in another mode
+            return make()
+
+    def _start(self) -> None:
+        self._copy.start(self._host.arrived())
+        self._started = True
+        self._host.read_by(self._copy)
+        if self._read_only:
+            self._host.close()
