@@ -6,6 +6,11 @@ memory already is not moved: it has no job, and nothing waits for it. All ranks 
 
 The optimizer reads, updates and writes its states in chunks. A step in which it overlaps begins with it: it is that of
 the step before, and the forward pass waits for each parameter that it uses.
+
+The graph is a list of jobs, each with the indices of those before it that it waits for, so it is in topological order
+as it is made. As a networkx DiGraph, the 11 thousand jobs and 26 thousand edges of a trillion parameters' step take
+11 MB beside 4 MB of jobs; the simulation takes 68 ms in place of 33, and the critical path 100 ms in place of 1.
+Dependencies alone don't have that path: it also leads through what kept a resource busy.
 """
 
 from __future__ import annotations
