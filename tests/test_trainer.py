@@ -53,25 +53,31 @@ def _fresh_dynamo():
 
 
 @pytest.mark.parametrize(("name", "placement"), [("gpt2", "nvme"), ("llama", "infinity-nvme")])
-def test_logs_and_weights_equal_the_plain_run(tmp_path: Path, name: str, placement: str):
+def test_logs_and_weights_equal_the_plain_run_also_from_a_checkpoint_on(tmp_path: Path, name: str, placement: str):
     make, plain_options = MODELS[name]
     runs = []
-    for name, options in (("plain", plain_options), ("stored", COMPILED)):
+    for directory, options, resumed in (
+        ("plain", plain_options, None),
+        ("stored", COMPILED, None),
+        ("stored", COMPILED, tmp_path / "stored" / "checkpoint-4"),
+    ):
         torch.manual_seed(0)
         model = make()
-        if name == "stored":
-            (tmp_path / "store").mkdir()
+        if directory == "stored":
+            (tmp_path / "store").mkdir(exist_ok=True)
             zinf_fx.offload(model, store=tmp_path / "store", placement=placement)
-        run = trainer(model, tmp_path / name, **options)
-        run.train()
+        run = trainer(model, tmp_path / directory, **options)
+        run.train(resume_from_checkpoint=resumed and str(resumed))
         runs.append(run)
-    plain, stored = runs
-    assert logged(stored) == logged(plain) and len(logged(plain)) == 8
-    optimizer = stored.optimizer.optimizer
-    assert type(optimizer) is torch.optim.AdamW
-    for theirs, mine in zip(plain.model.parameters(), stored.model.parameters(), strict=True):
-        assert torch.equal(mine.full_tensor(), theirs)
-        assert isinstance(optimizer.state[mine]["exp_avg"], zinf_fx.StoredTensor)
+    plain, *stored = runs
+    assert len(logged(plain)) == 8
+    for run in stored:
+        assert logged(run) == logged(plain)
+        optimizer = run.optimizer.optimizer
+        assert type(optimizer) is torch.optim.AdamW
+        for theirs, mine in zip(plain.model.parameters(), run.model.parameters(), strict=True):
+            assert torch.equal(mine.full_tensor(), theirs)
+            assert isinstance(optimizer.state[mine]["exp_avg"], zinf_fx.StoredTensor)
     for checkpoint in ("checkpoint-4", "checkpoint-8"):  # safetensors of the model, and the optimizer's state
         saved = [type(plain.model).from_pretrained(tmp_path / name / checkpoint) for name in ("plain", "stored")]
         for theirs, mine in zip(*(model.parameters() for model in saved), strict=True):
@@ -80,22 +86,6 @@ def test_logs_and_weights_equal_the_plain_run(tmp_path: Path, name: str, placeme
         for index, states in theirs["state"].items():
             for state, value in states.items():
                 assert torch.equal(mine["state"][index][state], value)
-
-
-def test_resuming_from_a_checkpoint(tmp_path: Path):
-    runs = []
-    for name in ("whole", "resumed"):
-        (tmp_path / name).mkdir()
-        torch.manual_seed(0)
-        model = _gpt2()
-        zinf_fx.offload(model, store=tmp_path / name, placement="nvme")
-        run = trainer(model, tmp_path / "output", **COMPILED)
-        run.train(resume_from_checkpoint=name == "resumed" and str(tmp_path / "output" / "checkpoint-4"))
-        runs.append(run)
-    whole, resumed = runs
-    assert logged(resumed) == logged(whole)
-    for theirs, mine in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(mine.full_tensor(), theirs.full_tensor())
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def _images() -> Inputs:
 
 def _gpt2() -> nn.Module:
     config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2,
+        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=32, n_layer=1, n_head=2,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
@@ -54,7 +54,7 @@ def _llama(**options: object) -> nn.Module:
 
 def _mixtral() -> nn.Module:
     config = transformers.MixtralConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=32,
     )  # fmt: skip
     return transformers.MixtralForCausalLM(config)
@@ -62,7 +62,7 @@ def _mixtral() -> nn.Module:
 
 def _bert() -> nn.Module:
     config = transformers.BertConfig(
-        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
         max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return transformers.BertForMaskedLM(config)
@@ -70,7 +70,7 @@ def _bert() -> nn.Module:
 
 def _t5() -> nn.Module:
     config = transformers.T5Config(
-        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0,
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, dropout_rate=0.0,
         decoder_start_token_id=0, pad_token_id=0,
     )  # fmt: skip
     return transformers.T5ForConditionalGeneration(config)
@@ -78,7 +78,7 @@ def _t5() -> nn.Module:
 
 def _vit() -> nn.Module:
     config = transformers.ViTConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=16, patch_size=4,
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, image_size=16, patch_size=4,
         num_labels=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return transformers.ViTForImageClassification(config)
@@ -137,6 +137,11 @@ def _assert_equal(model: nn.Module, plain: nn.Module, losses: list[Tensor], expe
             assert torch.equal(parameter.full_tensor(), other), name
 
 
+def _assert_same_parameters(model: nn.Module, plain: nn.Module) -> None:
+    for (name, parameter), other in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert isinstance(parameter, StoredTensor) and torch.equal(parameter, other[1]) and name == other[0], name
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_offloaded_models_train_as_in_eager_pytorch(name: str, tmp_path: Path):
     build, inputs = MODELS[name]
@@ -151,19 +156,15 @@ def test_offloaded_models_train_as_in_eager_pytorch(name: str, tmp_path: Path):
     _assert_equal(model, plain, losses, expected)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
+@pytest.mark.parametrize("name", MODELS)
 def test_models_built_under_offloading_start_from_the_same_values(name: str, tmp_path: Path):
-    build, inputs = MODELS[name]
+    build, _ = MODELS[name]
     torch.manual_seed(0)
     plain = build()
     torch.manual_seed(0)
     with zinf_fx.offloading(store=tmp_path, placement="nvme"):
         model = build()
-    batches = _batches(inputs)
-    expected = _losses(plain, plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True), batches)
-    optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = _losses(model, torch.compile(model, backend="zinf"), optimizer, batches)
-    _assert_equal(model, plain, losses, expected)
+    _assert_same_parameters(model, plain)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "t5"])
@@ -175,8 +176,7 @@ def test_pretrained_models_are_loaded_into_the_store(name: str, tmp_path: Path):
     plain = kind.from_pretrained(tmp_path / "pretrained")
     with zinf_fx.offloading(store=tmp_path / "store", placement="nvme"):
         model = kind.from_pretrained(tmp_path / "pretrained")
-    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert isinstance(parameter, StoredTensor) and torch.equal(parameter, other), name
+    _assert_same_parameters(model, plain)
     assert torch.equal(model(**(batch := inputs())).loss, plain(**batch).loss)
 
 
@@ -201,9 +201,11 @@ def test_resized_embeddings_are_stored(tied: bool, built: str, mean_resizing: bo
         with zinf_fx.offloading(**fields):
             model = resize(build()) if built == "resized within" else build()
         model = model if built == "resized within" else resize(model)
-    assert all(isinstance(p, StoredTensor) for p in model.parameters())
+    _assert_same_parameters(model, plain)
     assert model.lm_head.weight.shape[0] == VOCABULARY + 9
     assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
+    if tied == (built == "offloading") or mean_resizing:
+        return  # these have the same parameters as models that train below
     tokens = torch.randint(3, VOCABULARY + 9, (BATCH, LENGTH))
     batches = [{"input_ids": tokens, "labels": tokens}] * STEPS
     expected = _losses(plain, plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True), batches)

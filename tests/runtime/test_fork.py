@@ -59,6 +59,11 @@ class Training:
         return [p.full_tensor() for p in self.model.parameters()]
 
 
+def _backward_runs_in_children() -> bool:
+    """Builds with CUDA refuse it where autograd has run on a device before, fake devices of other tests included."""
+    return _in_child(lambda: torch.ones(1, requires_grad=True).sum().backward()) == ""
+
+
 def _in_child(action: Callable[[], object]) -> str:
     """What a forked child that did this says of it: nothing, or the error."""
     reads, writes = os.pipe()
@@ -131,13 +136,16 @@ def test_a_child_waits_for_no_lock_of_another_thread(tmp_path: Path) -> None:
             said = _in_child(lambda touch=touch: touch(training))
             assert said.startswith("StoreError") and "fork" in said, (what, said)
         assert _in_child(training.drop) == ""
-        assert _in_child(lambda: Training(tmp_path, "nvme").values()) == ""
+        if _backward_runs_in_children():
+            assert _in_child(lambda: Training(tmp_path, "nvme").values()) == ""
     finally:
         over.set()
         holder.join()
 
 
 def test_a_child_may_have_a_model_of_its_own(tmp_path: Path) -> None:
+    if not _backward_runs_in_children():
+        pytest.skip("PyTorch refuses backward in forks of this process")
     training = Training(tmp_path, "nvme")
     assert _in_child(lambda: Training(tmp_path, "nvme").values()) == ""
     training.optimizer.finish()
