@@ -7,13 +7,11 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from zinf_fx import ops
-from zinf_fx.errors import StoredTensorError
 from zinf_fx.interrupts import let_through, sealed
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import GraphKind, Tile
@@ -21,24 +19,15 @@ from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.execute.activations import ActivationSlots
 from zinf_fx.runtime.execute.binding import bind, head_fetches
 from zinf_fx.runtime.execute.transfers import ShardedTile, StagedTile, Staging
-from zinf_fx.runtime.gradients.accumulate import (
-    accumulate_gradient,
-    accumulate_gradient_part,
-    begin_gradient,
-    reduced,
-    reduced_part,
-    take_unreduced,
-)
-from zinf_fx.runtime.gradients.leaf import Leaf, leaves_of_node
+from zinf_fx.runtime.gradients.leaving import LeavingGradients
 from zinf_fx.runtime.gradients.reduction import Reduction
 from zinf_fx.runtime.memory.device import CPU
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.memory.leases import PAGE
 from zinf_fx.runtime.ranks import ALONE, Ranks
-from zinf_fx.runtime.recorder import GRADIENT, RECORDER, Note
+from zinf_fx.runtime.recorder import RECORDER, Note
 from zinf_fx.runtime.remains import give_back_remains
 from zinf_fx.runtime.tensor.storage import TensorStorage
-from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.tiers import Tiers
 
 
@@ -268,20 +257,13 @@ class Run:
             self._tiers = self._tiers or [Tiers.of(program.plan.config)]
             program.slots.reserve(self._owner, self._tiers[0])
         self._held: dict[int, StagedTile | ShardedTile] = {}
-        self._reducing: Reduction | None = None  # the gradient that began last
         self._in_head = True
         self._computing: Note | None = None  # the operator, while somebody records
-        self._begun: dict[int, _PartialGradient] = {}  # by the storage's key
-        self._unreduced: dict[int, _PartialGradient] = {}  # the same
-        # In backward, by the storage's key: what is to come of releases and offloads, and of offloads alone.
-        self._uses_left: Counter[int] = Counter()
-        self._gradients_left: Counter[int] = Counter()
-        self._leaves: dict[int, Leaf] = {}  # the same: the parameters that gradients go to
+        self._gradients: LeavingGradients | None = None  # of a backward graph
         if program.schedule.kind == "backward":
-            self._leaves = leaves_of_node()
-            for tile, uses in program.last_uses.items():
-                self._uses_left[storages[tile].key] += uses
-                self._gradients_left[storages[tile].key] += program.gradients[tile]
+            self._gradients = LeavingGradients(
+                program.plan, self._tiles, storages, program.last_uses, program.gradients
+            )
 
     def await_activations(self) -> None:
         """Before backward, until those that left are on NVMe: what left last is needed first, and the plan has no room
@@ -328,66 +310,22 @@ class Run:
     def release(self, tile: int) -> None:
         """The tile's buffers are free, unless another run or the turn holds them."""
         EXECUTOR.staging.release(self._held.pop(tile))
-        self._passed(tile)
+        if self._gradients is not None:
+            self._gradients.passed(tile)
 
     def keep(self, tile: int) -> None:
         """The graph is done with the tile, which stays in memory until its next fetch."""
         EXECUTOR.staging.stay(self._held.pop(tile), self._storages[tile])
-        self._passed(tile)
+        if self._gradients is not None:
+            self._gradients.passed(tile)
 
     def reduce_scatter(self, tile: int, gradient: torch.Tensor) -> torch.Tensor | Reduction:
         """Start to average a gradient over the ranks. One rank's is the average."""
-        storage = self._storages[tile]
-        if storage.ranks.size == 1:
-            return gradient
-        parameter = self._accumulating(storage)
-        if parameter is None:
-            return gradient
-        if self._reducing is not None:
-            self._reducing.advance()  # by now, its group has summed it while operators computed
-        planned = self._tiles[tile]
-        with RECORDER.about(planned.label, GRADIENT):
-            if planned.rows is None:
-                found = reduced(parameter, gradient, planned.label)
-            else:
-                found = self._reduced_part(storage.key, parameter, planned, gradient)
-        self._reducing = found if isinstance(found, Reduction) else None
-        return found
+        return self._gradients.reduce_scatter(tile, gradient)
 
     def offload(self, tile: int, shard: torch.Tensor | Reduction, offset: int | None = None) -> None:
         """Move a gradient to its tier and add it to the parameter's `.grad`, as autograd would."""
-        with RECORDER.about(self._tiles[tile].label, GRADIENT):
-            self._accumulate(self._storages[tile], tile, shard, offset)
-        self._gradients_left[self._storages[tile].key] -= 1
-        self._passed(tile)
-
-    def _accumulating(self, storage: TensorStorage) -> StoredTensor | None:
-        """The parameter with these bytes to whose `.grad` this backward pass is to add, if there is one."""
-        leaf = self._leaves.get(storage.key)
-        return leaf.parameter if leaf is not None and leaf.accumulates else None
-
-    def _accumulate(
-        self, storage: TensorStorage, tile: int, shard: torch.Tensor | Reduction, offset: int | None
-    ) -> None:
-        parameter = self._accumulating(storage)
-        if parameter is None:
-            return
-        if parameter.has_gradient_hooks:
-            raise StoredTensorError(
-                f"a hook was registered on '{self._tiles[tile].name}' after its graph was compiled, and would not run: "
-                "register hooks before the first compiled call, or call torch.compiler.reset() after it"
-            )
-        if storage.ranks.size == 1 and self._consumed_from_memory(storage, parameter, shard):
-            storage.consumer.make_room(shard.nbytes)
-            parameter.grad = shard
-            return
-        if self._tiles[tile].gradient_tier == "nvme":
-            nbytes = round_up(self._tiles[tile].gradient_nbytes_at_once(self._program.plan.stage), PAGE)
-            storage.tiers.limit_writes(max(self._program.plan.gradient_buffer - nbytes, 0))
-        if self._tiles[tile].rows is None:
-            accumulate_gradient(parameter, shard, offset)
-        else:
-            self._offload_part(storage.key, parameter, self._tiles[tile], shard, offset)
+        self._gradients.offload(tile, shard, offset)
 
     def offload_activation(
         self, tile: int, value: torch.Tensor, stride: Sequence[int], offset: int | None = None
@@ -406,56 +344,6 @@ class Run:
         with RECORDER.about(planned.label):
             storage.set(value, offset)
         return token
-
-    def _consumed_from_memory(self, storage: TensorStorage, parameter: StoredTensor, shard: torch.Tensor) -> bool:
-        """Whether a gradient needs no place on its tier: whole, it is consumed when this graph has used the tile."""
-        whole = shard.shape == parameter.shape and shard.dtype == parameter.dtype
-        only = self._gradients_left[storage.key] == 1 and storage.backwards_due == 1 and parameter.grad is None
-        return storage.consumer is not None and storage.device.in_host_memory and whole and only
-
-    def _passed(self, tile: int) -> None:
-        """A release or an offload of a tile is over. After the last of a backward graph, and when
-        no other graph is to use it, the gradient may be consumed."""
-        if tile not in self._program.last_uses or not self._uses_left:
-            return
-        storage = self._storages[tile]
-        self._uses_left[storage.key] -= 1
-        if not self._uses_left[storage.key]:
-            storage.backwards_due = max(storage.backwards_due - 1, 0)
-            leaf = self._leaves.get(storage.key)
-            if storage.consumer is not None and not storage.backwards_due and leaf is not None:
-                storage.consumer.arrived(leaf.parameter)
-
-    def _reduced_part(
-        self, key: int, parameter: StoredTensor, tile: Tile, gradient: torch.Tensor
-    ) -> torch.Tensor | Reduction:
-        """The gradient of one of a parameter's tiles on its way over the ranks, the first time with what this rank
-        accumulated by itself."""
-        if (taken := take_unreduced(parameter)) is not None:
-            self._unreduced[key] = _PartialGradient(parameter, self._starts(key), taken)
-        waits = self._unreduced.get(key)
-        before = waits.before if waits is not None and tile.start in waits.missing else None
-        found = reduced_part(parameter, tile.start, gradient, tile.label, before)
-        if before is not None:
-            waits.missing.remove(tile.start)
-        return found
-
-    def _starts(self, key: int) -> set[int]:
-        """The first elements of a parameter's tiles."""
-        return {t.start for s, t in zip(self._storages, self._tiles, strict=True) if s is not None and s.key == key}
-
-    def _offload_part(
-        self, key: int, parameter: StoredTensor, tile: Tile, shard: torch.Tensor | Reduction, offset: int | None
-    ) -> None:
-        """Add to a range of the gradient, or write it where this run is the first to; it began with no values."""
-        if parameter.grad is None:
-            begin_gradient(parameter, isinstance(shard, Reduction))
-            self._begun[key] = _PartialGradient(parameter, self._starts(key))
-        begun = self._begun.get(key)
-        first = begun is not None and tile.start in begun.missing
-        accumulate_gradient_part(parameter, tile.start, shard, first=first, offset=offset)
-        if first:
-            begun.missing.remove(tile.start)
 
     def begin_operator(self, index: int) -> None:
         """What computes from now on is of this operator."""
@@ -486,27 +374,8 @@ class Run:
         """After `error`: drain the reads under way and give every buffer back. Half a gradient is none."""
         self.end_operator()
         RECORDER.step_ends()
-        for begun in self._begun.values():
-            if begun.missing:
-                begun.parameter.grad = None
-        for begun in self._unreduced.values():
-            if begun.parameter.grad is None:
-                begun.parameter.grad = begun.before
-        if self._uses_left:
-            for consumer in {storage.consumer for storage in self._storages if storage.consumer is not None}:
-                consumer.interrupted(error)
+        if self._gradients is not None:
+            self._gradients.abort(error)
         while self._held:
             EXECUTOR.staging.release(self._held.popitem()[1])
         EXECUTOR.reset()
-
-
-@dataclass
-class _PartialGradient:
-    """A new gradient that arrives tile by tile, and the first elements of the tiles that have not arrived.
-
-    `before`: of this rank alone, what is to be added to each tile's once.
-    """
-
-    parameter: StoredTensor
-    missing: set[int]
-    before: StoredTensor | None = None
