@@ -42,7 +42,7 @@ FUNCTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "torch.nn.modules.module.register_module_module_registration_hook": (("hook",), "frontend/offload.py"),
     "torch.optim.optimizer.register_optimizer_step_pre_hook": (("hook",), "optim/fused.py"),
     "torch.optim.optimizer.register_optimizer_step_post_hook": (("hook",), "optim/fused.py"),
-    "torch.autograd.graph.increment_version": (("tensor",), "runtime/tensor/storage.py"),
+    "torch.autograd.graph.increment_version": (("tensor",), "runtime/tensor/stored_bytes.py"),
     "torch.utils._pytree.tree_map": (("func", "tree"), "explain.py"),
     "torch.utils._pytree.tree_map_only": (("type_or_types_or_pred", "func", "tree"), "runtime/tensor/stored_tensor.py"),
     "torch.utils._pytree.tree_iter": (("tree",), "runtime/tensor/stored_tensor.py"),

@@ -217,7 +217,7 @@ def test_an_interrupted_backward_tears_the_step(tmp_path: Path) -> None:
     train(call, optimizer, tokens, steps=1)
     loss = call(*tokens())
     for parameter in model.blocks[0].parameters():  # what backward comes to in the end
-        parameter.storage.consumer = Interrupting(parameter.storage.consumer)
+        parameter.storage.gradient.consumer = Interrupting(parameter.storage.gradient.consumer)
     with pytest.raises(KeyboardInterrupt):
         loss.backward()
     assert "parameter 0 of group 0" in str(optimizer.torn) or optimizer.torn.untouched

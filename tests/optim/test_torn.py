@@ -12,7 +12,7 @@ from zinf_fx.errors import OptimizerError, StoreError
 from zinf_fx.optim.chunk import Run
 from zinf_fx.optim.step import StreamedStep
 from zinf_fx.runtime.disk.store import Fault
-from zinf_fx.runtime.tensor.storage import Window
+from zinf_fx.runtime.tensor.windows import Window
 
 SHAPES = ((16384,), (3 * 16384,), (2 * 16384,))
 

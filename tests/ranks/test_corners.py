@@ -143,7 +143,7 @@ def lost(rank: int) -> list[str]:
     if rank:
         time.sleep(3)
         return found
-    for gather in (model.weight.full_tensor, model.weight.storage.refresh, model.weight.storage.refresh):
+    for gather in (model.weight.full_tensor, model.weight.storage.refreshed, model.weight.storage.refreshed):
         with pytest.raises(RanksError) as raised:
             gather()
         found.append(str(raised.value))

@@ -27,7 +27,7 @@ def states(rank: int) -> dict[str, tuple[int, int, int]]:
         tensors = [t for p in model.parameters() for t in (p, p.grad, *optimizer.state[p].values())]
         storages = [t.storage for t in tensors if isinstance(t, StoredTensor)]
         found[preset] = (
-            sum(storage.nbytes for storage in storages),
+            sum(storage.bytes.nbytes for storage in storages),
             zinf_fx.stats(model).host_bytes,
             sum(p.numel() for p in model.parameters()),
         )

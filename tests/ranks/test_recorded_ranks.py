@@ -27,7 +27,7 @@ def recorded(rank: int, placement: str) -> dict:
     stored = zinf_fx.offload(model(), placement=placement)
     compiled = torch.compile(stored, backend="zinf")
     optimizer = zinf_fx.optim.AdamW(stored.parameters(), lr=1e-2)
-    ranks = next(stored.parameters()).storage.ranks
+    ranks = next(stored.parameters()).storage.share.ranks
     ((batch,),) = batches(1, rank, 1)
 
     def step() -> None:

@@ -314,7 +314,7 @@ def test_values_larger_than_a_slab(tmp_path: Path, tier: str) -> None:
 
 def test_host_memory_is_pinned(tmp_path: Path) -> None:
     holder = zinf_fx.offload(nn.Linear(64, 64).to(CUDA), store=tmp_path, placement="host")
-    assert holder.weight.storage.window().wait().is_pinned()
+    assert holder.weight.storage.settled().window().wait().is_pinned()
 
 
 # -- time and memory -------------------------------------------------------------------------------------------------

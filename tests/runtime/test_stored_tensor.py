@@ -413,7 +413,7 @@ def test_metadata_is_known_without_reading(tmp_path, monkeypatch: pytest.MonkeyP
         raise AssertionError("a value was read")
 
     monkeypatch.setattr(TensorStorage, "value", refuse)
-    monkeypatch.setattr(TensorStorage, "window", refuse)
+    monkeypatch.setattr(TensorStorage, "settled", refuse)
     assert (stored.shape, stored.dtype, stored.numel(), len(stored)) == ((4, 6), torch.float32, 24, 4)
     assert (stored.stride(), stored.t().stride(), stored[1:].storage_offset()) == ((6, 1), (1, 6), 6)
     assert stored.is_contiguous() and not stored.t().is_contiguous() and stored.is_leaf and stored.requires_grad
@@ -519,10 +519,10 @@ def test_an_interrupt_while_a_value_is_read_harms_no_memory(tmp_path):
     module = nn.ParameterList([nn.Parameter(torch.full((1 << 14,), 3.0))])
     zinf_fx.offload(module, store=tmp_path, placement="nvme")
     storage = module[0].storage
-    storage.flush()
+    storage.bytes.flush()
     storage.tiers.drain()
     store = storage.tiers.store
-    for read in (module[0].full_tensor, lambda: storage.window().close()):
+    for read in (module[0].full_tensor, lambda: storage.settled().window().close()):
         store.inject(Fault("completion", operation="read", delay=1.0))
         threading.Timer(0.2, signal.raise_signal, (signal.SIGINT,)).start()
         with pytest.raises(KeyboardInterrupt):

@@ -44,10 +44,10 @@ class Tiles:
         self.device = Cuda(torch.device("cpu"))
         self.tiers.plan(MemoryRegions(device=2 * NBYTES), 0, [self.device])
         self.storage = TensorStorage(self.tiers, tier, config, count * COUNT, torch.float32, self.device)
-        window = self.storage.window(load=False)
+        window = self.storage.settled().window(load=False)
         window.wait().copy_(torch.arange(1.0, count + 1).repeat_interleave(COUNT))
         window.store()
-        self.storage.flush()
+        self.storage.bytes.flush()
         self.seen: list[torch.Tensor] = []
 
     def fetch(self, number: int, offset: int) -> StagedTile:

@@ -99,7 +99,7 @@ def _config_in_force(
     config = stored.base.config
     check_offloaded(plans, config)
     # Shards of what many ranks train consist of tiles.
-    of_states = (*_OF_STATES, "tile") if stored.storage.ranks.shards > 1 else _OF_STATES
+    of_states = (*_OF_STATES, "tile") if stored.storage.share.ranks.shards > 1 else _OF_STATES
     for name in of_states:
         given = getattr(requested, name)
         if name in options and given not in ("auto", getattr(config, name)):

@@ -283,7 +283,7 @@ class Capture:
         """Raises: RanksError when other ranks are to run the graph than the parameters were divided over."""
         for tensor in self._inputs:
             if isinstance(tensor, StoredTensor) and tensor.storage.tiers is not None:
-                found = tensor.storage.ranks.size
+                found = tensor.storage.share.ranks.size
                 if found != self._together.size:
                     raise RanksError(
                         f"the model was offloaded for {found} rank(s), and {self._together.size} are to run it: "

@@ -207,12 +207,12 @@ def _reserved(parameter: torch.nn.Parameter, tiers: Tiers, config: Config, owner
         storage = TensorStorage(
             tiers, placement.parameters, config, numel, dtype, device, ranks, placement.stage == 3, shards
         )
-        storage.part_of = divided_over
+        storage.share.part_of = divided_over
         twin = StoredTensor.of(storage, parameter.shape, parameter.device, requires_grad=requires_grad)
         if gradient is not None:
             # Of many ranks, each has its own: the next backward pass reduces it with what that adds.
             present = storage.for_gradient(gradient.dtype, partitioned=ranks.size == 1)
-            present.unreduced = ranks.size > 1
+            present.share.unreduced = ranks.size > 1
             twin.grad = StoredTensor.of(present, parameter.shape, parameter.device)
         else:
             reserve_gradient(twin)
@@ -222,7 +222,7 @@ def _reserved(parameter: torch.nn.Parameter, tiers: Tiers, config: Config, owner
 def _written(parameter: torch.nn.Parameter, twin: StoredTensor) -> StoredTensor:
     """`twin`, with the value and gradient of `parameter` in it or on their way. The value is the first rank's."""
     value = local_part(parameter.detach())
-    twin.storage.ranks.broadcast(value, f"a parameter of shape {tuple(parameter.shape)}")
+    twin.storage.share.ranks.broadcast(value, f"a parameter of shape {tuple(parameter.shape)}")
     twin.storage.set(value)
     if twin.grad is not None:
         gradient = parameter.grad

@@ -48,7 +48,7 @@ def _store_like(before: Mapping[str, StoredTensor], now: Mapping[str, torch.nn.P
         storage = before[name].storage
         if type(parameter) is not torch.nn.Parameter or stored_parameter(parameter) is not None:
             continue
-        if storage.tiers is None or storage.part_of:  # made for planning only, or divided by tensor parallelism
+        if storage.tiers is None or storage.share.part_of:  # made for planning only, or divided by tensor parallelism
             continue
         if not (is_lazy(parameter) or parameter.is_meta or parameter.layout != torch.strided):
             together.setdefault(storage.config, {})[name] = parameter

@@ -167,7 +167,7 @@ class Recording:
     def _take(self, log: Log, model: torch.nn.Module) -> None:
         """Fill in what was noted; what goes on still is cut off now."""
         if (stored := _stored_in(model)) is not None:
-            self._rank, self._ranks = stored.storage.ranks.rank, stored.storage.ranks.size
+            self._rank, self._ranks = stored.storage.share.ranks.rank, stored.storage.share.ranks.size
         now, began = time.perf_counter(), log.began
         self._on_host = log.on_host
         slices: dict[int, list[Slice]] = {run.step: [] for run in log.runs}

@@ -93,7 +93,7 @@ def stats(model: torch.nn.Module) -> Stats:
     model = getattr(model, "_orig_mod", model)
     stored = [p for p in map(stored_parameter, model.parameters()) if p is not None]
     all_tiers = {id(p.storage.tiers): p.storage.tiers for p in stored if p.storage.tiers is not None}
-    ranks = {p.storage.ranks for p in stored}
+    ranks = {p.storage.share.ranks for p in stored}
     for mesh in {p.whole.device_mesh for p in stored if isinstance(p.whole, DTensor)}:
         ranks.update(each for group in mesh.get_all_groups() for each in Ranks.on(group))
     devices = {p.device for p in stored if p.device.type == "cuda"}

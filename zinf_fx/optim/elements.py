@@ -37,8 +37,9 @@ def open_window(
     storage: TensorStorage, place: Device, start: int, count: int, *, load: bool = True
 ) -> Window | DeviceWindow:
     """A window where `place` computes; `start` counts the tensor's elements, of which these are held."""
-    window = storage.window if place.in_host_memory else storage.device_window
-    return window(storage.position(start), count, load=load)
+    held = storage.settled()
+    window = held.window if place.in_host_memory else held.device_window
+    return window(storage.share.position(start), count, load=load)
 
 
 def open_elements(tensor: torch.Tensor, place: Device, start: int, count: int) -> Window | DeviceWindow | Slice:
@@ -60,7 +61,9 @@ def moved(value: Any, place: Device) -> Any:
 def copy_into(target: StoredTensor, value: torch.Tensor) -> None:
     """Write the elements of `value`, stored or not, to `target`, a chunk at a time: those that it has here."""
     if isinstance(value, StoredTensor):
-        theirs, mine = (storage.partitioned and storage.shards for storage in (value.storage, target.storage))
+        theirs, mine = (
+            storage.share.partitioned and storage.share.shards for storage in (value.storage, target.storage)
+        )
         if theirs != mine:
             value = value.full_tensor()
     for start, count in chunks_of(target):
@@ -87,7 +90,7 @@ def chunks_of(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
     has the present version of."""
     elements = tensor.storage.config.chunk // tensor.dtype.itemsize
     elements = max(elements // WINDOW_ALIGNMENT, 1) * WINDOW_ALIGNMENT
-    for part in tensor.storage.current:
+    for part in tensor.storage.share.current:
         for start in range(part.start, part.stop, elements):
             yield start, min(elements, part.stop - start)
 
@@ -97,7 +100,7 @@ def _overwritten(target: StoredTensor, start: int, count: int) -> Iterator[torch
     """Elements to set in the block, whose writes then start; no more than two chunks are on their way to the store."""
     storage = target.storage
     storage.tiers.limit_writes(storage.config.chunk)
-    window = storage.window(storage.position(start), count, load=False)
+    window = storage.settled().window(storage.share.position(start), count, load=False)
     try:
         yield window.wait()
         window.store()

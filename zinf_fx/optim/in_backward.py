@@ -66,13 +66,13 @@ class Consumer:
         Raises: OptimizerError when another living optimizer does.
         """
         storage = parameter.storage
-        before = storage.consumer
+        before = storage.gradient.consumer
         if isinstance(before, Consumer) and before.optimizer not in (None, self.optimizer):
             raise OptimizerError(
                 f"two optimizers with step_in_backward=True have one parameter of shape {tuple(parameter.shape)}: its "
                 "gradient can be consumed once; leave the option out of both"
             )
-        storage.consumer, storage.backwards_due = self, 0
+        storage.gradient.consumer, storage.gradient.backwards_due = self, 0
 
 
 def check_steps_in_backward(closure: object, scales: bool) -> None:

@@ -42,15 +42,15 @@ def _is_share(tensor: object) -> bool:
     """Whether this rank has the present values of some elements only."""
     if not isinstance(tensor, StoredTensor) or tensor.views:
         return False
-    return tensor.storage.in_shares
+    return tensor.storage.share.in_shares
 
 
 def _norms_of(tensors: list[StoredTensor], order: float) -> list[torch.Tensor]:
     """The vector norms of all elements, on the tensors' device, in one collective for those of the same ranks."""
     totals = torch.stack([_part(tensor, order) for tensor in tensors]).to(tensors[0].device)
     reduce = {math.inf: ReduceOp.MAX, -math.inf: ReduceOp.MIN}.get(order, ReduceOp.SUM)
-    for ranks in dict.fromkeys(tensor.storage.ranks for tensor in tensors):
-        theirs = [number for number, tensor in enumerate(tensors) if tensor.storage.ranks is ranks]
+    for ranks in dict.fromkeys(tensor.storage.share.ranks for tensor in tensors):
+        theirs = [number for number, tensor in enumerate(tensors) if tensor.storage.share.ranks is ranks]
         numbers = totals[theirs]
         ranks.reduce_over_shards(numbers, "norms", reduce)
         totals[theirs] = numbers

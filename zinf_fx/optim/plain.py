@@ -29,7 +29,7 @@ def runs_in_place(parameters: Sequence[StoredTensor]) -> bool:
     """Whether an optimizer's own code can work on these parameters: all that it touches is on the device."""
     return all(
         p.storage.in_place
-        and p.storage.ranks.shards == 1
+        and p.storage.share.ranks.shards == 1
         and {p.storage.placement.gradients, p.storage.placement.optimizer} == {"device"}
         for p in parameters
     )

@@ -32,12 +32,12 @@ class Row:
     @property
     def updated(self) -> tuple[range, ...]:
         """The elements that this rank updates: those of which all operands have the present version here."""
-        return min((tensor.storage.current for tensor in self.stored), key=lambda parts: sum(map(len, parts)))
+        return min((tensor.storage.share.current for tensor in self.stored), key=lambda parts: sum(map(len, parts)))
 
     @property
     def in_shares(self) -> bool:
         """Whether each rank updates its own share only."""
-        return any(tensor.storage.in_shares for tensor in self.stored)
+        return any(tensor.storage.share.in_shares for tensor in self.stored)
 
     @property
     def stored(self) -> list[StoredTensor]:
@@ -47,7 +47,7 @@ class Row:
     @property
     def bytes_per_element(self) -> int:
         """Bytes of buffers that the update of an element takes; what lives in host memory takes none."""
-        return sum(tensor.dtype.itemsize for tensor in self.stored if not tensor.storage.in_host_memory)
+        return sum(tensor.dtype.itemsize for tensor in self.stored if not tensor.storage.bytes.in_host_memory)
 
 
 class OpenRows:
@@ -132,8 +132,8 @@ def update_in_chunks(
         for row in rows:
             in_shares = row.in_shares
             for name, operand in row.operands.items():
-                if name in written and isinstance(operand, StoredTensor) and not operand.storage.partitioned:
-                    operand.storage.stale = in_shares
+                if name in written and isinstance(operand, StoredTensor) and not operand.storage.share.partitioned:
+                    operand.storage.share.stale = in_shares
         for each in tiers:
             each.drain()
     except BaseException as error:

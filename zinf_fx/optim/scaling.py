@@ -46,9 +46,11 @@ def _run_on_list(operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str
 
 def _agree_on_infinities(gradients: Sequence[StoredTensor], found: torch.Tensor) -> None:
     """Of all ranks that have parts of any of `gradients`. (DTensor does this where its first gradient is divided.)"""
-    together = dict.fromkeys(gradient.storage.ranks for gradient in gradients)
+    together = dict.fromkeys(gradient.storage.share.ranks for gradient in gradients)
     for gradient in gradients:
-        together |= dict.fromkeys(tensor_ranks(gradient.storage.config, group) for group in gradient.storage.part_of)
+        together |= dict.fromkeys(
+            tensor_ranks(gradient.storage.config, group) for group in gradient.storage.share.part_of
+        )
     for ranks in together:
         ranks.reduce_over_all(found, "whether gradients are finite", torch.distributed.ReduceOp.MAX)
 

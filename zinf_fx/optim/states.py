@@ -40,7 +40,7 @@ def working_dtype(parameter: StoredTensor) -> torch.dtype:
 
 def check_reduced(parameter: StoredTensor) -> None:
     """Raises: OptimizerError for a gradient that this rank has not shared with the others yet."""
-    if isinstance(parameter.grad, StoredTensor) and parameter.grad.storage.unreduced:
+    if isinstance(parameter.grad, StoredTensor) and parameter.grad.storage.share.unreduced:
         raise OptimizerError(
             f"the gradient of a stored parameter of shape {tuple(parameter.shape)} is of this rank alone: it was "
             "accumulated under no_sync, or before the model was offloaded, and no backward pass outside of no_sync "
@@ -101,7 +101,7 @@ class ParameterStates:
     @property
     def in_shares(self) -> bool:
         """Whether each of many ranks updates its own share only (ZeRO, stage 1)."""
-        return self.parameter.storage.ranks.shards > 1
+        return self.parameter.storage.share.ranks.shards > 1
 
     @property
     def touched(self) -> list[StoredTensor]:
@@ -111,7 +111,7 @@ class ParameterStates:
     def flush(self) -> None:
         """Wait until the parameter and its states are in the store. Raises: StoreError."""
         for tensor in (self.parameter, *self.tensors.values()):
-            tensor.storage.flush()
+            tensor.storage.bytes.flush()
 
     def is_in_store(self) -> bool:
         """As `flush`. Whether nothing failed."""
@@ -137,7 +137,7 @@ class ParameterStates:
     def updated(self) -> tuple[range, ...]:
         """The elements that this rank updates: all, or its share."""
         storage = self.parameter.storage
-        return storage.own if self.in_shares else (range(storage.numel),)
+        return storage.share.own if self.in_shares else (range(storage.numel),)
 
     @property
     def has_master(self) -> bool:
@@ -167,14 +167,14 @@ class ParameterStates:
     def bytes_opened(self) -> int:
         """Bytes of windows for the update of an element."""
         tensors = (self.parameter, self.gradient, *self.tensors.values())
-        streamed = [t for t in tensors if isinstance(t, StoredTensor) and not t.storage.in_host_memory]
+        streamed = [t for t in tensors if isinstance(t, StoredTensor) and not t.storage.bytes.in_host_memory]
         return sum(tensor.dtype.itemsize for tensor in streamed)
 
     @property
     def bytes_written(self) -> int:
         """Bytes per element that an update writes to the store."""
         tensors = (self.parameter, *self.tensors.values())
-        return sum(tensor.dtype.itemsize for tensor in tensors if not tensor.storage.in_host_memory)
+        return sum(tensor.dtype.itemsize for tensor in tensors if not tensor.storage.bytes.in_host_memory)
 
     def reserve(self, layout: StateLayout, dtype: torch.dtype) -> None:
         """Make room for the states of `layout` that have none, and for a master where one is needed by now. `dtype`:
@@ -206,7 +206,7 @@ class ParameterStates:
     def _check_room(self) -> None:
         """Raises: OptimizerError when the host arena can't have the parameter, its gradient and its states at once."""
         tensors = (self.parameter, self.parameter.grad, *self.tensors.values())
-        streamed = [t for t in tensors if isinstance(t, StoredTensor) and not t.storage.in_host_memory]
+        streamed = [t for t in tensors if isinstance(t, StoredTensor) and not t.storage.bytes.in_host_memory]
         needed, arena = sum(t.nbytes for t in streamed), self.parameter.storage.tiers.host
         if needed > arena.capacity:
             raise OptimizerError(
@@ -254,4 +254,4 @@ def _alike(mine: StoredTensor, value: torch.Tensor) -> bool:
     """Whether `value` has the same elements in the same places."""
     if not isinstance(value, StoredTensor) or value.views or (value.shape, value.dtype) != (mine.shape, mine.dtype):
         return False
-    return value.storage.shards == mine.storage.shards
+    return value.storage.share.shards == mine.storage.share.shards

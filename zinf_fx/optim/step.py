@@ -96,9 +96,9 @@ class StreamedStep:
             self._overlaps &= owned or (isinstance(gradient, StoredTensor) and not gradient.views)
             # Let autograd notice at once, as after any in-place update.
             torch.autograd.graph.increment_version(parameter.whole)
-            parameter.storage.announce_write()
+            parameter.storage.bytes.announce_write()
             in_shares = self._stored[parameter].in_shares
-            parameter.storage.stale |= in_shares and not parameter.storage.partitioned and not run.whole
+            parameter.storage.share.stale |= in_shares and not parameter.storage.share.partitioned and not run.whole
             self._overlaps &= not (run.whole and in_shares)  # what is collective has its turn
             self._pending.update(tensor.storage.key for tensor in self._stored[parameter].touched)
             self.parameters[parameter] = None
@@ -439,7 +439,7 @@ class StreamedStep:
         entry.update((name, parameter.shown(states.tensors[name])) for name in names)
         if states.has_master:
             entry[MASTER] = parameter.shown(states.tensors[MASTER])
-            states.version = parameter.storage.version
+            states.version = parameter.storage.bytes.version
         self._finished.add(parameter)
         self._pending.difference_update(tensor.storage.key for tensor in self._stored[parameter].touched)
         self._held.pop(parameter, None)

@@ -440,7 +440,7 @@ class Streamed(Optimizer):
         for name in present:
             entry[name] = parameter.shown(states.take_over(name, local_part(entry[name])))
         states.gradient = parameter.grad
-        states.refresh = MASTER not in present or states.version != parameter.storage.version
+        states.refresh = MASTER not in present or states.version != parameter.storage.bytes.version
         key = (number, states.place, states.dtype, present, layout.whole)
         if key not in self._runs:
             names = tuple(layout.tensors)

@@ -121,7 +121,7 @@ def check_can_be_whole(kind: type[Optimizer], parameter: StoredTensor, *, in_bac
             f"{why}, and one is a DTensor of tensor parallelism, of which this rank has shape {shape}: use one "
             "that treats each element alone, such as zinf_fx.optim.AdamW"
         )
-    if in_backward and storage.ranks.shards > 1:
+    if in_backward and storage.share.ranks.shards > 1:
         raise OptimizerError(f"{why}, which takes all ranks at the same time: leave step_in_backward out")
     if narrowed:
         raise OptimizerError(f"{why}, whose states keep the dtypes that it gives them: leave state_dtype out")
@@ -261,7 +261,7 @@ class OpenWhole:
         self._close.close()
 
     def _open(self, tensor: torch.Tensor) -> Window | DeviceWindow | Slice | _Gathered:
-        in_shares = isinstance(tensor, StoredTensor) and not tensor.views and tensor.storage.in_shares
+        in_shares = isinstance(tensor, StoredTensor) and not tensor.views and tensor.storage.share.in_shares
         window = _Gathered(tensor, self._place) if in_shares else open_elements(tensor, self._place, 0, tensor.numel())
         self._close.callback(window.close)
         self._windows.append(window)

@@ -129,7 +129,7 @@ class Program(Stage):
         run = Run(self, storages)
         if self.schedule.kind == "forward":
             for storage in set(parameters.values()):
-                storage.backwards_due += 1
+                storage.gradient.backwards_due += 1
         arguments.reverse()
         try:
             run.await_activations()
@@ -138,7 +138,7 @@ class Program(Stage):
             run.abort(error)
             if self.schedule.kind == "forward":  # no backward pass comes of it
                 for storage in set(parameters.values()):
-                    storage.backwards_due = max(storage.backwards_due - 1, 0)
+                    storage.gradient.backward_ended()
             raise
         EXECUTOR.end(self)
         return results

@@ -34,7 +34,7 @@ class StagedTile:
         self._refresh = storage.begin_refresh()
         if self._refresh is not None and not storage.in_place:
             self._refresh.wait()  # what is uploaded from host memory has to be there
-        self._window = storage.device_window(start, count, offset=offset).read_only()
+        self._window = storage.settled().device_window(start, count, offset=offset).read_only()
 
     def upload(self, offset: int | None = None) -> None:
         """Start to copy it to the device, to `offset` in the region that is planned there."""
@@ -50,7 +50,7 @@ class StagedTile:
 
     def follow(self, storage: TensorStorage) -> None:
         """From now on, take over what is written to the storage."""
-        self._window.follow(storage)
+        self._window.follow(storage.bytes)
 
     def wait(self) -> torch.Tensor:
         """The tile's elements, flat; counts the time for which compute had to wait."""
@@ -76,10 +76,10 @@ class ShardedTile:
     def __init__(self, storage: TensorStorage, start: int, count: int, offset: int | None = None) -> None:
         self.key = (storage.key, start, count)
         self.holds = 0
-        self.version: int | None = storage.version
+        self.version: int | None = storage.bytes.version
         self._count, self._device = count, storage.device
-        self._ranks, self._counters = storage.ranks, storage.tiers.counters
-        self._segments = storage.shards.within(start, count)
+        self._ranks, self._counters = storage.share.ranks, storage.tiers.counters
+        self._segments = storage.share.shards.within(start, count)
         self._padded = sum(one.padded for one in self._segments)
         self._name = storage.name
         self._nbytes = count * storage.dtype.itemsize
@@ -93,13 +93,13 @@ class ShardedTile:
         if storage.device.in_host_memory:
             self._buffer = storage.tiers.lease(self._padded * storage.dtype.itemsize, offset)
             self._full = self._buffer.tensor((self._padded,), storage.dtype)
-            if storage.in_host_memory:
-                self._window = storage.window(held, shard).read_only()
+            if storage.bytes.in_host_memory:
+                self._window = storage.settled().window(held, shard).read_only()
             elif count:
                 slots = [(self._slot(one), part) for one, part in zip(self._segments, parts, strict=True) if part]
-                self._tickets = [storage.read_into(slot, self._buffer, part.start) for slot, part in slots]
+                self._tickets = [storage.settled().read(part.start, slot, self._buffer) for slot, part in slots]
         else:
-            self._window = storage.device_window(held, shard, offset=offset).read_only()
+            self._window = storage.settled().device_window(held, shard, offset=offset).read_only()
             self._dtype = storage.dtype
 
     def _slot(self, segment: Segment) -> torch.Tensor:
@@ -175,12 +175,12 @@ class Staging:
     ) -> StagedTile | ShardedTile:
         """Hold `count` elements of `storage`, starting to read them unless they are held in their present version."""
         key = (storage.key, start, count)
-        storage.settle()
+        storage.settled()
         with self._lock:
             tile = self._tiles.get(key)
-            if tile is None or tile.version != storage.version:
+            if tile is None or tile.version != storage.bytes.version:
                 self._let_go(key)
-                make = ShardedTile if storage.partitioned else StagedTile
+                make = ShardedTile if storage.share.partitioned else StagedTile
                 tile = self._tiles[key] = make(storage, start, count, offset)
             tile.holds += 1
             self._let_go(key)
@@ -191,14 +191,14 @@ class Staging:
         present version: `wait` copies any other."""
         with self._lock:
             tile = self._tiles.get((storage.key, start, count))
-            if tile is not None and tile.version == storage.version:
+            if tile is not None and tile.version == storage.bytes.version:
                 tile.upload(offset)
 
     def allgather(self, storage: TensorStorage, start: int, count: int, name: str) -> None:
         """Start to gather a tile's shards if it is held in its present version: `wait` gathers those of any other."""
         with self._lock:
             tile = self._tiles.get((storage.key, start, count))
-            if tile is not None and tile.version == storage.version:
+            if tile is not None and tile.version == storage.bytes.version:
                 tile.allgather(name)
 
     def stay(self, tile: StagedTile | ShardedTile, storage: TensorStorage) -> None:

@@ -26,13 +26,13 @@ def reserve_gradient(parameter: StoredTensor) -> None:
     """
     storage = parameter.storage
     if parameter.requires_grad and storage.placement.gradients == "nvme":
-        storage.gradient_space = storage.for_gradient()
+        storage.gradient.space = storage.for_gradient()
 
 
 def _new_gradient(parameter: StoredTensor, dtype: torch.dtype) -> StoredTensor:
     """Without a value yet, on the tier of gradients."""
     storage = parameter.storage
-    space, storage.gradient_space = storage.gradient_space, None
+    space, storage.gradient.space = storage.gradient.space, None
     if space is None or space.dtype != dtype:
         space = storage.for_gradient(dtype)
     return StoredTensor.of(space, parameter.shape, parameter.device)
@@ -42,8 +42,8 @@ def reduced(parameter: StoredTensor, gradient: torch.Tensor, name: str) -> torch
     """What `accumulate_gradient` is to be given for this rank's `gradient`: started on its way over the ranks, with
     what was accumulated under `no_sync`. Itself where there is nothing to reduce, or not now. `name`: for errors."""
     before = parameter.grad
-    waits = isinstance(before, StoredTensor) and before.storage.unreduced
-    if parameter.storage.ranks.size == 1 or not (synchronises() or (before is not None and not waits)):
+    waits = isinstance(before, StoredTensor) and before.storage.share.unreduced
+    if parameter.storage.share.ranks.size == 1 or not (synchronises() or (before is not None and not waits)):
         return gradient
     if waits:
         gradient = gradient + before.full_tensor()
@@ -54,7 +54,7 @@ def reduced(parameter: StoredTensor, gradient: torch.Tensor, name: str) -> torch
 def take_unreduced(parameter: StoredTensor) -> StoredTensor | None:
     """The `grad` of this rank alone, if a backward pass is to reduce it now, tile by tile; it is None then."""
     before = parameter.grad
-    if not (synchronises() and isinstance(before, StoredTensor) and before.storage.unreduced):
+    if not (synchronises() and isinstance(before, StoredTensor) and before.storage.share.unreduced):
         return None
     parameter.grad = None
     return before
@@ -65,11 +65,11 @@ def reduced_part(
 ) -> torch.Tensor | Reduction:
     """As `reduced`, for the elements from `start` on. `before`: a gradient to which it is to be added."""
     grad = parameter.grad
-    stays = isinstance(grad, StoredTensor) and grad.storage.unreduced
-    if parameter.storage.ranks.size == 1 or not (synchronises() or (grad is not None and not stays)):
+    stays = isinstance(grad, StoredTensor) and grad.storage.share.unreduced
+    if parameter.storage.share.ranks.size == 1 or not (synchronises() or (grad is not None and not stays)):
         return gradient
     if before is not None:
-        window = before.storage.device_window(start, gradient.numel()).read_only()
+        window = before.storage.settled().device_window(start, gradient.numel()).read_only()
         try:
             gradient = gradient + window.wait().view(gradient.shape)
         finally:
@@ -89,7 +89,7 @@ def accumulate_gradient(parameter: StoredTensor, gradient: torch.Tensor | Reduct
             _accumulate_share(parameter, gradient.segments, average, offset)
             return
         gradient = average
-    elif parameter.storage.ranks.size > 1 and parameter.grad is None:
+    elif parameter.storage.share.ranks.size > 1 and parameter.grad is None:
         parameter.grad = _unreduced(parameter, gradient)
         return
     with torch.no_grad():
@@ -106,7 +106,7 @@ def accumulate_gradient(parameter: StoredTensor, gradient: torch.Tensor | Reduct
 def _unreduced(parameter: StoredTensor, gradient: torch.Tensor) -> StoredTensor:
     """A new gradient that no other rank knows of yet."""
     storage = parameter.storage.for_gradient(gradient.dtype, partitioned=False)
-    storage.unreduced = True
+    storage.share.unreduced = True
     storage.set(gradient)
     return StoredTensor.of(storage, parameter.shape, parameter.device)
 
@@ -119,8 +119,8 @@ def _accumulate_share(
         if first := parameter.grad is None:
             parameter.grad = _new_gradient(parameter, share.dtype)
         storage = _storage_of_shares(parameter)
-        if first and storage.partitioned:
-            storage.set_held(share, offset)
+        if first and storage.share.partitioned:
+            storage.settled().set(share, offset)
         else:
             _add_share(storage, segments, share, first, offset)
 
@@ -139,23 +139,23 @@ def _add_share(
     storage: TensorStorage, segments: Sequence[Segment], share: torch.Tensor, first: bool, offset: int | None
 ) -> None:
     """Add `share`, this rank's parts of some segments in a row, or if `first`, write it."""
-    rank = storage.ranks.shard
-    if storage.partitioned:
+    rank = storage.share.ranks.shard
+    if storage.share.partitioned:
         _add_elements(storage, segments[0].held_by(rank).start, share, first, offset)
         return
     for one in segments:
         own, begin = one.of_rank(rank), one.held_by(rank).start - segments[0].held_by(rank).start
         _add_elements(storage, own.start, share[begin : begin + len(own)], first, offset)
         offset = None  # is the place of one
-    storage.stale = True
+    storage.share.stale = True
 
 
 def _add_elements(storage: TensorStorage, start: int, values: torch.Tensor, first: bool, offset: int | None) -> None:
     """Add `values` to the elements held from `start` on, or if `first`, write them."""
-    window = storage.device_window(start, values.numel(), load=not first, offset=offset)
+    window = storage.settled().device_window(start, values.numel(), load=not first, offset=offset)
     try:
         elements = window.wait().view(values.shape)
-        with storage.noted(values.nbytes):
+        with storage.bytes.noted(values.nbytes):
             elements.copy_(values) if first else elements.add_(values)
     except BaseException:
         window.close()
@@ -166,11 +166,11 @@ def _add_elements(storage: TensorStorage, start: int, values: torch.Tensor, firs
 def begin_gradient(parameter: StoredTensor, reduced: bool) -> None:
     """Give the parameter a `grad` on the tier of gradients, whose values are undefined; unless it is to be `reduced`,
     of this rank alone."""
-    if reduced or parameter.storage.ranks.size == 1:
+    if reduced or parameter.storage.share.ranks.size == 1:
         parameter.grad = _new_gradient(parameter, parameter.dtype)
         return
     storage = parameter.storage.for_gradient(partitioned=False)
-    storage.unreduced = True
+    storage.share.unreduced = True
     parameter.grad = StoredTensor.of(storage, parameter.shape, parameter.device)
 
 
@@ -207,9 +207,9 @@ def _take(parameter: StoredTensor) -> None:
             return
         parameter.grad = parameter.set_aside()
         accumulate_gradient(parameter, reduced(parameter, gradient, name))
-        storage = parameter.storage
-        if storage.consumer is not None and storage.backwards_due <= 0:
-            storage.consumer.arrived(parameter)
+        state = parameter.storage.gradient
+        if state.consumer is not None and state.backwards_due <= 0:
+            state.consumer.arrived(parameter)
 
 
 def _add(operation: torch._ops.OpOverload, args: tuple, kwargs: dict) -> torch.Tensor | NotImplementedType:
@@ -219,7 +219,7 @@ def _add(operation: torch._ops.OpOverload, args: tuple, kwargs: dict) -> torch.T
     """
     present, gradient = args[:2]
     leaf = accumulated_leaf() if isinstance(present, StoredTensor) else None
-    if leaf is None or present.storage.ranks.size == 1 or present.storage.unreduced:
+    if leaf is None or present.storage.share.ranks.size == 1 or present.storage.share.unreduced:
         return NotImplemented
     parameter = stored_parameter(leaf)
     if not isinstance(parameter.grad, StoredTensor) or parameter.grad.storage is not present.storage:

@@ -56,7 +56,7 @@ class LeavingGradients:
     def reduce_scatter(self, tile: int, gradient: torch.Tensor) -> torch.Tensor | Reduction:
         """Start to average a gradient over the ranks. One rank's is the average."""
         storage = self._storages[tile]
-        if storage.ranks.size == 1:
+        if storage.share.ranks.size == 1:
             return gradient
         parameter = self._accumulating(storage)
         if parameter is None:
@@ -87,10 +87,11 @@ class LeavingGradients:
         storage = self._storages[tile]
         self._uses_left[storage.key] -= 1
         if not self._uses_left[storage.key]:
-            storage.backwards_due = max(storage.backwards_due - 1, 0)
+            state = storage.gradient
+            state.backward_ended()
             leaf = self._leaves.get(storage.key)
-            if storage.consumer is not None and not storage.backwards_due and leaf is not None:
-                storage.consumer.arrived(leaf.parameter)
+            if state.consumer is not None and not state.backwards_due and leaf is not None:
+                state.consumer.arrived(leaf.parameter)
 
     def abort(self, error: BaseException) -> None:
         """After `error`: half a gradient is none."""
@@ -101,7 +102,7 @@ class LeavingGradients:
             if begun.parameter.grad is None:
                 begun.parameter.grad = begun.before
         if self._uses_left:
-            for consumer in {storage.consumer for storage in self._storages if storage.consumer is not None}:
+            for consumer in {storage.gradient.consumer for storage in self._storages} - {None}:
                 consumer.interrupted(error)
 
     def _accumulating(self, storage: TensorStorage) -> StoredTensor | None:
@@ -120,8 +121,8 @@ class LeavingGradients:
                 f"a hook was registered on '{self._tiles[tile].name}' after its graph was compiled, and would not run: "
                 "register hooks before the first compiled call, or call torch.compiler.reset() after it"
             )
-        if storage.ranks.size == 1 and self._consumed_from_memory(storage, parameter, shard):
-            storage.consumer.make_room(shard.nbytes)
+        if storage.share.ranks.size == 1 and self._consumed_from_memory(storage, parameter, shard):
+            storage.gradient.consumer.make_room(shard.nbytes)
             parameter.grad = shard
             return
         if self._tiles[tile].gradient_tier == "nvme":
@@ -135,8 +136,9 @@ class LeavingGradients:
     def _consumed_from_memory(self, storage: TensorStorage, parameter: StoredTensor, shard: torch.Tensor) -> bool:
         """Whether a gradient needs no place on its tier: whole, it is consumed when this graph has used the tile."""
         whole = shard.shape == parameter.shape and shard.dtype == parameter.dtype
-        only = self._gradients_left[storage.key] == 1 and storage.backwards_due == 1 and parameter.grad is None
-        return storage.consumer is not None and storage.device.in_host_memory and whole and only
+        state = storage.gradient
+        only = self._gradients_left[storage.key] == 1 and state.backwards_due == 1 and parameter.grad is None
+        return state.consumer is not None and storage.device.in_host_memory and whole and only
 
     def _reduced_part(
         self, key: int, parameter: StoredTensor, tile: Tile, gradient: torch.Tensor

@@ -49,12 +49,12 @@ class Reduction:
     def __init__(self, storage: TensorStorage, gradient: torch.Tensor, name: str, start: int = 0) -> None:
         """Start to reduce `gradient`, which is not changed: of the elements from `start` on. `name`: the tile's, for
         errors."""
-        self._ranks, self._what = storage.ranks, f"the gradient of {name}"
+        self._ranks, self._what = storage.share.ranks, f"the gradient of {name}"
         self._purpose = RECORDER.purpose()
         self._shape, self._dtype = gradient.shape, gradient.dtype
         count = gradient.numel()
         self.whole = self._ranks.shards == 1
-        self.segments = () if self.whole else storage.shards.within(start, count)
+        self.segments = () if self.whole else storage.share.shards.within(start, count)
         padded = count if self.whole else sum(one.padded for one in self.segments)
         flat = gradient.new_empty(padded, dtype=storage.config.reduce_dtype or gradient.dtype)
         flat[:count].view(gradient.shape).copy_(gradient)

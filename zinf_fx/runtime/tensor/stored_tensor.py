@@ -136,14 +136,14 @@ class StoredTensor(torch.Tensor):
         """This rank's shard as an ordinary tensor: flat, and without padding, where the tensor is partitioned; else the
         full value."""
         storage = self.storage
-        if not storage.partitioned:
+        if not storage.share.partitioned:
             return self.full_tensor()
         if self.views:
             raise StoredTensorError("to_local() of a view of a partitioned tensor: ask for that of the whole tensor")
-        window = storage.device_window()
+        window = storage.settled().device_window()
         try:
             held = window.wait()
-            own = [held[storage.position(part.start) :][: len(part)] for part in storage.own]
+            own = [held[storage.share.position(part.start) :][: len(part)] for part in storage.share.own]
             return torch.cat(own)
         finally:
             window.close()
@@ -215,13 +215,13 @@ class StoredTensor(torch.Tensor):
         what = f".data of a stored tensor of shape {shape} and {self.dtype} can't become a tensor of "
         what += f"shape {tuple(value.shape)} and {value.dtype}"
         whole = isinstance(self, torch.nn.Parameter) and self._local_of is None and not self.views
-        if not whole or storage.part_of or value.layout != torch.strided or value.device != self.device:
+        if not whole or storage.share.part_of or value.layout != torch.strided or value.device != self.device:
             raise StoredTensorError(f"{what}: make a new parameter instead")
         if self.grad is not None:
             raise StoredTensorError(f"{what} while it has a gradient: set that to None first")
         with torch.inference_mode(False):
             twin = as_parameter(self._stored_again(value.dtype, self.device, value)).requires_grad_(self.requires_grad)
-        twin.storage.agreed = storage.ranks.size == 1
+        twin.storage.share.agreed = storage.share.ranks.size == 1
         self.__dict__.pop("_in_memory", None)
         take_implementation(self, twin)
 
@@ -392,9 +392,9 @@ class StoredTensor(torch.Tensor):
     ) -> StoredTensor:
         """A new stored tensor with this value, or with `value` of any shape, on the same tier and partitioned alike."""
         storage, target = self.storage, device_of(device)
-        shards, shape = storage.shards, self.shape if value is None else value.shape
+        shards, shape = storage.share.shards, self.shape if value is None else value.shape
         if dtype != self.base.dtype or self.views or value is not None:
-            shards = shards_of(shape, dtype, storage.ranks.shards, storage.config, shards.owner)
+            shards = shards_of(shape, dtype, storage.share.ranks.shards, storage.config, shards.owner)
         twin = TensorStorage(
             storage.tiers,
             storage.tier,
@@ -402,12 +402,12 @@ class StoredTensor(torch.Tensor):
             shape.numel(),
             dtype,
             target,
-            storage.ranks,
-            storage.partitioned,
+            storage.share.ranks,
+            storage.share.partitioned,
             shards,
         )
         twin.set(self._gather() if value is None else value)
-        twin.agreed, twin.unreduced, twin.part_of = storage.agreed, storage.unreduced, storage.part_of
+        twin.share.take_state(storage.share)
         twin.label = storage.label
         return StoredTensor.of(twin, shape, target.torch_device)
 
@@ -530,10 +530,10 @@ def _write_through(func: Any, args: tuple, kwargs: dict, mutated: list[StoredTen
             raise _refusal(func, tensor, f"give it the shape {tuple(values[id(tensor)].shape)}")
     for tensor in mutated:
         storage = tensor.storage
-        storage.agreed = storage.ranks.size == 1
+        storage.share.agreed = storage.share.ranks.size == 1
         base = bases.pop(storage.key, None)
         if base is not None:
-            storage.written() if storage.in_place and not in_scratch else storage.set(base)
+            storage.bytes.written() if storage.in_place and not in_scratch else storage.set(base)
     originals = {id(values[id(tensor)]): tensor for tensor in mutated}
     return tree_map_only(torch.Tensor, lambda t: originals.get(id(t), t), result)
 

@@ -1,0 +1,42 @@
+"""What is known of the gradient of a stored parameter, besides its value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+S = TypeVar("S")
+
+
+class GradientConsumer(Protocol):
+    """What takes a parameter's gradient as soon as it is whole: an optimizer that steps in backward."""
+
+    def arrived(self, parameter: torch.Tensor) -> None:
+        """`parameter.grad` is whole, and what is left of backward needs neither it nor the parameter's value."""
+
+    def make_room(self, nbytes: int) -> None:
+        """Before a gradient of so many bytes is kept in memory until it is consumed."""
+
+    def interrupted(self, error: BaseException) -> None:
+        """`error` ended a backward pass in the middle."""
+
+
+@dataclass
+class GradientState(Generic[S]):
+    """Where the gradient of one parameter is going to, and when it is whole.
+
+    Attributes:
+        space: the storage reserved for the first gradient, until that takes it.
+        consumer: what is told when the gradient is whole.
+        backwards_due: compiled forward passes with the parameter that have no backward pass yet.
+    """
+
+    space: S | None = None
+    consumer: GradientConsumer | None = None
+    backwards_due: int = 0
+
+    def backward_ended(self) -> None:
+        """One backward pass that was due has used the parameter, or won't come."""
+        self.backwards_due = max(self.backwards_due - 1, 0)

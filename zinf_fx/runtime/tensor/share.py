@@ -1,0 +1,119 @@
+"""What one of many ranks has of a stored tensor's elements, and whether that is their present version."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from zinf_fx.plan.sharding import Shards
+from zinf_fx.runtime.ranks import ALONE, Collective, Ranks
+
+
+class Share:
+    """This rank's part in the elements of one stored tensor.
+
+    [Note: shards in storages]
+    Of a partitioned tensor, a rank holds its shard alone; `position` says where in it an element is. Where every rank
+    has all elements, but each updates its own share only (ZeRO, stages 1 and 2), the tensor is `stale` from an update
+    until the other shares are gathered, before the next look at the whole.
+
+    Attributes:
+        ranks: over which the tensor is divided into `shards`.
+        partitioned: whether this rank holds its shard alone.
+        held: how many elements this rank holds, padding of its shard included.
+        stale: whether other ranks have newer elements, which nobody has begun to gather.
+        refreshing: what gathers them, until it was waited for.
+        agreed: whether every rank that has all elements has the same.
+        unreduced: whether these are gradients of this rank alone.
+        part_of: the process groups over whose ranks the tensor is divided that this is a part of (tensor parallelism).
+    """
+
+    def __init__(
+        self, numel: int, ranks: Ranks = ALONE, partitioned: bool = False, shards: Shards | None = None
+    ) -> None:
+        """Of a tensor with `numel` elements. `shards`: default in one segment."""
+        self.ranks = ranks
+        self.shards = shards or Shards.of(numel, ranks.shards, False)
+        self.partitioned = partitioned and ranks.shards > 1
+        self.held = self.shards.held_by(ranks.shard) if self.partitioned else numel
+        self.stale = False
+        self.refreshing: Refresh | None = None
+        self.agreed = True
+        self.unreduced = False
+        self.part_of: tuple[dist.ProcessGroup, ...] = ()
+        self._numel = numel
+
+    @property
+    def own(self) -> tuple[range, ...]:
+        """The elements of the tensor that this rank's shard has."""
+        return self.shards.of_rank(self.ranks.shard)
+
+    def position(self, element: int) -> int:
+        """Where an element of the tensor is among those held."""
+        return self.shards.position(self.ranks.shard, element) if self.partitioned else element
+
+    @property
+    def in_shares(self) -> bool:
+        """Whether each rank has the present version of its own share only. All ranks answer alike, also where one's
+        share is the whole of a small tensor: collectives depend on it."""
+        return self.partitioned or self.stale
+
+    @property
+    def current(self) -> tuple[range, ...]:
+        """The elements of the tensor that are here, in their present version."""
+        return self.own if self.in_shares else (range(self._numel),)
+
+    def cut(self, value: torch.Tensor) -> torch.Tensor:
+        """Of a value of the whole tensor, what this rank holds: flat, and padded."""
+        if not self.partitioned:
+            return value
+        flat, rank = value.reshape(-1), self.ranks.shard
+        parts = []
+        for one in self.shards.segments:
+            own = one.of_rank(rank)
+            parts.append(_padded(flat[own.start : own.stop], len(one.held_by(rank))))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def gather(self, full: torch.Tensor, held: torch.Tensor, name: str) -> None:
+        """Fill `full`, with room for padding, with what every rank holds; this one `held`. `name`: for errors."""
+        for collective in self.ranks.all_gather_segments(full, held, self.shards.segments, name):
+            collective.wait()
+
+    def take_state(self, other: Share) -> None:
+        """Be what `other` is: of the same tensor under another dtype, shape or device, with its value."""
+        self.agreed, self.unreduced, self.part_of = other.agreed, other.unreduced, other.part_of
+
+    def settle(self) -> None:
+        """Wait until the shares of others that are on their way are there."""
+        if (refreshing := self.refreshing) is not None:
+            refreshing.wait()  # one that failed stays: the values are lost, and every later access says so
+            self.refreshing = None
+
+
+class Refresh:
+    """Fills memory that has elements of all shares with those that other ranks updated."""
+
+    def __init__(self, share: Share, elements: torch.Tensor, name: str) -> None:
+        """Start to gather them. `name`: for errors."""
+        self._collectives: list[Collective] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # of a segment with padding, which has no room there
+        for one in share.shards.segments:
+            own = one.of_rank(share.ranks.shard)
+            mine, full = elements[own.start : own.stop], elements[one.start : one.start + one.count]
+            if one.padded > one.count:
+                mine, target, full = _padded(mine, one.shard), full, elements.new_empty(one.padded)
+                self._copies.append((target, full))
+            self._collectives.append(share.ranks.all_gather(full, mine, name, one.owner))
+
+    def wait(self) -> None:
+        """Return when every share is there."""
+        for collective in self._collectives:
+            collective.wait()
+        while self._copies:
+            target, full = self._copies.pop()
+            target.copy_(full[: target.numel()])
+
+
+def _padded(elements: torch.Tensor, size: int) -> torch.Tensor:
+    missing = size - elements.numel()
+    return torch.nn.functional.pad(elements, (0, missing)) if missing else elements
