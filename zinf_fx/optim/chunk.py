@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -14,10 +12,8 @@ from zinf_fx.optim.chunks import Piece
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.optim.whole import OpenWhole
 from zinf_fx.optim.windows import OpenPiece
-from zinf_fx.plan.memory.accounting import AT_A_TIME
-from zinf_fx.runtime.memory.device import CPU, Device
+from zinf_fx.runtime.memory.device import Device
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
-from zinf_fx.runtime.tensor.tiers import Tiers
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,19 +79,3 @@ class OpenChunk:
     def close(self) -> None:
         """Close the windows that were not stored."""
         self._close.close()
-
-
-def lease_scratch(
-    place: Device, states: Sequence[ParameterStates], elements: int, tiers: Tiers, close: ExitStack
-) -> torch.Tensor:
-    """Memory for what chunks of `elements` elements have in other dtypes than that of the update; `close` gives it
-    back."""
-    at_a_time = min(AT_A_TIME, elements) if place is CPU else elements
-    shape = (max(each.scratch_rows for each in states), at_a_time, max(each.dtype.itemsize for each in states))
-    if place is not CPU:
-        return torch.empty(shape, dtype=torch.uint8, device=place.torch_device)
-    nbytes = math.prod(shape)
-    with tiers.stepping(range(nbytes)):  # not in the middle of a chunk's part of the room
-        buffer = tiers.lease(nbytes)
-    close.callback(buffer.release)
-    return buffer.tensor(shape, torch.uint8)

@@ -1,0 +1,92 @@
+"""The memory that the chunks of one step pass through."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from zinf_fx.optim.chunk import OpenChunk, Run
+from zinf_fx.optim.chunks import Piece, chunk_elements, in_turn
+from zinf_fx.optim.states import ParameterStates
+from zinf_fx.plan.memory.accounting import AT_A_TIME
+from zinf_fx.runtime.memory.device import CPU, Device
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+from zinf_fx.runtime.tensor.tiers import Tiers
+
+
+class ChunkMemory:
+    """How large chunks are, where each is opened, and which writes must end before.
+
+    Attributes:
+        tiers: those that the parameters live in.
+        elements: of a chunk; 0 until `plan`.
+        behind: whether a chunk was updated since writes were waited for.
+    """
+
+    def __init__(self, stored: dict[torch.Tensor, ParameterStates]) -> None:
+        self.tiers: list[Tiers] = []
+        self.elements = self._bytes_writing = self._chunk_bytes = self._chunks_opened = 0
+        self.behind = False
+        self._stored = stored
+        self._scratch: dict[Device, torch.Tensor] = {}
+        self._close = ExitStack()
+
+    def plan(self, chunk: int) -> None:
+        """Decide how large chunks are: of `chunk` bytes of fp32 weights, unless other room is planned."""
+        states = self._stored.values()
+        self.elements = chunk_elements(chunk, max(each.bytes_per_element for each in states), self.tiers)
+        self._bytes_writing = self.elements * max(each.bytes_written for each in states)
+        self._chunk_bytes = self.elements * max(each.bytes_opened for each in states)
+
+    @contextmanager
+    def turn(self, run: Run, pieces: Sequence[Piece[StoredTensor]]) -> Iterator[None]:
+        """A block in which the next chunk is opened."""
+        converts = not run.whole and any(self._stored[piece.parameter].scratch_rows for piece in pieces)
+        if converts and run.place not in self._scratch:
+            self._scratch[run.place] = self._lease_scratch(run.place)
+        scratch = self._scratch[CPU].nbytes if CPU in self._scratch else 0
+        with in_turn(self.tiers, self._chunks_opened, self._chunk_bytes, behind=scratch):
+            yield
+        self._chunks_opened += 1
+
+    def _lease_scratch(self, place: Device) -> torch.Tensor:
+        """Memory for what chunks have in other dtypes than that of the update."""
+        states = self._stored.values()
+        at_a_time = min(AT_A_TIME, self.elements) if place is CPU else self.elements
+        shape = (max(each.scratch_rows for each in states), at_a_time, max(each.dtype.itemsize for each in states))
+        if place is not CPU:
+            return torch.empty(shape, dtype=torch.uint8, device=place.torch_device)
+        nbytes = math.prod(shape)
+        with self.tiers[0].stepping(range(nbytes)):  # not in the middle of a chunk's part of the room
+            buffer = self.tiers[0].lease(nbytes)
+        self._close.callback(buffer.release)
+        return buffer.tensor(shape, torch.uint8)
+
+    def scratch_at(self, place: Device) -> torch.Tensor | None:
+        """Memory for what chunks there have in other dtypes, if anything."""
+        return self._scratch.get(place)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether `wait_for_room` would return at once."""
+        return not self.behind or all(tiers.writing_at_most(self._bytes_writing) for tiers in self.tiers)
+
+    def wait_for_room(self) -> None:
+        """Wait until the writes before the last update's are done."""
+        if self.behind:
+            self.limit_writes(self._bytes_writing)
+            self.behind = False
+
+    def limit_writes(self, nbytes: int) -> None:
+        """Wait until at most so many bytes are on their way to each store."""
+        for tiers in self.tiers:
+            tiers.limit_writes(nbytes)
+
+    def close(self, chunks: Collection[OpenChunk]) -> None:
+        """Close the chunks that are open, and give back what they had besides."""
+        with self._close:
+            for chunk in chunks:
+                self._close.callback(chunk.close)

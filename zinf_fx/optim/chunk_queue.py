@@ -1,0 +1,101 @@
+"""The chunks of one step, from a parameter that came until its chunk is to be updated."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+
+from zinf_fx.optim.chunk import OpenChunk, Run
+from zinf_fx.optim.chunk_memory import ChunkMemory
+from zinf_fx.optim.chunks import Piece, all_of, cut
+from zinf_fx.optim.progress import Progress
+from zinf_fx.optim.states import ParameterStates
+from zinf_fx.plan.memory.accounting import CHUNKS_AHEAD
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+
+
+class ChunkQueue:
+    """Parameters that came are cut into chunks, and these opened some ahead of the update.
+
+    Chunks are in the order in which their tensors were made, which is about the order in which forward will ask for
+    them; of parameters that come one by one, whatever fills a chunk goes first.
+    """
+
+    def __init__(self, stored: dict[torch.Tensor, ParameterStates], memory: ChunkMemory, progress: Progress) -> None:
+        self._stored, self._memory, self._progress = stored, memory, progress
+        self._loose: dict[Run, list[StoredTensor]] = {}  # not cut into chunks yet
+        self._unopened: deque[tuple[Run, tuple[Piece[StoredTensor], ...]]] = deque()
+        self._opened: deque[OpenChunk] = deque()
+
+    def __bool__(self) -> bool:
+        """Whether any chunk is to be updated still."""
+        return bool(self._opened or self._unopened or self._loose)
+
+    def add(self, run: Run, parameter: StoredTensor) -> None:
+        """A parameter came."""
+        self._loose.setdefault(run, []).append(parameter)
+
+    @property
+    def fills_a_chunk(self) -> bool:
+        """Whether the parameters that came have the elements of a chunk, or nothing says how many that are."""
+        loose = (parameter for parameters in self._loose.values() for parameter in parameters)
+        elements = sum(len(part) for parameter in loose for part in self._stored[parameter].updated)
+        return elements >= self._memory.elements
+
+    def cut(self, parameters: Iterable[StoredTensor]) -> None:
+        """Cut what came into chunks. `parameters`: all of the step."""
+        if not self._loose:
+            return
+        if not self._memory.elements:
+            self._memory.plan(min(parameter.storage.config.chunk for parameter in parameters))
+        chunks = []
+        for run, loose in self._loose.items():
+            loose.sort(key=lambda parameter: parameter.storage.key)
+            if run.whole:
+                chunks += [(run, (all_of(parameter, parameter.numel()),)) for parameter in loose]
+                continue
+            shares = [(parameter, self._stored[parameter].updated) for parameter in loose]
+            chunks += [(run, pieces) for pieces in cut(shares, self._memory.elements)]
+        chunks.sort(key=lambda chunk: min(piece.parameter.storage.key for piece in chunk[1]))
+        with self._progress.changing():
+            self._loose.clear()
+            self._unopened += chunks
+
+    @property
+    def ready(self) -> bool:
+        """Whether a chunk can be updated without waiting for reads, or for writes to make room."""
+        if not self._memory.has_room:
+            return False
+        self._open_ahead()
+        return bool(self._opened) and self._opened[0].ready
+
+    def first(self, parameters: Iterable[StoredTensor]) -> OpenChunk:
+        """The chunk that is next, opened. `parameters`: as for `cut`."""
+        if not self._opened and not self._unopened:
+            self.cut(parameters)
+        self._open_ahead()
+        return self._opened[0]
+
+    def take_first(self) -> None:
+        """It is not in the queue any more."""
+        self._opened.popleft()
+
+    def _open_ahead(self) -> None:
+        """Open chunks until CHUNKS_AHEAD follow the next one, when the writes before the last update's are done."""
+        self._memory.wait_for_room()
+        while self._unopened and len(self._opened) <= CHUNKS_AHEAD:
+            run, pieces = self._unopened[0]
+            if run.whole and self._opened and pieces[0].count > self._memory.elements:
+                break  # what is larger than a chunk comes alone
+            with self._memory.turn(run, pieces):
+                self._opened.append(OpenChunk(run, pieces, self._stored))
+            self._unopened.popleft()
+
+    def close(self) -> None:
+        """Forget what is left, and give the memory back."""
+        self._loose.clear()
+        self._unopened.clear()
+        opened, self._opened = self._opened, deque()
+        self._memory.close(opened)

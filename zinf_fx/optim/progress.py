@@ -1,0 +1,49 @@
+"""How far a step got: what is known of it after a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.optim import Optimizer
+
+from zinf_fx.interrupts import sealed
+from zinf_fx.optim.states import ParameterStates
+from zinf_fx.optim.torn import TornStep
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+
+
+class Progress:
+    """Which parameters of one step are updated.
+
+    Attributes:
+        begun: those of which elements were updated, or may have been.
+        finished: those of which all were, though maybe not in the store yet.
+        final: whether the gradients may be gone, so that the step can't be taken again.
+        changes: whether something that must be done whole is under way.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._names = [(group["params"], group.get("param_names")) for group in optimizer.param_groups]
+        self.begun: set[StoredTensor] = set()
+        self.finished: set[StoredTensor] = set()
+        self.final = self.changes = False
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Around what must be done whole."""
+        with sealed:
+            self.changes = True
+            yield
+            self.changes = False
+
+    def torn(
+        self, error: BaseException, stored: dict[torch.Tensor, ParameterStates], concerned: Collection[StoredTensor]
+    ) -> TornStep | None:
+        """After `error`, once the writes under way have ended: how far it got; None if nothing changed and the
+        gradients are there still."""
+        if not self.begun and not self.final:
+            return None
+        updated = {p.whole for p in self.finished if stored[p].is_in_store()}
+        return TornStep.after(error, self._names, [p.whole for p in concerned], {p.whole for p in self.begun}, updated)
