@@ -20,9 +20,10 @@ from zinf_fx.config import PRESETS, Config
 from zinf_fx.errors import ConfigError
 from zinf_fx.frontend.abstract import abstract_inputs
 from zinf_fx.frontend.auto_placement import by_rule_here
-from zinf_fx.frontend.capture import Capture, input_names
+from zinf_fx.frontend.capture import Capture
 from zinf_fx.frontend.compiled_modules import when_first_called
 from zinf_fx.frontend.given_plan import check_offloaded, options_with, plans_given
+from zinf_fx.frontend.graph_inputs import input_names
 from zinf_fx.frontend.offload import decided, is_ordinary, note_staying, offload_parameters
 from zinf_fx.frontend.placement import at_first_call
 from zinf_fx.plan.plan import Plan

@@ -4,14 +4,18 @@ model at hand."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 
 from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError, PlanError
+from zinf_fx.passes.ir.fingerprint import check_same
 from zinf_fx.plan.codec import shared_options
 from zinf_fx.plan.files.file import load_plan
-from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.plan import Fingerprint, Plan
+from zinf_fx.plan.schedule import GraphKind
+from zinf_fx.plan.sharding import Groups
 
 # What decides where bytes lie from the offload on: it can't be another one when the graph is compiled.
 _OF_THE_OFFLOAD = ("placement", "host_memory", "chunk")
@@ -57,6 +61,43 @@ def check_offloaded(plans: Sequence[Plan], offloaded: Config) -> None:
             f"the plan is for a model that was offloaded with other options: {differing}. "
             "zinf_fx.offload(model, plan.config, store=...) takes those of a plan"
         )
+
+
+def plan_for(plans: Sequence[Plan], fingerprint: Fingerprint, kind: GraphKind, groups: Groups) -> Plan:
+    """The plan among those given that is for the captured graph, run by `groups` of ranks.
+
+    Raises: PlanError naming the first difference of the first one.
+    """
+    of_kind = [plan for plan in plans if any(graph.kind == kind for graph in plan.graphs)]
+    if not of_kind:
+        what = "trained" if kind == "forward" else "called without gradients"
+        raise PlanError(
+            f"the model is {what}, and no plan given is for that: export one for such a call, and give both"
+        )
+    differences = []
+    for plan in of_kind:
+        try:
+            with about_given(plan):
+                made_for = Groups(plan.replicas, plan.world_size // plan.replicas)
+                if made_for != groups:
+                    raise PlanError(f"it was made for {made_for}, and here are {groups}")
+                check_same(plan.fingerprint, fingerprint)
+            return plan
+        except PlanError as error:
+            differences.append(error)
+    raise differences[0]
+
+
+@contextmanager
+def about_given(plan: Plan) -> Iterator[None]:
+    """Say of a PlanError inside that it is about a given plan."""
+    try:
+        yield
+    except PlanError as error:
+        raise PlanError(
+            f"the plan given ({', '.join(graph.kind for graph in plan.graphs)}) is not for this model as it is called: "
+            f"{error}. Export a plan for it, or leave the option 'plan' out"
+        ) from error
 
 
 def _first_difference(plan: Config, other: Config, names: Sequence[str] | None = None) -> str | None:

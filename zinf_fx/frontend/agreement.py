@@ -1,0 +1,89 @@
+"""The ranks that run one captured graph, and what they have to agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from zinf_fx import ops
+from zinf_fx.config import Config
+from zinf_fx.errors import RanksError
+from zinf_fx.frontend.equal_values import check_equal, mesh_of
+from zinf_fx.frontend.graph_inputs import GraphInput
+from zinf_fx.passes.ir.collectives import group_of, is_collective
+from zinf_fx.passes.ir.framework import GraphContext, key_of
+from zinf_fx.plan.files.digest import digest, digest_of
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.rates import Rates
+from zinf_fx.plan.sharding import Groups
+from zinf_fx.runtime.ranks import ALONE, Ranks
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+from zinf_fx.runtime.tensor.tensor_parallel import of_first, resolved, tensor_ranks
+
+
+class Agreement:
+    """What the ranks that run a graph do alike.
+
+    Attributes:
+        alone: whether this rank plans by itself, for `groups` that may not be there.
+        groups: the ranks that the graph is planned for.
+        mesh: those over which saved activations are divided; None: over none.
+        tensor_ranks: the same, as they communicate.
+    """
+
+    def __init__(self, config: Config, groups: Groups | None, inputs: Sequence[GraphInput]) -> None:
+        """`groups`: to plan for, alone; None: those that train the model."""
+        self._config = config
+        self.alone = groups is not None
+        self._ranks = Ranks.of(config) if groups is None else ALONE
+        self.groups = self._ranks.groups if groups is None else groups
+        self.mesh = mesh_of(config, [one.given for one in inputs])
+        self.tensor_ranks = ALONE
+        if self.mesh is not None and not self.alone:
+            self.tensor_ranks = tensor_ranks(config, self.mesh.get_group())
+        self._unchecked = self.mesh is not None and not self.alone
+        self._collectives: dict[Any, list[str]] = {}  # of the planned graphs, by group
+
+    def check_together(self, inputs: Sequence[GraphInput]) -> None:
+        """Raises: RanksError when other ranks are to run the graph than the parameters were divided over."""
+        for one in inputs:
+            if isinstance(one.taken, StoredTensor) and one.taken.storage.tiers is not None:
+                found = one.taken.storage.share.ranks.size
+                if found != self._ranks.size:
+                    raise RanksError(
+                        f"the model was offloaded for {found} rank(s), and {self._ranks.size} are to run it: "
+                        "initialise torch.distributed before offload(), and keep it until training ends"
+                    )
+
+    def rates_of_first(self, inputs: Sequence[GraphInput], rates: Rates) -> Rates:
+        """The rates that the first of the ranks measured, where choices depend on them."""
+        if self._config.activations != "auto" or self.alone:
+            return rates
+        return of_first(self._config, [one.given for one in inputs], rates, "measured rates")
+
+    def note_collectives(self, graph: fx.Graph, context: GraphContext) -> None:
+        """Those that ranks of tensor parallelism start in this order."""
+        divided = {token for token, tile in context.tiles.items() if tile.activation and tile.partitioned}
+        for node in graph.nodes:
+            if is_collective(node):
+                self._collectives.setdefault(resolved(group_of(node)), []).append(f"{context.kind}: {node.target}")
+            elif node.target is ops.allgather and key_of(node).token in divided:
+                self._collectives.setdefault(self.mesh.get_group(), []).append(f"{context.kind}: activation")
+
+    def compare(self, plan: Plan | None) -> None:
+        """Compare the plan over the ranks, then the model's own collectives and their order over those that take part
+        in them: what recomputing repeats may have been decided otherwise there."""
+        if plan is not None and plan.world_size > 1:
+            self._ranks.agree(digest(plan), "the plan of a graph")
+        if not self.alone:
+            for group, names in self._collectives.items():
+                ranks = tensor_ranks(self._config, group)
+                ranks.agree(f"{len(names)} of digest {digest_of(names)}", "the collectives in a graph")
+
+    def check_first(self, arguments: Sequence[Any]) -> None:
+        """Of the first call alone: what the ranks of tensor parallelism give to it must be equal."""
+        if self._unchecked:
+            check_equal(self.tensor_ranks, arguments)
+            self._unchecked = False

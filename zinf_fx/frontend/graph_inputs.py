@@ -1,0 +1,94 @@
+"""The inputs of Dynamo's graph, and which of them a node of AOTAutograd's is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import (
+    AOTInput,
+    AOTOutput,
+    GradAOTOutput,
+    PlainAOTInput,
+    SubclassGetAttrAOTInput,
+    SubclassGetAttrAOTOutput,
+)
+from torch._guards import GuardSource
+
+from zinf_fx.runtime.tensor.local_parameter import local_input
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """One input of a captured graph.
+
+    Attributes:
+        name: the qualified one, as `named_parameters()` would give it.
+        given: what the caller gives.
+        taken: what the graph takes of that: this rank's part of an offloaded DTensor parameter, else all.
+        seen: what Dynamo knows in its place.
+        comes_with_call: whether it is an argument of the call, or a part of one, and not found in the model or among
+            globals.
+    """
+
+    name: str
+    given: Any
+    taken: Any
+    seen: Any
+    comes_with_call: bool
+
+
+def graph_inputs(module: fx.GraphModule, given: Sequence[Any], seen: Sequence[Any]) -> list[GraphInput]:
+    """The inputs of Dynamo's graph `module`, in order."""
+    sources = [getattr(node, "_dynamo_source", None) for node in module.graph.find_nodes(op="placeholder")]
+    local = [source is None or source.guard_source is GuardSource.LOCAL for source in sources]
+    taken = map(local_input, given)
+    return [GraphInput(*one) for one in zip(input_names(module), given, taken, seen, local, strict=True)]
+
+
+class Origin(NamedTuple):
+    """Which input of Dynamo's graph a node of AOTAutograd's is, or is the gradient of: its index and, if AOTAutograd
+    took a tensor subclass apart, the way from there. AOTAutograd adds inputs of its own and puts them anywhere."""
+
+    index: int
+    attributes: tuple[str, ...] = ()
+
+
+def origin_of(descriptor: AOTInput | AOTOutput | None) -> Origin | None:
+    """The origin that AOTAutograd's own description of an input or of a gradient names; None: there is none."""
+    if isinstance(descriptor, (SubclassGetAttrAOTInput, SubclassGetAttrAOTOutput)):
+        base = origin_of(descriptor.base)
+        return base and Origin(base.index, (*base.attributes, descriptor.attr))
+    if isinstance(descriptor, GradAOTOutput):
+        return origin_of(descriptor.grad_of)
+    return Origin(descriptor.idx) if isinstance(descriptor, PlainAOTInput) else None
+
+
+def roles_of(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[str, str]:
+    """What those inputs of AOTAutograd's graph are, by name, that don't come with the call."""
+    origins = {node.name: origin_of(node.meta.get("desc")) for node in graph.find_nodes(op="placeholder")}
+    roles = {name: "internal" for name, origin in origins.items() if origin is None}
+    return roles | {name: "buffer" for name, one in origins.items() if one and not inputs[one.index].comes_with_call}
+
+
+def input_names(module: fx.GraphModule) -> list[str]:
+    """The qualified name of each input, as `named_parameters()` would give it."""
+    names = []
+    for node in module.graph.find_nodes(op="placeholder"):
+        source = getattr(node, "_dynamo_source", None)
+        name = source.name if source is not None else node.name
+        names.append(_qualified(name() if callable(name) else name))
+    return names
+
+
+def _qualified(source: str) -> str:
+    """`L['self']._modules['a']._modules['0']._parameters['weight']` -> `a.0.weight`; anything else stays."""
+    parts = []
+    for piece in source.replace("]", "").replace("'", "").split("["):
+        parts.append(piece)
+    if len(parts) < 3 or parts[0] != "L":
+        return source
+    keys = [key.split("._")[0] if "._" in key else key for key in parts[2:]]
+    return ".".join(keys)
