@@ -9,15 +9,24 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from zinf_fx.errors import ConfigError
 
 if TYPE_CHECKING:  # it takes seconds to import, and few options need it
     import torch
 
+Natural = Annotated[int, 0]  # with the least that it may be
+Positive = Annotated[int, 1]
+
 Tier = Literal["device", "host", "nvme"]
-TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
+TIERS: tuple[Tier, ...] = get_args(Tier)
+Stage = Literal[0, 1, 2, 3]
+Activations = Literal["keep", "recompute", "offload", "auto"]
+ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
+Partition = Literal["shards", "owner"]
+Reduction = Literal["mean", "sum"]
+LEAST_CHUNK = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -33,7 +42,7 @@ class Placement:
     gradients: Tier = "device"
     optimizer: Tier = "device"
     activations: Tier = "device"
-    stage: int = 3
+    stage: Stage = 3
 
     @property
     def on_nvme(self) -> bool:
@@ -55,8 +64,6 @@ PRESETS: dict[str, Placement] = {
     "infinity-cpu": Placement("host", "host", "host"),
     "infinity-nvme": Placement("nvme", "host", "nvme"),
 }
-
-ACTIVATIONS = ("keep", "recompute", "offload", "auto")
 
 _UNITS = {"": 1, "B": 1, **{f"{p}iB": 1 << 10 * (i + 1) for i, p in enumerate("KMGTP")}}
 _UNITS |= {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGTP")}
@@ -168,21 +175,21 @@ class Config:
 
     store: Path | tuple[Path, ...] | None = None
     placement: Placement | Literal["auto"] = "auto"
-    device_memory: int | None = None
-    host_memory: int | None = None
-    prefetch: tuple[int, int, int] | None = (1, 2, 3)
+    device_memory: Positive | None = None
+    host_memory: Positive | None = None
+    prefetch: tuple[Natural, Natural, Natural] | None = (1, 2, 3)
     residency: bool = True
-    chunk: int = 32 << 20
-    tile: int | Literal["auto"] | None = "auto"
-    activations: str | int = "keep"
+    chunk: Annotated[int, LEAST_CHUNK] = 32 << 20
+    tile: Positive | Literal["auto"] | None = "auto"
+    activations: Activations | Positive = "keep"
     partition_activations: bool = False
-    compute: str = "eager"
+    compute: Literal["eager"] = "eager"
     checksum: bool = True
     strict_direct: bool = False
     process_group: object = None
     mesh: object = None
-    partition: str = "shards"
-    gradient_reduction: str = "mean"
+    partition: Partition = "shards"
+    gradient_reduction: Reduction = "mean"
     reduce_dtype: torch.dtype | None = None
     collective_timeout: float = 600.0
     # The default folder is made on demand; one that the user names must exist, so that a typing error is noticed.
@@ -203,8 +210,8 @@ class Config:
             if getattr(self, name) is not None:
                 set_field(name, parse_bytes(getattr(self, name), name))
         set_field("chunk", parse_bytes(self.chunk, "chunk"))
-        if self.chunk < 1 << 16:
-            raise ConfigError(f"chunk={self.chunk} bytes is too small: the least is 64KiB")
+        if self.chunk < LEAST_CHUNK:
+            raise ConfigError(f"chunk={self.chunk} bytes is too small: the least is {LEAST_CHUNK >> 10}KiB")
         set_field("prefetch", _parse_prefetch(self.prefetch))
         if self.tile not in (None, "auto"):
             set_field("tile", parse_bytes(self.tile, "tile"))
@@ -233,8 +240,8 @@ class Config:
         ):
             raise ConfigError(f"process_group={group!r} is not a torch.distributed.ProcessGroup: see new_group()")
         self._check_mesh()
-        self._check("partition", ("shards", "owner"))
-        self._check("gradient_reduction", ("mean", "sum"))
+        self._check("partition", get_args(Partition))
+        self._check("gradient_reduction", get_args(Reduction))
         if isinstance(self.reduce_dtype, str):
             object.__setattr__(self, "reduce_dtype", getattr(torch, self.reduce_dtype, self.reduce_dtype))
         dtypes = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -322,8 +329,8 @@ def _parse_placement(value: object) -> Placement | Literal["auto"]:
         if state not in states:
             raise ConfigError(f"placement has an unknown state {state!r}; accepted: {', '.join(states)}")
         if state == "stage":
-            if type(tier) is not int or tier not in (0, 1, 2, 3):
-                raise ConfigError(f"placement has stage {tier!r}; accepted: 0, 1, 2, 3")
+            if type(tier) is not int or tier not in get_args(Stage):
+                raise ConfigError(f"placement has stage {tier!r}; accepted: {', '.join(map(str, get_args(Stage)))}")
         elif tier not in TIERS:
             raise ConfigError(f"placement of {state} is {tier!r}; accepted: {', '.join(TIERS)}")
     return Placement(**value)

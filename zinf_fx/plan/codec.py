@@ -1,18 +1,24 @@
-"""Frozen dataclasses to plain JSON values and back, by their fields' types. Nothing but data is read: values of other
-types, unknown fields and numbers out of range are refused with the place where they stand."""
+"""Frozen dataclasses to plain values of JSON or TOML and back, by their fields' types. Nothing but data is read: values
+of other types, unknown fields and numbers out of range are refused, with where they stand, what was found there and
+what is accepted.
+
+msgspec would read a trillion parameters' plan in 5 ms in place of 70, of the 430 that loading it takes. But its errors
+have neither what was found nor what is accepted, and `$.peak[...]` for where; it ignores unknown fields of dataclasses;
+and it knows neither `Config`'s rules, nor texts that must not reach a terminal, nor a field given twice.
+"""
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
 from zinf_fx.config import LARGEST, Config, Placement, shortened
-from zinf_fx.errors import ConfigError, PlanFileError
+from zinf_fx.errors import ConfigError, PlanFileError, ZinfError
 
 # Options that say where a job runs, not what it does.
 LOCAL_OPTIONS = frozenset({"store", "checksum", "strict_direct", "process_group", "mesh", "collective_timeout"})
@@ -22,32 +28,44 @@ _LONGEST_ERROR = 400
 
 def encode(value: object) -> Any:
     """A value as JSON has it. Fields that have their default are left out, but for a `Config`'s."""
-    if isinstance(value, Config):
-        return {name: encode(getattr(value, name)) for name in shared_options()}
-    if isinstance(value, Placement):
-        return {one.name: getattr(value, one.name) for one in fields(value)}
-    if is_dataclass(value):
-        return {one.name: encode(v) for one in fields(value) if (v := getattr(value, one.name)) != _default(one)}
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
     if isinstance(value, (tuple, list)):
         return [encode(one) for one in value]
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
+    if isinstance(value, Config):
+        return {name: encode(getattr(value, name)) for name in shared_options()}
+    if isinstance(value, Placement):
+        return {name: getattr(value, name) for name in defaults(Placement)}
+    if is_dataclass(value):
+        found = ((name, getattr(value, name), default) for name, default in defaults(type(value)).items())
+        return {name: encode(one) for name, one, default in found if one != default}
     raise TypeError(f"a plan has no field of type {type(value).__name__}")
 
 
-def decode(kind: type, value: object, what: str) -> Any:
-    """A value of type `kind` from JSON. Raises: PlanFileError naming the place, as `what.graphs[0].events[3].tile`."""
+def decode(kind: type, value: object, what: str, refusal: type[ZinfError] = PlanFileError) -> Any:
+    """A value of type `kind` from JSON or TOML. A field's type may be `Annotated` with the least number that it has, or
+    with a function that makes its value of what was read and of its name.
+
+    Raises: `refusal` naming the place, as `what: graphs[0].events[3].tile='x' is not a whole number`.
+    """
     try:
         return _reader(kind)(value)
     except _Unfit as unfit:
-        raise PlanFileError(f"{what}{unfit.place}: {unfit}") from None
+        raise refusal(f"{what}: {f'{unfit.place}{unfit}'.lstrip('.: ')}") from None
 
 
 def shared_options() -> list[str]:
     """The names of the options that a plan file holds."""
     return [one.name for one in fields(Config) if one.init and one.name not in LOCAL_OPTIONS]
+
+
+@cache
+def defaults(kind: type) -> dict[str, object]:
+    """The fields of a dataclass, with their defaults; MISSING where there is none."""
+    made = {one.name: one.default_factory for one in fields(kind) if one.default_factory is not MISSING}
+    return {one.name: made[one.name]() if one.name in made else one.default for one in fields(kind)}
 
 
 @cache
@@ -57,52 +75,72 @@ def dtypes() -> dict[str, torch.dtype]:
 
 
 class _Unfit(Exception):
-    """What is wrong with a value, and, as callers add to it, where it stands."""
+    """What is wrong with a value, to be read behind where it stands, which callers add to."""
 
     place = ""
 
-    def inside(self, step: str) -> _Unfit:
-        self.place = step + self.place
+    def inside(self, step: str | int) -> _Unfit:
+        self.place = (f"[{step}]" if isinstance(step, int) else f".{step}") + self.place
         return self
 
 
-_Reader = Callable[[object], Any]
+_Reader = Callable[[Any], Any]
 
 
 @cache
 def _reader(kind: Any) -> _Reader:
     """The function that makes a value of `kind`, or raises _Unfit."""
     if kind is Config:
-        return _config
+        readers = dict.fromkeys(shared_options(), lambda value: value)
+        return _object(readers | {"reduce_dtype": _reader(torch.dtype | None)}, readers, _config)
     if is_dataclass(kind):
-        return _dataclass(kind)
+        hints = get_type_hints(kind, include_extras=True)
+        required = [name for name, default in defaults(kind).items() if default is MISSING]
+        return _object({name: _reader(hints[name]) for name in defaults(kind)}, required, kind)
     if kind is torch.dtype:
         return _dtype
     if kind in (int, str, bool):
         return _plain(kind)
     origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _checked(arguments[1]) if callable(arguments[1]) else _plain(*arguments)
     if origin is Literal:
         return _one_of(arguments)
     if origin is tuple:
         return _list(arguments)
+    if origin is dict:
+        names, values = arguments
+        return _object(dict.fromkeys(get_args(names), _reader(values)), (), dict, least=1)
     if origin in (Union, types.UnionType) and type(None) in arguments:
         (other,) = (each for each in arguments if each is not type(None))
         read = _reader(other)
         return lambda value: None if value is None else read(value)
-    raise TypeError(f"no plan has a field of type {kind}")
+    raise TypeError(f"no field that is read is of type {kind}")
 
 
-def _plain(kind: type) -> _Reader:
+def _plain(kind: type, least: int = -LARGEST) -> _Reader:
     name = {int: "a whole number", str: "a text", bool: "true or false"}[kind]
 
-    def read(value: object) -> object:
+    def read(value: Any) -> object:
         if type(value) is not kind:  # true is no number
-            raise _Unfit(f"{_shown(value)} is not {name}")
-        if kind is int and not -LARGEST <= value <= LARGEST:
-            raise _Unfit(f"{_shown(value)} is out of range")
+            raise _Unfit(f"={_shown(value)} is not {name}")
+        if kind is int and value < least:
+            raise _Unfit(f"={_shown(value)} is less than {least}")
+        if kind is int and value > LARGEST:
+            raise _Unfit(f"={_shown(value)} is out of range")
         if kind is str and not value.isprintable():  # it would command the terminal that it is printed on
-            raise _Unfit(f"{_shown(value)} has characters that can't be printed")
+            raise _Unfit(f"={_shown(value)} has characters that can't be printed")
         return value
+
+    return read
+
+
+def _checked(check: Callable[[object, str], object]) -> _Reader:
+    def read(value: object) -> object:
+        try:
+            return check(value, "")
+        except ConfigError as error:
+            raise _Unfit(str(error)) from None
 
     return read
 
@@ -110,7 +148,7 @@ def _plain(kind: type) -> _Reader:
 def _one_of(accepted: tuple[object, ...]) -> _Reader:
     def read(value: object) -> object:
         if not isinstance(value, str) or value not in accepted:
-            raise _Unfit(f"{_shown(value)} is none of {', '.join(map(str, accepted))}")
+            raise _Unfit(f"={_shown(value)} is none of {', '.join(map(str, accepted))}")
         return value
 
     return read
@@ -123,70 +161,56 @@ def _list(kinds: tuple[Any, ...]) -> _Reader:
 
     def read(value: object) -> tuple:
         if not isinstance(value, list) or not (repeated or len(value) == len(readers)):
-            raise _Unfit(f"{_shown(value)} is not a list" + ("" if repeated else f" of {len(readers)}"))
-        found, each = [], readers * len(value) if repeated else readers
-        for number, (one, reader) in enumerate(zip(value, each, strict=True)):
-            try:
-                found.append(reader(one))
-            except _Unfit as unfit:
-                raise unfit.inside(f"[{number}]") from None
-        return tuple(found)
+            raise _Unfit(f"={_shown(value)} is not a list" + ("" if repeated else f" of {len(readers)}"))
+        made: list[object] = []
+        try:
+            for one, read_one in zip(value, readers * len(value) if repeated else readers, strict=True):
+                made.append(read_one(one))
+        except _Unfit as unfit:
+            raise unfit.inside(len(made)) from None
+        return tuple(made)
 
     return read
 
 
-def _dataclass(kind: type) -> _Reader:
-    hints = get_type_hints(kind)
-    readers = {one.name: _reader(hints[one.name]) for one in fields(kind)}
-    required = [one.name for one in fields(kind) if _default(one) is MISSING]
+def _object(readers: Mapping[str, _Reader], required: Collection[str], make: Callable, least: int = 0) -> _Reader:
+    """Of named fields, at least so many."""
 
     def read(value: object) -> object:
-        if not isinstance(value, dict):
-            raise _Unfit(f"{_shown(value)} is not an object of {', '.join(readers)}")
-        for name in required:
-            if name not in value:
-                raise _Unfit(f"'{name}' is missing")
+        if not isinstance(value, dict) or len(value) < least:
+            raise _Unfit(f"={_shown(value)} is not a table of {', '.join(readers)}")
         made = {}
         for name, one in value.items():
             if name not in readers:
-                raise _Unfit(f"unknown field {_shown(name)}; accepted: {', '.join(readers)}")
+                raise _Unfit(f": unknown field {_shown(name)}; accepted: {', '.join(readers)}")
             try:
                 made[name] = readers[name](one)
             except _Unfit as unfit:
-                raise unfit.inside(f".{name}") from None
-        return kind(**made)
+                raise unfit.inside(name) from None
+        for name in required:
+            if name not in made:
+                raise _Unfit(f": '{name}' is missing; needed: {', '.join(required)}")
+        return make(**made)
 
     return read
 
 
-def _config(value: object) -> Config:
-    if not isinstance(value, Mapping):
-        raise _Unfit(f"{_shown(value)} is not an object of options")
-    accepted = shared_options()
-    if unknown := sorted(set(value) - set(accepted)):
-        raise _Unfit(f"unknown option {_shown(unknown[0])}; accepted: {', '.join(accepted)}")
-    if missing := [name for name in accepted if name not in value]:
-        raise _Unfit(f"'{missing[0]}' is missing")
-    reduce_dtype = None if value["reduce_dtype"] is None else _dtype(value["reduce_dtype"])
+def _config(**options: object) -> Config:
     try:
-        config = Config.of(None, {**value, "reduce_dtype": reduce_dtype})
+        config = Config.of(None, options)
     except (ConfigError, TypeError, ValueError, OverflowError) as error:
-        raise _Unfit(str(error)[:_LONGEST_ERROR]) from None
+        raise _Unfit(f": {error}"[:_LONGEST_ERROR]) from None
     if not isinstance(config.placement, Placement):
-        raise _Unfit("the placement is not decided")
+        raise _Unfit(": the placement is not decided")
     return config
 
 
 def _dtype(value: object) -> torch.dtype:
     found = dtypes().get(value) if isinstance(value, str) else None
     if found is None:
-        raise _Unfit(f"{_shown(value)} is no dtype")
+        raise _Unfit(f"={_shown(value)} is no dtype")
     return found
 
 
-def _default(one: Field) -> object:
-    return one.default_factory() if one.default_factory is not MISSING else one.default
-
-
 def _shown(value: object) -> str:
-    return f"a {type(value).__name__}" if isinstance(value, (dict, list)) else shortened(value)
+    return "{...}" if isinstance(value, dict) else "[...]" if isinstance(value, list) else shortened(value)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from zinf_fx.config import Config
+from zinf_fx.config import Config, Natural, Positive
 from zinf_fx.errors import PlanFileError
 from zinf_fx.plan.codec import encode
 from zinf_fx.plan.journeys import Journeys
@@ -31,10 +31,10 @@ class Choice:
         leaves: whether what is saved leaves the device; None: `Config.activations` says so for all.
     """
 
-    first: int
-    end: int
+    first: Natural
+    end: Natural
     recomputed: bool | None = None
-    segment: int | None = None
+    segment: Natural | None = None
     leaves: bool | None = None
 
 
@@ -51,7 +51,7 @@ class Fingerprint:
     torch: str
     zinf_fx: str
     lines: tuple[str, ...]
-    nodes: tuple[int, ...]
+    nodes: tuple[Natural, ...]
 
     def text(self, node: int) -> str:
         """The line of a node."""
@@ -70,12 +70,12 @@ class Plan:
 
     graphs: tuple[GraphSchedule, ...]
     config: Config
-    world_size: int = 1
-    gradient_buffer: int = 0
-    activation_buffer: int = 0
-    kept: int = 0
+    world_size: Positive = 1
+    gradient_buffer: Natural = 0
+    activation_buffer: Natural = 0
+    kept: Natural = 0
     regions: MemoryRegions = field(default_factory=MemoryRegions)
-    tile_limit: int | None = None
+    tile_limit: Natural | None = None
     choices: tuple[Choice, ...] = ()
     fingerprint: Fingerprint | None = None
 

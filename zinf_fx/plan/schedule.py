@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from zinf_fx.config import Tier
+from zinf_fx.config import Natural, Positive, Tier
 
 GraphKind = Literal["forward", "backward", "inference"]
 EventKind = Literal[
@@ -42,19 +42,19 @@ class Tile:
         partitioned: whether each rank has no more than its shard of the parameter between uses.
     """
 
-    index: int
+    index: Natural
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[Natural, ...]
     dtype: torch.dtype
     tier: Tier
     gradient_tier: Tier | None
-    rows: tuple[int, int] | None = None
+    rows: tuple[Natural, Natural] | None = None
     activation: bool = False
-    ranks: int = 1
-    shard: int = 0
+    ranks: Positive = 1
+    shard: Natural = 0
     partitioned: bool = False
-    replicas: int = 1
-    segment: int = 0
+    replicas: Positive = 1
+    segment: Natural = 0
     owned: bool = False
 
     @property
@@ -122,11 +122,11 @@ class Event:
     """
 
     kind: EventKind
-    tile: int
+    tile: Natural
     operator: int
     turn: bool = False
     resident: bool = False
-    offset: int | None = None
+    offset: Natural | None = None
 
 
 @dataclass(frozen=True)
@@ -143,12 +143,12 @@ class Operator:
         dtype: of most of its flops; None where there are none.
     """
 
-    index: int
+    index: Natural
     label: str
-    nodes: int
-    flops: int = 0
-    product_bytes: int = 0
-    other_bytes: int = 0
+    nodes: Natural
+    flops: Natural = 0
+    product_bytes: Natural = 0
+    other_bytes: Natural = 0
     dtype: torch.dtype | None = None
 
 
@@ -193,7 +193,7 @@ class MemoryRegions:
         chunk_elements: of a chunk of the optimizer's step, for which that is enough; 0: there is no step.
     """
 
-    host: int = 0
-    device: int = 0
-    chunks: int = 0
-    chunk_elements: int = 0
+    host: Natural = 0
+    device: Natural = 0
+    chunks: Natural = 0
+    chunk_elements: Natural = 0

@@ -6,13 +6,12 @@ A description is a TOML file; those beside this one are found by name. `load` ch
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Literal, get_args
 
-from zinf_fx.config import LARGEST, parse_bytes, parse_positive, parse_rate, shortened
+from zinf_fx.config import Positive, parse_bytes, parse_positive, parse_rate, shortened
 from zinf_fx.errors import ConfigError
 
 # -- what a value may be ----------------------------------------------------------------------------------------------
@@ -22,12 +21,6 @@ def _number(value: object, name: str, wanted: str = "a positive number") -> floa
     if isinstance(value, str):
         raise ConfigError(f"{name}={shortened(value)} is not {wanted}")
     return parse_positive(value, name, wanted)
-
-
-def _count(value: object, name: str) -> int:
-    if type(value) is not int or not 1 <= value <= LARGEST:
-        raise ConfigError(f"{name}={shortened(value)} is not a whole number of at least 1")
-    return value
 
 
 def _share(value: object, name: str) -> float:
@@ -43,38 +36,21 @@ def _text(value: object, name: str) -> str:
     return value
 
 
-DTYPES = ("float32", "float16", "bfloat16")
-
-
-def _peaks(value: object, name: str) -> dict[str, float]:
-    if not isinstance(value, Mapping) or not value:
-        raise ConfigError(f"{name}={value!r} is not a table of FLOP per second, by dtype: {', '.join(DTYPES)}")
-    if unknown := sorted(set(value) - set(DTYPES)):
-        raise ConfigError(f"{name} has an unknown dtype {unknown[0]!r}; accepted: {', '.join(DTYPES)}")
-    return {dtype: _number(peak, f"{name}.{dtype}") for dtype, peak in value.items()}
-
-
 def _endurance(value: object, name: str) -> int | None:
     return None if value == "unknown" else parse_bytes(value, name)
 
 
-def _truth(value: object, name: str) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r} is not true or false")
-    return value
-
+Dtype = Literal["float32", "float16", "bfloat16"]
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
 # A field's type, and the function that makes it of a value and the field's name, or refuses the value.
 _Bytes = Annotated[int, parse_bytes]
 _Rate = Annotated[float, parse_rate]
-_Seconds = Annotated[float, _number]
-_Count = Annotated[int, _count]
+_Number = Annotated[float, _number]
 _Share = Annotated[float, _share]
 _Text = Annotated[str, _text]
 _Endurance = Annotated[int | None, _endurance]
 _Updates = Annotated[float | None, _number]
-_Truth = Annotated[bool, _truth]
-_Peaks = Annotated[dict[str, float], _peaks]
 
 
 # -- the description --------------------------------------------------------------------------------------------------
@@ -104,7 +80,7 @@ class Link:
     """Bytes per second in one direction, and seconds until the first byte arrives."""
 
     bandwidth: _Rate
-    latency: _Seconds
+    latency: _Number
 
 
 @dataclass(frozen=True)
@@ -126,10 +102,10 @@ class Hardware:
     """
 
     name: _Text
-    nodes: _Count
-    ranks_per_node: _Count
+    nodes: Positive
+    ranks_per_node: Positive
     achievable: _Share
-    peak: _Peaks
+    peak: dict[Dtype, _Number]
     device: Memory
     host: Memory
     nvme: Disks
@@ -138,7 +114,7 @@ class Hardware:
     in_node: Link
     between_nodes: Link
     updates: _Updates = None
-    unified: _Truth = False
+    unified: bool = False
 
     @property
     def ranks(self) -> int:
@@ -204,33 +180,10 @@ def load(name: str) -> Hardware:
 
 def parse(text: str, source: str) -> Hardware:
     """A description from TOML; `source` is named in errors. Raises: ConfigError."""
+    from zinf_fx.plan.codec import decode  # it imports torch, which takes seconds, and `--help` needs names alone
+
     try:
         content = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # of TOML, and for what it nests or counts too far
         raise ConfigError(f"hardware {source} is not TOML: {error}") from error
-    try:
-        return _build(Hardware, content, "")
-    except ConfigError as error:
-        raise ConfigError(f"hardware {source}: {error}") from error
-
-
-def _build(kind: type, table: object, where: str) -> Any:
-    """An instance of a dataclass from a table: each of its fields that has no default, and nothing but its fields."""
-    accepted = [one.name for one in fields(kind)]
-    needed = [one.name for one in fields(kind) if one.default is MISSING]
-    if not isinstance(table, Mapping):
-        raise ConfigError(f"{where}={table!r} is not a table of {', '.join(accepted)}")
-    inside = f"{where}." if where else ""
-    if unknown := sorted(set(table) - set(accepted)):
-        raise ConfigError(f"unknown field {inside + unknown[0]!r}; accepted: {', '.join(accepted)}")
-    if missing := [name for name in needed if name not in table]:
-        raise ConfigError(f"field {inside + missing[0]!r} is missing; needed: {', '.join(needed)}")
-    kinds = get_type_hints(kind, include_extras=True)
-    return kind(**{name: _made(kinds[name], value, inside + name) for name, value in table.items()})
-
-
-def _made(kind: Any, value: object, name: str) -> Any:
-    if is_dataclass(kind):
-        return _build(kind, value, name)
-    _, check = get_args(kind)
-    return check(value, name)
+    return decode(Hardware, content, f"hardware {source}", ConfigError)
