@@ -23,8 +23,12 @@ OPTIMIZERS = {
     "NAdam": ({"lr": 1e-2}, {}),
     "RAdam": ({"lr": 1e-2}, {}),
 }
-# GradScaler refuses to unscale fp16 gradients for others: their parameters are in fp32.
-SCALED_IN_FP16 = ("AdamW", "Adam", "SGD", "Adagrad")
+# GradScaler refuses to unscale fp16 gradients for others, fused Adagrad of torch 2.11 among them: they are in fp32.
+SCALED_IN_FP16 = {
+    name
+    for name in ("AdamW", "Adam", "SGD", "Adagrad")
+    if hasattr(getattr(torch.optim, name)([torch.zeros(1)], fused=True), "_step_supports_amp_scaling")
+}
 
 
 class Net(nn.Module):

@@ -62,7 +62,18 @@ def step_without_hooks(inner: Optimizer) -> None:
     step = type(inner).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__
+    if isinstance(inner, torch.optim.Adagrad):
+        _give_first_states(inner)
     step(inner)
+
+
+def _give_first_states(inner: torch.optim.Adagrad) -> None:
+    """States of parameters without any. Up to torch 2.11, Adagrad makes them at construction, and no step does."""
+    for group in inner.param_groups:
+        new = [p for p in group["params"] if p.grad is not None and not inner.state[p]]
+        if new:
+            options = {name: group[name] for name in inner.defaults if name in group}
+            inner.state.update(torch.optim.Adagrad(new, **options).state)
 
 
 def step_groups(optimizer: Optimizer, kind: type[Optimizer], groups: list[Group], state: Mapping[Any, Any]) -> None:
