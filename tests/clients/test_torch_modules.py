@@ -61,13 +61,10 @@ CASES = {
     "TransformerEncoder with dropout": (encoder, batches((2, 8, 32))),
     "Transformer, encoder and decoder": (transformer, batches((2, 8, 32), (2, 6, 32))),
 }
-# Dynamo captures nothing of these, so that torch.compile alone offloads nothing of them.
-UNCAPTURED = ("LSTM, tied embedding", "GRU, tied embedding")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.row("torch", name)) for name in CASES])
 def test_module(row: Row, tmp_path: Path, name: str) -> None:
     make, inputs = CASES[name]
-    ways = [way for way in WAYS if way != "one line" or name not in UNCAPTURED]
-    row.ran += "; " + ", ".join(ways)
-    compare_training(row, make, inputs, tmp_path / "store", ways)
+    row.ran += "; " + ", ".join(WAYS)
+    compare_training(row, make, inputs, tmp_path / "store", WAYS)
