@@ -59,7 +59,7 @@ NAMES: dict[str, str] = {
     "torch._C._functions.AccumulateGrad": "runtime/gradients/leaf.py finds the leaves behind a node",
     "torch.Tensor._use_count": "frontend/offload.py sees whether autograd has recorded a parameter",
     "torch._subclasses.fake_tensor.unset_fake_temporarily": "equal_values.py compares graphs while tensors are fake",
-    "torch._guards.GuardSource.LOCAL": "capture.py tells what comes with a call from the model's buffers",
+    "torch._guards.GuardSource.LOCAL": "graph_inputs.py tells what comes with a call from the model's buffers",
     "torch._guards.TracingContext.get": "capture.py plans a graph after it was captured, as if while it was",
     "torch._guards.tracing": "capture.py, likewise",
     "torch._guards.detect_fake_mode": "local_inputs.py makes fakes of inputs that Dynamo doesn't know",

@@ -107,8 +107,8 @@ def overlap(plan: dict) -> None:
 
 BROKEN: dict[str, tuple[Callable[[dict], object], str]] = {
     "no format": (lambda p: p.pop("format"), "no plan: it has no field"),
-    "schema of tomorrow": (lambda p: p.update(schema=3), "has schema 3, and this version"),
-    "schema of yesterday": (lambda p: p.update(schema=1), "has schema 1, and .* reads 2: export it again"),
+    "schema of tomorrow": (lambda p: p.update(schema=4), "has schema 4, and this version"),
+    "schema of yesterday": (lambda p: p.update(schema=1), "has schema 1, and .* reads 3: export it again"),
     "schema as text": (lambda p: p.update(schema="1"), "has schema str"),
     "missing field": (lambda p: p.pop("config"), "'config' is missing"),
     "missing option": (

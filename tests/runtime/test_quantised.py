@@ -10,7 +10,9 @@ from twins import fresh_dynamo  # noqa: F401
 
 import zinf_fx
 from zinf_fx import StoredTensor
-from zinf_fx.errors import StoredTensorError
+from zinf_fx.errors import BudgetError, StoredTensorError
+from zinf_fx.frontend.explain import plans_of
+from zinf_fx.plan.show.table import render
 
 
 class Packed(torch.Tensor):
@@ -81,6 +83,30 @@ def test_quantised_parameters_stay_in_memory_and_a_warning_says_so(kind, nbytes,
         call(x).square().sum().backward()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert one is other or torch.equal(one.grad.full_tensor(), other.grad)
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_what_is_quantised_after_offloading_stays(kind):
+    """As a parameter in the place of a stored one, and in a module that takes another's place."""
+    model = zinf_fx.offload(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), placement="host")
+    plain = quantised(kind)
+    with pytest.warns(UserWarning, match=rf"1 frozen .*, {QUANTISED[kind]}, stay .* such as 'weight'"):
+        model[0].weight = plain[1].weight
+    with pytest.warns(UserWarning, match=rf"1 frozen .*, {QUANTISED[kind]}, stay .* such as '1.weight'"):
+        model[1] = plain[1]
+    assert model[0].weight is model[1].weight is plain[1].weight
+    assert isinstance(model[0].bias, StoredTensor) and isinstance(model[1].bias, StoredTensor)
+
+
+def test_what_stays_in_memory_is_counted_in_the_plan():
+    model, x = torch.nn.Sequential(*quantised("tensor subclass"), torch.nn.BatchNorm1d(8)), torch.randn(2, 8)
+    nbytes = 8 * 4 + 8 * 4 + (8 * 4 + 8 * 4 + 8)  # packed values and scales; two statistics and a count of batches
+    (plan,) = plans_of(model, (x,), placement="host")
+    assert plan.unmoved == nbytes and f"unmoved    {nbytes} B of buffers and parameters" in render(plan)
+    moved, kept = 3 * 256 + 3 * 32, plan.kept  # a tile and gradients on their way, in the fullest operator
+    plans_of(model, (x,), placement="host", device_memory=nbytes + kept + moved)
+    with pytest.raises(BudgetError, match=rf"buffers, and parameters that are not stored +{nbytes} B"):
+        plans_of(model, (x,), placement="host", device_memory=nbytes + kept + moved - 1)
 
 
 def test_what_is_quantised_while_a_model_is_built_stays():

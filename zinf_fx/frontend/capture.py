@@ -17,7 +17,7 @@ from zinf_fx.config import Config, Placement
 from zinf_fx.frontend.agreement import Agreement
 from zinf_fx.frontend.equal_values import replicas_of
 from zinf_fx.frontend.given_plan import about_given, plan_for
-from zinf_fx.frontend.graph_inputs import graph_inputs, origin_of, roles_of
+from zinf_fx.frontend.graph_inputs import graph_inputs, origin_of, roles_of, unmoved_bytes
 from zinf_fx.frontend.local_inputs import taking_local, traced
 from zinf_fx.frontend.parameter_writes import refusing_lost_writes
 from zinf_fx.frontend.tiles import gradient_positions, placed, tiles_of
@@ -169,6 +169,7 @@ class Capture:
             tiles,
             gradient_positions(joint.graph, tiles, arguments["num_fwd_outputs"]),
             len(output.args[0]) - arguments["num_fwd_outputs"],
+            unmoved=unmoved_bytes(self._inputs),
             rates=self._rates or NOMINAL,
         )
         fingerprint = fingerprint_of(joint.graph, context, roles_of(joint.graph, self._inputs))
@@ -217,7 +218,7 @@ class Capture:
     def _evaluation(self, module: fx.GraphModule, placement: Placement | None = None) -> None:
         """Plan a graph without backward, as `_training`."""
         tiles = tiles_of(module.graph, self._inputs, self._together.groups, placement)
-        context = GraphContext("inference", placed(self.config, placement), tiles)
+        context = GraphContext("inference", placed(self.config, placement), tiles, unmoved=unmoved_bytes(self._inputs))
         fingerprint = fingerprint_of(module.graph, context, roles_of(module.graph, self._inputs))
         if self._plans:
             plan = plan_for(self._plans, fingerprint, "inference", self._together.groups)

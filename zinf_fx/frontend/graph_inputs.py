@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import (
     AOTInput,
@@ -18,6 +19,7 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._guards import GuardSource
 
 from zinf_fx.runtime.tensor.local_parameter import local_input
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,22 @@ def roles_of(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[str, str]:
     origins = {node.name: origin_of(node.meta.get("desc")) for node in graph.find_nodes(op="placeholder")}
     roles = {name: "internal" for name, origin in origins.items() if origin is None}
     return roles | {name: "buffer" for name, one in origins.items() if one and not inputs[one.index].comes_with_call}
+
+
+def unmoved_bytes(inputs: Sequence[GraphInput]) -> int:
+    """Bytes of the inputs that are the model's own and not stored: buffers, and parameters that stay in memory."""
+    own = [one.taken for one in inputs if isinstance(one.taken, torch.Tensor) and not one.comes_with_call]
+    return sum(bytes_in_memory(tensor) for tensor in own if not isinstance(tensor, StoredTensor))
+
+
+def bytes_in_memory(tensor: torch.Tensor) -> int:
+    """Bytes that the elements take: of a wrapper subclass, those of the tensors in it; of what was expanded, once."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        inner, _ = tensor.__tensor_flatten__()
+        return sum(bytes_in_memory(getattr(tensor, name)) for name in inner)
+    if tensor.layout != torch.strided:
+        return tensor.nbytes
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def input_names(module: fx.GraphModule) -> list[str]:

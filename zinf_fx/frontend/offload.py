@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from zinf_fx.config import Config, Placement
 from zinf_fx.errors import ConfigError, StoredTensorError, ZinfError
 from zinf_fx.frontend.auto_placement import choose
+from zinf_fx.frontend.graph_inputs import bytes_in_memory
 from zinf_fx.interrupts import held_back
 from zinf_fx.plan.sharding import Owners, shards_of
 from zinf_fx.runtime.gradients.accumulate import accumulate_gradient, reduced, reserve_gradient
@@ -276,18 +277,11 @@ def note_staying(parameters: Mapping[str, object]) -> None:
         return
     (name, parameter), *_ = parameters.items()
     warnings.warn(
-        f"{len(parameters)} frozen parameter(s), {in_words(sum(map(_bytes_in_memory, parameters.values())))}, stay on "
-        f"their device and are in no plan, such as '{name}', a {type(parameter).__name__}: only plain nn.Parameter can "
-        "be stored. Leave room for them in device_memory, or offload the model before it is quantised",
+        f"{len(parameters)} frozen parameter(s), {in_words(sum(map(bytes_in_memory, parameters.values())))}, stay on "
+        f"their device, such as '{name}', a {type(parameter).__name__}: only plain nn.Parameter can be stored. Plans "
+        "count them in device_memory. To store them, offload the model before it is quantised",
         stacklevel=3,
     )
-
-
-def _bytes_in_memory(tensor: torch.Tensor) -> int:
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return tensor.nbytes
-    inner, _ = tensor.__tensor_flatten__()
-    return sum(_bytes_in_memory(getattr(tensor, name)) for name in inner)
 
 
 def check_storable(parameter: torch.Tensor, what: str) -> None:

@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 
 from zinf_fx.config import Config
-from zinf_fx.frontend.offload import offload_parameters
+from zinf_fx.frontend.offload import note_staying, offload_parameters
 from zinf_fx.runtime.tensor.local_parameter import stored_parameter
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
@@ -40,7 +40,8 @@ def _module_registered(parent: torch.nn.Module, name: str, module: torch.nn.Modu
 
 def _store_like(before: Mapping[str, StoredTensor], now: Mapping[str, torch.nn.Parameter | None]) -> None:
     """Move the ordinary parameters among those of `now`, if they are such that can be stored now, to where those of
-    `before` with their names are."""
+    `before` with their names are. Say which of them stay in memory, such as quantised ones."""
+    note_staying({name: parameter for name, parameter in now.items() if name in before})
     together: dict[Config, dict[str, torch.nn.Parameter]] = {}
     for name, parameter in now.items():  # in this order, which all ranks have
         if name not in before:

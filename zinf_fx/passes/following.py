@@ -65,7 +65,7 @@ def _check_followed(plan: Plan, modules: Sequence[tuple[fx.GraphModule, GraphCon
             _check_items(f"the {theirs.kind} graph's {name}", getattr(theirs, name), getattr(ours, name))
         if theirs.separate_device != ours.separate_device:
             raise PlanError("the plan is for a device whose memory is " + _whose(theirs) + ", and this one's is not")
-    for name in ("gradient_buffer", "activation_buffer", "kept", "regions"):
+    for name in ("gradient_buffer", "activation_buffer", "kept", "unmoved", "regions"):
         if getattr(plan, name) != getattr(made, name):
             raise PlanError(f"{name} of the plan is {getattr(plan, name)}, and that of the model {getattr(made, name)}")
     for module, _ in modules:

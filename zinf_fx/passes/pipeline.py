@@ -254,6 +254,7 @@ def plan_of(graphs: Sequence[tuple[fx.Graph, GraphContext]]) -> Plan:
         gradient_buffer=last.gradient_buffer,
         activation_buffer=first.activation_buffer,
         kept=last.kept,
+        unmoved=last.unmoved,
         regions=last.regions,
         tile_limit=last.tile_limit,
         choices=last.choices,

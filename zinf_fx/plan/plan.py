@@ -15,7 +15,7 @@ from zinf_fx.plan.journeys import Journeys
 from zinf_fx.plan.schedule import GraphKind, GraphSchedule, MemoryRegions
 
 FORMAT = "zinf_fx plan"
-SCHEMA = 2
+SCHEMA = 3
 """Version of the fields of a plan file: another one for every change of them."""
 
 
@@ -63,7 +63,8 @@ class Plan:
     """The schedule of one captured graph: forward and backward, or inference alone.
 
     `gradient_buffer`, `activation_buffer`: bytes of gradients, and of activations, that may be on their way to NVMe at
-    once. `kept`: bytes of activations that stay where they were computed, from forward to backward. `regions`: what the
+    once. `kept`: bytes of activations that stay where they were computed, from forward to backward. `unmoved`: bytes of
+    the model's buffers, and of parameters that are not stored, which are on the device throughout. `regions`: what the
     events' offsets lie in. `tile_limit`: bytes above which parameters were divided. `choices`: what is recomputed, what
     is saved, and what of that leaves. `fingerprint`: what the plan is for; None where it was made by hand.
     """
@@ -74,6 +75,7 @@ class Plan:
     gradient_buffer: Natural = 0
     activation_buffer: Natural = 0
     kept: Natural = 0
+    unmoved: Natural = 0
     regions: MemoryRegions = field(default_factory=MemoryRegions)
     tile_limit: Natural | None = None
     choices: tuple[Choice, ...] = ()

@@ -74,6 +74,7 @@ class GraphContext:
         undivided: by token, why a parameter that exceeds the tile limit is one tile nevertheless.
         staying: tiles that are in memory throughout: from a use before the graph to one after it.
         kept: bytes of activations that stay on the device from forward to backward.
+        unmoved: bytes of buffers, and of parameters that are not stored, which are on the device throughout.
         tensor_ranks: how many ranks divide parameters, and activations; 1: activations are whole.
         rates: of the machine that the plan is for.
         regions: what the plan's transfer buffers take of each memory.
@@ -92,6 +93,7 @@ class GraphContext:
     undivided: Mapping[str, str] = field(default_factory=dict)
     staying: tuple[TileKey, ...] = ()
     kept: int = 0
+    unmoved: int = 0
     tensor_ranks: int = 1
     rates: Rates = NOMINAL
     regions: MemoryRegions = field(default_factory=MemoryRegions)
@@ -112,7 +114,7 @@ class GraphContext:
     def limit(self) -> int | None:
         """Bytes for all that is moved: of the memories, what lives in them leaves; None: no limit."""
         device, host = self.config.device_memory, self.config.host_memory
-        limits = [device - self.kept - self.living_on_device.total] if device is not None else []
+        limits = [device - self.unmoved - self.kept - self.living_on_device.total] if device is not None else []
         return min([*limits, host - self.living.total] if host is not None else limits, default=None)
 
     @property

@@ -45,7 +45,7 @@ def refusal_of_buffers(plan: Plan, context: GraphContext) -> str:
     else:
         memory, nbytes, buffers = "device_memory", most_on_device(plan), device_buffers(plan)
         living, where, beside = context.living_on_device, "host or nvme", "gradients on their way, and gaps"
-        rest = nbytes - living.total - plan.kept
+        rest = nbytes - plan.unmoved - living.total - plan.kept
     needed = profile(buffers, Clock(plan).end)
     fullest = needed.index(max(needed))
     there = sorted(
@@ -85,6 +85,7 @@ def _rows(parts: list[tuple[str, int]], context: GraphContext) -> str:
     needed = [
         *_living("in host memory", context.living if config.host_memory is not None else HostUse("")),
         *_living("on the device", context.living_on_device if config.device_memory is not None else HostUse("")),
+        ("buffers, and parameters that are not stored", context.unmoved if config.device_memory is not None else 0),
         ("activations kept for backward", context.kept if config.device_memory is not None else 0),
         *parts,
     ]
@@ -107,7 +108,7 @@ def _options(ledger: Ledger, operator: int, context: GraphContext) -> Iterator[s
     """What the user can change, each by itself enough, or at least of help."""
     config, living = context.config, context.living
     moved = ledger.at(operator) + context.gradient_buffer + context.activation_buffer
-    on_device = moved + context.kept + context.living_on_device.total
+    on_device = moved + context.unmoved + context.kept + context.living_on_device.total
     if config.device_memory is not None and config.device_memory < on_device:
         yield _budget("device_memory", on_device)
         yield from _elsewhere(context.living_on_device, "host or nvme")

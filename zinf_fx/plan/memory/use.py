@@ -211,10 +211,10 @@ def most(plan: Plan) -> int:
 
 
 def most_on_device(plan: Plan) -> int:
-    """Bytes that a plan takes of a device with memory of its own: the states and activations that live there, the
-    region of tiles, and the gradients on their way out."""
+    """Bytes that a plan takes of a device with memory of its own: what is there throughout, activations, the region of
+    tiles, and the gradients on their way out."""
     states = living_on_device(plan.config.placement, list(tiles_of(plan).values()))
-    return states.total + plan.kept + plan.regions.device + max(map(_leaving, plan.graphs), default=0)
+    return plan.unmoved + states.total + plan.kept + plan.regions.device + max(map(_leaving, plan.graphs), default=0)
 
 
 def _leaving(graph: GraphSchedule) -> int:

@@ -183,7 +183,8 @@ def _none_faster(others: int) -> str:
 
 
 def _activations(plans_with: Callable[[Placement], Sequence[Plan]], sizes: Sizes, config: Config, rooms: Rooms) -> int:
-    """Bytes that are saved for backward and live where the placement says; none where their policy decides that."""
+    """Bytes beside the states: those that are saved for backward and live where the placement says, and those that no
+    plan moves; none where the policy of activations decides what is saved."""
     if config.activations in ("offload", "auto"):
         return 0
     try:
@@ -194,7 +195,7 @@ def _activations(plans_with: Callable[[Placement], Sequence[Plan]], sizes: Sizes
         except BudgetError as error:
             raise BudgetError(f"placement 'auto' finds none that fits. With all states on nvme: {error}") from None
     leaving = (tile.held_nbytes for plan in plans for tile in tiles_of(plan).values() if tile.activation)
-    return sum(plan.kept for plan in plans) + sum(leaving)
+    return sum(plan.unmoved + plan.kept for plan in plans) + sum(leaving)
 
 
 def _held(plans: Sequence[Plan], placement: Placement, there: Rooms) -> Candidate:
@@ -204,7 +205,7 @@ def _held(plans: Sequence[Plan], placement: Placement, there: Rooms) -> Candidat
         tiles = list(tiles_of(plan).values())
         in_flight = [flow for graph in plan.graphs for flow in flows(plan, graph)]
         moved = max((flow.device for flow in in_flight), default=0)
-        device = max(device, living_on_device(placement, tiles).total + plan.kept + moved)
+        device = max(device, plan.unmoved + living_on_device(placement, tiles).total + plan.kept + moved)
         read = max((flow.host for flow in in_flight), default=0)
         host = max(host, living_on_host(placement, tiles).total + read + plan.regions.chunks)
         nvme = max(nvme, living_on_nvme(placement, tiles).total)

@@ -12,10 +12,11 @@ from zinf_fx.sizes import in_words
 
 def in_flight(plan: Plan, graph: GraphSchedule) -> Curve:
     """Bytes on the device, and stacked on them those still in host memory. The budget of both is what `device_memory`
-    leaves beside what lives on the device, and the activations that stay there for backward."""
+    leaves beside what is on the device throughout, and the activations that stay there for backward."""
     budget = plan.config.device_memory
     if budget is not None:
-        budget -= plan.kept + living_on_device(plan.config.placement, list(tiles_of(plan).values())).total
+        states = living_on_device(plan.config.placement, list(tiles_of(plan).values())).total
+        budget -= plan.unmoved + states + plan.kept
     of_graph = flows(plan, graph)
     on_device, in_host = [flow.device for flow in of_graph], [flow.host for flow in of_graph]
     return Curve(on_device, in_host, budget=budget, first=HEAD)

@@ -225,6 +225,8 @@ def _header(plan: Plan) -> str:
         text = f"saved      {in_words(plan.kept)} of activations stay on the device from forward to backward"
         where = f", {in_words(gone)} in {_count(len(leaving), 'tile')} go to {leaving[0].tier}" if leaving else ""
         lines.append(text + where)
+    if plan.unmoved:
+        lines.append(f"unmoved    {in_words(plan.unmoved)} of buffers and parameters stay on the device throughout")
     if divided := [tile for tile in leaving if tile.partitioned]:
         lines.append(
             f"divided    {_count(len(divided), 'activation')} over {divided[0].ranks} ranks of tensor parallelism: "

@@ -92,8 +92,8 @@ def waits(simulation: Simulation) -> list[Slice]:
 
 
 def memory_curves(plan: Plan, simulation: Simulation) -> list[MemoryCurve]:
-    """What lives on the device, is kept for backward and in flight there; and what the host arena holds. Operator by
-    operator: from the end of the one before, whatever the head holds from the graph's beginning."""
+    """What is on the device throughout, kept for backward and in flight there; and what the host arena holds.
+    Operator by operator: from the end of the one before, whatever the head holds from the graph's beginning."""
     ends = {job.name: timing.end for job, timing in zip(simulation.jobs, simulation.timings, strict=True)}
     times: list[float] = []
     device: list[int] = []
@@ -104,7 +104,7 @@ def memory_curves(plan: Plan, simulation: Simulation) -> list[MemoryCurve]:
         of_graph, arena = flows(plan, graph), arena_by_operator(plan, graph)
         for flow, in_arena in zip(of_graph, arena, strict=True):
             times.append(now)
-            device.append(living + plan.kept + flow.device)
+            device.append(plan.unmoved + living + plan.kept + flow.device)
             host.append(in_arena)
             if flow.operator != HEAD:
                 now = ends[f"{graph.kind} {flow.operator}"]
