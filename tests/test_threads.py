@@ -16,6 +16,7 @@ from twins import Net, assert_nothing_leaked, assert_same_gradients, fresh_dynam
 
 import zinf_fx
 from zinf_fx.errors import OptimizerError
+from zinf_fx.frontend.backend import zinf
 
 __all__ = ["fresh_dynamo", "pair"]  # fixtures
 
@@ -57,7 +58,7 @@ def together(*actions: Callable[[], object]) -> list[object]:
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(actions))]
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(actions))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -200,6 +201,32 @@ def test_gradients_after_threads_are_those_of_one(pair: tuple[Net, Net]) -> None
         call(batch).backward()
         plain(batch).backward()
         assert_same_gradients(model, plain)
+
+
+@pytest.mark.timeout(120)
+def test_two_threads_that_compile_and_one_of_them_between_steps(pair: tuple[Net, Net]) -> None:
+    """While one thread compiles, another that keeps graphs from running compiles too: Dynamo has one lock for both."""
+    plain, model = pair
+    optimizer = zinf_fx.optim.AdamW(model.parameters())
+    within, compiling = threading.Event(), threading.Event()
+
+    def backend(module: torch.fx.GraphModule, inputs: list) -> Callable:
+        compiling.set()
+        return zinf(module, inputs)
+
+    def save() -> Tensor:
+        with optimizer.between_steps():
+            within.set()
+            compiling.wait()
+            return torch.compile(torch.sin, backend="eager")(torch.ones(2))
+
+    def train() -> Tensor:
+        within.wait()
+        return torch.compile(model, backend=backend)(batch)
+
+    batch = x()
+    saved, trained = together(save, train)
+    assert torch.equal(saved, torch.ones(2).sin()) and torch.equal(trained, plain(batch))
 
 
 @pytest.mark.parametrize("in_backward", [False, True], ids=["overlapped", "in backward"])

@@ -120,15 +120,13 @@ def _offloaded(
     are for stored parameters, and the first call computes what later ones do.
     """
     names = input_names(module)
-    capture = Capture(module, abstract_inputs(inputs, config, names), config, plans, seen=inputs)
-    compiled = capture.compile()
+    compiled = Capture(module, abstract_inputs(inputs, config, names), config, plans, seen=inputs).compile()
     note_staying(dict(zip(names, inputs, strict=True)))
     leaving: dict[str, torch.nn.Parameter] = {}
     for number, (name, value) in enumerate(zip(names, inputs, strict=True)):
         if is_ordinary(value):
             leaving[f"{name} (input {number})" if name in leaving else name] = value
     offload_parameters(leaving, config)
-    capture.reserve(inputs)
     return compiled
 
 

@@ -122,11 +122,16 @@ class Capture:
                 keep_inference_input_mutations=True,
             )
         self._together.compare(self.plan)
-        self.reserve(given)  # not in `partition_fn`, where tensors are fake
         self._inputs = []  # all is planned by now, and the model may die before its compiled code
 
+        reserved = False
+
         def call(*arguments: Any) -> Any:
+            nonlocal reserved
             arguments = [local_input(argument) for argument in arguments]
+            if not reserved:
+                self._reserve(arguments)
+                reserved = True
             self._together.check_first(arguments)
             for argument in arguments:
                 if isinstance(argument, StoredTensor):
@@ -231,12 +236,16 @@ class Capture:
         self._together.note_collectives(module.graph, context)
         self.plan = replace(plan_of([(module.graph, context)]), fingerprint=fingerprint)
 
-    def reserve(self, inputs: Sequence[Any]) -> None:
-        """Set apart what the plan takes of the memories that the stored parameters among `inputs` share."""
+    def _reserve(self, arguments: Sequence[Any]) -> None:
+        """Set apart what the plan takes of the memories that the stored parameters among `arguments` share.
+
+        At the first call, and not while Dynamo compiles for one thread at a time: a thread that waits for `RUNNING`
+        then may be waited for by the thread that has it.
+        """
         plan = self.plan
         if plan is None:
             return
-        storages = [tensor.storage for tensor in map(local_input, inputs) if isinstance(tensor, StoredTensor)]
+        storages = [tensor.storage for tensor in arguments if isinstance(tensor, StoredTensor)]
         with RUNNING.turn():
             for tiers in {storage.tiers for storage in storages} - {None}:
                 devices = {s.device for s in storages if s.tiers is tiers and not s.device.in_host_memory}

@@ -270,8 +270,7 @@ class Streamed(Optimizer):
         """A block in which parameters and states are those after one step, whatever other threads do: for saving.
 
         It begins when the step under way is in the store and no compiled graph runs. Until it ends, other threads that
-        step or run a compiled graph wait: nothing in it may wait for them, nor, on a CUDA device, call backward. Nor
-        may a call in it be one that compiles: Dynamo compiles for one thread at a time, and that may be a waiting one.
+        step or run a compiled graph wait: nothing in it may wait for them, nor, on a CUDA device, call backward.
 
         Raises: OptimizerError after a torn step, so that no good checkpoint is overwritten; with `step_in_backward`,
         from when backward has updated its first parameter until `step()` has updated the last: save after `step()` or,
