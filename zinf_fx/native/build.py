@@ -9,6 +9,7 @@ from cffi import FFI
 HERE = Path("zinf_fx/native")  # setuptools wants paths relative to setup.py
 SOURCES = (
     "engine.c",
+    "state.c",
     "requests.c",
     "io_thread.c",
     "blocks.c",
@@ -20,7 +21,7 @@ SOURCES = (
     "provider_threads.c",
 )
 HEADERS = ("engine.h", "checksum.h", "folding.h", "blocks.h", "merging.h", "state.h", "faults.h", "provider.h")
-SEEN_BY_PYTHON = ("checksum.h", "engine.h")
+SEEN_BY_PYTHON = ("folding.h", "checksum.h", "engine.h")
 
 
 def declarations() -> str:

@@ -1,7 +1,5 @@
 #include "checksum.h"
 
-#include "folding.h"
-
 #include <pthread.h>
 #include <string.h>
 

@@ -7,13 +7,13 @@
 #ifndef ZINF_CHECKSUM_H
 #define ZINF_CHECKSUM_H
 
+#include "folding.h"
+
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
 /* cdef begin */
-
-#define ZINF_PAGE 4096
 
 /* Continues `crc` (0 at the start) over the data. The second never uses the processor's instruction. */
 uint32_t zinf_crc32c(uint32_t crc, const void *data, size_t length);

@@ -9,7 +9,6 @@
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/stat.h>
-#include <time.h>
 #include <unistd.h>
 
 static const struct zinf_provider *const providers[] = {
@@ -18,38 +17,6 @@ static const struct zinf_provider *const providers[] = {
     &zinf_provider_threads,
     &zinf_provider_buffered,
 };
-
-int64_t zinf_now_ns(void)
-{
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
-}
-
-void zinf_cond_init(pthread_cond_t *cond)
-{
-    pthread_condattr_t attributes;
-    pthread_condattr_init(&attributes);
-    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    pthread_cond_init(cond, &attributes);
-    pthread_condattr_destroy(&attributes);
-}
-
-void zinf_wake(zinf_engine *engine)
-{
-    uint64_t one = 1;
-    while (write(engine->wake, &one, sizeof one) < 0 && errno == EINTR)
-        ;
-}
-
-void zinf_engine_unref(zinf_engine *engine)
-{
-    if (atomic_fetch_sub(&engine->references, 1) > 1)
-        return;
-    pthread_mutex_destroy(&engine->mutex);
-    free(engine->parts);
-    free(engine);
-}
 
 const char *zinf_provider_name(int index)
 {

@@ -4,11 +4,13 @@
 
 #include "engine.h"
 
+#include <stdatomic.h>
+
 #define ZINF_MAX_FAULTS 16
 
 /* The owner locks. */
 struct zinf_faults {
-    unsigned armed;
+    atomic_uint armed; /* who sees none, needs no lock */
     uint64_t fired;
     struct {
         zinf_fault fault;

@@ -7,7 +7,13 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Whether the processor can. To be called before `zinf_fold_pages`, once. */
+/* cdef begin */
+
+#define ZINF_PAGE 4096
+
+/* cdef end */
+
+/* Whether the processor can, without which there is no `zinf_fold_pages`. To be called before it, once. */
 bool zinf_prepare_folding(void);
 
 /* Continues `crcs[k]` over page k of `pages` consecutive ones. */

@@ -17,8 +17,10 @@ static const int64_t NEVER = INT64_MAX;
 
 static bool hit_by_fault(zinf_engine *engine, int stage, const struct slot *slot, zinf_fault *fault)
 {
+    if (!atomic_load(&engine->faults.armed))
+        return false;
     pthread_mutex_lock(&engine->mutex);
-    bool hit = engine->faults.armed && zinf_faults_hit(&engine->faults, stage, slot->request->operation, fault);
+    bool hit = zinf_faults_hit(&engine->faults, stage, slot->request->operation, fault);
     pthread_mutex_unlock(&engine->mutex);
     return hit;
 }
