@@ -67,3 +67,36 @@ def test_a_stored_model_in_distributed_data_parallel_is_warned_of():
     for texts in on_ranks(2, stored):
         (text,) = texts
         assert "wraps 2 stored parameters, and holds 288 B of memory" in text and "evaluation_mode=True" in text
+
+
+def accumulated(rank: int) -> list[bool]:
+    """Whether losses, gradients and parameters of a stored model in DistributedDataParallel equal those of a plain one,
+    after steps that accumulate two micro-batches: the first without synchronisation, by the wrapper's own means."""
+    found = []
+    for stored in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        if stored:
+            zinf_fx.offload(model, placement="zero-3")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            wrapped = DistributedDataParallel(model)
+        run = torch.compile(wrapped, backend="zinf") if stored else wrapped
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1, fused=True)
+        generator = torch.Generator().manual_seed(rank)
+        values = []
+        for _ in range(2):
+            with wrapped.no_sync():
+                run(torch.randn(3, 8, generator=generator)).square().sum().backward()
+            loss = run(torch.randn(3, 8, generator=generator)).square().sum()
+            loss.backward()
+            values += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(values + [p.detach().clone() for p in model.parameters()])
+    return [torch.equal(mine, plain) for plain, mine in zip(*found, strict=True)]
+
+
+def test_no_sync_of_a_wrapper_accumulates_stored_gradients_as_plain_ones():
+    for same in on_ranks(2, accumulated):
+        assert len(same) == 14 and all(same), same

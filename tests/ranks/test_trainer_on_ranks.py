@@ -1,4 +1,4 @@
-"""transformers' Trainer on two ranks, as torchrun starts it."""
+"""transformers' Trainer on two ranks, as torchrun starts it, accumulating two micro-batches."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def trained(rank: int, folder: str) -> dict[str, object]:
         torch.manual_seed(0)
         model = _gpt2()
         arguments = transformers.TrainingArguments(
-            output_dir=f"{folder}/{name}", per_device_train_batch_size=2, max_grad_norm=10, num_train_epochs=1,
-            learning_rate=1e-2, weight_decay=0.1, logging_steps=1, save_strategy="no", eval_strategy="epoch",
-            report_to=[], use_cpu=True, disable_tqdm=True, seed=0, **options,
+            output_dir=f"{folder}/{name}", per_device_train_batch_size=2, gradient_accumulation_steps=2,
+            max_grad_norm=10, num_train_epochs=2, learning_rate=1e-2, weight_decay=0.1, logging_steps=1,
+            save_strategy="no", eval_strategy="epoch", report_to=[], use_cpu=True, disable_tqdm=True, seed=0, **options,
         )  # fmt: skip
         if options:
             zinf_fx.offload(model, placement="zero-3", collective_timeout=60)
@@ -38,6 +38,7 @@ def trained(rank: int, folder: str) -> dict[str, object]:
         )
         if options:
             run.model_wrapped = run.accelerator.prepare_model(run.model, evaluation_mode=True)
+            run.model_wrapped.no_sync = zinf_fx.no_sync
         run.train()
     plain, stored = runs.values()
     same = [

@@ -1,8 +1,12 @@
-"""Who wraps a stored model in DistributedDataParallel is told what that costs, before anything is held."""
+"""Who wraps a stored model in DistributedDataParallel is told what that costs, before anything is held.
+
+Its `no_sync` holds for the stored parameters, too: accelerate and transformers accumulate gradients by it.
+"""
 
 from __future__ import annotations
 
 import warnings
+import weakref
 
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -23,6 +27,8 @@ def _wrapped(parent: torch.nn.Module, name: str, module: torch.nn.Module | None)
         and own not in parent.parameters_to_ignore
         and stored_parameter(parameter) is not None
     ]
+    for parameter in trained:
+        stored_parameter(parameter).storage.share.wrapper = weakref.ref(parent)
     if trained:
         nbytes = in_words(sum(one.numel() * one.dtype.itemsize for one in trained))
         warnings.warn(

@@ -43,7 +43,8 @@ def reduced(parameter: StoredTensor, gradient: torch.Tensor, name: str) -> torch
     what was accumulated under `no_sync`. Itself where there is nothing to reduce, or not now. `name`: for errors."""
     before = parameter.grad
     waits = isinstance(before, StoredTensor) and before.storage.share.unreduced
-    if parameter.storage.share.ranks.size == 1 or not (synchronises() or (before is not None and not waits)):
+    share = parameter.storage.share
+    if share.ranks.size == 1 or not (synchronises(share) or (before is not None and not waits)):
         return gradient
     if waits:
         gradient = gradient + before.full_tensor()
@@ -54,7 +55,8 @@ def reduced(parameter: StoredTensor, gradient: torch.Tensor, name: str) -> torch
 def take_unreduced(parameter: StoredTensor) -> StoredTensor | None:
     """The `grad` of this rank alone, if a backward pass is to reduce it now, tile by tile; it is None then."""
     before = parameter.grad
-    if not (synchronises() and isinstance(before, StoredTensor) and before.storage.share.unreduced):
+    unreduced = isinstance(before, StoredTensor) and before.storage.share.unreduced
+    if not (unreduced and synchronises(parameter.storage.share)):
         return None
     parameter.grad = None
     return before
@@ -66,7 +68,8 @@ def reduced_part(
     """As `reduced`, for the elements from `start` on. `before`: a gradient to which it is to be added."""
     grad = parameter.grad
     stays = isinstance(grad, StoredTensor) and grad.storage.share.unreduced
-    if parameter.storage.share.ranks.size == 1 or not (synchronises() or (grad is not None and not stays)):
+    share = parameter.storage.share
+    if share.ranks.size == 1 or not (synchronises(share) or (grad is not None and not stays)):
         return gradient
     if before is not None:
         window = before.storage.settled().device_window(start, gradient.numel()).read_only()

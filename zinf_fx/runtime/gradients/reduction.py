@@ -10,6 +10,7 @@ import torch
 
 from zinf_fx.runtime.ranks import Collective
 from zinf_fx.runtime.recorder import RECORDER
+from zinf_fx.runtime.tensor.share import Share
 from zinf_fx.runtime.tensor.storage import TensorStorage
 
 _blocks = 0  # of no_sync that are open; autograd runs backward of CUDA graphs in a thread of its own
@@ -19,8 +20,9 @@ _blocks = 0  # of no_sync that are open; autograd runs backward of CUDA graphs i
 def no_sync() -> Iterator[None]:
     """Backward passes in the block accumulate this rank's own gradients, without reducing them over the ranks.
 
-    As `DistributedDataParallel.no_sync`: the first backward pass after the block reduces the sum. Gradients are not
-    partitioned until then, whatever the stage. With one rank there is nothing to reduce.
+    As `DistributedDataParallel.no_sync`, which a model that is wrapped heeds as well: the first backward pass after the
+    block reduces the sum. Gradients are not partitioned until then, whatever the stage. With one rank there is nothing
+    to reduce.
     """
     global _blocks
     _blocks += 1
@@ -30,9 +32,10 @@ def no_sync() -> Iterator[None]:
         _blocks -= 1
 
 
-def synchronises() -> bool:
-    """Whether a backward pass reduces gradients now."""
-    return not _blocks
+def synchronises(share: Share) -> bool:
+    """Whether a backward pass reduces the gradient of the parameter that this is the share of now."""
+    wrapper = None if share.wrapper is None else share.wrapper()
+    return not _blocks and (wrapper is None or wrapper.require_backward_grad_sync)
 
 
 class Reduction:

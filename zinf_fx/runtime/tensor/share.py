@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from zinf_fx.plan.sharding import Shards
 from zinf_fx.runtime.ranks import ALONE, Collective, Ranks
@@ -26,6 +29,7 @@ class Share:
         agreed: whether every rank that has all elements has the same.
         unreduced: whether these are gradients of this rank alone.
         part_of: the process groups over whose ranks the tensor is divided that this is a part of (tensor parallelism).
+        wrapper: of a model with this parameter, whose `no_sync` holds for it too.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class Share:
         self.agreed = True
         self.unreduced = False
         self.part_of: tuple[dist.ProcessGroup, ...] = ()
+        self.wrapper: weakref.ref[DistributedDataParallel] | None = None
         self._numel = numel
 
     @property
@@ -81,7 +86,8 @@ class Share:
 
     def take_state(self, other: Share) -> None:
         """Be what `other` is: of the same tensor under another dtype, shape or device, with its value."""
-        self.agreed, self.unreduced, self.part_of = other.agreed, other.unreduced, other.part_of
+        self.agreed, self.unreduced = other.agreed, other.unreduced
+        self.part_of, self.wrapper = other.part_of, other.wrapper
 
     def settle(self) -> None:
         """Wait until the shares of others that are on their way are there."""
