@@ -6,11 +6,15 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from ranks import tensor_parallel as tp
 from ranks import training
 from ranks.launching import on_ranks
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import zinf_fx
+from zinf_fx.runtime.tensor.local_parameter import stored_parameter
 
 STEPS: list[Callable[[nn.Module], nn.Module]] = [lambda m: m.to("cpu"), lambda m: m.float(), lambda m: m.double()]
 
@@ -49,3 +53,41 @@ def converted(rank: int) -> dict[str, bool]:
 def test_two_ranks_train_on_after_conversions_as_distributed_data_parallel():
     for found in on_ranks(2, converted):
         assert all(found.values()), found
+
+
+def train_in_parallel(gpt: nn.Module, run: nn.Module) -> list[torch.Tensor | float]:
+    """Losses, gradients and parameters of steps with one optimizer before and after a conversion to what the model is,
+    and with another one after that to double, which gradients take part in."""
+    found: list[torch.Tensor | float] = []
+    one, other = (torch.optim.AdamW(tp.groups(gpt), fused=True, **tp.STEPS) for _ in range(2))
+    for convert, optimizer in ((lambda m: m.to("cpu"), one), (lambda m: m.float(), one), (lambda m: m.double(), other)):
+        convert(gpt)
+        if optimizer is other:
+            found += [p.grad.full_tensor().clone() for p in gpt.parameters() if isinstance(p, DTensor)]
+        found += tp.train(run, optimizer, (0, 1), 1)
+        ((tokens, targets),) = next(iter(tp.batches(1, 1, 1)))[0]
+        run(tokens, targets).backward()
+    return found + list(tp.values(gpt).values())
+
+
+def converted_in_parallel(rank: int) -> list[str]:
+    """What differs from PyTorch's tensor parallelism, and parameters whose stored part is another object by the end."""
+    mesh: DeviceMesh = tp.mesh_of(1, 2)["tp"]
+    plain = tp.parallel(tp.model(), mesh)
+    expected, wrong = train_in_parallel(plain, plain), []
+    for placement, compiled in (("host", False), ("nvme", True)):
+        gpt = zinf_fx.offload(tp.parallel(tp.model(), mesh), placement=placement)
+        before = [stored_parameter(p) for p in gpt.parameters()]
+        found = train_in_parallel(gpt, torch.compile(gpt, backend="zinf") if compiled else gpt)
+        for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+            same = mine.equal(theirs) if isinstance(mine, torch.Tensor) else mine == theirs
+            wrong += [] if same else [f"{placement}: {number} of {len(found)}"]
+        after = [stored_parameter(p) for p in gpt.parameters()]
+        wrong += [f"{placement}: {one}" for one, two in zip(before, after, strict=True) if one is not two]
+        wrong += [f"{placement}: {one} in memory" for one in after if stored_parameter(one.whole).dtype != torch.double]
+    return wrong
+
+
+def test_tensor_parallel_models_train_on_after_conversions_as_plain_ones():
+    for wrong in on_ranks(2, converted_in_parallel):
+        assert not wrong

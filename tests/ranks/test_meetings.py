@@ -65,6 +65,22 @@ def alone(rank: int, folder: str) -> dict[str, Found]:
     return found
 
 
+def staged(rank: int, folder: str) -> bool:
+    """Whether a plain model loads what two ranks save in the background, while they change it."""
+    plain, stored = training.model(seed=1), zinf_fx.offload(training.model(), placement="zero-3")
+    saving = dcp.async_save(stored.state_dict(), checkpoint_id=folder, process_group=dist.new_group())
+    with torch.no_grad():
+        for parameter in stored.parameters():
+            parameter.zero_()
+    saving.result()
+    dcp.load(plain.state_dict(), checkpoint_id=folder)
+    return all(map(torch.equal, plain.parameters(), training.model().parameters()))
+
+
+def test_two_ranks_save_asynchronously(tmp_path: Path):
+    assert on_ranks(2, staged, str(tmp_path)) == [True, True]
+
+
 @pytest.mark.slow
 def test_one_rank_alone_is_told_what_the_others_do(tmp_path: Path):
     first, second = on_ranks(2, alone, str(tmp_path))

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file, storage_ptr
 from torch import nn
 
@@ -513,6 +514,21 @@ def test_memory_for_readers_from_outside(make: Make, tmp_path):
     save_file(states, tmp_path / "model.safetensors")
     for name, value in load_file(tmp_path / "model.safetensors").items():
         assert torch.equal(value, states[name].full_tensor())
+
+
+def test_an_asynchronous_checkpoint_has_what_it_was_asked_to_save(make: Make, tmp_path):
+    model = nn.ParameterDict({"a": make(matrix()), "b": make(matrix() + 1), "empty": make(torch.empty(0))})
+    model["tied"] = model["a"]
+    wanted = {name: value.full_tensor() for name, value in model.items()}
+    states = {"model": model.state_dict(), "view": model["a"].detach()[1:]}
+    saving = dcp.async_save(states, checkpoint_id=tmp_path)
+    with torch.no_grad():
+        model["a"].zero_()
+    saving.result()
+    dcp.load(states, checkpoint_id=tmp_path)
+    assert torch.equal(states["view"].full_tensor(), wanted["a"][1:])
+    for name, value in wanted.items():
+        assert torch.equal(model[name].full_tensor(), value)
 
 
 def test_an_interrupt_while_a_value_is_read_harms_no_memory(tmp_path):

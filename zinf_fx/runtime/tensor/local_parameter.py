@@ -5,6 +5,11 @@
 ranks. A `LocalParameter`, a leaf with the same bytes, stands for it where zinf works on parameters: captured graphs
 take it in place of the DTensor, so that the gradient is the local one by the time it is reduced; gradients arrive for
 it; optimizers step it. Its `grad` is the local tensor of the DTensor's, where users look.
+
+The DTensor keeps its local tensor, that keeps the LocalParameter, and that knows the DTensor, weakly. But Module.to()
+gives no other implementation to a tensor that anybody holds weakly. So from the local tensor's conversion, or its
+detachment, with which that begins, to the next use, the LocalParameter holds the DTensor itself. Then it becomes what
+stands for the local tensor that was swapped in: optimizers know it, and keep states for it.
 """
 
 from __future__ import annotations
@@ -17,7 +22,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from zinf_fx.errors import StoredTensorError
-from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter, take_gradient
+from zinf_fx.runtime.tensor.stored_tensor import (
+    StoredTensor,
+    as_parameter,
+    hook_gradient,
+    take_gradient,
+    take_implementation,
+)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -38,13 +49,16 @@ def stored_parameter(parameter: object) -> StoredTensor | None:
     local = local_part(parameter)
     if not isinstance(local, StoredTensor):
         return None
-    if local.parameter is local:
+    leaf = local.parameter
+    if not isinstance(leaf, LocalParameter) or leaf.found() is not parameter:
         with torch.inference_mode(False):
-            LocalParameter.of_whole(parameter, local).expect_gradient()
+            leaf = LocalParameter.of_whole(parameter, local)
+            leaf.expect_gradient()
         if not isinstance(local_part(parameter.grad), StoredTensor):
             _store_gradient(parameter)
-    local.parameter.expect_gradient()  # users freeze and unfreeze the DTensor
-    return local.parameter
+    leaf.follow(parameter, local)
+    leaf.expect_gradient()  # users freeze and unfreeze the DTensor
+    return leaf
 
 
 def local_input(value: object) -> object:
@@ -71,7 +85,8 @@ def placed_as(whole: DTensor, other: DTensor) -> torch.Tensor:
 class LocalParameter(StoredTensor):
     """See [Note: DTensor parameters]."""
 
-    _whole: weakref.ref[DTensor] | None = None  # None: of a stand-in inside a graph that is being captured
+    # None: of a stand-in inside a graph that is being captured
+    _whole: weakref.ref[DTensor] | DTensor | None = None
 
     @classmethod
     def of_whole(cls, whole: DTensor, local: StoredTensor) -> LocalParameter:
@@ -87,14 +102,29 @@ class LocalParameter(StoredTensor):
         base, _, _ = context
         return LocalParameter(inner["token"], base._replace(shape=outer_size))
 
+    def found(self) -> DTensor | None:
+        """The DTensor, if there still is one: what was detached from its local tensor keeps this, too."""
+        return self._whole() if isinstance(self._whole, weakref.ref) else self._whole
+
     @property
     def whole(self) -> torch.Tensor:
         """The DTensor."""
         if self._whole is None:
             return self
-        whole = self._whole()
-        assert whole is not None, "its local tensor keeps this, and goes with it"
+        whole = self.found()
+        assert whole is not None, "who works on this has it from the DTensor"
         return whole
+
+    def hold(self) -> None:
+        self._whole = self.found()
+
+    def follow(self, whole: DTensor, local: StoredTensor) -> None:
+        """Know the DTensor weakly, and stand for `local`, its local tensor by now."""
+        if isinstance(self._whole, DTensor):
+            self._whole = weakref.ref(whole)
+        if self.token is not local.token:
+            with torch.inference_mode(False):
+                take_implementation(self, LocalParameter(local.token, local.base, storage=local.storage))
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -118,14 +148,15 @@ class LocalParameter(StoredTensor):
         return bool(before) or any(hook is not _store_gradient for hook in after.values())
 
     def expect_gradient(self) -> None:
-        if self._whole is None:
+        whole = self.found()
+        if whole is None:
             return
-        whole = self.whole
         if self.requires_grad != whole.requires_grad:
             self.requires_grad_(whole.requires_grad)
-        if not self._expects_gradient and whole.requires_grad:
-            self._expects_gradient = True
-            whole.register_post_accumulate_grad_hook(_store_gradient)
+        local = local_part(whole)
+        if not local._expects_gradient and whole.requires_grad:
+            local._expects_gradient = True  # goes where the implementation of the DTensor goes
+            hook_gradient(whole, _store_gradient)
 
     def shown(self, tensor: torch.Tensor) -> torch.Tensor:
         return distributed_as(self.whole, tensor)

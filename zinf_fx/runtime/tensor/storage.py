@@ -266,6 +266,10 @@ class TensorStorage:
         """This. So `tensor.storage().data_ptr()` is for a stored tensor what it is for any: see `data_ptr`."""
         return self
 
+    def __deepcopy__(self, memo: dict) -> TensorStorage:
+        """This: who copies a tensor with all its attributes, as async_save does, has the bytes themselves elsewhere."""
+        return self
+
     def data_ptr(self) -> int:
         """An address that tells this storage from every other, stored or not: where somebody holds a `snapshot`, that
         of the bytes; else the bytes are not there."""

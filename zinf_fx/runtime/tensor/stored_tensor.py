@@ -55,6 +55,9 @@ class Base(NamedTuple):
     tier: Tier
     config: Config
 
+    def __deepcopy__(self, memo: dict) -> Base:
+        return self
+
 
 class StoredTensor(torch.Tensor):
     """A tensor whose bytes live in the store. Made by `offload`, `offloading`, the executor and the optimizers."""
@@ -222,7 +225,6 @@ class StoredTensor(torch.Tensor):
         with torch.inference_mode(False):
             twin = as_parameter(self._stored_again(value.dtype, self.device, value)).requires_grad_(self.requires_grad)
         twin.storage.share.agreed = storage.share.ranks.size == 1
-        self.__dict__.pop("_in_memory", None)
         take_implementation(self, twin)
 
     def data_ptr(self) -> int:
@@ -238,6 +240,12 @@ class StoredTensor(torch.Tensor):
             value = self._replay(whole.view(self.base.shape))
         self._in_memory = whole, value
         return value.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """That of the memory whose address `data_ptr()` gave last: torch.distributed.checkpoint.async_save copies it.
+        One without bytes where nobody asked for an address."""
+        held = self.__dict__.get("_in_memory")
+        return super().untyped_storage() if held is None else held[1].untyped_storage()
 
     def _has_no_memory(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise StoredTensorError(
@@ -294,15 +302,8 @@ class StoredTensor(torch.Tensor):
             return
         with RUNNING.turn():
             if not self._expects_gradient:
-                self._register_hooks()
+                hook_gradient(self, take_gradient)
                 self._expects_gradient = True
-
-    def _register_hooks(self) -> None:
-        self._backward_hooks = self._backward_hooks
-        hooks = self._post_accumulate_grad_hooks
-        self._post_accumulate_grad_hooks = hooks = OrderedDict() if hooks is None else hooks
-        if take_gradient not in hooks.values():
-            self.register_post_accumulate_grad_hook(take_gradient)
 
     @property
     def has_gradient_hooks(self) -> bool:
@@ -350,7 +351,15 @@ class StoredTensor(torch.Tensor):
         return value
 
     def _twin(self) -> StoredTensor:
-        return StoredTensor(self.token, self.base, self.views, self if self.views else None, self._storage)
+        twin = StoredTensor(self.token, self.base, self.views, self if self.views else None, self._storage)
+        return self._handed_on(twin)
+
+    def _handed_on(self, twin: StoredTensor) -> StoredTensor:
+        """`twin`, which may take this tensor's place in a DTensor parameter: see [Note: DTensor parameters]."""
+        if self._local_of is not None:
+            self._local_of.hold()
+            twin.parameter = self._local_of
+        return twin
 
     def _meta(self) -> torch.Tensor:
         """A tensor without values that has this one's metadata."""
@@ -376,15 +385,10 @@ class StoredTensor(torch.Tensor):
 
     def _convert(self, kwargs: dict) -> StoredTensor:
         """What Module.to() makes of this tensor: another stored tensor on the same tier."""
-        if self._local_of is not None:
-            raise StoredTensorError(
-                f"the local tensor of a DTensor parameter, of shape {tuple(self.shape)}, is stored, and can't be "
-                "converted any more: convert the model before offloading it"
-            )
         dtype = kwargs.get("dtype") or self.dtype
         target = torch.device(kwargs.get("device") or self.device)
         check_device(target, "this stored tensor")
-        return self._stored_again(dtype, target)
+        return self._handed_on(self._stored_again(dtype, target))
 
     @held_back
     def _stored_again(
@@ -594,10 +598,21 @@ def _gather_kernel(token: torch.Tensor, shape: list[int], dtype: torch.dtype, de
 ops.implement_gather(_gather_kernel)
 
 
+def hook_gradient(tensor: torch.Tensor, take: Callable[[torch.Tensor], None]) -> None:
+    """Let `take` see each gradient that autograd leaves in a leaf. Its present implementation may not know the hooks
+    yet that were registered before."""
+    tensor._backward_hooks = tensor._backward_hooks
+    hooks = tensor._post_accumulate_grad_hooks
+    tensor._post_accumulate_grad_hooks = hooks = OrderedDict() if hooks is None else hooks
+    if take not in hooks.values():
+        tensor.register_post_accumulate_grad_hook(take)
+
+
 def take_implementation(tensor: torch.Tensor, twin: StoredTensor) -> None:
     """Give the object `tensor` the implementation, class and attributes of `twin`, which nothing else may use."""
     torch._C._swap_tensor_impl(tensor, twin)
-    tensor.__class__ = StoredTensor
+    tensor.__class__ = type(twin)
+    tensor.__dict__.pop("_in_memory", None)
     tensor.__dict__.update(twin.__dict__)
     tensor._expects_gradient = False  # autograd doesn't know the hooks of this implementation yet
     tensor.expect_gradient()
