@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import logging
 import time
@@ -65,6 +66,15 @@ def alone(rank: int, folder: str) -> dict[str, Found]:
     return found
 
 
+def left_alone(rank: int) -> Found | None:
+    """What the first rank is told after the other one has ended."""
+    model = zinf_fx.offload(training.model(), placement="zero-3")
+    if rank:
+        atexit._run_exitfuncs()
+        return None
+    return first_error(lambda: torch.save(model.state_dict(), io.BytesIO()))
+
+
 def staged(rank: int, folder: str) -> bool:
     """Whether a plain model loads what two ranks save in the background, while they change it."""
     plain, stored = training.model(seed=1), zinf_fx.offload(training.model(), placement="zero-3")
@@ -79,6 +89,12 @@ def staged(rank: int, folder: str) -> bool:
 
 def test_two_ranks_save_asynchronously(tmp_path: Path):
     assert on_ranks(2, staged, str(tmp_path)) == [True, True]
+
+
+def test_a_rank_is_told_that_the_other_one_ended():
+    (text, seconds, _), _ = on_ranks(2, left_alone)
+    assert "for the others to come to the gather of parameter 'tokens.weight', and rank 1 ended" in text, text
+    assert seconds < SOON and "call full_tensor() of each value of its state_dict on every rank first" in text
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ def taking_local(module: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None
             )
         with module.graph.inserting_after(placeholders[-1]):
             made[placeholder] = node = module.graph.call_function(_maker_of(whole), (placeholder,))
-        # Dynamo forgets what a graph was captured with, so that nobody holds the parameter weakly: Module.to() refuses then.
+        # Dynamo forgets what it captured a graph with, for Module.to() refuses while anybody holds a parameter weakly.
         node.meta = {key: value for key, value in placeholder.meta.items() if key != "grapharg"}
         placeholder.replace_all_uses_with(node, delete_user_cb=lambda user, node=node: user is not node)
     try:

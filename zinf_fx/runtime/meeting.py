@@ -8,13 +8,17 @@ process. So ranks meet first, in torch.distributed's store: there, what each ask
 collective is left behind in a process group when they differ.
 
 A rank that waits for long says so in the store, with the number of collectives that it has started. One that waits in a
-meeting for a rank that waits for a collective which the first has not started, waits for ever: both know it then.
+meeting for a rank that waits for a collective which the first has not started, waits for ever: both know it then. One
+that ends, or leaves torch.distributed, says that, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import time
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -26,8 +30,12 @@ from zinf_fx.errors import RanksError
 log = logging.getLogger("zinf_fx")
 
 # Seconds after which a rank that waits says so, and looks what the others wait for.
-PATIENCE = 2.0
-_ADVICE = "a collective of all ranks: each must ask for it at the same point, also where one alone uses what it gives"
+PATIENCE = 1.0
+_ADVICE = (
+    "a collective of all ranks: each must ask for it at the same point, also where one alone uses what it gives. What "
+    "saves a model on one rank gathers it there: call full_tensor() of each value of its state_dict on every rank first"
+)
+_ENDED = -1  # in place of the number of collectives: this rank asks for nothing any more
 
 
 class Meetings:
@@ -40,6 +48,7 @@ class Meetings:
         self._timeout = timeout
         self._number = 0
         self._said = False
+        weakref.finalize(self, _leave, self._store, self._rank, os.getpid())
 
     def meet(self, what: str, started: int) -> None:
         """Return when all ranks have come for `what`; `started` collectives have begun on this one.
@@ -108,7 +117,9 @@ class Meetings:
                 )
             self._say(started, self._number, what)
             for rank, (number, meeting, theirs) in self._others().items():
-                if not meeting and number > started:
+                if number == _ENDED:
+                    self._store.set(key, self._alone(rank, what))
+                elif not meeting and number > started:
                     self._store.set(key, self._deadlock(self._rank, what, rank, theirs))
         return (
             f"{what} failed on rank {self._rank} of {self._size}: the other ranks did not come to it within "
@@ -137,7 +148,7 @@ class Meetings:
             self._store.set(f"waits/{self._rank}", "")
 
     def _others(self) -> dict[int, tuple[int, int, str]]:
-        """What those said who wait, by rank."""
+        """What those said who wait or have ended, by rank."""
         found = {}
         for rank in range(self._size):
             key = f"waits/{rank}"
@@ -146,8 +157,21 @@ class Meetings:
                 found[rank] = int(number), int(meeting), what
         return found
 
+    def _alone(self, ended: int, what: str) -> str:
+        return (
+            f"rank {self._rank} of {self._size} waits for the others to come to {what}, and rank {ended} ended, or "
+            f"left torch.distributed. The first is {_ADVICE}"
+        )
+
     def _deadlock(self, meeting: int, what: str, collective: int, other: str) -> str:
         return (
             f"ranks wait for each other: rank {meeting} of {self._size} for the others to come to {what}, and rank "
             f"{collective} for {other} to begin there. The first is {_ADVICE}"
         )
+
+
+def _leave(store: dist.Store, rank: int, pid: int) -> None:
+    """Let the others know that this rank ends: not a process that it made by fork."""
+    if os.getpid() == pid:
+        with contextlib.suppress(RuntimeError):  # the store ended first
+            store.set(f"waits/{rank}", f"{_ENDED} 0 ")
