@@ -79,6 +79,17 @@ def test_distributed_checkpoint(row: Row, tmp_path: Path, models: dict[str, Net]
     row.compare([p.detach() for p in models["stored"].parameters()], models["plain"].parameters())
 
 
+@pytest.mark.row("torch.distributed.checkpoint", "`async_save` of a model's state_dict, changed meanwhile; 1 rank")
+def test_asynchronous_checkpoint(row: Row, tmp_path: Path, models: dict[str, Net]) -> None:
+    saving = dcp.async_save({"model": models["stored"].state_dict()}, checkpoint_id=tmp_path / "saved")
+    with torch.no_grad():
+        models["stored"][1].weight.zero_()
+    saving.result()
+    plain = Net()
+    dcp.load({"model": plain.state_dict()}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    row.compare(plain.parameters(), models["plain"].parameters())
+
+
 @pytest.mark.row("torch.distributed.checkpoint", "`save` under `torchrun`, 2 ranks")
 def test_distributed_checkpoint_of_two_ranks(row: Row, tmp_path: Path) -> None:
     told = results_of("with_dcp.py", 2, "stored", tmp_path)
