@@ -1,6 +1,6 @@
 """Training goes on after Ctrl-C, wherever it strikes: what a step changes is as before, as after it, or reported torn.
 
-The long version: python -m pytest -m slow tests/test_interrupted_training.py
+The long version, at every line of a step: python -m pytest -m slow -n 2 tests/test_interrupted_training.py
 """
 
 from __future__ import annotations
@@ -267,6 +267,25 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
     return root, {"LD_PRELOAD": " ".join(libraries), "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"}
 
 
+def run_apart(root: Path, extra: dict[str, str], store: Path, call: str) -> None:
+    """Run a function of this module in a process of its own, with the package in `root`."""
+    program = (
+        f"from {__name__} import *; import zinf_fx; assert zinf_fx.__file__.startswith({str(root)!r}); "
+        f"torch.set_num_threads(1); {call}"
+    )
+    path = os.pathsep.join([str(root), str(Path(__file__).parent)])
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", program],
+        env={**os.environ, **extra, "PYTHONPATH": path},
+        cwd=store,
+        capture_output=True,
+        text=True,
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert "AddressSanitizer" not in done.stderr and "runtime error" not in done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("case", CASES)
@@ -275,17 +294,15 @@ def test_interrupts_at_random(tmp_path: Path, request: pytest.FixtureRequest, bu
     root, extra = Path(zinf_fx.__file__).parents[1], {}
     if build == "sanitized":
         root, extra = request.getfixturevalue("sanitized")
-    program = (
-        f"from {__name__} import *; import zinf_fx; assert zinf_fx.__file__.startswith({str(root)!r}); "
-        f"interrupt_at_random(Path({str(tmp_path)!r}), {case!r}, 30, 1)"
-    )
-    path = os.pathsep.join([str(root), str(Path(__file__).parent)])
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", program],
-        env={**os.environ, **extra, "PYTHONPATH": path},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "AddressSanitizer" not in done.stderr and "runtime error" not in done.stderr
+    run_apart(root, extra, tmp_path, f"interrupt_at_random(Path({str(tmp_path)!r}), {case!r}, 30, 1)")
+
+
+# With the sanitizers, every so many lines: every one where a step has few.
+STRIDES = {"nvme": 5, "host": 1, "tiles": 5, "in-backward": 5, "tiles-in-backward": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("case", CASES)
+def test_interrupts_line_by_line_with_sanitizers(tmp_path: Path, sanitized: tuple[Path, dict[str, str]], case: str):
+    run_apart(*sanitized, tmp_path, f"interrupt_lines(Path({str(tmp_path)!r}), {case!r}, 1, {STRIDES[case]})")
