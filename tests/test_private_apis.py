@@ -44,8 +44,8 @@ FUNCTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "torch.optim.optimizer.register_optimizer_step_post_hook": (("hook",), "optim/fused.py"),
     "torch.autograd.graph.increment_version": (("tensor",), "runtime/tensor/stored_bytes.py"),
     "torch.utils._pytree.tree_map": (("func", "tree"), "explain.py"),
-    "torch.utils._pytree.tree_map_only": (("type_or_types_or_pred", "func", "tree"), "runtime/tensor/stored_tensor.py"),
-    "torch.utils._pytree.tree_iter": (("tree",), "runtime/tensor/stored_tensor.py"),
+    "torch.utils._pytree.tree_map_only": (("type_or_types_or_pred", "func", "tree"), "runtime/tensor/writes.py"),
+    "torch.utils._pytree.tree_iter": (("tree",), "runtime/tensor/writes.py"),
 }
 
 # Private names without a signature to look at.
@@ -71,11 +71,11 @@ NAMES: dict[str, str] = {
     "torch.ops._c10d_functional.wait_tensor": "passes/ir/collectives.py tells when a collective is over",
     "torch.Tensor._backward_hooks": "runtime/tensor/stored_tensor.py knows an object's hooks",
     "torch.Tensor._post_accumulate_grad_hooks": "runtime/tensor/stored_tensor.py tells an implementation of the hooks",
-    "torch.autocast_increment_nesting": "runtime/tensor/stored_tensor.py asks whether an autocast context is open",
+    "torch.autocast_increment_nesting": "runtime/tensor/operations.py asks whether an autocast context is open",
     "torch._C._disabled_torch_function_impl": "runtime/tensor/stored_tensor.py is dispatched below autograd only",
     "torch._disable_dynamo": "optim/streamed.py keeps Dynamo out of the optimizer's step",
     "torch._fused_sgd_": "optim/fused.py tries whether it updates parameters of 16 bits",
-    "torch._ops.OpOverloadPacket": "runtime/tensor/stored_tensor.py has handlers for all overloads",
+    "torch._ops.OpOverloadPacket": "runtime/tensor/operations.py has handlers for all overloads",
     "torch._ops.OpOverload": "passes/ir/aliases.py reads schemas",
     "torch.ops.higher_order.with_effects": "passes/activations/segments.py doesn't repeat what has effects",
     "torch._ops.HigherOrderOperator": "passes/ir/aliases.py takes them for anything",
@@ -219,7 +219,7 @@ def captured() -> SimpleNamespace:
 
 
 def test_placeholders_have_a_source(captured: SimpleNamespace) -> None:
-    """capture.py: the name of each parameter comes from where Dynamo found it."""
+    """graph_inputs.py: the name of each parameter comes from where Dynamo found it."""
     sources = [getattr(n, "_dynamo_source", None) for n in captured.dynamo.graph.find_nodes(op="placeholder")]
     names = [source.name() if callable(source.name) else source.name for source in sources]
     expected = "L['self']._modules['layer']._parameters['weight']"
@@ -227,7 +227,7 @@ def test_placeholders_have_a_source(captured: SimpleNamespace) -> None:
 
 
 def test_sources_tell_what_comes_with_a_call() -> None:
-    """capture.py: a model's buffers, and tensors that are its attributes, are inputs of the graph too."""
+    """graph_inputs.py: a model's buffers, and tensors that are its attributes, are inputs of the graph too."""
     found = []
 
     def backend(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -250,11 +250,11 @@ def test_sources_tell_what_comes_with_a_call() -> None:
 
 
 def test_nodes_are_described(captured: SimpleNamespace) -> None:
-    """capture.py: inputs and gradients are found by AOTAutograd's descriptors."""
+    """graph_inputs.py: inputs and gradients are found by AOTAutograd's descriptors."""
     from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
 
     primals = [n for n in captured.joint.graph.find_nodes(op="placeholder") if n.name.startswith("primals")]
-    broken = _broken("the descriptors in a joint graph's metadata (capture._origin)")
+    broken = _broken("the descriptors in a joint graph's metadata (graph_inputs.origin_of)")
     assert [n.meta["desc"] for n in primals] == [PlainAOTInput(0), PlainAOTInput(1)], broken
     count = captured.arguments["num_fwd_outputs"]
     assert captured.descriptors[count:] == [GradAOTOutput(PlainAOTInput(0)), GradAOTOutput(PlainAOTInput(1))], broken

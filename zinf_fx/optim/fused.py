@@ -32,7 +32,8 @@ from zinf_fx.runtime.execute.executor import EXECUTOR, Stage
 from zinf_fx.runtime.memory.device import CPU
 from zinf_fx.runtime.recorder import RECORDER, STATES
 from zinf_fx.runtime.tensor.local_parameter import local_part, stored_parameter
-from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, handle
+from zinf_fx.runtime.tensor.operations import handle
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 aten = torch.ops.aten
 

@@ -11,7 +11,8 @@ from torch.distributed import ReduceOp
 
 from zinf_fx.optim.elements import chunks_of, open_elements
 from zinf_fx.runtime.memory.device import CPU
-from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, handle
+from zinf_fx.runtime.tensor.operations import handle
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 aten = torch.ops.aten
 

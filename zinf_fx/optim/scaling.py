@@ -10,7 +10,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from zinf_fx.optim.rows import Row, update_in_chunks
-from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, handle
+from zinf_fx.runtime.tensor.operations import handle
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.tensor_parallel import tensor_ranks
 
 aten = torch.ops.aten

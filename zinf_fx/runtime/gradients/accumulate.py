@@ -12,9 +12,11 @@ from zinf_fx.plan.sharding import Segment
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.gradients.leaf import accumulated_leaf
 from zinf_fx.runtime.gradients.reduction import Reduction, synchronises
+from zinf_fx.runtime.tensor.arrival import implement_arrival
 from zinf_fx.runtime.tensor.local_parameter import stored_parameter
+from zinf_fx.runtime.tensor.operations import handle
 from zinf_fx.runtime.tensor.storage import TensorStorage
-from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, handle, implement_arrival
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 aten = torch.ops.aten
 

@@ -15,48 +15,25 @@ import io
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from multiprocessing.context import get_spawning_popen
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from zinf_fx import ops
-from zinf_fx.config import Config, Tier
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.interrupts import held_back
 from zinf_fx.plan.sharding import shards_of
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.memory.device import device_of
 from zinf_fx.runtime.tensor import view_writes
+from zinf_fx.runtime.tensor.arrival import take_gradient
+from zinf_fx.runtime.tensor.operations import HANDLERS, HORIZONTAL, METADATA_ONLY, SAME_VALUE, in_autocast, is_view
 from zinf_fx.runtime.tensor.storage import TensorStorage
+from zinf_fx.runtime.tensor.views import Base, ViewStep
+from zinf_fx.runtime.tensor.writes import foreach, mutated_arguments, write_through
 
 aten = torch.ops.aten
-
-
-class ViewStep(NamedTuple):
-    """One operation to replay: its arguments after the tensor, and which of its results is meant (None: the only)."""
-
-    op: torch._ops.OpOverload
-    args: tuple
-    kwargs: tuple[tuple[str, Any], ...]
-    index: int | None
-
-    def __call__(self, value: torch.Tensor) -> torch.Tensor:
-        result = self.op(value, *self.args, **dict(self.kwargs))
-        return result if self.index is None else result[self.index]
-
-
-class Base(NamedTuple):
-    """What is known of the stored value, before any view, without looking at its storage."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    tier: Tier
-    config: Config
-
-    def __deepcopy__(self, memo: dict) -> Base:
-        return self
 
 
 class StoredTensor(torch.Tensor):
@@ -132,7 +109,7 @@ class StoredTensor(torch.Tensor):
     def full_tensor(self) -> torch.Tensor:
         """The full value as an ordinary tensor that the caller owns."""
         with torch.no_grad():
-            value = self._gather()
+            value = self.gathered()
             return value.clone() if self.storage.in_place else value
 
     def to_local(self) -> torch.Tensor:
@@ -237,7 +214,7 @@ class StoredTensor(torch.Tensor):
             return super().data_ptr()
         with torch.no_grad():
             whole = self.storage.snapshot()
-            value = self._replay(whole.view(self.base.shape))
+            value = self.replayed(whole.view(self.base.shape))
         self._in_memory = whole, value
         return value.data_ptr()
 
@@ -262,27 +239,27 @@ class StoredTensor(torch.Tensor):
     @torch.compiler.disable  # eager code between two graphs comes here under Dynamo's eyes
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func in _SAME_VALUE:
+        if func in SAME_VALUE:
             return args[0]._twin()
-        if func in _HANDLERS and not any(t.captured for t in tree_iter((args, kwargs)) if isinstance(t, StoredTensor)):
+        if func in HANDLERS and not any(t.captured for t in tree_iter((args, kwargs)) if isinstance(t, StoredTensor)):
             with held_back:
-                result = _HANDLERS[func](func, args, kwargs)
+                result = HANDLERS[func](func, args, kwargs)
             if result is not NotImplemented:
                 return result
-        mutated = _mutated_arguments(func, args, kwargs)
+        mutated = mutated_arguments(StoredTensor, func, args, kwargs)
         if isinstance(args[0] if args else None, StoredTensor) and not mutated:
             if not args[0].captured:
-                if _is_view(func) or (func is aten._to_copy.default and _in_autocast()):
+                if is_view(func) or (func is aten._to_copy.default and in_autocast()):
                     return args[0]._view(func, args[1:], kwargs)
                 if func is aten._to_copy.default and not torch.is_grad_enabled():
                     return args[0]._convert(kwargs)
-            if func in _METADATA_ONLY:
+            if func in METADATA_ONLY:
                 return func(torch.empty_like(args[0]._meta(), device=args[0].device), *args[1:], **kwargs)
-        if args and isinstance(args[0], (list, tuple)) and func._schema.name.startswith(_HORIZONTAL):
-            return _foreach(func, args, kwargs)
+        if args and isinstance(args[0], (list, tuple)) and func._schema.name.startswith(HORIZONTAL):
+            return foreach(StoredTensor, func, args, kwargs)
         if mutated:
-            return _write_through(func, args, kwargs, mutated)
-        args, kwargs = tree_map_only(StoredTensor, StoredTensor._gather, (args, kwargs))
+            return write_through(StoredTensor, func, args, kwargs, mutated)
+        args, kwargs = tree_map_only(StoredTensor, StoredTensor.gathered, (args, kwargs))
         return func(*args, **kwargs)
 
     @property
@@ -338,13 +315,14 @@ class StoredTensor(torch.Tensor):
         aside, self._aside = self._aside, None
         return aside
 
-    def _gather(self) -> torch.Tensor:
+    def gathered(self) -> torch.Tensor:
+        """The value; while a graph is captured, its gather. Nobody may write to it: it may be the bytes themselves."""
         self.expect_gradient()
         if self.captured:
             view_writes.gathered(self)
-        return self._replay(ops.gather(self.token, self.base.shape, self.base.dtype, self.base.device))
+        return self.replayed(ops.gather(self.token, self.base.shape, self.base.dtype, self.base.device))
 
-    def _replay(self, value: torch.Tensor) -> torch.Tensor:
+    def replayed(self, value: torch.Tensor) -> torch.Tensor:
         """The views of this tensor, on `value`, which is that of the base."""
         for step in self.views:
             value = step(value)
@@ -410,184 +388,10 @@ class StoredTensor(torch.Tensor):
             storage.share.partitioned,
             shards,
         )
-        twin.set(self._gather() if value is None else value)
+        twin.set(self.gathered() if value is None else value)
         twin.share.take_state(storage.share)
         twin.label = storage.label
         return StoredTensor.of(twin, shape, target.torch_device)
-
-
-_take_gradient: Callable[[StoredTensor], None]
-
-
-def implement_arrival(take: Callable[[StoredTensor], None]) -> None:
-    """Let `take` move the ordinary gradient that eager autograd left in a parameter's `grad`; called once, by the
-    module that knows how."""
-    global _take_gradient
-    _take_gradient = take
-
-
-@held_back
-def take_gradient(parameter: StoredTensor) -> None:
-    """Hook: a gradient that eager autograd left on the device moves to the tier of gradients."""
-    _take_gradient(parameter)
-
-
-Handler = Callable[[torch._ops.OpOverload, tuple, dict], Any]
-
-_HANDLERS: dict[torch._ops.OpOverload, Handler] = {}
-
-
-def handle(operation: torch._ops.OpOverloadPacket, handler: Handler) -> None:
-    """Let `handler(overload, args, kwargs)` run `operation` on stored tensors, in place of gathering their values.
-
-    It returns what the operation does, or NotImplemented to leave a case to the ordinary way. Inside a graph that is
-    being captured it isn't asked.
-    """
-    _HANDLERS.update((getattr(operation, name), handler) for name in operation.overloads())
-
-
-_SAME_VALUE = {aten.detach.default, aten.alias.default}
-# Results depend on shape, dtype and device alone, so that no value is gathered. (Optimizers take some over: `handle`.)
-_METADATA_ONLY = {
-    aten.empty_like.default,
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.full_like.default,
-    aten.rand_like.default,
-    aten.randn_like.default,
-    aten.new_empty.default,
-    aten.new_zeros.default,
-    aten.new_ones.default,
-    aten.new_full.default,
-}
-# Every element is overwritten, so that the present value need not be read.
-_OVERWRITES = {
-    aten.copy_.default,
-    aten.zero_.default,
-    aten.fill_.Scalar,
-    aten.fill_.Tensor,
-    aten.normal_.default,
-    aten.uniform_.default,
-}
-
-
-# Operations on lists whose elements don't depend on each other.
-_HORIZONTAL = ("aten::_foreach_", "aten::_amp_foreach_")
-
-
-def _in_autocast() -> bool:
-    """Whether an autocast context is open. `torch.is_autocast_enabled` says no while autocast's own casts run."""
-    nesting = torch.autocast_increment_nesting()
-    torch.autocast_decrement_nesting()
-    return nesting > 1
-
-
-def _is_view(func: Any) -> bool:
-    arguments = func._schema.arguments
-    if not arguments:
-        return False
-    alias = arguments[0].alias_info
-    return alias is not None and not alias.is_write and all(r.alias_info is not None for r in func._schema.returns)
-
-
-def _mutated_arguments(func: Any, args: tuple, kwargs: dict) -> list[StoredTensor]:
-    """The stored tensors that `func` writes to."""
-    if not func._schema.is_mutable:
-        return []
-    written = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            written += [t for t in tree_iter(value) if isinstance(t, StoredTensor)]
-    return written
-
-
-@held_back
-def _write_through(func: Any, args: tuple, kwargs: dict, mutated: list[StoredTensor]) -> Any:
-    """Run `func` on gathered values, then write what it changed back to the store."""
-    for tensor in mutated:
-        _check_writable(tensor, func)
-    # `out=` may resize its tensor, which must not happen to resident bytes.
-    in_scratch = any(argument.is_out for argument in func._schema.arguments)
-    overwrites = func in _OVERWRITES and not any(a is args[0] for a in args[1:])
-    bases: dict[int, torch.Tensor] = {}  # by storage key: two views of one parameter change one value
-    values: dict[int, torch.Tensor] = {}  # by tensor
-    for tensor in mutated:
-        storage = tensor.storage
-        if storage.key not in bases:
-            if storage.in_place:
-                flat = storage.value().clone() if in_scratch else storage.value()
-            elif overwrites and not tensor.views:
-                flat = torch.empty(storage.numel, dtype=storage.dtype, device=storage.device.torch_device)
-            else:
-                flat = storage.value()
-            bases[storage.key] = flat.view(tensor.base.shape)
-        values[id(tensor)] = tensor._replay(bases[storage.key])
-
-    def substitute(tensor: StoredTensor) -> torch.Tensor:
-        return values[id(tensor)] if id(tensor) in values else tensor._gather()
-
-    new_args, new_kwargs = tree_map_only(StoredTensor, substitute, (args, kwargs))
-    result = func(*new_args, **new_kwargs)
-    for tensor in mutated:
-        if values[id(tensor)].shape != tensor.shape:
-            raise _refusal(func, tensor, f"give it the shape {tuple(values[id(tensor)].shape)}")
-    for tensor in mutated:
-        storage = tensor.storage
-        storage.share.agreed = storage.share.ranks.size == 1
-        base = bases.pop(storage.key, None)
-        if base is not None:
-            storage.bytes.written() if storage.in_place and not in_scratch else storage.set(base)
-    originals = {id(values[id(tensor)]): tensor for tensor in mutated}
-    return tree_map_only(torch.Tensor, lambda t: originals.get(id(t), t), result)
-
-
-def _check_writable(tensor: StoredTensor, func: Any) -> None:
-    """Raises: StoredTensorError for a write that can't reach the store."""
-    if torch.Tag.inplace_view in func.tags or func._schema.name in ("aten::set_", "aten::resize_"):
-        raise _refusal(func, tensor, "change its shape or memory")
-    if tensor.captured:
-        raise StoredTensorError(
-            f"{func} writes to a stored tensor of shape {tuple(tensor.shape)} inside a compiled graph, where the "
-            "write would be lost: move it out of the compiled region"
-        )
-    if any(step.op is aten._to_copy.default for step in tensor.views):
-        raise StoredTensorError(
-            f"{func} writes to a copy of a stored tensor of shape {tuple(tensor.shape)} that was converted under "
-            "autocast, and which holds no value of its own: clone() it first"
-        )
-
-
-def _refusal(func: Any, tensor: StoredTensor, what: str) -> StoredTensorError:
-    return StoredTensorError(
-        f"{func} on a stored tensor of shape {tuple(tensor.shape)} would {what}: make a new parameter instead"
-    )
-
-
-def _foreach(func: Any, args: tuple, kwargs: dict) -> Any:
-    """A horizontally fused operation, one element at a time: the values are never in memory together."""
-    length = len(args[0])
-
-    def element(value: Any, index: int) -> Any:
-        if isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) == length:
-            return value[index : index + 1]  # `scalars`
-        return [value[index]] if isinstance(value, (list, tuple)) and len(value) == length else value
-
-    results = []
-    for index in range(length):
-        one_args = [element(a, index) for a in args]
-        one_kwargs = {k: element(v, index) for k, v in kwargs.items()}
-        mutated = _mutated_arguments(func, tuple(one_args), one_kwargs)
-        if mutated:
-            _write_through(func, tuple(one_args), one_kwargs, mutated)
-        else:
-            one_args, one_kwargs = tree_map_only(StoredTensor, StoredTensor._gather, (one_args, one_kwargs))
-            results.append(func(*one_args, **one_kwargs))
-    if not results or results[0] is None:
-        return None
-    if len(func._schema.returns) == 1:
-        return [r for (r,) in results]
-    return tuple([r[k][0] for r in results] for k in range(len(func._schema.returns)))
 
 
 def _gather_kernel(token: torch.Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

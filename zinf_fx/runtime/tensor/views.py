@@ -1,0 +1,35 @@
+"""What a stored tensor is a view of, and the operations that lead from there to it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from zinf_fx.config import Config, Tier
+
+
+class ViewStep(NamedTuple):
+    """One operation to replay: its arguments after the tensor, and which of its results is meant (None: the only)."""
+
+    op: torch._ops.OpOverload
+    args: tuple
+    kwargs: tuple[tuple[str, Any], ...]
+    index: int | None
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        result = self.op(value, *self.args, **dict(self.kwargs))
+        return result if self.index is None else result[self.index]
+
+
+class Base(NamedTuple):
+    """What is known of the stored value, before any view, without looking at its storage."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    tier: Tier
+    config: Config
+
+    def __deepcopy__(self, memo: dict) -> Base:
+        return self

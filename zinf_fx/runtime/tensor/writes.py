@@ -1,0 +1,117 @@
+"""Operations that write to stored tensors, or take lists of them.
+
+`kind` is the class of stored tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from zinf_fx.errors import StoredTensorError
+from zinf_fx.interrupts import held_back
+from zinf_fx.runtime.tensor.operations import OVERWRITES
+
+aten = torch.ops.aten
+
+
+def mutated_arguments(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    """The stored tensors that `func` writes to."""
+    if not func._schema.is_mutable:
+        return []
+    written = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            written += [t for t in tree_iter(value) if isinstance(t, kind)]
+    return written
+
+
+@held_back
+def write_through(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dict, mutated: list[torch.Tensor]) -> Any:
+    """Run `func` on gathered values, then write what it changed back to the store."""
+    for tensor in mutated:
+        _check_writable(tensor, func)
+    # `out=` may resize its tensor, which must not happen to resident bytes.
+    in_scratch = any(argument.is_out for argument in func._schema.arguments)
+    overwrites = func in OVERWRITES and not any(a is args[0] for a in args[1:])
+    bases: dict[int, torch.Tensor] = {}  # by storage key: two views of one parameter change one value
+    values: dict[int, torch.Tensor] = {}  # by tensor
+    for tensor in mutated:
+        storage = tensor.storage
+        if storage.key not in bases:
+            if storage.in_place:
+                flat = storage.value().clone() if in_scratch else storage.value()
+            elif overwrites and not tensor.views:
+                flat = torch.empty(storage.numel, dtype=storage.dtype, device=storage.device.torch_device)
+            else:
+                flat = storage.value()
+            bases[storage.key] = flat.view(tensor.base.shape)
+        values[id(tensor)] = tensor.replayed(bases[storage.key])
+
+    def substitute(tensor: torch.Tensor) -> torch.Tensor:
+        return values[id(tensor)] if id(tensor) in values else tensor.gathered()
+
+    new_args, new_kwargs = tree_map_only(kind, substitute, (args, kwargs))
+    result = func(*new_args, **new_kwargs)
+    for tensor in mutated:
+        if values[id(tensor)].shape != tensor.shape:
+            raise _refusal(func, tensor, f"give it the shape {tuple(values[id(tensor)].shape)}")
+    for tensor in mutated:
+        storage = tensor.storage
+        storage.share.agreed = storage.share.ranks.size == 1
+        base = bases.pop(storage.key, None)
+        if base is not None:
+            storage.bytes.written() if storage.in_place and not in_scratch else storage.set(base)
+    originals = {id(values[id(tensor)]): tensor for tensor in mutated}
+    return tree_map_only(torch.Tensor, lambda t: originals.get(id(t), t), result)
+
+
+def _check_writable(tensor: torch.Tensor, func: Any) -> None:
+    """Raises: StoredTensorError for a write that can't reach the store."""
+    if torch.Tag.inplace_view in func.tags or func._schema.name in ("aten::set_", "aten::resize_"):
+        raise _refusal(func, tensor, "change its shape or memory")
+    if tensor.captured:
+        raise StoredTensorError(
+            f"{func} writes to a stored tensor of shape {tuple(tensor.shape)} inside a compiled graph, where the "
+            "write would be lost: move it out of the compiled region"
+        )
+    if any(step.op is aten._to_copy.default for step in tensor.views):
+        raise StoredTensorError(
+            f"{func} writes to a copy of a stored tensor of shape {tuple(tensor.shape)} that was converted under "
+            "autocast, and which holds no value of its own: clone() it first"
+        )
+
+
+def _refusal(func: Any, tensor: torch.Tensor, what: str) -> StoredTensorError:
+    return StoredTensorError(
+        f"{func} on a stored tensor of shape {tuple(tensor.shape)} would {what}: make a new parameter instead"
+    )
+
+
+def foreach(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dict) -> Any:
+    """A horizontally fused operation, one element at a time: the values are never in memory together."""
+    length = len(args[0])
+
+    def element(value: Any, index: int) -> Any:
+        if isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) == length:
+            return value[index : index + 1]  # `scalars`
+        return [value[index]] if isinstance(value, (list, tuple)) and len(value) == length else value
+
+    results = []
+    for index in range(length):
+        one_args = [element(a, index) for a in args]
+        one_kwargs = {k: element(v, index) for k, v in kwargs.items()}
+        mutated = mutated_arguments(kind, func, tuple(one_args), one_kwargs)
+        if mutated:
+            write_through(kind, func, tuple(one_args), one_kwargs, mutated)
+        else:
+            one_args, one_kwargs = tree_map_only(kind, kind.gathered, (one_args, one_kwargs))
+            results.append(func(*one_args, **one_kwargs))
+    if not results or results[0] is None:
+        return None
+    if len(func._schema.returns) == 1:
+        return [r for (r,) in results]
+    return tuple([r[k][0] for r in results] for k in range(len(func._schema.returns)))
