@@ -1,6 +1,13 @@
-"""Bytes in words."""
+"""Bytes in words, and what sizes are multiples of."""
 
 from __future__ import annotations
+
+PAGE = 4096
+"""Bytes: the store moves whole pages, each with its checksum, and host buffers are whole pages."""
+
+WINDOW_ALIGNMENT = 4096
+"""Elements: windows, and as far as they can the tiles and the optimizer's chunks, begin at multiples of so many. Their
+byte offsets suit direct I/O for every dtype, and vectorised kernels cut a tensor where they would without windows."""
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 

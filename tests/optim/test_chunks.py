@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zinf_fx.optim.chunks import cut, opened_ahead
-from zinf_fx.runtime.tensor.storage import WINDOW_ALIGNMENT
+from zinf_fx.sizes import WINDOW_ALIGNMENT
 
 PARTS = st.lists(st.tuples(st.integers(0, 9_000), st.integers(0, 40_000)), min_size=1, max_size=3)
 

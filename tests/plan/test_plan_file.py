@@ -179,6 +179,10 @@ BROKEN: dict[str, tuple[Callable[[dict], object], str]] = {
     "extent behind the end": (lambda p: event("fetch")(p).update(offset=2**40), "lies in its region|has one offset"),
     "region of any size": (lambda p: p["regions"].update(host=2**60), "region"),
     "a turn in backward": (lambda p: p["graphs"][1]["events"][0].update(turn=True), "as one of the turn"),
+    "as many elements as a chunk has bytes": (
+        lambda p: p["regions"].update(chunk_elements=p["config"]["chunk"]),
+        "more than `config.chunk` bytes hold",
+    ),
     "choices out of order": (lambda p: p["choices"].reverse(), "out of order"),
     "choice of nothing": (lambda p: p["choices"][0].update(end=0), "which are none"),
     "segment before the first": (

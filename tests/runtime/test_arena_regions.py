@@ -12,8 +12,9 @@ from zinf_fx.config import Config
 from zinf_fx.errors import StoreError
 from zinf_fx.plan.schedule import MemoryRegions
 from zinf_fx.runtime.memory.buffers import HUGE_PAGE, Arena
-from zinf_fx.runtime.memory.leases import PAGE, Buffer
+from zinf_fx.runtime.memory.leases import Buffer
 from zinf_fx.runtime.tensor.tiers import Tiers
+from zinf_fx.sizes import PAGE
 
 MIB = 1 << 20
 

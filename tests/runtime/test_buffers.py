@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from zinf_fx.errors import StoreError
 from zinf_fx.runtime.memory.buffers import HUGE_PAGE, Arena, aligned_empty
 from zinf_fx.runtime.memory.freelist import FreeList, Space, round_up
-from zinf_fx.runtime.memory.leases import PAGE
+from zinf_fx.sizes import PAGE
 
 
 def resident_bytes() -> int:

@@ -23,8 +23,8 @@ from zinf_fx.runtime.execute.executor import EXECUTOR
 from zinf_fx.runtime.memory import leases
 from zinf_fx.runtime.memory.buffers import Arena
 from zinf_fx.runtime.memory.device import CPU, device_of
-from zinf_fx.runtime.memory.leases import PAGE
 from zinf_fx.runtime.memory.pinned import SLAB, slabs
+from zinf_fx.sizes import PAGE
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, GPTConfig, default_dtype

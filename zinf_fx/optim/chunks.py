@@ -8,10 +8,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from zinf_fx.plan.memory.accounting import CHUNKS_AHEAD, CHUNKS_IN_MEMORY
+from zinf_fx.plan.memory.accounting import CHUNKS_AHEAD, CHUNKS_IN_MEMORY, STATE_BYTES
 from zinf_fx.runtime.memory.freelist import round_up
-from zinf_fx.runtime.tensor.storage import WINDOW_ALIGNMENT
 from zinf_fx.runtime.tensor.tiers import Tiers
+from zinf_fx.sizes import WINDOW_ALIGNMENT
 
 TOGETHER = CHUNKS_AHEAD + 2
 """Chunks in memory: those opened, the one under update, and the one before, which is being written."""
@@ -45,9 +45,9 @@ def chunk_elements(chunk: int, bytes_per_element: int, tiers: Iterable[Tiers]) -
     """Elements of a chunk whose fp32 weights take `chunk` bytes; fewer where a host arena has no room for its buffers,
     of `bytes_per_element`, CHUNKS_IN_MEMORY times, or a plan has fewer. A multiple of WINDOW_ALIGNMENT."""
     tiers = list(tiers)
-    planned = min((each.chunk_elements for each in tiers if each.chunk_elements is not None), default=chunk)
+    planned = [each.chunk_elements for each in tiers if each.chunk_elements is not None]
     room = min(each.host.capacity - each.host.in_use for each in tiers)
-    elements = min(chunk // 4, planned, room // max(CHUNKS_IN_MEMORY * bytes_per_element, 1))
+    elements = min(chunk // STATE_BYTES, *planned, room // max(CHUNKS_IN_MEMORY * bytes_per_element, 1))
     return max(elements // WINDOW_ALIGNMENT, 1) * WINDOW_ALIGNMENT
 
 

@@ -10,9 +10,10 @@ import torch
 
 from zinf_fx.interrupts import held_back, let_through
 from zinf_fx.runtime.memory.device import CPU, Device
-from zinf_fx.runtime.tensor.storage import WINDOW_ALIGNMENT, TensorStorage
+from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
+from zinf_fx.sizes import WINDOW_ALIGNMENT
 
 
 class Slice:

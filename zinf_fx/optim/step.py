@@ -27,9 +27,9 @@ from zinf_fx.runtime.memory.device import CPU
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.memory.heap import trim_heap
 from zinf_fx.runtime.recorder import RECORDER, STATES
-from zinf_fx.runtime.tensor.storage import WINDOW_ALIGNMENT
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.tiers import drain_after
+from zinf_fx.sizes import WINDOW_ALIGNMENT
 
 
 class StreamedStep:

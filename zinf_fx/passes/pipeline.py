@@ -56,15 +56,14 @@ from zinf_fx.plan.memory.spec import check_buffers
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import GraphSchedule, Operator
 from zinf_fx.plan.spec import check_schedule
+from zinf_fx.sizes import PAGE
 
 log = logging.getLogger(__name__)
 
 # A tile and its gradient may be there together, and the next tile and the gradient before it.
 _TILES_TOGETHER = 4
-# Parts of the budget that the largest tile may be, tried in this order until the plan fits.
+# Parts of the budget that the largest tile may be, tried in this order until the plan fits, down to a page.
 _TILES_IN_BUDGET = (2, 4, 8, 16, 32, 64)
-# Bytes of the smallest tile that is tried: a block of the store.
-_SMALLEST_TILE = 4096
 # How often less may stay in memory, so that buffers find places within the budget, before nothing does.
 _TRIES = 4
 
@@ -93,7 +92,7 @@ def _tile_limits(context: GraphContext) -> Iterator[tuple[int | None, bool]]:
     if tile != "auto" or budget is None or budget <= 0:
         yield (None if tile == "auto" else tile), True
         return
-    limits = [None, *(budget // divisor for divisor in _TILES_IN_BUDGET if budget // divisor >= _SMALLEST_TILE)]
+    limits = [None, *(budget // divisor for divisor in _TILES_IN_BUDGET if budget // divisor >= PAGE)]
     yield from ((limit, limit is limits[-1]) for limit in limits)
 
 

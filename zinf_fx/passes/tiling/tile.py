@@ -15,9 +15,7 @@ from zinf_fx.passes.ir.rewriting import emit, erase_unused
 from zinf_fx.passes.tiling.weight_gradients import aten, check_term, rows_of_term, terms_of, untransposed
 from zinf_fx.passes.tiling.weight_uses import Rows, Untileable, tile_use, uses_of
 from zinf_fx.plan.schedule import Tile
-
-# Tiles begin at multiples of so many elements, where that leaves them below the limit: their bytes are whole blocks.
-_ALIGNMENT = 4096
+from zinf_fx.sizes import WINDOW_ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ def divided(tile: Tile, limit: int) -> tuple[Tile, ...]:
     if tile.ranks > 1:
         return _in_segments(tile, limit)
     most = max(limit // (elements * tile.dtype.itemsize), 1)
-    step = _ALIGNMENT // math.gcd(_ALIGNMENT, elements)
+    step = WINDOW_ALIGNMENT // math.gcd(WINDOW_ALIGNMENT, elements)
     step = step if step <= most else 1
     most = most // step * step
     each = -(-total // -(-total // most))

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from zinf_fx.config import LARGEST
 from zinf_fx.errors import PlanError
+from zinf_fx.plan.memory.accounting import STATE_BYTES
 from zinf_fx.plan.memory.spec import check_buffers
 from zinf_fx.plan.plan import Choice, Fingerprint, Plan
 from zinf_fx.plan.schedule import GraphSchedule, Tile
@@ -22,8 +23,8 @@ def check_sound(plan: Plan) -> None:
     kinds = tuple(graph.kind for graph in plan.graphs)
     if kinds not in _GRAPHS:
         raise PlanError(f"graphs are {list(kinds)}, and must be forward and backward, or inference")
-    if plan.regions.chunk_elements > plan.config.chunk:
-        raise PlanError(f"regions.chunk_elements is {plan.regions.chunk_elements}, more than a chunk has")
+    if plan.regions.chunk_elements > plan.config.chunk // STATE_BYTES:
+        raise PlanError(f"regions.chunk_elements is {plan.regions.chunk_elements}, more than `config.chunk` bytes hold")
     _check_choices(plan.choices)
     if plan.fingerprint is not None:
         _check_fingerprint(plan.fingerprint)

@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 from zinf_fx.plan.intervals import merged, sums
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import HEAD, GraphSchedule, Tile
+from zinf_fx.sizes import PAGE
 
-# The store moves whole blocks, and host buffers are whole blocks.
-_BLOCK = 4096
 # Adam keeps two moments of each element and, of a parameter of low precision, a master, in fp32 (ZeRO, section 3.1).
 STATE_BYTES = 4
 # Chunks of an optimizer's step whose reads are under way while one is updated.
@@ -238,9 +237,9 @@ def bytes_stored(tile: Tile) -> int:
 
 def in_blocks(tile: Tile, nbytes: int) -> int:
     """Bytes of the blocks that so many bytes of the tile, or of its gradient, lie in."""
-    return blocks(tile.start * tile.dtype.itemsize % _BLOCK + nbytes)
+    return blocks(tile.start * tile.dtype.itemsize % PAGE + nbytes)
 
 
 def blocks(nbytes: int) -> int:
     """So many bytes, in whole blocks of the store."""
-    return -(-nbytes // _BLOCK) * _BLOCK
+    return -(-nbytes // PAGE) * PAGE

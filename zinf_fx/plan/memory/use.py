@@ -18,9 +18,8 @@ from zinf_fx.plan.memory.accounting import AT_A_TIME, CHUNKS_IN_MEMORY, STATE_BY
 from zinf_fx.plan.memory.lifetimes import Clock, host_buffers, profile
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import HEAD, GraphSchedule, Tile
+from zinf_fx.sizes import WINDOW_ALIGNMENT
 
-# Elements of the chunks that the optimizer cuts parameters into are a multiple of this.
-_CHUNK_ALIGNMENT = 4096
 # Writes on their way to NVMe, whatever the model, as far as one tensor is not larger (ZeRO, section 6.2).
 _WRITE_BUFFER = 64 << 20
 # The part of a budget that they may take.
@@ -150,10 +149,10 @@ def chunk_buffers(
     chunk = config.chunk // STATE_BYTES if elements is None else elements
     if room is not None:
         chunk = min(chunk, max(room, 0) // max(CHUNKS_IN_MEMORY * (opened + scratch), 1))
-    chunk = max(chunk // _CHUNK_ALIGNMENT, 1) * _CHUNK_ALIGNMENT
+    chunk = max(chunk // WINDOW_ALIGNMENT, 1) * WINDOW_ALIGNMENT
     stage = config.placement.stage
     updated = [tile.updated_elements(0 if tile.owned else stage) for tile in trained]  # an owner may have all
-    total = sum(-(-elements // _CHUNK_ALIGNMENT) * _CHUNK_ALIGNMENT for elements in updated)
+    total = sum(-(-elements // WINDOW_ALIGNMENT) * WINDOW_ALIGNMENT for elements in updated)
     both, three = (min(total, count * chunk) * opened for count in (2, 3))
     writing = max(three - both - chunk * (opened - written), 0)
     return ChunkBuffers(chunk, both + min(chunk, AT_A_TIME) * scratch, three - both, writing)

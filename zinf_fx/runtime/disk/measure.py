@@ -21,7 +21,7 @@ from zinf_fx.runtime.disk.probe import candidates, choose, reopen
 from zinf_fx.runtime.disk.scratch import Scratch
 from zinf_fx.runtime.memory.buffers import aligned_empty
 from zinf_fx.runtime.memory.freelist import round_up
-from zinf_fx.runtime.memory.leases import PAGE
+from zinf_fx.sizes import PAGE
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from zinf_fx.errors import ConfigError, StoreError
 from zinf_fx.native.engine import READ, WRITE, Engine, direct_alignment, is_direct, provider_names
 from zinf_fx.runtime.disk.scratch import Scratch
 from zinf_fx.runtime.memory.buffers import aligned_empty
-from zinf_fx.runtime.memory.leases import PAGE
+from zinf_fx.sizes import PAGE
 
 log = logging.getLogger(__name__)
 

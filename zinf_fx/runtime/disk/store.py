@@ -21,8 +21,8 @@ from zinf_fx.runtime.disk.scratch import reclaim
 from zinf_fx.runtime.disk.stripes import UNIT, Place, Turns, runs
 from zinf_fx.runtime.disk.volume import Volume
 from zinf_fx.runtime.memory.freelist import round_up
-from zinf_fx.runtime.memory.leases import PAGE
 from zinf_fx.runtime.recorder import RECORDER
+from zinf_fx.sizes import PAGE
 
 __all__ = ["Counters", "Extent", "Fault", "Store", "Ticket", "reclaim"]
 

@@ -12,7 +12,7 @@ from zinf_fx.native.engine import HINTS, Engine, File
 from zinf_fx.runtime.disk.probe import Choice, choose, reopen
 from zinf_fx.runtime.disk.scratch import Scratch
 from zinf_fx.runtime.memory.freelist import Space, round_up
-from zinf_fx.runtime.memory.leases import PAGE
+from zinf_fx.sizes import PAGE
 
 DATA = "data-0"
 SMALLEST_STEP, LARGEST_STEP = 4 << 20, 256 << 20

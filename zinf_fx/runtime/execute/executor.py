@@ -23,12 +23,12 @@ from zinf_fx.runtime.gradients.leaving import LeavingGradients
 from zinf_fx.runtime.gradients.reduction import Reduction
 from zinf_fx.runtime.memory.device import CPU
 from zinf_fx.runtime.memory.freelist import round_up
-from zinf_fx.runtime.memory.leases import PAGE
 from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.recorder import RECORDER, Note
 from zinf_fx.runtime.remains import give_back_remains
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.tiers import Tiers
+from zinf_fx.sizes import PAGE
 
 
 class Stage:

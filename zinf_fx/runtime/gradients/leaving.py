@@ -22,10 +22,10 @@ from zinf_fx.runtime.gradients.accumulate import (
 from zinf_fx.runtime.gradients.leaf import leaves_of_node
 from zinf_fx.runtime.gradients.reduction import Reduction
 from zinf_fx.runtime.memory.freelist import round_up
-from zinf_fx.runtime.memory.leases import PAGE
 from zinf_fx.runtime.recorder import GRADIENT, RECORDER
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+from zinf_fx.sizes import PAGE
 
 
 class LeavingGradients:

@@ -10,8 +10,9 @@ import torch
 
 from zinf_fx.errors import StoreError
 from zinf_fx.runtime.memory.freelist import round_up
-from zinf_fx.runtime.memory.leases import PAGE, Buffer, Lessor
+from zinf_fx.runtime.memory.leases import Buffer, Lessor
 from zinf_fx.runtime.memory.pinned import SLAB, Memory, Registry, slabs
+from zinf_fx.sizes import PAGE
 
 HUGE_PAGE = 2 << 20
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's value: Python names it from 3.13 on

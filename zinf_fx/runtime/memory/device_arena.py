@@ -8,7 +8,8 @@ from zinf_fx.errors import StoreError
 from zinf_fx.runtime.memory.counters import Counters
 from zinf_fx.runtime.memory.device import Device
 from zinf_fx.runtime.memory.freelist import round_up
-from zinf_fx.runtime.memory.leases import PAGE, Buffer, Lessor
+from zinf_fx.runtime.memory.leases import Buffer, Lessor
+from zinf_fx.sizes import PAGE
 
 _NO_LIMIT = 1 << 60
 

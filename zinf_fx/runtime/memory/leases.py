@@ -12,8 +12,7 @@ import torch
 
 from zinf_fx.interrupts import finalizing
 from zinf_fx.runtime.memory.freelist import Space, round_up
-
-PAGE = 4096
+from zinf_fx.sizes import PAGE
 
 # Bytes of released buffers that a device has still to read before the release of one more waits.
 _MAX_BYTES_LEAVING = 256 << 20

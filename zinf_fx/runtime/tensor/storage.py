@@ -22,10 +22,6 @@ from zinf_fx.runtime.tensor.stored_bytes import StoredBytes
 from zinf_fx.runtime.tensor.tiers import Tiers
 from zinf_fx.runtime.tensor.token import token_of
 
-# Element offsets of windows are multiples of this, so that their byte offsets suit direct I/O for every dtype, and
-# vectorised kernels cut a tensor where they would without windows.
-WINDOW_ALIGNMENT = 4096
-
 _keys = itertools.count(1)
 
 

@@ -15,11 +15,12 @@ from zinf_fx.config import Tier
 from zinf_fx.errors import StoreError
 from zinf_fx.interrupts import held_back
 from zinf_fx.runtime.memory.device import CPU, Device
-from zinf_fx.runtime.memory.leases import PAGE, Buffer, Ticket
+from zinf_fx.runtime.memory.leases import Buffer, Ticket
 from zinf_fx.runtime.recorder import RECORDER
 from zinf_fx.runtime.remains import when_gone
 from zinf_fx.runtime.tensor.tiers import DelayedWrite, Tiers
 from zinf_fx.runtime.tensor.windows import DeviceWindow, Under, Window, forget_what_is_done
+from zinf_fx.sizes import PAGE
 
 
 class StoredBytes:

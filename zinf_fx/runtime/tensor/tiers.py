@@ -22,8 +22,9 @@ from zinf_fx.runtime.memory.counters import Counters
 from zinf_fx.runtime.memory.device import Device
 from zinf_fx.runtime.memory.device_arena import DeviceArena
 from zinf_fx.runtime.memory.freelist import round_up
-from zinf_fx.runtime.memory.leases import PAGE, Buffer, Ticket
+from zinf_fx.runtime.memory.leases import Buffer, Ticket
 from zinf_fx.runtime.recorder import RECORDER
+from zinf_fx.sizes import PAGE
 
 # Dirty bytes that may be on their way to the store before a writer waits for the oldest.
 _MAX_BYTES_WRITING = 256 << 20
