@@ -34,6 +34,15 @@ class Wide(nn.Module):
         return (x + self.down(self.up(x).relu())).square().mean()
 
 
+class Written(Wide):
+    """Forward writes to a layer's weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.down.weight.clamp_(-0.01, 0.01)
+        return super().forward(x)
+
+
 def gpt(layers: int, hidden: int, tied: bool = True, dtype: torch.dtype = torch.float32) -> Callable[[], nn.Module]:
     config = GPTConfig(layers=layers, hidden=hidden, heads=4, context=32, vocabulary=1000, tied=tied)
     return lambda: GPT(config).to(dtype)
@@ -53,6 +62,8 @@ def rows() -> tuple[torch.Tensor, ...]:
 
 SHAPES = {
     "wide, tiled": Shape(Wide, rows, {"placement": "nvme", "device_memory": "3MiB", "chunk": "256KiB"}),
+    "written": Shape(Written, rows, {"placement": "nvme", "chunk": "256KiB"}),
+    "written, within a host budget": Shape(Written, rows, {"placement": "nvme", "host_memory": "16MiB"}),
     "deep": Shape(gpt(4, 128), tokens, {"placement": "nvme", "device_memory": "4MiB", "chunk": "128KiB"}),
     "broad": Shape(gpt(2, 512), tokens, {"placement": "infinity-nvme", "chunk": "4MiB"}),
     "untied, bf16": Shape(gpt(2, 256, False, torch.bfloat16), tokens, {"placement": "nvme", "chunk": "1MiB"}),

@@ -1,78 +1,242 @@
-"""Parameters that forward writes to are refused, with the line that does so, before anything runs."""
+"""Parameters that forward writes to: trained as plain PyTorch trains them, or refused, with the line that does so."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from twins import fresh_dynamo  # noqa: F401
 
 import zinf_fx
+from zinf_fx.frontend.explain import plans_of
+
+WIDTH = 64
 
 
-class Renormed(nn.Module):
-    """An embedding whose rows are scaled down as they are looked up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.embedding, self.last = nn.Linear(8, 8), nn.Embedding(16, 8, max_norm=1.0), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = self.embedding(torch.arange(len(x)))
-        return self.last(self.first(x).tanh() + rows).square().sum()
-
-
-class Clamped(nn.Module):
-    """A weight that is kept within bounds by forward."""
+class Layers(nn.Module):
+    """What the models here have in common; each writes to parameters in its own way, and uses them in forward."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.embedding = nn.Embedding(32, WIDTH, max_norm=1.0)
+
+    def write(self) -> None:
+        """Write to parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.last.weight.clamp_(-0.1, 0.1)
+        self.write()
         return self.last(self.first(x).tanh()).square().sum()
 
 
-class RowZeroed(nn.Module):
+class Renormed(Layers):
+    """An embedding whose rows are scaled down as they are looked up, twice, and which is the head, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.arange(len(x))
+        x = self.first(x).tanh() + self.embedding(rows) * self.embedding(rows + 1)
+        return F.linear(x, self.embedding.weight).square().sum()
+
+
+class Clamped(Layers):
+    """A weight that is kept within bounds."""
+
+    def write(self) -> None:
+        with torch.no_grad():
+            self.last.weight.clamp_(-0.05, 0.05)
+
+
+class DataClamped(Layers):
+    """The same, as transformers' Gemma3n does it."""
+
+    def write(self) -> None:
+        self.last.weight.data.clamp_(-0.05, 0.05)
+
+
+class Several(Layers):
+    """Weights that are written to more than once, and from each other."""
+
+    def write(self) -> None:
+        with torch.no_grad():
+            self.last.weight.mul_(0.5 / self.first.weight.abs().max())
+            self.last.weight.sub_(self.first.weight)
+            self.first.weight.copy_(self.last.weight)
+            self.first.bias.zero_()
+
+
+class RowZeroed(Layers):
     """A weight of which forward zeroes a row, through a view."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def write(self) -> None:
         with torch.no_grad():
             self.last.weight[0].zero_()
-        return self.last(self.first(x).tanh()).square().sum()
 
 
-class ColumnSet(RowZeroed):
+class ColumnSet(Layers):
     """The same by assignment."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def write(self) -> None:
         with torch.no_grad():
             self.last.weight[:, 1] = 0.5
-        return self.last(self.first(x).tanh()).square().sum()
 
 
-MODELS = {"max_norm": Renormed, "clamp": Clamped, "a view": RowZeroed, "an assignment to a view": ColumnSet}
+class Both(Clamped):
+    """A weight and a view of it."""
+
+    def write(self) -> None:
+        row = self.last.weight.detach()[0]
+        super().write()
+        row.zero_()
+
+
+class Used(Layers):
+    """A weight that is written to after its use, where backward would need the value from before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = super().forward(x)
+        self.last.weight.data.clamp_(-0.05, 0.05)
+        return loss
+
+
+class Returned(Clamped):
+    """A weight that is a result, with the value from before."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        before = self.last.weight.data.t()
+        return super().forward(x), before.to(torch.float64)
+
+
+WRITING = {"max_norm": Renormed, "clamp": Clamped, "clamp of data": DataClamped, "several": Several}
+OPTIONS: dict[str, dict[str, object]] = {
+    "nvme": {"placement": "nvme"},
+    "host": {"placement": "host"},
+    "device": {"placement": "device"},
+    "in tiles": {"placement": "nvme", "tile": "4KiB"},
+    "within a budget": {"placement": "infinity-nvme", "host_memory": "768KiB"},
+    "activations too": {"placement": "nvme", "activations": "offload", "prefetch": None},
+}
+CASES = [
+    *((Clamped, name) for name in OPTIONS),
+    *((model, "nvme") for model in WRITING.values() if model is not Clamped),
+    (Several, "in tiles"),
+    (Renormed, "within a budget"),
+]
+
+
+def x() -> Tensor:
+    return torch.randn(4, WIDTH)
+
+
+@pytest.mark.parametrize(("build", "name"), CASES, ids=[f"{model.__name__}, {name}" for model, name in CASES])
+def test_they_are_trained_as_plain_pytorch_trains_them(tmp_path: Path, build: Callable[[], nn.Module], name: str):
+    torch.manual_seed(0)
+    plain = build()
+    model = zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, **OPTIONS[name])
+    compiled = torch.compile(model, backend="zinf")
+    theirs = torch.optim.AdamW(plain.parameters(), lr=0.1, fused=True)
+    ours = zinf_fx.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(3):
+        batch = x()
+        for one, optimizer, loss in ((plain, theirs, plain(batch)), (model, ours, compiled(batch))):
+            one.loss = loss.detach()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(model.loss, plain.loss)
+        with torch.no_grad():  # writes as well
+            assert torch.equal(compiled(batch), plain(batch))
+    for (key, value), other in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(value.detach(), other.full_tensor()), key
+        assert theirs.state.get(value, {}).keys() == ours.state.get(other, {}).keys()
+        for state, expected in theirs.state.get(value, {}).items():
+            found = ours.state[other][state]
+            assert torch.equal(expected, getattr(found, "full_tensor", lambda found=found: found)()), (key, state)
+
+
+@pytest.mark.parametrize("build", WRITING.values(), ids=WRITING)
+def test_they_are_written_in_the_one_line_use(build: Callable[[], nn.Module]):
+    torch.manual_seed(0)
+    plain = build()
+    model, batch = copy.deepcopy(plain), x()
+    compiled = torch.compile(model, backend="zinf", options={"placement": "host"})
+    assert torch.equal(compiled(batch), plain(batch))
+    for (key, value), other in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(value.detach(), other.detach()), key
+
+
+def test_the_plan_has_the_write_and_what_it_moves(tmp_path: Path):
+    """It is behind the last use of the value from before, and backward gathers the parameter again."""
+    model = zinf_fx.offload(Clamped(), store=tmp_path, placement="nvme")
+    (plan,) = plans_of(model, (x(),))
+    forward, backward = plan.graphs
+    written = next(tile for tile in forward.tiles if tile.name == "last.weight")
+    kinds = [event.kind for event in forward.events if event.tile == written.index and not event.turn]
+    assert kinds == ["fetch", "upload", "allgather", "wait", "release", "write"]
+    assert [event.kind for event in backward.events if event.tile == written.index][:4] == kinds[:4]
+    assert plan.activation_buffer == written.nbytes
+    text = zinf_fx.explain(model, x())
+    assert "writes" in text and "host -> NVMe    16.0 KiB" in text
+
+
+def test_a_plan_is_followed(tmp_path: Path):
+    """A file's plan of a graph that writes."""
+    torch.manual_seed(0)
+    plain, batch = Several(), x()
+    zinf_fx.export_plan(plain, (batch,), zinf_fx.Config(placement="nvme")).save(tmp_path / "plan.json")
+    model = zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, placement="nvme")
+    compiled = torch.compile(model, backend="zinf", options={"plan": str(tmp_path / "plan.json")})
+    for _ in range(2):
+        assert torch.equal(compiled(batch), plain(batch))
+
+
+VIEW = r"writes to a view of a stored parameter, or to a DTensor \('last.weight': "
+REFUSED = {
+    "a view": (RowZeroed, VIEW),
+    "an assignment to a view": (ColumnSet, VIEW),
+    "a parameter and a view of it": (Both, VIEW),
+    "after its use": (Used, r"with 'last.weight' before it writes to it, and the value from before is needed in back"),
+    "returned": (Returned, r"computes with 'last.weight' before it writes to it.* as a result"),
+}
 
 
 @pytest.mark.parametrize("one_line", [False, True], ids=["offloaded", "one line"])
-@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
-def test_they_are_refused_with_their_place(build: Callable[[], nn.Module], one_line: bool):
+@pytest.mark.parametrize(("build", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_lost_is_refused_with_its_place(build: Callable[[], nn.Module], message: str, one_line: bool):
     model, options = build(), {"placement": "host"}
     before = {name: value.clone() for name, value in model.state_dict().items()}
     if not one_line:
         zinf_fx.offload(model, **options)
-    with pytest.raises(
-        Exception, match=r"writes to a (stored tensor|view of a stored parameter \('last.weight': )"
-    ) as failure:
-        torch.compile(model, backend="zinf", options=options if one_line else {})(torch.randn(4, 8))
+    with pytest.raises(Exception, match=message) as failure:
+        torch.compile(model, backend="zinf", options=options if one_line else {})(x())
     assert __file__ in str(failure.value)
     for name, parameter in model.named_parameters():
         assert (type(parameter) is nn.Parameter) == one_line and torch.equal(parameter.detach(), before[name])
+
+
+@pytest.mark.parametrize("placement", ["nvme", "zero-1"])
+def test_many_ranks_refuse_it(placement: str):
+    with pytest.raises(Exception, match=r"writes to a stored parameter .* that many ranks train") as failure:
+        zinf_fx.export_plan(Clamped(), (x(),), zinf_fx.Config(placement=placement), world_size=2)
+    assert __file__ in str(failure.value)
+
+
+@pytest.mark.parametrize("build", [Clamped, DataClamped])
+def test_tensor_parallelism_refuses_it(build: Callable[[], nn.Module]):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        plan = {"first": ColwiseParallel(), "last": RowwiseParallel()}
+        model = parallelize_module(build(), init_device_mesh("cpu", (1,)), plan)
+        zinf_fx.offload(model, placement="host", process_group=dist.new_group([0]))
+        with pytest.raises(Exception, match="writes to a DTensor whose parts are stored") as failure:
+            torch.compile(model, backend="zinf")(x())
+        assert __file__ in str(failure.value)
+    finally:
+        dist.destroy_process_group()

@@ -14,9 +14,12 @@ binds to its own methods: they have no kernel of their own, so a graph can't run
 | reduce_scatter | start the collective that turns a full gradient into this rank's shard | |
 | offload | start the move of a gradient shard to its tier, adding to what is there | |
 | offload_activation | start the move of an activation to its tier; the token of the tile that it is from now on | |
+| written | the token of a parameter from now on, after the graph wrote to it; only while a graph is captured | |
+| write | start the move of a parameter's new value to its tier | |
 
 An activation that left comes back in backward as any tile does.
-`start` is the tile's first element in its parameter, when that has several tiles. When an event happens, whether it
+`start` is the tile's first element in its parameter, when that has several tiles; `after`, how many writes of the graph
+to the parameter come before. When an event happens, whether it
 crosses the turn, what it finds in memory and where its buffer lies, the node's `Event` says, and no argument.
 """
 
@@ -27,7 +30,9 @@ from collections.abc import Sequence
 import torch
 
 _library = torch.library.Library("zinf", "DEF")
-_library.define("gather(Tensor token, SymInt[] shape, ScalarType dtype, Device device, *, int start=0) -> Tensor")
+_library.define(
+    "gather(Tensor token, SymInt[] shape, ScalarType dtype, Device device, *, int start=0, int after=0) -> Tensor"
+)
 _library.define("fetch(Tensor token, *, int start=0) -> ()")
 _library.define("upload(Tensor token, *, int start=0) -> ()")
 _library.define("allgather(Tensor token, *, int start=0) -> ()")
@@ -36,6 +41,8 @@ _library.define("release(Tensor token, *, int start=0) -> ()")
 _library.define("reduce_scatter(Tensor token, Tensor gradient, *, int start=0) -> Tensor")
 _library.define("offload(Tensor token, Tensor shard, *, int start=0) -> ()")
 _library.define("offload_activation(Tensor value, SymInt[] stride) -> Tensor")
+_library.define("written(Tensor value) -> Tensor")
+_library.define("write(Tensor token, Tensor value, *, int after=0) -> ()")
 
 gather = torch.ops.zinf.gather.default
 fetch = torch.ops.zinf.fetch.default
@@ -46,9 +53,11 @@ release = torch.ops.zinf.release.default
 reduce_scatter = torch.ops.zinf.reduce_scatter.default
 offload = torch.ops.zinf.offload.default
 offload_activation = torch.ops.zinf.offload_activation.default
+written = torch.ops.zinf.written.default
+write = torch.ops.zinf.write.default
 
 TRANSFERS = (fetch, upload, allgather)
-LOWERED = (*TRANSFERS, wait, release, reduce_scatter, offload, offload_activation)
+LOWERED = (*TRANSFERS, wait, release, reduce_scatter, offload, offload_activation, write)
 
 # What each of them is called, in schedules and as a method of the runtime.
 KINDS = {op: op._schema.name.removeprefix("zinf::") for op in LOWERED}
@@ -64,7 +73,7 @@ for _op in LOWERED:
 @torch.library.register_fake("zinf::gather", lib=_library)
 @torch.library.register_fake("zinf::wait", lib=_library)
 def _full_tile(
-    token: torch.Tensor, shape: list[int], dtype: torch.dtype, device: torch.device, *, start: int = 0
+    token: torch.Tensor, shape: list[int], dtype: torch.dtype, device: torch.device, *, start: int = 0, after: int = 0
 ) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
@@ -75,11 +84,12 @@ def _shard(token: torch.Tensor, gradient: torch.Tensor, *, start: int = 0) -> to
 
 
 @torch.library.register_fake("zinf::offload_activation", lib=_library)
-def _token(value: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+@torch.library.register_fake("zinf::written", lib=_library)
+def _token(value: torch.Tensor, stride: Sequence[int] = ()) -> torch.Tensor:
     return torch.empty((), dtype=torch.int64, device="cpu")
 
 
-for _name in ("fetch", "upload", "allgather", "release", "offload"):
+for _name in ("fetch", "upload", "allgather", "release", "offload", "write"):
     torch.library.register_fake(f"zinf::{_name}", lambda *args, **kwargs: None, lib=_library)
 
 

@@ -19,7 +19,7 @@ from zinf_fx.frontend.equal_values import replicas_of
 from zinf_fx.frontend.given_plan import about_given, plan_for
 from zinf_fx.frontend.graph_inputs import graph_inputs, origin_of, roles_of, unmoved_bytes
 from zinf_fx.frontend.local_inputs import taking_local, traced
-from zinf_fx.frontend.parameter_writes import refusing_lost_writes
+from zinf_fx.frontend.parameter_writes import noted_writes, refusing_lost_writes
 from zinf_fx.frontend.tiles import gradient_positions, placed, tiles_of
 from zinf_fx.machine.rates import measured
 from zinf_fx.passes.activations.replication import mark_equal
@@ -166,6 +166,7 @@ class Capture:
         placement: Placement | None = None,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Plan forward and backward. `placement`: as if this were that of the parameters."""
+        written = noted_writes(joint.graph, self._together.groups)
         tiles = tiles_of(joint.graph, self._inputs, self._together.groups, placement)
         (output,) = joint.graph.find_nodes(op="output")
         context = GraphContext(
@@ -175,6 +176,7 @@ class Capture:
             gradient_positions(joint.graph, tiles, arguments["num_fwd_outputs"]),
             len(output.args[0]) - arguments["num_fwd_outputs"],
             unmoved=unmoved_bytes(self._inputs),
+            written=written,
             rates=self._rates or NOMINAL,
         )
         fingerprint = fingerprint_of(joint.graph, context, roles_of(joint.graph, self._inputs))
@@ -222,8 +224,10 @@ class Capture:
 
     def _evaluation(self, module: fx.GraphModule, placement: Placement | None = None) -> None:
         """Plan a graph without backward, as `_training`."""
+        written = noted_writes(module.graph, self._together.groups)
         tiles = tiles_of(module.graph, self._inputs, self._together.groups, placement)
-        context = GraphContext("inference", placed(self.config, placement), tiles, unmoved=unmoved_bytes(self._inputs))
+        unmoved = unmoved_bytes(self._inputs)
+        context = GraphContext("inference", placed(self.config, placement), tiles, unmoved=unmoved, written=written)
         fingerprint = fingerprint_of(module.graph, context, roles_of(module.graph, self._inputs))
         if self._plans:
             plan = plan_for(self._plans, fingerprint, "inference", self._together.groups)

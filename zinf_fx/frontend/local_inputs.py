@@ -12,6 +12,7 @@ from torch._guards import detect_fake_mode
 from torch.distributed.tensor import DTensor
 
 from zinf_fx.errors import StoredTensorError
+from zinf_fx.runtime.tensor import view_writes
 from zinf_fx.runtime.tensor.local_parameter import local_input
 
 
@@ -61,6 +62,8 @@ def _maker_of(whole: DTensor) -> Callable[[torch.Tensor], DTensor]:
     mesh, placements, shape, stride = whole.device_mesh, whole.placements, whole.shape, whole.stride()
 
     def distributed(local: torch.Tensor) -> DTensor:
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+        made = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+        view_writes.gathered(made)
+        return made
 
     return distributed

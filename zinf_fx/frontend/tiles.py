@@ -25,7 +25,7 @@ def tiles_of(
     graph: fx.Graph, inputs: Sequence[GraphInput], groups: Groups, placement: Placement | None
 ) -> dict[str, Tile]:
     """The tiles of a graph by the name of their token's placeholder. `placement`: in the place of their own."""
-    gathered = {node.args[0].name for node in nodes_calling(graph, ops.gather)}
+    gathered = {node.args[0].name for node in nodes_calling(graph, ops.gather, ops.write)}
     tiles: dict[str, Tile] = {}
     ranks = groups.shards
     for token in graph.find_nodes(op="placeholder"):

@@ -41,6 +41,7 @@ from zinf_fx.passes.ir.rewriting import copied
 from zinf_fx.passes.ir.work import total, work_of
 from zinf_fx.passes.lowering.lower_gathers import LowerGathers
 from zinf_fx.passes.lowering.offload_gradients import OffloadGradients
+from zinf_fx.passes.lowering.parameter_writes import PlaceWrites
 from zinf_fx.passes.lowering.partition import partition
 from zinf_fx.passes.lowering.recompute_gathers import RecomputeGathers
 from zinf_fx.passes.lowering.reduce_gradients import ReduceGradients
@@ -203,7 +204,7 @@ def _schedule(
 
 def lowering() -> list[Pass]:
     """The passes that make operators, and what each tile's journey consists of."""
-    return [SinkGathers(), Regions(), LowerGathers()]
+    return [PlaceWrites(), SinkGathers(), Regions(), LowerGathers()]
 
 
 def _place_buffers(modules: Sequence[tuple[fx.GraphModule, GraphContext]]) -> list[GraphContext]:

@@ -62,11 +62,12 @@ class Fingerprint:
 class Plan:
     """The schedule of one captured graph: forward and backward, or inference alone.
 
-    `gradient_buffer`, `activation_buffer`: bytes of gradients, and of activations, that may be on their way to NVMe at
-    once. `kept`: bytes of activations that stay where they were computed, from forward to backward. `unmoved`: bytes of
-    the model's buffers, and of parameters that are not stored, which are on the device throughout. `regions`: what the
-    events' offsets lie in. `tile_limit`: bytes above which parameters were divided. `choices`: what is recomputed, what
-    is saved, and what of that leaves. `fingerprint`: what the plan is for; None where it was made by hand.
+    `gradient_buffer`, `activation_buffer`: bytes of gradients, and of activations and new values of parameters, that
+    may be on their way to NVMe at once. `kept`: bytes of activations that stay where they were computed, from forward
+    to backward. `unmoved`: bytes of the model's buffers, and of parameters that are not stored, which are on the device
+    throughout. `regions`: what the events' offsets lie in. `tile_limit`: bytes above which parameters were divided.
+    `choices`: what is recomputed, what is saved, and what of that leaves. `fingerprint`: what the plan is for; None
+    where it was made by hand.
     """
 
     graphs: tuple[GraphSchedule, ...]

@@ -13,7 +13,7 @@ from zinf_fx.config import Natural, Positive, Tier
 
 GraphKind = Literal["forward", "backward", "inference"]
 EventKind = Literal[
-    "fetch", "upload", "allgather", "wait", "release", "reduce_scatter", "offload", "offload_activation"
+    "fetch", "upload", "allgather", "wait", "release", "reduce_scatter", "offload", "offload_activation", "write"
 ]
 
 # The operator number of what happens before the first operator.

@@ -17,7 +17,7 @@ from zinf_fx.plan.journeys import TRANSFERS, At, Journeys
 from zinf_fx.plan.schedule import HEAD, GraphSchedule, Tile
 
 # The events that take buffers, and so have an offset.
-_WITH_OFFSET = ("fetch", "upload", "offload", "offload_activation")
+_WITH_OFFSET = ("fetch", "upload", "offload", "offload_activation", "write")
 
 
 class Violation(NamedTuple):
@@ -114,6 +114,8 @@ def _marks(step: Step) -> Iterator[Violation]:
             yield Violation(f"the offset of {where} is {event.offset}, less than 0", at)
         if event.kind == "offload_activation" and not (graph.kind == "forward" and graph.tiles[event.tile].activation):
             yield Violation(f"{where} is of no activation of a forward graph", at)
+        if event.kind == "write" and (graph.kind == "backward" or graph.tiles[event.tile].activation):
+            yield Violation(f"{where} is of no parameter, or in a backward graph", at)
 
 
 def _reductions(step: Step) -> Iterator[Violation]:

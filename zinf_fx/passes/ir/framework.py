@@ -75,6 +75,7 @@ class GraphContext:
         staying: tiles that are in memory throughout: from a use before the graph to one after it.
         kept: bytes of activations that stay on the device from forward to backward.
         unmoved: bytes of buffers, and of parameters that are not stored, which are on the device throughout.
+        written: by token, how often forward, or inference, writes to the parameter.
         tensor_ranks: how many ranks divide parameters, and activations; 1: activations are whole.
         rates: of the machine that the plan is for.
         regions: what the plan's transfer buffers take of each memory.
@@ -94,6 +95,7 @@ class GraphContext:
     staying: tuple[TileKey, ...] = ()
     kept: int = 0
     unmoved: int = 0
+    written: Mapping[str, int] = field(default_factory=dict)
     tensor_ranks: int = 1
     rates: Rates = NOMINAL
     regions: MemoryRegions = field(default_factory=MemoryRegions)
@@ -137,12 +139,11 @@ class GraphContext:
 
     @property
     def activation_buffer(self) -> int:
-        """Bytes of activations that may be on their way to NVMe at once."""
-        if self.kind != "forward":
+        """Bytes of activations, and of new values of parameters, that may be on their way to NVMe at once."""
+        if self.kind not in ("forward", "inference"):
             return 0
-        return write_buffer(
-            [t.held_nbytes for t in self.tiles.values() if t.activation and t.tier == "nvme"], self.limit
-        )
+        leaving = [tile for token, tile in self.tiles.items() if tile.activation or token in self.written]
+        return write_buffer([tile.held_nbytes for tile in leaving if tile.tier == "nvme"], self.limit)
 
     def comes_anew(self, token: str) -> bool:
         """Whether a parameter's tiles are gathered for each operator that uses them.

@@ -110,10 +110,12 @@ class FollowSchedule:
                 found[there.reduced.number] = nodes[here.reduced.number]
                 if there.offloaded is not None and here.offloaded is not None:
                     found[there.offloaded.number] = nodes[here.offloaded.number]
-        activations = {event_of(n).tile: n for n in nodes_calling(graph, ops.offload_activation)}
+        once = {
+            (event_of(n).kind, event_of(n).tile): n for n in nodes_calling(graph, ops.offload_activation, ops.write)
+        }
         for position, event in enumerate(self.plan.graphs[number].events):
-            if event.kind == "offload_activation" and event.tile in activations:
-                found[position] = activations[event.tile]
+            if (event.kind, event.tile) in once:
+                found[position] = once[event.kind, event.tile]
         return found
 
     def _check_count(self, what: str, label: str, planned: int, here: int) -> None:

@@ -70,7 +70,7 @@ class Prefetch:
 
     def head(self, graph: fx.Graph, context: GraphContext) -> tuple[HeadTransfer, ...]:
         """What a scheduled graph needs at its head, for the `successor_head` of the graph before it: parameters. What
-        activations it needs first, that graph has only just computed."""
+        activations it needs first, that graph has only just computed; the same of parameters that it writes to."""
         distance_of = dict(zip((ops.allgather, ops.upload, ops.fetch), self.distances or (0, 0, 0), strict=True))
         use: dict[TileKey, int] = {}
         for node in nodes_calling(graph, ops.wait):
@@ -83,7 +83,8 @@ class Prefetch:
                 key_of(node).start,
             )
             for node in nodes_calling(graph, *ops.TRANSFERS)
-            if operator_of(node) == HEAD and not context.tile_of(node).activation
+            if operator_of(node) == HEAD
+            and not (context.tile_of(node).activation or key_of(node).token in context.written)
         )
 
     def _move_ahead(

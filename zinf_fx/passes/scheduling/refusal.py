@@ -72,7 +72,7 @@ def _table(ledger: Ledger, operator: int, context: GraphContext) -> str:
     where = "at the head" if operator == HEAD else f"in operator {operator}"
     parts = [
         ("gradients on their way to NVMe", context.gradient_buffer),
-        ("activations on their way to NVMe", context.activation_buffer),
+        ("activations and parameters on their way to NVMe", context.activation_buffer),
         *((f"{span.what} {where}", span.nbytes) for span in held),
         (f"everything else {where}", rest),
     ]

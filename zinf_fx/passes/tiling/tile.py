@@ -44,6 +44,8 @@ class TileParameters:
             if len(tiles) == 1:
                 continue
             try:
+                if token in context.written:
+                    raise Untileable("forward writes to it")
                 _Rewrite(graph, context, gathers[token], tiles).run()
             except Untileable as reason:
                 context = replace(context, undivided={**context.undivided, token: str(reason)})

@@ -114,7 +114,7 @@ def traffic(plan: Plan, graph: GraphSchedule) -> Traffic:
     number = plan.graphs.index(graph)
     uploads = [graph.tiles[s.tile] for s in plan.journeys if s.graph == number and s.moves("upload")]
     offloads = [graph.tiles[e.tile] for e in graph.events if e.kind == "offload"]
-    leaving = [graph.tiles[e.tile] for e in graph.events if e.kind == "offload_activation"]
+    leaving = [graph.tiles[e.tile] for e in graph.events if e.kind in ("offload_activation", "write")]
     return Traffic(
         nvme_to_host=sum(flow.fetched for flow in flows(plan, graph)),
         host_to_device=sum(t.held_nbytes for t in uploads if t.tier != "device"),

@@ -145,8 +145,8 @@ def _around(start: int, stop: int, end: int) -> tuple[range, ...]:
 
 
 def _writes(plan: Plan) -> Iterator[Lifetime]:
-    """On their way to NVMe: activations, each until its room is needed for another, or backward begins; gradients, too,
-    or the optimizer's chunks need it."""
+    """On their way to NVMe: activations, and what forward writes to parameters, each until its room is needed for
+    another, or the graph's end; gradients, too, or the optimizer's chunks need it."""
     clock = Clock(plan)
     for graph, schedule in enumerate(plan.graphs):
         writing: deque[tuple[At, Tile, int]] = deque()
@@ -155,7 +155,7 @@ def _writes(plan: Plan) -> Iterator[Lifetime]:
             tile = schedule.tiles[event.tile]
             if event.kind == "offload" and tile.gradient_tier == "nvme":
                 buffer, nbytes = plan.gradient_buffer, tile.gradient_nbytes_at_once(plan.stage)
-            elif event.kind == "offload_activation" and tile.tier == "nvme":
+            elif event.kind in ("offload_activation", "write") and tile.tier == "nvme":
                 buffer, nbytes = plan.activation_buffer, tile.held_nbytes
             else:
                 continue

@@ -36,7 +36,7 @@ class HostUse:
         gradients: those of them that have arrived by then.
         activations: those that live in host memory from forward to backward.
         tiles: of the NVMe tier, from fetch to release, and what stays between uses.
-        writes: gradients and activations on their way to NVMe.
+        writes: gradients, activations, and what forward writes to parameters, on their way to NVMe.
         chunks: of the optimizer's step.
     """
 

@@ -31,6 +31,7 @@ _TITLES: dict[str, tuple[str, str]] = {
     "keep": ("", "keeps"),
     "reduce_scatter": ("reduce-", "scatters"),
     "offload": ("", "offloads"),
+    "write": ("", "writes"),
 }
 # Widths of cells that are tried until a table fits, and whether cells then still say which operations are computed.
 _CELLS = [*((limit, True) for limit in range(40, 13, -1)), *((limit, False) for limit in range(24, 5, -1))]

@@ -127,7 +127,7 @@ class _Builder:
             for position, event in graph.numbered(operator):
                 if event.kind == "wait":
                     waits += self._bringing.get(journeys.stay_of(number, position), ())
-                elif event.kind in ("reduce_scatter", "offload_activation"):
+                elif event.kind in ("reduce_scatter", "offload_activation", "write"):
                     computed.append(event)
                 elif event.kind == "offload":
                     if not any(one.tile == event.tile for one in computed):
@@ -144,7 +144,7 @@ class _Builder:
                 tile = graph.tiles[event.tile]
                 if event.kind == "reduce_scatter":
                     self._reduce(tile)
-                elif event.kind == "offload_activation":
+                elif event.kind in ("offload_activation", "write"):
                     self._left.append(self._leave(tile, tile.tier, tile.held_nbytes, self._program))
                 else:
                     self._offload(tile)

@@ -9,7 +9,7 @@ from torch import fx
 from zinf_fx import ops
 from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule
 
-_TAKE_A_VALUE = (ops.reduce_scatter, ops.offload)
+_TAKE_A_VALUE = (ops.reduce_scatter, ops.offload, ops.write)
 
 
 def bind(module: fx.GraphModule, operators: Mapping[str, int]) -> fx.GraphModule:

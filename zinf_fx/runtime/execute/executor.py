@@ -98,9 +98,9 @@ class Program(Stage):
         leaving = module.graph.find_nodes(op="call_function", target=ops.offload_activation)
         devices = {n.meta[ops.EVENT].tile: n.args[0].meta["val"].device for n in leaving}
         self.slots = ActivationSlots(plan, devices, tensor_ranks)
-        self.awaits_activations = schedule.kind == "backward" and any(
-            tile.activation and tile.tier == "nvme" for tile in schedule.tiles
-        )
+        writes = [e for graph in plan.graphs for e in graph.events if e.kind in ("offload_activation", "write")]
+        to_nvme = any(schedule.tiles[event.tile].tier == "nvme" for event in writes)
+        self.awaits_writes = schedule.kind != "forward" and to_nvme
         self._module = bind(module, operators)
         self._head = head_fetches(schedule)
         self._last_storages: dict[int, weakref.ref[TensorStorage]] = {}  # of parameters
@@ -132,7 +132,7 @@ class Program(Stage):
                 storage.gradient.backwards_due += 1
         arguments.reverse()
         try:
-            run.await_activations()
+            run.await_writes()
             results = self._module(run, arguments)
         except BaseException as error:
             run.abort(error)
@@ -265,10 +265,10 @@ class Run:
                 program.plan, self._tiles, storages, program.last_uses, program.gradients
             )
 
-    def await_activations(self) -> None:
-        """Before backward, until those that left are on NVMe: what left last is needed first, and the plan has no room
-        for their buffers from then on. Raises: StoreError when a write failed."""
-        if self._program.awaits_activations:
+    def await_writes(self) -> None:
+        """Before backward, until activations that left are on NVMe: what left last is needed first, and the plan has no
+        room for their buffers from then on, nor for those of parameters. Raises: StoreError when a write failed."""
+        if self._program.awaits_writes:
             for tiers in self._tiers:
                 tiers.limit_writes(0)
 
@@ -337,13 +337,21 @@ class Run:
         if value.stride() != tuple(stride):
             value = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
         value = value.as_strided((value.numel(),), (1,))
-        tiers, planned = self._tiers[0], self._tiles[tile]
-        storage, token = self._program.slots.take(self._owner, tile, tiers)
+        storage, token = self._program.slots.take(self._owner, tile, self._tiers[0])
+        self._set(storage, tile, value, offset)
+        return token
+
+    def write(self, tile: int, value: torch.Tensor, offset: int | None = None) -> None:
+        """Move what the graph wrote to a parameter to its tier, through `offset`."""
+        self._set(self._storages[tile], tile, value, offset)
+
+    def _set(self, storage: TensorStorage, tile: int, value: torch.Tensor, offset: int | None) -> None:
+        planned = self._tiles[tile]
         if planned.tier == "nvme":
-            tiers.limit_writes(max(self._program.plan.activation_buffer - round_up(planned.held_nbytes, PAGE), 0))
+            room = self._program.plan.activation_buffer - round_up(planned.held_nbytes, PAGE)
+            storage.tiers.limit_writes(max(room, 0))
         with RECORDER.about(planned.label):
             storage.set(value, offset)
-        return token
 
     def begin_operator(self, index: int) -> None:
         """What computes from now on is of this operator."""

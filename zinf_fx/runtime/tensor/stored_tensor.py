@@ -31,7 +31,7 @@ from zinf_fx.runtime.tensor.arrival import take_gradient
 from zinf_fx.runtime.tensor.operations import HANDLERS, HORIZONTAL, METADATA_ONLY, SAME_VALUE, in_autocast, is_view
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.views import Base, ViewStep
-from zinf_fx.runtime.tensor.writes import foreach, mutated_arguments, write_through
+from zinf_fx.runtime.tensor.writes import foreach, mutated_arguments, write
 
 aten = torch.ops.aten
 
@@ -79,7 +79,8 @@ class StoredTensor(torch.Tensor):
         cls, storage: TensorStorage, shape: Iterable[int], device: torch.device, requires_grad: bool = False
     ) -> StoredTensor:
         """The tensor of `shape` whose bytes are `storage`'s."""
-        base = Base(torch.Size(shape), storage.dtype, torch.device(device), storage.tier, storage.config)
+        where = torch.device(device), storage.tier, storage.config
+        base = Base(torch.Size(shape), storage.dtype, *where, is_part=bool(storage.share.part_of))
         return cls(storage.token, base, storage=storage, requires_grad=requires_grad)
 
     # -- traceable wrapper subclass: identity goes in the token, never in the context -------------------------------
@@ -258,7 +259,7 @@ class StoredTensor(torch.Tensor):
         if args and isinstance(args[0], (list, tuple)) and func._schema.name.startswith(HORIZONTAL):
             return foreach(StoredTensor, func, args, kwargs)
         if mutated:
-            return write_through(StoredTensor, func, args, kwargs, mutated)
+            return write(StoredTensor, func, args, kwargs, mutated)
         args, kwargs = tree_map_only(StoredTensor, StoredTensor.gathered, (args, kwargs))
         return func(*args, **kwargs)
 

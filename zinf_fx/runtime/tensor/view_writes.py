@@ -12,12 +12,14 @@ from contextvars import ContextVar
 
 import torch
 
-_WATCHED: ContextVar[list[tuple[torch.Tensor, int]] | None] = ContextVar("watched", default=None)
+_Watched = list[tuple[torch.Tensor, int]]
+_WATCHED: ContextVar[_Watched | None] = ContextVar("watched", default=None)
 
 
 @contextmanager
-def watching() -> Iterator[list[tuple[torch.Tensor, int]]]:
-    """The stored tensors that are gathered in the block while a graph is captured, each with its version then."""
+def watching() -> Iterator[_Watched]:
+    """The stored tensors that are gathered in the block while a graph is captured, each with the version that it has
+    unless somebody writes to a view."""
     token = _WATCHED.set(found := [])
     try:
         yield found
@@ -26,11 +28,23 @@ def watching() -> Iterator[list[tuple[torch.Tensor, int]]]:
 
 
 def gathered(tensor: torch.Tensor) -> None:
-    """Note a stored tensor, before a graph that is being captured gathers it."""
+    """Note a stored tensor, before a graph that is being captured gathers it, or a DTensor that is made of one."""
     if (watched := _WATCHED.get()) is not None:
         watched.append((tensor, tensor._version))
 
 
-def is_written(watched: list[tuple[torch.Tensor, int]]) -> bool:
+def written(tensor: torch.Tensor) -> None:
+    """Note a write to a stored tensor itself, which PyTorch is about to count for all that share its counter.
+
+    Which these are (what `detach()` gives does, what `.data` gives does not) shows when the counter is moved once more.
+    """
+    if watched := _WATCHED.get():
+        before = [one._version for one, _ in watched]
+        torch.autograd.graph.increment_version(tensor)
+        for number, (one, version) in enumerate(watched):
+            watched[number] = one, version + 2 * (one._version - before[number])
+
+
+def is_written(watched: _Watched) -> bool:
     """Whether any of the noted tensors was written to since."""
     return any(tensor._version != version for tensor, version in watched)

@@ -23,13 +23,15 @@ class ViewStep(NamedTuple):
 
 
 class Base(NamedTuple):
-    """What is known of the stored value, before any view, without looking at its storage."""
+    """What is known of the stored value, before any view, without looking at its storage. `is_part`: of a tensor that
+    tensor parallelism divides."""
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
     tier: Tier
     config: Config
+    is_part: bool = False
 
     def __deepcopy__(self, memo: dict) -> Base:
         return self

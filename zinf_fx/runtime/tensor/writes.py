@@ -8,10 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from zinf_fx import ops
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.interrupts import held_back
+from zinf_fx.runtime.tensor import view_writes
 from zinf_fx.runtime.tensor.operations import OVERWRITES
 
 aten = torch.ops.aten
@@ -29,8 +32,14 @@ def mutated_arguments(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: 
     return written
 
 
+def write(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dict, mutated: list[torch.Tensor]) -> Any:
+    """Run `func`, which writes to the stored tensors `mutated`."""
+    run = _write_in_graph if mutated[0].captured else _write_through
+    return run(kind, func, args, kwargs, mutated)
+
+
 @held_back
-def write_through(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dict, mutated: list[torch.Tensor]) -> Any:
+def _write_through(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dict, mutated: list[torch.Tensor]) -> Any:
     """Run `func` on gathered values, then write what it changed back to the store."""
     for tensor in mutated:
         _check_writable(tensor, func)
@@ -69,14 +78,39 @@ def write_through(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dict
     return tree_map_only(torch.Tensor, lambda t: originals.get(id(t), t), result)
 
 
+def _write_in_graph(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dict, mutated: list[torch.Tensor]) -> Any:
+    """Let the graph that is being captured compute what `func` writes, and the token stand for that from now on.
+
+    PyTorch functionalizes a write to the token as one to any input: what the graph does later sees the new token, and
+    in the end the graph copies the last one into its input.
+    """
+    for tensor in mutated:
+        _check_writable(tensor, func)
+    with torch.no_grad():
+        if func is aten.copy_.default and all(isinstance(getattr(t, "token", None), FakeTensor) for t in args[:2]):
+            args[0].token.copy_(args[1].token)  # what ends the graph
+            return args[0]
+        values = {id(tensor): tensor.gathered() for tensor in mutated}
+        new_args, new_kwargs = tree_map_only(
+            kind, lambda t: values[id(t)] if id(t) in values else t.gathered(), (args, kwargs)
+        )
+        result = func(*new_args, **new_kwargs)
+        for tensor in mutated:
+            tensor.token.copy_(ops.written(values[id(tensor)]))
+            view_writes.written(tensor)
+    originals = {id(values[id(tensor)]): tensor for tensor in mutated}
+    return tree_map_only(torch.Tensor, lambda t: originals.get(id(t), t), result)
+
+
 def _check_writable(tensor: torch.Tensor, func: Any) -> None:
     """Raises: StoredTensorError for a write that can't reach the store."""
     if torch.Tag.inplace_view in func.tags or func._schema.name in ("aten::set_", "aten::resize_"):
         raise _refusal(func, tensor, "change its shape or memory")
-    if tensor.captured:
+    if tensor.captured and (tensor.views or tensor.base.is_part):
+        what = "a DTensor whose parts are stored" if tensor.base.is_part else "a view of a stored tensor"
         raise StoredTensorError(
-            f"{func} writes to a stored tensor of shape {tuple(tensor.shape)} inside a compiled graph, where the "
-            "write would be lost: move it out of the compiled region"
+            f"{func} writes to {what}, of shape {tuple(tensor.shape)}, inside a compiled graph, where the write would "
+            "be lost: move it out of the compiled region"
         )
     if any(step.op is aten._to_copy.default for step in tensor.views):
         raise StoredTensorError(
@@ -106,7 +140,7 @@ def foreach(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dict) -> A
         one_kwargs = {k: element(v, index) for k, v in kwargs.items()}
         mutated = mutated_arguments(kind, func, tuple(one_args), one_kwargs)
         if mutated:
-            write_through(kind, func, tuple(one_args), one_kwargs, mutated)
+            write(kind, func, tuple(one_args), one_kwargs, mutated)
         else:
             one_args, one_kwargs = tree_map_only(kind, kind.gathered, (one_args, one_kwargs))
             results.append(func(*one_args, **one_kwargs))
