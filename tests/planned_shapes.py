@@ -63,7 +63,7 @@ def rows() -> tuple[torch.Tensor, ...]:
 SHAPES = {
     "wide, tiled": Shape(Wide, rows, {"placement": "nvme", "device_memory": "3MiB", "chunk": "256KiB"}),
     "written": Shape(Written, rows, {"placement": "nvme", "chunk": "256KiB"}),
-    "written, within a host budget": Shape(Written, rows, {"placement": "nvme", "host_memory": "16MiB"}),
+    "written, within a host budget": Shape(Written, rows, {"placement": "nvme", "host_memory": "20MiB"}),
     "deep": Shape(gpt(4, 128), tokens, {"placement": "nvme", "device_memory": "4MiB", "chunk": "128KiB"}),
     "broad": Shape(gpt(2, 512), tokens, {"placement": "infinity-nvme", "chunk": "4MiB"}),
     "untied, bf16": Shape(gpt(2, 256, False, torch.bfloat16), tokens, {"placement": "nvme", "chunk": "1MiB"}),
