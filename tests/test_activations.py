@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from followed import followed_plans
 from torch import nn
 from torch.nn import functional as F
 
@@ -145,11 +146,12 @@ def test_a_step_moves_exactly_what_its_plan_says(tmp_path: Path, residency: bool
     model = zinf_fx.offload(build(), store=tmp_path, **options)
     optimizer = zinf_fx.optim.AdamW(model.parameters(), overlap=False)
     compiled = torch.compile(model, backend="zinf")
-    train(compiled, optimizer, 2)
+    with followed_plans(model) as plans:
+        train(compiled, optimizer, 2)
+    (plan,) = plans
     before = settled(model)
     train(compiled, optimizer, 4)
     after = settled(model)
-    (plan,) = plans_of(model, batch())
     predicted = sum((phase for _, phase in phases(plan)), Traffic())
     assert (after.bytes_read - before.bytes_read) / 4 == predicted.nvme_to_host
     assert (after.bytes_written - before.bytes_written) / 4 == predicted.host_to_nvme

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from followed import followed_plans
 from planned_shapes import SHAPES, Wide, rows
 
 import zinf_fx
 from zinf_fx.errors import BudgetError
-from zinf_fx.frontend.explain import plans_of
 from zinf_fx.plan.memory.use import host_arena, most
 from zinf_fx.runtime.execute.executor import EXECUTOR
 
@@ -34,12 +34,14 @@ def test_predicted_peaks_are_the_measured_ones(tmp_path: Path, name: str) -> Non
     torch.manual_seed(0)
     model = zinf_fx.offload(shape.model(), store=tmp_path, **shape.options)
     compiled, optimizer = torch.compile(model, backend="zinf"), zinf_fx.optim.AdamW(model.parameters(), overlap=False)
-    (plan,) = plans_of(model, shape.batch())
+    config = next(iter(model.parameters())).storage.config
     host = next(iter(model.parameters())).storage.tiers.host
     peaks: list[dict[str, int]] = []
-    compiled(*shape.batch()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    with followed_plans(model) as plans:
+        compiled(*shape.batch()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    (plan,) = plans
     for _ in range(2):  # what stays in memory is there from now on
         peak = {}
         host.restart_peak()
@@ -58,6 +60,11 @@ def test_predicted_peaks_are_the_measured_ones(tmp_path: Path, name: str) -> Non
         assert peak == pytest.approx(planned, rel=TOLERANCE)
     assert zinf_fx.stats(model).planned_host_bytes == most(plan) >= max(planned.values()) > 0
     assert "as planned" in str(zinf_fx.stats(model))
+    for use in host_arena(plan):
+        if use.phase != "optimizer" and config.device_memory is not None:
+            assert use.tiles + use.writes <= config.device_memory * 1.01, use
+        if config.host_memory is not None:
+            assert use.total <= config.host_memory, use
 
 
 # Of the shapes, one of each arrangement of the host arena: buffers of tiles, of gradients, of chunks, of activations,
@@ -92,27 +99,15 @@ def test_a_step_in_backward_takes_its_chunks_besides_at_most(tmp_path: Path, nam
     model = zinf_fx.offload(shape.model(), store=tmp_path, **shape.options)
     optimizer = zinf_fx.optim.AdamW(model.parameters(), step_in_backward=True)
     compiled = torch.compile(model, backend="zinf")
-    for _ in range(3):
-        compiled(*shape.batch()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    with followed_plans(model) as plans:
+        for _ in range(3):
+            compiled(*shape.batch()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
     stats = zinf_fx.stats(model)
-    (plan,) = plans_of(model, shape.batch())
+    (plan,) = plans
     most_of_both = stats.planned_host_bytes + plan.regions.chunks
     assert 0.4 * stats.planned_host_bytes < stats.peak_host_bytes <= most_of_both, str(stats)
-
-
-@pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if "memory" in "".join(shape.options)])
-def test_budgets_hold(tmp_path: Path, name: str) -> None:
-    shape = SHAPES[name]
-    model = zinf_fx.offload(shape.model(), store=tmp_path, **shape.options)
-    config = next(iter(model.parameters())).storage.config
-    (plan,) = plans_of(model, shape.batch())
-    for use in host_arena(plan):
-        if use.phase != "optimizer" and config.device_memory is not None:
-            assert use.tiles + use.writes <= config.device_memory * 1.01, use
-        if config.host_memory is not None:
-            assert use.total <= config.host_memory, use
 
 
 @pytest.mark.parametrize(

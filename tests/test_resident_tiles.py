@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from followed import followed_plans
 from torch import nn
 from twins import fresh_dynamo  # noqa: F401
 
 import zinf_fx
-from zinf_fx.frontend.explain import plans_of
 from zinf_fx.observe.stats import Stats
 from zinf_fx.plan.memory.accounting import Traffic, phases
 from zinf_fx.plan.plan import Plan
@@ -83,11 +83,12 @@ def bytes_per_step(model: nn.Module, steps: int = 4) -> tuple[float, float, Plan
     """Bytes that a step reads and writes, once the order of graphs is known; and the plan."""
     compiled = torch.compile(model, backend="zinf")
     optimizer = optimizer_of(model)
-    train(compiled, optimizer, 2)
+    with followed_plans(model) as plans:
+        train(compiled, optimizer, 2)
+    (plan,) = plans
     before = settled(model)
     train(compiled, optimizer, steps)
     after = settled(model)
-    (plan,) = plans_of(model, (batch(),))
     return (
         (after.bytes_read - before.bytes_read) / steps,
         (after.bytes_written - before.bytes_written) / steps,

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from followed import followed_plans
 from torch import nn
 
 import zinf_fx
-from zinf_fx.frontend.explain import plans_of
 from zinf_fx.observe.stats import Stats
 from zinf_fx.plan.memory.accounting import Traffic, phases
 from zinf_fx.runtime.execute.executor import EXECUTOR
@@ -56,13 +56,14 @@ def test_a_step_moves_what_its_plan_says(tmp_path: Path, placement: str, dtype: 
         optimizer.finish()
         optimizer.zero_grad()
 
-    step()
-    step()  # by now the order of graphs is known, and each starts the head of the next
+    with followed_plans(compiled) as plans:
+        step()
+        step()  # by now the order of graphs is known, and each starts the head of the next
     before = settled(compiled)
     for _ in range(4):
         step()
     after = settled(compiled)
-    (plan,) = plans_of(compiled, (x,))
+    (plan,) = plans
     predicted = sum((moved for _, moved in phases(plan)), Traffic())
     assert (after.bytes_written - before.bytes_written) / 4 == pytest.approx(predicted.host_to_nvme, rel=0.02)
     assert (after.bytes_read - before.bytes_read) / 4 == pytest.approx(predicted.nvme_to_host, rel=0.05)

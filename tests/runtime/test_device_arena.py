@@ -10,15 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from followed import followed_plans
 from late_device import LateDevice, install
 from planned_shapes import SHAPES
-from torch import nn
 from twins import Net, assert_same_gradients
 
 import zinf_fx
 from zinf_fx.errors import StoreError
-from zinf_fx.frontend.explain import plans_of
-from zinf_fx.plan.plan import Plan
 from zinf_fx.runtime.execute.executor import EXECUTOR
 from zinf_fx.runtime.memory.counters import Counters
 from zinf_fx.runtime.memory.device_arena import DeviceArena
@@ -38,11 +36,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDevice]:
     gc.collect()
 
 
-def plan_for(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> Plan:
-    (plan,) = plans_of(model, batch)
-    return plan
-
-
 # Of the shapes, those that differ in what lies in the device's region: whole tiles or ranges of them, of parameters
 # from disk and from host memory, and what comes back of activations that left.
 ON_DEVICE = ("wide, tiled", "untied, bf16", "in host memory", "recomputed", "activations on disk")
@@ -55,13 +48,14 @@ def test_predicted_peaks_are_the_measured_ones(tmp_path: Path, name: str, overla
     shape = SHAPES[name]
     torch.manual_seed(0)
     model = zinf_fx.offload(shape.model(), store=tmp_path, **shape.options)
-    plan = plan_for(model, shape.batch())
     compiled = torch.compile(model, backend="zinf")
     optimizer = zinf_fx.optim.AdamW(model.parameters(), overlap=overlap)
-    for _ in range(4):
-        compiled(*shape.batch()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    with followed_plans(model) as plans:
+        for _ in range(4):
+            compiled(*shape.batch()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (plan,) = plans
     stats = zinf_fx.stats(model)
     assert stats.planned_device_arena_bytes == plan.regions.device > 0
     assert stats.peak_device_arena_bytes == pytest.approx(plan.regions.device, rel=TOLERANCE), str(stats)
@@ -99,22 +93,21 @@ def test_models_share_the_region_of_a_device(tmp_path: Path, placement: str) -> 
     for plain in plains:
         models.append(zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, placement=placement))
         calls.append(torch.compile(models[-1], backend="zinf"))
-    sizes = []
+    sizes: list[int] = []
+    regions: set[int] = set()
     for _ in range(3):
         batches = [torch.randn(3, width) for width in (16, 96, 48)]
-        for each in (plains, calls):
-            for loss in [call(batch) for call, batch in zip(each, batches, strict=True)]:
-                loss.backward()
+        with followed_plans(models[0]) as plans:
+            for each in (plains, calls):
+                for loss in [call(batch) for call, batch in zip(each, batches, strict=True)]:
+                    loss.backward()
+        regions |= {plan.regions.device for plan in plans}
         sizes.append(zinf_fx.stats(models[0]).planned_device_arena_bytes)
         for model, plain in zip(models, plains, strict=True):
             assert_same_gradients(model, plain)
-    planned = [
-        plan_for(model, (torch.randn(3, width),)).regions.device
-        for model, width in zip(models, (16, 96, 48), strict=True)
-    ]
-    assert sizes == [max(planned)] * 3 and len(set(planned)) > 1
+    assert sizes == [max(regions)] * 3 and len(regions) > 1
     stats = zinf_fx.stats(models[0])
-    assert stats.displaced_buffers > 0 and stats.peak_device_arena_bytes > max(planned)
+    assert stats.displaced_buffers > 0 and stats.peak_device_arena_bytes > max(regions)
     EXECUTOR.reset()
     assert zinf_fx.stats(models[0]).device_arena_bytes == 0
 
