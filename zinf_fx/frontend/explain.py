@@ -136,7 +136,7 @@ def plan_model(
         except StoredTensorError as error:
             raise PlanError(
                 "the model can't be planned without values: code that Dynamo doesn't capture uses a parameter "
-                "(TORCH_LOGS=graph_breaks shows where)"
+                "(TORCH_LOGS=graph_breaks,recompiles shows where)"
             ) from error
         if decides:
             parameters = [parameter for parameter in model.parameters() if not stays(parameter)]
@@ -243,7 +243,7 @@ class _Planner:
         apart, and static shapes keep it from making the user's next compilation dynamic.
         """
         call = FunctionType(_call.__code__.replace(), _call.__globals__)
-        isolation = {"isolate_recompiles": True} if "isolate_recompiles" in _COMPILE_PARAMETERS else {}
+        isolation = {"isolate_recompiles": True} if CAN_ISOLATE else {}
         return torch.compile(call, backend=self, dynamic=False, **isolation)
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -260,7 +260,8 @@ class _Planner:
         return zeros
 
 
-_COMPILE_PARAMETERS = inspect.signature(torch.compile).parameters
+# Not up to torch 2.11.
+CAN_ISOLATE = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 
 
 @dataclass(frozen=True)
