@@ -158,7 +158,7 @@ def on_two(rank: int) -> dict[str, Any]:
 CHECKS = (
     graphs_with_gradients_present,
     copies_train,
-    # Up to torch 2.11, AOTAutograd refuses views that eager code makes of a DTensor with a local tensor of another class.
+    # Up to torch 2.11, AOTAutograd refuses views that eager code makes of a DTensor whose local tensor is stored.
     *([views_from_outside_have_gradients] if torch.__version__ >= "2.12" else []),
     infinities_are_everyones,
     parameters_freeze_and_thaw,
