@@ -65,7 +65,11 @@ NAMES: dict[str, str] = {
     "torch._guards.tracing": "capture.py, likewise",
     "torch._guards.detect_fake_mode": "local_inputs.py makes fakes of inputs that Dynamo doesn't know",
     "torch.distributed.distributed_c10d._get_default_store": "runtime/meeting.py: where ranks meet",
-    "torch.distributed.distributed_c10d._resolve_process_group": "runtime/tensor/tensor_parallel.py: the group used",
+    "torch.distributed.distributed_c10d._resolve_process_group": "runtime/tensor/tensor_parallel.py: the group used; "
+    "runtime/onlooker.py: the group in which another rank waits",
+    "torch.distributed.ProcessGroup._get_sequence_number_for_group": "runtime/onlooker.py: the collectives started",
+    "torch.distributed.distributed_c10d.barrier": "runtime/onlooker.py finds calls of this module, by its file",
+    "torch.distributed.c10d_logger._exception_logger": "runtime/onlooker.py leaves out the frames of this module",
     "torch.distributed.device_mesh.DeviceMesh._get_root_mesh": "runtime/tensor/tensor_parallel.py: what it is part of",
     "torch.distributed.tensor.DTensor._local_tensor": "runtime/tensor/local_parameter.py gives a DTensor a stored one",
     "torch.distributed.tensor.DTensor._spec": "runtime/tensor/local_parameter.py places gradients and states",

@@ -53,8 +53,10 @@ def alone(rank: int, folder: str) -> dict[str, Found]:
     dist.barrier()
     found["dcp.save"] = first_error(lambda: dcp.save(saving.state_dict(), checkpoint_id=folder))
     dist.barrier()
-    if not rank:
-        found["a barrier"] = first_error(lambda: torch.save(absent.state_dict(), io.BytesIO()))
+    if rank:
+        time.sleep(7)
+    else:
+        found["a pause"] = first_error(lambda: torch.save(absent.state_dict(), io.BytesIO()))
     dist.barrier()
     run = torch.compile(model, backend="zinf")
     ((batch,),) = training.batches(1, rank, 1)
@@ -63,6 +65,43 @@ def alone(rank: int, folder: str) -> dict[str, Found]:
         found["a step"] = first_error(lambda: run(*batch).backward())
     else:
         found["a step"] = first_error(lambda: torch.save(model.state_dict(), io.BytesIO()))
+    return found
+
+
+def elsewhere(rank: int) -> dict[str, Found]:
+    """What the first rank is told, which gathers at once, while the others call something else before, or instead."""
+    model = zinf_fx.offload(training.model(), placement="zero-3")
+    theirs, late = dist.new_group([1, 2]), 4 if rank == 2 else 0
+    before = {
+        "late": lambda: time.sleep(4),
+        "a group of the others": lambda: (time.sleep(late), dist.barrier(theirs)),
+        "a collective that the first has started": lambda: (time.sleep(late), dist.all_reduce(torch.ones(1))),
+    }
+    instead = {"barrier": dist.barrier, "all_gather_object": lambda: dist.all_gather_object([None] * 3, rank)}
+    found: dict[str, Found] = {}
+    for name, call in before.items():
+        begun = dist.all_reduce(torch.ones(1), async_op=True) if not rank and "started" in name else None
+        if rank:
+            call()
+        found[name] = first_error(lambda: gathered(model))
+        if begun is not None:
+            begun.wait()
+    for name, call in instead.items():
+        if not rank:
+            found[name] = first_error(lambda: gathered(model))
+        call()
+    return found
+
+
+def gathered(model: torch.nn.Module) -> None:
+    model.get_parameter("tokens.weight").full_tensor()
+
+
+def random_states(rank: int) -> Found | None:
+    """What the first rank is told while the second one waits for what it is to broadcast."""
+    model = zinf_fx.offload(training.model(), placement="zero-3")
+    found = None if rank else first_error(lambda: gathered(model))
+    dist.broadcast(torch.ones(1), 0)
     return found
 
 
@@ -91,6 +130,24 @@ def test_two_ranks_save_asynchronously(tmp_path: Path):
     assert on_ranks(2, staged, str(tmp_path)) == [True, True]
 
 
+@pytest.mark.slow
+def test_a_rank_is_told_which_other_collective_keeps_one_from_coming():
+    found, *others = on_ranks(3, elsewhere)
+    for name in others[0]:
+        text, seconds, _ = found[name]
+        assert not text and 3 < seconds < SOON and not any(one[name][0] for one in others), (name, text)
+    for name in ("barrier", "all_gather_object"):
+        text, seconds, _ = found[name]
+        assert "rank 0 of 3 for the others to come to the gather of parameter 'tokens.weight', and rank" in text, text
+        assert f"in torch.distributed.{name}(), called at {__file__}:" in text and seconds < SOON, text
+        assert "call full_tensor() of each value of its state_dict on every rank first" in text, text
+
+
+def test_a_rank_is_told_that_one_waits_for_its_broadcast():
+    (text, seconds, _), _ = on_ranks(2, random_states)
+    assert "and rank 1 in torch.distributed.broadcast(), called at" in text and seconds < SOON, text
+
+
 def test_a_rank_is_told_that_the_other_one_ended():
     (text, seconds, _), _ = on_ranks(2, left_alone)
     assert "for the others to come to the gather of parameter 'tokens.weight', and rank 1 ended" in text, text
@@ -106,7 +163,7 @@ def test_one_rank_alone_is_told_what_the_others_do(tmp_path: Path):
     for found in (first, second):
         text, seconds, _ = found["dcp.save"]
         assert "RanksError: ranks disagree: the gather of parameter" in text and seconds < 2 * SOON, text
-    text, seconds, warnings = first["a barrier"]
+    text, seconds, warnings = first["a pause"]
     assert "did not come to it within collective_timeout (5 s)" in text and "'tokens.weight'" in text, text
     assert 5 <= seconds < SOON and any("'tokens.weight', a collective of all ranks" in one for one in warnings)
     for text, seconds, _ in (first["a step"], second["a step"]):

@@ -9,7 +9,7 @@ collective is left behind in a process group when they differ.
 
 A rank that waits for long says so in the store, with the number of collectives that it has started. One that waits in a
 meeting for a rank that waits for a collective which the first has not started, waits for ever: both know it then. One
-that ends, or leaves torch.distributed, says that, too.
+that ends, or leaves torch.distributed, says that, too. For collectives of other code, see [Note: onlooker].
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from zinf_fx.errors import RanksError
+from zinf_fx.runtime.onlooker import Onlooker
 
 log = logging.getLogger("zinf_fx")
 
@@ -48,7 +49,9 @@ class Meetings:
         self._timeout = timeout
         self._number = 0
         self._said = False
+        self._onlooker = Onlooker(self._store, self._rank)
         weakref.finalize(self, _leave, self._store, self._rank, os.getpid())
+        weakref.finalize(self, self._onlooker.end)
 
     def meet(self, what: str, started: int) -> None:
         """Return when all ranks have come for `what`; `started` collectives have begun on this one.
@@ -58,6 +61,7 @@ class Meetings:
         """
         self._say_nothing()
         self._number += 1
+        self._onlooker.arrive(self._number)
         came, asked, agreed, verdict = self._keys(self._number)
         mine = f"{what} on rank {self._rank}"
         if self._store.add(came, 1) == 1:
@@ -92,7 +96,7 @@ class Meetings:
             self._say(number, 0, what)
             for rank, (started, meeting, theirs) in self._others().items():
                 if meeting and started < number:
-                    found = self._deadlock(rank, theirs, self._rank, what)
+                    found = self._deadlock(rank, theirs, f"rank {self._rank} for {what} to begin there")
                     self._store.set(self._keys(meeting)[-1], found)
                     raise RanksError(found)
         raise RanksError(
@@ -120,7 +124,9 @@ class Meetings:
                 if number == _ENDED:
                     self._store.set(key, self._alone(rank, what))
                 elif not meeting and number > started:
-                    self._store.set(key, self._deadlock(self._rank, what, rank, theirs))
+                    self._store.set(key, self._deadlock(self._rank, what, f"rank {rank} for {theirs} to begin there"))
+            if elsewhere := self._onlooker.ask():
+                self._store.set(key, self._deadlock(self._rank, what, elsewhere))
         return (
             f"{what} failed on rank {self._rank} of {self._size}: the other ranks did not come to it within "
             f"collective_timeout ({self._timeout.total_seconds():g} s). It is {_ADVICE}"
@@ -163,10 +169,10 @@ class Meetings:
             f"left torch.distributed. The first is {_ADVICE}"
         )
 
-    def _deadlock(self, meeting: int, what: str, collective: int, other: str) -> str:
+    def _deadlock(self, meeting: int, what: str, other: str) -> str:
         return (
-            f"ranks wait for each other: rank {meeting} of {self._size} for the others to come to {what}, and rank "
-            f"{collective} for {other} to begin there. The first is {_ADVICE}"
+            f"ranks wait for each other: rank {meeting} of {self._size} for the others to come to {what}, and {other}. "
+            f"The first is {_ADVICE}"
         )
 
 
