@@ -72,7 +72,7 @@ def alone(rank: int, folder: str) -> dict[str, Found]:
 def elsewhere(rank: int) -> dict[str, Found]:
     """What the first rank is told, which gathers at once, while the others call something else before, or instead."""
     model = zinf_fx.offload(training.model(), placement="zero-3")
-    theirs, late = dist.new_group([1, 2]), 4 if rank == 2 else 0
+    theirs, late = dist.new_group([1, 2]), 6 if rank == 2 else 0
     before = {
         "late": lambda: time.sleep(4),
         "a group of the others": lambda: (time.sleep(late), dist.barrier(theirs)),

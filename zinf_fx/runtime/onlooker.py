@@ -92,14 +92,12 @@ class Onlooker:
             frame = frame.f_back
         if frame is None:
             return ""
-        group = frame.f_locals.get("group") or dist.group.WORLD
+        name, caller, given = frame.f_code.co_name, frame.f_back, frame.f_locals
+        group = given.get("group") or dist.group.WORLD
         if not isinstance(group, dist.ProcessGroup) or waiting not in dist.get_process_group_ranks(group):
             return ""
-        if frame.f_code.co_name == "broadcast" and (
-            group.size() > 2 or frame.f_locals.get("group_src") == group.rank()
-        ):
+        if name == "broadcast" and (group.size() > 2 or given.get("group_src") == group.rank()):
             return ""
-        name, caller = frame.f_code.co_name, frame.f_back
         while caller is not None and caller.f_code.co_filename in (_CALLS, _WRAPPERS):
             name = caller.f_code.co_name if caller.f_code.co_filename == _CALLS else name
             caller = caller.f_back
