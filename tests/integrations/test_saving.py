@@ -47,7 +47,7 @@ def bytes_at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_the_size_of_a_model_is_honest(pair: tuple[nn.Module, nn.Module]):
-    found = [huggingface_hub.split_torch_state_dict_into_shards(m.state_dict(), max_shard_size="40KB") for m in pair]
+    found = [huggingface_hub.split_torch_state_dict_into_shards(m.state_dict(), max_shard_size="20KB") for m in pair]
     assert found[0] == found[1]
     assert found[1].metadata["total_size"] == sum(p.nbytes for p in pair[1].parameters())
     assert len(found[1].filename_to_tensors) > 2
@@ -57,7 +57,7 @@ def test_the_size_of_a_model_is_honest(pair: tuple[nn.Module, nn.Module]):
 
 def test_pretrained_models_are_saved_in_shards(pair: tuple[nn.Module, nn.Module], tmp_path: Path, bytes_at_once):
     plain, stored = pair
-    stored.save_pretrained(tmp_path / "saved", max_shard_size="40KB")
+    stored.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 2
     largest = max(path.stat().st_size for path in (tmp_path / "saved").glob("*.safetensors"))
     assert max(bytes_at_once) <= 2 * largest < sum(p.nbytes for p in plain.parameters())
@@ -71,11 +71,11 @@ def _by_safetensors(model: nn.Module, folder: Path) -> None:
 
 
 def _by_accelerate(model: nn.Module, folder: Path) -> None:
-    accelerate.Accelerator(cpu=True).save_model(model, folder, max_shard_size="40KB")
+    accelerate.Accelerator(cpu=True).save_model(model, folder, max_shard_size="20KB")
 
 
 def _by_the_hub(model: nn.Module, folder: Path) -> None:
-    huggingface_hub.save_torch_state_dict(model.state_dict(), folder, max_shard_size="40KB")
+    huggingface_hub.save_torch_state_dict(model.state_dict(), folder, max_shard_size="20KB")
 
 
 @pytest.mark.parametrize("save", [_by_safetensors, _by_accelerate, _by_the_hub])

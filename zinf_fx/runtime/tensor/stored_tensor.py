@@ -30,7 +30,7 @@ from zinf_fx.runtime.tensor import view_writes
 from zinf_fx.runtime.tensor.arrival import take_gradient
 from zinf_fx.runtime.tensor.operations import HANDLERS, HORIZONTAL, METADATA_ONLY, SAME_VALUE, in_autocast, is_view
 from zinf_fx.runtime.tensor.storage import TensorStorage
-from zinf_fx.runtime.tensor.views import Base, ViewStep
+from zinf_fx.runtime.tensor.views import Base, ViewStep, memory_of
 from zinf_fx.runtime.tensor.writes import foreach, mutated_arguments, write
 
 aten = torch.ops.aten
@@ -43,7 +43,9 @@ class StoredTensor(torch.Tensor):
     base: Base
     views: tuple[ViewStep, ...]
     _storage: TensorStorage | None
-    _in_memory: tuple[torch.Tensor, torch.Tensor]  # the whole and this tensor's value, once data_ptr() was asked for
+    _in_memory: tuple[
+        torch.Tensor, torch.UntypedStorage
+    ]  # the whole and this one's memory, once data_ptr() was asked for
     _aside: torch.Tensor | None = None
     _local_of: StoredTensor | None = None  # of the local tensor of a DTensor: what stands for it
     _expects_gradient = False  # becomes true on an object, and goes where its implementation goes
@@ -216,14 +218,14 @@ class StoredTensor(torch.Tensor):
         with torch.no_grad():
             whole = self.storage.snapshot()
             value = self.replayed(whole.view(self.base.shape))
-        self._in_memory = whole, value
+        self._in_memory = whole, memory_of(whole, value)
         return value.data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """That of the memory whose address `data_ptr()` gave last: torch.distributed.checkpoint.async_save copies it.
         One without bytes where nobody asked for an address."""
         held = self.__dict__.get("_in_memory")
-        return super().untyped_storage() if held is None else held[1].untyped_storage()
+        return super().untyped_storage() if held is None else held[1]
 
     def _has_no_memory(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise StoredTensorError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -35,3 +37,20 @@ class Base(NamedTuple):
 
     def __deepcopy__(self, memo: dict) -> Base:
         return self
+
+
+def memory_of(whole: torch.Tensor, value: torch.Tensor) -> torch.UntypedStorage:
+    """The memory of `whole` alone, or of its view `value` where that is elsewhere: they may lie in a larger one.
+
+    It keeps that memory, and is one object for all who hold it at a time.
+    """
+    owner = whole if whole.untyped_storage().data_ptr() == value.untyped_storage().data_ptr() else value
+    if owner.untyped_storage().nbytes() == owner.nbytes or owner.device.type != "cpu" or not owner.is_contiguous():
+        return owner.untyped_storage()
+    storage = owner.alone() if hasattr(owner, "alone") else None
+    if storage is None:
+        memory = (ctypes.c_byte * owner.nbytes).from_address(owner.data_ptr())
+        memory.owner = owner
+        storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        owner.alone = weakref.ref(storage)
+    return storage
