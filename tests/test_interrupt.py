@@ -32,7 +32,7 @@ def _interrupt(training: subprocess.Popen, signals: int) -> str:
         for _ in range(signals if attempt == 0 else 1):
             training.send_signal(signal.SIGINT)
         try:
-            return training.communicate(timeout=15)[1]
+            return training.communicate(timeout=6)[1]
         except subprocess.TimeoutExpired:
             continue
     raise AssertionError("the training goes on after 8 interrupts")
