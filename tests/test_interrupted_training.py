@@ -298,7 +298,7 @@ def test_interrupts_at_random(tmp_path: Path, request: pytest.FixtureRequest, bu
 
 
 # With the sanitizers, a line takes some ten times as long: every so many.
-STRIDES = {"nvme": 7, "host": 3, "tiles": 7, "in-backward": 7, "tiles-in-backward": 3}
+STRIDES = {"nvme": 11, "host": 4, "tiles": 11, "in-backward": 11, "tiles-in-backward": 4}
 
 
 @pytest.mark.slow
