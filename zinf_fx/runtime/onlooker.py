@@ -17,6 +17,7 @@ tells nothing, and asks for nothing: what one waits for may be started by anothe
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -74,16 +75,14 @@ class Onlooker:
 
     def _look_on(self) -> None:
         before = ""
-        while not self._ended.wait(_INTERVAL):
-            try:
+        with contextlib.suppress(dist.DistError):  # the store is gone, and the ranks with it
+            while not self._ended.wait(_INTERVAL):
                 late = self._store.get("late").decode() if self._store.check(["late"]) else "0 0"
-            except RuntimeError:  # the store is gone
-                return
-            meeting, rank = map(int, late.split())
-            found = self._blocked(rank) if meeting > self._arrived else ""
-            if found and found == before:
-                self._store.set("blocked", f"{late} {found}")
-            before = found
+                meeting, rank = map(int, late.split())
+                found = self._blocked(rank) if meeting > self._arrived else ""
+                if found and found == before:
+                    self._store.set("blocked", f"{late} {found}")
+                before = found
 
     def _blocked(self, waiting: int) -> str:
         """The collective this rank is in, which needs the global rank `waiting`: what `ask` reads; or nothing."""
