@@ -45,7 +45,8 @@ def test_a_run_on_a_disk_that_is_a_little_larger_than_the_memory(tmp_path: Path)
     resident = mebibytes(row(output, "resident at most, everything included"))
     assert 200 < resident < memory
     ratio = float(row(output, "states / resident at most"))
-    assert ratio == pytest.approx(parameters * BYTES_PER_PARAMETER / MIB / resident, rel=0.06, abs=0.06)
+    rounding = 0.06 if resident < 1024 else 0.12  # GiB are printed with one decimal
+    assert ratio == pytest.approx(parameters * BYTES_PER_PARAMETER / MIB / resident, abs=rounding)
 
     # It learns, the plan holds, and each step writes a gradient, parameter, master copy and moments.
     first, second = map(float, row(output, "loss of each step, nats per byte").split())
