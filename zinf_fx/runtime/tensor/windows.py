@@ -79,11 +79,6 @@ class Window:
         """From now on, take over what is written to the store."""
         storage.followers.add(self)
 
-    @property
-    def nbytes_leased(self) -> int:
-        """Bytes of the host arena that this window holds; 0 for resident bytes."""
-        return self._buffer.nbytes if self._buffer is not None else 0
-
     def upload(self, offset: int | None = None) -> None:
         """Nothing to copy."""
 
