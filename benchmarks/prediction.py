@@ -27,7 +27,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 import zinf_fx
-from zinf_fx.frontend.explain import plans_of
+from zinf_fx.frontend.explain import plan_model
 from zinf_fx.machine.machine import measure_machine
 from zinf_fx.plan.simulation.performance import performance_of
 
@@ -105,9 +105,9 @@ class Subject:
         hardware = measure_machine(self.store)
         with default_dtype(torch.bfloat16), torch.device("meta"):
             model = self._freeze(GPT(self.case.model))
-        seconds = []
-        (plan,) = plans_of(model, self.batch, store=self.store, seconds=seconds, **self.case.options)
-        performance, simulation = performance_of(plan, hardware, *seconds, overlap=self.case.overlap)
+        planning = plan_model(model, self.batch, store=self.store, timed=True, **self.case.options)
+        (plan,), (seconds,) = planning.plans, planning.seconds
+        performance, simulation = performance_of(plan, hardware, seconds, overlap=self.case.overlap)
         self.predicted.append(performance.seconds)
         self.busy = simulation.utilisation
 

@@ -10,7 +10,7 @@ from torch import fx
 
 import zinf_fx
 from zinf_fx.errors import PlanError
-from zinf_fx.frontend.explain import plans_of
+from zinf_fx.frontend.explain import plan_model
 from zinf_fx.passes.ir import timing
 from zinf_fx.passes.ir.timing import OperatorTimer
 
@@ -73,10 +73,9 @@ def test_every_operator_of_a_plan_has_its_seconds(trains):
             torch.nn.Embedding(11, 32), torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 1)
         )
         tokens = torch.zeros(3, 5, dtype=torch.int64)
-    seconds = []
     with torch.set_grad_enabled(trains):
-        (plan,) = plans_of(_Mean(model), (tokens,), zinf_fx.Config(placement="host"), seconds=seconds)
-    (found,) = seconds
+        planning = plan_model(_Mean(model), (tokens,), zinf_fx.Config(placement="host"), timed=True)
+    (plan,), (found,) = planning.plans, planning.seconds
     assert set(found) == {(graph.kind, one.index) for graph in plan.graphs for one in graph.operators}
     assert all(found[graph.kind, one.index] > 0 for graph in plan.graphs for one in graph.operators if one.flops)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 from tabulate import tabulate
@@ -32,7 +34,7 @@ FIO_SHAPES = tuple(
 
 
 @dataclass(frozen=True)
-class Row:
+class Way:
     """The median rates of one way to move bytes, in bytes per second."""
 
     directory: str
@@ -49,94 +51,75 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError(f"rounds={options.rounds} is not accepted: at least one is needed")
     report = {}
     for directory in options.directories:
-        rows = list(_rows(directory, nbytes, options))
-        profile = _profile(rows)
-        stored = None if options.no_store else store_profile(directory, profile)
-        report[str(directory)] = {"profile": asdict(profile), "rows": [asdict(row) for row in rows]}
+        ways, profiles = _measure(directory, nbytes, options)
+        # The page cache counts only where there is no direct I/O.
+        direct = [one for one in profiles if is_direct(one.provider)]
+        best = max(direct or profiles, key=lambda one: one.weight)
+        stored = None if options.no_store else store_profile(directory, best)
+        report[str(directory)] = {"profile": asdict(best), "rows": [asdict(way) for way in ways]}
         if not options.json:
-            _print(directory, rows, profile, stored)
+            _print(directory, ways, best, stored)
     if options.json:
         print(json.dumps(report, indent=1))
 
 
-def _rows(directory: Path, nbytes: int, options: argparse.Namespace) -> Iterator[Row]:
+def _measure(directory: Path, nbytes: int, options: argparse.Namespace) -> tuple[list[Way], list[Profile]]:
+    """The rates of the engine's ways, and fio's where it is installed; and what the engine's are as profiles."""
     providers = provider_names() if options.provider == "all" else (options.provider,)
-    steps = len(OPERATIONS) * options.rounds
     fio_shapes = [one for one in FIO_SHAPES if fio.installed() and one.possible]
+    steps = len(OPERATIONS) * options.rounds
     total = steps * (len(providers) * len(SHAPES) + len(fio_shapes))
-    found = 0
+    ways: list[Way] = []
+    profiles: list[Profile] = []
     with tqdm(total=total, unit="run", disable=options.json, file=sys.stderr, leave=False) as bar:
-        for provider in providers:
-            for block, depth in SHAPES:
-                bar.set_description(f"{provider} {block >> 10} KiB x {depth}")
-                try:
-                    with Trial(directory, provider=provider, nbytes=nbytes, block=block, depth=depth) as trial:
-                        rates = {
-                            one: _median(lambda one=one: trial.run(one), options.rounds, bar) for one in OPERATIONS
-                        }
-                except StoreError as error:
-                    if len(providers) == 1:
-                        raise
-                    bar.write(f"left out: {error}", file=sys.stderr)
-                    bar.update(steps)
-                    continue
-                found += 1
+        for provider, (block, depth) in product(providers, SHAPES):
+            bar.set_description(f"{provider} {block >> 10} KiB x {depth}")
+            with (
+                _left_out(bar, steps) if len(providers) > 1 else nullcontext(),
+                Trial(directory, provider=provider, nbytes=nbytes, block=block, depth=depth) as trial,
+            ):
+                rates = _medians(trial.run, options.rounds, bar)
+                profiles.append(Profile(**rates, provider=provider, depth=depth, block=block, measured_at=time.time()))
                 cache = "" if is_direct(provider) else " (page cache)"
-                yield Row(str(directory), f"zinf_fx {provider}{cache}", block, depth, rates)
-        if not found:
+                ways.append(Way(str(directory), f"zinf_fx {provider}{cache}", block, depth, rates))
+        if not profiles:
             raise StoreError("measure", directory, "no provider works here")
-        if fio_shapes:
-            yield from _fio_rows(directory, nbytes, fio_shapes, options.rounds, bar)
+        with Trial(directory, nbytes=nbytes) if fio_shapes else nullcontext() as trial:
+            for shape in fio_shapes:
+                bar.set_description(str(shape))
+                with _left_out(bar, steps):
+                    run_once = partial(fio.run, trial.path, shape=shape, nbytes=trial.nbytes)
+                    rates = _medians(run_once, options.rounds, bar)
+                    pages = ", huge pages" if shape.huge_pages else ""
+                    ways.append(Way(str(directory), f"fio {shape.engine}{pages}", shape.block, shape.depth, rates))
+    return ways, profiles
 
 
-def _fio_rows(directory: Path, nbytes: int, shapes: list[fio.Shape], rounds: int, bar: tqdm) -> Iterator[Row]:
-    with Trial(directory, nbytes=nbytes) as trial:
-        for shape in shapes:
-            bar.set_description(str(shape))
-            try:
-                run_once = functools.partial(fio.run, trial.path, shape=shape, nbytes=trial.nbytes)
-                rates = {one: _median(functools.partial(run_once, one), rounds, bar) for one in OPERATIONS}
-            except StoreError as error:
-                bar.write(f"left out: {error}", file=sys.stderr)
-                bar.update(len(OPERATIONS) * rounds)
-                continue
-            pages = ", huge pages" if shape.huge_pages else ""
-            yield Row(str(directory), f"fio {shape.engine}{pages}", shape.block, shape.depth, rates)
+@contextmanager
+def _left_out(bar: tqdm, steps: int) -> Iterator[None]:
+    """A block that measures a way to move bytes, in so many steps; one that doesn't work here is left out, and named."""
+    try:
+        yield
+    except StoreError as error:
+        bar.write(f"left out: {error}", file=sys.stderr)
+        bar.update(steps)
 
 
-def _median(run_once: Callable[[], Rate], rounds: int, bar: tqdm) -> float:
-    rates = []
-    for _ in range(rounds):
-        rates.append(run_once().bytes_per_second)
+def _medians(run_once: Callable[[Operation], Rate], rounds: int, bar: tqdm) -> dict[Operation, float]:
+    rates: dict[Operation, list[float]] = {operation: [] for operation in OPERATIONS}
+    for operation, _ in product(OPERATIONS, range(rounds)):
+        rates[operation].append(run_once(operation).bytes_per_second)
         bar.update()
-    return statistics.median(rates)
+    return {operation: statistics.median(found) for operation, found in rates.items()}
 
 
-def _profile(rows: list[Row]) -> Profile:
-    """The engine's best way, by reads and writes alike. The page cache counts only where there is no direct I/O."""
-    ours = [row for row in rows if row.by.startswith("zinf_fx")]
-    best = max(
-        [row for row in ours if is_direct(row.by.split()[1])] or ours,
-        key=lambda row: 1 / (1 / row.rates["read"] + 1 / row.rates["write"]),
-    )
-    return Profile(
-        read=best.rates["read"],
-        write=best.rates["write"],
-        mixed=best.rates["mixed"],
-        provider=best.by.split()[1],
-        depth=best.depth,
-        block=best.block,
-        measured_at=time.time(),
-    )
-
-
-def _print(directory: Path, rows: list[Row], profile: Profile, stored: Path | None) -> None:
+def _print(directory: Path, ways: list[Way], profile: Profile, stored: Path | None) -> None:
     file_system = file_system_of(directory)
     print(f"{directory}: {file_system.kind} on {file_system.source}, medians in GiB/s")
     table = [
-        {"by": row.by, "block": f"{row.block >> 10} KiB", "depth": row.depth}
-        | {operation: rate / 2**30 for operation, rate in row.rates.items()}
-        for row in rows
+        {"by": way.by, "block": f"{way.block >> 10} KiB", "depth": way.depth}
+        | {operation: rate / 2**30 for operation, rate in way.rates.items()}
+        for way in ways
     ]
     print(tabulate(table, headers="keys", floatfmt=".2f"))
     print(f"best: {profile.provider}, {profile.block >> 10} KiB x {profile.depth}")

@@ -7,7 +7,7 @@ import json
 import textwrap
 from dataclasses import asdict
 
-from zinf_fx.config import Config
+from zinf_fx.cli.machine import stores_in_use
 from zinf_fx.machine.diagnose import Finding, diagnose
 
 _MARKS = {"ok": "ok", "warning": "WARN", "problem": "FAIL"}
@@ -16,12 +16,7 @@ _WIDTH = 100
 
 def run(options: argparse.Namespace) -> int:
     """Print the findings. 1 if one of them is a problem."""
-    config = Config()
-    directories = options.directories or list(config.stores)
-    if not options.directories and config.store_is_default:
-        for directory in directories:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # as the first use would
-    found = {str(directory): diagnose(directory) for directory in directories}
+    found = {str(directory): diagnose(directory) for directory in options.directories or stores_in_use()}
     if options.json:
         print(json.dumps({name: [asdict(one) for one in findings] for name, findings in found.items()}, indent=1))
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -11,13 +12,13 @@ from zinf_fx.analysis import papers
 from zinf_fx.analysis.papers import table as papers_table
 from zinf_fx.cli.arguments import THIS_MACHINE
 from zinf_fx.cli.machine import hardware_of
-from zinf_fx.cli.target import TargetError, build, said_once
+from zinf_fx.cli.target import build, running
 from zinf_fx.config import parse_bytes, parse_count, parse_positive, parse_rate
-from zinf_fx.errors import ConfigError, ZinfError
+from zinf_fx.errors import ConfigError
 from zinf_fx.estimate import Estimate, Workload, estimate, of_module, of_transformer
 from zinf_fx.estimate.table import render
 from zinf_fx.plan import hardware as descriptions
-from zinf_fx.plan.hardware import Hardware, Link
+from zinf_fx.plan.hardware import Hardware
 
 _DIMENSIONS = ("layers", "hidden", "heads", "batch", "sequence")
 
@@ -38,8 +39,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _reproduce(options: argparse.Namespace) -> None:
-    given = [name for name in ("target", *_DIMENSIONS) if getattr(options, name) is not None]
-    if given:
+    if given := _given(options, ("target", *_DIMENSIONS)):
         raise ConfigError(f"reproduce takes no model, and {', '.join(given)} was given: leave one of them out")
     tables = list(papers.comparisons())
     if options.json:
@@ -52,78 +52,67 @@ def _reproduce(options: argparse.Namespace) -> None:
 
 
 def _workload(options: argparse.Namespace, machine: Hardware) -> Workload:
-    optimizer_bytes = None
-    if options.optimizer_bytes is not None:
-        optimizer_bytes = parse_count(options.optimizer_bytes, "optimizer-bytes")
-    given = {name: text for name in _DIMENSIONS if (text := getattr(options, name)) is not None}
+    optimizer_bytes = _count(options, "optimizer_bytes")
     if options.target is not None:
-        of_dimensions = [
-            *given,
-            *(name for name in ("checkpoint_interval", "dtype") if getattr(options, name) is not None),
-        ]
-        if of_dimensions:
-            named = ", ".join(name.replace("_", "-") for name in of_dimensions)
+        if given := _given(options, (*_DIMENSIONS, "checkpoint_interval", "dtype")):
+            named = ", ".join(given).replace("_", "-")
             raise ConfigError(f"the target {options.target} has its own dimensions: leave out {named}")
-        return _of_target(options.target, optimizer_bytes)
-    if missing := [name for name in _DIMENSIONS if name not in given]:
-        needed = ", ".join(f"--{name}" for name in missing)
-        raise ConfigError(f"no model: give a TARGET, or dimensions ({needed} missing)")
+        model, inputs = build(options.target)
+        with running(f"running {options.target} on its example inputs, without values,"):
+            return of_module(model, inputs, name=options.target, optimizer_bytes=optimizer_bytes)
+    given = _given(options, _DIMENSIONS)
+    if missing := [f"--{name}" for name in _DIMENSIONS if name not in given]:
+        raise ConfigError(f"no model: give a TARGET, or dimensions ({', '.join(missing)} missing)")
     dimensions = {name: parse_count(text, name) for name, text in given.items()}
-    interval = (
-        1 if options.checkpoint_interval is None else parse_count(options.checkpoint_interval, "checkpoint-interval")
-    )
+    interval = _count(options, "checkpoint_interval") or 1
     if interval > dimensions["layers"]:
         raise ConfigError(f"checkpoint-interval={interval} is more than the {dimensions['layers']} layers")
-    dtype = options.dtype or _half_precision(machine)
-    return of_transformer(**dimensions, interval=interval, dtype=dtype, optimizer_bytes=optimizer_bytes)
+    half = next((dtype for dtype in ("bfloat16", "float16") if dtype in machine.peak), "float32")
+    return of_transformer(**dimensions, interval=interval, dtype=options.dtype or half, optimizer_bytes=optimizer_bytes)
 
 
-def _half_precision(machine: Hardware) -> str:
-    return next((dtype for dtype in ("bfloat16", "float16") if dtype in machine.peak), "float32")
+def _given(options: argparse.Namespace, names: Iterable[str]) -> dict[str, str]:
+    return {name: text for name in names if (text := getattr(options, name)) is not None}
 
 
-def _of_target(target: str, optimizer_bytes: int | None) -> Workload:
-    model, inputs = build(target)
-    try:
-        with said_once():
-            return of_module(model, inputs, name=target, optimizer_bytes=optimizer_bytes)
-    except ZinfError:
-        raise
-    except Exception as error:
-        found = str(error).strip().splitlines() or [""]
-        raise TargetError(
-            f"running {target} on its example inputs, without values, raised {type(error).__name__}: {found[0]}"
-        ) from error
+def _count(options: argparse.Namespace, name: str) -> int | None:
+    return None if (text := getattr(options, name)) is None else parse_count(text, name.replace("_", "-"))
 
 
 # -- the hardware -----------------------------------------------------------------------------------------------------
 
 
+# What stands in a description in place of its own, by option: how its value is read, and the fields that have it.
+_REPLACED: dict[str, tuple[Callable[[str, str], object], tuple[str, ...]]] = {
+    "nodes": (parse_count, ("nodes",)),
+    "gpus_per_node": (parse_count, ("ranks_per_node",)),
+    "device_memory": (parse_bytes, ("device.capacity",)),
+    "host_memory": (parse_bytes, ("host.capacity",)),
+    "nvme": (parse_bytes, ("nvme.capacity",)),
+    "endurance": (parse_bytes, ("nvme.endurance",)),
+    "host_bandwidth": (parse_rate, ("upload.bandwidth", "download.bandwidth")),
+    "link_bandwidth": (parse_rate, ("in_node.bandwidth", "between_nodes.bandwidth")),
+}
+
+
 def _hardware(options: argparse.Namespace) -> Hardware:
     """The description, with what was given instead."""
     machine = _described(options)
-    changes: dict[str, Any] = {}
-    if options.nodes is not None:
-        changes["nodes"] = parse_count(options.nodes, "nodes")
-    if options.gpus_per_node is not None:
-        changes["ranks_per_node"] = parse_count(options.gpus_per_node, "gpus-per-node")
-    for name, tier in (("device_memory", "device"), ("host_memory", "host"), ("nvme", "nvme")):
-        if (text := getattr(options, name)) is not None:
-            changes[tier] = replace(getattr(machine, tier), capacity=parse_bytes(text, name.replace("_", "-")))
-    nvme = changes.get("nvme", machine.nvme)
+    for option, text in _given(options, _REPLACED).items():
+        read, places = _REPLACED[option]
+        for place in places:
+            machine = _with(machine, place, read(text, option.replace("_", "-")))
     if options.nvme_bandwidth is not None:
         read, _, write = options.nvme_bandwidth.partition(",")
-        read, write = parse_rate(read, "nvme-bandwidth"), parse_rate(write or read, "nvme-bandwidth")
-        nvme = replace(nvme, read=read, write=write)
-    if options.endurance is not None:
-        nvme = replace(nvme, endurance=parse_bytes(options.endurance, "endurance"))
-    changes["nvme"] = nvme
-    if options.host_bandwidth is not None:
-        changes["upload"] = changes["download"] = _link(machine.upload, options.host_bandwidth, "host-bandwidth")
-    if options.link_bandwidth is not None:
-        changes["in_node"] = _link(machine.in_node, options.link_bandwidth, "link-bandwidth")
-        changes["between_nodes"] = _link(machine.between_nodes, options.link_bandwidth, "link-bandwidth")
-    return replace(machine, **changes)
+        read, write = (parse_rate(rate, "nvme-bandwidth") for rate in (read, write or read))
+        machine = replace(machine, nvme=replace(machine.nvme, read=read, write=write))
+    return machine
+
+
+def _with(described: Any, place: str, value: object) -> Any:
+    """A description with another value at a place, such as "nvme.capacity"."""
+    name, _, inside = place.partition(".")
+    return replace(described, **{name: _with(getattr(described, name), inside, value) if inside else value})
 
 
 def _described(options: argparse.Namespace) -> Hardware:
@@ -134,10 +123,6 @@ def _described(options: argparse.Namespace) -> Hardware:
     if options.link_bandwidth is None and (options.nodes or options.gpus_per_node):
         raise ConfigError(f"{THIS_MACHINE} with other nodes or devices needs --link-bandwidth, which can't be measured")
     return hardware_of(THIS_MACHINE, options.store)
-
-
-def _link(link: Link, text: str, name: str) -> Link:
-    return replace(link, bandwidth=parse_rate(text, name))
 
 
 # -- for programs -----------------------------------------------------------------------------------------------------

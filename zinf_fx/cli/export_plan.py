@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
 
-from zinf_fx.cli.planning import fields_of, planned
+from zinf_fx.cli.planning import fields_of, planning_target
 from zinf_fx.cli.target import build
 from zinf_fx.config import Config
-from zinf_fx.frontend.export import exported
+from zinf_fx.frontend.export import planning_for
 from zinf_fx.plan.hardware import load
 from zinf_fx.plan.memory.accounting import phases
 from zinf_fx.sizes import in_words
@@ -20,14 +19,13 @@ def run(options: argparse.Namespace) -> None:
     fields = fields_of(options)
     Config.of(None, fields)  # bad options are refused before a model is built
     hardware = load(options.hardware) if options.hardware else None
-    plan, decision = planned(
-        options,
-        build(options.target),
-        partial(exported, world_size=options.world_size, replicas=options.replicas, hardware=hardware, **fields),
-    )
+    built = build(options.target)
+    with planning_target(options) as ranks:
+        planning = planning_for(hardware, *built, **ranks, **fields)
+    plan = planning.only("a plan file")
     plan.save(options.output)
-    if decision is not None:
-        print(f"{decision}\n")
+    if planning.decision is not None:
+        print(f"{planning.decision}\n")
     operators = " + ".join(f"{len(graph.operators):,}" for graph in plan.graphs)
     moved = sum(traffic.nvme for _, traffic in phases(plan))
     size = in_words(Path(options.output).stat().st_size)

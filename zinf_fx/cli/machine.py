@@ -19,9 +19,15 @@ def hardware_of(name: str, store: Path | None = None) -> Hardware:
     """
     if name != THIS_MACHINE:
         return descriptions.load(name)
+    stores = stores_in_use(store)
+    print("zinf-fx: measuring this machine, which takes some seconds", file=sys.stderr)
+    return measure_machine(stores[0])
+
+
+def stores_in_use(store: Path | None = None) -> tuple[Path, ...]:
+    """The directories of a store; default those of `Config`'s, and its default one is made, as its first use would."""
     config = Config(store=store)
     if config.store_is_default:
         for directory in config.stores:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # as the first use would
-    print("zinf-fx: measuring this machine, which takes some seconds", file=sys.stderr)
-    return measure_machine(config.stores[0])
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return config.stores

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from zinf_fx.cli.arguments import DEFAULT_HARDWARE
 from zinf_fx.cli.machine import hardware_of
-from zinf_fx.cli.planning import Planned, plans_of_target
+from zinf_fx.cli.planning import plans_of_target
 from zinf_fx.config import shortened
 from zinf_fx.errors import ConfigError
-from zinf_fx.frontend.explain import describe
+from zinf_fx.frontend.explain import Planning
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.show.chrome import planned, to_chrome
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _text(
-    options: argparse.Namespace, target: Planned, operators: range | None, described: Callable[[], Hardware]
+    options: argparse.Namespace, target: Planning, operators: range | None, described: Callable[[], Hardware]
 ) -> str:
     if options.format == "json":
         return to_json(target.plans, target.decision) + "\n"
@@ -59,7 +59,7 @@ def _text(
         terminal = sys.stdout.isatty() and options.output is None
         width = shutil.get_terminal_size((WIDTH, 24)).columns if terminal else WIDTH
         glyphs = BLOCKS if terminal and not options.ascii else ASCII
-        return describe(target.plans, target.decision, width=width, operators=operators, glyphs=glyphs)
+        return target.text(width=width, operators=operators, glyphs=glyphs)
     plan = target.only(f"--format {options.format}")
     if options.format == "dot":
         return to_dot(plan, operators)

@@ -12,9 +12,10 @@ from tabulate import tabulate
 
 from zinf_fx.cli.arguments import THIS_MACHINE
 from zinf_fx.cli.machine import hardware_of
-from zinf_fx.cli.planning import Planned, plans_of_target
+from zinf_fx.cli.planning import plans_of_target
 from zinf_fx.config import parse_count, shortened
 from zinf_fx.errors import ConfigError, PlanError
+from zinf_fx.frontend.explain import Planning
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.simulation.performance import Performance, batch_of, performance_of, with_batch
@@ -49,7 +50,7 @@ def run(options: argparse.Namespace) -> None:
         print(f"{_title(planned, plan, hardware)}\n\n{_report(performance)}")
 
 
-def _title(planned: Planned, plan: Plan, hardware: Hardware) -> str:
+def _title(planned: Planning, plan: Plan, hardware: Hardware) -> str:
     decided = f"{planned.decision}\n\n" if planned.decision is not None else ""
     operators = " + ".join(f"{len(graph.operators):,} {graph.kind}" for graph in plan.graphs)
     return f"{decided}A step of {operators} operators on {hardware.name}, batch {_batch_text(plan)}, simulated"

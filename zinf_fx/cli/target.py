@@ -57,13 +57,21 @@ def build(target: str) -> Built:
 
 
 @contextmanager
-def said_once() -> Iterator[None]:
-    """A block whose exceptions the command line shows: torch 2.15 logs what an operation without values raises, with a
-    traceback, before the exception arrives here."""
+def running(what: str) -> Iterator[None]:
+    """A block that runs a target's code without values.
+
+    torch 2.15 logs what an operation without values raises, with a traceback, before the exception arrives here.
+
+    Raises: TargetError for whatever the code raises, with `what` raised it; an error of zinf_fx's as it is.
+    """
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
         yield
+    except ZinfError:
+        raise
+    except Exception as error:
+        raise TargetError(f"{what} raised {_brief(error)}") from error
     finally:
         log.disabled = before
 

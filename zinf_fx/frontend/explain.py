@@ -49,33 +49,48 @@ def explain(
     """The plan of `model(*example_inputs)` as text: a table per graph, and a summary.
 
     Forward and backward, or inference alone under `torch.no_grad()`, for `world_size` ranks, in `replicas` groups.
-    Options and errors are those of `plans_of`.
+    Options and errors are those of `plan_model`.
     """
-    planning = plan_model(model, example_inputs, config, world_size=world_size, replicas=replicas, **fields)
-    return describe(planning.plans, planning.decision)
-
-
-def describe(plans: Sequence[Plan], decision: Decision | None = None, **layout: Any) -> str:
-    """The text of a model's plans, and of what "auto" decided for it. `layout`: arguments of `plan.table.render`."""
-    if not plans:
-        return "No captured graph of the model uses a parameter, so nothing is moved.\n"
-    parts = [] if decision is None else [str(decision)]
-    if decision is not None and decision.nothing_moves:
-        parts.append("The model would run as ordinary PyTorch. Ask for another placement to see one.")
-    if len(plans) > 1:
-        parts.append(f"The model is captured as {len(plans)} graphs (graph breaks); each has a plan of its own.")
-    for number, plan in enumerate(plans, start=1):
-        title = f"GRAPH {number} OF {len(plans)}\n\n" if len(plans) > 1 else ""
-        parts.append(title + render(plan, **layout))
-    return "\n\n".join(parts)
+    return plan_model(model, example_inputs, config, world_size=world_size, replicas=replicas, **fields).text()
 
 
 @dataclass(frozen=True)
 class Planning:
-    """The plans of a model, one per graph that uses parameters; and what was decided where its placement is "auto"."""
+    """The plans of a model, one per graph that uses parameters.
 
-    decision: Decision | None
+    `decision`: what was decided where its placement is "auto". `seconds`: of each plan's operators on this machine,
+    where they were measured.
+    """
+
     plans: list[Plan]
+    decision: Decision | None = None
+    seconds: list[Compute] = field(default_factory=list)
+
+    def only(self, what: str) -> Plan:
+        """The one plan. Raises: PlanError when there are none, or several, which says `what` is for one."""
+        if not self.plans:
+            raise PlanError("no captured graph of the model uses a parameter: there is nothing to plan")
+        if len(self.plans) > 1:
+            raise PlanError(
+                f"the model is captured as {len(self.plans)} graphs, and {what} is for one: remove the graph breaks "
+                "(TORCH_LOGS=graph_breaks shows where they are)"
+            )
+        return self.plans[0]
+
+    def text(self, **layout: Any) -> str:
+        """For people. `layout`: arguments of `plan.show.table.render`."""
+        if not self.plans:
+            return "No captured graph of the model uses a parameter, so nothing is moved.\n"
+        parts = [] if self.decision is None else [str(self.decision)]
+        if self.decision is not None and self.decision.nothing_moves:
+            parts.append("The model would run as ordinary PyTorch. Ask for another placement to see one.")
+        count = len(self.plans)
+        if count > 1:
+            parts.append(f"The model is captured as {count} graphs (graph breaks); each has a plan of its own.")
+        for number, plan in enumerate(self.plans, start=1):
+            title = f"GRAPH {number} OF {count}\n\n" if count > 1 else ""
+            parts.append(title + render(plan, **layout))
+        return "\n\n".join(parts)
 
 
 def plans_of(
@@ -92,7 +107,7 @@ def plan_model(
     rates: Rates | None = None,
     world_size: int = 1,
     replicas: int = 1,
-    seconds: list[Compute] | None = None,
+    timed: bool = False,
     hardware: Hardware | None = None,
     **fields: object,
 ) -> Planning:
@@ -102,9 +117,8 @@ def plan_model(
     The model may be ordinary, offloaded, compiled, or on the meta device; it is neither changed nor run. An offloaded
     model keeps the placement it has; the other options apply. `rates`: what choices are weighed with; default those of
     this machine, as far as they can be measured. Example inputs on the meta device stand for zeros. Grad
-    mode decides between training and inference, as for a real call. `seconds`: where given, gets for each plan those
-    that its operators take on this machine; every distinct operator is run for that. `hardware`: what "auto" decides
-    for; default this machine.
+    mode decides between training and inference, as for a real call. `timed`: measure the operators on this machine, for
+    which every distinct one is run. `hardware`: what "auto" decides for; default this machine.
 
     Raises: ConfigError for bad options, or a placement that contradicts how the model was offloaded;
     StoredTensorError for a parameter that can't be stored; PlanError when a budget is too small, or the model can't be
@@ -140,12 +154,10 @@ def plan_model(
             ) from error
         if decides:
             parameters = [parameter for parameter in model.parameters() if not stays(parameter)]
-            planning = Planning(*decided_for(planner.captures, parameters, in_force, groups, hardware))
+            decision, plans = decided_for(planner.captures, parameters, in_force, groups, hardware)
         else:
-            planning = Planning(None, moving(capture.planned() for capture in planner.captures))
-    if seconds is not None:
-        seconds += _timed(planner.captures, planning.decision)
-    return planning
+            decision, plans = None, moving(capture.planned() for capture in planner.captures)
+    return Planning(plans, decision, list(_timed(planner.captures, decision)) if timed else [])
 
 
 def _timed(captures: Sequence[Capture], decision: Decision | None) -> Iterator[Compute]:

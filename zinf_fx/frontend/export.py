@@ -8,10 +8,8 @@ from typing import Any
 import torch
 
 from zinf_fx.config import Config
-from zinf_fx.errors import PlanError
-from zinf_fx.frontend.explain import plan_model
+from zinf_fx.frontend.explain import Planning, plan_model
 from zinf_fx.plan.hardware import Hardware
-from zinf_fx.plan.placement.decision import Decision
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.rates import Rates
 
@@ -42,37 +40,29 @@ def export_plan(
     Raises: ConfigError for bad options; BudgetError when a budget is too small; PlanError when the model can't be
     captured as one graph that uses parameters; StoredTensorError for a parameter that can't be stored.
     """
-    return exported(model, example_inputs, config, world_size, replicas, hardware, **fields)[0]
+    options = {"world_size": world_size, "replicas": replicas, **fields}
+    return planning_for(hardware, model, example_inputs, config, **options).only("a plan file")
 
 
-def exported(
+def planning_for(
+    hardware: Hardware | None,
     model: torch.nn.Module,
     example_inputs: Sequence[Any] | Mapping[str, Any],
     config: Config | None = None,
-    world_size: int = 1,
-    replicas: int = 1,
-    hardware: Hardware | None = None,
+    *,
+    world_size: int,
+    replicas: int,
     **fields: object,
-) -> tuple[Plan, Decision | None]:
-    """As `export_plan`, with what was decided where `placement` is "auto"."""
-    rates = rates_of(hardware, model, Config.of(config, fields)) if hardware is not None else None
-    planning = plan_model(model, example_inputs, config, rates, world_size, replicas, hardware=hardware, **fields)
-    plans = planning.plans
-    if len(plans) != 1:
-        raise PlanError(
-            "no captured graph of the model uses a parameter: there is nothing to plan"
-            if not plans
-            else f"the model is captured as {len(plans)} graphs, and a plan file is for one: remove the graph breaks "
-            "(TORCH_LOGS=graph_breaks shows where they are)"
-        )
-    return plans[0], planning.decision
+) -> Planning:
+    """As `plan_model`, with choices weighed with the rates of a described machine, if there is one."""
+    rates = None if hardware is None else _rates_of(hardware, model, Config.of(config, fields))
+    return plan_model(model, example_inputs, config, rates, world_size, replicas, hardware=hardware, **fields)
 
 
-def rates_of(hardware: Hardware, model: torch.nn.Module, config: Config) -> Rates:
+def _rates_of(hardware: Hardware, model: torch.nn.Module, config: Config) -> Rates:
     """What a described machine's rank does with a model's dtype, and between its device and where activations go."""
     dtype = next((str(p.dtype).removeprefix("torch.") for p in model.parameters()), "float32")
-    placement = config.placement
-    tier = "nvme" if placement == "auto" else config.activation_tier
+    tier = "nvme" if config.placement == "auto" else config.activation_tier
     read, write = hardware.upload.bandwidth, hardware.download.bandwidth
     if tier == "nvme":
         read = min(read, hardware.nvme.read / hardware.ranks_per_node)
