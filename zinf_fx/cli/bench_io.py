@@ -97,7 +97,7 @@ def _measure(directory: Path, nbytes: int, options: argparse.Namespace) -> tuple
 
 @contextmanager
 def _left_out(bar: tqdm, steps: int) -> Iterator[None]:
-    """A block that measures a way to move bytes, in so many steps; one that doesn't work here is left out, and named."""
+    """A block that measures a way to move bytes in so many steps, and leaves out, and says, what doesn't work here."""
     try:
         yield
     except StoreError as error:
