@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +21,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def garbage_is_looked_for_among_new_objects() -> None:
+    """Many tests collect garbage, which looks at all objects of the libraries, too, unless these are set aside."""
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

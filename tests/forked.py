@@ -4,6 +4,7 @@ them run. Of what an interpreter does when it exits, they call the functions tha
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import sys
@@ -13,7 +14,19 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 
 # By the process that all others are forked from.
-_IMPORTED_ONCE = ["torch", "torch.distributed", "torch._dynamo", "zinf_fx", "zinf_fx.frontend.capture"]
+_IMPORTED_ONCE = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.tensor.experimental",
+    "torch._dynamo.backends.inductor",
+    "torch._inductor.compile_fx",
+    "torch.export._trace",
+    "zinf_fx",
+    "zinf_fx.frontend.backend",
+    "zinf_fx.frontend.export",
+    "zinf_fx.observe",
+    "zinf_fx.optim",
+]
 
 
 def forkserver() -> ForkServerContext:
@@ -70,6 +83,7 @@ def _run(out: Connection, errors: str, program: str, arguments: list[str]) -> No
     out.close()
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
     sys.argv = ["-c", *arguments]
+    gc.freeze()  # what was imported once is no garbage
     try:
         exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})
     finally:

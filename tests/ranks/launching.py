@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import tempfile
 import traceback
@@ -55,6 +56,7 @@ def _run(pipe: Connection, folder: str, rank: int, size: int, body: Callable[...
     os.environ["ZINF_STORE"] = str(Path(folder) / f"store{rank}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     Path(os.environ["ZINF_STORE"]).mkdir()
+    gc.freeze()  # what was imported once is no garbage
     try:
         import torch
         import torch.distributed as dist
