@@ -1,8 +1,7 @@
 """torch.optim optimizers whose states live in the store: each takes the options of the torch class of its name.
 
-Low-precision parameters are updated through an fp32 master copy. Plain optimizers work on stored parameters too,
-without one: `torch.optim.AdamW`, `Adam`, `SGD` and `Adagrad` with `fused=True` (see `zinf_fx.optim.fused`), and
-all others that treat each parameter by itself (see `zinf_fx.optim.plain`).
+Low-precision parameters are updated through an fp32 master copy. Plain optimizers that treat each parameter by itself
+work on stored parameters too, without one: see `zinf_fx.optim.plain`.
 
 `Streamed` makes one of any other optimizer class that treats each parameter by itself, element by element or whole:
 `class Lion(Streamed, some_library.Lion): ...`.
@@ -12,8 +11,8 @@ from __future__ import annotations
 
 import torch
 
-import zinf_fx.optim.fused  # registers what plain torch.optim classes need
 import zinf_fx.optim.norms  # registers what clipping needs on many ranks
+import zinf_fx.optim.plain  # registers what plain torch.optim classes need
 import zinf_fx.optim.scaling  # noqa: F401  (registers what GradScaler and clipping need)
 from zinf_fx.optim.streamed import Streamed
 from zinf_fx.optim.torn import TornStep

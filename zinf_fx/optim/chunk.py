@@ -9,9 +9,9 @@ import torch
 
 from zinf_fx.optim.arithmetic import Group
 from zinf_fx.optim.chunks import Piece
+from zinf_fx.optim.part import OpenPart, OpenPiece
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.optim.whole import OpenWhole
-from zinf_fx.optim.windows import OpenPiece
 from zinf_fx.runtime.memory.device import Device
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
@@ -48,7 +48,7 @@ class OpenChunk:
         self, run: Run, pieces: tuple[Piece[StoredTensor], ...], stored: dict[torch.Tensor, ParameterStates]
     ) -> None:
         self.run = run
-        self.parts: list[OpenPiece | OpenWhole] = []
+        self.parts: list[OpenPart] = []
         self._close = ExitStack()
         try:
             for piece in pieces:

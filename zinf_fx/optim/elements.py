@@ -30,8 +30,10 @@ class Slice:
 
     arrived = wait
 
-    def close(self) -> None:
-        """Nothing to give back."""
+    def store(self) -> None:
+        """Nothing to write back: what is changed is the tensor itself."""
+
+    close = store
 
 
 def open_window(

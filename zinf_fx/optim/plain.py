@@ -1,26 +1,38 @@
-"""Plain optimizers over stored parameters that have no operation of their own for it: streamed, or run as they are.
+"""Plain optimizers over stored parameters: streamed, or run as they are.
 
 Where parameters, gradients and states live on the device, an optimizer's own code works on them. Elsewhere the stored
-parameters are stepped by the optimizer's class as `Streamed` runs it, in the dtype of the parameters, after all of the
-user's pre-hooks and the closure; the class's own `step` then finds no gradients of theirs, and steps the others.
+parameters are stepped by the optimizer's class as `Streamed` runs it, after all of the user's pre-hooks and the
+closure; the class's own `step` then finds no gradients of theirs, and steps the others. The arithmetic is PyTorch's, in
+the dtype of the parameters: states of bf16 parameters are bf16 too, and there is no master copy. The classes of
+`zinf_fx.optim` have one.
+
+Optimizers make states by `zeros_like`, `full_like` or `empty_like` of parameters. Without further arguments these give
+a stored tensor on the tier of optimizer states, for any whole stored tensor.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
+from types import NotImplementedType
 from typing import Any, ClassVar
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zinf_fx.errors import OptimizerError
 from zinf_fx.interrupts import sealed
+from zinf_fx.optim.elements import fill
 from zinf_fx.optim.states import check_reduced
 from zinf_fx.optim.streamed import Streamed
 from zinf_fx.optim.torn import TornStep
 from zinf_fx.runtime.tensor.local_parameter import stored_parameter
+from zinf_fx.runtime.tensor.operations import handle
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+
+aten = torch.ops.aten
 
 Arguments = tuple[tuple, dict[str, Any]]
 
@@ -124,3 +136,57 @@ class PlainSteps:
 
 def _forget(optimizer: Optimizer) -> None:
     PlainSteps.of(optimizer).forget()
+
+
+@register_optimizer_step_pre_hook
+def _begin(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    """Before the step of any optimizer.
+
+    Raises: OptimizerError for one that can't step over stored parameters, before it has changed anything.
+    """
+    if isinstance(optimizer, Streamed):
+        return
+    parameters = []
+    for group in optimizer.param_groups:
+        stored = [p for p in map(stored_parameter, group["params"]) if p is not None]
+        for dtype in {p.dtype for p in stored} if isinstance(optimizer, SGD) and group.get("fused") else ():
+            if not sgd_updates(dtype):
+                raise OptimizerError(
+                    f"torch.optim.SGD(fused=True) leaves parameters of {dtype} on the CPU as they are in torch "
+                    f"{torch.__version__} (its issue 191763), stored or not: use zinf_fx.optim.SGD"
+                )
+        parameters += stored
+    if parameters and runs_in_place(parameters):
+        for parameter in parameters:
+            check_reduced(parameter)
+    elif parameters:
+        PlainSteps.of(optimizer).begin(optimizer)
+
+
+@register_optimizer_step_post_hook
+def _end(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    PlainSteps.end(optimizer)
+
+
+@functools.cache
+def sgd_updates(dtype: torch.dtype) -> bool:
+    """Whether PyTorch's fused SGD on the CPU changes whole vectors of `dtype`: up to torch 2.13, not of 16 bits."""
+    parameter, gradient = torch.zeros(64, dtype=dtype), torch.ones(64, dtype=dtype)
+    options = {"weight_decay": 0.0, "momentum": 0.0, "lr": 1.0, "dampening": 0.0, "nesterov": False, "maximize": False}
+    torch._fused_sgd_([parameter], [gradient], [], is_first_step=False, **options)
+    return torch.equal(parameter, -gradient)
+
+
+def _like(operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> StoredTensor | NotImplementedType:
+    """`zeros_like`, `full_like` or `empty_like` of a whole stored tensor, without another dtype, device or layout."""
+    source, *value = args
+    if source.views or any(v is not None for k, v in kwargs.items() if k not in ("memory_format", "pin_memory")):
+        return NotImplemented
+    result = StoredTensor.of(source.storage.for_state(), source.shape, source.device)
+    if operation is not aten.empty_like.default:
+        fill(result, value[0] if value else 0)
+    return result
+
+
+for _overload in (aten.zeros_like, aten.full_like, aten.empty_like):
+    handle(_overload, _like)

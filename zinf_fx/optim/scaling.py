@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from zinf_fx.optim.rows import Row, update_in_chunks
+from zinf_fx.optim.elementwise import update_in_chunks
 from zinf_fx.runtime.tensor.operations import handle
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.tensor_parallel import tensor_ranks
@@ -37,9 +37,8 @@ def _run_on_list(operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str
     ordinary = [tensor for tensor in tensors if not isinstance(tensor, StoredTensor)]
     if ordinary:
         operation(ordinary, *rest)
-    rows = [Row({"self": tensor}) for tensor in stored]
     place = stored[0].storage.device  # that of the numbers, too
-    update_in_chunks(rows, place, lambda pieces: operation(pieces["self"], *rest), written={"self"})
+    update_in_chunks(stored, place, lambda pieces: operation(pieces, *rest))
     if operation is aten._amp_foreach_non_finite_check_and_unscale_.default:
         _agree_on_infinities(stored, rest[0])
     return None
@@ -65,11 +64,11 @@ def _run_on_one(
     if kwargs or not stored or not all(_is_number(value) for value in rest):
         return NotImplemented
 
-    def update(pieces: dict[str, list[torch.Tensor]]) -> None:
-        for piece in pieces["self"]:
+    def update(pieces: list[torch.Tensor]) -> None:
+        for piece in pieces:
             operation(piece, *rest)
 
-    update_in_chunks([Row({"self": tensor})], tensor.storage.device, update, written={"self"})
+    update_in_chunks([tensor], tensor.storage.device, update)
     return tensor
 
 

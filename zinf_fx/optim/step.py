@@ -17,11 +17,10 @@ from zinf_fx.optim.chunk_memory import ChunkMemory
 from zinf_fx.optim.chunk_queue import ChunkQueue
 from zinf_fx.optim.chunks import Piece, all_of, cut
 from zinf_fx.optim.elements import moved
+from zinf_fx.optim.part import OpenPart
 from zinf_fx.optim.progress import Progress
 from zinf_fx.optim.states import MASTER, ParameterStates, State
 from zinf_fx.optim.torn import TornStep
-from zinf_fx.optim.whole import OpenWhole
-from zinf_fx.optim.windows import OpenPiece
 from zinf_fx.plan.memory.accounting import AT_A_TIME
 from zinf_fx.runtime.memory.device import CPU
 from zinf_fx.runtime.memory.freelist import round_up
@@ -207,7 +206,12 @@ class StreamedStep:
     @property
     def _can_be_continued(self) -> bool:
         """Whether what others do to the gradients and their scale after `step()` can't harm what is left of it."""
-        return self._overlaps and getattr(self._template, "grad_scale", None) is None
+        return self._overlaps and not self._unscales
+
+    @property
+    def _unscales(self) -> bool:
+        """Whether the arithmetic divides the gradients by a GradScaler's scale."""
+        return getattr(self._template, "grad_scale", None) is not None
 
     @contextmanager
     def _working(self) -> Iterator[None]:
@@ -300,7 +304,7 @@ class StreamedStep:
             self._update_together(inner, chunk.run, together, scratch)
 
     def _update_together(
-        self, inner: Optimizer, run: Run, pieces: tuple[Piece[OpenPiece | OpenWhole], ...], scratch: torch.Tensor | None
+        self, inner: Optimizer, run: Run, pieces: tuple[Piece[OpenPart], ...], scratch: torch.Tensor | None
     ) -> None:
         # Fused kernels count steps where they run, and the others on the CPU.
         counts_at = run.place if run.group.get("fused") else CPU
@@ -320,7 +324,7 @@ class StreamedStep:
             part = some.parameter
             scalars = part.end(some.elements, inner.state[part.weights])
             if some.last:
-                part.store()
+                part.store(unscaled=self._unscales)
                 if part.piece.last:
                     self._finish(part.piece.parameter, part.names, scalars)
 

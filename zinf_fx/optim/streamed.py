@@ -191,8 +191,7 @@ class Streamed(Optimizer):
     @torch.no_grad()
     def _take_step(self) -> None:
         started = time.perf_counter()
-        found_inf = getattr(self, "found_inf", None)  # GradScaler's word that this step is to be skipped
-        if found_inf is None or not found_inf.item():
+        if not self._is_skipped:
             with RUNNING.turn():
                 step = self._begun_in_backward or self._new_step()
                 updates = list(self._updates(step))
@@ -221,11 +220,12 @@ class Streamed(Optimizer):
     @torch.no_grad()
     def step_stored(self) -> None:
         """Step the stored parameters alone, and wait until that is done. Raises: as `step`."""
-        with RUNNING.turn():
-            self._check_whole()
-            step = self._new_step()
-            self._step_stored(step, list(self._updates(step)))
-            self.finish()
+        self._check_whole()
+        if not self._is_skipped:
+            with RUNNING.turn():
+                step = self._new_step()
+                self._step_stored(step, list(self._updates(step)))
+                self.finish()
 
     @held_back
     def update_in_backward(self, parameter: StoredTensor) -> None:
@@ -364,6 +364,12 @@ class Streamed(Optimizer):
     def _step_ordinary(self) -> None:
         groups = [{**g, "params": [p for p in g["params"] if stored_parameter(p) is None]} for g in self.param_groups]
         step_groups(self, self._arithmetic, [group for group in groups if group["params"]], self._state)
+
+    @property
+    def _is_skipped(self) -> bool:
+        """Whether a GradScaler found infinities, and says that this step is to change nothing."""
+        found_inf = getattr(self, "found_inf", None)
+        return found_inf is not None and bool(found_inf.item())
 
     def _check_whole(self) -> None:
         """Finish what goes on in the background. Raises: StoreError if that fails; OptimizerError if a step is torn."""

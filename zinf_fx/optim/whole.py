@@ -7,7 +7,6 @@ whole parameter at a time, and do there exactly what they do in memory.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any
 
@@ -18,8 +17,9 @@ from torch.utils._pytree import tree_iter
 from zinf_fx.errors import OptimizerError
 from zinf_fx.optim.arithmetic import Group, StateLayout, borrow, kept_elsewhere, same_values, step_without_hooks
 from zinf_fx.optim.chunks import Piece
-from zinf_fx.optim.elements import Slice, open_elements
-from zinf_fx.optim.states import MASTER, ParameterStates, State
+from zinf_fx.optim.elements import Slice, open_window
+from zinf_fx.optim.part import OpenPart
+from zinf_fx.optim.states import ParameterStates, State
 from zinf_fx.runtime.memory.device import Device
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
@@ -128,7 +128,7 @@ def check_can_be_whole(kind: type[Optimizer], parameter: StoredTensor, *, in_bac
 
 
 class _Gathered:
-    """The part of a `Window` that `OpenWhole` uses, over the full value of a tensor of which this rank has a share.
+    """The part of a `Window` that an `OpenWhole` uses, over the full value of a tensor of which this rank has a share.
 
     Waiting is collective.
     """
@@ -157,71 +157,24 @@ class _Gathered:
         self._value = None
 
 
-class OpenWhole:
-    """What `OpenPiece` is of a piece, of a whole parameter: everything in its own shape, for one update.
+class OpenWhole(OpenPart):
+    """A whole parameter, everything in its own shape, for one update.
 
-    Attributes:
-        piece: all elements of the parameter.
-        weights, state: what the arithmetic runs on, set by `begin`.
-        names: of the states that are stored, once `end` was called.
+    `names` are known once `end` was called.
     """
-
-    weights: torch.Tensor
-    state: State
 
     def __init__(
         self, piece: Piece[StoredTensor], states: ParameterStates, names: Collection[str], present: Collection[str]
     ) -> None:
-        """`names`: the states that are stored; those in `present` hold values, as does the master if it is in there.
-
-        Raises: StoreError; no window is open then.
-        """
-        self.piece, self._stored, self._place = piece, states, states.place
-        self.names = tuple(names)
-        self._windows: list[Window | DeviceWindow | Slice | _Gathered] = []
-        self._close = ExitStack()
+        super().__init__(piece, states, [name for name in names if name in present], present)
+        self._stored = states
         self._made: dict[str, torch.Tensor] = {}
-        self._memory: dict[str, torch.Tensor] = {}
-        parameter = piece.parameter
-        self._master_holds = MASTER in present
-        try:
-            self._gradient = self._open(states.gradient)
-            self._parameter = self._open(parameter)
-            self._master = self._open(states.tensors[MASTER]) if states.has_master else None
-            self._refresh = states.refresh
-            self._states = {name: self._open(states.tensors[name]) for name in names if name in present}
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def ready(self) -> bool:
-        """Whether `wait` would return at once."""
-        return all(window.ready for window in self._windows)
-
-    def arrive(self) -> None:
-        """Wait for the reads, and change nothing."""
-        for window in self._windows:
-            window.arrived()
-
-    def wait(self) -> None:
-        """After the reads, take over what others wrote to the parameter."""
-        for window in self._windows:
-            window.wait()
-        if self._master is not None and self._refresh:
-            weights, parameter = self._master.wait(), self._parameter.wait()
-            if self._master_holds:
-                written = weights.to(parameter.dtype) != parameter
-                weights[written] = parameter[written].to(weights.dtype)
-            else:
-                weights.copy_(parameter)
 
     def begin(self, elements: slice, scalars: State, scratch: torch.Tensor | None) -> None:
         """Make `weights`, with their gradient, and `state`, with copies of `scalars` among it. `elements` are all."""
         shape = self.piece.parameter.shape
-        self._weights = (self._parameter if self._master is None else self._master).wait()
-        self.weights = self._weights.view(shape)
-        self.weights.grad = self._gradient.wait().view(shape).to(self._weights.dtype)
+        self.weights = self._updated.view(shape)
+        self.weights.grad = self._gradient.wait().view(shape).to(self.weights.dtype)
         self._memory = {
             name: window.wait().view(self._stored.tensors[name].shape) for name, window in self._states.items()
         }
@@ -230,10 +183,11 @@ class OpenWhole:
     def end(self, elements: slice, state: State) -> State:
         """Put the updated weights and states where they will be stored from. Returns the states that stay in memory."""
         self.weights.grad = None
-        if self.weights.data_ptr() != self._weights.data_ptr():  # `.data` was assigned
-            self._weights.copy_(self.weights.reshape(-1))
+        updated = self._updated
+        if self.weights.data_ptr() != updated.data_ptr():  # `.data` was assigned
+            updated.copy_(self.weights.reshape(-1))
         if self._master is not None:
-            self._parameter.wait().copy_(self._weights)
+            self._parameter.wait().copy_(updated)
         rest: State = {}
         for name, value in state.items():
             memory = self._memory.get(name)
@@ -245,24 +199,23 @@ class OpenWhole:
             else:
                 rest[name] = value
         self.names = (*(name for name in self._memory if name in state and name not in self._made), *self._made)
+        self._memory = {}
         return rest
 
-    def store(self) -> None:
-        """Start writing what was updated."""
-        for window in (self._master, self._parameter, *self._states.values()):
-            if window is not None:
-                window.store()
+    def store(self, unscaled: bool) -> None:
+        super().store(unscaled)
         for name, value in self._made.items():
             self._stored.put(name, value)
 
     def close(self) -> None:
-        """Give back what was not stored, and what the class allocated."""
-        self.state, self._memory, self._made = {}, {}, {}
-        self._close.close()
+        self._made = {}
+        super().close()
 
-    def _open(self, tensor: torch.Tensor) -> Window | DeviceWindow | Slice | _Gathered:
-        in_shares = isinstance(tensor, StoredTensor) and not tensor.views and tensor.storage.share.in_shares
-        window = _Gathered(tensor, self._place) if in_shares else open_elements(tensor, self._place, 0, tensor.numel())
-        self._close.callback(window.close)
-        self._windows.append(window)
-        return window
+    def _open(self, tensor: StoredTensor, load: bool) -> Window | DeviceWindow | _Gathered:
+        if tensor.storage.share.in_shares:
+            return self._keep(_Gathered(tensor, self._place))
+        return self._keep(open_window(tensor.storage, self._place, 0, tensor.numel(), load=load))
+
+    def _open_gradient(self, gradient: torch.Tensor) -> Window | DeviceWindow | Slice | _Gathered:
+        in_shares = isinstance(gradient, StoredTensor) and not gradient.views and gradient.storage.share.in_shares
+        return _Gathered(gradient, self._place) if in_shares else super()._open_gradient(gradient)

@@ -1,0 +1,139 @@
+"""A part of a chunk: the weights of one parameter, with their gradient and states, in one memory for one update."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from contextlib import ExitStack
+
+import torch
+
+from zinf_fx.optim.chunks import Piece
+from zinf_fx.optim.elements import Slice, open_elements, open_window
+from zinf_fx.optim.states import MASTER, ParameterStates, State
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
+
+
+class OpenPart:
+    """The windows of one part, opened at construction: wait for their reads, update some elements after the other,
+    `store`; `close` in any case.
+
+    Attributes:
+        piece: which elements of which parameter.
+        names: of the states that are stored.
+        weights, state: what the arithmetic runs on, set by `begin`.
+    """
+
+    weights: torch.Tensor
+    state: State
+
+    def __init__(
+        self, piece: Piece[StoredTensor], states: ParameterStates, names: Iterable[str], present: Collection[str]
+    ) -> None:
+        """`names`: the states that are stored; those in `present` hold values, as does the master if it is in there.
+
+        Raises: StoreError; no window is open then.
+        """
+        self.piece, self.names, self._place, self._present = piece, tuple(names), states.place, present
+        self._windows: list[Window | DeviceWindow | Slice] = []
+        self._close = ExitStack()
+        try:
+            self._gradient = self._keep(self._open_gradient(states.gradient))
+            self._master = self._open(states.tensors[MASTER], MASTER in present) if states.has_master else None
+            self._refresh = states.refresh
+            self._parameter = self._open(piece.parameter, self._master is None or self._refresh)
+            self._states = {name: self._open(states.tensors[name], name in present) for name in self.names}
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def ready(self) -> bool:
+        """Whether `wait` would return at once."""
+        return all(window.ready for window in self._windows)
+
+    def arrive(self) -> None:
+        """Wait for the reads, and change nothing."""
+        for window in self._windows:
+            window.arrived()
+
+    def wait(self) -> None:
+        """After the reads, take over what others wrote to the parameter; where it still is the master rounded, the
+        master stays."""
+        for window in self._windows:
+            window.wait()
+        if self._master is not None and self._refresh:
+            weights, parameter = self._master.wait(), self._parameter.wait()
+            if MASTER in self._present:
+                written = weights.to(parameter.dtype) != parameter
+                weights[written] = parameter[written].to(weights.dtype)
+            else:
+                weights.copy_(parameter)
+
+    @property
+    def _updated(self) -> torch.Tensor:
+        """The elements that the arithmetic changes, in its dtype."""
+        return (self._parameter if self._master is None else self._master).wait()
+
+    def store(self, unscaled: bool) -> None:
+        """Start writing what was updated; with `unscaled`, the gradient is part of that."""
+        for window in (self._master, self._parameter, *self._states.values(), self._gradient if unscaled else None):
+            if window is not None:
+                window.store()
+
+    def close(self) -> None:
+        """Give back what was not stored, and what the torch class allocated."""
+        self.state = {}
+        self._close.close()
+
+    def _open(self, tensor: StoredTensor, load: bool) -> Window | DeviceWindow:
+        start, count = self.piece.start, self.piece.count
+        return self._keep(open_window(tensor.storage, self._place, start, count, load=load))
+
+    def _open_gradient(self, gradient: torch.Tensor) -> Window | DeviceWindow | Slice:
+        return open_elements(gradient, self._place, self.piece.start, self.piece.count)
+
+    def _keep(self, window: Window | DeviceWindow | Slice) -> Window | DeviceWindow | Slice:
+        self._close.callback(window.close)
+        self._windows.append(window)
+        return window
+
+
+class OpenPiece(OpenPart):
+    """A piece of a parameter that is updated element by element: everything is flat."""
+
+    def __init__(
+        self, piece: Piece[StoredTensor], states: ParameterStates, names: Iterable[str], present: Collection[str]
+    ) -> None:
+        super().__init__(piece, states, names, present)
+        self._rounded = states.rounded
+
+    def begin(self, elements: slice, scalars: State, scratch: torch.Tensor | None) -> None:
+        """Make `weights`, with their gradient, and `state`, with copies of `scalars` among it, of some of the elements.
+
+        `scratch`: in the weights' dtype, `scratch_rows` of at least as many elements: for the gradient and for states
+        in another dtype.
+        """
+        self.weights = self._updated[elements]
+        gradient = self._gradient.wait()[elements]
+        count = gradient.numel()
+        if gradient.dtype != self.weights.dtype:
+            gradient = scratch[0, :count].copy_(gradient)
+        self.weights.grad = gradient
+        self.state = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in scalars.items()}
+        self._memory = {name: window.wait()[elements] for name, window in self._states.items()}
+        self.state |= {name: memory for name, memory in self._memory.items() if name in self._present}
+        for row, name in enumerate(self._rounded, start=1):
+            if name in self.state:
+                self.state[name] = scratch[row, :count].copy_(self.state[name])
+
+    def end(self, elements: slice, state: State) -> State:
+        """Put the updated weights and element-wise states where they will be stored from. Returns the other states."""
+        self.weights.grad = None
+        if self._master is not None:
+            self._parameter.wait()[elements].copy_(self.weights)
+        for name, memory in self._memory.items():
+            if state[name] is not memory:
+                memory.copy_(state[name])
+        self._memory = {}
+        return {k: v for k, v in state.items() if k not in self._states}
