@@ -26,8 +26,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from threading import get_ident
 from types import FrameType, TracebackType
 from typing import ParamSpec, TypeVar
 
@@ -63,6 +63,7 @@ class _Held:
         self.depth = self.sealed = 0
         self.handler: Callable[[int, FrameType | None], object] | None = None
         self.since: float | None = None
+        self.main = threading.main_thread().ident
         self._forks = False
         self._take: Callable[[int, FrameType | None], None] = self.take  # the same object each time
 
@@ -105,10 +106,12 @@ class _Held:
 
     def remember(self) -> None:
         """A fork begins in this thread."""
-        self._forks = _in_main_thread()
+        self._forks = get_ident() == self.main
 
     def after_fork(self) -> None:
-        """In a child that another thread than the main one made, nobody is left in the blocks that are open."""
+        """In a child that another thread than the main one made, nobody is left in the blocks that are open. Its main
+        thread is this one."""
+        self.main = get_ident()
         if not self._forks and self.depth:
             self.depth = self.sealed = 0
             self.since = None
@@ -121,11 +124,7 @@ os.register_at_fork(before=_held.remember, after_in_child=_held.after_fork)
 
 def _interrupt_soon() -> None:
     time.sleep(_SLICE)
-    signal.pthread_kill(threading.main_thread().ident, _SIGINT)
-
-
-def _in_main_thread() -> bool:
-    return threading.get_ident() == threading.main_thread().ident
+    signal.pthread_kill(_held.main, _SIGINT)
 
 
 class Block:
@@ -135,7 +134,7 @@ class Block:
         self._sealed, self._finalizing = sealed, finalizing
 
     def __enter__(self) -> None:
-        if _in_main_thread():
+        if get_ident() == _held.main:
             if not _held.depth:
                 _held.begin()
             _held.depth += 1
@@ -144,7 +143,7 @@ class Block:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if _in_main_thread():
+        if get_ident() == _held.main:
             _held.sealed -= self._sealed
             _held.depth -= 1
             if not _held.depth:
@@ -153,6 +152,9 @@ class Block:
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def within(*args: P.args, **kwargs: P.kwargs) -> R:
+            # In a block of the main thread that does the same, another one does nothing; nor does any elsewhere.
+            if _held.depth and (_held.sealed or not self._sealed):
+                return function(*args, **kwargs)
             with self:
                 return function(*args, **kwargs)
 
@@ -171,18 +173,30 @@ finalizing = Block(sealed=True, finalizing=True)
 
 def let_through() -> None:
     """Raise an interrupt that is held back, except in a sealed block. All is in order here."""
-    if _held.since is not None and not _held.sealed and _in_main_thread():
+    if _held.since is not None and not _held.sealed and get_ident() == _held.main:
         _held.deliver()
 
 
-@contextmanager
-def taking(lock: threading.RLock) -> Iterator[None]:
+class taking:
     """A block that has the lock, and holds interrupts back: it can't stay locked. While another thread has it, they get
     through."""
-    with held_back:
-        while not lock.acquire(timeout=_SLICE):
-            let_through()
+
+    __slots__ = ("_lock",)
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        held_back.__enter__()
         try:
-            yield
-        finally:
-            lock.release()
+            while not self._lock.acquire(timeout=_SLICE):
+                let_through()
+        except BaseException:
+            held_back.__exit__(None, None, None)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._lock.release()
+        held_back.__exit__(kind, error, traceback)

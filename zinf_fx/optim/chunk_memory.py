@@ -72,7 +72,7 @@ class ChunkMemory:
     @property
     def has_room(self) -> bool:
         """Whether `wait_for_room` would return at once."""
-        return not self.behind or all(tiers.writing_at_most(self._bytes_writing) for tiers in self.tiers)
+        return not self.behind or all(tiers.writes.at_most(self._bytes_writing) for tiers in self.tiers)
 
     def wait_for_room(self) -> None:
         """Wait until the writes before the last update's are done."""

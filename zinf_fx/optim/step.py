@@ -148,7 +148,7 @@ class StreamedStep:
                     self._queue.cut(self.parameters)
                 while self._queue.ready:
                     self._update_next()
-                if self.closed and not self._queue and all(tiers.idle for tiers in self._memory.tiers):
+                if self.closed and not self._queue and all(tiers.writes.idle for tiers in self._memory.tiers):
                     self._end()
         finally:
             self._lock.release()

@@ -18,8 +18,9 @@ from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.memory.leases import Buffer, Ticket
 from zinf_fx.runtime.recorder import RECORDER
 from zinf_fx.runtime.remains import when_gone
-from zinf_fx.runtime.tensor.tiers import DelayedWrite, Tiers
+from zinf_fx.runtime.tensor.tiers import Tiers
 from zinf_fx.runtime.tensor.windows import DeviceWindow, Under, Window, forget_what_is_done
+from zinf_fx.runtime.tensor.write_queue import DelayedWrite
 from zinf_fx.sizes import PAGE
 
 
@@ -202,7 +203,7 @@ class StoredBytes:
         except BaseException:
             buffer.release()
             raise
-        self.tiers.writing(ticket, buffer, self)
+        self.tiers.writes.add(ticket, buffer, self)
 
     def await_reads(self, elements: range) -> None:
         """Wait until neither the disk nor the device reads what is to change."""

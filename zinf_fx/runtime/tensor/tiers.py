@@ -1,15 +1,14 @@
-"""The memories of one job: the host arena, those of devices, the store on disk, and the writes under way to it."""
+"""The memories of one job: the host arena, those of devices, and the store on disk."""
 
 from __future__ import annotations
 
 import errno
 import os
 import threading
-import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import ClassVar, Protocol
 
 from zinf_fx.config import Config
@@ -22,12 +21,9 @@ from zinf_fx.runtime.memory.counters import Counters
 from zinf_fx.runtime.memory.device import Device
 from zinf_fx.runtime.memory.device_arena import DeviceArena
 from zinf_fx.runtime.memory.freelist import round_up
-from zinf_fx.runtime.memory.leases import Buffer, Ticket
-from zinf_fx.runtime.recorder import RECORDER
+from zinf_fx.runtime.memory.leases import Buffer
+from zinf_fx.runtime.tensor.write_queue import WriteQueue
 from zinf_fx.sizes import PAGE
-
-# Dirty bytes that may be on their way to the store before a writer waits for the oldest.
-_MAX_BYTES_WRITING = 256 << 20
 
 
 class Background(Protocol):
@@ -41,43 +37,6 @@ class Background(Protocol):
 
     def finish(self) -> bool:
         """Do all that is left. Returns whether there was any; nothing is done when the work itself asks."""
-
-
-class DelayedWrite:
-    """A write to the store that begins when the values are in host memory, and somebody asks."""
-
-    def __init__(self, arrival: Ticket, write: Callable[[], Ticket]) -> None:
-        self._arrival = arrival
-        self._write: Callable[[], Ticket] | None = write
-        self._ticket: Ticket | None = None
-        self._purpose = RECORDER.purpose()
-        self._refusal: str | None = None
-        self._lock = threading.RLock()
-
-    def begun(self) -> bool:
-        """Whether the write is under way or over; begins it if it can."""
-        with self._lock:
-            if self._write is not None and self._arrival.done():
-                write, self._write = self._write, None
-                try:
-                    with RECORDER.within(self._purpose):
-                        self._ticket = write()
-                except StoreError as error:
-                    self._refusal = str(error)  # an error that is kept would keep, by its traceback, whoever asked
-            return self._write is None
-
-    def done(self) -> bool:
-        """Whether it is over."""
-        return self.begun() and (self._ticket is None or self._ticket.done())
-
-    def wait(self) -> None:
-        """Return when the bytes are in the store. Raises: StoreError."""
-        if not self.begun():
-            self._arrival.wait()
-            self.begun()
-        if self._refusal is not None:
-            raise StoreError("write", "the store", f"it could not begin: {self._refusal}")
-        self._ticket.wait()
 
 
 class Tiers:
@@ -103,11 +62,8 @@ class Tiers:
         self._chunks = range(0)  # of the region, what is for an optimizer's step
         self._room: range | None = None  # in which leases are to be made
         self._store: Store | None = None
-        self._writes: deque[tuple[Ticket, Buffer]] = deque()
-        # Those among the writes that have not begun, and whose bytes they write: while one begins, the finalizer of
-        # these, which waits for it, must not run.
-        self._delayed: deque[tuple[DelayedWrite, object]] = deque()
-        self._lock = threading.RLock()
+        self.writes = WriteQueue(self.counters)
+        self._lock = self.writes.lock
 
     @classmethod
     def of(cls, config: Config) -> Tiers:
@@ -195,9 +151,7 @@ class Tiers:
         """
         room = self._chunks if part is None else range(part.start, min(part.stop, self._chunks.stop))
         if part is not None:
-            with self._lock:
-                while any(self.host.lies_in(room, buffer) for _, buffer in self._writes):
-                    self._retire()
+            self.writes.vacate(partial(self.host.lies_in, room))
         before, self._room = self._room, room or None
         try:
             yield
@@ -223,18 +177,18 @@ class Tiers:
                 try:
                     return self.host.lease(nbytes)
                 except StoreError:
-                    if not self._writes and background is None:
+                    if not self.writes and background is None:
                         raise
-                if self._writes:
-                    self._retire()
+                if self.writes:
+                    self.writes.retire()
                     continue
             if not background.finish():  # not under the lock, which the background's own leases take
                 return self.host.lease(nbytes)
 
     def _lease_in(self, room: range, nbytes: int, waits: bool) -> Buffer | None:
         buffer = self.host.lease_in(room, nbytes)
-        while buffer is None and self._writes and (waits or self._writes[0][0].done()):
-            self._retire()
+        while buffer is None and self.writes and (waits or self.writes.first_is_done):
+            self.writes.retire()
             buffer = self.host.lease_in(room, nbytes)
         if buffer is None:
             self.counters.displaced += 1
@@ -242,82 +196,15 @@ class Tiers:
             self.counters.placed += 1
         return buffer
 
-    def writing(self, ticket: Ticket, buffer: Buffer, storage: object) -> None:
-        """Take over `buffer` until `ticket`, a write of `storage` from it, is done; waits where many are under way.
-
-        Buffers come back in order, and not before there is need of their room: so how much the arena holds doesn't
-        depend on how fast the disk is.
-        """
-        with self._lock:
-            self._writes.append((ticket, buffer))
-            if isinstance(ticket, DelayedWrite):
-                self._delayed.append((ticket, storage))
-            self._begin_delayed()
-            self.limit_writes(_MAX_BYTES_WRITING)
-
     def limit_writes(self, nbytes: int) -> None:
         """Wait until at most `nbytes` are on their way to the store."""
         self.check_process()
-        with self._lock:
-            if self._bytes_writing <= nbytes:
-                return
-            started = time.perf_counter()
-            while self._bytes_writing > nbytes:
-                self._retire()
-            self.counters.write_stall_seconds += RECORDER.waited(started, "writes")
-
-    @property
-    def _bytes_writing(self) -> int:
-        return sum(buffer.capacity for _, buffer in self._writes)
-
-    def writing_at_most(self, nbytes: int) -> bool:
-        """Whether `limit_writes` would return at once."""
-        with self._lock:
-            self._begin_delayed()
-            left = self._bytes_writing
-            for ticket, buffer in self._writes:
-                if left <= nbytes or not ticket.done():
-                    break
-                left -= buffer.capacity
-            return left <= nbytes
-
-    @property
-    def idle(self) -> bool:
-        """Whether no write is under way."""
-        with self._lock:
-            return all(ticket.done() for ticket, _ in self._writes)
+        self.writes.limit(nbytes)
 
     def drain(self) -> None:
         """Wait for every write under way. Raises: StoreError of the first that failed, after all have ended."""
         self.check_process()
-        failure: BaseException | None = None
-        with self._lock:
-            if not self._writes:
-                return
-            started = time.perf_counter()
-            while self._writes:
-                try:
-                    self._retire()
-                except BaseException as error:
-                    failure = failure or error
-            RECORDER.waited(started, "writes")
-        if failure is not None:
-            raise failure
-
-    def _begin_delayed(self) -> None:
-        while self._delayed and self._delayed[0][0].begun():
-            self._delayed.popleft()
-
-    def _retire(self) -> None:
-        self._begin_delayed()
-        ticket, buffer = self._writes[0]
-        try:
-            ticket.wait()
-        finally:
-            self._begin_delayed()
-            if ticket.done():  # not after Ctrl-C: the disk still reads the buffer
-                self._writes.popleft()
-                buffer.release()
+        self.writes.drain()
 
 
 os.register_at_fork(after_in_child=Tiers._after_fork)

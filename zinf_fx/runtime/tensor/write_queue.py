@@ -1,0 +1,160 @@
+"""Writes under way to one store, and the buffers that they are made from."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from zinf_fx.errors import StoreError
+from zinf_fx.runtime.memory.counters import Counters
+from zinf_fx.runtime.memory.leases import Buffer, Ticket
+from zinf_fx.runtime.recorder import RECORDER
+
+# Dirty bytes that may be on their way to the store before a writer waits for the oldest.
+_MAX_BYTES_WRITING = 256 << 20
+
+
+class DelayedWrite:
+    """A write to the store that begins when the values are in host memory, and somebody asks."""
+
+    def __init__(self, arrival: Ticket, write: Callable[[], Ticket]) -> None:
+        self._arrival = arrival
+        self._write: Callable[[], Ticket] | None = write
+        self._ticket: Ticket | None = None
+        self._purpose = RECORDER.purpose()
+        self._refusal: str | None = None
+        self._lock = threading.RLock()
+
+    def begun(self) -> bool:
+        """Whether the write is under way or over; begins it if it can."""
+        with self._lock:
+            if self._write is not None and self._arrival.done():
+                write, self._write = self._write, None
+                try:
+                    with RECORDER.within(self._purpose):
+                        self._ticket = write()
+                except StoreError as error:
+                    self._refusal = str(error)  # an error that is kept would keep, by its traceback, whoever asked
+            return self._write is None
+
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self.begun() and (self._ticket is None or self._ticket.done())
+
+    def wait(self) -> None:
+        """Return when the bytes are in the store. Raises: StoreError."""
+        if not self.begun():
+            self._arrival.wait()
+            self.begun()
+        if self._refusal is not None:
+            raise StoreError("write", "the store", f"it could not begin: {self._refusal}")
+        self._ticket.wait()
+
+
+class WriteQueue:
+    """Writes in the order in which they were asked for.
+
+    Buffers come back in that order, and not before there is need of their room: so how much the arena holds doesn't
+    depend on how fast the disk is.
+
+    Attributes:
+        lock: whoever takes writes out of the queue has it; held from a look at the queue to what follows from it.
+        nbytes: of the buffers in the queue.
+    """
+
+    def __init__(self, counters: Counters) -> None:
+        self.lock = threading.RLock()
+        self.nbytes = 0
+        self._counters = counters
+        self._writes: deque[tuple[Ticket, Buffer]] = deque()
+        # Those among the writes that have not begun, and whose bytes they write: while one begins, the finalizer of
+        # these, which waits for it, must not run.
+        self._delayed: deque[tuple[DelayedWrite, object]] = deque()
+
+    def __bool__(self) -> bool:
+        """Whether any buffer is in the queue."""
+        return bool(self._writes)
+
+    def add(self, ticket: Ticket, buffer: Buffer, owner: object) -> None:
+        """Take over `buffer` until `ticket`, a write of `owner` from it, is done; waits where many are under way."""
+        with self.lock:
+            self._writes.append((ticket, buffer))
+            self.nbytes += buffer.capacity
+            if isinstance(ticket, DelayedWrite):
+                self._delayed.append((ticket, owner))
+            self._begin_delayed()
+            self.limit(_MAX_BYTES_WRITING)
+
+    def limit(self, nbytes: int) -> None:
+        """Wait until at most `nbytes` are under way. Raises: StoreError of one that failed."""
+        with self.lock:
+            if self.nbytes <= nbytes:
+                return
+            started = time.perf_counter()
+            while self.nbytes > nbytes:
+                self.retire()
+            self._counters.write_stall_seconds += RECORDER.waited(started, "writes")
+
+    def at_most(self, nbytes: int) -> bool:
+        """Whether `limit` would return at once."""
+        with self.lock:
+            self._begin_delayed()
+            left = self.nbytes
+            for ticket, buffer in self._writes:
+                if left <= nbytes or not ticket.done():
+                    break
+                left -= buffer.capacity
+            return left <= nbytes
+
+    @property
+    def first_is_done(self) -> bool:
+        """Whether `retire` would return at once."""
+        return self._writes[0][0].done()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no write is under way."""
+        with self.lock:
+            return all(ticket.done() for ticket, _ in self._writes)
+
+    def drain(self) -> None:
+        """Wait for every write. Raises: StoreError of the first that failed, after all have ended."""
+        failure: BaseException | None = None
+        with self.lock:
+            if not self._writes:
+                return
+            started = time.perf_counter()
+            while self._writes:
+                try:
+                    self.retire()
+                except BaseException as error:
+                    failure = failure or error
+            RECORDER.waited(started, "writes")
+        if failure is not None:
+            raise failure
+
+    def vacate(self, lies_there: Callable[[Buffer], bool]) -> None:
+        """Wait for the writes whose buffers lie in a place, and for those before them."""
+        with self.lock:
+            found = [number for number, (_, buffer) in enumerate(self._writes, start=1) if lies_there(buffer)]
+            for _ in range(found[-1] if found else 0):
+                self.retire()
+
+    def retire(self) -> None:
+        """Wait for the first write, and give its buffer back. Raises: StoreError when it failed."""
+        self._begin_delayed()
+        ticket, buffer = self._writes[0]
+        try:
+            ticket.wait()
+        finally:
+            self._begin_delayed()
+            if ticket.done():  # not after Ctrl-C: the disk still reads the buffer
+                self._writes.popleft()
+                self.nbytes -= buffer.capacity
+                buffer.release()
+
+    def _begin_delayed(self) -> None:
+        while self._delayed and self._delayed[0][0].begun():
+            self._delayed.popleft()
