@@ -25,15 +25,15 @@ def test_cut_covers_every_element_once(shares: list[list[tuple[int, int]]], bloc
     for chunk in cut(parameters, elements):
         assert 0 < sum(max(-(-piece.count // WINDOW_ALIGNMENT), 1) for piece in chunk) <= blocks
         for piece in chunk:
-            *others, last = dict(parameters)[piece.parameter]
-            assert (piece.parameter, piece.start) == expected.popleft()
+            *others, last = dict(parameters)[piece.owner]
+            assert (piece.owner, piece.start) == expected.popleft()
             part = next(one for one in [last, *reversed(others)] if piece.start >= one.start)
             assert (piece.start - part.start) % WINDOW_ALIGNMENT == 0
             ends = piece.start + piece.count == part.stop
             assert piece.last == (ends and part is last)
             if not ends:
                 assert piece.count % WINDOW_ALIGNMENT == 0 and piece.count > 0
-                expected.appendleft((piece.parameter, piece.start + piece.count))
+                expected.appendleft((piece.owner, piece.start + piece.count))
     assert not expected
 
 

@@ -10,6 +10,7 @@ import torch
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError, StoreError
 from zinf_fx.optim.chunk import Run
+from zinf_fx.optim.states import ParameterStates
 from zinf_fx.optim.step import StreamedStep
 from zinf_fx.runtime.disk.store import Fault
 from zinf_fx.runtime.tensor.windows import Window
@@ -125,10 +126,10 @@ def test_a_step_that_ends_while_parameters_are_added_is_taken_again(twins, monke
     pair, optimizer, reference = prepared(twins)
     add = StreamedStep.add
 
-    def failing(step: StreamedStep, run: Run, parameter: torch.Tensor) -> None:
+    def failing(step: StreamedStep, run: Run, states: ParameterStates) -> None:
         if step.parameters:
             raise error
-        add(step, run, parameter)
+        add(step, run, states)
 
     with monkeypatch.context() as patch:
         patch.setattr(StreamedStep, "add", failing)

@@ -376,12 +376,12 @@ def test_a_torn_step_is_refused_until_a_state_is_loaded(twins, monkeypatch, plai
     pair.give_gradients()
     in_use, count, store = arena.in_use, 0, OpenWhole.store
 
-    def failing(part: OpenWhole) -> None:
+    def failing(part: OpenWhole, unscaled: bool) -> None:
         nonlocal count
         count += 1
         if count == 2:
             raise RuntimeError("lightning")
-        store(part)
+        store(part, unscaled)
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="lightning"):
         patch.setattr(OpenWhole, "store", failing)

@@ -21,7 +21,7 @@ from zinf_fx.config import Config
 from zinf_fx.frontend.capture import Capture
 from zinf_fx.passes import pipeline
 from zinf_fx.passes.ir.framework import GraphContext, Pass
-from zinf_fx.runtime.tensor.storage import TensorStorage
+from zinf_fx.runtime.tensor.storage import AbstractStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter
 
 
@@ -170,9 +170,7 @@ def _take_bytes_away(model: nn.Module, config: Config) -> None:
             if parameter is None:
                 continue
             if parameter not in twins:
-                storage = TensorStorage.abstract(
-                    config.placement.parameters, config, parameter.numel(), parameter.dtype
-                )
+                storage = AbstractStorage(config.placement.parameters, config, parameter.numel(), parameter.dtype)
                 twin = StoredTensor.of(storage, parameter.shape, parameter.device, parameter.requires_grad)
                 twins[parameter] = as_parameter(twin)
             module._parameters[name] = twins[parameter]

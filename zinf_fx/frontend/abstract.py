@@ -11,7 +11,7 @@ from zinf_fx.config import Config
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.frontend.offload import check_storable, is_ordinary, stays
 from zinf_fx.runtime.tensor.local_parameter import LocalParameter, distributed_as, local_part, stored_parameter
-from zinf_fx.runtime.tensor.storage import TensorStorage
+from zinf_fx.runtime.tensor.storage import AbstractStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter
 
 
@@ -33,7 +33,7 @@ def abstract_parameter(parameter: torch.nn.Parameter, what: str, config: Config)
     elif type(parameter) is not torch.nn.Parameter and not isinstance(parameter, DTensor):
         raise StoredTensorError(f"{what} is a {type(parameter).__name__}: only plain nn.Parameter can be stored")
     part = local_part(parameter)
-    storage = TensorStorage.abstract(tier, config, part.numel(), part.dtype)
+    storage = AbstractStorage(tier, config, part.numel(), part.dtype)
     device = torch.device("cpu") if part.is_meta else part.device
     twin = StoredTensor.of(storage, part.shape, device)
     if isinstance(parameter, DTensor):

@@ -13,7 +13,6 @@ from zinf_fx.optim.part import OpenPart, OpenPiece
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.optim.whole import OpenWhole
 from zinf_fx.runtime.memory.device import Device
-from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,15 +43,13 @@ class Run:
 class OpenChunk:
     """The windows of a chunk, opened at construction."""
 
-    def __init__(
-        self, run: Run, pieces: tuple[Piece[StoredTensor], ...], stored: dict[torch.Tensor, ParameterStates]
-    ) -> None:
+    def __init__(self, run: Run, pieces: tuple[Piece[ParameterStates], ...]) -> None:
         self.run = run
         self.parts: list[OpenPart] = []
         self._close = ExitStack()
         try:
             for piece in pieces:
-                part = (OpenWhole if run.whole else OpenPiece)(piece, stored[piece.parameter], run.names, run.present)
+                part = (OpenWhole if run.whole else OpenPiece)(piece, run.names, run.present)
                 self.parts.append(part)
                 self._close.callback(part.close)
         except BaseException:
@@ -69,11 +66,11 @@ class OpenChunk:
         for part in self.parts:
             part.arrive()
 
-    def states_nbytes(self, stored: dict[torch.Tensor, ParameterStates]) -> int:
+    @property
+    def states_nbytes(self) -> int:
         """Bytes of the states that its update changes, masters among them."""
         return sum(
-            part.piece.count * sum(t.dtype.itemsize for t in stored[part.piece.parameter].tensors.values())
-            for part in self.parts
+            part.piece.count * sum(t.dtype.itemsize for t in part.piece.owner.tensors.values()) for part in self.parts
         )
 
     def close(self) -> None:

@@ -13,7 +13,6 @@ from zinf_fx.optim.chunks import Piece, chunk_elements, in_turn
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.plan.memory.accounting import AT_A_TIME
 from zinf_fx.runtime.memory.device import CPU, Device
-from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.tiers import Tiers
 
 
@@ -42,9 +41,9 @@ class ChunkMemory:
         self._chunk_bytes = self.elements * max(each.bytes_opened for each in states)
 
     @contextmanager
-    def turn(self, run: Run, pieces: Sequence[Piece[StoredTensor]]) -> Iterator[None]:
+    def turn(self, run: Run, pieces: Sequence[Piece[ParameterStates]]) -> Iterator[None]:
         """A block in which the next chunk is opened."""
-        converts = not run.whole and any(self._stored[piece.parameter].scratch_rows for piece in pieces)
+        converts = not run.whole and any(piece.owner.scratch_rows for piece in pieces)
         if converts and run.place not in self._scratch:
             self._scratch[run.place] = self._lease_scratch(run.place)
         scratch = self._scratch[CPU].nbytes if CPU in self._scratch else 0

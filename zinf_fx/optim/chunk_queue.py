@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-
-import torch
 
 from zinf_fx.optim.chunk import OpenChunk, Run
 from zinf_fx.optim.chunk_memory import ChunkMemory
@@ -13,7 +10,6 @@ from zinf_fx.optim.chunks import Piece, all_of, cut
 from zinf_fx.optim.progress import Progress
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.plan.memory.accounting import CHUNKS_AHEAD
-from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 
 class ChunkQueue:
@@ -23,42 +19,43 @@ class ChunkQueue:
     them; of parameters that come one by one, whatever fills a chunk goes first.
     """
 
-    def __init__(self, stored: dict[torch.Tensor, ParameterStates], memory: ChunkMemory, progress: Progress) -> None:
-        self._stored, self._memory, self._progress = stored, memory, progress
-        self._loose: dict[Run, list[StoredTensor]] = {}  # not cut into chunks yet
-        self._unopened: deque[tuple[Run, tuple[Piece[StoredTensor], ...]]] = deque()
+    def __init__(self, memory: ChunkMemory, progress: Progress) -> None:
+        self._memory, self._progress = memory, progress
+        self._loose: dict[Run, list[ParameterStates]] = {}  # not cut into chunks yet
+        self._unopened: deque[tuple[Run, tuple[Piece[ParameterStates], ...]]] = deque()
         self._opened: deque[OpenChunk] = deque()
 
     def __bool__(self) -> bool:
         """Whether any chunk is to be updated still."""
         return bool(self._opened or self._unopened or self._loose)
 
-    def add(self, run: Run, parameter: StoredTensor) -> None:
+    def add(self, run: Run, states: ParameterStates) -> None:
         """A parameter came."""
-        self._loose.setdefault(run, []).append(parameter)
+        self._loose.setdefault(run, []).append(states)
 
     @property
     def fills_a_chunk(self) -> bool:
         """Whether the parameters that came have the elements of a chunk, or nothing says how many that are."""
-        loose = (parameter for parameters in self._loose.values() for parameter in parameters)
-        elements = sum(len(part) for parameter in loose for part in self._stored[parameter].updated)
+        loose = (states for several in self._loose.values() for states in several)
+        elements = sum(len(part) for states in loose for part in states.updated)
         return elements >= self._memory.elements
 
-    def cut(self, parameters: Iterable[StoredTensor]) -> None:
-        """Cut what came into chunks. `parameters`: all of the step."""
+    def cut(self) -> None:
+        """Cut what came into chunks."""
         if not self._loose:
             return
         if not self._memory.elements:
-            self._memory.plan(min(parameter.storage.config.chunk for parameter in parameters))
+            every = (states.parameter.storage for loose in self._loose.values() for states in loose)
+            self._memory.plan(min(storage.config.chunk for storage in every))
         chunks = []
         for run, loose in self._loose.items():
-            loose.sort(key=lambda parameter: parameter.storage.key)
+            loose.sort(key=lambda states: states.parameter.storage.key)
             if run.whole:
-                chunks += [(run, (all_of(parameter, parameter.numel()),)) for parameter in loose]
+                chunks += [(run, (all_of(states, states.parameter.numel()),)) for states in loose]
                 continue
-            shares = [(parameter, self._stored[parameter].updated) for parameter in loose]
+            shares = [(states, states.updated) for states in loose]
             chunks += [(run, pieces) for pieces in cut(shares, self._memory.elements)]
-        chunks.sort(key=lambda chunk: min(piece.parameter.storage.key for piece in chunk[1]))
+        chunks.sort(key=lambda chunk: chunk[1][0].owner.parameter.storage.key)
         with self._progress.changing():
             self._loose.clear()
             self._unopened += chunks
@@ -71,10 +68,10 @@ class ChunkQueue:
         self._open_ahead()
         return bool(self._opened) and self._opened[0].ready
 
-    def first(self, parameters: Iterable[StoredTensor]) -> OpenChunk:
-        """The chunk that is next, opened. `parameters`: as for `cut`."""
+    def first(self) -> OpenChunk:
+        """The chunk that is next, opened."""
         if not self._opened and not self._unopened:
-            self.cut(parameters)
+            self.cut()
         self._open_ahead()
         return self._opened[0]
 
@@ -90,7 +87,7 @@ class ChunkQueue:
             if run.whole and self._opened and pieces[0].count > self._memory.elements:
                 break  # what is larger than a chunk comes alone
             with self._memory.turn(run, pieces):
-                self._opened.append(OpenChunk(run, pieces, self._stored))
+                self._opened.append(OpenChunk(run, pieces))
             self._unopened.popleft()
 
     def close(self) -> None:

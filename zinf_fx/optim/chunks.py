@@ -22,10 +22,10 @@ P = TypeVar("P")
 
 @dataclass(frozen=True)
 class Piece(Generic[P]):
-    """`count` consecutive elements of one parameter, from `start` on: a multiple of WINDOW_ALIGNMENT behind the first
-    of a part that this rank updates. `last`: whether it updates none behind them."""
+    """`count` consecutive elements of `owner`, a parameter, from `start` on: a multiple of WINDOW_ALIGNMENT behind the
+    first of a part that this rank updates. `last`: whether it updates none behind them."""
 
-    parameter: P
+    owner: P
     start: int
     count: int
     last: bool

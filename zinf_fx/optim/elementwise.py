@@ -24,7 +24,7 @@ class OpenPieces:
         try:
             self._windows = []
             for piece in pieces:
-                window = open_window(piece.parameter.storage, place, piece.start, piece.count)
+                window = open_window(piece.owner.storage, place, piece.start, piece.count)
                 self._windows.append(window)
                 self._stack.callback(window.close)
         except BaseException:

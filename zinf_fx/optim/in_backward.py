@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from zinf_fx.errors import OptimizerError
-from zinf_fx.runtime.tensor.storage import TensorStorage
+from zinf_fx.runtime.tensor.storage import AbstractStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 # Of gradients that wait in memory for their update, as far as one is not larger.
@@ -98,5 +98,5 @@ def gone(parameter: StoredTensor, gradient: torch.Tensor) -> StoredTensor:
     """What stands for a consumed gradient: any access to its values raises."""
     storage = parameter.storage
     why = _GONE.format(tuple(parameter.shape))
-    nothing = TensorStorage.abstract(storage.placement.gradients, storage.config, storage.numel, gradient.dtype, why)
+    nothing = AbstractStorage(storage.placement.gradients, storage.config, storage.numel, gradient.dtype, why)
     return StoredTensor.of(nothing, parameter.shape, parameter.device)

@@ -27,13 +27,12 @@ class OpenPart:
     weights: torch.Tensor
     state: State
 
-    def __init__(
-        self, piece: Piece[StoredTensor], states: ParameterStates, names: Iterable[str], present: Collection[str]
-    ) -> None:
+    def __init__(self, piece: Piece[ParameterStates], names: Iterable[str], present: Collection[str]) -> None:
         """`names`: the states that are stored; those in `present` hold values, as does the master if it is in there.
 
         Raises: StoreError; no window is open then.
         """
+        states = piece.owner
         self.piece, self.names, self._place, self._present = piece, tuple(names), states.place, present
         self._windows: list[Window | DeviceWindow | Slice] = []
         self._close = ExitStack()
@@ -41,7 +40,7 @@ class OpenPart:
             self._gradient = self._keep(self._open_gradient(states.gradient))
             self._master = self._open(states.tensors[MASTER], MASTER in present) if states.has_master else None
             self._refresh = states.refresh
-            self._parameter = self._open(piece.parameter, self._master is None or self._refresh)
+            self._parameter = self._open(states.parameter, self._master is None or self._refresh)
             self._states = {name: self._open(states.tensors[name], name in present) for name in self.names}
         except BaseException:
             self.close()
@@ -102,12 +101,6 @@ class OpenPart:
 class OpenPiece(OpenPart):
     """A piece of a parameter that is updated element by element: everything is flat."""
 
-    def __init__(
-        self, piece: Piece[StoredTensor], states: ParameterStates, names: Iterable[str], present: Collection[str]
-    ) -> None:
-        super().__init__(piece, states, names, present)
-        self._rounded = states.rounded
-
     def begin(self, elements: slice, scalars: State, scratch: torch.Tensor | None) -> None:
         """Make `weights`, with their gradient, and `state`, with copies of `scalars` among it, of some of the elements.
 
@@ -123,7 +116,7 @@ class OpenPiece(OpenPart):
         self.state = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in scalars.items()}
         self._memory = {name: window.wait()[elements] for name, window in self._states.items()}
         self.state |= {name: memory for name, memory in self._memory.items() if name in self._present}
-        for row, name in enumerate(self._rounded, start=1):
+        for row, name in enumerate(self.piece.owner.rounded, start=1):
             if name in self.state:
                 self.state[name] = scratch[row, :count].copy_(self.state[name])
 

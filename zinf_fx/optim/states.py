@@ -104,9 +104,10 @@ class ParameterStates:
         return self.parameter.storage.share.ranks.shards > 1
 
     @property
-    def touched(self) -> list[StoredTensor]:
-        """Those stored tensors that the update reads and writes."""
-        return [t for t in (self.parameter, self.gradient, *self.tensors.values()) if isinstance(t, StoredTensor)]
+    def touched(self) -> list[int]:
+        """Keys of the storages that the update reads and writes."""
+        tensors = (self.parameter, self.gradient, *self.tensors.values())
+        return [tensor.storage.key for tensor in tensors if isinstance(tensor, StoredTensor)]
 
     def flush(self) -> None:
         """Wait until the parameter and its states are in the store. Raises: StoreError."""

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from threading import get_ident
 
 import torch
 from torch.optim import Optimizer
@@ -60,23 +61,26 @@ class StreamedStep:
         self._template.__dict__.pop("step", None)  # a scheduler's, bound to the optimizer
         self._progress = Progress(optimizer)
         self._memory = ChunkMemory(stored)
-        self._queue = ChunkQueue(stored, self._memory, self._progress)
-        self.parameters: dict[StoredTensor, None] = {}  # in the order in which they came
+        self._queue = ChunkQueue(self._memory, self._progress)
+        self.parameters: dict[StoredTensor, ParameterStates] = {}  # in the order in which they came
         self._pending: set[int] = set()  # keys of the storages that are not final yet
         self._held: dict[StoredTensor, int] = {}  # bytes of gradients in memory that nobody else has
         self._lock = threading.RLock()
         self._purpose = RECORDER.purpose("", STATES)
-        self._busy = self._over = False
+        self._worker: int | None = None  # the thread that updates chunks
+        self._over = False
         self._overlaps = True
         self.closed = False
         self.seconds = 0.0
 
-    def add(self, run: Run, parameter: StoredTensor, *, owned: bool = False) -> None:
-        """Take over a parameter's update: the gradient is in `stored`, and with `owned`, nobody else's any more.
+    def add(self, run: Run, states: ParameterStates, *, owned: bool = False) -> None:
+        """Take over a parameter's update: the gradient is in `states`, and with `owned`, nobody else's any more.
 
         Raises: StoreError when a step failed that is still under way on the same tiers; this one takes nothing then.
         """
-        tiers = parameter.storage.usable_tiers()
+        parameter, gradient = states.parameter, states.gradient
+        storage = parameter.storage
+        tiers = storage.usable_tiers()
         with taking(self._lock):
             if tiers.background is not self:
                 if tiers.background is not None:
@@ -84,25 +88,23 @@ class StreamedStep:
                 tiers.background = self
             if tiers not in self._memory.tiers:
                 self._memory.tiers.append(tiers)
-            gradient = self._stored[parameter].gradient
             self._progress.final |= owned
             self._overlaps &= owned or (isinstance(gradient, StoredTensor) and not gradient.views)
             # Let autograd notice at once, as after any in-place update.
             torch.autograd.graph.increment_version(parameter.whole)
-            parameter.storage.bytes.announce_write()
-            in_shares = self._stored[parameter].in_shares
-            parameter.storage.share.stale |= in_shares and not parameter.storage.share.partitioned and not run.whole
-            self._overlaps &= not (run.whole and in_shares)  # what is collective has its turn
-            self._pending.update(tensor.storage.key for tensor in self._stored[parameter].touched)
-            self.parameters[parameter] = None
-            self._queue.add(run, parameter)
+            storage.bytes.announce_write()
+            storage.share.stale |= states.in_shares and not storage.share.partitioned and not run.whole
+            self._overlaps &= not (run.whole and states.in_shares)  # what is collective has its turn
+            self._pending.update(states.touched)
+            self.parameters[parameter] = states
+            self._queue.add(run, states)
             if owned and not isinstance(gradient, StoredTensor):
                 self._held[parameter] = gradient.nbytes
 
     def make_room(self, nbytes: int, limit: int) -> None:
         """Update chunks until so many bytes more of gradients fit `limit`, or none are held."""
         with taking(self._lock):
-            if not self._busy and self.bytes_held > max(limit - nbytes, 0):
+            if not self._works_here and self.bytes_held > max(limit - nbytes, 0):
                 with self._working():
                     while self.bytes_held > max(limit - nbytes, 0):
                         self._update_next()
@@ -125,7 +127,7 @@ class StreamedStep:
         Raises: StoreError; the step is torn unless nothing was changed, and no gradient consumed.
         """
         self.closed = True
-        reads = any(self._stored[p].bytes_per_element for p in self.parameters)
+        reads = any(states.bytes_per_element for states in self.parameters.values())
         if not self._can_be_continued:
             with sealed:
                 self.finish()
@@ -138,14 +140,14 @@ class StreamedStep:
     @held_back
     def advance(self) -> None:
         """Do what can be done without waiting."""
-        if self._busy or not self._lock.acquire(blocking=False):
+        if self._works_here or not self._lock.acquire(blocking=False):
             return
         try:
             if self._over:
                 return
             with self._working():
                 if self.closed or self._queue.fills_a_chunk:
-                    self._queue.cut(self.parameters)
+                    self._queue.cut()
                 while self._queue.ready:
                     self._update_next()
                 if self.closed and not self._queue and all(tiers.writes.idle for tiers in self._memory.tiers):
@@ -155,9 +157,9 @@ class StreamedStep:
 
     def settle(self, key: int) -> None:
         """Update chunks until the storage of this key is final."""
-        if key in self._pending:
+        if key in self._pending and not self._works_here:
             with taking(self._lock):
-                if not self._busy and key in self._pending:
+                if key in self._pending:
                     with self._working():
                         while key in self._pending:
                             self._update_next()
@@ -173,7 +175,7 @@ class StreamedStep:
         for tiers in self._memory.tiers:
             tiers.check_process()
         with taking(self._lock):
-            if self._busy or self._over or not (self.closed or self._queue):
+            if self._works_here or self._over or not (self.closed or self._queue):
                 return False
             with self._working():
                 while self._queue:
@@ -200,6 +202,11 @@ class StreamedStep:
                 self._fail(error)
 
     @property
+    def _works_here(self) -> bool:
+        """Whether it is the step itself that asks."""
+        return self._worker == get_ident()
+
+    @property
     def _of_this_process(self) -> bool:
         return all(tiers.of_this_process for tiers in self._memory.tiers)
 
@@ -218,7 +225,7 @@ class StreamedStep:
         """Around all work: accesses to tensors are the step's own. An error ends the step; an interrupt only where it
         comes in the middle of a change. Else what comes next goes on with the step."""
         started = time.perf_counter()
-        self._busy = True
+        self._worker = get_ident()
         try:
             with (
                 torch.inference_mode(False),  # an inference may be what goes on with the step
@@ -235,7 +242,7 @@ class StreamedStep:
             self._progress.final = True  # the gradients may be gone when it goes on
             raise
         finally:
-            self._busy = self._progress.changes = False
+            self._worker, self._progress.changes = None, False
             self.seconds += time.perf_counter() - started
 
     @sealed
@@ -252,11 +259,11 @@ class StreamedStep:
 
     def _update_next(self) -> None:
         let_through()
-        chunk = self._queue.first(self.parameters)
+        chunk = self._queue.first()
         started = time.perf_counter()
         chunk.arrive()
         RECORDER.waited(started, "states")
-        nbytes = chunk.states_nbytes(self._stored) if RECORDER.log is not None else 0
+        nbytes = chunk.states_nbytes if RECORDER.log is not None else 0
         with self._progress.changing():
             self._queue.take_first()
             with closing(chunk), RECORDER.work("update", nbytes, chunk.run.place.torch_device):
@@ -268,8 +275,8 @@ class StreamedStep:
     def _end(self) -> None:
         for tiers in self._memory.tiers:
             tiers.drain()
-        for parameter in self.parameters:
-            self._stored[parameter].flush()
+        for states in self.parameters.values():
+            states.flush()
         with self._progress.changing():
             self._over = True
             self._queue.close()
@@ -279,8 +286,8 @@ class StreamedStep:
         """The step is over, well or not."""
         self._pending.clear()
         self._held.clear()
-        for parameter in self.parameters:
-            self._stored[parameter].gradient = None
+        for states in self.parameters.values():
+            states.gradient = None
         for tiers in self._memory.tiers:
             if tiers.background is self:
                 tiers.background = None
@@ -290,7 +297,7 @@ class StreamedStep:
         of the gradient in fp32 and of the new weights."""
         for part in chunk.parts:
             part.wait()
-        self._progress.begun.update(part.piece.parameter for part in chunk.parts)
+        self._progress.begun.update(part.piece.owner.parameter for part in chunk.parts)
         inner = borrow(self._template, self._kind, chunk.run.group, [])
         for name in ("grad_scale", "found_inf"):  # GradScaler's, on the device of the gradients
             if name in vars(inner):
@@ -310,33 +317,34 @@ class StreamedStep:
         counts_at = run.place if run.group.get("fused") else CPU
         offset = 0
         for some in pieces:
-            parameter = some.parameter.piece.parameter
-            tensors = self._stored[parameter].tensors
-            scalars = {k: moved(v, counts_at) for k, v in self._state[parameter.whole].items() if k not in tensors}
+            states = some.owner.piece.owner
+            entry = self._state[states.parameter.whole]
+            scalars = {k: moved(v, counts_at) for k, v in entry.items() if k not in states.tensors}
             rows = None if scratch is None else scratch.flatten(1).view(run.dtype)[:, offset:]
-            some.parameter.begin(some.elements, scalars, rows)
+            some.owner.begin(some.elements, scalars, rows)
             offset += round_up(some.count, WINDOW_ALIGNMENT)
-        inner.param_groups[0]["params"] = [some.parameter.weights for some in pieces]
+        inner.param_groups[0]["params"] = [some.owner.weights for some in pieces]
         inner.state.clear()
-        inner.state.update((some.parameter.weights, some.parameter.state) for some in pieces)
+        inner.state.update((some.owner.weights, some.owner.state) for some in pieces)
         step_without_hooks(inner)
         for some in pieces:
-            part = some.parameter
+            part = some.owner
             scalars = part.end(some.elements, inner.state[part.weights])
             if some.last:
                 part.store(unscaled=self._unscales)
                 if part.piece.last:
-                    self._finish(part.piece.parameter, part.names, scalars)
+                    self._finish(part.piece.owner, part.names, scalars)
 
-    def _finish(self, parameter: StoredTensor, names: Iterable[str], scalars: State) -> None:
+    def _finish(self, states: ParameterStates, names: Iterable[str], scalars: State) -> None:
         """All pieces are updated: show the states, and let others see the parameter."""
-        states, entry = self._stored[parameter], self._state[parameter.whole]
+        parameter = states.parameter
+        entry = self._state[parameter.whole]
         entry.update(scalars)
         entry.update((name, parameter.shown(states.tensors[name])) for name in names)
         if states.has_master:
             entry[MASTER] = parameter.shown(states.tensors[MASTER])
             states.version = parameter.storage.bytes.version
         self._progress.finished.add(parameter)
-        self._pending.difference_update(tensor.storage.key for tensor in self._stored[parameter].touched)
+        self._pending.difference_update(states.touched)
         self._held.pop(parameter, None)
         states.gradient = None

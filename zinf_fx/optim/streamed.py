@@ -245,7 +245,7 @@ class Streamed(Optimizer):
             with torch.no_grad():
                 run = self._run_of(parameter)
             parameter.grad = gone(parameter, parameter.grad)
-            step.add(run, parameter, owned=True)
+            step.add(run, self._stored[parameter], owned=True)
             step.advance()
 
     def make_room(self, nbytes: int) -> None:
@@ -384,15 +384,15 @@ class Streamed(Optimizer):
         step = self._last_step
         return step if step is not None and step.takes_more else None
 
-    def _step_stored(self, step: StreamedStep, updates: list[tuple[Run, StoredTensor]]) -> None:
+    def _step_stored(self, step: StreamedStep, updates: list[tuple[Run, ParameterStates]]) -> None:
         if not updates and not step.parameters:
             self._last_step = None
             return
         EXECUTOR.begin(self._stage)
         EXECUTOR.drop_anticipated()
         try:
-            for run, parameter in updates:
-                step.add(run, parameter)
+            for run, states in updates:
+                step.add(run, states)
             step.close(overlap=self.overlap)
             if self.step_in_backward:
                 for parameter in map(stored_parameter, self._groups):
@@ -422,11 +422,11 @@ class Streamed(Optimizer):
         self._finishes_when_dropped.atexit = False
         return step
 
-    def _updates(self, step: StreamedStep) -> Iterator[tuple[Run, StoredTensor]]:
-        """Stored parameters whose gradients `step` has not taken, with their runs."""
+    def _updates(self, step: StreamedStep) -> Iterator[tuple[Run, ParameterStates]]:
+        """Runs and states of stored parameters whose gradients `step` has not taken."""
         for parameter in self._groups:
             if isinstance(parameter, StoredTensor) and parameter.grad is not None and parameter not in step.parameters:
-                yield self._run_of(parameter), parameter
+                yield self._run_of(parameter), self._stored[parameter]
 
     def _run_of(self, parameter: StoredTensor) -> Run:
         """The run of a parameter whose gradient is to be consumed, with space for its states."""

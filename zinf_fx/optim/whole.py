@@ -6,7 +6,7 @@ whole parameter at a time, and do there exactly what they do in memory.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -163,21 +163,17 @@ class OpenWhole(OpenPart):
     `names` are known once `end` was called.
     """
 
-    def __init__(
-        self, piece: Piece[StoredTensor], states: ParameterStates, names: Collection[str], present: Collection[str]
-    ) -> None:
-        super().__init__(piece, states, [name for name in names if name in present], present)
-        self._stored = states
+    def __init__(self, piece: Piece[ParameterStates], names: Iterable[str], present: Collection[str]) -> None:
+        super().__init__(piece, [name for name in names if name in present], present)
         self._made: dict[str, torch.Tensor] = {}
 
     def begin(self, elements: slice, scalars: State, scratch: torch.Tensor | None) -> None:
         """Make `weights`, with their gradient, and `state`, with copies of `scalars` among it. `elements` are all."""
-        shape = self.piece.parameter.shape
+        stored = self.piece.owner
+        shape = stored.parameter.shape
         self.weights = self._updated.view(shape)
         self.weights.grad = self._gradient.wait().view(shape).to(self.weights.dtype)
-        self._memory = {
-            name: window.wait().view(self._stored.tensors[name].shape) for name, window in self._states.items()
-        }
+        self._memory = {name: window.wait().view(stored.tensors[name].shape) for name, window in self._states.items()}
         self.state = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in scalars.items()} | self._memory
 
     def end(self, elements: slice, state: State) -> State:
@@ -194,7 +190,7 @@ class OpenWhole(OpenPart):
             if memory is not None and value.shape == memory.shape and value.dtype == memory.dtype:
                 if value is not memory:
                     memory.copy_(value)
-            elif isinstance(value, torch.Tensor) and _is_stored(value, self.piece.parameter.shape):
+            elif isinstance(value, torch.Tensor) and _is_stored(value, self.piece.owner.parameter.shape):
                 self._made[name] = value
             else:
                 rest[name] = value
@@ -205,7 +201,7 @@ class OpenWhole(OpenPart):
     def store(self, unscaled: bool) -> None:
         super().store(unscaled)
         for name, value in self._made.items():
-            self._stored.put(name, value)
+            self.piece.owner.put(name, value)
 
     def close(self) -> None:
         self._made = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import torch
 
@@ -24,7 +24,6 @@ from zinf_fx.runtime.tensor.token import token_of
 
 _keys = itertools.count(1)
 
-
 _FOR_PLANNING = "this tensor was made for planning only and has no values: offload a real model to run it"
 
 
@@ -36,6 +35,7 @@ class TensorStorage:
     is about to change them.
 
     Attributes:
+        bytes: those that this rank holds; something in the background may be about to change them.
         key: the value of `token`, the tiny tensor that stands for the bytes in graphs. The token's version counter
             counts the writes, so that autograd notices, as for any tensor, a value that changed between forward and
             backward.
@@ -68,17 +68,7 @@ class TensorStorage:
         shards = shards or Shards.of(numel, ranks.shards, config.placement.on_nvme)
         self._identify(tier, config, numel, dtype, device, Share(numel, ranks, partitioned, shards))
         self.tiers = tiers
-        self._bytes = StoredBytes(tiers, tier, self.share.held, dtype, device, self.token)
-
-    @classmethod
-    def abstract(
-        cls, tier: Tier, config: Config, numel: int, dtype: torch.dtype, why: str = _FOR_PLANNING
-    ) -> TensorStorage:
-        """A storage without bytes, for planning: it has a token, and any access to a value raises, saying `why`."""
-        storage = cls.__new__(cls)
-        storage._identify(tier, config, numel, dtype, CPU, Share(numel))
-        storage.tiers, storage._why_abstract = None, why
-        return storage
+        self.bytes = StoredBytes(tiers, tier, self.share.held, dtype, device, self.token)
 
     def _identify(
         self, tier: Tier, config: Config, numel: int, dtype: torch.dtype, device: Device, share: Share
@@ -87,19 +77,19 @@ class TensorStorage:
         self.share = share
         self.gradient: GradientState[TensorStorage] = GradientState()
         self.label: str | None = None
-        self._bytes: StoredBytes | None = None
         self._snapshot: tuple[weakref.ref[torch.Tensor], int] | None = None  # and its version
-        self.key = 0
-        self.renew_key()
+        self._take_key()
+
+    def _take_key(self) -> None:
+        self.key = next(_keys)
+        self.token = token_of(self.key, self.numel * self.dtype.itemsize)
+        self._by_key[self.key] = self
 
     def renew_key(self) -> None:
         """Go under a key that no storage had, with a token of its own: the old ones stand for nothing."""
-        self._by_key.pop(self.key, None)
-        self.key = next(_keys)
-        self.token = token_of(self.key, self.numel * self.dtype.itemsize)
-        if self._bytes is not None:
-            self._bytes.token = self.token
-        self._by_key[self.key] = self
+        del self._by_key[self.key]
+        self._take_key()
+        self.bytes.token = self.token
 
     @classmethod
     def of_token(cls, token: torch.Tensor) -> TensorStorage:
@@ -112,26 +102,16 @@ class TensorStorage:
             )
         return storage
 
-    @property
-    def bytes(self) -> StoredBytes:
-        """The bytes that this rank holds; something in the background may be about to change them.
-
-        Raises: StoredTensorError when there are none.
-        """
-        if self._bytes is None:
-            raise StoredTensorError(self._why_abstract)
-        return self._bytes
-
     def settled(self) -> StoredBytes:
         """The bytes, once nothing that goes on in the background is about to change them.
 
         Raises: StoredTensorError when there are none, StoreError in another process.
         """
-        held = self.bytes
         if (background := self.usable_tiers().background) is not None:
             background.settle(self.key)
-        self.share.settle()
-        return held
+        if self.share.refreshing is not None:
+            self.share.settle()
+        return self.bytes
 
     def usable_tiers(self) -> Tiers:
         """The tiers. Raises: StoredTensorError when there are no bytes, StoreError in another process."""
@@ -275,3 +255,19 @@ class TensorStorage:
     def size(self) -> int:
         """The number of elements, as of any typed storage."""
         return self.numel
+
+
+class AbstractStorage(TensorStorage):
+    """A storage without bytes, for planning: it has a token, and any access to a value raises."""
+
+    tiers = None
+
+    def __init__(self, tier: Tier, config: Config, numel: int, dtype: torch.dtype, why: str = _FOR_PLANNING) -> None:
+        """`why`: what an access to a value raises."""
+        self._why = why
+        self._identify(tier, config, numel, dtype, CPU, Share(numel))
+
+    @property
+    def bytes(self) -> NoReturn:
+        """Raises: StoredTensorError."""
+        raise StoredTensorError(self._why)

@@ -88,7 +88,7 @@ class Tiers:
 
     def check_process(self) -> None:
         """Raises: StoreError in a process made by fork, before it waits for what only the parent can do."""
-        if not self.of_this_process:
+        if os.getpid() != self.pid:
             raise StoreError("use", "stored tensor", HINTS[errno.ECHILD], errno=errno.ECHILD)
 
     @property
