@@ -216,8 +216,9 @@ def test_an_interrupted_backward_tears_the_step(tmp_path: Path) -> None:
     model, optimizer, call = prepared(tmp_path)
     train(call, optimizer, tokens, steps=1)
     loss = call(*tokens())
+    interrupting = Interrupting(optimizer)
     for parameter in model.blocks[0].parameters():  # what backward comes to in the end
-        parameter.storage.gradient.consumer = Interrupting(parameter.storage.gradient.consumer)
+        parameter.storage.gradient.consumer = interrupting
     with pytest.raises(KeyboardInterrupt):
         loss.backward()
     assert "parameter 0 of group 0" in str(optimizer.torn) or optimizer.torn.untouched
@@ -231,9 +232,9 @@ class Interrupting:
     """Ctrl-C when a gradient arrives."""
 
     def __init__(self, consumer: object) -> None:
-        self.make_room, self.interrupted = consumer.make_room, consumer.interrupted
+        self.make_room, self.abandon = consumer.make_room, consumer.abandon
 
-    def arrived(self, parameter: torch.Tensor) -> None:
+    def take_gradient(self, parameter: torch.Tensor) -> None:
         raise KeyboardInterrupt
 
 

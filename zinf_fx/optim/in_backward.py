@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Protocol
-
 import torch
 
 from zinf_fx.errors import OptimizerError
+from zinf_fx.runtime.tensor.gradient_state import GradientConsumer
 from zinf_fx.runtime.tensor.storage import AbstractStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
@@ -21,58 +19,18 @@ _GONE = (
 )
 
 
-class StepsInBackward(Protocol):
-    """An optimizer that can update one parameter at a time."""
+def follow(consumer: GradientConsumer, parameter: StoredTensor) -> None:
+    """From now on, `consumer` takes the parameter's gradient when it is whole.
 
-    def update_in_backward(self, parameter: StoredTensor) -> None:
-        """Begin the update of a parameter whose gradient is whole, and take the gradient."""
-
-    def make_room(self, nbytes: int) -> None:
-        """Wait until so many bytes more of gradients may be held."""
-
-    def abandon(self, error: BaseException) -> None:
-        """The backward pass under way ended with `error`."""
-
-
-class Consumer:
-    """Takes gradients for an optimizer that it doesn't keep alive."""
-
-    def __init__(self, optimizer: StepsInBackward) -> None:
-        self._optimizer = weakref.ref(optimizer)
-
-    @property
-    def optimizer(self) -> StepsInBackward | None:
-        """The optimizer, while it lives."""
-        return self._optimizer()
-
-    def arrived(self, parameter: StoredTensor) -> None:
-        """See `GradientConsumer`."""
-        if (optimizer := self.optimizer) is not None and parameter.grad is not None:
-            optimizer.update_in_backward(parameter)
-
-    def make_room(self, nbytes: int) -> None:
-        """See `GradientConsumer`."""
-        if (optimizer := self.optimizer) is not None:
-            optimizer.make_room(nbytes)
-
-    def interrupted(self, error: BaseException) -> None:
-        """See `GradientConsumer`."""
-        if (optimizer := self.optimizer) is not None:
-            optimizer.abandon(error)
-
-    def follow(self, parameter: StoredTensor) -> None:
-        """From now on, take the parameter's gradient when it is whole.
-
-        Raises: OptimizerError when another living optimizer does.
-        """
-        storage = parameter.storage
-        before = storage.gradient.consumer
-        if isinstance(before, Consumer) and before.optimizer not in (None, self.optimizer):
-            raise OptimizerError(
-                f"two optimizers with step_in_backward=True have one parameter of shape {tuple(parameter.shape)}: its "
-                "gradient can be consumed once; leave the option out of both"
-            )
-        storage.gradient.consumer, storage.gradient.backwards_due = self, 0
+    Raises: OptimizerError when another living optimizer does.
+    """
+    state = parameter.storage.gradient
+    if state.consumer not in (None, consumer):
+        raise OptimizerError(
+            f"two optimizers with step_in_backward=True have one parameter of shape {tuple(parameter.shape)}: its "
+            "gradient can be consumed once; leave the option out of both"
+        )
+    state.consumer, state.backwards_due = consumer, 0
 
 
 def check_steps_in_backward(closure: object, scales: bool) -> None:

@@ -17,7 +17,7 @@ from zinf_fx.errors import OptimizerError
 from zinf_fx.interrupts import held_back
 from zinf_fx.optim.arithmetic import Group, StateLayout, as_groups, snapshot, step_groups, without_hooks
 from zinf_fx.optim.chunk import Run
-from zinf_fx.optim.in_backward import GRADIENT_BUFFER, Consumer, check_steps_in_backward, gone, second_gradient
+from zinf_fx.optim.in_backward import GRADIENT_BUFFER, check_steps_in_backward, follow, gone, second_gradient
 from zinf_fx.optim.layouts import Layouts
 from zinf_fx.optim.states import MASTER, ParameterStates, State, check_reduced, fitting, working_dtype
 from zinf_fx.optim.step import StreamedStep
@@ -150,7 +150,6 @@ class Streamed(Optimizer):
         self._runs: dict[tuple, Run] = {}  # of the step that is being made
         self._groups: dict[torch.Tensor, int] = {}  # of each parameter, the number of its group then
         self._stage = Stage()
-        self._consumer = Consumer(self)
         self._constructed = True
 
     def add_param_group(self, param_group: Group) -> None:
@@ -166,7 +165,7 @@ class Streamed(Optimizer):
                     if parameter.requires_grad or parameter.grad is not None:
                         self._reserve(parameter, layout)
                     if self.step_in_backward:
-                        self._consumer.follow(parameter)
+                        follow(self, parameter)
         except BaseException:
             self.param_groups.pop()
             for parameter in group["params"]:
@@ -228,11 +227,13 @@ class Streamed(Optimizer):
                 self.finish()
 
     @held_back
-    def update_in_backward(self, parameter: StoredTensor) -> None:
-        """Begin the update of a parameter whose gradient is whole, and take the gradient. Backward calls this.
+    def take_gradient(self, parameter: StoredTensor) -> None:
+        """Begin the update of a parameter whose gradient is whole. Backward calls this: see `GradientConsumer`.
 
         Raises: StoreError; OptimizerError for a second gradient before `step()`, or when a step is torn.
         """
+        if parameter.grad is None:
+            return
         if self.torn is not None:
             raise OptimizerError(str(self.torn))
         step = self._begun_in_backward
@@ -249,12 +250,12 @@ class Streamed(Optimizer):
             step.advance()
 
     def make_room(self, nbytes: int) -> None:
-        """Update parameters until so many bytes more of gradients may be held in memory. Backward calls this."""
+        """Update parameters until so many bytes more of gradients may be held in memory: see `GradientConsumer`."""
         if (step := self._begun_in_backward) is not None:
             step.make_room(nbytes, GRADIENT_BUFFER)
 
     def abandon(self, error: BaseException) -> None:
-        """Backward ended with `error`: a step that it began is torn. Backward calls this."""
+        """Backward ended with `error`: a step that it began is torn. See `GradientConsumer`."""
         if (step := self._begun_in_backward) is not None:
             step.abandon(error)
 
@@ -304,7 +305,8 @@ class Streamed(Optimizer):
                 groups.append(saved)
                 for key, parameter in zip(saved["params"], map(stored_parameter, mine["params"]), strict=False):
                     if parameter is not None and key in rest:
-                        entries[parameter] = self._fitting({**saved, "params": []}, parameter, rest.pop(key))
+                        layout, dtype = self._layout({**self.defaults, **saved}, parameter), self._dtype(parameter)
+                        entries[parameter] = fitting(rest.pop(key), layout, parameter, dtype, type(self).__name__)
             groups += state_dict["param_groups"][len(groups) :]
             return {**state_dict, "state": rest, "param_groups": groups}
 
@@ -341,11 +343,6 @@ class Streamed(Optimizer):
         if not states.has_master and parameter.whole in self._state:
             self._state[parameter.whole].pop(MASTER, None)
         return states
-
-    def _fitting(self, group: Group, parameter: StoredTensor, entry: State) -> State:
-        """A loaded entry, less what this parameter has no use for. Raises: OptimizerError if it can't be right."""
-        layout = self._layout({**self.defaults, **group}, parameter)
-        return fitting(entry, layout, parameter, self._dtype(parameter), type(self).__name__)
 
     def _load(self, entries: dict[StoredTensor, State]) -> None:
         self.torn = TornStep("a state dict was loaded in part", (), (), ())
@@ -397,7 +394,7 @@ class Streamed(Optimizer):
             if self.step_in_backward:
                 for parameter in map(stored_parameter, self._groups):
                     if parameter is not None:  # it may have become one after it joined
-                        self._consumer.follow(parameter)
+                        follow(self, parameter)
             EXECUTOR.end(self._stage)
         except BaseException as error:
             step.abandon(error)

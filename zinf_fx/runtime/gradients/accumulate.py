@@ -214,7 +214,7 @@ def _take(parameter: StoredTensor) -> None:
         accumulate_gradient(parameter, reduced(parameter, gradient, name))
         state = parameter.storage.gradient
         if state.consumer is not None and state.backwards_due <= 0:
-            state.consumer.arrived(parameter)
+            state.consumer.take_gradient(parameter)
 
 
 def _add(operation: torch._ops.OpOverload, args: tuple, kwargs: dict) -> torch.Tensor | NotImplementedType:

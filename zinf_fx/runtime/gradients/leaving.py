@@ -91,7 +91,7 @@ class LeavingGradients:
             state.backward_ended()
             leaf = self._leaves.get(storage.key)
             if state.consumer is not None and not state.backwards_due and leaf is not None:
-                state.consumer.arrived(leaf.parameter)
+                state.consumer.take_gradient(leaf.parameter)
 
     def abort(self, error: BaseException) -> None:
         """After `error`: half a gradient is none."""
@@ -103,7 +103,7 @@ class LeavingGradients:
                 begun.parameter.grad = begun.before
         if self._uses_left:
             for consumer in {storage.gradient.consumer for storage in self._storages} - {None}:
-                consumer.interrupted(error)
+                consumer.abandon(error)
 
     def _accumulating(self, storage: TensorStorage) -> StoredTensor | None:
         """The parameter with these bytes to whose `.grad` this backward pass is to add, if there is one."""

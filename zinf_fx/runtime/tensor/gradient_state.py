@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -13,13 +14,13 @@ S = TypeVar("S")
 class GradientConsumer(Protocol):
     """What takes a parameter's gradient as soon as it is whole: an optimizer that steps in backward."""
 
-    def arrived(self, parameter: torch.Tensor) -> None:
+    def take_gradient(self, parameter: torch.Tensor) -> None:
         """`parameter.grad` is whole, and what is left of backward needs neither it nor the parameter's value."""
 
     def make_room(self, nbytes: int) -> None:
         """Before a gradient of so many bytes is kept in memory until it is consumed."""
 
-    def interrupted(self, error: BaseException) -> None:
+    def abandon(self, error: BaseException) -> None:
         """`error` ended a backward pass in the middle."""
 
 
@@ -29,13 +30,21 @@ class GradientState(Generic[S]):
 
     Attributes:
         space: the storage reserved for the first gradient, until that takes it.
-        consumer: what is told when the gradient is whole.
         backwards_due: compiled forward passes with the parameter that have no backward pass yet.
     """
 
     space: S | None = None
-    consumer: GradientConsumer | None = None
     backwards_due: int = 0
+    _consumer: weakref.ref[GradientConsumer] | None = None
+
+    @property
+    def consumer(self) -> GradientConsumer | None:
+        """What is told when the gradient is whole, while it lives."""
+        return self._consumer and self._consumer()
+
+    @consumer.setter
+    def consumer(self, consumer: GradientConsumer) -> None:
+        self._consumer = weakref.ref(consumer)
 
     def backward_ended(self) -> None:
         """One backward pass that was due has used the parameter, or won't come."""
