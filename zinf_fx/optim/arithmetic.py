@@ -37,6 +37,12 @@ def as_groups(params: Iterable[Any]) -> list[Group]:
     return params if isinstance(params[0], dict) else [{"params": params}]
 
 
+def skips(optimizer: Optimizer) -> bool:
+    """Whether a GradScaler found infinities, and says that this step is to change nothing."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf.item())
+
+
 def borrow(optimizer: Optimizer, kind: type[Optimizer], group: Group, parameters: Sequence[torch.Tensor]) -> Optimizer:
     """An optimizer of class `kind` over `parameters`, with everything else as `optimizer` has it at this moment.
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from zinf_fx.errors import OptimizerError
 from zinf_fx.interrupts import held_back
-from zinf_fx.optim.arithmetic import Group, StateLayout, as_groups, snapshot, step_groups, without_hooks
+from zinf_fx.optim.arithmetic import Group, StateLayout, as_groups, skips, snapshot, step_groups, without_hooks
 from zinf_fx.optim.chunk import Run
 from zinf_fx.optim.in_backward import GRADIENT_BUFFER, check_steps_in_backward, follow, gone, second_gradient
 from zinf_fx.optim.layouts import Layouts
@@ -190,7 +190,7 @@ class Streamed(Optimizer):
     @torch.no_grad()
     def _take_step(self) -> None:
         started = time.perf_counter()
-        if not self._is_skipped:
+        if not skips(self):
             with RUNNING.turn():
                 step = self._begun_in_backward or self._new_step()
                 updates = list(self._updates(step))
@@ -220,7 +220,7 @@ class Streamed(Optimizer):
     def step_stored(self) -> None:
         """Step the stored parameters alone, and wait until that is done. Raises: as `step`."""
         self._check_whole()
-        if not self._is_skipped:
+        if not skips(self):
             with RUNNING.turn():
                 step = self._new_step()
                 self._step_stored(step, list(self._updates(step)))
@@ -361,12 +361,6 @@ class Streamed(Optimizer):
     def _step_ordinary(self) -> None:
         groups = [{**g, "params": [p for p in g["params"] if stored_parameter(p) is None]} for g in self.param_groups]
         step_groups(self, self._arithmetic, [group for group in groups if group["params"]], self._state)
-
-    @property
-    def _is_skipped(self) -> bool:
-        """Whether a GradScaler found infinities, and says that this step is to change nothing."""
-        found_inf = getattr(self, "found_inf", None)
-        return found_inf is not None and bool(found_inf.item())
 
     def _check_whole(self) -> None:
         """Finish what goes on in the background. Raises: StoreError if that fails; OptimizerError if a step is torn."""
