@@ -51,8 +51,8 @@ FUNCTIONS: dict[str, tuple[tuple[str, ...], str]] = {
 # Private names without a signature to look at.
 NAMES: dict[str, str] = {
     "torch._C._swap_tensor_impl": "runtime/tensor/stored_tensor.py gives a parameter its stored twin's implementation",
-    "torch._dynamo.OptimizedModule": "compiled_modules.py waits for the first call of each",
-    "torch._dynamo.eval_frame.innermost_backend": "compiled_modules.py asks which backend a module is compiled with",
+    "torch._dynamo.OptimizedModule": "backend.py waits for the first call of each",
+    "torch._dynamo.eval_frame.innermost_backend": "backend.py asks which backend a module is compiled with",
     "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module": "backend.py refuses what DDP trains",
     "torch._C._will_engine_execute_node": "runtime/gradients/leaf.py asks whether backward is to accumulate a gradient",
     "torch._C._current_autograd_node": "runtime/gradients/leaf.py asks which node of the graph runs",

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import fx
 from torch.distributed.tensor import DTensor
 
 from zinf_fx.config import Config
 from zinf_fx.errors import StoredTensorError
+from zinf_fx.frontend.graph_inputs import input_names
 from zinf_fx.frontend.offload import check_storable, is_ordinary, stays
 from zinf_fx.runtime.tensor.local_parameter import LocalParameter, distributed_as, local_part, stored_parameter
 from zinf_fx.runtime.tensor.storage import AbstractStorage
@@ -43,11 +45,13 @@ def abstract_parameter(parameter: torch.nn.Parameter, what: str, config: Config)
     return as_parameter(twin.requires_grad_(parameter.requires_grad))
 
 
-def abstract_inputs(inputs: Sequence[object], config: Config, names: Sequence[str]) -> list[object]:
-    """The inputs of a captured graph, with ordinary parameters as they would be once they are offloaded. `names`: of
-    each input, for errors. Raises: StoredTensorError for one that can't be stored, of which meta tensors are."""
+def abstract_inputs(module: fx.GraphModule, inputs: Sequence[object], config: Config) -> list[object]:
+    """The inputs of Dynamo's graph `module`, with ordinary parameters as they would be once they are offloaded.
+
+    Raises: StoredTensorError for one that can't be stored, of which meta tensors are.
+    """
     abstract = list(inputs)
-    for number, (one, name) in enumerate(zip(inputs, names, strict=True)):
+    for number, (one, name) in enumerate(zip(inputs, input_names(module), strict=True)):
         if is_ordinary(one):
             check_storable(one, f"parameter '{name}'")
             abstract[number] = abstract_parameter(one, f"parameter '{name}'", config)

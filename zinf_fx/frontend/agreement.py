@@ -19,7 +19,6 @@ from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.rates import Rates
 from zinf_fx.plan.sharding import Groups
 from zinf_fx.runtime.ranks import ALONE, Ranks
-from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.tensor_parallel import of_first, resolved, tensor_ranks
 
 
@@ -43,13 +42,12 @@ class Agreement:
         self.tensor_ranks = ALONE
         if self.mesh is not None and not self.alone:
             self.tensor_ranks = tensor_ranks(config, self.mesh.get_group())
-        self._unchecked = self.mesh is not None and not self.alone
         self._collectives: dict[Any, list[str]] = {}  # of the planned graphs, by group
 
     def check_together(self, inputs: Sequence[GraphInput]) -> None:
         """Raises: RanksError when other ranks are to run the graph than the parameters were divided over."""
         for one in inputs:
-            if isinstance(one.taken, StoredTensor) and one.taken.storage.tiers is not None:
+            if one.is_stored and one.taken.storage.tiers is not None:
                 found = one.taken.storage.share.ranks.size
                 if found != self._ranks.size:
                     raise RanksError(
@@ -84,6 +82,5 @@ class Agreement:
 
     def check_first(self, arguments: Sequence[Any]) -> None:
         """Of the first call alone: what the ranks of tensor parallelism give to it must be equal."""
-        if self._unchecked:
+        if self.mesh is not None and not self.alone:
             check_equal(self.tensor_ranks, arguments)
-            self._unchecked = False

@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo import OptimizedModule
+from torch._dynamo.eval_frame import innermost_backend
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -21,7 +24,6 @@ from zinf_fx.errors import ConfigError
 from zinf_fx.frontend.abstract import abstract_inputs
 from zinf_fx.frontend.auto_placement import by_rule_here
 from zinf_fx.frontend.capture import Capture
-from zinf_fx.frontend.compiled_modules import when_first_called
 from zinf_fx.frontend.given_plan import check_offloaded, options_with, plans_given
 from zinf_fx.frontend.graph_inputs import input_names
 from zinf_fx.frontend.offload import decided, is_ordinary, note_staying, offload_parameters
@@ -119,8 +121,8 @@ def _offloaded(
     In this order nothing has left when the graph is refused. Dynamo makes its guards after the backend returns, so they
     are for stored parameters, and the first call computes what later ones do.
     """
+    compiled = Capture(module, abstract_inputs(module, inputs, config), config, plans, seen=inputs).compile()
     names = input_names(module)
-    compiled = Capture(module, abstract_inputs(inputs, config, names), config, plans, seen=inputs).compile()
     note_staying(dict(zip(names, inputs, strict=True)))
     leaving: dict[str, torch.nn.Parameter] = {}
     for number, (name, value) in enumerate(zip(names, inputs, strict=True)):
@@ -128,6 +130,25 @@ def _offloaded(
             leaving[f"{name} (input {number})" if name in leaving else name] = value
     offload_parameters(leaving, config)
     return compiled
+
+
+@register_module_module_registration_hook
+def _compiled(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
+    """A module that `torch.compile` wraps, seen as a whole: Dynamo shows a backend the graphs that it captured, and
+    nothing of the code that it left to Python. Functions, and `module.compile()`, make no such wrapper."""
+    if name == "_orig_mod" and isinstance(parent, OptimizedModule):
+        parent.register_forward_hook(_first_called)
+
+
+def _first_called(optimized: torch.nn.Module, arguments: Any, result: Any) -> None:
+    if torch.compiler.is_compiling():  # as a part of another module, which has a first call of its own
+        return
+    for number, hook in list(optimized._forward_hooks.items()):
+        if hook is _first_called:
+            del optimized._forward_hooks[number]
+    callback = getattr(optimized.dynamo_ctx, "callback", None)
+    if callback is not None:
+        _store_the_rest(optimized._orig_mod, innermost_backend(callback))
 
 
 def _store_the_rest(model: torch.nn.Module, backend: object) -> None:
@@ -193,6 +214,3 @@ def _in_ddp(requested: Config, model: torch.nn.Module | None = None) -> bool:
         raise ConfigError(f"{message}. Nothing was moved; asked for was placement={requested.placement}")
     warnings.warn(f"{message}. Nothing is moved", stacklevel=2)
     return True
-
-
-when_first_called(_store_the_rest)

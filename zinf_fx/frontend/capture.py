@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,21 +75,17 @@ class Capture:
         self._compiles = True
         self._captured: tuple[fx.GraphModule, Callable[[fx.GraphModule, Placement | None], object]] | None = None
 
-    def planned(self) -> Plan | None:
-        """The graph's plan, and nothing compiled."""
+    def planned(self, placement: Placement | None = None) -> Plan | None:
+        """The graph's plan, and nothing compiled. `placement`: as if its parameters lived there, which can be asked
+        again: the graph is captured once."""
         self.capture()
         if self._captured is not None:
             module, plan = self._captured
-            self._captured = None
-            plan(module, None)
-        return self.plan
-
-    def planned_with(self, placement: Placement) -> Plan | None:
-        """The graph's plan if its parameters lived elsewhere, and nothing compiled. The graph is captured once."""
-        self.capture()
-        if self._captured is not None:
-            module, plan = self._captured
-            plan(fx.GraphModule(module, copied(module.graph)), placement)
+            if placement is None:
+                self._captured = None
+            else:
+                module = fx.GraphModule(module, copied(module.graph))
+            plan(module, placement)
         return self.plan
 
     def capture(self) -> None:
@@ -103,18 +100,13 @@ class Capture:
         self._together.check_together(self._inputs)
         if self._rates is None:  # while values can be computed
             self._rates = self._together.rates_of_first(self._inputs, self._measured())
-        given, taken = [one.given for one in self._inputs], [one.taken for one in self._inputs]
-        for tensor in taken:
-            if isinstance(tensor, StoredTensor):
-                tensor.storage.agree()
-        stored = [isinstance(tensor, StoredTensor) for tensor in taken]
-        with (
-            taking_local(self._module, given),
-            refusing_lost_writes(self._module, [one.name for one in self._inputs], stored),
-        ):
+        for one in self._inputs:
+            if one.is_stored:
+                one.taken.storage.agree()
+        with taking_local(self._module, self._inputs), refusing_lost_writes(self._module, self._inputs):
             compiled = aot_module_simplified(
                 self._module,
-                traced([one.seen for one in self._inputs], taken),
+                traced(self._inputs),
                 fw_compiler=lambda module, inputs: self._bind(module, "forward"),
                 bw_compiler=lambda module, inputs: self._bind(module, "backward"),
                 inference_compiler=self._inference,
@@ -124,15 +116,15 @@ class Capture:
         self._together.compare(self.plan)
         self._inputs = []  # all is planned by now, and the model may die before its compiled code
 
-        reserved = False
+        first = True
 
         def call(*arguments: Any) -> Any:
-            nonlocal reserved
+            nonlocal first
             arguments = [local_input(argument) for argument in arguments]
-            if not reserved:
+            if first:
                 self._reserve(arguments)
-                reserved = True
-            self._together.check_first(arguments)
+                self._together.check_first(arguments)
+                first = False
             for argument in arguments:
                 if isinstance(argument, StoredTensor):
                     argument.expect_gradient()
@@ -143,62 +135,79 @@ class Capture:
     def _partition(
         self, joint: fx.GraphModule, joint_inputs: Any, **arguments: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        self._stop_with(joint, lambda module, placement: self._training(module, joint_inputs, arguments, placement))
-        return self._training(joint, joint_inputs, arguments)
+        return self._now_or_later(joint, partial(self._plan_graph, training=(joint_inputs, arguments)))
 
-    def _stop_with(self, module: fx.GraphModule, plan: Callable[[fx.GraphModule, Placement | None], object]) -> None:
-        """Keep what was captured where plans are all that is wanted: what AOTAutograd does after that takes as long."""
-        if not self._compiles:
-            context = TracingContext.get()
+    def _inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        self._now_or_later(module, self._plan_graph)
+        return self._bind(module, "inference")
 
-            def later(module: fx.GraphModule, placement: Placement | None) -> None:
-                with tracing(context), context.fake_mode or nullcontext():
-                    plan(module, placement)
+    def _now_or_later(self, module: fx.GraphModule, plan: Callable[[fx.GraphModule, Placement | None], Any]) -> Any:
+        """Plan what was captured. Where plans are all that is wanted, keep it, and capture no further: what AOTAutograd
+        does after that takes as long."""
+        if self._compiles:
+            return plan(module, None)
+        context = TracingContext.get()
 
-            self._captured = (module, later)
-            raise _Captured
+        def later(module: fx.GraphModule, placement: Placement | None) -> None:
+            with tracing(context), context.fake_mode or nullcontext():
+                plan(module, placement)
 
-    def _training(
-        self,
-        joint: fx.GraphModule,
-        joint_inputs: Any,
-        arguments: dict[str, Any],
-        placement: Placement | None = None,
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Plan forward and backward. `placement`: as if this were that of the parameters."""
-        written = noted_writes(joint.graph, self._together.groups)
-        tiles = tiles_of(joint.graph, self._inputs, self._together.groups, placement)
-        (output,) = joint.graph.find_nodes(op="output")
+        self._captured = (module, later)
+        raise _Captured
+
+    def _plan_graph(
+        self, module: fx.GraphModule, placement: Placement | None, training: tuple[Any, dict[str, Any]] | None = None
+    ) -> list[fx.GraphModule]:
+        """The planned graphs: forward and backward of a joint graph, with what the partitioner gets besides that as
+        `training`; or inference. `placement`: as if this were that of the parameters."""
+        graph, groups = module.graph, self._together.groups
+        written = noted_writes(graph, groups)
+        tiles = tiles_of(graph, self._inputs, groups, placement)
         context = GraphContext(
-            "joint",
+            "inference",
             placed(self.config, placement),
             tiles,
-            gradient_positions(joint.graph, tiles, arguments["num_fwd_outputs"]),
-            len(output.args[0]) - arguments["num_fwd_outputs"],
             unmoved=unmoved_bytes(self._inputs),
             written=written,
             rates=self._rates or NOMINAL,
         )
-        fingerprint = fingerprint_of(joint.graph, context, roles_of(joint.graph, self._inputs))
-        if (mesh := self._together.mesh) is not None:
-            inputs = {node.name: self._given_for(node) for node in joint.graph.find_nodes(op="placeholder")}
-            ranks = None if self._together.alone else self._together.tensor_ranks
-            mark_equal(joint.graph, context, replicas_of(joint.graph, context, inputs, mesh, ranks))
-            context = replace(context, tensor_ranks=mesh.size())
-        if self._plans:
-            plan = plan_for(self._plans, fingerprint, "forward", self._together.groups)
-            with about_given(plan):
-                planned = follow_training(joint, joint_inputs, context, plan, **arguments)
-        else:
-            planned = plan_training(joint, joint_inputs, context, **arguments)
-        forward, forward_context, backward, backward_context = planned
-        self._contexts = {"forward": forward_context, "backward": backward_context}
-        self.graphs = {"forward": forward.graph, "backward": backward.graph}
-        plan = plan_of([(forward.graph, forward_context), (backward.graph, backward_context)])
-        self._together.note_collectives(forward.graph, forward_context)
-        self._together.note_collectives(backward.graph, backward_context)
-        self.plan = replace(plan, fingerprint=fingerprint)
-        return forward, backward
+        fingerprint = fingerprint_of(graph, context, roles_of(graph, self._inputs))
+        kind: GraphKind = "inference" if training is None else "forward"
+        given = plan_for(self._plans, fingerprint, kind, groups) if self._plans else None
+        following = () if given is None else (given,)
+        with about_given(given) if given else nullcontext():
+            if training is None:
+                plan = follow_inference if given else plan_inference
+                planned = [(module, plan(module, context, *following))]
+            else:
+                joint_inputs, arguments = training
+                context = self._of_joint(graph, context, arguments["num_fwd_outputs"])
+                plan = follow_training if given else plan_training
+                found = plan(module, joint_inputs, context, *following, **arguments)
+                planned = [found[:2], found[2:]]
+        graphs = [(module.graph, context) for module, context in planned]
+        for graph, context in graphs:
+            self._together.note_collectives(graph, context)
+        self._contexts = {context.kind: context for _, context in graphs}
+        self.graphs = {context.kind: graph for graph, context in graphs}
+        self.plan = replace(plan_of(graphs), fingerprint=fingerprint)
+        return [module for module, _ in planned]
+
+    def _of_joint(self, graph: fx.Graph, context: GraphContext, forward_outputs: int) -> GraphContext:
+        """What is known of a joint graph, of which so many outputs are forward's."""
+        (output,) = graph.find_nodes(op="output")
+        context = replace(
+            context,
+            kind="joint",
+            gradients=gradient_positions(graph, context.tiles, forward_outputs),
+            backward_outputs=len(output.args[0]) - forward_outputs,
+        )
+        if (mesh := self._together.mesh) is None:
+            return context
+        inputs = {node.name: self._given_for(node) for node in graph.find_nodes(op="placeholder")}
+        ranks = None if self._together.alone else self._together.tensor_ranks
+        mark_equal(graph, context, replicas_of(graph, context, inputs, mesh, ranks))
+        return replace(context, tensor_ranks=mesh.size())
 
     def _given_for(self, placeholder: fx.Node) -> object:
         """What the caller gives, of which AOTAutograd's input is a part; None: nothing."""
@@ -210,35 +219,12 @@ class Capture:
         config = self.config
         if self._plans:
             return NOMINAL
-        stored = next((one.taken for one in self._inputs if isinstance(one.taken, StoredTensor)), None)
+        stored = next((one.taken for one in self._inputs if one.is_stored), None)
         if config.activations != "auto" or config.device_memory is None or stored is None:
             return NOMINAL
         if config.activation_tier == "nvme" and not all(directory.is_dir() for directory in config.stores):
             return NOMINAL
         return measured(stored.device, stored.dtype, config.activation_tier, config.stores)
-
-    def _inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        self._stop_with(module, self._evaluation)
-        self._evaluation(module)
-        return self._bind(module, "inference")
-
-    def _evaluation(self, module: fx.GraphModule, placement: Placement | None = None) -> None:
-        """Plan a graph without backward, as `_training`."""
-        written = noted_writes(module.graph, self._together.groups)
-        tiles = tiles_of(module.graph, self._inputs, self._together.groups, placement)
-        unmoved = unmoved_bytes(self._inputs)
-        context = GraphContext("inference", placed(self.config, placement), tiles, unmoved=unmoved, written=written)
-        fingerprint = fingerprint_of(module.graph, context, roles_of(module.graph, self._inputs))
-        if self._plans:
-            plan = plan_for(self._plans, fingerprint, "inference", self._together.groups)
-            with about_given(plan):
-                context = follow_inference(module, context, plan)
-        else:
-            context = plan_inference(module, context)
-        self._contexts = {"inference": context}
-        self.graphs = {"inference": module.graph}
-        self._together.note_collectives(module.graph, context)
-        self.plan = replace(plan_of([(module.graph, context)]), fingerprint=fingerprint)
 
     def _reserve(self, arguments: Sequence[Any]) -> None:
         """Set apart what the plan takes of the memories that the stored parameters among `arguments` share.

@@ -167,7 +167,7 @@ def _timed(captures: Sequence[Capture], decision: Decision | None) -> Iterator[C
 
     timer = OperatorTimer()
     for capture in captures:
-        plan = capture.plan if decision is None else capture.planned_with(decision.placement)
+        plan = capture.plan if decision is None else capture.planned(decision.placement)
         if moving([plan]):
             taken = {kind: timer.operators(graph) for kind, graph in capture.graphs.items()}
             yield {

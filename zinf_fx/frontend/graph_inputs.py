@@ -41,6 +41,11 @@ class GraphInput:
     seen: Any
     comes_with_call: bool
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether the graph takes a stored tensor."""
+        return isinstance(self.taken, StoredTensor)
+
 
 def graph_inputs(module: fx.GraphModule, given: Sequence[Any], seen: Sequence[Any]) -> list[GraphInput]:
     """The inputs of Dynamo's graph `module`, in order."""
@@ -77,8 +82,8 @@ def roles_of(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[str, str]:
 
 def unmoved_bytes(inputs: Sequence[GraphInput]) -> int:
     """Bytes of the inputs that are the model's own and not stored: buffers, and parameters that stay in memory."""
-    own = [one.taken for one in inputs if isinstance(one.taken, torch.Tensor) and not one.comes_with_call]
-    return sum(bytes_in_memory(tensor) for tensor in own if not isinstance(tensor, StoredTensor))
+    own = [one.taken for one in inputs if not one.comes_with_call and not one.is_stored]
+    return sum(bytes_in_memory(one) for one in own if isinstance(one, torch.Tensor))
 
 
 def bytes_in_memory(tensor: torch.Tensor) -> int:
@@ -103,10 +108,7 @@ def input_names(module: fx.GraphModule) -> list[str]:
 
 def _qualified(source: str) -> str:
     """`L['self']._modules['a']._modules['0']._parameters['weight']` -> `a.0.weight`; anything else stays."""
-    parts = []
-    for piece in source.replace("]", "").replace("'", "").split("["):
-        parts.append(piece)
-    if len(parts) < 3 or parts[0] != "L":
+    root, *parts = source.replace("]", "").replace("'", "").split("[")
+    if len(parts) < 2 or root != "L":
         return source
-    keys = [key.split("._")[0] if "._" in key else key for key in parts[2:]]
-    return ".".join(keys)
+    return ".".join(key.partition("._")[0] for key in parts[1:])

@@ -12,13 +12,13 @@ from torch._guards import detect_fake_mode
 from torch.distributed.tensor import DTensor
 
 from zinf_fx.errors import StoredTensorError
+from zinf_fx.frontend.graph_inputs import GraphInput
 from zinf_fx.runtime.tensor import view_writes
-from zinf_fx.runtime.tensor.local_parameter import local_input
 
 
 @contextmanager
-def taking_local(module: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
-    """In the block, Dynamo's graph takes `local_input` of each input, and begins by making the DTensors of them.
+def taking_local(module: fx.GraphModule, inputs: Sequence[GraphInput]) -> Iterator[None]:
+    """In the block, Dynamo's graph takes what it is to take of each input, and begins by making the DTensors of them.
 
     Backward of that reduces a gradient to the placements of its parameter.
 
@@ -26,11 +26,11 @@ def taking_local(module: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None
     """
     made: dict[fx.Node, fx.Node] = {}
     placeholders = module.graph.find_nodes(op="placeholder")
-    for placeholder, whole in zip(placeholders, inputs, strict=True):
-        part = local_input(whole)
-        if part is whole:
+    for placeholder, one in zip(placeholders, inputs, strict=True):
+        whole = one.given
+        if one.taken is whole:
             continue
-        if part.has_gradient_hooks:
+        if one.taken.has_gradient_hooks:
             raise StoredTensorError(
                 f"a hook was registered on the gradient of a DTensor parameter of shape {tuple(whole.shape)}, and "
                 "would not run in compiled code: remove it, or run the model uncompiled"
@@ -48,14 +48,11 @@ def taking_local(module: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None
             module.graph.erase_node(node)
 
 
-def traced(seen: Sequence[Any], taken: Sequence[Any]) -> list[Any]:
-    """What to trace a graph with that takes `taken`. Dynamo has `seen` others in the place of some: it would take the
-    sizes of what it doesn't know for variable ones."""
-    mode = detect_fake_mode(seen)
-    return [
-        one if one is known else mode.from_tensor(one, static_shapes=True)
-        for known, one in zip(seen, taken, strict=True)
-    ]
+def traced(inputs: Sequence[GraphInput]) -> list[Any]:
+    """What to trace a graph with. Where Dynamo has seen something else than the graph takes, it would take the sizes of
+    what it doesn't know for variable ones."""
+    mode = detect_fake_mode([one.seen for one in inputs])
+    return [one.taken if one.taken is one.seen else mode.from_tensor(one.taken, static_shapes=True) for one in inputs]
 
 
 def _maker_of(whole: DTensor) -> Callable[[torch.Tensor], DTensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from zinf_fx.errors import StoredTensorError
+from zinf_fx.frontend.graph_inputs import GraphInput
 from zinf_fx.passes.lowering.parameter_writes import line_of, note_writes
 from zinf_fx.plan.sharding import Groups
 from zinf_fx.runtime.tensor.view_writes import is_written, watching
@@ -33,8 +34,8 @@ def noted_writes(graph: fx.Graph, groups: Groups) -> dict[str, int]:
 
 
 @contextmanager
-def refusing_lost_writes(module: fx.GraphModule, names: Sequence[str], stored: Sequence[bool]) -> Iterator[None]:
-    """Around the capture of Dynamo's graph `module`, whose inputs have `names`; `stored` says which are stored tensors.
+def refusing_lost_writes(module: fx.GraphModule, inputs: Sequence[GraphInput]) -> Iterator[None]:
+    """Around the capture of Dynamo's graph `module`.
 
     Raises: StoredTensorError when the graph writes to a view of a stored tensor, or to a DTensor that it makes of one:
     the value would be lost.
@@ -42,24 +43,19 @@ def refusing_lost_writes(module: fx.GraphModule, names: Sequence[str], stored: S
     with watching() as watched:
         yield
     if is_written(watched):
-        places = "; ".join(_writes(module, names, stored)) or "no line is known"
+        places = "; ".join(_writes(module, inputs)) or "no line is known"
         raise StoredTensorError(
             f"the compiled graph writes to a view of a stored parameter, or to a DTensor ({places}), and the write "
             "would be lost: write to it outside of the compiled region, in a function under torch.compiler.disable"
         )
 
 
-def _writes(module: fx.GraphModule, names: Sequence[str], stored: Sequence[bool]) -> list[str]:
+def _writes(module: fx.GraphModule, inputs: Sequence[GraphInput]) -> list[str]:
     """Where operations that write in place take what comes from a stored parameter: its name, and the line."""
-    sources: dict[fx.Node, str] = {}
+    placeholders = zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True)
+    sources = {node: one.name for node, one in placeholders if one.is_stored}
     found: list[str] = []
-    inputs = iter(zip(names, stored, strict=True))
     for node in module.graph.nodes:
-        if node.op == "placeholder":
-            name, is_stored = next(inputs)
-            if is_stored:
-                sources[node] = name
-            continue
         source = next((sources[one] for one in node.all_input_nodes if one in sources), None)
         if source is None or node.op == "output":
             continue

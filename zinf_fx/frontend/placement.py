@@ -13,7 +13,6 @@ from zinf_fx.config import Config, Placement
 from zinf_fx.frontend.abstract import abstract_inputs
 from zinf_fx.frontend.auto_placement import by_rule_here, device_of_most, note, sizes_of, this_machine
 from zinf_fx.frontend.capture import Capture
-from zinf_fx.frontend.graph_inputs import input_names
 from zinf_fx.frontend.offload import trained_here
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.placement.decision import Decision, decide
@@ -39,7 +38,7 @@ def decided_for(
 
     @cache
     def plans_with(placement: Placement) -> list[Plan]:
-        return moving(capture.planned_with(placement) for capture in captures)
+        return moving(capture.planned(placement) for capture in captures)
 
     sizes = sizes_of(here, groups)
     decision = decide(plans_with, sizes, config, hardware, groups.ranks, len(here))
@@ -59,8 +58,7 @@ def at_first_call(
         note(alone, sizes_of(here, groups))
         return alone.placement
     anywhere = Config.of(config, {"placement": "nvme"})
-    stored = abstract_inputs(inputs, anywhere, input_names(module))
-    capture = Capture(module, stored, anywhere, groups=groups, seen=inputs)
+    capture = Capture(module, abstract_inputs(module, inputs, anywhere), anywhere, groups=groups, seen=inputs)
     return decided_for([capture], parameters, config, groups)[0].placement
 
 
