@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
@@ -99,6 +99,9 @@ def parse_count(text: str, name: str) -> int:
     raise ConfigError(f"{name}={shortened(text)} is not a whole number of at least 1, below 2^63")
 
 
+_LEAST = 1e-30
+
+
 def parse_positive(value: object, name: str, wanted: str = "a positive number") -> float:
     """A number above 0 with which arithmetic neither overflows nor underflows, from a number or a text."""
     with contextlib.suppress(ValueError, OverflowError):
@@ -106,9 +109,6 @@ def parse_positive(value: object, name: str, wanted: str = "a positive number") 
         if _LEAST < number < 1 / _LEAST:
             return number
     raise ConfigError(f"{name}={shortened(value)} is not {wanted}")
-
-
-_LEAST = 1e-30
 
 
 def shortened(value: object) -> str:
@@ -196,28 +196,33 @@ class Config:
     store_is_default: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        set_field = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
-        if self.store is None:
-            set_field("store", _default_store())
-            set_field("store_is_default", not os.environ.get("ZINF_STORE"))
-        else:
-            set_field("store", _parse_store(self.store))
-        for name in ("residency", "partition_activations", "checksum", "strict_direct"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}={getattr(self, name)!r} is not accepted; accepted: True, False")
+        import torch
+
+        def set_field(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        set_field("store_is_default", self.store is None and not os.environ.get("ZINF_STORE"))
+        set_field("store", _default_store() if self.store is None else _parse_store(self.store))
         set_field("placement", _parse_placement(self.placement))
-        for name in ("device_memory", "host_memory"):
-            if getattr(self, name) is not None:
-                set_field(name, parse_bytes(getattr(self, name), name))
-        set_field("chunk", parse_bytes(self.chunk, "chunk"))
+        set_field("prefetch", _parse_prefetch(self.prefetch))
+        no_sizes = {"device_memory": (None,), "host_memory": (None,), "chunk": (), "tile": (None, "auto")}
+        for name, accepted in no_sizes.items():
+            if (value := getattr(self, name)) not in accepted:
+                set_field(name, parse_bytes(value, name))
         if self.chunk < LEAST_CHUNK:
             raise ConfigError(f"chunk={self.chunk} bytes is too small: the least is {LEAST_CHUNK >> 10}KiB")
-        set_field("prefetch", _parse_prefetch(self.prefetch))
-        if self.tile not in (None, "auto"):
-            set_field("tile", parse_bytes(self.tile, "tile"))
-        if not (isinstance(self.activations, int) and not isinstance(self.activations, bool) and self.activations > 0):
+        for name in ("residency", "partition_activations", "checksum", "strict_direct"):
+            self._check(name, (True, False))
+        if type(self.activations) is not int or self.activations < 1:
             self._check("activations", ACTIVATIONS, "the number of layers between two checkpoints")
         self._check("compute", ("eager",))
+        self._check("partition", get_args(Partition))
+        self._check("gradient_reduction", get_args(Reduction))
+        if isinstance(self.reduce_dtype, str):
+            set_field("reduce_dtype", getattr(torch, self.reduce_dtype, self.reduce_dtype))
+        self._check("reduce_dtype", (None, torch.float32, torch.bfloat16, torch.float16, torch.float64))
+        if not (isinstance(self.collective_timeout, (int, float)) and 0 < self.collective_timeout < math.inf):
+            raise ConfigError(f"collective_timeout={self.collective_timeout!r} is not accepted; give seconds, above 0")
         self._check_ranks()
 
     def __deepcopy__(self, memo: dict) -> Config:
@@ -225,43 +230,25 @@ class Config:
         group or a mesh, of which there are no copies."""
         return self
 
-    def _check(self, name: str, accepted: Sequence[str], *others: str) -> None:
-        if getattr(self, name) not in accepted:
+    def _check(self, name: str, accepted: Sequence[object], *others: str) -> None:
+        value = getattr(self, name)
+        if not any(isinstance(value, type(one)) and value == one for one in accepted):  # 1 is not True
             allowed = ", ".join([*map(repr, accepted), *others])
-            raise ConfigError(f"{name}={shortened(getattr(self, name))} is not accepted; accepted: {allowed}")
+            raise ConfigError(f"{name}={shortened(value)} is not accepted; accepted: {allowed}")
 
     def _check_ranks(self) -> None:
-        """The options for many ranks."""
+        """Who trains together."""
         import torch
 
-        group = self.process_group
-        if group is not None and not (
-            torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)
-        ):
+        group, mesh = self.process_group, self.mesh
+        available = torch.distributed.is_available()  # without it, there are no such classes either
+        if group is not None and not (available and isinstance(group, torch.distributed.ProcessGroup)):
             raise ConfigError(f"process_group={group!r} is not a torch.distributed.ProcessGroup: see new_group()")
-        self._check_mesh()
-        self._check("partition", get_args(Partition))
-        self._check("gradient_reduction", get_args(Reduction))
-        if isinstance(self.reduce_dtype, str):
-            object.__setattr__(self, "reduce_dtype", getattr(torch, self.reduce_dtype, self.reduce_dtype))
-        dtypes = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
-        if self.reduce_dtype not in dtypes:
-            raise ConfigError(
-                f"reduce_dtype={self.reduce_dtype!r} is not accepted; accepted: {', '.join(map(str, dtypes))}"
-            )
-        if not (isinstance(self.collective_timeout, (int, float)) and 0 < self.collective_timeout < math.inf):
-            raise ConfigError(f"collective_timeout={self.collective_timeout!r} is not accepted; give seconds, above 0")
-
-    def _check_mesh(self) -> None:
-        mesh = self.mesh
         if mesh is None:
             return
-        import torch
-
-        if self.process_group is not None:
+        if group is not None:
             raise ConfigError("mesh and process_group both say which ranks train together: give one of them")
-        # Without it, there is no such class either.
-        if not torch.distributed.is_available() or not isinstance(mesh, torch.distributed.DeviceMesh):
+        if not (available and isinstance(mesh, torch.distributed.DeviceMesh)):
             raise ConfigError(f"mesh={mesh!r} is not a torch.distributed DeviceMesh: see init_device_mesh()")
         if mesh.ndim not in (1, 2):
             raise ConfigError(
@@ -315,7 +302,7 @@ def _parse_store(value: object) -> Path | tuple[Path, ...]:
 
 def _parse_placement(value: object) -> Placement | Literal["auto"]:
     if isinstance(value, Placement):
-        value = {f.name: getattr(value, f.name) for f in fields(value)}
+        value = asdict(value)
     if isinstance(value, str):
         if value == "auto":
             return "auto"

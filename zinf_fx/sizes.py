@@ -14,14 +14,8 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 def in_words(nbytes: int) -> str:
     """`1536` -> "1.5 KiB"."""
-    if nbytes < 1024:
-        return f"{nbytes} B"
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:,.1f} TiB"
+    power = _power_of(nbytes)
+    return f"{nbytes / 1024**power:,.1f} {_UNITS[power]}" if power else f"{nbytes} B"
 
 
 def at_least(nbytes: int) -> str:
