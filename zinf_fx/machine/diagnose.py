@@ -49,14 +49,12 @@ def diagnose(directory: Path) -> list[Finding]:
     """Looks at the machine and at a store directory. Writes a small file there, and removes it."""
     findings = [_torch(), _checksums(), _huge_pages(), _memlock(), _aio(), _file_size()]
     try:
-        file_system = file_system_of(directory)
-        orphans(directory)
+        file_system, left = file_system_of(directory), orphans(directory)
     except StoreError as error:
         mend = f"mkdir -p {_quoted(directory)}" if not directory.exists() else OTHER_STORE
         return [*findings, Finding("store", "problem", str(error), mend)]
-    findings += [_kind(directory, file_system), _space(directory, file_system)]
-    findings += [_alignment(directory), _provider(directory), _orphans(directory), _profile(directory)]
-    return findings
+    findings += [_kind(directory, file_system), _space(directory, file_system, left)]
+    return [*findings, _alignment(directory), _provider(directory), _orphans(directory, left), _profile(directory)]
 
 
 def _torch() -> Finding:
@@ -124,10 +122,10 @@ def _kind(directory: Path, found: FileSystem) -> Finding:
     return Finding("file system", "ok", text)
 
 
-def _space(directory: Path, found: FileSystem) -> Finding:
+def _space(directory: Path, found: FileSystem, left: list[Path]) -> Finding:
     text = f"{_size(found.free)} of {_size(found.total)} free"
     if found.free < LITTLE_SPACE:
-        mend = f"zinf-fx clean {_quoted(directory)}" if orphans(directory) else OTHER_STORE
+        mend = f"zinf-fx clean {_quoted(directory)}" if left else OTHER_STORE
         return Finding("free space", "warning", f"{text}: enough for {found.free / 14e9:.1f} G parameters", mend)
     return Finding("free space", "ok", f"{text}: room for {found.free / 14e9:.1f} G parameters (14 bytes each)")
 
@@ -139,11 +137,8 @@ def _alignment(directory: Path) -> Finding:
     except StoreError as error:
         return Finding(subject, "problem", str(error), f"chmod u+rwx {_quoted(directory)}   # or: {OTHER_STORE}")
     try:
-        fd = scratch.create("probe")
-        try:
-            alignment = direct_alignment(fd)
-        finally:
-            os.close(fd)
+        with os.fdopen(scratch.create("probe")) as probe:
+            alignment = direct_alignment(probe.fileno())
     except StoreError as error:
         return Finding(subject, "problem", str(error), OTHER_STORE)
     finally:
@@ -171,10 +166,9 @@ def _provider(directory: Path) -> Finding:
     return Finding(subject, "ok", f"{provider}{reasons}")
 
 
-def _orphans(directory: Path) -> Finding:
-    found = orphans(directory)
-    if found:
-        text = f"{len(found)} scratch directories of dead jobs take space"
+def _orphans(directory: Path, left: list[Path]) -> Finding:
+    if left:
+        text = f"{len(left)} scratch directories of dead jobs take space"
         return Finding("orphans", "warning", text, f"zinf-fx clean {_quoted(directory)}")
     return Finding("orphans", "ok", "no scratch directories of dead jobs")
 
@@ -198,7 +192,6 @@ def _quoted(path: Path) -> str:
 def _size(nbytes: int) -> str:
     if nbytes == resource.RLIM_INFINITY:
         return "unlimited"
-    value, unit = float(nbytes), 0
-    while value >= 1024 and unit < 5:
-        value, unit = value / 1024, unit + 1
-    return f"{value:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[unit]}"
+    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+    power = min(max(nbytes.bit_length() - 1, 0) // 10, len(units) - 1)
+    return f"{nbytes / 1024**power:.3g} {units[power]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from zinf_fx.runtime.disk.filesystem import file_system_of
 from zinf_fx.runtime.disk.measure import Trial, load_profile
 from zinf_fx.runtime.tensor.tiers import physical_memory
 
+CPU = torch.device("cpu")
 # Larger than caches, and small beside any memory.
 _COPIED = 256 << 20
 _SMALL = 4096
@@ -36,11 +38,11 @@ def measure_machine(store: Path | str) -> Hardware:
     """
     nvme = _disk(store)
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda:0" if cuda else "cpu")
-    host = _memory(torch.device("cpu"), physical_memory() // (1 if cuda else 2))
-    upload, download = (link_to(device, download) for download in (False, True)) if cuda else (_in_memory(host),) * 2
+    device = torch.device("cuda:0") if cuda else CPU
+    host = _memory(CPU, physical_memory() // (1 if cuda else 2))
+    upload, download = (link(CPU, device), link(device, CPU)) if cuda else (_in_memory(host),) * 2
     ranks = torch.cuda.device_count() if cuda else 1
-    in_node = _link_of_devices() if ranks > 1 else upload
+    in_node = link(device, torch.device("cuda:1")) if ranks > 1 else upload
     return Hardware(
         name=torch.cuda.get_device_name(device) if cuda else "this machine's CPU",
         nodes=1,
@@ -81,7 +83,7 @@ def update_rate() -> float:
             optimizer.step()
             weights.copy_(master)
 
-    return count * AT_A_TIME / _mean(update, torch.device("cpu"))
+    return count * AT_A_TIME / _mean(update, CPU)
 
 
 def _memory(device: torch.device, capacity: int) -> Memory:
@@ -96,45 +98,23 @@ def memory_rate(device: torch.device) -> float:
     return 2 * _COPIED / _mean(lambda: target.copy_(source), device)
 
 
-def link_to(device: torch.device, download: bool) -> Link:
-    """Between pinned host memory and a CUDA device."""
-    return _copies(
-        lambda nbytes: (
-            torch.ones(nbytes, dtype=torch.uint8, device=device)
-            if download
-            else torch.ones(nbytes, dtype=torch.uint8).pin_memory()
-        ),
-        lambda nbytes: (
-            torch.empty(nbytes, dtype=torch.uint8).pin_memory()
-            if download
-            else torch.empty(nbytes, dtype=torch.uint8, device=device)
-        ),
-        device,
-    )
-
-
-def _link_of_devices() -> Link:
-    """Between the first two devices."""
-    first, second = torch.device("cuda:0"), torch.device("cuda:1")
-    return _copies(
-        lambda nbytes: torch.ones(nbytes, dtype=torch.uint8, device=first),
-        lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=second),
-        second,
-    )
+def link(source: torch.device, target: torch.device) -> Link:
+    """From one memory to another, of which one at least is a CUDA device's; host memory is pinned."""
+    seconds = []
+    for nbytes in (_COPIED, _SMALL):
+        origin, goal = (
+            torch.ones(nbytes, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu")
+            for device in (source, target)
+        )
+        work = partial(goal.copy_, origin, non_blocking=True)
+        seconds.append(_mean(work, source if target.type == "cpu" else target))
+    return Link(_COPIED / seconds[0], seconds[1])
 
 
 def _in_memory(memory: Memory) -> Link:
     """Within one memory, where what is uploaded stays where it is."""
     source, target = torch.ones(_SMALL, dtype=torch.uint8), torch.empty(_SMALL, dtype=torch.uint8)
-    return Link(memory.read, _mean(lambda: target.copy_(source), torch.device("cpu")))
-
-
-def _copies(source: Callable[[int], torch.Tensor], target: Callable[[int], torch.Tensor], device: torch.device) -> Link:
-    seconds = []
-    for nbytes in (_COPIED, _SMALL):
-        origin, goal = source(nbytes), target(nbytes)
-        seconds.append(_mean(lambda goal=goal, origin=origin: goal.copy_(origin, non_blocking=True), device))
-    return Link(_COPIED / seconds[0], seconds[1])
+    return Link(memory.read, _mean(lambda: target.copy_(source), CPU))
 
 
 def _disk(store: Path | str) -> Disks:

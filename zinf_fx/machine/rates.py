@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from zinf_fx.config import Tier
-from zinf_fx.machine.machine import disk_rates, link_to, memory_rate, peak_of
+from zinf_fx.machine.machine import CPU, disk_rates, link, memory_rate, peak_of
 from zinf_fx.plan.rates import Rates
 from zinf_fx.runtime.disk.measure import QUICK_BYTES
 
@@ -18,21 +18,20 @@ def measured(device: torch.device, dtype: torch.dtype, tier: Tier, stores: tuple
 
     The disk's are those that `zinf-fx bench-io` stored, or else from a short measurement. Raises: StoreError.
     """
-    flops, memory, link = _computing(device, dtype)
-    on_cpu = device.type == "cpu"
-    if tier != "nvme":
-        return Rates(flops, memory, link, link, copies=on_cpu)
-    disks = [_disk(directory) for directory in stores]
-    read, write = (sum(rates) for rates in zip(*disks, strict=True))
-    return Rates(flops, memory, min(read, link), min(write, link), copies=on_cpu)
+    flops, memory, to_host = _computing(device, dtype)
+    read = write = to_host
+    if tier == "nvme":
+        disks = [_disk(directory) for directory in stores]
+        read, write = (min(sum(rates), to_host) for rates in zip(*disks, strict=True))
+    return Rates(flops, memory, read, write, copies=device.type == "cpu")
 
 
 @cache
 def _computing(device: torch.device, dtype: torch.dtype) -> tuple[float, float, float]:
     """Operations per second, bytes per second in the device's memory, and between it and host memory."""
     memory = memory_rate(device)
-    link = memory / 2 if device.type == "cpu" else link_to(device, download=True).bandwidth
-    return peak_of(device, dtype), memory, link
+    to_host = memory / 2 if device.type == "cpu" else link(device, CPU).bandwidth
+    return peak_of(device, dtype), memory, to_host
 
 
 @cache

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 
 import torch
@@ -18,11 +19,13 @@ from zinf_fx.errors import ConfigError, PlanError
 from zinf_fx.machine.machine import measure_machine
 from zinf_fx.plan import hardware as descriptions
 from zinf_fx.plan.hardware import Hardware
+from zinf_fx.plan.intervals import merged
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.show.chrome import Process, planned, to_chrome
 from zinf_fx.plan.simulation.operator_time import compute_seconds
 from zinf_fx.plan.simulation.simulate import simulate_plan
 from zinf_fx.plan.simulation.timeline import LANE_OF, Lane, MemoryCurve, Slice
+from zinf_fx.runtime.ranks import ALONE
 from zinf_fx.runtime.recorder import RECORDER, Log, Note
 from zinf_fx.runtime.tensor.local_parameter import stored_parameter
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
@@ -55,7 +58,7 @@ class Step:
 
     def busy(self, lane: Lane) -> float:
         """Seconds in which a lane did anything."""
-        return _length(_union((one.start, one.end) for one in self.slices if one.lane == lane))
+        return _covered(one for one in self.slices if one.lane == lane)
 
     def nbytes(self, lane: Lane) -> int:
         """Bytes that a lane moved."""
@@ -78,7 +81,7 @@ class Recording:
         self._hardware = hardware
         self._began: list[float] = []  # of each plan, when its first graph ran first
         self._on_host = True
-        self._rank, self._ranks = 0, 1
+        self._ranks = ALONE
 
     def save(self, path: Path | str) -> Path:
         """Write a trace that ui.perfetto.dev and chrome://tracing open: a planned step of each plan, beginning where
@@ -90,11 +93,11 @@ class Recording:
         """
         path = Path(path)
         name = "measured"
-        if self._ranks > 1:
-            path = path.with_suffix(f".rank{self._rank}{path.suffix}")
-            name = f"measured, rank {self._rank} of {self._ranks}"
+        if self._ranks.size > 1:
+            path = path.with_suffix(f".rank{self._ranks.rank}{path.suffix}")
+            name = f"measured, rank {self._ranks.rank} of {self._ranks.size}"
         steps = [Slice("step", f"step {n}", one.start, one.end, 0, "") for n, one in enumerate(self.steps)]
-        measured = Process(name, [*steps, *(one for step in self.steps for one in step.slices)], self.memory)
+        measured = Process(name, [*steps, *_all(self.steps)], self.memory)
         try:
             path.write_text(to_chrome(*self._planned, measured) + "\n", encoding="utf-8")
         except OSError as error:
@@ -117,57 +120,46 @@ class Recording:
     def __str__(self) -> str:
         if not self.steps:
             return "nothing was recorded: no graph of a model compiled with backend='zinf' ran in the block\n"
-        count, plan = len(self.steps), self._planned_step
+        count = len(self.steps)
+        simulated = [one for process in self._planned for one in process.slices]
+        plan = Step(0.0, sum(one.end for one in simulated if one.lane == "step"), tuple(simulated))
+        done = Step(self.steps[0].start, self.steps[-1].end, tuple(_all(self.steps)))
         rows = []
         for lane in _LANES:
             busy = self._computing if lane == "compute" else sum(step.busy(lane) for step in self.steps)
-            nbytes = sum(step.nbytes(lane) for step in self.steps)
             if busy or plan.busy(lane):
-                sizes = [in_words(size) if size else "" for size in (plan.nbytes(lane), nbytes // count)]
+                sizes = [in_words(size) if size else "" for size in (plan.nbytes(lane), done.nbytes(lane) // count)]
                 rows.append([lane, f"{plan.busy(lane):.6f}", f"{busy / count:.6f}", *sizes])
-        first, last = self.steps[0].start, self.steps[-1].end
-        seconds = (last - first) / count
-        idle = last - first - _length(_union((max(start, first), end) for start, end in self._all() if end > first))
+        idle = done.seconds - _covered(done.slices, done.start)
         rows.append(["none of these", "", f"{idle / count:.6f}", "", ""])
         headers = ["lane", "planned s", "measured s", "planned bytes", "measured bytes"]
         table = tabulate(rows, headers, disable_numparse=True, colalign=("left", *["right"] * 4))
         lines = [
-            f"{count} step(s) of {seconds:.6f} s; planned for {self._hardware.name}: {plan.seconds:.6f} s",
+            f"{count} step(s) of {done.seconds / count:.6f} s; planned for {self._hardware.name}: {plan.seconds:.6f} s",
             *table.splitlines(),
             *self._waited_for(),
         ]
         return "\n".join(line.rstrip() for line in lines) + "\n"
 
     @property
-    def _planned_step(self) -> Step:
-        """The simulated steps of all plans as one."""
-        found = [one for process in self._planned for one in process.slices]
-        return Step(0.0, sum(one.end for one in found if one.lane == "step"), tuple(found))
-
-    @property
     def _computing(self) -> float:
         """Seconds of all operators, less those in which the computing thread did something else."""
-        operators = _union(self._all("compute"))
-        instead = _union(self._all(kinds=_INSTEAD)) if self._on_host else []
-        return _length(_union([*operators, *instead])) - _length(instead)
-
-    def _all(self, lane: Lane | None = None, kinds: Collection[str] | None = None) -> Iterator[tuple[float, float]]:
-        """Begin and end of all slices, of one lane, or of some kinds."""
-        for one in (one for step in self.steps for one in step.slices):
-            if lane in (None, one.lane) and (kinds is None or one.name.partition(" ")[0] in kinds):
-                yield one.start, one.end
+        operators = [one for one in _all(self.steps) if one.lane == "compute"]
+        instead = [one for one in _all(self.steps) if self._on_host and one.name.partition(" ")[0] in _INSTEAD]
+        return _covered([*operators, *instead]) - _covered(instead)
 
     def _waited_for(self) -> Iterator[str]:
         waited: Counter[str] = Counter()
-        for one in (one for step in self.steps for one in step.slices if one.lane == "wait"):
-            waited[one.name.removeprefix("wait ")] += (one.end - one.start) / len(self.steps)
+        for one in _all(self.steps):
+            if one.lane == "wait":
+                waited[one.name.removeprefix("wait ")] += (one.end - one.start) / len(self.steps)
         if longest := ", ".join(f"{name} ({seconds:.6f} s)" for name, seconds in waited.most_common(3)):
             yield f"waited longest for {longest}"
 
     def _take(self, log: Log, model: torch.nn.Module) -> None:
         """Fill in what was noted; what goes on still is cut off now."""
         if (stored := _stored_in(model)) is not None:
-            self._rank, self._ranks = stored.storage.share.ranks.rank, stored.storage.share.ranks.size
+            self._ranks = stored.storage.share.ranks
         now, began = time.perf_counter(), log.began
         self._on_host = log.on_host
         slices: dict[int, list[Slice]] = {run.step: [] for run in log.runs}
@@ -185,21 +177,17 @@ class Recording:
         first = {id(run.plan): run for run in reversed(log.runs)}
         runs = sorted(first.values(), key=lambda run: run.began)
         self.plans, self._began = tuple(run.plan for run in runs), [run.began - began for run in runs]
-        self.memory = tuple(
-            MemoryCurve(
-                name,
-                tuple(at - began for at, _ in held),
-                tuple(nbytes for _, nbytes in held),
-                held[-1][0] - began,
-                self._budget(name),
-            )
-            for name, held in log.memory.items()
-        )
+        curves = []
+        for name, held in log.memory.items():
+            times, nbytes = zip(*((at - began, size) for at, size in held), strict=True)
+            budgets = {getattr(plan.config, f"{name}_memory") for plan in self.plans}
+            budget = budgets.pop() if len(budgets) == 1 else None  # None, too, where plans have different ones
+            curves.append(MemoryCurve(name, times, nbytes, times[-1], budget))
+        self.memory = tuple(curves)
 
-    def _budget(self, memory: str) -> int | None:
-        """That the plans keep to; None without one, or when they have different ones."""
-        budgets = {getattr(plan.config, f"{memory}_memory") for plan in self.plans}
-        return budgets.pop() if len(budgets) == 1 else None
+
+def _all(steps: Iterable[Step]) -> Iterator[Slice]:
+    return chain.from_iterable(step.slices for step in steps)
 
 
 def _slice(note: Note, began: float, now: float) -> Slice:
@@ -269,16 +257,7 @@ def record(model: torch.nn.Module, hardware: Hardware | str = "rtx-4090") -> Ite
         recording._take(log, model)
 
 
-def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same moments, in intervals that don't overlap."""
-    found: list[tuple[float, float]] = []
-    for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((start, end))
-    return found
-
-
-def _length(intervals: Iterable[tuple[float, float]]) -> float:
-    return sum(end - start for start, end in intervals)
+def _covered(slices: Iterable[Slice], begin: float = -math.inf) -> float:
+    """Seconds from `begin` on in which any of these goes on."""
+    times = ((max(one.start, begin), one.end) for one in slices)
+    return sum(map(len, merged(range(round(start * 1e9), round(end * 1e9)) for start, end in times))) / 1e9

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
 from tabulate import tabulate
 from torch.distributed.tensor import DTensor
 
+from zinf_fx.native.engine import Counters
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.local_parameter import stored_parameter
-from zinf_fx.runtime.tensor.tiers import Tiers
 from zinf_fx.sizes import in_words
 
 
@@ -61,70 +60,63 @@ class Stats:
 
     def __str__(self) -> str:
         rows = [
-            ["NVMe -> host", in_words(self.bytes_read), *_time(self.bytes_read, self.read_seconds)],
-            ["host -> NVMe", in_words(self.bytes_written), *_time(self.bytes_written, self.write_seconds)],
-            ["gathered for compute", in_words(self.gathered_bytes), "", ""],
-            ["compute waited for tiles", "", f"{self.stall_seconds:.3f} s", ""],
-            ["waited for writes", "", f"{self.write_stall_seconds:.3f} s", ""],
-            ["host arena now", in_words(self.host_bytes), "", ""],
-            ["host arena at most", in_words(self.peak_host_bytes), "", ""],
-            ["host arena at most, as planned", in_words(self.planned_host_bytes), "", ""],
-            *self._device_arena(),
-            ["buffers where planned, and elsewhere", f"{self.placed_buffers:,}", f"{self.displaced_buffers:,}", ""],
+            ("NVMe -> host", in_words(self.bytes_read), *_time(self.bytes_read, self.read_seconds)),
+            ("host -> NVMe", in_words(self.bytes_written), *_time(self.bytes_written, self.write_seconds)),
+            ("gathered for compute", in_words(self.gathered_bytes)),
+            *([("sent to other ranks", in_words(self.sent_bytes))] if self.sent_bytes else ()),
+            ("compute waited for tiles", "", f"{self.stall_seconds:.3f} s"),
+            ("waited for writes", "", f"{self.write_stall_seconds:.3f} s"),
+            *_arena("host", self.host_bytes, self.peak_host_bytes, self.planned_host_bytes),
         ]
-        if self.sent_bytes:
-            rows.insert(3, ["sent to other ranks", in_words(self.sent_bytes), "", ""])
+        if self.planned_device_arena_bytes:
+            held = self.device_arena_bytes, self.peak_device_arena_bytes, self.planned_device_arena_bytes
+            rows += _arena("device", *held)
+        rows.append(("buffers where planned, and elsewhere", f"{self.placed_buffers:,}", f"{self.displaced_buffers:,}"))
         if self.peak_device_bytes:
-            rows.append(["device at most", in_words(self.peak_device_bytes), "", ""])
+            rows.append(("device at most", in_words(self.peak_device_bytes)))
         align = ("left", "right", "right", "right")
         table = tabulate(rows, tablefmt="plain", disable_numparse=True, colalign=align)
         lines = [f"I/O by {self.provider}" if self.provider else "nothing on NVMe", *table.splitlines()]
         return "\n".join(line.rstrip() for line in lines)
 
-    def _device_arena(self) -> Iterator[list[str]]:
-        if self.planned_device_arena_bytes:
-            yield ["device arena now", in_words(self.device_arena_bytes), "", ""]
-            yield ["device arena at most", in_words(self.peak_device_arena_bytes), "", ""]
-            yield ["device arena at most, as planned", in_words(self.planned_device_arena_bytes), "", ""]
+
+def _arena(name: str, now: int, peak: int, planned: int) -> list[tuple[str, str]]:
+    held = {"now": now, "at most": peak, "at most, as planned": planned}
+    return [(f"{name} arena {when}", in_words(nbytes)) for when, nbytes in held.items()]
 
 
 def stats(model: torch.nn.Module) -> Stats:
     """The counters behind the stored parameters of `model`, compiled or not; all 0 when it has none."""
     model = getattr(model, "_orig_mod", model)
     stored = [p for p in map(stored_parameter, model.parameters()) if p is not None]
-    all_tiers = {id(p.storage.tiers): p.storage.tiers for p in stored if p.storage.tiers is not None}
+    all_tiers = dict.fromkeys(p.storage.tiers for p in stored if p.storage.tiers is not None)
+    stores = [tiers.store_in_use for tiers in all_tiers if tiers.store_in_use is not None]
+    arenas = [arena for tiers in all_tiers for arena in tiers.device_arenas.values()]
+    counters = [tiers.counters for tiers in all_tiers]
+    moved = sum((store.counters() for store in stores), Counters())
     ranks = {p.storage.share.ranks for p in stored}
     for mesh in {p.whole.device_mesh for p in stored if isinstance(p.whole, DTensor)}:
         ranks.update(each for group in mesh.get_all_groups() for each in Ranks.on(group))
     devices = {p.device for p in stored if p.device.type == "cuda"}
-    peak = sum(torch.cuda.max_memory_allocated(device) for device in devices)
-    return _sum(all_tiers.values(), peak, sum(each.sent_bytes for each in ranks))
-
-
-def _sum(all_tiers: Collection[Tiers], peak_device_bytes: int, sent_bytes: int) -> Stats:
-    stores = [tiers.store_in_use.counters() for tiers in all_tiers if tiers.store_in_use is not None]
-    counters = [tiers.counters for tiers in all_tiers]
-    arenas = [arena for tiers in all_tiers for arena in tiers.device_arenas.values()]
-    providers = dict.fromkeys(tiers.store_in_use.provider for tiers in all_tiers if tiers.store_in_use is not None)
     return Stats(
-        bytes_read=sum(store.bytes_read for store in stores),
-        bytes_written=sum(store.bytes_written for store in stores),
-        read_seconds=sum(store.read_seconds for store in stores),
-        write_seconds=sum(store.write_seconds for store in stores),
+        bytes_read=moved.bytes_read,
+        bytes_written=moved.bytes_written,
+        read_seconds=moved.read_seconds,
+        write_seconds=moved.write_seconds,
         host_bytes=sum(tiers.host.in_use for tiers in all_tiers),
         peak_host_bytes=sum(tiers.host.touched for tiers in all_tiers),
         planned_host_bytes=sum(tiers.planned_peak for tiers in all_tiers),
         device_arena_bytes=sum(arena.in_use for arena in arenas),
         peak_device_arena_bytes=sum(arena.touched for arena in arenas),
         planned_device_arena_bytes=sum(arena.capacity for arena in arenas),
-        placed_buffers=sum(c.placed for c in counters),
-        displaced_buffers=sum(c.displaced for c in counters),
-        peak_device_bytes=peak_device_bytes,
-        gathered_bytes=sum(c.gathered_bytes for c in counters),
-        stall_seconds=sum(c.stall_seconds for c in counters),
-        write_stall_seconds=sum(c.write_stall_seconds for c in counters),
-        sent_bytes=sent_bytes,
-        provider=", ".join(providers) or None,
+        placed_buffers=sum(each.placed for each in counters),
+        displaced_buffers=sum(each.displaced for each in counters),
+        peak_device_bytes=sum(torch.cuda.max_memory_allocated(device) for device in devices),
+        gathered_bytes=sum(each.gathered_bytes for each in counters),
+        stall_seconds=sum(each.stall_seconds for each in counters),
+        write_stall_seconds=sum(each.write_stall_seconds for each in counters),
+        sent_bytes=sum(each.sent_bytes for each in ranks),
+        provider=", ".join(dict.fromkeys(store.provider for store in stores)) or None,
     )
 
 
