@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import fx
 
@@ -10,13 +10,16 @@ from zinf_fx import ops
 from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule
 
 _TAKE_A_VALUE = (ops.reduce_scatter, ops.offload, ops.write)
+# What is called for the events of a tile that is where the graph computes, where it isn't named as the event is.
+_METHODS_IN_PLACE = {"fetch": None, "upload": None, "allgather": None, "wait": "value", "release": "passed"}
 
 
-def bind(module: fx.GraphModule, operators: Mapping[str, int]) -> fx.GraphModule:
+def bind(module: fx.GraphModule, operators: Mapping[str, int], in_place: Collection[int]) -> fx.GraphModule:
     """The graph as a function of (run, arguments): its `zinf` nodes become calls of the run's methods, which is told
     when an operator begins and ends, too.
 
-    `operators`: by the names of the nodes that compute, which operator they belong to.
+    `operators`: by the names of the nodes that compute, which operator they belong to. `in_place`: the tiles that are
+    where the graph computes, so that nothing is done to have them there.
     `arguments` is a reversed list from which each input is popped, so that inputs die with their last use.
     """
     bound = fx.Graph()
@@ -35,11 +38,14 @@ def bind(module: fx.GraphModule, operators: Mapping[str, int]) -> fx.GraphModule
             copies[node].name = node.name
         elif node.target in ops.KINDS:
             event: Event = node.meta[ops.EVENT]
+            method = _METHODS_IN_PLACE.get(event.kind, event.kind) if event.tile in in_place else method_of(event)
+            if method is None:
+                continue
             values = node.args[1:] if node.target in _TAKE_A_VALUE else ()
             values = node.args if node.target is ops.offload_activation else values
             values = fx.node.map_arg(values, copies.__getitem__)
             options = {} if event.offset is None else {"offset": event.offset}
-            copies[node] = bound.call_method(method_of(event), (run, event.tile, *values), options)
+            copies[node] = bound.call_method(method, (run, event.tile, *values), options)
         else:
             copies[node] = bound.node_copy(node, copies.__getitem__)
         if last.get(operator) == node.name:

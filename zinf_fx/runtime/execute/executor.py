@@ -101,18 +101,15 @@ class Program(Stage):
         writes = [e for graph in plan.graphs for e in graph.events if e.kind in ("offload_activation", "write")]
         to_nvme = any(schedule.tiles[event.tile].tier == "nvme" for event in writes)
         self.awaits_writes = schedule.kind != "forward" and to_nvme
-        self._module = bind(module, operators)
+        self._planned, self._operators = module, operators
+        self._bound: dict[frozenset[int], fx.GraphModule] = {}  # by the tiles that are in place
+        self._module: fx.GraphModule | None = None  # for the storages of the last run
         self._head = head_fetches(schedule)
         self._last_storages: dict[int, weakref.ref[TensorStorage]] = {}  # of parameters
         # After so many events of a tile, this graph needs neither its value nor its gradient any more.
         events = [event for event in schedule.events if not schedule.tiles[event.tile].activation]
         self.last_uses = Counter(event.tile for event in events if event.kind in ("release", "offload"))
         self.gradients = Counter(event.tile for event in events if event.kind == "offload")
-
-    @property
-    def code(self) -> str:
-        """The generated Python."""
-        return self._module.code
 
     def __call__(self, arguments: list) -> tuple:
         with RUNNING.turn():
@@ -121,9 +118,10 @@ class Program(Stage):
     def _run(self, arguments: list) -> tuple:
         storages = [p if p is None else TensorStorage.of_token(arguments[p]) for p in self._token_positions]
         parameters = {tile: storages[tile] for tile in self._parameters}
-        if {tile: ref() for tile, ref in self._last_storages.items()} != parameters:
+        if self._module is None or {tile: ref() for tile, ref in self._last_storages.items()} != parameters:
             EXECUTOR.staging.drop_staying()
-        self._last_storages = {tile: weakref.ref(storage) for tile, storage in parameters.items()}
+            self._last_storages = {tile: weakref.ref(storage) for tile, storage in parameters.items()}
+            self._module = self._bound_to(parameters)
         EXECUTOR.begin(self, self.plan)
         RECORDER.graph_begins(self.plan, self.schedule.kind)
         run = Run(self, storages)
@@ -142,6 +140,15 @@ class Program(Stage):
             raise
         EXECUTOR.end(self)
         return results
+
+    def _bound_to(self, parameters: Mapping[int, TensorStorage]) -> fx.GraphModule:
+        """The graph for parameters of which some may be where it computes, with no other rank to change them."""
+        in_place = frozenset(
+            tile for tile, storage in parameters.items() if storage.in_place and storage.share.ranks.shards == 1
+        )
+        if in_place not in self._bound:
+            self._bound[in_place] = bind(self._planned, self._operators, in_place)
+        return self._bound[in_place]
 
     def head_tiles(self) -> list[tuple[TensorStorage, Tile, int | None]]:
         if not self._last_storages:
@@ -297,25 +304,31 @@ class Run:
             self.allgather(tile)
 
     def wait(self, tile: int) -> torch.Tensor:
-        """The full tile. Between operators, work in the background goes on."""
-        for tiers in self._tiers:
-            if (background := tiers.background) is not None:
-                background.advance()
-        if self._in_head:
-            self._in_head = False
-            EXECUTOR.drop_anticipated()  # this run holds what it needs of it by now
+        """The full tile."""
         with RECORDER.about(self._tiles[tile].label):
             return self._held[tile].wait().view(self._tiles[tile].shape)
+
+    def value(self, tile: int) -> torch.Tensor:
+        """The full tile, of a parameter that is where the graph computes."""
+        planned, storage = self._tiles[tile], self._storages[tile]
+        storage.tiers.counters.gathered_bytes += planned.nbytes
+        elements = storage.settled().on_device
+        if planned.rows is not None:
+            elements = elements[planned.start : planned.start + math.prod(planned.shape)]
+        return elements.view(planned.shape)
 
     def release(self, tile: int) -> None:
         """The tile's buffers are free, unless another run or the turn holds them."""
         EXECUTOR.staging.release(self._held.pop(tile))
-        if self._gradients is not None:
-            self._gradients.passed(tile)
+        self.passed(tile)
 
     def keep(self, tile: int) -> None:
         """The graph is done with the tile, which stays in memory until its next fetch."""
         EXECUTOR.staging.stay(self._held.pop(tile), self._storages[tile])
+        self.passed(tile)
+
+    def passed(self, tile: int) -> None:
+        """The graph has used the tile once more."""
         if self._gradients is not None:
             self._gradients.passed(tile)
 
@@ -354,8 +367,14 @@ class Run:
             storage.set(value, offset)
 
     def begin_operator(self, index: int) -> None:
-        """What computes from now on is of this operator."""
+        """What computes from now on is of this operator. Before it, work in the background goes on."""
         let_through()
+        for tiers in self._tiers:
+            if (background := tiers.background) is not None:
+                background.advance()
+        if self._in_head:
+            self._in_head = False
+            EXECUTOR.drop_anticipated()  # this run holds what it needs of it by now
         if RECORDER.log is not None:
             self._note_memory()
             label = self._program.schedule.operators[index].label
