@@ -149,7 +149,7 @@ def test_a_place_is_free_when_the_write_from_it_is_done(tiers: Tiers) -> None:
 
     first = tiers.lease(PAGE, offset=MIB)
     address, write = first.address, Write()
-    tiers.writing(write, first, None)
+    tiers.writes.add(write, first, None)
     assert tiers.lease(PAGE, offset=MIB).address != address
     write.over = True
     assert tiers.lease(PAGE, offset=MIB).address == address

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -145,7 +146,7 @@ class ParameterStates:
         """Whether the parameter's own bytes are too coarse to be updated."""
         return self.parameter.dtype != self.dtype
 
-    @property
+    @cached_property
     def rounded(self) -> list[str]:
         """Names of the states that are kept in less than the dtype of the update, in order."""
         return [name for name, tensor in self.tensors.items() if tensor.dtype.itemsize < self.dtype.itemsize]
@@ -167,11 +168,11 @@ class ParameterStates:
     @property
     def bytes_opened(self) -> int:
         """Bytes of windows for the update of an element."""
-        tensors = (self.parameter, self.gradient, *self.tensors.values())
-        streamed = [t for t in tensors if isinstance(t, StoredTensor) and not t.storage.bytes.in_host_memory]
-        return sum(tensor.dtype.itemsize for tensor in streamed)
+        gradient = self.gradient
+        streams = isinstance(gradient, StoredTensor) and not gradient.storage.bytes.in_host_memory
+        return self.bytes_written + (gradient.dtype.itemsize if streams else 0)
 
-    @property
+    @cached_property
     def bytes_written(self) -> int:
         """Bytes per element that an update writes to the store."""
         tensors = (self.parameter, *self.tensors.values())
@@ -194,10 +195,8 @@ class ParameterStates:
                 f"a parameter got the shape {tuple(self.parameter.shape)} after its states were made: make a new "
                 "optimizer after resizing embeddings"
             )
-        if self.has_master and MASTER not in self.tensors:
-            self._reserve(MASTER, self.dtype)
-        elif not self.has_master:
-            self.tensors.pop(MASTER, None)
+        if self.has_master != (MASTER in self.tensors):
+            self._reserve(MASTER, self.dtype) if self.has_master else self._keep(MASTER, None)
         for name, dtype in layout.tensors.items():
             if name not in self.tensors:
                 self._reserve(name, dtype, layout.shapes.get(name))
@@ -222,7 +221,7 @@ class ParameterStates:
         if value is mine:
             return mine
         if _alike(mine, value):
-            self.tensors[name] = value
+            self._keep(name, value)
             return value
         return self.copy(name, value)
 
@@ -248,7 +247,16 @@ class ParameterStates:
         else:  # of many ranks, all have the same
             how = (storage.placement.optimizer, storage.config, shape.numel(), dtype, storage.device)
             mine = TensorStorage(storage.usable_tiers(), *how)
-        self.tensors[name] = StoredTensor.of(mine, shape or parameter.shape, parameter.device)
+        self._keep(name, StoredTensor.of(mine, shape or parameter.shape, parameter.device))
+
+    def _keep(self, name: str, tensor: StoredTensor | None) -> None:
+        """Have `tensor` for a state from now on, or nothing. What was worked out from the others is forgotten."""
+        if tensor is None:
+            self.tensors.pop(name, None)
+        else:
+            self.tensors[name] = tensor
+        for known in ("rounded", "bytes_written"):
+            self.__dict__.pop(known, None)
 
 
 def _alike(mine: StoredTensor, value: torch.Tensor) -> bool:
