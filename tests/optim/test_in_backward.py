@@ -129,13 +129,13 @@ def test_updates_begin_in_backward_and_gradients_never_reach_their_tier(tmp_path
     optimizer.finish()
     before = {name: p.full_tensor() for name, p in model.named_parameters()}
     store = model.head.weight.storage.tiers.store
-    written = store.bytes_written
+    written = store.counters().bytes_written
     loss = call(*tokens())
     loss.backward()
     model.head.weight.storage.tiers.background.finish()
     model.head.weight.storage.tiers.drain()
     # Weights and two moments, rounded up to whole blocks; a gradient would be a fourth.
-    assert store.bytes_written - written <= sum(3 * -(-p.nbytes // 4096) * 4096 for p in model.parameters())
+    assert store.counters().bytes_written - written <= sum(3 * -(-p.nbytes // 4096) * 4096 for p in model.parameters())
     changed = [not torch.equal(p.full_tensor(), before[name]) for name, p in model.named_parameters()]
     assert all(changed)
 

@@ -189,7 +189,7 @@ def test_an_optimizer_that_is_dropped_finishes_its_step(twins):
 
 def test_everything_dropped_in_the_middle(twins):
     pair, optimizer, _ = prepared(twins)
-    directory = pair.stored[0].storage.tiers.store.directory
+    directory = pair.stored[0].storage.tiers.store.directories[0]
     late_reads(pair)
     optimizer.step()
     del pair, optimizer

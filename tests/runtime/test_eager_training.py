@@ -123,11 +123,11 @@ def test_autocast_without_gradients_writes_nothing(tmp_path):
     plain, stored = twins(mlp, tmp_path, "nvme")
     tiers = next(stored.parameters()).storage.tiers
     tiers.drain()
-    before = tiers.store.bytes_written, tiers.store.in_use
+    before = tiers.store.counters().bytes_written, tiers.store.in_use
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert stored(torch.ones(2, 8)).equal(plain(torch.ones(2, 8)))
     tiers.drain()
-    assert (tiers.store.bytes_written, tiers.store.in_use) == before
+    assert (tiers.store.counters().bytes_written, tiers.store.in_use) == before
 
 
 def test_a_cast_under_autocast_cannot_be_written(tmp_path):

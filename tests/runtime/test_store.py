@@ -19,7 +19,8 @@ import torch
 
 from zinf_fx.errors import ConfigError, StoreError
 from zinf_fx.native.engine import provider_names
-from zinf_fx.runtime.disk.store import Fault, Store, reclaim
+from zinf_fx.runtime.disk.scratch import survey
+from zinf_fx.runtime.disk.store import Fault, Store
 from zinf_fx.runtime.memory.buffers import Arena, aligned_empty
 
 
@@ -44,6 +45,11 @@ def fill(data: torch.Tensor, seed: int = 0) -> torch.Tensor:
     return data.random_(0, 256, generator=torch.Generator().manual_seed(seed))
 
 
+def reclaim(directory: Path) -> list[Path]:
+    """The scratch directories of dead jobs, which are removed."""
+    return [path for path, stays in survey(directory, remove=True).items() if stays is None]
+
+
 def run(program: str, *arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", program, *map(str, arguments)], capture_output=True, text=True, timeout=60, **options
@@ -57,14 +63,14 @@ def run(program: str, *arguments: object, **options: object) -> subprocess.Compl
 def test_round_trip_at_odd_sizes(store: Store, nbytes: int):
     arena = Arena("host", 32 << 20)
     extent = store.allocate(nbytes)
-    assert (extent.nbytes, extent.capacity % store.alignment, extent.offset % store.alignment) == (nbytes, 0, 0)
+    assert (extent.nbytes, extent.capacity % 4096, extent.offset % 4096) == (nbytes, 0, 0)
     written, back = arena.lease(nbytes), arena.lease(nbytes)
     data = fill(written.tensor((nbytes,), torch.uint8))
     store.write(extent, written.address, 0, nbytes).wait()
     store.read(extent, back.address, 0, nbytes).wait()
     assert back.tensor((nbytes,), torch.uint8).equal(data)
-    assert store.bytes_written == store.bytes_read == extent.capacity
-    assert store.read_seconds > 0 and store.write_seconds > 0
+    assert store.counters().bytes_written == store.counters().bytes_read == extent.capacity
+    assert store.counters().read_seconds > 0 and store.counters().write_seconds > 0
 
 
 def test_a_seeded_life_against_a_dictionary(store: Store):
@@ -143,16 +149,16 @@ def test_an_error_names_the_data_file(store: Store):
 def test_space_is_reserved_at_once_and_reused(store: Store):
     extents = [store.allocate(1 << 20) for _ in range(8)]
     assert os.stat(store.path).st_blocks * 512 >= 8 << 20
-    reserved = store.reserved
+    reserved = os.stat(store.path).st_size
     for extent in extents[2:5]:
         store.free(extent)
     assert store.allocate(3 << 20).offset == extents[2].offset
-    assert store.reserved == reserved
+    assert os.stat(store.path).st_size == reserved
 
 
 def test_a_small_store_takes_little_space(store: Store):
     store.allocate(1)
-    assert store.reserved <= 4 << 20
+    assert os.stat(store.path).st_size <= 4 << 20
 
 
 def test_misuse_is_asserted(store: Store):
@@ -323,7 +329,7 @@ def test_close_finishes_requests_and_keeps_tickets(tmp_path: Path):
     ticket = store.write(extent, memory.data_ptr(), 0, 4096)
     store.close()
     store.close()
-    assert ticket.done() and store.bytes_written == 4096
+    assert ticket.done() and store.counters().bytes_written == 4096
     ticket.wait()
     for use in (lambda: store.allocate(1), lambda: store.read(extent, memory.data_ptr(), 0, 1)):
         with pytest.raises(StoreError, match="closed"):

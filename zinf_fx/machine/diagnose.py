@@ -16,6 +16,7 @@ from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import checksums_in_hardware, direct_alignment, is_direct
 from zinf_fx.runtime.disk.filesystem import FileSystem, file_system_of
 from zinf_fx.runtime.disk.measure import load_profile
+from zinf_fx.runtime.disk.probe import listed
 from zinf_fx.runtime.disk.scratch import Scratch, orphans
 from zinf_fx.runtime.disk.store import Store
 
@@ -157,7 +158,7 @@ def _provider(directory: Path) -> Finding:
             provider, refused = store.provider, store.refused
     except StoreError as error:
         return Finding(subject, "problem", str(error), OTHER_STORE)
-    reasons = "".join(f"; not {name}: {reason}" for name, reason in refused.items())
+    reasons = listed(refused)
     if not is_direct(provider):
         return Finding(subject, "warning", f"{provider}: through the page cache, slower{reasons}", OTHER_STORE)
     if provider == "threads":

@@ -7,8 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from zinf_fx.errors import StoreError
-from zinf_fx.runtime.disk.scratch import HINTS
+from zinf_fx.runtime.disk.scratch import refusals
 
 IN_MEMORY = {"tmpfs", "ramfs"}
 NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "beegfs", "glusterfs", "afs", "gpfs"}
@@ -50,11 +49,9 @@ class FileSystem:
 def file_system_of(directory: Path | str) -> FileSystem:
     """The file system that holds `directory`. Raises: StoreError when there is no such directory."""
     path = Path(directory)
-    try:
+    with refusals("inspect", path, "can't be inspected"):
         device = os.stat(path).st_dev
         room = os.statvfs(path)
-    except OSError as error:
-        raise StoreError("inspect", path, HINTS.get(error.errno, "can't be inspected"), errno=error.errno) from error
     kind, source, mount_point = _mount(f"{os.major(device)}:{os.minor(device)}", path.resolve())
     return FileSystem(
         kind=kind,
@@ -69,21 +66,18 @@ def file_system_of(directory: Path | str) -> FileSystem:
 def _mount(device: str, path: Path) -> tuple[str, str, Path]:
     """Kind, source and mount point: the deepest mount above `path`, of this device number if any has it (btrfs gives
     its subvolumes other numbers than its mounts). "unknown" where /proc doesn't tell."""
-    above = []
     try:
         lines = MOUNTS.read_text().splitlines()
     except OSError:
         lines = []
+    above = [(False, 0, "unknown", "unknown", Path("/"))]
     for line in lines:
         left, _, right = line.partition(" - ")
         mount_point = Path(_unescape(left.split()[4]))
         if path.is_relative_to(mount_point):
             kind, source = right.split()[:2]
             above.append((left.split()[2] == device, len(mount_point.parts), kind, _unescape(source), mount_point))
-    if not above:
-        return "unknown", "unknown", Path("/")
-    _, _, kind, source, mount_point = max(above, key=lambda mount: mount[:2])
-    return kind, source, mount_point
+    return max(above, key=lambda mount: mount[:2])[2:]
 
 
 def _unescape(field: str) -> str:

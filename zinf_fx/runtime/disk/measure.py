@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -14,11 +13,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from zinf_fx.errors import StoreError
-from zinf_fx.native.engine import BLOCK, DEPTH, HINTS, READ, WRITE, Engine, File, PageSums, Ticket
+from zinf_fx.native.engine import BLOCK, DEPTH, READ, WRITE, PageSums, Ticket
 from zinf_fx.runtime.disk.filesystem import file_system_of
-from zinf_fx.runtime.disk.probe import candidates, choose, reopen
-from zinf_fx.runtime.disk.scratch import Scratch
+from zinf_fx.runtime.disk.probe import candidates
+from zinf_fx.runtime.disk.volume import Volumes
 from zinf_fx.runtime.memory.buffers import aligned_empty
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.sizes import PAGE
@@ -73,50 +74,37 @@ class Trial:
     ) -> None:
         self.nbytes = round_up(nbytes, 2 * block)
         self.block = block
-        self._undo = contextlib.ExitStack()
-        with contextlib.ExitStack() as undo:
-            scratch = Scratch(Path(directory))
-            undo.callback(scratch.remove)
-            choice = choose(scratch, candidates(provider, False), lambda name: Engine(name, depth=depth, block=block))
-            self.engine = choice.engine
-            undo.callback(self.engine.close)
-            plain = scratch.create("data-0")
-            undo.callback(os.close, plain)
-            self.path = scratch.path / "data-0"
-            _reserve(plain, self.path, self.nbytes)
-            direct = reopen(plain, self.engine.provider)
-            undo.callback(os.close, direct)
-            self._file: File = self.engine.attach(direct, self.path, alignment=PAGE)
-            undo.callback(self._file.detach)
+        self._volumes = Volumes((Path(directory),), candidates(provider, False), depth, block)
+        (self._volume,) = self._volumes.all
+        self.path, self.engine = self._volume.path, self._volume.engine
+        self.provider = self.engine.provider
+        try:
+            self._start = self._volume.take(self.nbytes)
             self._sums = PageSums(self.nbytes // PAGE, 1) if checksum else None
             # Little more memory than is under way, as other tools have it, because what a cache does is part of the
             # result; and enough requests in the queue that this thread may come late.
             memory = aligned_empty(2 * depth * block).random_(0, 256)
-            self._memory = list(memory.split(block))
+            self._memory = memory.split(block)
             self.run("write")
-            self._undo = undo.pop_all()
-
-    @property
-    def provider(self) -> str:
-        """What moves the bytes."""
-        return self.engine.provider
+        except BaseException:
+            self.close()
+            raise
 
     def run(self, operation: Operation) -> Rate:
         """Moves the whole file's bytes in sequence; mixed: writes the first half while it reads the second."""
-        before = self.engine.counters().check_seconds
-        under_way: deque[tuple[Ticket, int]] = deque()
-        free = list(range(len(self._memory)))
+        file, before = self._volume.file, self.engine.counters().check_seconds
+        under_way: deque[tuple[Ticket, torch.Tensor]] = deque()
+        free = list(self._memory)
         started = time.perf_counter()
         for kind, offset in self._requests(operation):
             if not free:
-                ticket, index = under_way.popleft()
+                ticket, memory = under_way.popleft()
                 ticket.wait()
-                free.append(index)
-            memory = self._memory[free[-1]]
-            ticket = self._file.submit(
-                kind, memory.data_ptr(), offset, self.block, sums=self._sums, first_page=offset // PAGE
-            )
-            under_way.append((ticket, free.pop()))
+                free.append(memory)
+            memory = free.pop()
+            where, page = self._start + offset, offset // PAGE
+            ticket = file.submit(kind, memory.data_ptr(), where, self.block, sums=self._sums, first_page=page)
+            under_way.append((ticket, memory))
         for ticket, _ in under_way:
             ticket.wait()
         seconds = time.perf_counter() - started
@@ -133,22 +121,13 @@ class Trial:
 
     def close(self) -> None:
         """Removes the file."""
-        self._undo.close()
+        self._volumes.close()
 
     def __enter__(self) -> Trial:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _reserve(fd: int, path: Path, nbytes: int) -> None:
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-    except OSError as error:
-        raise StoreError(
-            "allocate", path, HINTS.get(error.errno, "the space can't be reserved"), length=nbytes, errno=error.errno
-        ) from error
 
 
 @dataclass(frozen=True)

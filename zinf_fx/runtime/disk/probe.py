@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from zinf_fx.errors import ConfigError, StoreError
 from zinf_fx.native.engine import READ, WRITE, Engine, direct_alignment, is_direct, provider_names
@@ -21,18 +20,6 @@ PROBE = "probe"
 PROBE_BYTES = 16 * PAGE
 
 FATAL_FOR_EVERY_PROVIDER = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EMFILE, errno.ENFILE}
-
-
-@dataclass(frozen=True)
-class Choice:
-    """An engine whose provider works, and why those tried before it don't."""
-
-    engine: Engine
-    refused: dict[str, str] = field(default_factory=dict)
-
-    def reasons(self) -> str:
-        """The refusals as the end of a sentence; empty without any."""
-        return "".join(f"; not {name}: {reason}" for name, reason in self.refused.items())
 
 
 def candidates(provider: str, strict_direct: bool) -> tuple[str, ...]:
@@ -51,8 +38,8 @@ def candidates(provider: str, strict_direct: bool) -> tuple[str, ...]:
     return allowed
 
 
-def choose(scratch: Scratch, names: tuple[str, ...], start: Callable[[str], Engine]) -> Choice:
-    """The engine of the first of `names` that works in the scratch directory, made by `start`.
+def choose(scratch: Scratch, names: tuple[str, ...], start: Callable[[str], Engine]) -> tuple[Engine, dict[str, str]]:
+    """The engine of the first of `names` that works in the scratch directory, made by `start`; why those before don't.
 
     Raises:
         StoreError: none works, or the file system is full, read-only or out of descriptors, which no provider mends.
@@ -61,18 +48,22 @@ def choose(scratch: Scratch, names: tuple[str, ...], start: Callable[[str], Engi
     for name in names:
         try:
             probe(scratch, name)
-            choice = Choice(start(name), refused)
+            engine = start(name)
         except StoreError as error:
             if error.errno in FATAL_FOR_EVERY_PROVIDER:
                 raise
             refused[name] = str(error)
             continue
         level = logging.INFO if is_direct(name) else logging.WARNING
-        log.log(level, "store in %s: I/O by %s%s", scratch.path.parent, name, choice.reasons())
-        return choice
-    reasons = "".join(f"; not {name}: {reason}" for name, reason in refused.items())
-    advice = "" if not all(map(is_direct, names)) else "; strict_direct=False would allow the page cache"
-    raise StoreError("open", scratch.path.parent, f"no I/O provider works here{reasons}{advice}")
+        log.log(level, "store in %s: I/O by %s%s", scratch.path.parent, name, listed(refused))
+        return engine, refused
+    advice = "; strict_direct=False would allow the page cache" if all(map(is_direct, names)) else ""
+    raise StoreError("open", scratch.path.parent, f"no I/O provider works here{listed(refused)}{advice}")
+
+
+def listed(refused: dict[str, str]) -> str:
+    """Which providers don't work, and why, as the end of a sentence; empty without any."""
+    return "".join(f"; not {name}: {reason}" for name, reason in refused.items())
 
 
 def probe(scratch: Scratch, provider: str) -> None:

@@ -13,6 +13,8 @@ import os
 import re
 import secrets
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from zinf_fx.errors import StoreError
@@ -36,6 +38,17 @@ HINTS = {
 }
 
 
+@contextmanager
+def refusals(operation: str, path: Path, otherwise: str) -> Iterator[None]:
+    """Errors of the operating system in the block are raised as StoreErrors, with what to do, or else `otherwise`."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except OSError as error:
+        raise StoreError(operation, path, HINTS.get(error.errno, otherwise), errno=error.errno) from error
+
+
 class Scratch:
     """A scratch directory that this process holds the lock of.
 
@@ -48,35 +61,26 @@ class Scratch:
         self._pid = os.getpid()
         self._lock: int | None = None
         self._made: list[Path] = []
-        try:
+        with refusals("open", parent, "no scratch directory"):
             if not stat.S_ISDIR(os.stat(parent).st_mode):
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             os.mkdir(self.path, 0o700)
-        except OSError as error:
-            raise StoreError(
-                "open", parent, HINTS.get(error.errno, "no scratch directory"), errno=error.errno
-            ) from error
         try:
             # The lock appears under its name only when it is held: a lock file that isn't locked belongs to a dead job.
             self._lock = self.create(UNLOCKED)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.rename(self.path / UNLOCKED, self.path / LOCK)
-        except BaseException as error:
+            with refusals("lock", self.path, "no lock for the scratch directory"):
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.rename(self.path / UNLOCKED, self.path / LOCK)
+        except BaseException:
             self.remove()
-            if not isinstance(error, OSError) or isinstance(error, StoreError):
-                raise
-            raise StoreError(
-                "lock", self.path, HINTS.get(error.errno, "no lock for the scratch directory"), errno=error.errno
-            ) from error
+            raise
 
     def create(self, name: str) -> int:
         """Makes a file of mode 0600 in the directory and opens it for reading and writing."""
         assert CONTENT.fullmatch(name), f"{name!r} is no name for a scratch file"
         path = self.path / name
-        try:
+        with refusals("create", path, "no scratch file"):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise StoreError("create", path, HINTS.get(error.errno, "no scratch file"), errno=error.errno) from error
         self._made.append(path)
         return fd
 
@@ -109,42 +113,25 @@ class Scratch:
             self._lock = None
 
 
-def reclaim(directory: Path | str) -> list[Path]:
-    """Removes the scratch directories of dead jobs below `directory`, and returns what it removed.
-
-    Left alone: a directory whose lock is held, and anything that doesn't look exactly like a scratch directory.
-
-    Raises:
-        StoreError: `directory` can't be read.
-    """
-    return [path for path, stays in survey(directory, remove=True).items() if stays is None]
-
-
 def orphans(directory: Path | str) -> list[Path]:
-    """What `reclaim` would remove. Raises: StoreError when `directory` can't be read."""
+    """The scratch directories of dead jobs below `directory`. Raises: StoreError when `directory` can't be read."""
     return [path for path, stays in survey(directory, remove=False).items() if stays is None]
 
 
 def survey(directory: Path | str, *, remove: bool) -> dict[Path, str | None]:
     """What has the name of a scratch directory below `directory`, and why it stays; None for those of dead jobs, which
-    are removed if `remove`. Raises: StoreError when `directory` can't be read."""
-    return {path: _why_it_stays(path, remove=remove) for path in _named_like_scratch(directory)}
+    are removed if `remove`. Raises: StoreError when `directory` can't be read.
 
-
-def _named_like_scratch(directory: Path | str) -> list[Path]:
+    A directory stays whose lock is held, or which doesn't look exactly like a scratch directory.
+    """
     directory = Path(directory)
-    try:
-        entries = sorted(os.listdir(directory))
-    except OSError as error:
-        raise StoreError("clean", directory, HINTS.get(error.errno, "can't be read"), errno=error.errno) from error
-    return [directory / name for name in entries if NAME.fullmatch(name)]
+    with refusals("clean", directory, "can't be read"):
+        names = sorted(os.listdir(directory))
+    return {directory / name: _why_it_stays(directory / name, remove=remove) for name in names if NAME.fullmatch(name)}
 
 
 def _why_it_stays(path: Path, *, remove: bool) -> str | None:
-    """None for a dead job's, which is removed if `remove`.
-
-    Works on descriptors, never through links, so that nothing outside the directory can be reached.
-    """
+    """As for `survey`. Works on descriptors, never through links: nothing outside the directory can be reached."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:

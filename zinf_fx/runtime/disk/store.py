@@ -14,17 +14,14 @@ from pathlib import Path
 
 from zinf_fx.errors import ConfigError, StoreError
 from zinf_fx.interrupts import held_back, sealed
-from zinf_fx.native.engine import BLOCK, DEPTH, HINTS, READ, WRITE, Counters, Engine, Fault, PageSums, Ticket
+from zinf_fx.native.engine import BLOCK, DEPTH, HINTS, READ, WRITE, Counters, Fault, PageSums, Ticket
 from zinf_fx.runtime.disk.measure import weights_of
 from zinf_fx.runtime.disk.probe import candidates
-from zinf_fx.runtime.disk.scratch import reclaim
 from zinf_fx.runtime.disk.stripes import UNIT, Place, Turns, runs
-from zinf_fx.runtime.disk.volume import Volume
+from zinf_fx.runtime.disk.volume import Volumes
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.recorder import RECORDER
 from zinf_fx.sizes import PAGE
-
-__all__ = ["Counters", "Extent", "Fault", "Store", "Ticket", "reclaim"]
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +33,7 @@ class Extent:
     """A piece of the store.
 
     Attributes:
-        nbytes: as asked for; `capacity` is what is reserved, a multiple of the alignment.
+        nbytes: as asked for; `capacity` is what is reserved, a multiple of 4096.
         unit: bytes that lie together; the i-th so many are at `places[i]`.
         generation: unlike that of any other extent of the store.
         sums: the checksums of its pages, if the store keeps any.
@@ -132,7 +129,8 @@ class Store:
         self.checksum = checksum
         self._live: set[int] = set()
         self._generations = itertools.count(1)
-        self._resources = _Resources(self.directories, names, depth, block)
+        self._resources = Volumes(self.directories, names, depth, block)
+        self._volumes = self._resources.all
         try:
             self._turns = Turns(weights or weights_of([(v.directory, v.device) for v in self._volumes]))
         except BaseException:
@@ -140,11 +138,8 @@ class Store:
             raise
         if len(self._volumes) > 1:
             total = sum(self._turns.weights)
-            shares = ", ".join(
-                f"{v.directory} {weight / total:.0%}"
-                for v, weight in zip(self._volumes, self._turns.weights, strict=True)
-            )
-            log.info("store striped over %s", shares)
+            shares = zip(self.directories, self._turns.weights, strict=True)
+            log.info("store striped over %s", ", ".join(f"{one} {weight / total:.0%}" for one, weight in shares))
         self._close = weakref.finalize(self, self._resources.close)
 
     @held_back
@@ -156,7 +151,7 @@ class Store:
         """
         assert nbytes >= 0, f"an extent of {nbytes} bytes"
         self._check_usable("allocate")
-        capacity = round_up(max(nbytes, 1), self.alignment)
+        capacity = round_up(max(nbytes, 1), PAGE)
         unit = min(UNIT, capacity) if len(self._volumes) > 1 else capacity
         places = self._place(capacity, unit)
         generation = next(self._generations)
@@ -178,9 +173,9 @@ class Store:
     ) -> Ticket | StripedTicket:
         """Starts reading `nbytes` bytes of the extent from `offset` on into memory at `address`.
 
-        Address and offset are multiples of the alignment. `nbytes` is rounded up to it, in memory too, where buffers
-        have room because their sizes are rounded up to 4096. The memory must stay until the ticket is done; `owner` is
-        an object to keep alive for that long.
+        Address and offset are multiples of 4096. `nbytes` is rounded up to it, in memory too, where buffers have room
+        because their sizes are, too. The memory must stay until the ticket is done; `owner` is an object to keep alive
+        for that long.
         """
         return self._start(READ, extent, address, offset, nbytes, owner)
 
@@ -201,19 +196,9 @@ class Store:
         self.close()
 
     @property
-    def directory(self) -> Path:
-        """The first directory."""
-        return self.directories[0]
-
-    @property
     def path(self) -> Path:
         """The first data file."""
         return self._volumes[0].path
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """The data files."""
-        return tuple(volume.path for volume in self._volumes)
 
     @property
     def provider(self) -> str:
@@ -223,47 +208,12 @@ class Store:
     @property
     def refused(self) -> dict[str, str]:
         """Providers that were tried before `provider`, and why they don't work here."""
-        return dict(self._volumes[0].choice.refused)
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """Of the directories, for striping."""
-        return self._turns.weights
-
-    @property
-    def alignment(self) -> int:
-        """Bytes: what offsets and addresses are multiples of."""
-        return PAGE
+        return self._volumes[0].refused
 
     @property
     def in_use(self) -> int:
         """Bytes of allocated extents."""
         return sum(volume.in_use for volume in self._volumes)
-
-    @property
-    def reserved(self) -> int:
-        """Bytes of the data files."""
-        return sum(volume.size for volume in self._volumes)
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes that reads moved so far."""
-        return self.counters().bytes_read
-
-    @property
-    def bytes_written(self) -> int:
-        """Bytes that writes moved so far."""
-        return self.counters().bytes_written
-
-    @property
-    def read_seconds(self) -> float:
-        """Seconds during which at least one block was being read."""
-        return self.counters().read_seconds
-
-    @property
-    def write_seconds(self) -> float:
-        """Seconds during which at least one block was being written."""
-        return self.counters().write_seconds
 
     def counters(self) -> Counters:
         """All counters at one moment, those of several devices added up."""
@@ -278,10 +228,6 @@ class Store:
         """Disarms every fault."""
         for engine in self._resources.engines.values():
             engine.clear_faults()
-
-    @property
-    def _volumes(self) -> list[Volume]:
-        return self._resources.volumes
 
     def _place(self, capacity: int, unit: int) -> tuple[Place, ...]:
         """Places for an extent on the volumes that have room: one that is full is left out."""
@@ -322,12 +268,12 @@ class Store:
     def _start(
         self, operation: int, extent: Extent, address: int, offset: int, nbytes: int, owner: object
     ) -> Ticket | StripedTicket:
-        length = round_up(nbytes, self.alignment)
+        length = round_up(nbytes, PAGE)
         assert extent.generation in self._live, f"{extent} is not allocated"
         assert nbytes > 0, f"a transfer of {nbytes} bytes"
-        assert offset >= 0 and offset % self.alignment == 0, f"offset {offset} is not a multiple of {self.alignment}"
+        assert offset >= 0 and offset % PAGE == 0, f"offset {offset} is not a multiple of {PAGE}"
         assert offset + length <= extent.capacity, f"{nbytes} bytes at {offset} exceed {extent}"
-        assert address % self.alignment == 0, f"address {address:#x} is not a multiple of {self.alignment}"
+        assert address % PAGE == 0, f"address {address:#x} is not a multiple of {PAGE}"
         self._check_usable("use")
         tickets: list[Ticket] = []
         try:
@@ -355,58 +301,3 @@ class Store:
             raise StoreError(operation, self.path, HINTS[errno.ECHILD], errno=errno.ECHILD)
         if not self._close.alive:
             raise StoreError(operation, self.path, "the store is closed")
-
-
-class _Resources:
-    """What a store holds of the system. Apart from the store, so that it can be given back after the store is gone."""
-
-    def __init__(self, directories: tuple[Path, ...], names: tuple[str, ...], depth: int, block: int) -> None:
-        self.pid = os.getpid()
-        self.engines: dict[tuple[int, str], Engine] = {}
-        self.volumes: list[Volume] = []
-
-        def start(device: int, provider: str) -> Engine:
-            """One I/O thread and queue per device."""
-            key = (device, provider)
-            if key not in self.engines:
-                self.engines[key] = Engine(provider, depth=depth, block=block)
-            return self.engines[key]
-
-        try:
-            for directory in directories:
-                self.volumes.append(Volume(directory, names, start))
-        except BaseException:
-            self.close()
-            raise
-        _of_this_process.add(self)
-
-    def close(self) -> None:
-        """Everything in order: requests, threads, descriptors, files, locks. A forked child drops its descriptors."""
-        try:
-            for volume in self.volumes:
-                volume.detach()
-            for engine in self.engines.values():
-                engine.close()
-        except BaseException:  # Ctrl-C while a device is stuck: what is under way still uses the descriptors
-            for volume in self.volumes:
-                volume.unlink()
-            raise
-        for volume in self.volumes:
-            volume.remove()
-
-    def drop_descriptors(self) -> None:
-        """For a forked child."""
-        for volume in self.volumes:
-            volume.drop_descriptors()
-
-
-_of_this_process: weakref.WeakSet[_Resources] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    """A child that outlives its parent must neither hold the parent's lock nor its disk space."""
-    for resources in list(_of_this_process):
-        resources.drop_descriptors()
-
-
-os.register_at_fork(after_in_child=_after_fork)

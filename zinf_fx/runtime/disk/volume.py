@@ -1,15 +1,16 @@
-"""One directory of a store: a scratch directory of this job, the data file in it, and the space in that file."""
+"""The directories of a store: in each a scratch directory of this job, a data file, and the space in that file."""
 
 from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 from zinf_fx.errors import StoreError
-from zinf_fx.native.engine import HINTS, Engine, File
-from zinf_fx.runtime.disk.probe import Choice, choose, reopen
+from zinf_fx.native.engine import BLOCK, DEPTH, HINTS, Engine, File
+from zinf_fx.runtime.disk.probe import choose, reopen
 from zinf_fx.runtime.disk.scratch import Scratch
 from zinf_fx.runtime.memory.freelist import Space, round_up
 from zinf_fx.sizes import PAGE
@@ -19,7 +20,7 @@ SMALLEST_STEP, LARGEST_STEP = 4 << 20, 256 << 20
 
 
 class Volume:
-    """A data file on one device, and the engine that works on it.
+    """A data file on one device, and the engine that moves its bytes; `refused`: the providers that don't, and why.
 
     Args:
         directory: an existing, writable directory.
@@ -42,7 +43,7 @@ class Volume:
         self._scratch = Scratch(directory)
         try:
             self.device = os.stat(directory).st_dev
-            self.choice: Choice = choose(self._scratch, names, lambda name: start(self.device, name))
+            self.engine, self.refused = choose(self._scratch, names, lambda name: start(self.device, name))
             self._plain = self._scratch.create(DATA)
             self._direct = reopen(self._plain, self.engine.provider)
             self._file = self.engine.attach(self._direct, self.path, alignment=PAGE)
@@ -50,11 +51,6 @@ class Volume:
             self.detach()
             self.remove()
             raise
-
-    @property
-    def engine(self) -> Engine:
-        """What moves this volume's bytes."""
-        return self.choice.engine
 
     @property
     def file(self) -> File:
@@ -146,3 +142,58 @@ class Volume:
             length=needed,
             errno=error.errno,
         )
+
+
+class Volumes:
+    """Several volumes, and one I/O thread and queue per device. They are given back by `close`, or nothing is made.
+
+    Raises: StoreError when a directory can't be used.
+    """
+
+    def __init__(
+        self, directories: tuple[Path, ...], names: tuple[str, ...], depth: int = DEPTH, block: int = BLOCK
+    ) -> None:
+        self.pid = os.getpid()
+        self.engines: dict[tuple[int, str], Engine] = {}
+        self.all: list[Volume] = []
+
+        def start(device: int, provider: str) -> Engine:
+            key = (device, provider)
+            if key not in self.engines:
+                self.engines[key] = Engine(provider, depth=depth, block=block)
+            return self.engines[key]
+
+        try:
+            for directory in directories:
+                self.all.append(Volume(directory, names, start))
+        except BaseException:
+            self.close()
+            raise
+        _of_this_process.add(self)
+
+    def close(self) -> None:
+        """Everything in order: requests, threads, descriptors, files, locks. A forked child drops its descriptors."""
+        try:
+            for volume in self.all:
+                volume.detach()
+            for engine in self.engines.values():
+                engine.close()
+        except BaseException:  # Ctrl-C while a device is stuck: what is under way still uses the descriptors
+            for volume in self.all:
+                volume.unlink()
+            raise
+        for volume in self.all:
+            volume.remove()
+
+
+_of_this_process: weakref.WeakSet[Volumes] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """A child that outlives its parent must neither hold the parent's lock nor its disk space."""
+    for volumes in list(_of_this_process):
+        for volume in volumes.all:
+            volume.drop_descriptors()
+
+
+os.register_at_fork(after_in_child=_after_fork)
