@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from zinf_fx.errors import StoreError
-from zinf_fx.native.engine import READ, WRITE, Engine, Fault, Ticket, is_direct, provider_names
+from zinf_fx.native.engine import READ, WRITE, Engine, Fault, FileTicket, is_direct, provider_names
 from zinf_fx.runtime.memory.buffers import aligned_empty
 
 PAGE = 4096
@@ -29,10 +29,10 @@ class Bench:
         self.data = aligned_empty(3 * BLOCK).random_(0, 256)
         self.submit(WRITE, self.data, 0).wait()
 
-    def submit(self, operation: int, memory: torch.Tensor, offset: int) -> Ticket:
+    def submit(self, operation: int, memory: torch.Tensor, offset: int) -> FileTicket:
         return self.file.submit(operation, memory.data_ptr(), offset, memory.numel(), memory)
 
-    def hold_the_queue(self) -> Ticket:
+    def hold_the_queue(self) -> FileTicket:
         """Whatever is submitted within the next moments becomes ready at once."""
         self.engine.inject(Fault("completion", delay=0.2))
         return self.submit(READ, aligned_empty(BLOCK), 2 * BLOCK)

@@ -19,7 +19,7 @@ struct slot *zinf_slot(zinf_engine *engine, unsigned i)
 
 static bool may_cut(zinf_engine *engine)
 {
-    return engine->head && engine->cut < engine->most + IN_ADVANCE &&
+    return !TAILQ_EMPTY(&engine->queue) && engine->cut < engine->most + IN_ADVANCE &&
            engine->cut_bytes < engine->bytes_limit + IN_ADVANCE * engine->block_bytes;
 }
 
@@ -32,7 +32,7 @@ static void uncount(zinf_engine *engine, struct slot *slot)
 /* Under the mutex. */
 static void cut_block(zinf_engine *engine, struct slot *slot)
 {
-    zinf_request *request = engine->head;
+    zinf_request *request = TAILQ_FIRST(&engine->queue);
     size_t length = request->length < engine->block_bytes ? request->length : engine->block_bytes;
     *slot = (struct slot){
         .block = {.operation = request->operation,
@@ -42,8 +42,6 @@ static void cut_block(zinf_engine *engine, struct slot *slot)
         .length = length,
         .request = request,
         .state = request->sums && request->operation == ZINF_WRITE ? SUMMING : READY,
-        .address = request->address,
-        .offset = request->offset,
         .whole = length,
         .sums = request->sums,
     };
@@ -59,8 +57,8 @@ static void cut_block(zinf_engine *engine, struct slot *slot)
     engine->cut++;
     engine->cut_bytes += length;
     int64_t now = zinf_now_ns();
-    if (!request->began_ns)
-        request->began_ns = now;
+    if (!request->outcome.began_ns)
+        request->outcome.began_ns = now;
     if (engine->under_way[slot->block.operation]++ == 0)
         engine->since[slot->block.operation] = now;
 }
@@ -69,8 +67,8 @@ static void cut_block(zinf_engine *engine, struct slot *slot)
 static bool drop_poisoned(zinf_engine *engine)
 {
     bool progress = false;
-    while (engine->head && engine->head->file->poisoned) {
-        zinf_request *poisoned = engine->head;
+    zinf_request *poisoned;
+    while ((poisoned = TAILQ_FIRST(&engine->queue)) && poisoned->file->poisoned) {
         zinf_request_fail(poisoned, EIO, poisoned->offset, poisoned->length);
         poisoned->outcome.poisoned = 1;
         zinf_request_finish(poisoned);
@@ -105,14 +103,18 @@ void zinf_take_off(zinf_engine *engine, struct slot *slot)
     engine->flying_bytes += slot->flying;
 }
 
-void zinf_land(zinf_engine *engine, struct slot *slot)
+static void land(zinf_engine *engine, struct slot *slot)
 {
+    if (slot->state != FLYING && slot->state != HELD)
+        return;
+    slot->state = READY;
     engine->flying--;
     engine->flying_bytes -= slot->flying;
 }
 
 void zinf_end_block(zinf_engine *engine, struct slot *slot, int error)
 {
+    land(engine, slot);
     zinf_request *request = slot->request;
     int operation = request->operation;
     pthread_mutex_lock(&engine->mutex);
@@ -131,14 +133,14 @@ void zinf_end_block(zinf_engine *engine, struct slot *slot, int error)
     engine->used--;
 }
 
-void zinf_try_again(zinf_engine *engine, struct slot *slot, int error)
+/* After a pause that grows, until too often. */
+static void try_again(zinf_engine *engine, struct slot *slot, int error)
 {
     if (slot->retries++ == MAX_RETRIES) {
         zinf_end_block(engine, slot, error);
         return;
     }
     int shift = slot->retries < MAX_BACKOFF_SHIFT ? slot->retries : MAX_BACKOFF_SHIFT;
-    slot->state = READY;
     slot->due = error == EINTR ? 0 : zinf_now_ns() + (BACKOFF_NS << shift);
 }
 
@@ -166,13 +168,13 @@ static void all_moved(zinf_engine *engine, struct slot *slot)
 void zinf_settle(zinf_engine *engine, struct slot *slot)
 {
     int64_t result = slot->block.result;
+    land(engine, slot);
     if (result == ZINF_NOT_TRIED) {
-        slot->state = READY;
         slot->alone = true;
         return;
     }
     if (result == -EAGAIN || result == -EINTR) {
-        zinf_try_again(engine, slot, (int)-result);
+        try_again(engine, slot, (int)-result);
         return;
     }
     if (result < 0) {
@@ -184,42 +186,36 @@ void zinf_settle(zinf_engine *engine, struct slot *slot)
         moved -= moved % slot->request->file->alignment;
     if (moved) {
         advance(engine, slot, moved);
-        slot->state = READY;
         if (!slot->length)
             all_moved(engine, slot);
     } else if (slot->request->operation == ZINF_READ) {
         zinf_end_block(engine, slot, ENODATA);
     } else {
-        zinf_try_again(engine, slot, ENODATA);
+        try_again(engine, slot, ENODATA);
     }
 }
 
-static void count_checked(zinf_engine *engine, size_t bytes, int64_t began)
+/* Before a write and after a read: none or all of the block has moved. */
+static void sum_or_check(zinf_engine *engine, struct slot *slot)
 {
+    size_t intact = slot->whole, moved = slot->whole - slot->length;
+    const char *data = (const char *)slot->block.address - moved;
+    int64_t offset = slot->block.offset - (int64_t)moved, began = zinf_now_ns();
+    if (slot->state == SUMMING)
+        zinf_page_sums(data, slot->whole, offset, slot->request->generation, slot->sums);
+    else
+        intact = zinf_pages_intact(data, slot->whole, offset, slot->request->generation, slot->sums);
     pthread_mutex_lock(&engine->mutex);
-    engine->counters.bytes_checked += bytes;
+    engine->counters.bytes_checked += slot->whole;
     engine->counters.check_ns += (uint64_t)(zinf_now_ns() - began);
     pthread_mutex_unlock(&engine->mutex);
-}
-
-static void sum(zinf_engine *engine, struct slot *slot)
-{
-    int64_t began = zinf_now_ns();
-    zinf_page_sums(slot->address, slot->whole, slot->offset, slot->request->generation, slot->sums);
-    count_checked(engine, slot->whole, began);
-    slot->state = READY;
-}
-
-static void check(zinf_engine *engine, struct slot *slot)
-{
-    int64_t began = zinf_now_ns();
-    size_t intact =
-        zinf_pages_intact(slot->address, slot->whole, slot->offset, slot->request->generation, slot->sums);
-    bool whole = intact == slot->whole;
-    count_checked(engine, slot->whole, began);
-    slot->block.offset = slot->offset + (int64_t)intact;
-    slot->length = whole ? 0 : ZINF_PAGE;
-    zinf_end_block(engine, slot, whole ? 0 : EBADMSG);
+    if (slot->state == SUMMING) {
+        slot->state = READY;
+        return;
+    }
+    slot->block.offset = offset + (int64_t)intact;
+    slot->length = ZINF_PAGE; /* of what failed, if anything did */
+    zinf_end_block(engine, slot, intact == slot->whole ? 0 : EBADMSG);
 }
 
 bool zinf_work_on_checksums(zinf_engine *engine)
@@ -230,10 +226,7 @@ bool zinf_work_on_checksums(zinf_engine *engine)
         if (slot->state != SUMMING && slot->state != CHECKING)
             continue;
         bytes += slot->whole;
-        if (slot->state == SUMMING)
-            sum(engine, slot);
-        else
-            check(engine, slot);
+        sum_or_check(engine, slot);
     }
     return bytes > 0;
 }

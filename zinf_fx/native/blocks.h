@@ -11,15 +11,11 @@ struct slot *zinf_slot(zinf_engine *engine, unsigned i);
  * checksums. Whether the queue changed. */
 bool zinf_cut_blocks(zinf_engine *engine);
 
-/* The block is with the operating system: it counts against the limits until it has landed. */
+/* The block is with the operating system: it counts against the limits until it is settled or over. */
 void zinf_take_off(zinf_engine *engine, struct slot *slot);
-void zinf_land(zinf_engine *engine, struct slot *slot);
 
-/* What a completion means: whole, short, to be retried, or failed. The slot has landed. */
+/* What the block's result means: whole, short, to be retried, or failed. */
 void zinf_settle(zinf_engine *engine, struct slot *slot);
-
-/* Back to READY, after a pause that grows, until too often. */
-void zinf_try_again(zinf_engine *engine, struct slot *slot, int error);
 
 /* The block is over: with all its bytes, or with an error. */
 void zinf_end_block(zinf_engine *engine, struct slot *slot, int error);

@@ -7,20 +7,8 @@ from pathlib import Path
 from cffi import FFI
 
 HERE = Path("zinf_fx/native")  # setuptools wants paths relative to setup.py
-SOURCES = (
-    "engine.c",
-    "state.c",
-    "requests.c",
-    "io_thread.c",
-    "blocks.c",
-    "merging.c",
-    "checksum.c",
-    "folding.c",
-    "faults.c",
-    "provider_aio.c",
-    "provider_threads.c",
-)
-HEADERS = ("engine.h", "checksum.h", "folding.h", "blocks.h", "merging.h", "state.h", "faults.h", "provider.h")
+FOLDER = Path(__file__).resolve().parent
+SOURCES, HEADERS = ([path.name for path in sorted(FOLDER.glob(f"[!_]*.{kind}"))] for kind in "ch")
 SEEN_BY_PYTHON = ("folding.h", "checksum.h", "engine.h")
 
 
@@ -28,7 +16,7 @@ def declarations() -> str:
     """The parts of the headers that Python sees: declarations exist once."""
     parts = []
     for header in SEEN_BY_PYTHON:
-        text = (Path(__file__).resolve().parent / header).read_text()
+        text = (FOLDER / header).read_text()
         begin = text.index("*/", text.index("/* cdef begin")) + 2
         parts.append(text[begin : text.index("/* cdef end")].replace("(-1)", "-1"))
     return "".join(parts)

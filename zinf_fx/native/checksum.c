@@ -140,30 +140,24 @@ static void some_pages(const char *data, size_t pages, int64_t offset, uint64_t 
         sums[k] = sums[k] ? sums[k] : 1;
 }
 
-static size_t up_to(size_t pages)
-{
-    return pages < AT_A_TIME ? pages : AT_A_TIME;
-}
-
 void zinf_page_sums(const void *data, size_t length, int64_t offset, uint64_t generation, uint32_t *sums)
 {
     size_t pages = length / ZINF_PAGE;
-    for (size_t i = 0, n; i < pages; i += n) {
-        n = up_to(pages - i);
+    for (size_t i = 0; i < pages; i += AT_A_TIME) {
+        size_t n = pages - i < AT_A_TIME ? pages - i : AT_A_TIME;
         some_pages((const char *)data + i * ZINF_PAGE, n, offset + (int64_t)(i * ZINF_PAGE), generation, sums + i);
     }
 }
 
 size_t zinf_pages_intact(const void *data, size_t length, int64_t offset, uint64_t generation, const uint32_t *sums)
 {
-    size_t pages = length / ZINF_PAGE;
-    for (size_t i = 0, n; i < pages; i += n) {
+    for (size_t i = 0; i < length; i += AT_A_TIME * ZINF_PAGE, sums += AT_A_TIME) {
         uint32_t found[AT_A_TIME];
-        n = up_to(pages - i);
-        some_pages((const char *)data + i * ZINF_PAGE, n, offset + (int64_t)(i * ZINF_PAGE), generation, found);
-        for (size_t k = 0; k < n; k++)
-            if (sums[i + k] && sums[i + k] != found[k])
-                return (i + k) * ZINF_PAGE;
+        size_t n = length - i < AT_A_TIME * ZINF_PAGE ? length - i : AT_A_TIME * ZINF_PAGE;
+        zinf_page_sums((const char *)data + i, n, offset + (int64_t)i, generation, found);
+        for (size_t k = 0; k < n / ZINF_PAGE; k++)
+            if (sums[k] && sums[k] != found[k])
+                return i + k * ZINF_PAGE;
     }
     return length;
 }

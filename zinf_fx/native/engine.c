@@ -45,7 +45,7 @@ static int start(zinf_engine *engine, unsigned depth)
     int error = -pthread_sigmask(SIG_SETMASK, &all, &before);
     if (error)
         return error;
-    error = engine->provider->open(depth, engine->most, engine->wake, &engine->context);
+    error = engine->provider->open(engine->provider, depth, engine->most, engine->wake, &engine->context);
     if (!error) {
         error = zinf_setup_fault();
         if (!error)
@@ -62,7 +62,7 @@ static int start(zinf_engine *engine, unsigned depth)
 int zinf_engine_open(const char *name, unsigned depth, size_t block_bytes, zinf_engine **out)
 {
     const struct zinf_provider *provider = find_provider(name);
-    if (!provider || depth < 1 || depth > ZINF_MAX_DEPTH || block_bytes < 4096 || block_bytes % 4096)
+    if (!provider || depth < 1 || depth > ZINF_MAX_DEPTH || !block_bytes || block_bytes % ZINF_PAGE)
         return -EINVAL;
     int error = zinf_setup_fault();
     if (error)
@@ -70,13 +70,9 @@ int zinf_engine_open(const char *name, unsigned depth, size_t block_bytes, zinf_
     unsigned most = depth > ZINF_MOST ? depth : ZINF_MOST;
     unsigned slots = 2 * most; /* as many again may wait for their checksums */
     zinf_engine *engine = calloc(1, sizeof *engine + slots * sizeof *engine->slots);
-    struct iovec *parts = calloc(slots, ZINF_MERGED * sizeof *parts);
-    if (!engine || !parts) {
-        free(engine);
-        free(parts);
+    if (!engine)
         return -ENOMEM;
-    }
-    engine->parts = parts;
+    TAILQ_INIT(&engine->queue);
     engine->provider = provider;
     engine->most = most;
     engine->block_bytes = block_bytes;
@@ -103,7 +99,7 @@ int zinf_engine_close(zinf_engine *engine, zinf_counters *last)
         return -ECHILD;
     pthread_mutex_lock(&engine->mutex);
     engine->stopping = true;
-    zinf_wake(engine);
+    zinf_wake(engine->wake);
     pthread_mutex_unlock(&engine->mutex);
     int error = -pthread_join(engine->thread, NULL);
     if (error)
@@ -119,7 +115,6 @@ void zinf_engine_counters(zinf_engine *engine, zinf_counters *out)
 {
     pthread_mutex_lock(&engine->mutex);
     *out = engine->counters;
-    out->faults_fired = engine->faults.fired;
     pthread_mutex_unlock(&engine->mutex);
 }
 
@@ -133,9 +128,7 @@ int zinf_inject(zinf_engine *engine, const zinf_fault *fault)
 
 void zinf_clear_faults(zinf_engine *engine)
 {
-    pthread_mutex_lock(&engine->mutex);
-    engine->faults.armed = 0;
-    pthread_mutex_unlock(&engine->mutex);
+    zinf_inject(engine, NULL);
 }
 
 int zinf_direct_alignment(int fd, int64_t *memory, int64_t *offset)

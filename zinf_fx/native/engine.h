@@ -28,12 +28,15 @@ typedef struct zinf_request zinf_request;
 
 /* How a request ended. `error` is 0 or a positive errno; offset (in the file) and length (bytes) are those of the piece
  * that failed; `poisoned` tells that nothing was tried, because an earlier EIO poisoned the file. ENODATA: the file
- * ended before the request did. EBADMSG: a page that was read doesn't have its checksum. */
+ * ended before the request did. EBADMSG: a page that was read doesn't have its checksum. When the I/O thread began with
+ * it and when it was done: nanoseconds of CLOCK_MONOTONIC; the same twice for one that was given up before it began. */
 typedef struct {
     int error;
     int poisoned;
     int64_t offset;
     uint64_t length;
+    int64_t began_ns;
+    int64_t ended_ns;
 } zinf_outcome;
 
 /* Bytes moved, and nanoseconds during which at least one block of that direction was under way; transfers that the
@@ -107,21 +110,21 @@ int zinf_done(zinf_request *request);
 /* How a done request ended. */
 void zinf_result(zinf_request *request, zinf_outcome *out);
 
-/* When the I/O thread began with a done request, and when it was done: nanoseconds of CLOCK_MONOTONIC. One that was given
- * up before it began has the same twice. */
+/* The times of a done request. */
 void zinf_times(zinf_request *request, int64_t *began_ns, int64_t *ended_ns);
 
 /* Drops the ticket. The transfer, if under way, goes on. */
 void zinf_release(zinf_request *request);
 
-/* Arms a fault. -ENOSPC when 16 are armed. */
+/* Arms a fault, -ENOSPC when 16 are armed; NULL disarms every one. */
 int zinf_inject(zinf_engine *engine, const zinf_fault *fault);
 
 /* Disarms every fault. */
 void zinf_clear_faults(zinf_engine *engine);
 
-/* Lets the nth set-up call (from 1) of the engines opened from now on fail with `error`; nth 0: none. */
-void zinf_inject_setup(int64_t nth, int error);
+/* Lets the nth set-up call (from 1) of the engines opened from now on fail with `error`; nth 0: none. The number of
+ * set-up calls since it was last called. */
+int64_t zinf_inject_setup(int64_t nth, int error);
 
 /* Set-up calls since zinf_inject_setup. */
 int64_t zinf_setup_calls(void);

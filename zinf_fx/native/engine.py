@@ -91,7 +91,7 @@ def _known(provider: str) -> str:
 
 
 @dataclass(frozen=True)
-class Counters:
+class IoCounters:
     """Bytes moved, and seconds during which at least one block of that direction was under way.
 
     The operating system was given `transfers`, fewer than requests where small ones were merged. `bytes_checked` were
@@ -107,13 +107,13 @@ class Counters:
     check_seconds: float = 0.0
     faults_fired: int = 0
 
-    def __add__(self, other: Counters) -> Counters:
+    def __add__(self, other: IoCounters) -> IoCounters:
         """Those of two engines together."""
-        return Counters(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return IoCounters(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
-def _counters(raw: ffi.CData) -> Counters:
-    return Counters(
+def _counters(raw: ffi.CData) -> IoCounters:
+    return IoCounters(
         raw.bytes_read,
         raw.bytes_written,
         raw.read_ns / 1e9,
@@ -168,8 +168,8 @@ class Engine:
         self._engine = out[0]
         self._pid = os.getpid()
         self._closed = False
-        self._last = Counters()
-        self._under_way: deque[Ticket] = deque()
+        self._last = IoCounters()
+        self._under_way: deque[FileTicket] = deque()
         self._sweep_at = _SWEPT_AT_LEAST
 
     def attach(self, fd: int, path: str | os.PathLike[str], *, alignment: int) -> File:
@@ -180,7 +180,7 @@ class Engine:
             raise StoreError("open", path, "no handle for this file", errno=-code)
         return File(self, out[0], path)
 
-    def counters(self) -> Counters:
+    def counters(self) -> IoCounters:
         """What was moved so far. A closed engine keeps its last values."""
         if not self._closed:
             raw = ffi.new("zinf_counters *")
@@ -210,7 +210,7 @@ class Engine:
         """Disarms every fault."""
         lib.zinf_clear_faults(self._open())
 
-    def keep(self, ticket: Ticket) -> None:
+    def keep(self, ticket: FileTicket) -> None:
         """Hold a ticket whose transfer begins, and so its memory, until it is over, whoever drops it meanwhile."""
         self._under_way.append(ticket)
         if len(self._under_way) >= self._sweep_at:
@@ -281,7 +281,7 @@ class File:
         *,
         sums: PageSums | None = None,
         first_page: int = 0,
-    ) -> Ticket:
+    ) -> FileTicket:
         """Starts a transfer between memory at `address` and the file at `offset`, both in bytes.
 
         `owner` is kept alive until the transfer is over; without one, the caller must keep the memory. With `sums`,
@@ -292,17 +292,11 @@ class File:
         if sums is not None:
             assert first_page + nbytes // lib.ZINF_PAGE <= sums.pages, f"{sums} has no checksums for {nbytes} bytes"
             table, generation, owner = sums.table + first_page, sums.generation, (owner, sums)
-        ticket = Ticket(self, operation, offset, nbytes, owner)
-        code = ticket.begin(self._handle, address, table, generation)
+        ticket = FileTicket(self, operation, offset, nbytes, owner)
+        code = ticket.begin(self._handle, operation, address, table, generation)
         if code:
-            raise StoreError(
-                OPERATIONS[operation],
-                self.path,
-                HINTS.get(-code, "the request can't be queued"),
-                offset=offset,
-                length=nbytes,
-                errno=-code,
-            )
+            detail = HINTS.get(-code, "the request can't be queued")
+            raise StoreError(ticket.name, self.path, detail, offset=offset, length=nbytes, errno=-code)
         self.engine.keep(ticket)
         return ticket
 
@@ -317,40 +311,28 @@ class File:
         self.engine.sweep()
 
 
-class Ticket:
+class FileTicket:
     """One transfer under way. Waiting for it waits for no other.
 
     Its memory's owner is kept until the transfer is over, even if the ticket is dropped earlier: the engine has the
     ticket, too. An error that nobody asked for is logged.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_file",
-        "_observed",
-        "_operation",
-        "_owner",
-        "_pid",
-        "_request",
-        "length",
-        "name",
-        "offset",
-    )
+    __slots__ = ("__weakref__", "_file", "_observed", "_owner", "_pid", "_request", "length", "name", "offset")
 
     def __init__(self, file: File, operation: int, offset: int, length: int, owner: object) -> None:
         self._observed = True  # nothing is under way before `begin`
         self._file = file
         self._pid = file.engine._pid
         self._owner = owner
-        self._operation = operation
         self.name = OPERATIONS[operation]
         self.offset = offset
         self.length = length
 
-    def begin(self, handle: ffi.CData, address: int, table: ffi.CData, generation: int) -> int:
+    def begin(self, handle: ffi.CData, operation: int, address: int, table: ffi.CData, generation: int) -> int:
         """Queue the transfer. Returns 0, or what `zinf_submit` says."""
         out, place = ffi.new("zinf_request **"), ffi.cast("void *", address)
-        code = lib.zinf_submit(handle, self._operation, place, self.offset, self.length, table, generation, out)
+        code = lib.zinf_submit(handle, operation, place, self.offset, self.length, table, generation, out)
         if not code:
             self._request = ffi.gc(out[0], lib.zinf_release)
             self._observed = False
@@ -374,29 +356,31 @@ class Ticket:
         Raises:
             StoreError: the transfer failed; with operation, file, offset, length and errno.
         """
-        self._join()
-        self._observed = True
-        # A new error each time: one that is kept would keep, by its traceback, whoever waited before.
-        error = self._outcome()
-        if error is not None:
-            raise error
-
-    def _join(self) -> None:
         what = f"the {self.name} of {self.length} bytes at offset {self.offset} of {self._file.path}"
         code = _in_slices(lambda ns: lib.zinf_wait(self._request, ns), what)
         if code:
-            raise StoreError(
-                "wait", self._file.path, HINTS.get(-code, "waiting failed"), offset=self.offset, errno=-code
-            )
+            detail = HINTS.get(-code, "waiting failed")
+            raise StoreError("wait", self._file.path, detail, offset=self.offset, errno=-code)
         self._owner = None
+        self._observed = True
+        # A new error each time: one that is kept would keep, by its traceback, whoever waited before.
+        error = self._error()
+        if error is not None:
+            raise error
 
-    def _outcome(self) -> StoreError | None:
-        return _outcome(self._request, self.name, self._file.path)
+    def _error(self) -> StoreError | None:
+        found = _outcome(self._request)
+        if not found.error:
+            return None
+        poisoned = "an earlier request saw the device fail; the file accepts no more requests"
+        detail = poisoned if found.poisoned else HINTS.get(found.error, "the transfer failed")
+        where = {"offset": found.offset, "length": found.length, "errno": found.error}
+        return StoreError(self.name, self._file.path, detail, **where)
 
     def __del__(self) -> None:
         # Of one whose construction failed nothing is known. An interrupt here is dropped, and with it only a message.
         mine = not getattr(self, "_observed", True) and os.getpid() == self._pid
-        if mine and self.done() and (error := self._outcome()) is not None:
+        if mine and self.done() and (error := self._error()) is not None:
             log.error("nobody waited for a ticket that failed: %s", error)
 
 
@@ -418,14 +402,10 @@ class Span:
         return began[0] / 1e9, ended[0] / 1e9
 
 
-def _outcome(request: ffi.CData, name: str, path: str | os.PathLike[str]) -> StoreError | None:
-    raw = ffi.new("zinf_outcome *")
-    lib.zinf_result(request, raw)
-    if not raw.error:
-        return None
-    poisoned = "an earlier request saw the device fail; the file accepts no more requests"
-    detail = poisoned if raw.poisoned else HINTS.get(raw.error, "the transfer failed")
-    return StoreError(name, path, detail, offset=raw.offset, length=raw.length, errno=raw.error)
+def _outcome(request: ffi.CData) -> ffi.CData:
+    outcome = ffi.new("zinf_outcome *")
+    lib.zinf_result(request, outcome)
+    return outcome
 
 
 def _in_slices(wait: Callable[[int], int], what: str) -> int:

@@ -11,19 +11,21 @@ static atomic_int setup_error;
 
 int zinf_faults_add(struct zinf_faults *faults, const zinf_fault *fault)
 {
+    if (!fault) {
+        faults->armed = 0;
+        return 0;
+    }
     if (faults->armed == ZINF_MAX_FAULTS)
         return -ENOSPC;
     if (fault->nth < 1 || fault->count < 1 || (fault->stage != ZINF_SUBMISSION && fault->stage != ZINF_COMPLETION))
         return -EINVAL;
-    faults->entries[faults->armed].fault = *fault;
-    faults->entries[faults->armed].seen = 0;
-    faults->armed++;
+    faults->entries[faults->armed++] = (struct zinf_armed){.fault = *fault};
     return 0;
 }
 
-int zinf_faults_hit(struct zinf_faults *faults, int stage, int operation, zinf_fault *out)
+bool zinf_faults_hit(struct zinf_faults *faults, int stage, int operation, zinf_fault *out)
 {
-    int hit = 0;
+    bool hit = false;
     for (unsigned i = 0; i < faults->armed; i++) {
         const zinf_fault *fault = &faults->entries[i].fault;
         if (fault->stage != stage || (fault->operation != ZINF_ANY && fault->operation != operation))
@@ -31,18 +33,18 @@ int zinf_faults_hit(struct zinf_faults *faults, int stage, int operation, zinf_f
         int64_t past = ++faults->entries[i].seen - fault->nth;
         if (!hit && past >= 0 && past < fault->count) {
             *out = *fault;
-            faults->fired++;
-            hit = 1;
+            hit = true;
         }
     }
     return hit;
 }
 
-void zinf_inject_setup(int64_t nth, int error)
+int64_t zinf_inject_setup(int64_t nth, int error)
 {
-    atomic_store(&setup_calls, 0);
+    int64_t calls = atomic_exchange(&setup_calls, 0);
     atomic_store(&setup_error, error);
     atomic_store(&setup_nth, nth);
+    return calls;
 }
 
 int64_t zinf_setup_calls(void)

@@ -21,6 +21,7 @@ static bool hit_by_fault(zinf_engine *engine, int stage, const struct slot *slot
         return false;
     pthread_mutex_lock(&engine->mutex);
     bool hit = zinf_faults_hit(&engine->faults, stage, slot->request->operation, fault);
+    engine->counters.faults_fired += hit;
     pthread_mutex_unlock(&engine->mutex);
     return hit;
 }
@@ -33,23 +34,18 @@ static enum verdict before_submission(zinf_engine *engine, struct slot *slot)
     zinf_fault fault;
     if (!hit_by_fault(engine, ZINF_SUBMISSION, slot, &fault))
         return SUBMIT;
-    if (fault.error == EAGAIN || fault.error == EINTR) {
-        zinf_try_again(engine, slot, fault.error);
-        return SKIP;
-    }
     if (fault.error) {
-        zinf_end_block(engine, slot, fault.error);
+        slot->block.result = -fault.error;
+        zinf_settle(engine, slot);
         return SKIP;
     }
     if (fault.delay_ns > 0) {
         slot->due = zinf_now_ns() + fault.delay_ns;
         return SKIP;
     }
-    if (!fault.length)
-        return STOP;
-    if (fault.length < slot->length)
+    if (fault.length && fault.length < slot->length)
         slot->block.length = fault.length;
-    return SUBMIT;
+    return fault.length ? SUBMIT : STOP;
 }
 
 /* Whether the limits on what is under way leave room for one more block. */
@@ -83,7 +79,7 @@ static unsigned collect_ready(zinf_engine *engine, struct zinf_block **batch, bo
         bytes += slot->length;
         if (!first || !zinf_join_transfer(first, last, slot)) {
             first = slot;
-            zinf_begin_transfer(engine, first);
+            zinf_begin_transfer(first);
             batch[count++] = &first->block;
         }
         last = slot;
@@ -129,10 +125,8 @@ static bool submit_ready(zinf_engine *engine)
 static void abandon_flying(zinf_engine *engine, int error)
 {
     for (unsigned i = 0; i < engine->slot_count; i++)
-        if (engine->slots[i].state == FLYING) {
-            zinf_land(engine, &engine->slots[i]);
+        if (engine->slots[i].state == FLYING)
             zinf_end_block(engine, &engine->slots[i], error);
-        }
 }
 
 /* What an injected fault makes of a completion. Whether it is held back. */
@@ -164,10 +158,8 @@ static bool reap(zinf_engine *engine)
         zinf_share_result((struct slot *)finished[i]);
         for (struct slot *slot = (struct slot *)finished[i], *next; slot; slot = next) {
             next = slot->mate;
-            if (after_completion(engine, slot))
-                continue;
-            zinf_land(engine, slot);
-            zinf_settle(engine, slot);
+            if (!after_completion(engine, slot))
+                zinf_settle(engine, slot);
         }
     }
     return count != 0;
@@ -180,7 +172,6 @@ static bool settle_held(zinf_engine *engine)
     for (unsigned i = 0; i < engine->slot_count; i++) {
         struct slot *slot = zinf_slot(engine, i);
         if (slot->state == HELD && slot->due <= now) {
-            zinf_land(engine, slot);
             zinf_settle(engine, slot);
             progress = true;
         }
@@ -212,9 +203,7 @@ static void sleep_until_woken(zinf_engine *engine)
     if (!sleeping)
         return;
     int64_t due = next_due(engine);
-    int64_t left = due == NEVER ? 0 : due - zinf_now_ns();
-    if (left < 0)
-        left = 0;
+    int64_t now = zinf_now_ns(), left = due > now ? due - now : 0;
     struct timespec timeout = {.tv_sec = left / 1000000000, .tv_nsec = left % 1000000000};
     struct pollfd poll = {.fd = engine->wake, .events = POLLIN};
     if (ppoll(&poll, 1, due == NEVER ? NULL : &timeout, NULL) > 0) {
@@ -230,7 +219,7 @@ static void sleep_until_woken(zinf_engine *engine)
 static bool finished(zinf_engine *engine)
 {
     pthread_mutex_lock(&engine->mutex);
-    bool result = engine->stopping && !engine->head && !engine->used;
+    bool result = engine->stopping && TAILQ_EMPTY(&engine->queue) && !engine->used;
     pthread_mutex_unlock(&engine->mutex);
     return result;
 }

@@ -4,10 +4,10 @@
 
 static const size_t LARGEST_TRANSFER = 1 << 20; /* bytes: larger ones gain nothing */
 
-void zinf_begin_transfer(zinf_engine *engine, struct slot *first)
+void zinf_begin_transfer(struct slot *first)
 {
     struct zinf_block *block = &first->block;
-    block->parts = engine->parts + (first - engine->slots) * ZINF_MERGED;
+    block->parts = first->parts;
     block->parts[0] = (struct iovec){block->address, block->length};
     block->count = 1;
     first->transfer = block->length;

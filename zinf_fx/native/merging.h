@@ -13,7 +13,7 @@
 #define ZINF_NOT_TRIED INT64_MIN
 
 /* Makes `first` a transfer of its own, that others may join. */
-void zinf_begin_transfer(zinf_engine *engine, struct slot *first);
+void zinf_begin_transfer(struct slot *first);
 
 /* Lets `slot` join the transfer from `first` to `last`. Whether it fits there. */
 bool zinf_join_transfer(struct slot *first, struct slot *last, struct slot *slot);

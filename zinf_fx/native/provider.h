@@ -9,6 +9,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/queue.h>
 #include <sys/uio.h>
 
 /* One transfer, small enough for one system call. */
@@ -22,7 +23,7 @@ struct zinf_block {
     unsigned count;
     int64_t result;          /* by the provider: bytes moved, or a negated errno */
     struct iocb control;     /* kernel AIO's own */
-    struct zinf_block *next; /* the thread pool's own */
+    STAILQ_ENTRY(zinf_block) next; /* the thread pool's own */
 };
 
 struct zinf_provider {
@@ -31,7 +32,7 @@ struct zinf_provider {
 
     /* For `most` blocks under way, of which `depth` are large. Every completion adds to the eventfd `wake`. 0, or a
      * negated errno with nothing left behind. */
-    int (*open)(unsigned depth, unsigned most, int wake, void **context);
+    int (*open)(const struct zinf_provider *self, unsigned depth, unsigned most, int wake, void **context);
 
     /* The number of blocks taken, from the first on (at least 1), or the negated errno of the first. */
     int (*submit)(void *context, struct zinf_block **blocks, unsigned count);
@@ -47,6 +48,9 @@ extern const struct zinf_provider zinf_provider_libaio;
 extern const struct zinf_provider zinf_provider_aio;
 extern const struct zinf_provider zinf_provider_threads;
 extern const struct zinf_provider zinf_provider_buffered;
+
+/* Wakes the I/O thread, now or out of its next sleep. */
+void zinf_wake(int wake);
 
 /* 0, or the negated errno that a test wants the next set-up call to fail with. */
 int zinf_setup_fault(void);

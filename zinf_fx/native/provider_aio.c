@@ -8,7 +8,6 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -55,31 +54,22 @@ static int direct_destroy(aio_context_t context)
 
 static const struct calls system_calls = {direct_setup, direct_submit, direct_getevents, direct_destroy};
 
-/* ISO C has no cast from an object pointer to a function pointer; POSIX promises that the bits are the same. */
-static int bind_function(void *library, const char *name, void *function)
-{
-    void *symbol = dlsym(library, name);
-    if (!symbol)
-        return -ENOSYS;
-    memcpy(function, &symbol, sizeof symbol);
-    return 0;
-}
-
 static int bind_libaio(struct aio *aio)
 {
-    static const char *const names[] = {"libaio.so.1t64", "libaio.so.1"};
-    for (size_t i = 0; i < sizeof names / sizeof *names && !aio->library; i++)
-        aio->library = dlopen(names[i], RTLD_NOW | RTLD_LOCAL);
-    if (!aio->library)
-        return -ENOSYS;
-    int error = bind_function(aio->library, "io_setup", &aio->calls.setup);
-    if (!error)
-        error = bind_function(aio->library, "io_submit", &aio->calls.submit);
-    if (!error)
-        error = bind_function(aio->library, "io_getevents", &aio->calls.getevents);
-    if (!error)
-        error = bind_function(aio->library, "io_destroy", &aio->calls.destroy);
-    return error;
+    static const char *const libraries[] = {"libaio.so.1t64", "libaio.so.1"};
+    static const char *const names[] = {"io_setup", "io_submit", "io_getevents", "io_destroy"}; /* as in `calls` */
+    /* ISO C has no cast from an object pointer to a function pointer; POSIX promises that the bits are the same. */
+    union {
+        void *symbols[4];
+        struct calls calls;
+    } bound;
+    for (size_t i = 0; i < 2 && !aio->library; i++)
+        aio->library = dlopen(libraries[i], RTLD_NOW | RTLD_LOCAL);
+    for (size_t i = 0; i < 4; i++)
+        if (!aio->library || !(bound.symbols[i] = dlsym(aio->library, names[i])))
+            return -ENOSYS;
+    aio->calls = bound.calls;
+    return 0;
 }
 
 static void aio_free(struct aio *aio)
@@ -91,8 +81,9 @@ static void aio_free(struct aio *aio)
     free(aio);
 }
 
-static int aio_open(unsigned most, int wake, bool libaio, void **context)
+static int aio_open(const struct zinf_provider *self, unsigned depth, unsigned most, int wake, void **context)
 {
+    (void)depth;
     int error = zinf_setup_fault();
     if (error)
         return error;
@@ -105,7 +96,7 @@ static int aio_open(unsigned most, int wake, bool libaio, void **context)
     aio->controls = calloc(most, sizeof *aio->controls);
     aio->events = calloc(most, sizeof *aio->events);
     error = aio->controls && aio->events ? 0 : -ENOMEM;
-    if (!error && libaio)
+    if (!error && self == &zinf_provider_libaio)
         error = bind_libaio(aio);
     if (!error)
         error = zinf_setup_fault();
@@ -117,18 +108,6 @@ static int aio_open(unsigned most, int wake, bool libaio, void **context)
     }
     *context = aio;
     return 0;
-}
-
-static int libaio_open(unsigned depth, unsigned most, int wake, void **context)
-{
-    (void)depth;
-    return aio_open(most, wake, true, context);
-}
-
-static int system_call_open(unsigned depth, unsigned most, int wake, void **context)
-{
-    (void)depth;
-    return aio_open(most, wake, false, context);
 }
 
 static int aio_submit(void *context, struct zinf_block **blocks, unsigned count)
@@ -177,5 +156,5 @@ static void aio_close(void *context)
     aio_free(aio);
 }
 
-const struct zinf_provider zinf_provider_libaio = {"libaio", true, libaio_open, aio_submit, aio_reap, aio_close};
-const struct zinf_provider zinf_provider_aio = {"aio", true, system_call_open, aio_submit, aio_reap, aio_close};
+const struct zinf_provider zinf_provider_libaio = {"libaio", true, aio_open, aio_submit, aio_reap, aio_close};
+const struct zinf_provider zinf_provider_aio = {"aio", true, aio_open, aio_submit, aio_reap, aio_close};

@@ -9,16 +9,13 @@
 #include <sys/types.h>
 #include <unistd.h>
 
-struct list {
-    struct zinf_block *head;
-    struct zinf_block **tail;
-};
+STAILQ_HEAD(blocks, zinf_block);
 
 struct pool {
     pthread_mutex_t mutex;
     pthread_cond_t work;
-    struct list todo;
-    struct list finished;
+    struct blocks todo;
+    struct blocks finished;
     bool stopping;
     bool buffered;
     int wake;
@@ -26,27 +23,11 @@ struct pool {
     pthread_t threads[];
 };
 
-static void list_init(struct list *list)
+static struct zinf_block *first_of(struct blocks *list)
 {
-    list->head = NULL;
-    list->tail = &list->head;
-}
-
-static void list_push(struct list *list, struct zinf_block *block)
-{
-    block->next = NULL;
-    *list->tail = block;
-    list->tail = &block->next;
-}
-
-static struct zinf_block *list_pop(struct list *list)
-{
-    struct zinf_block *block = list->head;
-    if (block) {
-        list->head = block->next;
-        if (!list->head)
-            list->tail = &list->head;
-    }
+    struct zinf_block *block = STAILQ_FIRST(list);
+    if (block)
+        STAILQ_REMOVE_HEAD(list, next);
     return block;
 }
 
@@ -74,7 +55,7 @@ static void *work(void *argument)
     struct pool *pool = argument;
     pthread_mutex_lock(&pool->mutex);
     for (;;) {
-        struct zinf_block *block = list_pop(&pool->todo);
+        struct zinf_block *block = first_of(&pool->todo);
         if (!block) {
             if (pool->stopping)
                 break;
@@ -86,11 +67,8 @@ static void *work(void *argument)
         if (pool->buffered && block->result > 0)
             leave_the_cache(block);
         pthread_mutex_lock(&pool->mutex);
-        list_push(&pool->finished, block);
-        uint64_t one = 1;
-        /* The counter can't overflow, so that the write can neither fail nor block. */
-        while (write(pool->wake, &one, sizeof one) < 0 && errno == EINTR)
-            ;
+        STAILQ_INSERT_TAIL(&pool->finished, block, next);
+        zinf_wake(pool->wake);
     }
     pthread_mutex_unlock(&pool->mutex);
     return NULL;
@@ -110,8 +88,10 @@ static void pool_close(void *context)
     free(pool);
 }
 
-static int pool_open(unsigned depth, int wake, bool buffered, void **context)
+/* The blocks beyond `depth` wait in the list. */
+static int pool_open(const struct zinf_provider *self, unsigned depth, unsigned most, int wake, void **context)
 {
+    (void)most;
     int error = zinf_setup_fault();
     if (error)
         return error;
@@ -120,10 +100,10 @@ static int pool_open(unsigned depth, int wake, bool buffered, void **context)
         return -ENOMEM;
     pthread_mutex_init(&pool->mutex, NULL);
     pthread_cond_init(&pool->work, NULL);
-    list_init(&pool->todo);
-    list_init(&pool->finished);
+    STAILQ_INIT(&pool->todo);
+    STAILQ_INIT(&pool->finished);
     pool->wake = wake;
-    pool->buffered = buffered;
+    pool->buffered = !self->direct;
     while (pool->workers < depth) {
         error = zinf_setup_fault();
         if (!error)
@@ -138,25 +118,12 @@ static int pool_open(unsigned depth, int wake, bool buffered, void **context)
     return 0;
 }
 
-/* The blocks beyond `depth` wait in the list. */
-static int direct_open(unsigned depth, unsigned most, int wake, void **context)
-{
-    (void)most;
-    return pool_open(depth, wake, false, context);
-}
-
-static int buffered_open(unsigned depth, unsigned most, int wake, void **context)
-{
-    (void)most;
-    return pool_open(depth, wake, true, context);
-}
-
 static int pool_submit(void *context, struct zinf_block **blocks, unsigned count)
 {
     struct pool *pool = context;
     pthread_mutex_lock(&pool->mutex);
     for (unsigned i = 0; i < count; i++) {
-        list_push(&pool->todo, blocks[i]);
+        STAILQ_INSERT_TAIL(&pool->todo, blocks[i], next);
         pthread_cond_signal(&pool->work);
     }
     pthread_mutex_unlock(&pool->mutex);
@@ -168,11 +135,11 @@ static int pool_reap(void *context, struct zinf_block **blocks, unsigned max)
     struct pool *pool = context;
     int count = 0;
     pthread_mutex_lock(&pool->mutex);
-    while ((unsigned)count < max && (blocks[count] = list_pop(&pool->finished)))
+    while ((unsigned)count < max && (blocks[count] = first_of(&pool->finished)))
         count++;
     pthread_mutex_unlock(&pool->mutex);
     return count;
 }
 
-const struct zinf_provider zinf_provider_threads = {"threads", true, direct_open, pool_submit, pool_reap, pool_close};
-const struct zinf_provider zinf_provider_buffered = {"buffered", false, buffered_open, pool_submit, pool_reap, pool_close};
+const struct zinf_provider zinf_provider_threads = {"threads", true, pool_open, pool_submit, pool_reap, pool_close};
+const struct zinf_provider zinf_provider_buffered = {"buffered", false, pool_open, pool_submit, pool_reap, pool_close};

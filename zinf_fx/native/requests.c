@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-static void request_unref(zinf_request *request)
+void zinf_release(zinf_request *request)
 {
     if (atomic_fetch_sub(&request->references, 1) > 1)
         return;
@@ -15,19 +15,9 @@ static void request_unref(zinf_request *request)
     zinf_engine_unref(engine);
 }
 
-void zinf_enqueue(zinf_engine *engine, zinf_request *request, bool first)
-{
-    request->previous = first ? NULL : engine->tail;
-    request->next = first ? engine->head : NULL;
-    *(request->previous ? &request->previous->next : &engine->head) = request;
-    *(request->next ? &request->next->previous : &engine->tail) = request;
-    request->queued = true;
-}
-
 void zinf_dequeue(zinf_engine *engine, zinf_request *request)
 {
-    *(request->previous ? &request->previous->next : &engine->head) = request->next;
-    *(request->next ? &request->next->previous : &engine->tail) = request->previous;
+    TAILQ_REMOVE(&engine->queue, request, neighbours);
     request->queued = false;
 }
 
@@ -39,18 +29,19 @@ void zinf_request_finish(zinf_request *request)
     request->file = NULL;
     if (--file->requests == 0)
         pthread_cond_broadcast(&file->unused);
-    request->ended_ns = zinf_now_ns();
-    if (!request->began_ns)
-        request->began_ns = request->ended_ns;
+    request->outcome.ended_ns = zinf_now_ns();
+    if (!request->outcome.began_ns)
+        request->outcome.began_ns = request->outcome.ended_ns;
     atomic_store_explicit(&request->done, 1, memory_order_release);
     pthread_cond_broadcast(&request->finished);
-    request_unref(request);
+    zinf_release(request);
 }
 
 void zinf_request_fail(zinf_request *request, int error, int64_t offset, size_t length)
 {
-    if (!request->outcome.error || offset < request->outcome.offset)
-        request->outcome = (zinf_outcome){.error = error, .offset = offset, .length = length};
+    zinf_outcome *outcome = &request->outcome;
+    if (!outcome->error || offset < outcome->offset)
+        *outcome = (zinf_outcome){.error = error, .offset = offset, .length = length, .began_ns = outcome->began_ns};
     if (error == EIO)
         request->file->poisoned = true;
     if (request->queued)
@@ -71,17 +62,17 @@ int zinf_file_attach(zinf_engine *engine, int fd, size_t alignment, zinf_file **
     return 0;
 }
 
-/* Until `condition` is signalled or the deadline is over; the engine's mutex is held. */
-static int wait_until(zinf_engine *engine, pthread_cond_t *condition, int64_t timeout_ns, const struct timespec *deadline)
+/* Waits until `condition` is signalled or the deadline is over (< 0: for ever). The engine's mutex is held. */
+static int wait_until(zinf_engine *engine, pthread_cond_t *condition, int64_t deadline_ns)
 {
-    return timeout_ns < 0 ? pthread_cond_wait(condition, &engine->mutex)
-                          : pthread_cond_timedwait(condition, &engine->mutex, deadline);
+    struct timespec deadline = {.tv_sec = deadline_ns / 1000000000, .tv_nsec = deadline_ns % 1000000000};
+    return deadline_ns < 0 ? pthread_cond_wait(condition, &engine->mutex)
+                           : pthread_cond_timedwait(condition, &engine->mutex, &deadline);
 }
 
-static struct timespec deadline_in(int64_t timeout_ns)
+static int64_t deadline_in(int64_t timeout_ns)
 {
-    int64_t until = timeout_ns < 0 ? 0 : zinf_now_ns() + timeout_ns;
-    return (struct timespec){.tv_sec = until / 1000000000, .tv_nsec = until % 1000000000};
+    return timeout_ns < 0 ? -1 : zinf_now_ns() + timeout_ns;
 }
 
 int zinf_file_detach(zinf_file *file, int64_t timeout_ns)
@@ -89,11 +80,11 @@ int zinf_file_detach(zinf_file *file, int64_t timeout_ns)
     zinf_engine *engine = file->engine;
     if (engine->process != getpid())
         return -ECHILD;
-    struct timespec deadline = deadline_in(timeout_ns);
+    int64_t deadline = deadline_in(timeout_ns);
     int error = 0;
     pthread_mutex_lock(&engine->mutex);
     while (file->requests && !error)
-        error = wait_until(engine, &file->unused, timeout_ns, &deadline);
+        error = wait_until(engine, &file->unused, deadline);
     bool used = file->requests;
     pthread_mutex_unlock(&engine->mutex);
     if (used)
@@ -110,39 +101,41 @@ int zinf_submit(zinf_file *file, int operation, void *address, int64_t offset, s
     zinf_engine *engine = file->engine;
     if (engine->process != getpid())
         return -ECHILD;
-    if ((operation != ZINF_READ && operation != ZINF_WRITE) || offset < 0 || !length)
-        return -EINVAL;
-    if (sums && (offset % ZINF_PAGE || length % ZINF_PAGE))
+    if ((operation != ZINF_READ && operation != ZINF_WRITE) || offset < 0 || !length ||
+        (sums && (offset % ZINF_PAGE || length % ZINF_PAGE)))
         return -EINVAL;
     zinf_request *request = calloc(1, sizeof *request);
     if (!request)
         return -ENOMEM;
-    request->engine = engine;
-    request->file = file;
-    request->operation = operation;
-    request->address = address;
-    request->offset = offset;
-    request->length = length;
-    request->sums = sums;
-    request->generation = generation;
-    atomic_init(&request->references, 2);
+    *request = (zinf_request){
+        .engine = engine,
+        .file = file,
+        .operation = operation,
+        .address = address,
+        .offset = offset,
+        .length = length,
+        .sums = sums,
+        .generation = generation,
+        .references = 2,
+    };
     zinf_cond_init(&request->finished);
     atomic_fetch_add(&engine->references, 1);
     pthread_mutex_lock(&engine->mutex);
     bool stopping = engine->stopping;
     if (!stopping) {
         file->requests++;
-        zinf_enqueue(engine, request, false);
+        TAILQ_INSERT_TAIL(&engine->queue, request, neighbours);
+        request->queued = true;
         engine->submissions++;
         if (engine->sleeping) {
             engine->sleeping = false; /* one wake-up is enough for all that come before it looks */
-            zinf_wake(engine);
+            zinf_wake(engine->wake);
         }
     }
     pthread_mutex_unlock(&engine->mutex);
     if (stopping) {
         atomic_store(&request->references, 1);
-        request_unref(request);
+        zinf_release(request);
         return -ESHUTDOWN;
     }
     *out = request;
@@ -161,15 +154,15 @@ int zinf_wait(zinf_request *request, int64_t timeout_ns)
         return 0;
     if (engine->process != getpid())
         return -ECHILD;
-    struct timespec deadline = deadline_in(timeout_ns);
+    int64_t deadline = deadline_in(timeout_ns);
     int error = 0;
     pthread_mutex_lock(&engine->mutex);
-    if (request->queued && request != engine->head) {
-        zinf_dequeue(engine, request);
-        zinf_enqueue(engine, request, true);
+    if (request->queued) {
+        TAILQ_REMOVE(&engine->queue, request, neighbours);
+        TAILQ_INSERT_HEAD(&engine->queue, request, neighbours);
     }
     while (!zinf_done(request) && !error)
-        error = wait_until(engine, &request->finished, timeout_ns, &deadline);
+        error = wait_until(engine, &request->finished, deadline);
     if (zinf_done(request))
         error = 0;
     pthread_mutex_unlock(&engine->mutex);
@@ -183,11 +176,6 @@ void zinf_result(zinf_request *request, zinf_outcome *out)
 
 void zinf_times(zinf_request *request, int64_t *began_ns, int64_t *ended_ns)
 {
-    *began_ns = request->began_ns;
-    *ended_ns = request->ended_ns;
-}
-
-void zinf_release(zinf_request *request)
-{
-    request_unref(request);
+    *began_ns = request->outcome.began_ns;
+    *ended_ns = request->outcome.ended_ns;
 }

@@ -22,10 +22,11 @@ void zinf_cond_init(pthread_cond_t *cond)
     pthread_condattr_destroy(&attributes);
 }
 
-void zinf_wake(zinf_engine *engine)
+/* The counter can't overflow, so that the write can neither fail nor block. */
+void zinf_wake(int wake)
 {
     uint64_t one = 1;
-    while (write(engine->wake, &one, sizeof one) < 0 && errno == EINTR)
+    while (write(wake, &one, sizeof one) < 0 && errno == EINTR)
         ;
 }
 
@@ -34,6 +35,5 @@ void zinf_engine_unref(zinf_engine *engine)
     if (atomic_fetch_sub(&engine->references, 1) > 1)
         return;
     pthread_mutex_destroy(&engine->mutex);
-    free(engine->parts);
     free(engine);
 }

@@ -14,6 +14,7 @@
 
 #include <pthread.h>
 #include <stdatomic.h>
+#include <sys/queue.h>
 #include <sys/types.h>
 
 enum {
@@ -41,13 +42,11 @@ struct zinf_request {
     uint32_t *sums; /* of the page at `offset`; NULL: none */
     uint64_t generation;
     unsigned blocks; /* under way */
-    zinf_outcome outcome;
-    int64_t began_ns; /* when the first block was cut; 0: none was */
-    int64_t ended_ns;
+    zinf_outcome outcome; /* began_ns: when the first block was cut; 0: none was */
     atomic_int done;
     atomic_int references; /* the engine's, until done, and the ticket's */
     pthread_cond_t finished;
-    zinf_request *previous, *next; /* in the queue, while length > 0 */
+    TAILQ_ENTRY(zinf_request) neighbours; /* in the queue, while length > 0 */
     bool queued;
 };
 
@@ -61,15 +60,14 @@ struct slot {
     size_t flying;           /* bytes that count against the engine's limit, while FLYING or HELD */
     zinf_request *request;
     struct slot *mate;       /* the next block of the same transfer: [Note: merging] */
-    size_t transfer;         /* in a transfer's first block: its bytes */
+    size_t transfer;         /* in a transfer's first block: its bytes, and the memory of its blocks */
+    struct iovec parts[ZINF_MERGED];
     enum slot_state state;
     bool alone; /* in no transfer with others */
     int retries;
     int64_t due;    /* READY: not to be submitted before; HELD: not to be settled before */
-    char *address;  /* this and the next three: the whole block, for its checksums */
-    int64_t offset;
-    size_t whole;
-    uint32_t *sums; /* NULL: none */
+    size_t whole;   /* bytes of the block, and its checksums; NULL: none */
+    uint32_t *sums;
 };
 
 struct zinf_engine {
@@ -84,7 +82,7 @@ struct zinf_engine {
     size_t bytes_limit; /* under way */
     atomic_int references; /* the opener's, and one per request and file */
     bool stopping;
-    zinf_request *head, *tail;
+    TAILQ_HEAD(, zinf_request) queue; /* the requests with bytes that no block covers yet */
     zinf_counters counters;
     unsigned under_way[2];
     int64_t since[2];
@@ -99,7 +97,6 @@ struct zinf_engine {
     size_t cut_bytes;
     unsigned flying;     /* slots that are FLYING or HELD, and their bytes */
     size_t flying_bytes;
-    struct iovec *parts; /* ZINF_MERGED for each slot */
     unsigned slot_count;
     unsigned next_slot;  /* the slot after the one that was filled last */
     struct slot slots[];
@@ -110,14 +107,9 @@ int64_t zinf_now_ns(void);
 /* A condition whose time limits are in the clock of zinf_now_ns. */
 void zinf_cond_init(pthread_cond_t *cond);
 
-/* Wakes the I/O thread, now or out of its next sleep. */
-void zinf_wake(zinf_engine *engine);
-
 void zinf_engine_unref(zinf_engine *engine);
 
-/* The queue holds the requests with bytes that no block covers yet. These four under the mutex. */
-
-void zinf_enqueue(zinf_engine *engine, zinf_request *request, bool first);
+/* Takes a request out of the queue. This and the next two under the mutex. */
 void zinf_dequeue(zinf_engine *engine, zinf_request *request);
 
 /* Notes an error of a request, of several that with the lowest offset, and gives up what of it is still queued. EIO
