@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from zinf_fx.runtime.memory.device import Copy, Cpu
+from zinf_fx.runtime.memory.device import Copy, Device
 from zinf_fx.runtime.memory.device_arena import DeviceArena
 from zinf_fx.runtime.memory.leases import Buffer
 
 
-class LateDevice(Cpu):
+class LateDevice(Device):
     """Counts the copies of each direction, and refuses to lose one."""
 
     in_host_memory = False

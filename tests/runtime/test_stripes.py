@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zinf_fx.errors import ConfigError, StoreError
-from zinf_fx.native.engine import File, Ticket
+from zinf_fx.native.engine import File, FileTicket
 from zinf_fx.runtime.disk.store import Extent, Fault, Store
 from zinf_fx.runtime.disk.stripes import UNIT, Place, Turns, runs
 from zinf_fx.runtime.memory.buffers import aligned_empty
@@ -190,7 +190,7 @@ def test_memory_is_the_callers_again_when_only_some_stripes_could_be_queued(two:
         store.inject(Fault("completion", operation="read", delay=0.2))
         submit, begun = File.submit, []
 
-        def failing(file: File, *arguments: object, **options: object) -> Ticket:
+        def failing(file: File, *arguments: object, **options: object) -> FileTicket:
             if begun:
                 raise StoreError("read", file.path, "the request can't be queued")
             begun.append(submit(file, *arguments, **options))

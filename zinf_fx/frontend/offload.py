@@ -23,7 +23,7 @@ from zinf_fx.frontend.auto_placement import choose
 from zinf_fx.frontend.graph_inputs import bytes_in_memory
 from zinf_fx.interrupts import held_back
 from zinf_fx.plan.sharding import Owners, shards_of
-from zinf_fx.runtime.gradients.accumulate import accumulate_gradient, reduced, reserve_gradient
+from zinf_fx.runtime.gradients.accumulate import add_gradient, reserve_gradient
 from zinf_fx.runtime.memory.device import device_of
 from zinf_fx.runtime.memory.heap import trim_heap
 from zinf_fx.runtime.ranks import Ranks
@@ -249,12 +249,8 @@ def replace_in_place(parameter: torch.nn.Parameter, twin: StoredTensor) -> None:
         return
     if parameter.requires_grad and parameter.is_leaf and parameter._use_count() > 1:
         accumulate = torch.autograd.graph.get_gradient_edge(parameter).node
-        accumulate.register_prehook(lambda gradients: _accumulate(parameter, gradients[0]))
+        accumulate.register_prehook(lambda gradients: add_gradient(parameter, gradients[0]))
     take_implementation(parameter, twin)
-
-
-def _accumulate(parameter: StoredTensor, gradient: torch.Tensor) -> None:
-    accumulate_gradient(parameter, reduced(parameter, gradient, f"a parameter of shape {tuple(parameter.shape)}"))
 
 
 def is_ordinary(value: object) -> bool:

@@ -99,10 +99,7 @@ class Meetings:
                     found = self._deadlock(rank, theirs, f"rank {self._rank} for {what} to begin there")
                     self._store.set(self._keys(meeting)[-1], found)
                     raise RanksError(found)
-        raise RanksError(
-            f"{what} failed on rank {self._rank} of {self._size}: another rank ended, or does something else at this "
-            f"point, or took longer than collective_timeout ({self._timeout.total_seconds():g} s)"
-        )
+        raise RanksError(unexplained(what, self._rank, self._size, self._timeout))
 
     def _verdict(self, key: str, what: str, started: int) -> str:
         """What the ranks find in the meeting under way: nothing wrong, or what is."""
@@ -174,6 +171,14 @@ class Meetings:
             f"ranks wait for each other: rank {meeting} of {self._size} for the others to come to {what}, and {other}. "
             f"The first is {_ADVICE}"
         )
+
+
+def unexplained(what: str, rank: int, size: int, timeout: timedelta) -> str:
+    """What is said of a collective that failed on a rank when nothing else is known."""
+    return (
+        f"{what} failed on rank {rank} of {size}: another rank ended, or does something else at this point, or took "
+        f"longer than collective_timeout ({timeout.total_seconds():g} s)"
+    )
 
 
 def _leave(store: dist.Store, rank: int, pid: int) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError, RanksError
 from zinf_fx.plan.sharding import Groups, Segment
-from zinf_fx.runtime.meeting import Meetings
+from zinf_fx.runtime.meeting import Meetings, unexplained
 from zinf_fx.runtime.recorder import RECORDER, Note
 
 # Both names since torch 2.13, where the first ones are deprecated.
@@ -141,11 +141,6 @@ class Ranks:
         """Those that `of` has made for a group so far."""
         return list(cls._known.get(group, {}).values())
 
-    @property
-    def source(self) -> int:
-        """The global rank of the first of all."""
-        return dist.get_global_rank(self._everyone, 0)
-
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str, owner: int | None = None) -> Collective:
         """Start to fill `full` with the `shard` of every rank of the group, in their order; of one that has an `owner`,
         with that one's. `shard` may be its own part of it."""
@@ -155,11 +150,9 @@ class Ranks:
                 if shard.data_ptr() != full.data_ptr():
                     full.copy_(shard)
             source = dist.get_global_rank(self._within, owner)
-            send = lambda: dist.broadcast(full, source, group=self._within, async_op=True)  # noqa: E731
-            return self._start("allgather", full, send, f"broadcast of {what}")
+            return self._start("allgather", f"broadcast of {what}", full, dist.broadcast, self._within, full, source)
         self.sent_bytes += (self.shards - 1) * shard.nbytes
-        start = lambda: _all_gather(full, shard, group=self._within, async_op=True)  # noqa: E731
-        return self._start("allgather", full, start, f"all-gather of {what}")
+        return self._start("allgather", f"all-gather of {what}", full, _all_gather, self._within, full, shard)
 
     def all_gather_segments(
         self, full: torch.Tensor, shard: torch.Tensor, segments: Sequence[Segment], what: str
@@ -177,32 +170,30 @@ class Ranks:
         """Start to sum `full` of every rank of the group, in place, to its owner; the others' values are lost."""
         self.sent_bytes += 0 if self.shard == owner else full.nbytes
         target = dist.get_global_rank(self._within, owner)
-        send = lambda: dist.reduce(full, target, group=self._within, async_op=True)  # noqa: E731
-        return self._start("reduce_scatter", full, send, f"reduction of {what}")
+        return self._start("reduce_scatter", f"reduction of {what}", full, dist.reduce, self._within, full, target)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, what: str) -> Collective:
         """Start to sum `full` of every rank of the group; `shard` gets this rank's part."""
         self.sent_bytes += (self.shards - 1) * shard.nbytes
-        start = lambda: _reduce_scatter(shard, full, group=self._within, async_op=True)  # noqa: E731
-        return self._start("reduce_scatter", full, start, f"reduce-scatter of {what}")
+        what = f"reduce-scatter of {what}"
+        return self._start("reduce_scatter", what, full, _reduce_scatter, self._within, shard, full)
 
     def all_reduce(self, shard: torch.Tensor, what: str) -> Collective:
         """Start to sum the `shard` of every group's rank that has the same one, in place."""
         self.sent_bytes += 2 * (self.replicas - 1) * -(-shard.nbytes // self.replicas)
-        start = lambda: dist.all_reduce(shard, group=self._across, async_op=True)  # noqa: E731
-        return self._start("all_reduce", shard, start, f"all-reduce of {what}")
+        return self._start("all_reduce", f"all-reduce of {what}", shard, dist.all_reduce, self._across, shard)
 
     def reduce_over_shards(self, numbers: torch.Tensor, what: str, operation: Any = dist.ReduceOp.SUM) -> None:
         """Reduce `numbers` (few), one of which each rank of the group has for its shard, in place."""
         if self.shards > 1:
-            start = lambda: dist.all_reduce(numbers, operation, group=self._within, async_op=True)  # noqa: E731
-            self._begin(numbers, start, f"all-reduce of {what}").wait()
+            what = f"all-reduce of {what}"
+            self._start(None, what, numbers, dist.all_reduce, self._within, numbers, operation).wait()
 
     def reduce_over_all(self, number: torch.Tensor, what: str, operation: Any) -> None:
         """Reduce every rank's `number`, in place."""
         if self.size > 1:
-            start = lambda: dist.all_reduce(number, operation, group=self._everyone, async_op=True)  # noqa: E731
-            self._begin(number, start, f"all-reduce of {what}").wait()
+            what = f"all-reduce of {what}"
+            self._start(None, what, number, dist.all_reduce, self._everyone, number, operation).wait()
 
     def broadcast(self, value: torch.Tensor, what: str, among_shards: bool = True) -> None:
         """Overwrite `value`, of any dtype and strides, with that of the first of all ranks; or only of those with the
@@ -215,8 +206,8 @@ class Ranks:
                 value = value.narrow(dim, 0, 1)
         flat = value.contiguous()
         source = dist.get_global_rank(group, 0)
-        send = lambda: dist.broadcast(flat.view(-1).view(torch.uint8), source, group=group, async_op=True)  # noqa: E731
-        self._begin(flat, send, f"broadcast of {what}").wait()
+        octets = flat.view(-1).view(torch.uint8)
+        self._start(None, f"broadcast of {what}", flat, dist.broadcast, group, octets, source).wait()
         if flat is not value:
             value.copy_(flat)
 
@@ -227,7 +218,7 @@ class Ranks:
         values = [value]
         self._all_meet.meet(f"broadcast of {what}", self._started)
         with self.naming(f"broadcast of {what}"):
-            dist.broadcast_object_list(values, self.source, group=self._agreement)
+            dist.broadcast_object_list(values, dist.get_global_rank(self._everyone, 0), group=self._agreement)
         return values[0]
 
     def of_all(self, value: Any, what: str) -> list[Any]:
@@ -259,17 +250,21 @@ class Ranks:
         if self.meetings is not None:
             self.meetings.meet(what, self._started)
 
-    def _start(self, kind: str, moved: torch.Tensor, start: Callable[[], dist.Work | None], what: str) -> Collective:
-        return self._begin(moved, start, what, RECORDER.begin(kind, moved.nbytes, moved.device, what))
-
-    def _begin(
-        self, moved: torch.Tensor, start: Callable[[], dist.Work | None], what: str, note: Note | None = None
+    def _start(
+        self,
+        kind: str | None,
+        what: str,
+        moved: torch.Tensor,
+        collective: Callable[..., dist.Work | None],
+        group: dist.ProcessGroup | None,
+        *arguments: Any,
     ) -> Collective:
+        """Start a collective of torch.distributed, noted as `kind`, if any, which moves the bytes of `moved`."""
+        note = None if kind is None else RECORDER.begin(kind, moved.nbytes, moved.device, what)
         self._started += 1
         with self.naming(what):
-            work = start()
-        patient = moved.device.type == "cpu"
-        note = RECORDER.ends_with(note, work)
+            work = collective(*arguments, group=group, async_op=True)
+        note, patient = RECORDER.ends_with(note, work), moved.device.type == "cpu"
         return Collective(work, what, self, note, number=self._started, patient=patient)
 
     @contextmanager
@@ -280,11 +275,8 @@ class Ranks:
         except RanksError:
             raise
         except (RuntimeError, ValueError) as error:
-            raise RanksError(
-                f"{what} failed on rank {self.rank} of {self.size}: another rank ended, or does something else at this "
-                f"point, or took longer than collective_timeout ({self.timeout.total_seconds():g} s). "
-                f"torch.distributed says: {error}"
-            ) from error
+            found = unexplained(what, self.rank, self.size, self.timeout)
+            raise RanksError(f"{found}. torch.distributed says: {error}") from error
 
 
 def _place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from zinf_fx.errors import ConfigError
+from zinf_fx.native.engine import FileTicket, Span
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import GraphKind
 
@@ -27,20 +27,6 @@ REFRESH = {"allgather": "refresh"}
 STATES = {"fetch": "read_states", "upload": "read_states", "write": "write_states", "offload": "write_states"}
 
 _HOST = torch.device("cpu")
-
-
-class Span(Protocol):
-    """When a transfer goes on."""
-
-    def seconds(self) -> tuple[float, float] | None:
-        """Its begin and end; None while it is under way."""
-
-
-class HasSpan(Protocol):
-    """A transfer of the store."""
-
-    def span(self) -> Span:
-        """When it goes on."""
 
 
 class DeviceMoment:
@@ -132,7 +118,6 @@ class About:
 
 
 _about: ContextVar[About | None] = ContextVar("zinf_fx_about", default=None)
-_nothing: AbstractContextManager[None] = nullcontext()
 
 
 class Recorder:
@@ -193,11 +178,16 @@ class Recorder:
 
     def about(self, subject: str | None = None, kinds: Mapping[str, str] | None = None) -> AbstractContextManager[None]:
         """Transfers that are started in the block are for `subject`, and some kinds of them have another name."""
-        return _nothing if self.log is None else _within(self.purpose(subject, kinds))
+        return self.within(self.purpose(subject, kinds))
 
-    def within(self, purpose: About | None) -> AbstractContextManager[None]:
+    @contextmanager
+    def within(self, purpose: About | None) -> Iterator[None]:
         """Transfers that are started in the block are for what `purpose` told once; None: for whatever they are now."""
-        return _nothing if self.log is None or purpose is None else _within(purpose)
+        token = _about.set(purpose or _about.get())
+        try:
+            yield
+        finally:
+            _about.reset(token)
 
     # -- what happens --------------------------------------------------------------------------------------------------
 
@@ -216,12 +206,9 @@ class Recorder:
         if note is not None:
             note.end = self._moment(note.device)
 
-    def work(self, kind: str, nbytes: int, device: torch.device, detail: str = "") -> AbstractContextManager[None]:
-        """The block does something, or queues it on the device."""
-        return _nothing if self.log is None else self._working(kind, nbytes, device, detail)
-
     @contextmanager
-    def _working(self, kind: str, nbytes: int, device: torch.device, detail: str) -> Iterator[None]:
+    def work(self, kind: str, nbytes: int, device: torch.device, detail: str = "") -> Iterator[None]:
+        """The block does something, or queues it on the device."""
         note = self.begin(kind, nbytes, device, detail)
         try:
             yield
@@ -235,7 +222,7 @@ class Recorder:
             self._note("wait", 0, since, detail, subject).end = now
         return now - since
 
-    def stored(self, kind: str, nbytes: int, tickets: Sequence[HasSpan]) -> None:
+    def stored(self, kind: str, nbytes: int, tickets: Sequence[FileTicket]) -> None:
         """A transfer from or to the store was asked for."""
         if self.log is not None:
             self._note(kind, nbytes, time.perf_counter()).spans = tuple(ticket.span() for ticket in tickets)
@@ -276,15 +263,6 @@ class Recorder:
             if self.log is not None:
                 self.log.on_host = False
         return DeviceMoment(self._clocks[device], torch.cuda.current_stream(device))
-
-
-@contextmanager
-def _within(purpose: About | None) -> Iterator[None]:
-    token = _about.set(purpose)
-    try:
-        yield
-    finally:
-        _about.reset(token)
 
 
 RECORDER = Recorder()

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from zinf_fx.errors import StoreError
-from zinf_fx.native.engine import BLOCK, DEPTH, READ, WRITE, PageSums, Ticket
+from zinf_fx.native.engine import BLOCK, DEPTH, READ, WRITE, FileTicket, PageSums
 from zinf_fx.runtime.disk.filesystem import file_system_of
 from zinf_fx.runtime.disk.probe import candidates
 from zinf_fx.runtime.disk.volume import Volumes
@@ -93,7 +93,7 @@ class Trial:
     def run(self, operation: Operation) -> Rate:
         """Moves the whole file's bytes in sequence; mixed: writes the first half while it reads the second."""
         file, before = self._volume.file, self.engine.counters().check_seconds
-        under_way: deque[tuple[Ticket, torch.Tensor]] = deque()
+        under_way: deque[tuple[FileTicket, torch.Tensor]] = deque()
         free = list(self._memory)
         started = time.perf_counter()
         for kind, offset in self._requests(operation):

@@ -38,7 +38,9 @@ def candidates(provider: str, strict_direct: bool) -> tuple[str, ...]:
     return allowed
 
 
-def choose(scratch: Scratch, names: tuple[str, ...], start: Callable[[str], Engine]) -> tuple[Engine, dict[str, str]]:
+def working_engine(
+    scratch: Scratch, names: tuple[str, ...], start: Callable[[str], Engine]
+) -> tuple[Engine, dict[str, str]]:
     """The engine of the first of `names` that works in the scratch directory, made by `start`; why those before don't.
 
     Raises:
@@ -47,7 +49,7 @@ def choose(scratch: Scratch, names: tuple[str, ...], start: Callable[[str], Engi
     refused: dict[str, str] = {}
     for name in names:
         try:
-            probe(scratch, name)
+            check_provider(scratch, name)
             engine = start(name)
         except StoreError as error:
             if error.errno in FATAL_FOR_EVERY_PROVIDER:
@@ -66,7 +68,7 @@ def listed(refused: dict[str, str]) -> str:
     return "".join(f"; not {name}: {reason}" for name, reason in refused.items())
 
 
-def probe(scratch: Scratch, provider: str) -> None:
+def check_provider(scratch: Scratch, provider: str) -> None:
     """Writes and reads back a file, because a file system may accept O_DIRECT at open and refuse it later.
 
     Raises: StoreError, which says what doesn't work.

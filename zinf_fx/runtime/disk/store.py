@@ -14,12 +14,13 @@ from pathlib import Path
 
 from zinf_fx.errors import ConfigError, StoreError
 from zinf_fx.interrupts import held_back, sealed
-from zinf_fx.native.engine import BLOCK, DEPTH, HINTS, READ, WRITE, Counters, Fault, PageSums, Ticket
+from zinf_fx.native.engine import BLOCK, DEPTH, HINTS, READ, WRITE, Fault, FileTicket, IoCounters, PageSums
 from zinf_fx.runtime.disk.measure import weights_of
 from zinf_fx.runtime.disk.probe import candidates
 from zinf_fx.runtime.disk.stripes import UNIT, Place, Turns, runs
 from zinf_fx.runtime.disk.volume import Volumes
 from zinf_fx.runtime.memory.freelist import round_up
+from zinf_fx.runtime.memory.leases import Ticket
 from zinf_fx.runtime.recorder import RECORDER
 from zinf_fx.sizes import PAGE
 
@@ -52,25 +53,20 @@ class Extent:
         return self.places[0].offset
 
 
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class StripedTicket:
     """Transfers under way on several files, as one."""
 
-    __slots__ = ("__weakref__", "_tickets")
-
-    def __init__(self, tickets: list[Ticket]) -> None:
-        self._tickets = tickets
-
-    def __repr__(self) -> str:
-        return f"StripedTicket({self._tickets})"
+    tickets: list[FileTicket]
 
     def done(self) -> bool:
         """Whether all are over, well or not."""
-        return all(ticket.done() for ticket in self._tickets)
+        return all(ticket.done() for ticket in self.tickets)
 
     def wait(self) -> None:
         """Returns when all bytes are there. Raises: StoreError of the first that failed, after all have ended."""
         failure: StoreError | None = None
-        for ticket in self._tickets:
+        for ticket in self.tickets:
             try:
                 ticket.wait()
             except StoreError as error:
@@ -168,9 +164,7 @@ class Store:
             self._volumes[run.volume].give(run.offset, run.nbytes)
             self._turns.take_back(run.volume, run.nbytes)
 
-    def read(
-        self, extent: Extent, address: int, offset: int, nbytes: int, *, owner: object = None
-    ) -> Ticket | StripedTicket:
+    def read(self, extent: Extent, address: int, offset: int, nbytes: int, *, owner: object = None) -> Ticket:
         """Starts reading `nbytes` bytes of the extent from `offset` on into memory at `address`.
 
         Address and offset are multiples of 4096. `nbytes` is rounded up to it, in memory too, where buffers have room
@@ -179,9 +173,7 @@ class Store:
         """
         return self._start(READ, extent, address, offset, nbytes, owner)
 
-    def write(
-        self, extent: Extent, address: int, offset: int, nbytes: int, *, owner: object = None
-    ) -> Ticket | StripedTicket:
+    def write(self, extent: Extent, address: int, offset: int, nbytes: int, *, owner: object = None) -> Ticket:
         """Starts writing memory at `address` into the extent; the same rules as `read`."""
         return self._start(WRITE, extent, address, offset, nbytes, owner)
 
@@ -215,9 +207,9 @@ class Store:
         """Bytes of allocated extents."""
         return sum(volume.in_use for volume in self._volumes)
 
-    def counters(self) -> Counters:
+    def counters(self) -> IoCounters:
         """All counters at one moment, those of several devices added up."""
-        return sum((engine.counters() for engine in self._resources.engines.values()), Counters())
+        return sum((engine.counters() for engine in self._resources.engines.values()), IoCounters())
 
     def inject(self, fault: Fault) -> None:
         """Arms a fault in every engine, for tests."""
@@ -265,9 +257,7 @@ class Store:
         return tuple(places)
 
     @held_back
-    def _start(
-        self, operation: int, extent: Extent, address: int, offset: int, nbytes: int, owner: object
-    ) -> Ticket | StripedTicket:
+    def _start(self, operation: int, extent: Extent, address: int, offset: int, nbytes: int, owner: object) -> Ticket:
         length = round_up(nbytes, PAGE)
         assert extent.generation in self._live, f"{extent} is not allocated"
         assert nbytes > 0, f"a transfer of {nbytes} bytes"
@@ -275,7 +265,7 @@ class Store:
         assert offset + length <= extent.capacity, f"{nbytes} bytes at {offset} exceed {extent}"
         assert address % PAGE == 0, f"address {address:#x} is not a multiple of {PAGE}"
         self._check_usable("use")
-        tickets: list[Ticket] = []
+        tickets: list[FileTicket] = []
         try:
             for run in runs(extent.places, extent.unit, offset, length):
                 ticket = self._volumes[run.volume].file.submit(

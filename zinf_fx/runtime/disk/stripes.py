@@ -19,7 +19,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Run:
+class FilePart:
     """Consecutive bytes of an extent that are consecutive in one file too.
 
     Attributes:
@@ -34,18 +34,18 @@ class Run:
     nbytes: int
 
 
-def runs(places: Sequence[Place], unit: int, start: int, nbytes: int) -> list[Run]:
+def runs(places: Sequence[Place], unit: int, start: int, nbytes: int) -> list[FilePart]:
     """The parts of [start, start + nbytes) of an extent whose i-th `unit` bytes are at `places[i]`."""
-    found: list[Run] = []
+    found: list[FilePart] = []
     end = start + nbytes
     while start < end:
         place, inside = places[start // unit], start % unit
         length = min(unit - inside, end - start)
         last = found[-1] if found else None
         if last and last.volume == place.volume and last.offset + last.nbytes == place.offset + inside:
-            found[-1] = Run(last.volume, last.offset, last.start, last.nbytes + length)
+            found[-1] = FilePart(last.volume, last.offset, last.start, last.nbytes + length)
         else:
-            found.append(Run(place.volume, place.offset + inside, start, length))
+            found.append(FilePart(place.volume, place.offset + inside, start, length))
         start += length
     return found
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import BLOCK, DEPTH, HINTS, Engine, File
-from zinf_fx.runtime.disk.probe import choose, reopen
+from zinf_fx.runtime.disk.probe import reopen, working_engine
 from zinf_fx.runtime.disk.scratch import Scratch
 from zinf_fx.runtime.memory.freelist import Space, round_up
 from zinf_fx.sizes import PAGE
@@ -20,7 +20,11 @@ SMALLEST_STEP, LARGEST_STEP = 4 << 20, 256 << 20
 
 
 class Volume:
-    """A data file on one device, and the engine that moves its bytes; `refused`: the providers that don't, and why.
+    """A data file at `path`, on one device, and the engine that moves its bytes.
+
+    Attributes:
+        file: for transfers.
+        refused: the providers that don't work here, and why.
 
     Args:
         directory: an existing, writable directory.
@@ -38,30 +42,22 @@ class Volume:
         self._growing = threading.Lock()
         self._space = Space()
         self._pid = os.getpid()
-        self._plain = self._direct = -1
-        self._file: File | None = None
+        self._descriptors: list[int] = []
+        self.file: File | None = None
         self._scratch = Scratch(directory)
+        self.path = self._scratch.path / DATA
         try:
             self.device = os.stat(directory).st_dev
-            self.engine, self.refused = choose(self._scratch, names, lambda name: start(self.device, name))
+            self.engine, self.refused = working_engine(self._scratch, names, lambda name: start(self.device, name))
             self._plain = self._scratch.create(DATA)
-            self._direct = reopen(self._plain, self.engine.provider)
-            self._file = self.engine.attach(self._direct, self.path, alignment=PAGE)
+            self._descriptors.append(self._plain)
+            direct = reopen(self._plain, self.engine.provider)
+            self._descriptors.append(direct)
+            self.file = self.engine.attach(direct, self.path, alignment=PAGE)
         except BaseException:
             self.detach()
             self.remove()
             raise
-
-    @property
-    def file(self) -> File:
-        """The data file, for transfers."""
-        assert self._file is not None, f"use of {self.path}, which is closed"
-        return self._file
-
-    @property
-    def path(self) -> Path:
-        """The data file."""
-        return self._scratch.path / DATA
 
     @property
     def in_use(self) -> int:
@@ -88,9 +84,8 @@ class Volume:
 
     def detach(self) -> None:
         """Waits for what is under way. A forked child leaves it alone."""
-        if self._file is not None and os.getpid() == self._pid:
-            self._file.detach()
-            self._file = None
+        if self.file is not None:
+            self.file.detach()
 
     def remove(self) -> None:
         """Closes and deletes the files, once the engine is closed or they are detached from it."""
@@ -103,11 +98,8 @@ class Volume:
 
     def drop_descriptors(self) -> None:
         """Closes this process's descriptors of the data file, and in a forked child the one of the lock."""
-        plain, self._plain = self._plain, -1
-        direct, self._direct = self._direct, -1
-        for fd in (plain, direct):
-            if fd >= 0:
-                os.close(fd)
+        while self._descriptors:
+            os.close(self._descriptors.pop())
         if os.getpid() != self._pid:
             self._scratch.forget()
 

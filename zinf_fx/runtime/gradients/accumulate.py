@@ -31,47 +31,48 @@ def reserve_gradient(parameter: StoredTensor) -> None:
         storage.gradient.space = storage.for_gradient()
 
 
-def _new_gradient(parameter: StoredTensor, dtype: torch.dtype) -> StoredTensor:
-    """Without a value yet, on the tier of gradients."""
+def new_gradient(parameter: StoredTensor, dtype: torch.dtype, *, reduced: bool) -> StoredTensor:
+    """A gradient without values yet, on the tier of gradients; of this rank alone, if there are others, and it isn't
+    `reduced` over them."""
     storage = parameter.storage
-    space, storage.gradient.space = storage.gradient.space, None
-    if space is None or space.dtype != dtype:
-        space = storage.for_gradient(dtype)
+    if reduced or storage.share.ranks.size == 1:
+        space, storage.gradient.space = storage.gradient.space, None
+        if space is None or space.dtype != dtype:
+            space = storage.for_gradient(dtype)
+    else:
+        space = storage.for_gradient(dtype, partitioned=False)
+        space.share.unreduced = True
     return StoredTensor.of(space, parameter.shape, parameter.device)
 
 
-def reduced(parameter: StoredTensor, gradient: torch.Tensor, name: str) -> torch.Tensor | Reduction:
-    """What `accumulate_gradient` is to be given for this rank's `gradient`: started on its way over the ranks, with
-    what was accumulated under `no_sync`. Itself where there is nothing to reduce, or not now. `name`: for errors."""
-    before = parameter.grad
-    waits = isinstance(before, StoredTensor) and before.storage.share.unreduced
-    share = parameter.storage.share
-    if share.ranks.size == 1 or not (synchronises(share) or (before is not None and not waits)):
-        return gradient
-    if waits:
-        gradient = gradient + before.full_tensor()
-        parameter.grad = None
-    return Reduction(parameter.storage, gradient, name)
+def _unreduced(parameter: StoredTensor) -> StoredTensor | None:
+    """The parameter's `grad`, if it is of this rank alone."""
+    grad = parameter.grad
+    return grad if isinstance(grad, StoredTensor) and grad.storage.share.unreduced else None
 
 
 def take_unreduced(parameter: StoredTensor) -> StoredTensor | None:
-    """The `grad` of this rank alone, if a backward pass is to reduce it now, tile by tile; it is None then."""
-    before = parameter.grad
-    unreduced = isinstance(before, StoredTensor) and before.storage.share.unreduced
-    if not (unreduced and synchronises(parameter.storage.share)):
+    """The `grad` of this rank alone, if a backward pass is to reduce it now; it is None then."""
+    before = _unreduced(parameter)
+    if before is None or not synchronises(parameter.storage.share):
         return None
     parameter.grad = None
     return before
 
 
-def reduced_part(
+def reduction_of(parameter: StoredTensor, gradient: torch.Tensor, name: str) -> torch.Tensor | Reduction:
+    """What `accumulate_gradient` is to be given for this rank's `gradient`: started on its way over the ranks, with
+    what was accumulated under `no_sync`. Itself where there is nothing to reduce, or not now. `name`: for errors."""
+    return reduction_of_part(parameter, 0, gradient, name, take_unreduced(parameter))
+
+
+def reduction_of_part(
     parameter: StoredTensor, start: int, gradient: torch.Tensor, name: str, before: StoredTensor | None
 ) -> torch.Tensor | Reduction:
-    """As `reduced`, for the elements from `start` on. `before`: a gradient to which it is to be added."""
-    grad = parameter.grad
-    stays = isinstance(grad, StoredTensor) and grad.storage.share.unreduced
+    """As `reduction_of`, for the elements from `start` on. `before`: a gradient to which it is to be added."""
     share = parameter.storage.share
-    if share.ranks.size == 1 or not (synchronises(share) or (grad is not None and not stays)):
+    adds_to_reduced = parameter.grad is not None and _unreduced(parameter) is None
+    if share.ranks.size == 1 or not (synchronises(share) or adds_to_reduced):
         return gradient
     if before is not None:
         window = before.storage.settled().device_window(start, gradient.numel()).read_only()
@@ -82,52 +83,33 @@ def reduced_part(
     return Reduction(parameter.storage, gradient, name, start)
 
 
+@torch.no_grad()
 def accumulate_gradient(parameter: StoredTensor, gradient: torch.Tensor | Reduction, offset: int | None = None) -> None:
     """Add `gradient` to the parameter's `grad`, as autograd would, on the tier of gradients. `offset`: where in the
     host arena's region it passes through, on its way to NVMe.
 
     Of many ranks, an ordinary tensor is this rank's own gradient, to be reduced later.
     """
-    if isinstance(gradient, Reduction):
-        average = gradient.wait()
-        if not gradient.whole:
-            _accumulate_share(parameter, gradient.segments, average, offset)
-            return
-        gradient = average
-    elif parameter.storage.share.ranks.size > 1 and parameter.grad is None:
-        parameter.grad = _unreduced(parameter, gradient)
+    if parameter.grad is not None:
+        accumulate_gradient_part(parameter, 0, gradient, first=False, offset=offset)
         return
-    with torch.no_grad():
-        if parameter.grad is None:
-            stored = _new_gradient(parameter, gradient.dtype)
-            stored.storage.set(gradient, offset)
-            parameter.grad = stored
-        elif isinstance(parameter.grad, StoredTensor):
-            accumulate_gradient_part(parameter, 0, gradient, first=False, offset=offset)
-        else:
-            parameter.grad.add_(gradient)
+    reduced = isinstance(gradient, Reduction)
+    value = gradient.wait() if reduced else gradient
+    stored = new_gradient(parameter, value.dtype, reduced=reduced)
+    storage = stored.storage
+    if not reduced or gradient.whole:
+        storage.set(value, None if storage.share.unreduced else offset)
+    elif storage.share.partitioned:
+        storage.settled().set(value, offset)
+    else:
+        _add_share(storage, gradient.segments, value, True, offset)
+    parameter.grad = stored
 
 
-def _unreduced(parameter: StoredTensor, gradient: torch.Tensor) -> StoredTensor:
-    """A new gradient that no other rank knows of yet."""
-    storage = parameter.storage.for_gradient(gradient.dtype, partitioned=False)
-    storage.share.unreduced = True
-    storage.set(gradient)
-    return StoredTensor.of(storage, parameter.shape, parameter.device)
-
-
-def _accumulate_share(
-    parameter: StoredTensor, segments: Sequence[Segment], share: torch.Tensor, offset: int | None
-) -> None:
-    """Add to this rank's share of the parameter's `grad`. `share` has the size of a shard."""
-    with torch.no_grad():
-        if first := parameter.grad is None:
-            parameter.grad = _new_gradient(parameter, share.dtype)
-        storage = _storage_of_shares(parameter)
-        if first and storage.share.partitioned:
-            storage.settled().set(share, offset)
-        else:
-            _add_share(storage, segments, share, first, offset)
+def add_gradient(parameter: StoredTensor, gradient: torch.Tensor) -> None:
+    """Add this rank's gradient, which eager autograd made, to the parameter's `grad`, reduced over the ranks where it
+    is to be now."""
+    accumulate_gradient(parameter, reduction_of(parameter, gradient, f"a parameter of shape {tuple(parameter.shape)}"))
 
 
 def _storage_of_shares(parameter: StoredTensor) -> TensorStorage:
@@ -168,34 +150,24 @@ def _add_elements(storage: TensorStorage, start: int, values: torch.Tensor, firs
     window.store()
 
 
-def begin_gradient(parameter: StoredTensor, reduced: bool) -> None:
-    """Give the parameter a `grad` on the tier of gradients, whose values are undefined; unless it is to be `reduced`,
-    of this rank alone."""
-    if reduced or parameter.storage.share.ranks.size == 1:
-        parameter.grad = _new_gradient(parameter, parameter.dtype)
-        return
-    storage = parameter.storage.for_gradient(partitioned=False)
-    storage.share.unreduced = True
-    parameter.grad = StoredTensor.of(storage, parameter.shape, parameter.device)
-
-
+@torch.no_grad()
 def accumulate_gradient_part(
     parameter: StoredTensor, start: int, gradient: torch.Tensor | Reduction, *, first: bool, offset: int | None = None
 ) -> None:
     """Add `gradient` to the elements of the parameter's `grad` from `start` on, or if `first`, write them; `offset` as
     for `accumulate_gradient`."""
     grad = parameter.grad
-    with torch.no_grad():
-        if isinstance(gradient, Reduction):
-            value = gradient.wait()
-            if not gradient.whole:
-                _add_share(_storage_of_shares(parameter), gradient.segments, value, first, offset)
-                return
-            gradient = value
-        if not isinstance(grad, StoredTensor) or grad.views:
-            grad.view(-1)[start : start + gradient.numel()].add_(gradient.reshape(-1))
+    if isinstance(gradient, Reduction):
+        value = gradient.wait()
+        if not gradient.whole:
+            _add_share(_storage_of_shares(parameter), gradient.segments, value, first, offset)
             return
+        gradient = value
+    if isinstance(grad, StoredTensor) and not grad.views:
         _add_elements(grad.storage, start, gradient, first, offset)
+    else:
+        part = grad if grad.shape == gradient.shape else grad.view(-1)[start : start + gradient.numel()]
+        part.add_(gradient.view(part.shape))
 
 
 def _take(parameter: StoredTensor) -> None:
@@ -205,13 +177,12 @@ def _take(parameter: StoredTensor) -> None:
     if gradient is None or gradient.layout != torch.strided:
         return
     with RUNNING.turn():
-        name = f"a parameter of shape {tuple(parameter.shape)}"
         if isinstance(gradient, StoredTensor):
             if (before := take_unreduced(parameter)) is not None:
-                accumulate_gradient(parameter, Reduction(parameter.storage, before.full_tensor(), name))
+                add_gradient(parameter, before.full_tensor())
             return
         parameter.grad = parameter.set_aside()
-        accumulate_gradient(parameter, reduced(parameter, gradient, name))
+        add_gradient(parameter, gradient)
         state = parameter.storage.gradient
         if state.consumer is not None and state.backwards_due <= 0:
             state.consumer.take_gradient(parameter)
@@ -230,9 +201,8 @@ def _add(operation: torch._ops.OpOverload, args: tuple, kwargs: dict) -> torch.T
     if not isinstance(parameter.grad, StoredTensor) or parameter.grad.storage is not present.storage:
         return NotImplemented
     if operation._schema.is_mutable:
-        name = f"a parameter of shape {tuple(parameter.shape)}"
         with RUNNING.turn():
-            accumulate_gradient(parameter, reduced(parameter, gradient, name))
+            add_gradient(parameter, gradient)
         return present
     parameter.put_aside()
     return gradient.clone()

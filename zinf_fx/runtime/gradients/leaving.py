@@ -14,9 +14,9 @@ from zinf_fx.plan.schedule import Tile
 from zinf_fx.runtime.gradients.accumulate import (
     accumulate_gradient,
     accumulate_gradient_part,
-    begin_gradient,
-    reduced,
-    reduced_part,
+    new_gradient,
+    reduction_of,
+    reduction_of_part,
     take_unreduced,
 )
 from zinf_fx.runtime.gradients.leaf import leaves_of_node
@@ -66,9 +66,9 @@ class LeavingGradients:
         planned = self._tiles[tile]
         with RECORDER.about(planned.label, GRADIENT):
             if planned.rows is None:
-                found = reduced(parameter, gradient, planned.label)
+                found = reduction_of(parameter, gradient, planned.label)
             else:
-                found = self._reduced_part(storage.key, parameter, planned, gradient)
+                found = self._reduction_of_part(storage.key, parameter, planned, gradient)
         self._reducing = found if isinstance(found, Reduction) else None
         return found
 
@@ -140,7 +140,7 @@ class LeavingGradients:
         only = self._gradients_left[storage.key] == 1 and state.backwards_due == 1 and parameter.grad is None
         return state.consumer is not None and storage.device.in_host_memory and whole and only
 
-    def _reduced_part(
+    def _reduction_of_part(
         self, key: int, parameter: StoredTensor, tile: Tile, gradient: torch.Tensor
     ) -> torch.Tensor | Reduction:
         """The gradient of one of a parameter's tiles on its way over the ranks, the first time with what this rank
@@ -149,7 +149,7 @@ class LeavingGradients:
             self._unreduced[key] = _PartialGradient(parameter, self._starts(key), taken)
         waits = self._unreduced.get(key)
         before = waits.before if waits is not None and tile.start in waits.missing else None
-        found = reduced_part(parameter, tile.start, gradient, tile.label, before)
+        found = reduction_of_part(parameter, tile.start, gradient, tile.label, before)
         if before is not None:
             waits.missing.remove(tile.start)
         return found
@@ -163,7 +163,7 @@ class LeavingGradients:
     ) -> None:
         """Add to a range of the gradient, or write it where this run is the first to; it began with no values."""
         if parameter.grad is None:
-            begin_gradient(parameter, isinstance(shard, Reduction))
+            parameter.grad = new_gradient(parameter, parameter.dtype, reduced=isinstance(shard, Reduction))
             self._begun[key] = _PartialGradient(parameter, self._starts(key))
         begun = self._begun.get(key)
         first = begun is not None and tile.start in begun.missing

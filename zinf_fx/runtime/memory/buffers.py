@@ -11,7 +11,7 @@ import torch
 from zinf_fx.errors import StoreError
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.memory.leases import Buffer, Lessor
-from zinf_fx.runtime.memory.pinned import SLAB, Memory, Registry, slabs
+from zinf_fx.runtime.memory.pinned import SLAB, HostMapping, Registry, slabs
 from zinf_fx.sizes import PAGE
 
 HUGE_PAGE = 2 << 20
@@ -39,7 +39,7 @@ class Arena(Lessor):
         self._region = range(0)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         try:
-            self._map: Memory | None = Memory(-1, self.capacity + SLAB, flags=flags)
+            self._map = HostMapping(-1, self.capacity + SLAB, flags=flags)
         except OSError as error:
             raise StoreError(
                 "reserve", name, f"no address space for the arena; lower {option}", length=capacity, errno=error.errno
@@ -49,7 +49,11 @@ class Arena(Lessor):
         self._address = address + self._base
         self._map.madvise(mmap.MADV_DONTFORK)
         if self.capacity >= HUGE_PAGE:
-            self._advise_huge_pages()
+            try:
+                self._map.madvise(mmap.MADV_HUGEPAGE, self._base, self.capacity)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # a kernel without transparent huge pages
+                    raise
 
     def lease(self, nbytes: int) -> Buffer:
         """A buffer of at least `nbytes` bytes: the size rounded up to 4096, aligned to that, or to 2 MiB from 2 MiB on.
@@ -107,29 +111,21 @@ class Arena(Lessor):
 
     def serve(self, registry: Registry) -> None:
         """From now on, register what is leased with a device."""
-        if self._map is not None:
-            self._map.serve(registry)
+        self._map.serve(registry)
 
     def trim(self) -> None:
         """Gives the memory of free pieces outside the region back to the system. Their next use pays for new pages.
 
         What is registered with a device stays: the device would go on with the old pages.
         """
-        memory = self._map
-        if memory is None:
-            return
 
         def give_back(start: int, end: int) -> None:
             for low, high in ((start, min(end, self._region.start)), (max(start, self._region.stop), end)):
                 for first, last in slabs(self._address + low, high - low):
-                    if not memory.knows(first):
-                        memory.madvise(mmap.MADV_DONTNEED, self._base + first - self._address, last - first)
+                    if not self._map.knows(first):
+                        self._map.madvise(mmap.MADV_DONTNEED, self._base + first - self._address, last - first)
 
         self._space.visit_free(give_back)
-
-    def close(self) -> None:
-        """No leases any more. The memory goes when the last buffer and the last tensor over it are gone."""
-        self._map = None
 
     def _take(self, size: int, alignment: int) -> int | None:
         outside = range(0, self._region.start), range(self._region.stop, self.capacity)
@@ -140,24 +136,14 @@ class Arena(Lessor):
         return None
 
     def _buffer(self, offset: int, nbytes: int, size: int) -> Buffer:
-        memory = self._map
-        assert memory is not None, f"lease from the closed arena {self.name!r}"
-        memory.use(self._address + offset, size, self._address + self.capacity)
-        return Buffer(self, memory, offset, self._address + offset, nbytes, size)
+        self._map.use(self._address + offset, size, self._address + self.capacity)
+        return Buffer(self, self._map, offset, self._address + offset, nbytes, size)
 
     def _tensor(self, memory: mmap.mmap, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         if not count:
             return torch.empty(0, dtype=dtype, device="cpu")
         with torch.inference_mode(False):  # what stays may be written in another mode
             return torch.frombuffer(memory, dtype=dtype, count=count, offset=self._base + offset)
-
-    def _advise_huge_pages(self) -> None:
-        assert self._map is not None
-        try:
-            self._map.madvise(mmap.MADV_HUGEPAGE, self._base, self.capacity)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # a kernel without transparent huge pages
-                raise
 
 
 def aligned_empty(nbytes: int) -> torch.Tensor:

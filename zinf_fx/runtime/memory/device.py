@@ -21,21 +21,16 @@ from typing import Protocol
 import torch
 from torch import cuda
 
-from zinf_fx.runtime.memory.pinned import Registry, slabs
+from zinf_fx.runtime.memory.leases import Ticket
+from zinf_fx.runtime.memory.pinned import slabs
 from zinf_fx.runtime.recorder import RECORDER
 
 # Bytes of values that may be on their way to host memory before compute waits for the oldest.
 _MAX_BYTES_LEAVING = 64 << 20
 
 
-class Copy(Protocol):
+class Copy(Ticket, Protocol):
     """A copy between host and device memory, under way."""
-
-    def done(self) -> bool:
-        """Whether it is over."""
-
-    def wait(self) -> None:
-        """Return when it is over."""
 
     def join(self) -> None:
         """What the device computes from now on follows the copy."""
@@ -57,43 +52,29 @@ class Upload(Copy, Protocol):
         """Forget the value: its memory may go to what the device computes from now on."""
 
 
-class Device(Registry, Protocol):
-    """A device to compute on.
+class Device:
+    """A device to compute on. This one computes in host memory: copies, where there are any, are over at once.
 
     Attributes:
         torch_device: as PyTorch names it.
         in_host_memory: whether it computes in host memory, so that nothing has to be copied.
     """
 
-    torch_device: torch.device
-    in_host_memory: bool
+    torch_device = torch.device("cpu")
+    in_host_memory = True
 
     def take_over(self, memory: torch.Tensor) -> None:
         """Before a place in the memory of an arena is used again, by what is queued on the current stream."""
 
     def upload(self, value: torch.Tensor) -> Upload:
         """A copy to `value`, flat and on the device, that follows what is queued now."""
+        return _Copied(value)
 
     def download(self, value: torch.Tensor, host: torch.Tensor, after: Iterable[Copy] = ()) -> Copy:
         """Start to copy `value`, of any shape, to host memory, flat, in the dtype that this has.
 
         The copy follows those in `after`. The caller may drop `value`, but not write to it before the copy is joined.
         """
-
-
-class Cpu:
-    """Computes in host memory. Copies, where there are any, are over at once."""
-
-    torch_device = torch.device("cpu")
-    in_host_memory = True
-
-    def take_over(self, memory: torch.Tensor) -> None:
-        pass
-
-    def upload(self, value: torch.Tensor) -> Upload:
-        return _Copied(value)
-
-    def download(self, value: torch.Tensor, host: torch.Tensor, after: Iterable[Copy] = ()) -> Copy:
         for copy in after:
             copy.wait()
         with RECORDER.work("offload", host.nbytes, self.torch_device):
@@ -101,10 +82,11 @@ class Cpu:
         return _Copied(value)
 
     def register(self, address: int, nbytes: int) -> str | None:
+        """As a `Registry`."""
         return None
 
     def unregister(self, address: int) -> None:
-        pass
+        """As a `Registry`."""
 
 
 class _Copied:
@@ -127,10 +109,10 @@ class _Copied:
         self.value = None
 
 
-CPU = Cpu()
+CPU = Device()
 
 
-class Cuda:
+class Cuda(Device):
     """A CUDA device: copies run beside compute, on streams of their own, from and to registered host memory."""
 
     in_host_memory = False

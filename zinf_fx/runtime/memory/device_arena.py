@@ -7,7 +7,7 @@ import torch
 from zinf_fx.errors import StoreError
 from zinf_fx.runtime.memory.counters import Counters
 from zinf_fx.runtime.memory.device import Device
-from zinf_fx.runtime.memory.freelist import round_up
+from zinf_fx.runtime.memory.freelist import Space, round_up
 from zinf_fx.runtime.memory.leases import Buffer, Lessor
 from zinf_fx.sizes import PAGE
 
@@ -26,7 +26,8 @@ class DeviceArena(Lessor):
     def __init__(self, device: Device, nbytes: int, counters: Counters) -> None:
         super().__init__(str(device.torch_device), nbytes)
         self._device, self._counters = device, counters
-        self._elsewhere = _Elsewhere(device.torch_device)
+        self._elsewhere = Space()  # has no limit, and begins behind the region
+        self._elsewhere.extend(self.capacity, _NO_LIMIT)
         try:
             self._memory = _allocate(self.capacity, device.torch_device)
         except torch.OutOfMemoryError as error:
@@ -42,12 +43,13 @@ class DeviceArena(Lessor):
         """A buffer of at least `nbytes` bytes at `offset`, or elsewhere."""
         size = round_up(max(nbytes, 1), PAGE)
         start = self._space.take(size, PAGE, range(offset, offset + size))
-        if start is None:
-            self._counters.displaced += 1
-            return self._elsewhere.lease(nbytes)
-        self._counters.placed += 1
-        self._device.take_over(self._memory)
-        return Buffer(self, self._memory, start, self._memory.data_ptr() + start, nbytes, size)
+        if start is not None:
+            self._counters.placed += 1
+            self._device.take_over(self._memory)
+            return Buffer(self, self._memory, start, self._memory.data_ptr() + start, nbytes, size)
+        self._counters.displaced += 1
+        memory = _allocate(size, self._device.torch_device)
+        return Buffer(self, memory, self._elsewhere.take(size, PAGE), memory.data_ptr(), nbytes, size)
 
     @property
     def in_use(self) -> int:
@@ -63,34 +65,18 @@ class DeviceArena(Lessor):
     def restart_peak(self) -> None:
         """Measure `peak` and `touched` from now on."""
         super().restart_peak()
-        self._elsewhere.restart_peak()
+        self._elsewhere.restart()
 
     def _tensor(self, memory: torch.Tensor, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        return _elements(memory, offset, count, dtype)
+        start = offset if memory is self._memory else 0
+        storage = memory.untyped_storage()[start : start + count * dtype.itemsize]
+        with torch.inference_mode(False):
+            return torch.empty(0, dtype=dtype, device=memory.device).set_(storage)
 
-
-class _Elsewhere(Lessor):
-    """Memory of PyTorch's allocator: each buffer has a piece to itself."""
-
-    def __init__(self, torch_device: torch.device) -> None:
-        super().__init__(f"{torch_device}, outside of the arena", _NO_LIMIT)
-        self._torch_device = torch_device
-
-    def lease(self, nbytes: int) -> Buffer:
-        size = round_up(max(nbytes, 1), PAGE)
-        memory = _allocate(size, self._torch_device)
-        return Buffer(self, memory, self._space.take(size, PAGE), memory.data_ptr(), nbytes, size)
-
-    def _tensor(self, memory: torch.Tensor, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        return _elements(memory, 0, count, dtype)
+    def _give_back(self, offset: int, size: int) -> None:
+        (self._space if offset < self.capacity else self._elsewhere).give(offset, size)
 
 
 def _allocate(nbytes: int, torch_device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):  # it may be written in another mode
         return torch.empty(nbytes, dtype=torch.uint8, device=torch_device)
-
-
-def _elements(memory: torch.Tensor, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    storage = memory.untyped_storage()[offset : offset + count * dtype.itemsize]
-    with torch.inference_mode(False):
-        return torch.empty(0, dtype=dtype, device=memory.device).set_(storage)

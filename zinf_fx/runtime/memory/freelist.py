@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from operator import itemgetter
 
 
 def round_up(nbytes: int, alignment: int) -> int:
@@ -16,102 +17,75 @@ def round_up(nbytes: int, alignment: int) -> int:
 class FreeList:
     """Disjoint free intervals [start, end), sorted, never touching each other."""
 
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []
+    def __init__(self, intervals: Iterable[tuple[int, int]] = ()) -> None:
+        self._free = list(intervals)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """The free intervals as pairs (start, end), lowest first."""
-        return iter(list(zip(self._starts, self._ends, strict=True)))
+        return iter(list(self._free))
 
     @property
     def nbytes(self) -> int:
         """Bytes that are free."""
-        return sum(self._ends) - sum(self._starts)
+        return sum(end - start for start, end in self._free)
 
     @property
     def largest(self) -> int:
         """Bytes of the largest free interval."""
-        return max((end - start for start, end in self), default=0)
+        return max((end - start for start, end in self._free), default=0)
 
     def take(self, nbytes: int, alignment: int, within: range | None = None) -> int | None:
         """The start of `nbytes` bytes, aligned, out of the smallest interval that holds them; the lowest of equals.
 
         `within`: where they are to lie; default anywhere. None if no interval has room for them.
         """
-        found = self._find(nbytes, alignment, within)
-        if found is None:
-            return None
-        index, aligned = found
-        start, end = self._starts.pop(index), self._ends.pop(index)
-        for piece in ((aligned + nbytes, end), (start, aligned)):
-            if piece[0] < piece[1]:
-                self._starts.insert(index, piece[0])
-                self._ends.insert(index, piece[1])
-        return aligned
-
-    def _find(self, nbytes: int, alignment: int, within: range | None) -> tuple[int, int] | None:
-        """Which interval `take` takes from, and where."""
-        first, last = 0, len(self._starts)
+        first, last = 0, len(self._free)
         if within is not None:
-            first = max(bisect_right(self._starts, within.start) - 1, 0)
-            last = bisect_left(self._starts, within.stop)
+            first, last = self._first_after(within.start), bisect_left(self._free, (within.stop,))
         best: tuple[int, int, int] | None = None
         for index in range(first, last):
-            start, end = self._starts[index], self._ends[index]
+            start, end = self._free[index]
             if within is not None:
                 start, end = max(start, within.start), min(end, within.stop)
             aligned = round_up(start, alignment)
             if aligned + nbytes <= end and (best is None or end - start < best[0]):
                 best = (end - start, index, aligned)
-        return best and best[1:]
+        if best is None:
+            return None
+        _, index, aligned = best
+        self._cut(index, aligned, aligned + nbytes)
+        return aligned
 
     def discard(self, start: int, end: int) -> None:
         """Makes [start, end) not free, whatever of it is."""
-        index = max(bisect_right(self._starts, start) - 1, 0)
-        while index < len(self._starts) and self._starts[index] < end:
-            if self._ends[index] <= start:
-                index += 1
-                continue
-            first, last = self._starts.pop(index), self._ends.pop(index)
-            for piece in ((end, last), (first, start)):
-                if piece[0] < piece[1]:
-                    self._starts.insert(index, piece[0])
-                    self._ends.insert(index, piece[1])
-            if first < start:
-                index += 1
-
-    def copy(self) -> FreeList:
-        """The same intervals."""
-        twin = FreeList()
-        twin._starts, twin._ends = list(self._starts), list(self._ends)
-        return twin
+        while (index := self._first_after(start)) < len(self._free) and self._free[index][0] < end:
+            self._cut(index, start, end)
 
     def give(self, start: int, nbytes: int) -> None:
         """Makes [start, start + nbytes) free. It must not be free yet, not in part either."""
         if not nbytes:
             return
         end = start + nbytes
-        index = bisect_left(self._starts, start)
-        before, after = index - 1, index
-        assert before < 0 or self._ends[before] <= start, f"[{start}, {end}) overlaps a free interval below it"
-        assert after == len(self._starts) or end <= self._starts[after], (
-            f"[{start}, {end}) overlaps a free interval above it"
-        )
-        joins_after = after < len(self._starts) and self._starts[after] == end
-        joins_before = before >= 0 and self._ends[before] == start
-        if joins_after:
-            end = self._ends[after]
-            del self._starts[after], self._ends[after]
-        if joins_before:
-            self._ends[before] = end
-        else:
-            self._starts.insert(index, start)
-            self._ends.insert(index, end)
+        before = after = self._first_after(start)
+        assert after == len(self._free) or end <= self._free[after][0], f"[{start}, {end}) overlaps a free interval"
+        if after < len(self._free) and self._free[after][0] == end:
+            end, after = self._free[after][1], after + 1
+        if before and self._free[before - 1][1] == start:
+            start, before = self._free[before - 1][0], before - 1
+        self._free[before:after] = [(start, end)]
 
     def free_before(self, end: int) -> int:
-        """Bytes of the free interval that ends at `end`; 0 if none does."""
-        return end - self._starts[-1] if self._ends and self._ends[-1] == end else 0
+        """Bytes of the free interval that ends at `end`, where all free ones do; 0 if none does."""
+        return end - self._free[-1][0] if self._free and self._free[-1][1] == end else 0
+
+    def _first_after(self, start: int) -> int:
+        """The index of the first interval that ends after `start`."""
+        return bisect_right(self._free, start, key=itemgetter(1))
+
+    def _cut(self, index: int, start: int, end: int) -> None:
+        """Take what [start, end) has of an interval out of it."""
+        first, last = self._free[index]
+        self._free[index : index + 1] = [piece for piece in ((first, start), (end, last)) if piece[0] < piece[1]]
 
 
 class Space:
@@ -156,7 +130,7 @@ class Space:
         with self._lock:
             self._take_back()
             self.peak = self._in_use
-            self._untouched = self._free.copy()
+            self._untouched = FreeList(self._free)
 
     def take(self, nbytes: int, alignment: int, within: range | None = None) -> int | None:
         """As `FreeList.take`."""

@@ -40,7 +40,7 @@ def slabs(start: int, nbytes: int) -> Iterator[tuple[int, int]]:
         start = border
 
 
-class Memory(mmap.mmap):
+class HostMapping(mmap.mmap):
     """A private mapping, and the slabs of it that a device knows until it goes."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
