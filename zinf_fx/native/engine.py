@@ -193,8 +193,8 @@ class Engine:
         raw = ffi.new(
             "zinf_fault *",
             {
-                "stage": {"submission": lib.ZINF_SUBMISSION, "completion": lib.ZINF_COMPLETION}[fault.stage],
-                "operation": {"read": READ, "write": WRITE, "any": lib.ZINF_ANY}[fault.operation],
+                "stage": getattr(lib, f"ZINF_{fault.stage.upper()}"),
+                "operation": getattr(lib, f"ZINF_{fault.operation.upper()}"),
                 "nth": fault.nth,
                 "count": fault.count,
                 "error": fault.errno,
@@ -318,12 +318,11 @@ class FileTicket:
     ticket, too. An error that nobody asked for is logged.
     """
 
-    __slots__ = ("__weakref__", "_file", "_observed", "_owner", "_pid", "_request", "length", "name", "offset")
+    __slots__ = ("__weakref__", "_file", "_observed", "_owner", "_request", "length", "name", "offset")
 
     def __init__(self, file: File, operation: int, offset: int, length: int, owner: object) -> None:
         self._observed = True  # nothing is under way before `begin`
         self._file = file
-        self._pid = file.engine._pid
         self._owner = owner
         self.name = OPERATIONS[operation]
         self.offset = offset
@@ -379,7 +378,7 @@ class FileTicket:
 
     def __del__(self) -> None:
         # Of one whose construction failed nothing is known. An interrupt here is dropped, and with it only a message.
-        mine = not getattr(self, "_observed", True) and os.getpid() == self._pid
+        mine = not getattr(self, "_observed", True) and os.getpid() == self._file.engine._pid
         if mine and self.done() and (error := self._error()) is not None:
             log.error("nobody waited for a ticket that failed: %s", error)
 

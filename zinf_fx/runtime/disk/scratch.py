@@ -92,22 +92,18 @@ class Scratch:
             os.unlink(path)
 
     def remove(self) -> None:
-        """Deletes the files that this object made, the directory, and the lock. Not in a forked child."""
-        if os.getpid() != self._pid:
-            return
-        for path in [*self._made, self.path / LOCK]:
-            path.unlink(missing_ok=True)
-        self._made.clear()
-        try:
-            os.rmdir(self.path)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            log.warning("scratch directory %s stays: %s", self.path, error)
-        self.forget()
-
-    def forget(self) -> None:
-        """Closes this process's descriptor of the lock. In a forked child, the parent keeps the lock."""
+        """Deletes the files that this object made, the directory, and the lock; in a forked child nothing. Either way,
+        closes this process's descriptor of the lock."""
+        if os.getpid() == self._pid:
+            for path in [*self._made, self.path / LOCK]:
+                path.unlink(missing_ok=True)
+            self._made.clear()
+            try:
+                os.rmdir(self.path)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                log.warning("scratch directory %s stays: %s", self.path, error)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

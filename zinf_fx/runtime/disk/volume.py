@@ -41,7 +41,6 @@ class Volume:
         """Bytes of the data file."""
         self._growing = threading.Lock()
         self._space = Space()
-        self._pid = os.getpid()
         self._descriptors: list[int] = []
         self.file: File | None = None
         self._scratch = Scratch(directory)
@@ -88,20 +87,15 @@ class Volume:
             self.file.detach()
 
     def remove(self) -> None:
-        """Closes and deletes the files, once the engine is closed or they are detached from it."""
-        self.drop_descriptors()
+        """Closes and deletes the files, once the engine is closed or they are detached from it. In a forked child, only
+        closes them."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
         self.unlink()
 
     def unlink(self) -> None:
         """Deletes the files, whose descriptors stay open."""
         self._scratch.remove()
-
-    def drop_descriptors(self) -> None:
-        """Closes this process's descriptors of the data file, and in a forked child the one of the lock."""
-        while self._descriptors:
-            os.close(self._descriptors.pop())
-        if os.getpid() != self._pid:
-            self._scratch.forget()
 
     def _grow(self, capacity: int) -> None:
         """Reserves in steps that follow the file's size, because every step is a system call that holds up I/O."""
@@ -164,7 +158,7 @@ class Volumes:
         _of_this_process.add(self)
 
     def close(self) -> None:
-        """Everything in order: requests, threads, descriptors, files, locks. A forked child drops its descriptors."""
+        """Everything in order: requests, threads, descriptors, files, locks. A forked child only closes descriptors."""
         try:
             for volume in self.all:
                 volume.detach()
@@ -185,7 +179,7 @@ def _after_fork() -> None:
     """A child that outlives its parent must neither hold the parent's lock nor its disk space."""
     for volumes in list(_of_this_process):
         for volume in volumes.all:
-            volume.drop_descriptors()
+            volume.remove()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -167,7 +167,7 @@ def accumulate_gradient_part(
         _add_elements(grad.storage, start, gradient, first, offset)
     else:
         part = grad if grad.shape == gradient.shape else grad.view(-1)[start : start + gradient.numel()]
-        part.add_(gradient.view(part.shape))
+        part.add_(gradient.reshape(part.shape))
 
 
 def _take(parameter: StoredTensor) -> None:

@@ -130,7 +130,7 @@ class Cuda(Device):
         if owner is not None and stream.cuda_stream != owner.cuda_stream:
             stream.wait_event(owner.record_event())
         self._owner = stream
-        _use(memory, stream)
+        memory.record_stream(stream)
 
     def dropped_by(self, stream: cuda.Stream) -> None:
         """What was used by what is queued on `stream` by now is free: its next owner follows that."""
@@ -211,7 +211,7 @@ class _CudaUpload(_CudaCopy):
         if stream.cuda_stream not in self._users:
             stream.wait_event(self._copied)
             if self.value.untyped_storage().resizable():  # else a part of an arena: the allocator knows only the whole
-                _use(self.value, stream)
+                self.value.record_stream(stream)  # free for others only after what is queued on this one, too
             self._users[stream.cuda_stream] = stream
 
     def drop(self) -> None:
@@ -246,11 +246,6 @@ class _CudaDownload(_CudaCopy):
     def join(self) -> None:
         super().join()
         self._value = None
-
-
-def _use(memory: torch.Tensor, stream: cuda.Stream) -> None:
-    """Whatever stream the memory was allocated for, it is free for others only after what is queued on this one."""
-    memory.record_stream(stream)
 
 
 @cache
