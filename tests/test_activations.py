@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 from followed import followed_plans
+from injecting import Fault, clear_faults, inject
 from torch import nn
 from torch.nn import functional as F
 
 import zinf_fx
 from zinf_fx.errors import StoredTensorError, StoreError
 from zinf_fx.frontend.explain import plans_of
-from zinf_fx.native.engine import Fault
 from zinf_fx.observe.stats import Stats
 from zinf_fx.plan.memory.accounting import Traffic, phases
 from zinf_fx.plan.plan import Plan
@@ -239,13 +239,13 @@ def test_a_disk_error_reaches_whoever_needs_the_activation(tmp_path: Path, stage
     store = model.layers[0].weight.storage.tiers.store
     torch.manual_seed(3)
     if stage == "write":
-        store.inject(Fault("completion", operation="write", errno=errno.EIO))
+        inject(store, Fault("completion", operation="write", errno=errno.EIO))
     loss = call(x)
     if stage == "read":
-        store.inject(Fault("completion", operation="read", errno=errno.EIO))
+        inject(store, Fault("completion", operation="read", errno=errno.EIO))
     with pytest.raises(StoreError, match=r"EIO|Input/output error"):
         loss.backward()
-    store.clear_faults()
+    clear_faults(store)
 
 
 class Rotary(nn.Module):

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from injecting import Fault, clear_faults, inject
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from twins import Net, assert_nothing_leaked, assert_same_gradients, fresh_dynamo, x
 
 import zinf_fx
 from zinf_fx.errors import StoreError
-from zinf_fx.native.engine import Fault
 from zinf_fx.passes.activations import offload as offload_activations
 from zinf_fx.runtime.execute.executor import EXECUTOR
 from zinf_fx.runtime.tensor.tiers import Tiers
@@ -124,11 +124,11 @@ def test_a_read_that_fails_in_the_middle_of_a_graph(pair: tuple[Net, Net]) -> No
     call(x()).backward()
     model.zero_grad()
     store = model.scale.storage.tiers.store
-    store.inject(Fault("completion", nth=3, operation="read", errno=errno.EOVERFLOW))
+    inject(store, Fault("completion", nth=3, operation="read", errno=errno.EOVERFLOW))
     with pytest.raises(StoreError) as failed:
         call(x()).backward()
     assert (failed.value.operation, failed.value.errno) == ("read", errno.EOVERFLOW)
-    store.clear_faults()
+    clear_faults(store)
     assert_nothing_leaked_but_gradients(model)
     batch = x()
     plain(batch).backward()
@@ -342,12 +342,12 @@ def test_the_one_line_use_leaves_the_model_alone_when_the_disk_fails(tmp_path: P
     model = copy.deepcopy(plain)
     call = torch.compile(model, backend="zinf", options={"placement": "nvme", "store": tmp_path})
     tiers = Tiers.of(zinf_fx.Config(store=tmp_path, placement="nvme"))
-    tiers.store.inject(Fault("completion", operation="write", nth=4, errno=errno.ENOSPC))
+    inject(tiers.store, Fault("completion", operation="write", nth=4, errno=errno.ENOSPC))
     batch = x()
     with pytest.raises(BackendCompilerFailed, match="full") as failure:
         call(batch)
     assert type(failure.value.inner_exception) is StoreError
-    tiers.store.clear_faults()
+    clear_faults(tiers.store)
     assert all(type(p) is nn.Parameter for p in model.parameters())
     for _ in range(2):
         plain(batch).backward()

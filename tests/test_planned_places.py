@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from injecting import Fault, clear_faults, inject
 from torch import Tensor, nn
 from twins import Net, assert_nothing_leaked, assert_same_gradients, fresh_dynamo, pair, x
 
 import zinf_fx
-from zinf_fx.runtime.disk.store import Fault
 from zinf_fx.runtime.execute.executor import EXECUTOR
 
 __all__ = ["fresh_dynamo", "pair"]  # fixtures
@@ -145,9 +145,9 @@ def test_a_step_has_its_places_while_gradients_are_on_their_way(tmp_path: Path) 
     for _ in range(3):
         loss = call(torch.ones(4, 128, dtype=torch.bfloat16)).sum()
         optimizer.finish()
-        store.inject(Fault("completion", operation="write", count=1000, delay=0.01))
+        inject(store, Fault("completion", operation="write", count=1000, delay=0.01))
         loss.backward()
-        store.clear_faults()
+        clear_faults(store)
         optimizer.step()
         optimizer.zero_grad()
     optimizer.finish()

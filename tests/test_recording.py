@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from injecting import Fault, clear_faults, inject
 from torch import nn
 
 import zinf_fx
 from zinf_fx.errors import ConfigError, StoreError
-from zinf_fx.native.engine import Fault
 from zinf_fx.observe.recording import Recording, Step
 from zinf_fx.plan.hardware import load
 from zinf_fx.plan.plan import Plan
@@ -269,11 +269,11 @@ def test_the_optimizer_goes_on_in_the_next_steps_time_and_belongs_to_its_own(tmp
     store = next(training.stored.parameters()).storage.tiers.store
 
     def step() -> None:
-        store.clear_faults()
+        clear_faults(store)
         loss = training.model(*batch())
         loss.backward()
         training.optimizer.finish()
-        store.inject(Fault("completion", operation="read", count=1 << 20, delay=0.01))  # what comes next takes time
+        inject(store, Fault("completion", operation="read", count=1 << 20, delay=0.01))  # what comes next takes time
         training.optimizer.step()
         training.optimizer.zero_grad()
 
@@ -293,10 +293,10 @@ def test_an_error_in_a_step_ends_what_had_begun(tmp_path: Path):
     store = next(training.stored.parameters()).storage.tiers.store
     with zinf_fx.record(training.model) as recording:
         EXECUTOR.reset()
-        store.inject(Fault("completion", operation="read", nth=6, errno=61))
+        inject(store, Fault("completion", operation="read", nth=6, errno=61))
         with pytest.raises(StoreError):
             training.model(*batch())
-        store.clear_faults()
+        clear_faults(store)
         training.optimizer.zero_grad()
         training.step()
     broken, whole = recording.steps

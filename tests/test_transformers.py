@@ -222,13 +222,14 @@ def test_resized_embeddings_are_stored(tied: bool, built: str, mean_resizing: bo
 LOADED = """
 import sys, torch, zinf_fx
 from transformers import LlamaForCausalLM as Llama
-from zinf_fx.native.engine import Fault
 from zinf_fx.runtime.tensor.tiers import Tiers
-saved, store = sys.argv[1:]
+saved, store, tests = sys.argv[1:]
+sys.path.append(tests)
+from injecting import Fault, inject
 def memory(name): return int(next(l for l in open("/proc/self/status") if l.startswith(name)).split()[1]) << 10
 config = zinf_fx.Config(store=store, placement="nvme", host_memory="64MiB")
 tiers = Tiers.of(config)
-tiers.store.inject(Fault("completion", operation="write", count=10**6, delay=0.005))  # what reads ahead gets ahead
+inject(tiers.store, Fault("completion", operation="write", count=10**6, delay=0.005))  # what reads ahead gets ahead
 before = memory("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")  # the peak begins now
 with zinf_fx.offloading(config):
@@ -244,7 +245,7 @@ def test_a_checkpoint_that_is_converted_is_never_whole_in_memory(tmp_path: Path)
     saved = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
     saved.save_pretrained(tmp_path / "saved")
     (tmp_path / "store").mkdir()
-    command = [sys.executable, "-c", LOADED, tmp_path / "saved", tmp_path / "store"]
+    command = [sys.executable, "-c", LOADED, tmp_path / "saved", tmp_path / "store", Path(__file__).parent]
     peak = int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
     nbytes = sum(p.nbytes for p in saved.parameters())
     assert peak - nbytes < 0.45 * 2 * nbytes  # the file is mapped, and stays until there is need of its memory

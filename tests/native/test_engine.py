@@ -16,19 +16,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from injecting import Fault, clear_faults, inject, inject_setup_fault, setup_calls
 
 from zinf_fx.errors import ConfigError, StoreError
-from zinf_fx.native.engine import (
-    READ,
-    WRITE,
-    Engine,
-    Fault,
-    File,
-    inject_setup_fault,
-    is_direct,
-    provider_names,
-    setup_calls,
-)
+from zinf_fx.native.engine import READ, WRITE, Engine, File, is_direct, provider_names
 from zinf_fx.runtime.memory.buffers import aligned_empty
 
 BLOCK = 64 << 10
@@ -115,7 +106,7 @@ def test_many_requests_at_a_time(bench: Bench):
 def test_waiting_for_one_waits_for_no_other(bench: Bench):
     data = random_bytes(BLOCK)
     bench.write(data).wait()
-    bench.engine.inject(Fault("completion", nth=1, count=7, delay=1.5))
+    inject(bench.engine, Fault("completion", nth=1, count=7, delay=1.5))
     slow = [bench.read(aligned_empty(BLOCK)) for _ in range(7)]
     time.sleep(0.2)  # until the device is done with them: the delays are theirs
     quick = [bench.read(aligned_empty(BLOCK)) for _ in range(57)]
@@ -136,7 +127,7 @@ def test_a_span_ends_when_the_transfer_did_and_not_when_somebody_looks(bench: Be
     done = time.perf_counter()
     time.sleep(0.05)
     assert all(before <= began < ended <= done for began, ended in (span.seconds() for span in spans))
-    bench.engine.inject(Fault("completion", delay=0.1))
+    inject(bench.engine, Fault("completion", delay=0.1))
     slow = bench.read(aligned_empty(BLOCK))
     assert slow.span().seconds() is None
     slow.wait()
@@ -157,7 +148,7 @@ def test_a_span_keeps_no_memory(bench: Bench):
 def test_a_ticket_that_is_waited_for_overtakes_the_queue(bench: Bench):
     data = random_bytes(BLOCK)
     bench.write(data).wait()
-    bench.engine.inject(Fault("completion", nth=1, count=64, delay=0.2))
+    inject(bench.engine, Fault("completion", nth=1, count=64, delay=0.2))
     tickets = [bench.read(aligned_empty(BLOCK)) for _ in range(64)]
     tickets[-1].wait()
     assert sum(ticket.done() for ticket in tickets) < 32
@@ -167,7 +158,7 @@ def test_a_ticket_that_is_waited_for_overtakes_the_queue(bench: Bench):
 
 def test_other_python_threads_run_while_one_waits(bench: Bench):
     data = random_bytes(4096)
-    bench.engine.inject(Fault("completion", delay=0.5))
+    inject(bench.engine, Fault("completion", delay=0.5))
     ticket = bench.write(data)
     waiter = threading.Thread(target=ticket.wait)
     waiter.start()
@@ -182,7 +173,7 @@ def test_other_python_threads_run_while_one_waits(bench: Bench):
 @pytest.mark.parametrize("error", [errno.EAGAIN, errno.EINTR])
 def test_transient_errors_are_retried(bench: Bench, stage: str, error: int):
     data, back = random_bytes(5 * BLOCK), aligned_empty(5 * BLOCK)
-    bench.engine.inject(Fault(stage, nth=2, count=3, errno=error))
+    inject(bench.engine, Fault(stage, nth=2, count=3, errno=error))
     bench.write(data).wait()
     bench.read(back).wait()
     assert back.equal(data)
@@ -190,7 +181,7 @@ def test_transient_errors_are_retried(bench: Bench, stage: str, error: int):
 
 
 def test_retries_have_a_bound(bench: Bench):
-    bench.engine.inject(Fault("submission", nth=1, count=1000, errno=errno.EAGAIN))
+    inject(bench.engine, Fault("submission", nth=1, count=1000, errno=errno.EAGAIN))
     with pytest.raises(StoreError) as caught:
         bench.write(random_bytes(4096)).wait()
     assert caught.value.errno == errno.EAGAIN
@@ -202,7 +193,7 @@ def test_short_transfers_go_on(bench: Bench, length: int):
     if length % 4096 and is_direct(bench.engine.provider):
         pytest.skip("a direct transfer of an unaligned length is an error of its own")
     data, back = random_bytes(5 * BLOCK), aligned_empty(5 * BLOCK)
-    bench.engine.inject(Fault("submission", nth=2, count=20, length=length))
+    inject(bench.engine, Fault("submission", nth=2, count=20, length=length))
     bench.write(data).wait()
     bench.read(back).wait()
     assert back.equal(data)
@@ -210,7 +201,7 @@ def test_short_transfers_go_on(bench: Bench, length: int):
 
 def test_a_batch_may_be_submitted_in_part(bench: Bench):
     data, back = random_bytes(12 * BLOCK), aligned_empty(12 * BLOCK)
-    bench.engine.inject(Fault("submission", nth=3, count=9))
+    inject(bench.engine, Fault("submission", nth=3, count=9))
     bench.write(data).wait()
     bench.read(back).wait()
     assert back.equal(data)
@@ -220,7 +211,7 @@ def test_a_batch_may_be_submitted_in_part(bench: Bench):
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EFBIG, errno.EINVAL, errno.EDQUOT, errno.ENODEV])
 def test_an_error_names_everything_and_the_engine_goes_on(bench: Bench, stage: str, error: int):
     data, back = random_bytes(4 * BLOCK), aligned_empty(4 * BLOCK)
-    bench.engine.inject(Fault(stage, nth=3, errno=error, operation="write"))
+    inject(bench.engine, Fault(stage, nth=3, errno=error, operation="write"))
     ticket = bench.write(data, 4096)
     for _ in range(2):
         with pytest.raises(StoreError) as caught:
@@ -237,7 +228,7 @@ def test_an_error_names_everything_and_the_engine_goes_on(bench: Bench, stage: s
 def test_eio_poisons_the_file(bench: Bench):
     data = random_bytes(BLOCK)
     bench.write(data).wait()
-    bench.engine.inject(Fault("completion", errno=errno.EIO))
+    inject(bench.engine, Fault("completion", errno=errno.EIO))
     with pytest.raises(StoreError, match="the device failed"):
         bench.read(aligned_empty(BLOCK)).wait()
     for operation in (bench.read, bench.write):
@@ -283,7 +274,7 @@ def test_every_single_fault_ends_in_success_or_in_its_own_error(bench: Bench, st
             nth += 1
             back = aligned_empty(3 * BLOCK).zero_()
             before = bench.engine.counters().faults_fired
-            bench.engine.inject(Fault(stage, nth=nth, errno=error))
+            inject(bench.engine, Fault(stage, nth=nth, errno=error))
             failed = 0
             for transfer in (lambda: bench.write(data), lambda back=back: bench.read(back)):
                 try:
@@ -292,7 +283,7 @@ def test_every_single_fault_ends_in_success_or_in_its_own_error(bench: Bench, st
                     assert caught.errno == error
                     failed += 1
             fired = bench.engine.counters().faults_fired > before
-            bench.engine.clear_faults()
+            clear_faults(bench.engine)
             assert failed == (1 if fired and error == errno.ENOSPC else 0)
             assert failed or back.equal(data)
         assert nth == 7  # three blocks each way
@@ -317,7 +308,7 @@ def test_every_set_up_call_may_fail(provider: str):
 
 def test_close_finishes_what_is_under_way(bench: Bench):
     data = random_bytes(20 * BLOCK)
-    bench.engine.inject(Fault("completion", count=20, delay=0.05))
+    inject(bench.engine, Fault("completion", count=20, delay=0.05))
     ticket = bench.write(data)
     bench.engine.close()
     assert ticket.done()
@@ -333,7 +324,7 @@ def test_a_dropped_ticket_keeps_its_memory_until_the_transfer_is_over(bench: Ben
 
     data, owner = random_bytes(BLOCK), Owner()
     alive = weakref.ref(owner)
-    bench.engine.inject(Fault("completion", delay=0.5))
+    inject(bench.engine, Fault("completion", delay=0.5))
     bench.file.submit(WRITE, data.data_ptr(), 0, BLOCK, owner)  # the ticket is dropped at once, and nobody waits
     del owner
     assert alive() is not None
@@ -346,7 +337,7 @@ def test_an_interrupted_reader_loses_its_memory_only_when_the_disk_is_done(bench
     bench.write(data).wait()
     memory = aligned_empty(BLOCK)
     alive = weakref.ref(memory)
-    bench.engine.inject(Fault("completion", operation="read", delay=1.0))
+    inject(bench.engine, Fault("completion", operation="read", delay=1.0))
 
     def read(memory: torch.Tensor) -> None:
         bench.file.submit(READ, memory.data_ptr(), 0, BLOCK, memory).wait()
@@ -363,7 +354,7 @@ def test_an_interrupted_reader_loses_its_memory_only_when_the_disk_is_done(bench
 def test_detaching_from_a_stuck_device_names_it_and_can_be_interrupted(bench: Bench, caplog, monkeypatch):
     monkeypatch.setattr("zinf_fx.native.engine.WAIT_SLICE", 0.125)
     monkeypatch.setattr("zinf_fx.native.engine.STUCK_AFTER", 0.25)
-    bench.engine.inject(Fault("completion", delay=2.0))
+    inject(bench.engine, Fault("completion", delay=2.0))
     data = random_bytes(BLOCK)
     ticket = bench.write(data)
     threading.Timer(0.6, signal.raise_signal, (signal.SIGINT,)).start()
@@ -374,7 +365,7 @@ def test_detaching_from_a_stuck_device_names_it_and_can_be_interrupted(bench: Be
 
 
 def test_a_dropped_ticket_logs_its_error(bench: Bench, caplog: pytest.LogCaptureFixture):
-    bench.engine.inject(Fault("completion", errno=errno.ENOSPC))
+    inject(bench.engine, Fault("completion", errno=errno.ENOSPC))
     data = random_bytes(BLOCK)
     bench.write(data)
     bench.file.detach()
@@ -384,7 +375,7 @@ def test_a_dropped_ticket_logs_its_error(bench: Bench, caplog: pytest.LogCapture
 def test_a_stuck_device_is_named(bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("zinf_fx.native.engine.WAIT_SLICE", 0.25)
     monkeypatch.setattr("zinf_fx.native.engine.STUCK_AFTER", 0.5)
-    bench.engine.inject(Fault("completion", delay=0.7))
+    inject(bench.engine, Fault("completion", delay=0.7))
     bench.write(random_bytes(BLOCK), 8192).wait()
     assert f"write of {BLOCK} bytes at offset 8192 of {bench.file.path}" in caplog.text
 
@@ -400,7 +391,7 @@ def test_idle_costs_no_processor_time(bench: Bench):
 def test_a_forked_child_is_refused_and_harms_nothing(bench: Bench):
     data, back = random_bytes(BLOCK), aligned_empty(BLOCK)
     bench.write(data).wait()
-    bench.engine.inject(Fault("completion", delay=0.3))
+    inject(bench.engine, Fault("completion", delay=0.3))
     ticket = bench.read(back)
     child = os.fork()
     if child == 0:

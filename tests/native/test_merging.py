@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from injecting import Fault, inject
 
 from zinf_fx.errors import StoreError
-from zinf_fx.native.engine import READ, WRITE, Engine, Fault, FileTicket, is_direct, provider_names
+from zinf_fx.native.engine import READ, WRITE, Engine, FileTicket, is_direct, provider_names
 from zinf_fx.runtime.memory.buffers import aligned_empty
 
 PAGE = 4096
@@ -34,7 +35,7 @@ class Bench:
 
     def hold_the_queue(self) -> FileTicket:
         """Whatever is submitted within the next moments becomes ready at once."""
-        self.engine.inject(Fault("completion", delay=0.2))
+        inject(self.engine, Fault("completion", delay=0.2))
         return self.submit(READ, aligned_empty(BLOCK), 2 * BLOCK)
 
     def transfers(self) -> int:
@@ -94,7 +95,7 @@ def test_what_is_apart_stays_apart(bench: Bench):
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EINVAL, errno.EAGAIN])
 def test_one_that_fails_fails_alone(bench: Bench, error: int):
     held, back = bench.hold_the_queue(), pages()
-    bench.engine.inject(Fault("completion", nth=5, errno=error))  # of those after the held one, which is counted too
+    inject(bench.engine, Fault("completion", nth=5, errno=error))  # of those after the held one, which is counted too
     tickets = [bench.submit(READ, page, i * PAGE) for i, page in enumerate(back)]
     held.wait()
     failed = []
@@ -128,7 +129,7 @@ def test_the_end_of_the_file_fails_only_what_lies_beyond(bench: Bench):
     held, back = bench.hold_the_queue(), pages()
     held.wait()
     os.ftruncate(bench.fd, 9 * PAGE + 100)
-    bench.engine.inject(Fault("submission", delay=0.1))
+    inject(bench.engine, Fault("submission", delay=0.1))
     tickets = [bench.submit(READ, page, i * PAGE) for i, page in enumerate(back)]
     for i, ticket in enumerate(tickets):
         if i < 9:
@@ -142,7 +143,7 @@ def test_the_end_of_the_file_fails_only_what_lies_beyond(bench: Bench):
 
 def test_eio_is_everybodys(bench: Bench):
     held, back = bench.hold_the_queue(), pages()
-    bench.engine.inject(Fault("completion", nth=2, errno=errno.EIO))
+    inject(bench.engine, Fault("completion", nth=2, errno=errno.EIO))
     tickets = [bench.submit(READ, page, i * PAGE) for i, page in enumerate(back)]
     held.wait()
     with pytest.raises(StoreError, match="failed"):

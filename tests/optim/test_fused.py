@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
+from injecting import Fault, clear_faults, inject
 
 import zinf_fx
 from zinf_fx.errors import OptimizerError, StoreError
-from zinf_fx.native.engine import Fault
 from zinf_fx.optim.plain import sgd_updates
 from zinf_fx.runtime.gradients.accumulate import accumulate_gradient
 
@@ -255,11 +255,11 @@ def test_a_torn_step_is_refused_until_a_state_is_loaded(tmp_path):
     optimizer.step()
     saved = optimizer.state_dict()
     tiers = pair.stored[0].storage.tiers
-    tiers.store.inject(Fault("completion", nth=4, operation="write", errno=5))
+    inject(tiers.store, Fault("completion", nth=4, operation="write", errno=5))
     with pytest.raises(StoreError):
         optimizer.step()
     assert tiers.host.in_use == 0
-    tiers.store.clear_faults()
+    clear_faults(tiers.store)
     with pytest.raises(OptimizerError, match=r"was interrupted.*from a checkpoint"):
         optimizer.step()
     optimizer.load_state_dict(saved)

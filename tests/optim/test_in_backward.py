@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from injecting import Fault, inject
 
 import zinf_fx
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError, StoredTensorError, StoreError
 from zinf_fx.optim.in_backward import GRADIENT_BUFFER
-from zinf_fx.runtime.disk.store import Fault
 from zinf_fx.runtime.execute.executor import EXECUTOR
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -244,7 +244,7 @@ def test_a_fault_in_backward(tmp_path: Path) -> None:
     optimizer.finish()
     loss = call(*tokens())
     tiers = model.head.weight.storage.tiers
-    tiers.store.inject(Fault("completion", operation="write", nth=2, errno=errno.EIO))
+    inject(tiers.store, Fault("completion", operation="write", nth=2, errno=errno.EIO))
     with pytest.raises(StoreError, match="errno 5"):
         loss.backward()
         optimizer.step()
@@ -273,7 +273,7 @@ def test_gradients_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.Mon
         optimizer, "make_room", lambda nbytes: (room(nbytes), held.append(nbytes + optimizer._last_step.bytes_held))
     )
     loss = call(*tokens())
-    model.head.weight.storage.tiers.store.inject(Fault("completion", operation="read", count=10**6, delay=0.005))
+    inject(model.head.weight.storage.tiers.store, Fault("completion", operation="read", count=10**6, delay=0.005))
     loss.backward()
     largest = max(p.nbytes for p in model.parameters())
     assert held and max(held) <= max(8192, largest)

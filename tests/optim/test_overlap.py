@@ -10,11 +10,11 @@ import threading
 
 import pytest
 import torch
+from injecting import Fault, clear_faults, inject
 
 import zinf_fx
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError, StoreError
-from zinf_fx.runtime.disk.store import Fault
 
 SHAPES = ((3 * 16384,), (100,), (2 * 16384,), (7,), (40_000,))
 LATE = 0.3
@@ -42,7 +42,7 @@ def prepared(twins, dtype: torch.dtype = torch.float32, **fields: object):
 
 def late_reads(pair, count: int = 1000) -> None:
     store = pair.stored[0].storage.tiers.store
-    store.inject(Fault("completion", operation="read", count=count, delay=LATE))
+    inject(store, Fault("completion", operation="read", count=count, delay=LATE))
 
 
 def background(pair) -> object:
@@ -61,7 +61,7 @@ def test_step_returns_while_it_goes_on_and_readers_wait(twins, dtype):
     optimizer.finish()
     assert background(pair) is None and optimizer.torn is None
     assert pair.stored[0].storage.tiers.host.in_use == 0
-    pair.stored[0].storage.tiers.store.clear_faults()
+    clear_faults(pair.stored[0].storage.tiers.store)
     pair.train(optimizer, reference)
 
 
@@ -123,8 +123,8 @@ def test_a_fault_in_the_background_is_raised_where_it_is_met(twins):
     pair, optimizer, _ = prepared(twins)
     gradients = pair.stored[0].storage.tiers.host.in_use
     store = pair.stored[0].storage.tiers.store
-    store.inject(Fault("completion", operation="read", count=1, delay=LATE))
-    store.inject(Fault("completion", operation="write", nth=4, errno=errno.EIO))
+    inject(store, Fault("completion", operation="read", count=1, delay=LATE))
+    inject(store, Fault("completion", operation="write", nth=4, errno=errno.EIO))
     optimizer.step()
     optimizer.zero_grad()
     assert optimizer.torn is None
@@ -154,8 +154,9 @@ def test_ctrl_c_while_it_waits_leaves_the_step_whole(twins):
 
 def test_a_step_that_could_not_begin_in_the_background_is_torn_too(twins):
     pair, optimizer, _ = prepared(twins)
-    pair.stored[0].storage.tiers.store.inject(
-        Fault("completion", operation="read", count=100, delay=LATE, errno=errno.EIO)
+    inject(
+        pair.stored[0].storage.tiers.store,
+        Fault("completion", operation="read", count=100, delay=LATE, errno=errno.EIO),
     )
     optimizer.step()
     optimizer.zero_grad()  # so the gradients are gone, and no step can be taken again

@@ -7,12 +7,12 @@ import gc
 
 import pytest
 import torch
+from injecting import Fault, inject
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import zinf_fx
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError, StoreError
-from zinf_fx.native.engine import Fault
 from zinf_fx.runtime.gradients.accumulate import accumulate_gradient
 
 FUSED = {"fused": True}
@@ -272,7 +272,7 @@ def test_autograd_notices_the_update(twins):
 def test_buffers_are_bounded_and_given_back(twins, delay):
     pair = twins(shapes=((400_000,), *[(100,)] * 200, (400_000,)))
     optimizer = optim.AdamW(pair.stored)
-    pair.stored[0].storage.tiers.store.inject(Fault("completion", operation="write", count=10**6, delay=delay))
+    inject(pair.stored[0].storage.tiers.store, Fault("completion", operation="write", count=10**6, delay=delay))
     arena = pair.stored[0].storage.tiers.host
     leased = []
     lease = arena.lease

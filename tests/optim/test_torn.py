@@ -6,13 +6,13 @@ import errno
 
 import pytest
 import torch
+from injecting import Fault, clear_faults, inject
 
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError, StoreError
 from zinf_fx.optim.chunk import Run
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.optim.step import StreamedStep
-from zinf_fx.runtime.disk.store import Fault
 from zinf_fx.runtime.tensor.windows import Window
 
 SHAPES = ((16384,), (3 * 16384,), (2 * 16384,))
@@ -87,7 +87,7 @@ def test_a_write_that_fails_later(twins):
     pair, optimizer, _ = prepared(twins)
     store = pair.stored[0].storage.tiers.store
     # A chunk stores three windows of one block each: the fifth write is of a state of the second parameter.
-    store.inject(Fault("completion", nth=5, operation="write", errno=errno.EIO))
+    inject(store, Fault("completion", nth=5, operation="write", errno=errno.EIO))
     with pytest.raises(StoreError):
         optimizer.step()
     assert "b" in optimizer.torn.partial
@@ -99,10 +99,10 @@ def test_a_write_that_fails_later(twins):
 def test_a_read_that_fails_before_anything_changed(twins):
     pair, optimizer, reference = prepared(twins)
     store = pair.stored[0].storage.tiers.store
-    store.inject(Fault("submission", nth=1, count=100, operation="read", errno=errno.ENOMEM))
+    inject(store, Fault("submission", nth=1, count=100, operation="read", errno=errno.ENOMEM))
     with pytest.raises(StoreError):
         optimizer.step()
-    store.clear_faults()
+    clear_faults(store)
     assert optimizer.torn is None and pair.stored[0].storage.tiers.host.in_use == 0
     optimizer.step()
     reference.step()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from injecting import clear_faults, inject
 from planned_shapes import SHAPES
 from torch import nn
 
@@ -454,10 +455,10 @@ def test_an_exception_in_the_middle_gives_memory_back(tmp_path: Path) -> None:
     storage.tiers.drain()
     before = torch.cuda.memory_allocated()
     fault = zinf_fx.runtime.disk.store.Fault("completion", operation="read", errno=5, nth=3)
-    storage.tiers.store.inject(fault)
+    inject(storage.tiers.store, fault)
     with pytest.raises(zinf_fx.errors.StoreError):
         compiled(torch.randn(8, 256, device=CUDA)).backward()
-    storage.tiers.store.clear_faults()
+    clear_faults(storage.tiers.store)
     model.zero_grad()
     gc.collect()
     torch.cuda.synchronize()

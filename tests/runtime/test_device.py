@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from injecting import Fault, clear_faults, inject
 from late_device import LateCopy, LateDevice, install
 from torch import nn
 
 import zinf_fx
 from zinf_fx.errors import StoreError
-from zinf_fx.runtime.disk.store import Fault
 from zinf_fx.runtime.execute.executor import EXECUTOR
 from zinf_fx.runtime.memory import leases
 from zinf_fx.runtime.memory.buffers import Arena
@@ -182,14 +182,14 @@ def test_a_delayed_write_that_fails_is_reported_where_it_is_missed(tmp_path: Pat
     model = zinf_fx.offload(nn.Linear(8, 8), store=tmp_path, placement="nvme")
     tiers = model.weight.storage.tiers
     tiers.drain()
-    tiers.store.inject(Fault("completion", operation="write", errno=5))
+    inject(tiers.store, Fault("completion", operation="write", errno=5))
     with torch.no_grad():
         model.weight.fill_(1)  # the value has not left the device yet
     with pytest.raises(StoreError, match="write"):
         model.weight.full_tensor()
     with pytest.raises(StoreError, match="write"):
         tiers.drain()
-    tiers.store.clear_faults()
+    clear_faults(tiers.store)
 
 
 # -- host memory that a device knows ---------------------------------------------------------------------------------

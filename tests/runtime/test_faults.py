@@ -14,11 +14,12 @@ from pathlib import Path
 import forked
 import pytest
 import torch
+from injecting import Fault, clear_faults, inject, inject_setup_fault
 
 from zinf_fx.cli import main
 from zinf_fx.errors import StoreError
-from zinf_fx.native.engine import inject_setup_fault, provider_names
-from zinf_fx.runtime.disk.store import Fault, Store
+from zinf_fx.native.engine import provider_names
+from zinf_fx.runtime.disk.store import Store
 from zinf_fx.runtime.memory.buffers import aligned_empty
 
 PAGE = 4096
@@ -103,10 +104,10 @@ def test_the_nth_fault_for_every_n(tmp_path: Path, store: Store, stage: str, kin
     while fired:
         n += 1
         before = store.counters().faults_fired
-        store.inject(Fault(stage, nth=n, **FAULTS[kind]))
+        inject(store, Fault(stage, nth=n, **FAULTS[kind]))
         errors = workload(store, seed=n)
         fired = store.counters().faults_fired > before
-        store.clear_faults()
+        clear_faults(store)
         injected = FAULTS[kind].get("errno")
         if not fired or kind in HARMLESS:
             assert not errors
@@ -176,7 +177,7 @@ def test_fork_while_transfers_are_under_way(store: Store):
     extents = [store.allocate(NBYTES) for _ in range(16)]
     data = [filled(NBYTES, i) for i in range(16)]
     back = [aligned_empty(NBYTES) for _ in range(16)]
-    store.inject(Fault("completion", count=30, delay=0.01))
+    inject(store, Fault("completion", count=30, delay=0.01))
     for transfer, memory in ((store.write, data), (store.read, back)):
         tickets = []
         for extent, one in zip(extents, memory, strict=True):
@@ -200,7 +201,7 @@ def test_one_ticket_while_64_others_are_queued(store: Store):
     data = [filled(BLOCK, i) for i in range(65)]
     for ticket in [store.write(e, d.data_ptr(), 0, BLOCK) for e, d in zip(extents, data, strict=True)]:
         ticket.wait()
-    store.inject(Fault("completion", count=65, delay=0.1))
+    inject(store, Fault("completion", count=65, delay=0.1))
     back = [aligned_empty(BLOCK) for _ in range(65)]
     tickets = [store.read(e, b.data_ptr(), 0, BLOCK) for e, b in zip(extents, back, strict=True)]
     began = time.monotonic()
@@ -208,7 +209,7 @@ def test_one_ticket_while_64_others_are_queued(store: Store):
     assert time.monotonic() - began < 1.0
     assert back[50].equal(data[50])
     assert sum(ticket.done() for ticket in tickets) < 20
-    store.clear_faults()
+    clear_faults(store)
     for ticket in tickets:
         ticket.wait()
     assert all(a.equal(b) for a, b in zip(back, data, strict=True))
@@ -361,6 +362,6 @@ def test_the_watchdog_names_what_is_awaited(
 ):
     monkeypatch.setattr("zinf_fx.native.engine.STUCK_AFTER", 0.25)
     extent = store.allocate(NBYTES)
-    store.inject(Fault("completion", delay=0.6))
+    inject(store, Fault("completion", delay=0.6))
     store.write(extent, filled(NBYTES, 1).data_ptr(), 0, NBYTES).wait()
     assert f"write of {extent.capacity} bytes at offset {extent.offset} of {store.path}" in caplog.text

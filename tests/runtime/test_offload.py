@@ -15,12 +15,12 @@ from pathlib import Path
 import forked
 import pytest
 import torch
+from injecting import Fault, clear_faults, inject
 from torch import nn
 
 import zinf_fx
 from zinf_fx import Config, StoredTensor
 from zinf_fx.errors import ConfigError, StoredTensorError, StoreError
-from zinf_fx.runtime.disk.store import Fault
 from zinf_fx.runtime.tensor.tiers import Tiers
 
 
@@ -137,9 +137,9 @@ def test_what_cannot_be_stored_is_refused_and_nothing_moves(tmp_path, spoil: Cal
 @contextmanager
 def failing_writes(store: Path, **fault: object) -> Iterator[None]:
     tiers = Tiers.of(Config(store=store, placement="nvme"))
-    tiers.store.inject(Fault("completion", operation="write", **fault))
+    inject(tiers.store, Fault("completion", operation="write", **fault))
     yield
-    tiers.store.clear_faults()
+    clear_faults(tiers.store)
 
 
 @contextmanager

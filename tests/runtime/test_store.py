@@ -16,11 +16,12 @@ from pathlib import Path
 import forked
 import pytest
 import torch
+from injecting import Fault, inject
 
 from zinf_fx.errors import ConfigError, StoreError
 from zinf_fx.native.engine import provider_names
 from zinf_fx.runtime.disk.scratch import survey
-from zinf_fx.runtime.disk.store import Fault, Store
+from zinf_fx.runtime.disk.store import Store
 from zinf_fx.runtime.memory.buffers import Arena, aligned_empty
 
 
@@ -111,7 +112,7 @@ def test_requests_in_flight_are_independent(store: Store):
     data = [fill(aligned_empty(50_000), seed=i) for i in range(64)]
     for ticket in [store.write(e, d.data_ptr(), 0, 50_000) for e, d in zip(extents, data, strict=True)]:
         ticket.wait()
-    store.inject(Fault("completion", count=7, delay=1.0))
+    inject(store, Fault("completion", count=7, delay=1.0))
     held = [aligned_empty(50_000) for _ in range(7)]
     slow = [store.read(extents[0], memory.data_ptr(), 0, 50_000) for memory in held]
     time.sleep(0.1)
@@ -128,7 +129,7 @@ def test_requests_in_flight_are_independent(store: Store):
 def test_an_error_names_the_data_file(store: Store):
     extent = store.allocate(8192)
     memory = aligned_empty(8192)
-    store.inject(Fault("completion", errno=errno.EIO, operation="read"))
+    inject(store, Fault("completion", errno=errno.EIO, operation="read"))
     store.write(extent, memory.data_ptr(), 0, 8192).wait()
     with pytest.raises(StoreError) as caught:
         store.read(extent, memory.data_ptr(), 4096, 4096).wait()
@@ -325,7 +326,7 @@ def test_close_finishes_requests_and_keeps_tickets(tmp_path: Path):
     store = Store(tmp_path)
     extent = store.allocate(4096)
     memory = aligned_empty(4096)
-    store.inject(Fault("completion", delay=0.3))
+    inject(store, Fault("completion", delay=0.3))
     ticket = store.write(extent, memory.data_ptr(), 0, 4096)
     store.close()
     store.close()

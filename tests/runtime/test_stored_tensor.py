@@ -14,13 +14,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from injecting import Fault, inject
 from safetensors.torch import load_file, save_file, storage_ptr
 from torch import nn
 
 import zinf_fx
 from zinf_fx import StoredTensor
 from zinf_fx.errors import StoredTensorError, StoreError
-from zinf_fx.runtime.disk.store import Fault
 from zinf_fx.runtime.tensor.storage import TensorStorage
 
 Make = Callable[..., nn.Parameter]
@@ -539,7 +539,7 @@ def test_an_interrupt_while_a_value_is_read_harms_no_memory(tmp_path):
     storage.tiers.drain()
     store = storage.tiers.store
     for read in (module[0].full_tensor, lambda: storage.settled().window().close()):
-        store.inject(Fault("completion", operation="read", delay=1.0))
+        inject(store, Fault("completion", operation="read", delay=1.0))
         threading.Timer(0.2, signal.raise_signal, (signal.SIGINT,)).start()
         with pytest.raises(KeyboardInterrupt):
             read()

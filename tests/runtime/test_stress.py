@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from injecting import Fault, clear_faults, inject
 
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import provider_names
-from zinf_fx.runtime.disk.store import Extent, Fault, Store
+from zinf_fx.runtime.disk.store import Extent, Store
 from zinf_fx.runtime.memory.buffers import aligned_empty
 
 PAGE = 4096
@@ -114,8 +115,8 @@ class Model:
         self.store.free(extent)
 
     def disturb(self) -> None:
-        self.store.clear_faults()
-        self.store.inject(self.random.choice(SURVIVABLE))
+        clear_faults(self.store)
+        inject(self.store, self.random.choice(SURVIVABLE))
 
     def reopen(self) -> None:
         """Closes with everything under way; what was asked for is done, and the next store starts empty."""
@@ -145,7 +146,7 @@ class Model:
                 self.settle(self.random.choice(list(self.under_way)))
             if step % 1000 == 999:
                 self.check()
-        self.store.clear_faults()
+        clear_faults(self.store)
         self.check()
         self.store.close()
 

@@ -15,10 +15,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from injecting import Fault, inject
 
 from zinf_fx.errors import ConfigError, StoreError
 from zinf_fx.native.engine import File, FileTicket
-from zinf_fx.runtime.disk.store import Extent, Fault, Store
+from zinf_fx.runtime.disk.store import Extent, Store
 from zinf_fx.runtime.disk.stripes import UNIT, Place, Turns, runs
 from zinf_fx.runtime.memory.buffers import aligned_empty
 
@@ -130,7 +131,7 @@ def test_devices_have_queues_of_their_own(tmp_path: Path, other_device: Path, mo
         for extent in mine:
             store.write(extent, data.data_ptr(), 0, 4096).wait()
         first = store._volumes[0].engine
-        first.inject(Fault("completion", delay=0.5))
+        inject(first, Fault("completion", delay=0.5))
         began = time.monotonic()
         slow = store.read(mine[0], aligned_empty(4096).data_ptr(), 0, 4096, owner=data)
         store.read(mine[1], aligned_empty(4096).data_ptr(), 0, 4096).wait()
@@ -142,8 +143,8 @@ def test_an_error_on_one_volume_is_that_of_the_whole_and_all_is_over_by_then(two
     with Store(two) as store:
         extent = store.allocate(6 * UNIT)
         data = filled(6 * UNIT)
-        store.inject(Fault("completion", nth=2, errno=errno.ENODEV))
-        store.inject(Fault("completion", nth=5, delay=0.3))
+        inject(store, Fault("completion", nth=2, errno=errno.ENODEV))
+        inject(store, Fault("completion", nth=5, delay=0.3))
         ticket = store.write(extent, data.data_ptr(), 0, 6 * UNIT)
         with pytest.raises(StoreError, match="gone") as caught:
             ticket.wait()
@@ -187,7 +188,7 @@ def test_memory_is_the_callers_again_when_only_some_stripes_could_be_queued(two:
         extent = store.allocate(2 * UNIT)
         memory = aligned_empty(2 * UNIT)
         store.write(extent, memory.data_ptr(), 0, 2 * UNIT).wait()
-        store.inject(Fault("completion", operation="read", delay=0.2))
+        inject(store, Fault("completion", operation="read", delay=0.2))
         submit, begun = File.submit, []
 
         def failing(file: File, *arguments: object, **options: object) -> FileTicket:

@@ -1,4 +1,4 @@
-"""The Python face of the native engine: files, tickets, and injected faults."""
+"""The Python face of the native engine: files and tickets."""
 
 from __future__ import annotations
 
@@ -125,27 +125,6 @@ def _counters(raw: ffi.CData) -> IoCounters:
     )
 
 
-@dataclass(frozen=True)
-class Fault:
-    """A fault for tests; see `zinf_fault` in engine.h. It hits blocks nth .. nth + count - 1, counted from 1.
-
-    Attributes:
-        stage: "submission" or "completion".
-        operation: "read", "write" or "any".
-        errno: the error that the submission or the completion reports; 0 for none.
-        length: bytes that are submitted, or that the completion reports, so that the transfer is short.
-        delay: seconds by which the submission is made, or the completion seen, late.
-    """
-
-    stage: str
-    nth: int = 1
-    count: int = 1
-    operation: str = "any"
-    errno: int = 0
-    length: int = 0
-    delay: float = 0.0
-
-
 class Engine:
     """One I/O thread with a queue of its own.
 
@@ -187,28 +166,6 @@ class Engine:
             lib.zinf_engine_counters(self._open(), raw)
             self._last = _counters(raw)
         return self._last
-
-    def inject(self, fault: Fault) -> None:
-        """Arms a fault, for tests. At most 16 are armed at a time."""
-        raw = ffi.new(
-            "zinf_fault *",
-            {
-                "stage": getattr(lib, f"ZINF_{fault.stage.upper()}"),
-                "operation": getattr(lib, f"ZINF_{fault.operation.upper()}"),
-                "nth": fault.nth,
-                "count": fault.count,
-                "error": fault.errno,
-                "length": fault.length,
-                "delay_ns": int(fault.delay * 1e9),
-            },
-        )
-        code = lib.zinf_inject(self._open(), raw)
-        if code:
-            raise ConfigError(f"can't inject {fault}: {os.strerror(-code)}")
-
-    def clear_faults(self) -> None:
-        """Disarms every fault."""
-        lib.zinf_clear_faults(self._open())
 
     def keep(self, ticket: FileTicket) -> None:
         """Hold a ticket whose transfer begins, and so its memory, until it is over, whoever drops it meanwhile."""
@@ -416,13 +373,3 @@ def _in_slices(wait: Callable[[int], int], what: str) -> int:
         if waited % STUCK_AFTER == 0:
             log.warning("waiting for %.0f s for %s", waited, what)
     return code
-
-
-def inject_setup_fault(nth: int, error: int) -> None:
-    """Lets the nth set-up call (from 1) of engines opened from now on fail with `error`, for tests. nth 0: none."""
-    lib.zinf_inject_setup(nth, error)
-
-
-def setup_calls() -> int:
-    """Set-up calls since `inject_setup_fault`."""
-    return lib.zinf_setup_calls()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from zinf_fx.errors import ConfigError, StoreError
 from zinf_fx.interrupts import held_back, sealed
-from zinf_fx.native.engine import BLOCK, DEPTH, HINTS, READ, WRITE, Fault, FileTicket, IoCounters, PageSums
+from zinf_fx.native.engine import BLOCK, DEPTH, HINTS, READ, WRITE, FileTicket, IoCounters, PageSums
 from zinf_fx.runtime.disk.measure import weights_of
 from zinf_fx.runtime.disk.probe import candidates
 from zinf_fx.runtime.disk.stripes import UNIT, Place, Turns, runs
@@ -210,16 +210,6 @@ class Store:
     def counters(self) -> IoCounters:
         """All counters at one moment, those of several devices added up."""
         return sum((engine.counters() for engine in self._resources.engines.values()), IoCounters())
-
-    def inject(self, fault: Fault) -> None:
-        """Arms a fault in every engine, for tests."""
-        for engine in self._resources.engines.values():
-            engine.inject(fault)
-
-    def clear_faults(self) -> None:
-        """Disarms every fault."""
-        for engine in self._resources.engines.values():
-            engine.clear_faults()
 
     def _place(self, capacity: int, unit: int) -> tuple[Place, ...]:
         """Places for an extent on the volumes that have room: one that is full is left out."""
