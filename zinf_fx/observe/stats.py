@@ -8,7 +8,7 @@ import torch
 from tabulate import tabulate
 from torch.distributed.tensor import DTensor
 
-from zinf_fx.native.engine import Counters
+from zinf_fx.native.engine import IoCounters
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.local_parameter import stored_parameter
 from zinf_fx.sizes import in_words
@@ -93,7 +93,7 @@ def stats(model: torch.nn.Module) -> Stats:
     stores = [tiers.store_in_use for tiers in all_tiers if tiers.store_in_use is not None]
     arenas = [arena for tiers in all_tiers for arena in tiers.device_arenas.values()]
     counters = [tiers.counters for tiers in all_tiers]
-    moved = sum((store.counters() for store in stores), Counters())
+    moved = sum((store.counters() for store in stores), IoCounters())
     ranks = {p.storage.share.ranks for p in stored}
     for mesh in {p.whole.device_mesh for p in stored if isinstance(p.whole, DTensor)}:
         ranks.update(each for group in mesh.get_all_groups() for each in Ranks.on(group))
