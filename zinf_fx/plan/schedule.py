@@ -57,20 +57,25 @@ class Tile:
     segment: Natural = 0
     owned: bool = False
 
-    @property
+    @cached_property
     def label(self) -> str:
         """The parameter's name, and the rows where they are not all: `mlp.up.weight[0:512]`."""
         return self.name if self.rows is None else f"{self.name}[{self.rows[0]}:{self.rows[1]}]"
 
-    @property
+    @cached_property
     def start(self) -> int:
         """The tile's first element in its parameter."""
         return 0 if self.rows is None else self.rows[0] * math.prod(self.shape[1:])
 
+    @cached_property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
     @property
     def shard_nbytes(self) -> int:

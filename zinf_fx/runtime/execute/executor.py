@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import weakref
 from collections import Counter
@@ -192,28 +191,13 @@ class Executor:
             for storage, tile, offset in successor.head_tiles():
                 self.anticipate(successor, storage, tile, offset)
 
-    def fetch(self, storage: TensorStorage, tile: Tile, offset: int | None) -> StagedTile | ShardedTile:
-        """Hold a tile, starting to read it unless it is held; to `offset` in the region of the host arena."""
-        with RECORDER.about(tile.label):
-            return self.staging.fetch(storage, tile.start, math.prod(tile.shape), offset)
-
-    def upload(self, storage: TensorStorage, tile: Tile, offset: int | None) -> None:
-        """Start copying a tile that is held to the device, to `offset` in the region there."""
-        with RECORDER.about(tile.label):
-            self.staging.upload(storage, tile.start, math.prod(tile.shape), offset)
-
-    def allgather(self, storage: TensorStorage, tile: Tile) -> None:
-        """Start to gather the shards of a tile that is held."""
-        with RECORDER.about(tile.label):
-            self.staging.allgather(storage, tile.start, math.prod(tile.shape), tile.label)
-
     def anticipate(self, stage: Stage, storage: TensorStorage, tile: Tile, offset: int | None) -> None:
         """Fetch a tile that `stage`, expected to come next, will need at its head."""
         if self._expected is None or self._expected() is not stage:
             self.drop_anticipated()
             self._expected = weakref.ref(stage)
         if not storage.in_place:
-            stage.anticipated.append(self.fetch(storage, tile, offset))
+            stage.anticipated.append(self.staging.fetch(storage, tile, offset))
 
     def drop_anticipated(self) -> None:
         """Let go of what was fetched in advance; what a running graph holds by now stays."""
@@ -281,15 +265,15 @@ class Run:
 
     def fetch(self, tile: int, offset: int | None = None) -> None:
         """Start reading a tile."""
-        self._held[tile] = EXECUTOR.fetch(self._storages[tile], self._tiles[tile], offset)
+        self._held[tile] = EXECUTOR.staging.fetch(self._storages[tile], self._tiles[tile], offset)
 
     def upload(self, tile: int, offset: int | None = None) -> None:
         """Start copying a tile to the device, behind what is queued there by now."""
-        EXECUTOR.upload(self._storages[tile], self._tiles[tile], offset)
+        EXECUTOR.staging.upload(self._storages[tile], self._tiles[tile], offset)
 
     def allgather(self, tile: int) -> None:
         """Start to gather the tile's shards, once this rank's is there. One rank holds the whole tile."""
-        EXECUTOR.allgather(self._storages[tile], self._tiles[tile])
+        EXECUTOR.staging.allgather(self._storages[tile], self._tiles[tile])
 
     def fetch_for_backward(self, tile: int, offset: int | None = None) -> None:
         """Start reading a tile that backward begins with, once it is known that backward follows."""
@@ -314,7 +298,7 @@ class Run:
         storage.tiers.counters.gathered_bytes += planned.nbytes
         elements = storage.settled().on_device
         if planned.rows is not None:
-            elements = elements[planned.start : planned.start + math.prod(planned.shape)]
+            elements = elements[planned.start : planned.start + planned.numel]
         return elements.view(planned.shape)
 
     def release(self, tile: int) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from zinf_fx.errors import RanksError, StoreError
 from zinf_fx.interrupts import finalizing, sealed
+from zinf_fx.plan.schedule import Tile
 from zinf_fx.plan.sharding import Segment
 from zinf_fx.runtime.memory.leases import Buffer, Ticket
 from zinf_fx.runtime.ranks import Collective
@@ -165,41 +166,44 @@ class Staging:
     """Tiles in flight, shared by every graph execution: a tile that one still holds is not read again for the next."""
 
     def __init__(self) -> None:
-        self._tiles: dict[tuple[int, int, int], StagedTile | ShardedTile] = {}  # by the storage's key and the elements
+        # By the storage's key, the first element, and how many there are.
+        self._tiles: dict[tuple[int, int, int], StagedTile | ShardedTile] = {}
         self._staying: dict[tuple[int, int, int], StagedTile | ShardedTile] = {}  # held until their next fetch
         self._watched: weakref.WeakSet[TensorStorage] = weakref.WeakSet()  # those that tiles have stayed of
         self._lock = threading.RLock()
 
-    def fetch(
-        self, storage: TensorStorage, start: int, count: int, offset: int | None = None
-    ) -> StagedTile | ShardedTile:
-        """Hold `count` elements of `storage`, starting to read them unless they are held in their present version."""
-        key = (storage.key, start, count)
+    def fetch(self, storage: TensorStorage, planned: Tile, offset: int | None) -> StagedTile | ShardedTile:
+        """Hold a tile of `storage`, starting to read it unless it is held in its present version; to `offset` in the
+        region of the host arena."""
+        key = (storage.key, planned.start, planned.numel)
         storage.settled()
-        with self._lock:
+        with self._lock, RECORDER.about(planned.label):
             tile = self._tiles.get(key)
             if tile is None or tile.version != storage.bytes.version:
                 self._let_go(key)
                 make = ShardedTile if storage.share.partitioned else StagedTile
-                tile = self._tiles[key] = make(storage, start, count, offset)
+                tile = self._tiles[key] = make(storage, planned.start, planned.numel, offset)
             tile.holds += 1
             self._let_go(key)
             return tile
 
-    def upload(self, storage: TensorStorage, start: int, count: int, offset: int | None = None) -> None:
+    def upload(self, storage: TensorStorage, planned: Tile, offset: int | None) -> None:
         """Start to copy a tile to the device, to `offset` in the region that is planned there, if it is held in its
         present version: `wait` copies any other."""
-        with self._lock:
-            tile = self._tiles.get((storage.key, start, count))
-            if tile is not None and tile.version == storage.bytes.version:
+        with self._lock, RECORDER.about(planned.label):
+            if (tile := self._present(storage, planned)) is not None:
                 tile.upload(offset)
 
-    def allgather(self, storage: TensorStorage, start: int, count: int, name: str) -> None:
+    def allgather(self, storage: TensorStorage, planned: Tile) -> None:
         """Start to gather a tile's shards if it is held in its present version: `wait` gathers those of any other."""
-        with self._lock:
-            tile = self._tiles.get((storage.key, start, count))
-            if tile is not None and tile.version == storage.bytes.version:
-                tile.allgather(name)
+        with self._lock, RECORDER.about(planned.label):
+            if (tile := self._present(storage, planned)) is not None:
+                tile.allgather(planned.label)
+
+    def _present(self, storage: TensorStorage, planned: Tile) -> StagedTile | ShardedTile | None:
+        """The tile, if it is held in its present version."""
+        tile = self._tiles.get((storage.key, planned.start, planned.numel))
+        return tile if tile is not None and tile.version == storage.bytes.version else None
 
     def stay(self, tile: StagedTile | ShardedTile, storage: TensorStorage) -> None:
         """Hand over a hold: the tile stays in memory until its next fetch, whatever is written to it meanwhile."""
