@@ -275,10 +275,11 @@ class FileTicket:
     ticket, too. An error that nobody asked for is logged.
     """
 
-    __slots__ = ("__weakref__", "_file", "_observed", "_owner", "_request", "length", "name", "offset")
+    __slots__ = ("__weakref__", "_arrived", "_file", "_observed", "_owner", "_request", "length", "name", "offset")
 
     def __init__(self, file: File, operation: int, offset: int, length: int, owner: object) -> None:
         self._observed = True  # nothing is under way before `begin`
+        self._arrived = False
         self._file = file
         self._owner = owner
         self.name = OPERATIONS[operation]
@@ -312,17 +313,21 @@ class FileTicket:
         Raises:
             StoreError: the transfer failed; with operation, file, offset, length and errno.
         """
-        what = f"the {self.name} of {self.length} bytes at offset {self.offset} of {self._file.path}"
-        code = _in_slices(lambda ns: lib.zinf_wait(self._request, ns), what)
-        if code:
-            detail = HINTS.get(-code, "waiting failed")
-            raise StoreError("wait", self._file.path, detail, offset=self.offset, errno=-code)
+        if self._arrived:
+            return
+        if not self.done():
+            what = f"the {self.name} of {self.length} bytes at offset {self.offset} of {self._file.path}"
+            code = _in_slices(lambda ns: lib.zinf_wait(self._request, ns), what)
+            if code:
+                detail = HINTS.get(-code, "waiting failed")
+                raise StoreError("wait", self._file.path, detail, offset=self.offset, errno=-code)
         self._owner = None
         self._observed = True
         # A new error each time: one that is kept would keep, by its traceback, whoever waited before.
         error = self._error()
         if error is not None:
             raise error
+        self._arrived = True
 
     def _error(self) -> StoreError | None:
         found = _outcome(self._request)
