@@ -47,9 +47,14 @@ class FreeList:
             start, end = self._free[index]
             if within is not None:
                 start, end = max(start, within.start), min(end, within.stop)
+            size = end - start
+            if size < nbytes or (best is not None and size >= best[0]):
+                continue
             aligned = round_up(start, alignment)
-            if aligned + nbytes <= end and (best is None or end - start < best[0]):
-                best = (end - start, index, aligned)
+            if aligned + nbytes <= end:
+                best = (size, index, aligned)
+                if size == nbytes:
+                    break
         if best is None:
             return None
         _, index, aligned = best
