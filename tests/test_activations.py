@@ -101,21 +101,47 @@ def test_training_is_bitwise_that_of_plain_pytorch(tmp_path: Path, name: str) ->
         assert torch.equal(ours.full_tensor(), theirs), name
 
 
-def test_less_room_keeps_less() -> None:
-    def kept(**options: object) -> int:
-        (plan,) = plans_of(build(), batch(), placement="nvme", tile=None, **options)
-        return plan.kept
+class Layer(nn.Module):
+    """A transformer's, without attention."""
 
-    everything = kept()
-    assert everything == kept(activations="auto", device_memory="1GiB")
-    choices = [kept(activations="auto", device_memory=f"{size}KiB") for size in (5000, 3500, 2000)]
-    assert everything > choices[0] > choices[1] > choices[2]
-    assert kept(activations="offload") < kept(activations=1) < kept(activations=2) < everything
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Layers(nn.Module):
+    """What is quickly planned, and saves 9 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum()
+
+
+def planned(**options: object) -> Plan:
+    (plan,) = plans_of(Layers(), (torch.randn(1024, 64),), placement="nvme", tile=None, **options)
+    return plan
+
+
+def test_less_room_keeps_less() -> None:
+    everything = planned().kept
+    assert everything == planned(activations="auto", device_memory="1GiB").kept
+    more, less = (planned(activations="auto", device_memory=f"{size}KiB").kept for size in (9000, 7000))
+    assert everything > more > less
+    offloaded, two, four = (planned(activations=each).kept for each in ("offload", 2, 4))
+    assert offloaded < two < four < everything
 
 
 def test_kept_activations_that_exceed_the_budget_are_refused() -> None:
     with pytest.raises(zinf_fx.errors.BudgetError, match="activations kept for backward") as refused:
-        plans_of(build(), batch(), placement="nvme", device_memory="2MiB")
+        planned(device_memory="5MiB")
     assert 'activations="recompute", "offload" or "auto"' in str(refused.value)
 
 

@@ -23,21 +23,25 @@ from zinf_fx.runtime.tensor.tiers import Tiers
 __all__ = ["fresh_dynamo"]  # a fixture
 
 
-@pytest.fixture(params=["keep", "offload"])
+@pytest.fixture
 def pair(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Net, Net]:
     """A plain model, and its twin on disk, whose activations stay in memory, or go to disk whatever their size."""
     monkeypatch.setattr(offload_activations, "SMALLEST", 1)
     torch.manual_seed(0)
     plain = Net()
-    options = {"placement": "nvme", "activations": request.param}
+    options = {"placement": "nvme", "activations": getattr(request, "param", "keep")}
     return plain, zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, **options)
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_two_forwards_before_their_backwards(pair: tuple[Net, Net], order: tuple[int, int]) -> None:
+# Of what may happen between forward and backward, where activations wait.
+wherever_activations_are = pytest.mark.parametrize("pair", ["keep", "offload"], indirect=True)
+
+
+@wherever_activations_are
+def test_two_forwards_before_their_backwards(pair: tuple[Net, Net]) -> None:
     plain, model = pair
     call = torch.compile(model, backend="zinf")
-    for _ in range(3):
+    for order in ((0, 1), (0, 1), (1, 0), (1, 0), (0, 1)):
         inputs = [x(), x()]
         expected, losses = [plain(i) for i in inputs], [call(i) for i in inputs]
         for k in order:
@@ -48,6 +52,7 @@ def test_two_forwards_before_their_backwards(pair: tuple[Net, Net], order: tuple
     assert_nothing_leaked(model)
 
 
+@wherever_activations_are
 def test_backward_twice_over_a_retained_graph(pair: tuple[Net, Net]) -> None:
     plain, model = pair
     batch = x()
@@ -58,6 +63,7 @@ def test_backward_twice_over_a_retained_graph(pair: tuple[Net, Net]) -> None:
     assert_nothing_leaked(model)
 
 
+@wherever_activations_are
 def test_a_forward_whose_backward_never_comes(pair: tuple[Net, Net]) -> None:
     plain, model = pair
     call = torch.compile(model, backend="zinf")
@@ -88,29 +94,30 @@ def _backward_that_may_fail(ctx: object, gradient: Tensor) -> Tensor:
 may_fail.register_autograd(_backward_that_may_fail)
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_exception_in_the_middle_of_a_graph(pair: tuple[Net, Net], where: str) -> None:
+@wherever_activations_are
+def test_an_exception_in_the_middle_of_a_graph(pair: tuple[Net, Net]) -> None:
     plain, model = pair
     model.hook = may_fail
     call = torch.compile(model, backend="zinf")
     call(x()).backward()
-    model.zero_grad()
-    loss = call(x()) if where == "backward" else None
-    FAILING.append(True)
-    try:
-        with pytest.raises(RuntimeError, match="injected"):
-            call(x()) if loss is None else loss.backward()
-    finally:
-        FAILING.clear()
-    del loss
-    assert_nothing_leaked_but_gradients(model)
-    model.zero_grad()
-    for _ in range(2):
-        batch = x()
-        plain(batch).backward()
-        call(batch).backward()
-    assert_same_gradients(model, plain)
-    assert_nothing_leaked(model)
+    for where in ("forward", "backward"):
+        model.zero_grad()
+        plain.zero_grad()
+        loss = call(x()) if where == "backward" else None
+        FAILING.append(True)
+        try:
+            with pytest.raises(RuntimeError, match="injected"):
+                call(x()) if loss is None else loss.backward()
+        finally:
+            FAILING.clear()
+        del loss
+        assert_nothing_leaked_but_gradients(model)
+        for _ in range(2):
+            batch = x()
+            plain(batch).backward()
+            call(batch).backward()
+        assert_same_gradients(model, plain)
+        assert_nothing_leaked(model)
 
 
 def assert_nothing_leaked_but_gradients(model: Net) -> None:
@@ -118,6 +125,7 @@ def assert_nothing_leaked_but_gradients(model: Net) -> None:
     assert_nothing_leaked(model)
 
 
+@wherever_activations_are
 def test_a_read_that_fails_in_the_middle_of_a_graph(pair: tuple[Net, Net]) -> None:
     plain, model = pair
     call = torch.compile(model, backend="zinf")
@@ -136,6 +144,7 @@ def test_a_read_that_fails_in_the_middle_of_a_graph(pair: tuple[Net, Net]) -> No
     assert_same_gradients(model, plain)
 
 
+@wherever_activations_are
 def test_evaluation_between_training_steps(pair: tuple[Net, Net]) -> None:
     plain, model = pair
     call = torch.compile(model, backend="zinf")
@@ -307,6 +316,7 @@ def test_values_that_change_in_the_store_are_fetched_again(pair: tuple[Net, Net]
     assert_nothing_leaked(model)
 
 
+@wherever_activations_are
 def test_a_model_that_dies_between_forward_and_backward(pair: tuple[Net, Net]) -> None:
     plain, model = pair
     batch = x()

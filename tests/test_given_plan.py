@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
@@ -69,7 +70,6 @@ def no_planning() -> mock._patch:
 
 
 OPTIONS = {
-    "no prefetch": {"placement": "infinity-nvme", "prefetch": None, "residency": False},
     "tiled to a budget": {"placement": "nvme", "device_memory": "1200KiB", "activations": "recompute"},
     "host memory": {"placement": "nvme", "host_memory": "3MiB", "chunk": "64KiB"},
     "offloaded": {"placement": "infinity-nvme", "activations": "offload"},
@@ -79,7 +79,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_plan_from_a_file_trains_bitwise_as_planning_does(tmp_path: Path, name: str):
-    dtype = torch.float32 if name in ("no prefetch", "offloaded") else torch.bfloat16
+    dtype = torch.float32 if name == "offloaded" else torch.bfloat16
     plan = zinf_fx.export_plan(gpt(dtype, "meta"), batch(device="meta"), **OPTIONS[name])
     plan.save(tmp_path / "plan.json")
     results = []
@@ -173,6 +173,11 @@ def exported(model: nn.Module, rows: int = 4, **options: object) -> Plan:
     return zinf_fx.export_plan(model, batch(rows=rows, device="meta"), **{"placement": "nvme"} | options)
 
 
+@cache
+def plan_of_the_model() -> Plan:
+    return exported(meta())
+
+
 REFUSED = {
     "fewer layers": (
         lambda: exported(meta(layers=1)),
@@ -183,10 +188,10 @@ REFUSED = {
     "another batch": (lambda: exported(meta(), rows=2), r"i64\[4, 32\].*i64\[2, 32\]"),
     "another computation": (lambda: exported(meta(kind=Other)), "that of the plan: aten.tanh"),
     "another version": (
-        lambda: changed(exported(meta()), zinf_fx="0.0.1"),
+        lambda: changed(plan_of_the_model(), zinf_fx="0.0.1"),
         "made with zinf_fx 0.0.1, and this is zinf_fx 0.1.0",
     ),
-    "another torch": (lambda: changed(exported(meta()), torch="1.0"), "made with torch 1.0, and this is torch"),
+    "another torch": (lambda: changed(plan_of_the_model(), torch="1.0"), "made with torch 1.0, and this is torch"),
 }
 
 
@@ -217,7 +222,7 @@ def test_refused_before_anything_is_changed(tmp_path: Path, name: str):
 )
 def test_other_options_than_the_plans_are_refused(tmp_path: Path, offload: dict, options: dict, difference: str):
     model = zinf_fx.offload(gpt(), store=tmp_path, **offload)
-    compiled = torch.compile(model, backend="zinf", options={"plan": exported(meta()), **options})
+    compiled = torch.compile(model, backend="zinf", options={"plan": plan_of_the_model(), **options})
     with refusal(ConfigError if options else PlanError, difference):
         compiled(*batch())
 
@@ -239,8 +244,8 @@ def test_what_is_no_plan_is_refused(tmp_path: Path):
     for option, error, text in (
         (3, ConfigError, "plan=3 is not accepted"),
         (tmp_path / "none.json", PlanFileError, "can't be read"),
-        (dataclasses.replace(exported(meta()), fingerprint=None), ConfigError, "no fingerprint"),
-        ([exported(meta()), exported(meta(), prefetch=None)], ConfigError, "differ in prefetch"),
+        (dataclasses.replace(plan_of_the_model(), fingerprint=None), ConfigError, "no fingerprint"),
+        ([plan_of_the_model(), exported(meta(), prefetch=None)], ConfigError, "differ in prefetch"),
     ):
         torch._dynamo.reset()
         with refusal(error, text):
@@ -249,7 +254,7 @@ def test_what_is_no_plan_is_refused(tmp_path: Path):
 
 def test_a_graph_of_any_size_is_refused_and_a_plan_for_each_size_is_followed(tmp_path: Path):
     """When torch.compile sees another size, it leaves sizes open, unless it is told not to."""
-    plans = [exported(meta(), rows=rows) for rows in (4, 2)]
+    plans = [plan_of_the_model(), exported(meta(), rows=2)]
     plain = gpt()
     for dynamic in (None, False):
         torch._dynamo.reset()
@@ -266,6 +271,6 @@ def test_a_graph_of_any_size_is_refused_and_a_plan_for_each_size_is_followed(tmp
 
 def test_a_plan_for_training_is_none_for_evaluation(tmp_path: Path):
     model = zinf_fx.offload(gpt(), store=tmp_path, placement="nvme")
-    compiled = torch.compile(model, backend="zinf", options={"plan": exported(meta())})
+    compiled = torch.compile(model, backend="zinf", options={"plan": plan_of_the_model()})
     with torch.no_grad(), refusal(PlanError, "called without gradients, and no plan given is for that"):
         compiled(*batch())

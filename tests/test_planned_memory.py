@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,25 @@ def nothing_left() -> Iterator[None]:
     gc.collect()
 
 
-@pytest.mark.parametrize("name", SHAPES)
+# Of the shapes, one of each arrangement of the host arena: buffers of tiles, of gradients, of chunks, of activations,
+# and of states that live there; the peaks are of more.
+ARRANGEMENTS = ("deep", "broad", "in host memory", "within a host budget", "activations on disk, within a host budget")
+PEAKS = (
+    *ARRANGEMENTS,
+    "wide, tiled",
+    "written, within a host budget",
+    "recomputed",
+    "activations on disk, within a device budget",
+    "activations in host memory",
+)
+STEPS_IN_BACKWARD = ("deep", "in host memory", "activations on disk, within a host budget")
+
+
+def shapes(of_the_gate: Collection[str]) -> list[object]:
+    return [name if name in of_the_gate else pytest.param(name, marks=pytest.mark.slow) for name in SHAPES]
+
+
+@pytest.mark.parametrize("name", shapes(PEAKS))
 def test_predicted_peaks_are_the_measured_ones(tmp_path: Path, name: str) -> None:
     shape = SHAPES[name]
     torch.manual_seed(0)
@@ -67,14 +85,8 @@ def test_predicted_peaks_are_the_measured_ones(tmp_path: Path, name: str) -> Non
             assert use.total <= config.host_memory, use
 
 
-# Of the shapes, one of each arrangement of the host arena: buffers of tiles, of gradients, of chunks, of activations,
-# and of states that live there; the peaks above are of all.
-ARRANGEMENTS = ("deep", "broad", "in host memory", "within a host budget", "activations on disk, within a host budget")
-IN_THE_GATE = [name if name in ARRANGEMENTS else pytest.param(name, marks=pytest.mark.slow) for name in SHAPES]
-
-
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("name", IN_THE_GATE)
+@pytest.mark.parametrize("name", shapes(ARRANGEMENTS))
 def test_the_arena_takes_what_is_planned_and_every_buffer_has_its_place(
     tmp_path: Path, name: str, overlap: bool
 ) -> None:
@@ -92,7 +104,7 @@ def test_the_arena_takes_what_is_planned_and_every_buffer_has_its_place(
     assert stats.displaced_buffers == 0 and (stats.placed_buffers > 100 or "in host memory" in name), str(stats)
 
 
-@pytest.mark.parametrize("name", IN_THE_GATE)
+@pytest.mark.parametrize("name", shapes(STEPS_IN_BACKWARD))
 def test_a_step_in_backward_takes_its_chunks_besides_at_most(tmp_path: Path, name: str) -> None:
     """The plan has room for chunks after backward, and gradients have places that they may not need."""
     shape = SHAPES[name]

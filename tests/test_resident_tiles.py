@@ -116,8 +116,9 @@ def test_a_step_moves_exactly_what_its_plan_says_and_no_more_than_without(
         assert dict(phases(plan))["forward"].nvme_to_host == dict(phases(plan))["backward"].nvme_to_host == 0
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "budget"), [*((torch.float32, budget) for budget in BUDGETS), (torch.bfloat16, BUDGETS[1])]
+)
 def test_training_is_bitwise_the_same(tmp_path: Path, budget: str | None, dtype: torch.dtype) -> None:
     models = [
         zinf_fx.offload(tied().to(dtype), store=tmp_path, placement="nvme", device_memory=budget, residency=residency)

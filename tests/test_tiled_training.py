@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from followed import followed_plans
 from torch.nn import functional as F
 
 import zinf_fx
 from zinf_fx.errors import PlanError
-from zinf_fx.frontend.explain import plans_of
 from zinf_fx.runtime.gradients import leaving
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -45,7 +45,7 @@ def linears() -> tuple[torch.nn.Module, Callable]:
 
 
 def gpt(tied: bool) -> tuple[torch.nn.Module, Callable]:
-    model = GPT(GPTConfig(layers=2, hidden=36, heads=2, context=16, vocabulary=61, tied=tied))
+    model = GPT(GPTConfig(layers=1, hidden=36, heads=2, context=16, vocabulary=61, tied=tied))
     return model, lambda: (torch.randint(0, 61, (2, 16)), torch.randint(0, 61, (2, 16)))
 
 
@@ -77,9 +77,7 @@ RUNS = [
     ("gpt", "host", 2),
     ("gpt", "infinity-nvme", 1),
     ("tied gpt", "device", 2),
-    ("tied gpt", "host", 1),
     ("tied gpt", "nvme", 1),
-    ("tied gpt", "infinity-nvme", 2),
 ]
 
 
@@ -102,13 +100,13 @@ def test_any_number_of_tiles(tmp_path: Path, count: int) -> None:
     x, target = batch()
     model = zinf_fx.offload(Linears(), store=tmp_path, placement="nvme", tile=-(-111 // count) * 37 * 4)
     model.load_state_dict(plain.state_dict())
-    loss, expected = torch.compile(model, backend="zinf")(x, target), plain(x, target)
-    loss.backward()
-    expected.backward()
+    with followed_plans(model) as plans:
+        loss, expected = torch.compile(model, backend="zinf")(x, target), plain(x, target)
+        loss.backward()
+        expected.backward()
     torch.testing.assert_close(loss, expected)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=1e-6)
-    plans = plans_of(model, (x, target))
     tiles = [tile for tile in plans[0].graph("backward").tiles if tile.name == "up.weight"]
     assert len(tiles) == count
 

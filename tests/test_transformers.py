@@ -46,7 +46,7 @@ def _gpt2() -> nn.Module:
 
 def _llama(**options: object) -> nn.Module:
     config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=32, **options,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
@@ -209,7 +209,7 @@ def test_resized_embeddings_are_stored(tied: bool, built: str, mean_resizing: bo
     _assert_same_parameters(model, plain)
     assert model.lm_head.weight.shape[0] == VOCABULARY + 9
     assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
-    if tied == (built == "offloading") or mean_resizing:
+    if built != ("offloaded" if tied else "offloading") or mean_resizing:
         return  # these have the same parameters as models that train below
     tokens = torch.randint(3, VOCABULARY + 9, (BATCH, LENGTH))
     batches = [{"input_ids": tokens, "labels": tokens}] * STEPS
@@ -269,9 +269,8 @@ def test_generation_without_a_compiler(tmp_path: Path):
     assert texts[0].shape == (1, 8) and torch.equal(*texts)
 
 
-@pytest.mark.parametrize("name", ["llama", "vit"])
-def test_the_one_line_use(name: str, tmp_path: Path):
-    build, inputs = MODELS[name]
+def test_the_one_line_use(tmp_path: Path):
+    build, inputs = MODELS["vit"]
     torch.manual_seed(0)
     model = build()
     plain = copy.deepcopy(model)
@@ -286,7 +285,7 @@ def test_the_one_line_use(name: str, tmp_path: Path):
 def test_dropout_under_gradient_checkpointing_is_repeated_from_the_first_step_on(tmp_path: Path):
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2)
+        transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=32, n_layer=1, n_head=2)
     )
     model.gradient_checkpointing_enable()
     plain = copy.deepcopy(model)

@@ -10,9 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 import zinf_fx
 from zinf_fx.cli import main
+from zinf_fx.frontend.explain import Planning, plan_model
 from zinf_fx.plan import hardware
 
 TARGET = str(Path(__file__).parents[2] / "examples" / "gpt.py") + ":small"
@@ -173,8 +175,24 @@ def test_a_plan_of_many_ranks_is_simulated_on_as_many_nodes(tmp_path: Path, caps
 
 
 LIMITED = ["--device-memory", "10MiB", "--hardware", "rtx-4090"]
+MADE: dict[str, Planning] = {}
 
 
+@pytest.fixture
+def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that plan TARGET with the same options share what was planned: to find a placement takes seconds."""
+
+    def shared(model: nn.Module, inputs: tuple, *arguments: object, **options: object) -> Planning:
+        key = repr((arguments, sorted(options.items())))
+        if key not in MADE:
+            MADE[key] = plan_model(model, inputs, *arguments, **options)
+        return MADE[key]
+
+    for module in ("zinf_fx.cli.planning", "zinf_fx.frontend.export"):
+        monkeypatch.setattr(f"{module}.plan_model", shared)
+
+
+@pytest.mark.usefixtures("planned_once")
 def test_what_auto_decided_is_printed_by_every_command(golden, tmp_path: Path, capsys: pytest.CaptureFixture):
     """The golden text leaves out the seconds."""
     path = str(tmp_path / "plan.json")
@@ -190,6 +208,7 @@ def test_what_auto_decided_is_printed_by_every_command(golden, tmp_path: Path, c
     assert "placement auto" not in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("planned_once")
 def test_json_has_what_auto_decided(capsys: pytest.CaptureFixture):
     assert main(["simulate", TARGET, "--json", *LIMITED]) == 0
     simulated = json.loads(capsys.readouterr().out)
@@ -205,15 +224,25 @@ def test_json_has_what_auto_decided(capsys: pytest.CaptureFixture):
     assert "decision" not in json.loads(capsys.readouterr().out)[0]
 
 
+LAYERS = """
+import torch
+from torch import nn
+
+def layers():
+    return nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)), nn.Flatten(0)), (torch.zeros(4, 512),)
+"""
+
+
 def test_this_machine_has_the_memories_that_auto_may_fill(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
     """It is measured once; on a CPU there is no host memory besides the device's."""
     calls, machine = [], replace(hardware.load("rtx-4090"), unified=True)
     monkeypatch.setattr("zinf_fx.cli.machine.measure_machine", lambda store: calls.append(store) or machine)
     monkeypatch.setattr("zinf_fx.passes.ir.timing._measured", lambda module, inputs: 1e-6)
+    (tmp_path / "layers.py").write_text(LAYERS)
     options = ["--device-memory", "10MiB", "--hardware", "this-machine", "--json"]
-    assert main(["simulate", TARGET, *options]) == 0
+    assert main(["simulate", f"{tmp_path}/layers.py:layers", *options]) == 0
     decision = json.loads(capsys.readouterr().out)["decision"]
     assert len(calls) == 1 and decision["hardware"] == "RTX 4090 desktop"
     tiers = {tier for one in decision["candidates"] for tier in one["placement"].values()}

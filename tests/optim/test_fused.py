@@ -58,9 +58,20 @@ class Pair:
             assert torch.equal(_full(stored), plain), f"parameter {index} of shape {tuple(plain.shape)} differs"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("placement", ["device", "host", "nvme", "zero-offload", "infinity-nvme"])
-@pytest.mark.parametrize("case", CASES)
+# What a class computes doesn't depend on where its states are: two of them are everywhere.
+PLACED = [
+    *((case, "nvme") for case in CASES),
+    *((c, p) for c in ("AdamW", "SGD-momentum") for p in ("device", "host", "zero-offload", "infinity-nvme")),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "placement", "dtype"),
+    [
+        *((case, placement, dtype) for case, placement in PLACED for dtype in (torch.float32, torch.bfloat16)),
+        *((case, "nvme", dtype) for case in CASES for dtype in (torch.float16, torch.float64)),
+    ],
+)
 def test_bitwise_equal_to_memory(tmp_path, case: str, placement: str, dtype: torch.dtype):
     name, options = CASES[case]
     if name == "SGD" and not sgd_updates(dtype):
@@ -98,8 +109,10 @@ def test_an_sgd_that_would_train_nothing_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("placement", ["device", "host", "nvme"])
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad"])
+@pytest.mark.parametrize(
+    ("name", "placement"),
+    [*((name, "nvme") for name in ("AdamW", "Adam", "SGD", "Adagrad")), ("AdamW", "device"), ("AdamW", "host")],
+)
 def test_grad_scaler_through_an_overflow(tmp_path, name: str, placement: str, dtype: torch.dtype):
     if name == "SGD" and not sgd_updates(dtype):
         pytest.skip("PyTorch's fused SGD changes nothing here")

@@ -20,8 +20,8 @@ from zinf_fx.runtime.execute.executor import EXECUTOR
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, GPTConfig, default_dtype
 
-STEPS = 20
-CONFIG = GPTConfig(layers=2, hidden=32, heads=2, context=16, vocabulary=64, tied=True)
+STEPS = 8
+CONFIG = GPTConfig(layers=1, hidden=32, heads=2, context=16, vocabulary=64, tied=True)
 
 
 @pytest.fixture(autouse=True)

@@ -43,9 +43,8 @@ def through_file(state: dict, tmp_path) -> dict:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("placement", ["host", "nvme"])
 @pytest.mark.parametrize("file", [False, True], ids=["live", "file"])
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize(("name", "placement"), [*((name, "nvme") for name in CLASSES), ("AdamW", "host")])
 def test_ours_to_ours(twins, tmp_path, name: str, placement: str, dtype: torch.dtype, file: bool):
     pair = twins(placement, dtype)
     mine, theirs = trained(pair, name)

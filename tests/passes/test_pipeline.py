@@ -311,7 +311,7 @@ def graphs(draw: st.DrawFn) -> Builder:
     return built
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(built=graphs())
 def test_random_chains(built: Builder) -> None:
     """The specification holds after every pass, values stay the same, and bytes in flight stay within the budget."""

@@ -172,7 +172,7 @@ def _saved_at_most(gaps: Sequence[Gap], free: Sequence[int]) -> int:
     return 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     order=st.lists(st.integers(0, 4), min_size=2, max_size=12),
     free=st.lists(st.integers(0, 3), min_size=14, max_size=14),

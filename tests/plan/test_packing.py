@@ -42,7 +42,7 @@ def lifetimes(draw: st.DrawFn) -> Lifetime:
     return buffer(nbytes, (0, start + length - END), (start, END))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(buffers=st.lists(lifetimes(), max_size=24), bottom=st.integers(0, 2))
 def test_no_two_overlap_and_at_most_half_is_lost(buffers: list[Lifetime], bottom: int) -> None:
     packing = pack(buffers, END, min(bottom, len(buffers)))

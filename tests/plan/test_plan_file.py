@@ -253,7 +253,7 @@ def places(value: object, path: tuple = ()) -> list[tuple]:
     return [path, *(place for key, one in inside for place in places(one, (*path, key)))]
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_value_anywhere_gives_a_plan_or_a_refusal(data: st.DataObject):
     changed = copy.deepcopy(content())

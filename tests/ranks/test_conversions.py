@@ -39,7 +39,7 @@ def converted(rank: int) -> dict[str, bool]:
     plain = training.model()
     expected = train(plain, lambda m: nn.parallel.DistributedDataParallel(m, find_unused_parameters=True))
     found = {}
-    for placement, compiled in (("zero-3", True), ("infinity-nvme", True), ("zero-2", False)):
+    for placement, compiled in (("infinity-nvme", True), ("zero-2", False)):
         torch._dynamo.reset()
         model = zinf_fx.offload(training.model(), placement=placement)
         losses = train(model, (lambda m: torch.compile(m, backend="zinf")) if compiled else (lambda m: m))

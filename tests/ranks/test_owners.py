@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from ranks import training
 from ranks.launching import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 import zinf_fx
-from zinf_fx.frontend.explain import plans_of
-from zinf_fx.plan.simulation.communication import communication
 
 # Of fp32 sums in another order, over three steps.
 ROUNDING = 1e-5
@@ -36,9 +33,7 @@ def sent(rank: int, placement: str) -> tuple[int, int, int, int]:
     the largest parameter."""
     options = {"residency": False, "prefetch": None}
     model = zinf_fx.offload(training.model(), placement=placement, partition="owner", **options)
-    counted, batch = training.bytes_sent(model)
-    (plan,) = plans_of(model, batch, world_size=dist.get_world_size())
-    planned = sum(each.total for each in communication(plan))
+    counted, planned = training.bytes_sent(model)
     sizes = [parameter.numel() for parameter in model.parameters()]
     held = sum(parameter.to_local().numel() for parameter in model.parameters())
     return counted, planned, held, max(sizes)
@@ -53,7 +48,7 @@ def check_sent(found: list[tuple[int, int, int, int]]) -> None:
 def on_two(rank: int) -> tuple:
     options = {"steps": 3, "micro_batches": 2}
     return (
-        compare(rank, ("zero-1", "zero-2", "infinity-cpu", "nvme"), options),
+        compare(rank, ("zero-2", "nvme"), options),
         compare(rank, ("infinity-nvme",), options | {"clip": 0.5, "eps": EPSILON}, tile=2500),
         sent(rank, "infinity-nvme"),
     )
@@ -62,7 +57,7 @@ def on_two(rank: int) -> tuple:
 def test_two_ranks_own_parameters_and_tiles():
     results = on_ranks(2, on_two)
     for bitwise, tiled, _ in results:
-        assert bitwise == dict.fromkeys(("zero-1", "zero-2", "infinity-cpu", "nvme"), 0.0)
+        assert bitwise == dict.fromkeys(("zero-2", "nvme"), 0.0)
         assert tiled["infinity-nvme"] < ROUNDING
     check_sent([each for *_, each in results])
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from followed import followed_plans
 from ranks import tensor_parallel as tp
 from ranks.launching import on_ranks
 
 import zinf_fx
 from zinf_fx.errors import RanksError
-from zinf_fx.frontend.explain import plans_of
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.simulation.communication import communication
 
@@ -33,10 +33,10 @@ def trained(where: str, divided: bool, sequence: bool = False, **options: object
     optimizer = zinf_fx.optim.AdamW(gpt.parameters(), lr=1e-2)
     losses = tp.train(run, optimizer, (0, 1), 2)
     parameters, before = tp.values(gpt), zinf_fx.stats(gpt)
-    tp.train(run, optimizer, (0, 1), 1)
+    with followed_plans(gpt) as plans:
+        tp.train(run, optimizer, (0, 1), 1)
     after = zinf_fx.stats(gpt)
-    (((batch,),),) = tp.batches(1, 1, 1)
-    (plan,) = plans_of(gpt, batch)
+    (plan,) = plans
     return {
         "losses": losses,
         "parameters": parameters,

@@ -7,10 +7,12 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
+from followed import followed_plans
 from torch import nn
 from torch.nn import functional as F
 
 import zinf_fx
+from zinf_fx.plan.simulation.communication import communication
 
 VOCABULARY, HIDDEN = 97, 60  # of which no number of ranks divides the elements
 
@@ -79,17 +81,19 @@ def train_zinf(
         return losses, {name: value.clone() for name, value in zip(names, values, strict=True)}, stored
 
 
-def bytes_sent(model: nn.Module) -> tuple[int, tuple[torch.Tensor, torch.Tensor]]:
-    """That this rank sends in a step of an offloaded model, in the steady state; and a batch."""
+def bytes_sent(model: nn.Module) -> tuple[int, int]:
+    """Bytes that this rank sends in a step of an offloaded model, in the steady state; and those of its plan."""
     run = torch.compile(model, backend="zinf")
     optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2)
     counts = []
-    for (batch,) in batches(3, dist.get_rank(), 1):
-        counts.append(zinf_fx.stats(model).sent_bytes)
-        run(*batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return counts[2] - counts[1], batch
+    with followed_plans(model) as plans:
+        for (batch,) in batches(3, dist.get_rank(), 1):
+            counts.append(zinf_fx.stats(model).sent_bytes)
+            run(*batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (plan,) = plans
+    return counts[2] - counts[1], sum(each.total for each in communication(plan))
 
 
 def _train(run, optimizer, no_sync, steps: int, micro_batches: int, clip: float | None) -> list[float]:
