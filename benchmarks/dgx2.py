@@ -31,9 +31,9 @@ from tabulate import tabulate
 import zinf_fx
 from zinf_fx.plan.hardware import Hardware, load
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.simulation.event_graph import Job, Resource
-from zinf_fx.plan.simulation.performance import performance_of, with_batch
-from zinf_fx.plan.simulation.simulate import Simulation, one_after_another, simulate
+from zinf_fx.plan.simulation.batch import with_batch
+from zinf_fx.plan.simulation.event_graph import RESOURCES, Job, Resource
+from zinf_fx.plan.simulation.simulate import Simulation, one_after_another, simulate, simulate_plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
@@ -115,20 +115,20 @@ def plan_of(run: Run, layers: int) -> Plan:
 
 def figures(plan: Plan, run: Run, hardware: Hardware, order: Callable[[Sequence[Job]], Simulation]) -> Figures:
     """A simulated step of a plan."""
-    performance, simulation = performance_of(with_batch(plan, run.batch), hardware, run=order, overlap=False)
+    simulation = simulate_plan(with_batch(plan, run.batch), hardware, run=order, overlap=False)
     activations = {tile.label for graph in plan.graphs for tile in graph.tiles if tile.activation}
 
     def seconds(wanted: Callable[[Job], bool]) -> float:
         return sum(job.seconds for job in simulation.jobs if wanted(job))
 
-    waited = dict.fromkeys(performance.stalled, 0.0)
-    for stall in performance.stalls:
+    waited = dict.fromkeys(RESOURCES, 0.0)
+    for stall in simulation.stalls():
         if not stall.before.startswith("update"):  # the optimizer's share is `optimizer`
             for job, of_job in stall.waited_for:
                 waited[job.resource] += of_job
     return Figures(
-        performance.seconds,
-        performance.flops,
+        simulation.seconds,
+        simulation.flops,
         seconds(lambda job: job.kind in ("forward", "backward")),
         seconds(lambda job: job.resource == "link"),
         seconds(lambda job: job.kind in ("read_states", "update", "write_states")),

@@ -24,7 +24,7 @@ from tabulate import tabulate
 import zinf_fx
 from zinf_fx.plan.hardware import load
 from zinf_fx.plan.show.html import to_html
-from zinf_fx.plan.simulation.performance import performance_of
+from zinf_fx.plan.simulation.simulate import simulate_plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
@@ -52,7 +52,8 @@ def measure(layers: int, hidden: int, ranks: int, placement: str) -> dict[str, f
         loaded = time.perf_counter() - started
     started = time.perf_counter()
     hardware = load(MACHINE).with_ranks(ranks)
-    _, simulation = performance_of(again, hardware)
+    simulation = simulate_plan(again, hardware)
+    simulation.stalls()
     simulated = time.perf_counter() - started
     return {
         "layers": layers,

@@ -29,7 +29,7 @@ from tqdm import tqdm
 import zinf_fx
 from zinf_fx.frontend.explain import plan_model
 from zinf_fx.machine.machine import measure_machine
-from zinf_fx.plan.simulation.performance import performance_of
+from zinf_fx.plan.simulation.simulate import simulate_plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -107,8 +107,8 @@ class Subject:
             model = self._freeze(GPT(self.case.model))
         planning = plan_model(model, self.batch, store=self.store, timed=True, **self.case.options)
         (plan,), (seconds,) = planning.plans, planning.seconds
-        performance, simulation = performance_of(plan, hardware, seconds, overlap=self.case.overlap)
-        self.predicted.append(performance.seconds)
+        simulation = simulate_plan(plan, hardware, seconds, overlap=self.case.overlap)
+        self.predicted.append(simulation.seconds)
         self.busy = simulation.utilisation
 
     def _freeze(self, model: GPT) -> GPT:

@@ -24,7 +24,6 @@ from zinf_fx.errors import ConfigError, StoreError
 from zinf_fx.observe.recording import Recording, Step
 from zinf_fx.plan.hardware import load
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.simulation.operator_time import compute_seconds
 from zinf_fx.plan.simulation.simulate import simulate_plan
 from zinf_fx.plan.simulation.timeline import LANES, Slice, slices
 from zinf_fx.runtime import recorder
@@ -86,7 +85,7 @@ class Training:
 
 def planned_slices(plan: Plan) -> list[Slice]:
     hardware = load("rtx-4090")
-    return slices(plan, simulate_plan(plan, hardware, compute_seconds(plan, hardware)))
+    return slices(plan, simulate_plan(plan, hardware))
 
 
 def names(found: list[Slice] | tuple[Slice, ...], *lanes: str) -> Counter[str]:

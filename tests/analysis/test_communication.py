@@ -29,7 +29,7 @@ def test_parameters_are_gathered_once_more_for_a_recomputation():
 def test_volumes_of_section_8():
     """12 x seq x hd per block, and an all-gather more for P_a."""
     block = s.layers * s.batch * s.sequence * s.hidden
-    model_parallel, added = communication.model_parallel_volume(), communication.partitioned_checkpoints_volume()
+    model_parallel, added = communication.model_parallel_volume, communication.partitioned_checkpoints_volume
     assert communication.for_many_ranks(model_parallel) == 12 * block
     assert sympy.simplify(added / model_parallel) == sympy.Rational(1, 12)  # whatever the number of devices
-    assert communication.offloaded_checkpoints_volume() * s.tensor_ranks == 2 * block
+    assert communication.offloaded_checkpoints_volume * s.tensor_ranks == 2 * block

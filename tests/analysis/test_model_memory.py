@@ -17,32 +17,32 @@ GPT_2 = {s.layers: 48, s.hidden: 1600, s.heads: 16, s.batch: 32, s.sequence: 102
 
 def test_the_model_states_of_section_3():
     """12 x nl x hd² parameters, 240 x nl x hd² bytes."""
-    assert memory.transformer_parameters() == 12 * s.layers * s.hidden**2
-    states = memory.model_states().subs(s.parameters, memory.transformer_parameters()).subs(INFINITY_STATES.values)
+    assert memory.transformer_parameters == 12 * s.layers * s.hidden**2
+    states = memory.model_states.subs(s.parameters, memory.transformer_parameters).subs(INFINITY_STATES.values)
     assert states == 240 * s.layers * s.hidden**2
 
 
 def test_gpt_2_as_zero_has_it():
     """ZeRO, sections 3.1 and 3.2: 1.5 billion parameters, 24 GB of states."""
-    parameters = evaluate(memory.transformer_parameters(), GPT_2)
+    parameters = evaluate(memory.transformer_parameters, GPT_2)
     assert parameters == 12 * 48 * 1600 * 1600
-    assert evaluate(memory.model_states(), {**ZERO_STATES.values, s.parameters: 1.5e9}) == 24e9
-    assert evaluate(memory.activation_checkpoints(), GPT_2) == 2 * 32 * 1024 * 1600 * 48
-    assert evaluate(memory.activation_checkpoints(), GPT_2 | {s.interval: 4}) == 32 * 1024 * 1600 * 24
+    assert evaluate(memory.model_states, {**ZERO_STATES.values, s.parameters: 1.5e9}) == 24e9
+    assert evaluate(memory.activation_checkpoints, GPT_2) == 2 * 32 * 1024 * 1600 * 48
+    assert evaluate(memory.activation_checkpoints, GPT_2 | {s.interval: 4}) == 32 * 1024 * 1600 * 24
 
 
 def test_longer_sequences_take_more_working_memory():
     """ZeRO-Infinity, footnote 3: from 1024 to 2048, that of a trillion parameters grows 3 x, from 3.56 GB to 11 GB."""
     values = {s.hidden: 25 * 1024, s.heads: 256, s.batch: 4, s.interval: 1}
     short, long = (
-        evaluate(memory.activation_working_memory(), {**values, s.sequence: length}) / 2**30 for length in (1024, 2048)
+        evaluate(memory.activation_working_memory, {**values, s.sequence: length}) / 2**30 for length in (1024, 2048)
     )
     assert round(short, 2) == 3.56 and round(long) == 11 and round(long / short) == 3
 
 
 def test_every_block_between_checkpoints_is_working_memory():
     values = GPT_2 | {s.interval: 6}
-    assert evaluate(memory.all_activations(), values) == 8 * evaluate(memory.activation_working_memory(), values)
+    assert evaluate(memory.all_activations, values) == 8 * evaluate(memory.activation_working_memory, values)
 
 
 @pytest.mark.parametrize(
@@ -79,4 +79,4 @@ def test_the_largest_model_fills_the_device():
 
 def test_a_symbol_without_a_value_is_named():
     with pytest.raises(KeyError, match="no value for hd, nl in"):
-        evaluate(memory.activation_checkpoints(), {s.batch: 1, s.sequence: 8, s.interval: 1})
+        evaluate(memory.activation_checkpoints, {s.batch: 1, s.sequence: 8, s.interval: 1})

@@ -1,4 +1,4 @@
-"""Traffic, time and wear, against small figures worked out by hand."""
+"""Traffic and time, against small figures worked out by hand."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import sympy
 
 from zinf_fx.analysis import symbols as s
 from zinf_fx.analysis.memory import ZERO_STATES
-from zinf_fx.analysis.partitioning import PARTITIONED
 from zinf_fx.analysis.step_time import step_time
 from zinf_fx.analysis.symbols import evaluate
-from zinf_fx.analysis.traffic import traffic
-from zinf_fx.analysis.wear import SECONDS_PER_DAY, days_to_endurance, written_per_day
+from zinf_fx.analysis.traffic import bytes_moved
 
 # 1000 parameters on 4 devices. Bytes: 2000 of parameters, 2000 of gradients, 12000 of optimizer states.
 VALUES = {**ZERO_STATES.values, s.parameters: 1000, s.ranks: 4, s.checkpoint_bytes: 64}
@@ -37,27 +35,27 @@ FIELDS = ("link", "upload", "download", "read", "written", "updated", "update_re
     ],
 )
 def test_bytes_of_each_preset(preset: str, expected: tuple[int, ...]):
-    moved = traffic(preset, recompute=False)
+    moved = bytes_moved(preset, recompute=False)
     assert tuple(evaluate(getattr(moved, name), VALUES) for name in FIELDS) == expected
 
 
 def test_disk_bytes_are_those_that_one_rank_moves_per_parameter():
     """16 bytes read and 14 written, as benchmarks/train_step.py counts them in a bf16 model with fp32 Adam."""
-    moved = traffic("infinity-nvme", recompute=False)
+    moved = bytes_moved("infinity-nvme", recompute=False)
     values = {**ZERO_STATES.values, s.parameters: 1, s.ranks: 1}
     assert (evaluate(moved.disk_read, values), evaluate(moved.disk_written, values)) == (16, 14)
     assert evaluate(moved.link, values) == 0
 
 
 def test_a_recomputation_loads_parameters_again_and_checkpoints_may_leave():
-    moved = traffic("infinity-cpu", recompute=True, checkpoints="host")
+    moved = bytes_moved("infinity-cpu", recompute=True, checkpoints="host")
     assert evaluate(moved.upload, VALUES) == 1500 + 64
     assert evaluate(moved.download, VALUES) == 500 + 64
     assert evaluate(moved.link, VALUES) == 6000
 
 
 def test_serial_and_overlapped_time():
-    times = step_time(traffic("infinity-nvme", recompute=False))
+    times = step_time(bytes_moved("infinity-nvme", recompute=False))
     rates = {
         s.link_bandwidth: 4500,  # 1 s
         s.upload_bandwidth: 500,  # 2 s
@@ -74,17 +72,8 @@ def test_serial_and_overlapped_time():
 
 def test_equation_2_is_the_serial_time_of_one_state():
     """With infinite bandwidth for all but one transfer, as the paper looks at them, efficiency is equation 2's."""
-    times = step_time(traffic("zero-3", recompute=True))
+    times = step_time(bytes_moved("zero-3", recompute=True))
     others = (s.upload_bandwidth, s.download_bandwidth, s.read_bandwidth, s.write_bandwidth, s.update_bandwidth)
     serial = times.serial.subs({other: sympy.oo for other in others})
     ait = s.work / times.link / s.link_bandwidth
     assert sympy.simplify(times.compute / serial - ait * s.link_bandwidth / (ait * s.link_bandwidth + s.peak)) == 0
-
-
-def test_wear():
-    moved = traffic("infinity-nvme", recompute=False)
-    values = {**VALUES, s.step_seconds: 2.0, s.endurance: 3500 * SECONDS_PER_DAY}
-    assert evaluate(written_per_day(moved), values) == 3500 / 2 * SECONDS_PER_DAY
-    assert evaluate(days_to_endurance(moved), values) == 2
-    for preset in PARTITIONED.keys() - {"infinity-nvme", "nvme"}:
-        assert days_to_endurance(traffic(preset, recompute=True)) == sympy.oo

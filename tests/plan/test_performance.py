@@ -12,8 +12,9 @@ from zinf_fx.errors import ConfigError, PlanError
 from zinf_fx.plan.hardware import Disks, Hardware, Link, Memory
 from zinf_fx.plan.plan import Fingerprint, Plan
 from zinf_fx.plan.schedule import Event, GraphSchedule, Operator, Tile
+from zinf_fx.plan.simulation.batch import batch_of, with_batch
 from zinf_fx.plan.simulation.operator_time import seconds_of_operator
-from zinf_fx.plan.simulation.performance import batch_of, performance_of, with_batch
+from zinf_fx.plan.simulation.simulate import simulate_plan
 
 MACHINE = Hardware(
     name="round",
@@ -63,19 +64,19 @@ def plan(lines: tuple[str, ...] = ("input 0: parameter 'w' f32[64, 64] on nvme",
 
 
 def test_time_rate_utilisation_and_stalls():
-    found, _ = performance_of(plan(), MACHINE)
+    found = simulate_plan(plan(), MACHINE)
     assert found.seconds == pytest.approx(6)
     assert found.flops == 3000 and found.flops_per_second == pytest.approx(500)
     assert found.utilisation["compute"] == pytest.approx(4 / 6) and found.utilisation["disk"] == pytest.approx(2 / 6)
-    assert found.critical["disk"] == pytest.approx(2) and found.critical["compute"] == pytest.approx(4)
+    assert found.critical_seconds["disk"] == pytest.approx(2) and found.critical_seconds["compute"] == pytest.approx(4)
     assert found.stalled["disk"] == pytest.approx(2) and found.stalled["link"] == 0
-    assert [stall.before for stall in found.stalls] == ["inference 0"]
+    assert [stall.before for stall in found.stalls()] == ["inference 0"]
 
 
 def test_another_batch_computes_more_and_moves_the_same_parameters():
     assert batch_of(plan()) == 4
     twice = with_batch(plan(), 8)
-    found, _ = performance_of(twice, MACHINE)
+    found = simulate_plan(twice, MACHINE)
     assert found.seconds == pytest.approx(2 + 6 + 2) and twice.kept == 20
     assert twice.graphs[0].tiles == plan().graphs[0].tiles
     activation = replace(plan().graphs[0].tiles[0], shape=(64,), activation=True)

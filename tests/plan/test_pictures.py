@@ -19,10 +19,9 @@ import zinf_fx
 from zinf_fx.plan.hardware import Hardware, load
 from zinf_fx.plan.memory.accounting import flows
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.show.chrome import Process, planned, to_chrome
+from zinf_fx.plan.show.chrome import Process, planned_process, to_chrome
 from zinf_fx.plan.show.dot import to_dot
 from zinf_fx.plan.show.html import to_html
-from zinf_fx.plan.simulation.operator_time import compute_seconds
 from zinf_fx.plan.simulation.simulate import Simulation, simulate_plan
 from zinf_fx.plan.simulation.timeline import LANES, Slice, memory_curves, slices, waits
 
@@ -39,7 +38,7 @@ def made() -> tuple[Plan, Simulation, Hardware]:
     options = {"placement": "nvme", "device_memory": "19MiB", "host_memory": "8MiB", "chunk": "64KiB"}
     plan = zinf_fx.export_plan(model, inputs, **options)
     hardware = load("rtx-4090")
-    return plan, simulate_plan(plan, hardware, compute_seconds(plan, hardware)), hardware
+    return plan, simulate_plan(plan, hardware), hardware
 
 
 def test_each_event_that_takes_time_is_in_its_lane():
@@ -73,7 +72,7 @@ def test_memory_curves_are_the_plans():
 
 def test_the_chrome_trace_has_every_lane_and_both_memories():
     plan, simulation, hardware = made()
-    events = json.loads(to_chrome(planned(plan, simulation, hardware)))["traceEvents"]
+    events = json.loads(to_chrome(planned_process(plan, simulation, hardware)))["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert list(dict.fromkeys(names.values())) == ["step", "compute", "wait", *LANES[1:]]
     twice = [name for name in names.values() if list(names.values()).count(name) > 1]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zinf_fx import Config
-from zinf_fx.plan.sharding import Groups, Owners, Shards
+from zinf_fx.plan.sharding import Groups, Owners, shards_of
 
 
 @given(
@@ -22,7 +23,8 @@ from zinf_fx.plan.sharding import Groups, Owners, Shards
 def test_every_element_is_in_one_shard(
     shape: tuple[int, int], ranks: int, on_nvme: bool, limit: int | None, owned: bool
 ):
-    shards = Shards.in_tiles(shape, 4, ranks, on_nvme, limit, ranks - 1 if owned else None)
+    config = Config(tile=limit, placement="nvme" if on_nvme else "host")
+    shards = shards_of(shape, torch.float32, ranks, config, ranks - 1 if owned else None)
     found: list[int] = []
     for rank in range(ranks):
         positions = []
@@ -38,7 +40,7 @@ def test_every_element_is_in_one_shard(
 
 
 def test_segments_are_of_the_size_asked_for():
-    shards = Shards.in_tiles((1000, 64), 4, 4, on_nvme=False, limit=64 * 4 * 250)
+    shards = shards_of((1000, 64), torch.float32, 4, Config(tile=64 * 4 * 250, placement="host"))
     assert [one.count // 64 for one in shards.segments] == [250, 250, 250, 250]
     assert shards.of_rank(1)[2] == range(64 * 500 + 4000, 64 * 500 + 8000)
     assert [one.start // 64 for one in shards.within(64 * 250, 64 * 500)] == [250, 500]

@@ -20,7 +20,6 @@ from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, MemoryRegions, Operator, Tile
 from zinf_fx.plan.simulation.communication import communication
 from zinf_fx.plan.simulation.event_graph import RESOURCES, Job, event_graph
-from zinf_fx.plan.simulation.performance import performance_of
 from zinf_fx.plan.simulation.simulate import Simulation, one_after_another, simulate, simulate_plan
 
 # Jobs
@@ -226,8 +225,7 @@ SECONDS = {("forward", 0): 1.0, ("backward", 0): 2.0}
 
 def training(gradient_tier: str = "nvme", turn: bool = False) -> Plan:
     """One operator each way."""
-    tile = Tile(0, "w", (BLOCK,), torch.bfloat16, "nvme", None, ranks=2, shard=BLOCK // 2, partitioned=True)
-    trained = replace(tile, gradient_tier=gradient_tier)
+    tile = Tile(0, "w", (BLOCK,), torch.bfloat16, "nvme", gradient_tier, ranks=2, shard=BLOCK // 2, partitioned=True)
     operators = (Operator(0, "mm", 1),)
     there = [Event(kind, 0, HEAD) for kind in JOURNEY]
     ahead = [Event(kind, 0, 0, turn=True) for kind in JOURNEY] if turn else []
@@ -241,7 +239,7 @@ def training(gradient_tier: str = "nvme", turn: bool = False) -> Plan:
     )
     graphs = (
         GraphSchedule("forward", (tile,), operators, forward),
-        GraphSchedule("backward", (trained,), operators, backward),
+        GraphSchedule("backward", (tile,), operators, backward),
     )
     config = Config(placement={"parameters": "nvme", "gradients": gradient_tier, "optimizer": "nvme"})
     return Plan(graphs, config, world_size=2)
@@ -278,17 +276,13 @@ def test_a_step_that_overlaps_begins_with_the_optimizer_of_the_one_before():
 
 def of_parameters(count: int, nbytes: int = 2 * BLOCK) -> Plan:
     """So many operators each way, each with a parameter of its own in host memory; a chunk of states for each."""
-    tiles = tuple(
-        Tile(i, f"w{i}", (nbytes // 2,), torch.bfloat16, "host", "host" if trained else None)
-        for trained in (False, True)
-        for i in range(count)
-    )
+    tiles = tuple(Tile(i, f"w{i}", (nbytes // 2,), torch.bfloat16, "host", "host") for i in range(count))
     operators = tuple(Operator(i, "mm", 1) for i in range(count))
     found = []
-    for kind, own in (("forward", tiles[:count]), ("backward", tiles[count:])):
+    for kind in ("forward", "backward"):
         stages = (*JOURNEY, "wait", "release", *(("reduce_scatter", "offload") if kind == "backward" else ()))
         events = tuple(Event(stage, i, i) for i in range(count) for stage in stages)
-        found.append(GraphSchedule(kind, own, operators, events))
+        found.append(GraphSchedule(kind, tiles, operators, events))
     config = Config(placement={"parameters": "host", "gradients": "host", "optimizer": "nvme"})
     return Plan(tuple(found), config, regions=MemoryRegions(chunk_elements=nbytes // 2))
 
@@ -434,7 +428,7 @@ def test_plans_and_machines_must_belong_together():
 def test_the_link_is_busy_with_what_ranks_send(placement: str):
     plan, parameters = captured(placement, world_size=16)
     hardware = replace(load("dgx-2"), in_node=Link(1e9, 0.0))
-    found = performance_of(plan, hardware)[1]
+    found = simulate_plan(plan, hardware)
     sent = sum(one.total for one in communication(plan))
     assert found.busy["link"] == pytest.approx(sent / 1e9)
     refreshed = {job.subject: job for job in found.jobs if job.kind == "refresh"}

@@ -10,10 +10,11 @@ from torch import nn
 
 from zinf_fx import Config
 from zinf_fx.frontend.explain import plans_of
-from zinf_fx.plan.memory.accounting import flows, optimizer_traffic, phases, traffic
+from zinf_fx.plan.memory.accounting import flows, phases, traffic
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, Operator, Tile
-from zinf_fx.plan.show.names import PlanNames, abbreviate, module_of
+from zinf_fx.plan.show import table
+from zinf_fx.plan.show.names import GraphNames, abbreviate, module_of
 from zinf_fx.plan.show.table import render
 
 MIB = 1 << 20
@@ -56,7 +57,7 @@ def hand_made(tier: str = "nvme") -> Plan:
     linear, attention = "addmm", "mm, _scaled_dot_product_flash_attention_for_cpu_backward"
     return Plan(
         (
-            GraphSchedule("forward", tiles(tier), (Operator(0, linear, 3), Operator(1, linear, 2)), forward),
+            GraphSchedule("forward", tiles(tier, "host"), (Operator(0, linear, 3), Operator(1, linear, 2)), forward),
             GraphSchedule("backward", tiles(tier, "host"), (Operator(0, "mm", 4), Operator(1, attention, 3)), backward),
         ),
         Config(placement={"parameters": tier, "gradients": "host", "optimizer": tier}, prefetch=(1, 1, 1)),
@@ -160,7 +161,7 @@ def test_bytes_in_flight_and_moved():
     ]
     moved = traffic(plan, backward)
     assert (moved.nvme_to_host, moved.host_to_device, moved.device_to_host) == (first, second + first, 3 * MIB + 4096)
-    adam = optimizer_traffic(plan)  # fp32: weight and two moments, read and written
+    adam = dict(phases(plan))["optimizer"]  # fp32: weight and two moments, read and written
     assert adam.nvme_to_host == adam.host_to_nvme == 3 * (3 * MIB + 4096)
 
 
@@ -182,6 +183,6 @@ def test_what_lives_in_memory_is_not_read(tier: str, moves: list[str]):
 
 def test_a_graphs_names_are_worked_out_once_however_many_lines_it_has():
     """That takes time in proportion to its events."""
-    with mock.patch.object(PlanNames, "of", autospec=True, side_effect=PlanNames.of) as of:
+    with mock.patch.object(table, "GraphNames", side_effect=GraphNames) as names:
         render(hand_made())
-    assert of.call_count == 2
+    assert names.call_count == 2

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import zinf_fx
 from zinf_fx.errors import BudgetError
 from zinf_fx.frontend.explain import plans_of
-from zinf_fx.plan.sharding import Shards
+from zinf_fx.plan.sharding import shards_of
 from zinf_fx.plan.simulation.communication import communication
 
 # Of fp32 sums in another order, over three steps.
@@ -104,7 +104,7 @@ def test_tiles_are_found_that_fit_a_budget():
     (plan,) = plans_of(Wide(), (tokens,), device_memory="300KiB", **options)
     tiles = [tile for tile in plan.graph("backward").tiles if tile.name == "tokens.weight"]
     assert len(tiles) > 1 and sum(tile.shape[0] for tile in tiles) == 700
-    whole = Shards.in_tiles((700, 64), 4, 2, on_nvme=True, limit=1)
+    whole = shards_of((700, 64), torch.float32, 2, zinf_fx.Config(tile=1, placement="nvme"))
     assert sum(tile.shard for tile in tiles) == whole.size
     assert all(tile.gathered_nbytes < 700 * 64 * 4 / 2 for tile in tiles)
 

@@ -14,7 +14,6 @@ from training import batches, model
 
 import zinf_fx
 from zinf_fx.plan.hardware import load
-from zinf_fx.plan.simulation.operator_time import compute_seconds
 from zinf_fx.plan.simulation.simulate import simulate_plan
 from zinf_fx.plan.simulation.timeline import slices
 
@@ -45,7 +44,7 @@ def recorded(rank: int, placement: str) -> dict:
     sent = ranks.sent_bytes - sent
     (plan,) = recording.plans
     hardware = load("rtx-4090").with_ranks(2)
-    planned = slices(plan, simulate_plan(plan, hardware, compute_seconds(plan, hardware)))
+    planned = slices(plan, simulate_plan(plan, hardware))
     with tempfile.TemporaryDirectory() as folder:
         path = recording.save(Path(folder) / "trace.json")
         events = json.loads(path.read_text())["traceEvents"]

@@ -21,8 +21,8 @@ def all_gather(message: sympy.Expr, among: sympy.Symbol = ranks) -> sympy.Expr:
 
 
 def reduce_scatter(message: sympy.Expr, among: sympy.Symbol = ranks) -> sympy.Expr:
-    """Each device receives what the others add to its part."""
-    return message * (among - 1) / among
+    """Each device receives what the others add to its part: as much as in an all-gather."""
+    return all_gather(message, among)
 
 
 def all_reduce(message: sympy.Expr, among: sympy.Symbol = ranks) -> sympy.Expr:
@@ -56,23 +56,18 @@ def data_parallel_volume(partitioned: Collection[State]) -> sympy.Expr:
     return reduction + gathers * all_gather(s.parameters)
 
 
-def model_parallel_volume() -> sympy.Expr:
-    """Elements that Megatron-LM's model parallelism exchanges per device and step (ZeRO, section 8).
+model_parallel_volume = 6 * layers * all_reduce(batch * sequence * hidden, tensor_ranks)
+"""Elements that Megatron-LM's model parallelism exchanges per device and step (ZeRO, section 8).
 
-    Two all-reduces of a block's activations in forward, two in the recomputation and two in backward. The paper
-    leaves out the batch in its total of 12 x seq x hd per block, which it names in the size of a message.
-    """
-    return 6 * layers * all_reduce(batch * sequence * hidden, tensor_ranks)
+Two all-reduces of a block's activations in forward, two in the recomputation and two in backward. The paper
+leaves out the batch in its total of 12 x seq x hd per block, which it names in the size of a message.
+"""
 
+partitioned_checkpoints_volume = layers * all_gather(batch * sequence * hidden, tensor_ranks)
+"""Elements that P_a adds: an all-gather of each block's checkpoint before its recomputation (ZeRO, section 8)."""
 
-def partitioned_checkpoints_volume() -> sympy.Expr:
-    """Elements that P_a adds: an all-gather of each block's checkpoint before its recomputation (ZeRO, section 8)."""
-    return layers * all_gather(batch * sequence * hidden, tensor_ranks)
+offloaded_checkpoints_volume = 2 * layers * batch * sequence * hidden / tensor_ranks
+"""Elements that P_a+cpu moves to host memory and back: this device's part of each checkpoint (ZeRO, section 8).
 
-
-def offloaded_checkpoints_volume() -> sympy.Expr:
-    """Elements that P_a+cpu moves to host memory and back: this device's part of each checkpoint (ZeRO, section 8).
-
-    Twice what P_a stores.
-    """
-    return 2 * layers * batch * sequence * hidden / tensor_ranks
+Twice what P_a stores.
+"""

@@ -8,15 +8,11 @@ from zinf_fx.analysis import symbols as s
 from zinf_fx.analysis.memory import activation_checkpoints, transformer_parameters
 from zinf_fx.analysis.symbols import bandwidth, batch, intensity, peak, sequence
 
+efficiency = intensity * bandwidth / (intensity * bandwidth + peak)
+"""Compute time over compute and communication time, when they don't overlap (equation 2)."""
 
-def efficiency() -> sympy.Expr:
-    """Compute time over compute and communication time, when they don't overlap (equation 2)."""
-    return intensity * bandwidth / (intensity * bandwidth + peak)
-
-
-def needed_bandwidth() -> sympy.Expr:
-    """Bytes per second for an efficiency: equation 2, solved for the bandwidth."""
-    return peak * s.efficiency / (intensity * (1 - s.efficiency))
+needed_bandwidth = peak * s.efficiency / (intensity * (1 - s.efficiency))
+"""Bytes per second for an efficiency: equation 2, solved for the bandwidth."""
 
 
 def computation(recompute: bool = True) -> sympy.Expr:
@@ -28,9 +24,8 @@ def computation(recompute: bool = True) -> sympy.Expr:
     return 2 * (4 if recompute else 3) * batch * sequence * s.parameters
 
 
-def computation_of_transformer() -> sympy.Expr:
-    """Equation 4: equation 3 for 12 x nl x hd² parameters."""
-    return computation().subs(s.parameters, transformer_parameters())
+computation_of_transformer = computation().subs(s.parameters, transformer_parameters)
+"""Equation 4: equation 3 for 12 x nl x hd² parameters."""
 
 
 def parameters_and_gradients_moved(recompute: bool = True) -> sympy.Expr:
@@ -41,26 +36,17 @@ def parameters_and_gradients_moved(recompute: bool = True) -> sympy.Expr:
     return ((3 if recompute else 2) * s.parameter_bytes + s.gradient_bytes) * s.parameters
 
 
-def optimizer_states_moved() -> sympy.Expr:
-    """Bytes: optimizer states are read and written once, 2 x 16 x parameters (section 4.1)."""
-    return 2 * s.optimizer_bytes * s.parameters
+optimizer_states_moved = 2 * s.optimizer_bytes * s.parameters
+"""Bytes: optimizer states are read and written once, 2 x 16 x parameters (section 4.1)."""
 
+activation_checkpoints_moved = 2 * activation_checkpoints
+"""Bytes: checkpoints are stored in forward and loaded in backward (section 4.1)."""
 
-def activation_checkpoints_moved() -> sympy.Expr:
-    """Bytes: checkpoints are stored in forward and loaded in backward (section 4.1)."""
-    return 2 * activation_checkpoints()
+intensity_of_parameters_and_gradients = sympy.simplify(computation() / parameters_and_gradients_moved())
+"""FLOP per byte: seq x bsz in fp16 (section 4.1)."""
 
+intensity_of_optimizer_states = sympy.simplify(computation() / optimizer_states_moved)
+"""FLOP per byte: seq x bsz / 4 with 16 bytes of states (section 4.1)."""
 
-def intensity_of_parameters_and_gradients() -> sympy.Expr:
-    """FLOP per byte: seq x bsz in fp16 (section 4.1)."""
-    return sympy.simplify(computation() / parameters_and_gradients_moved())
-
-
-def intensity_of_optimizer_states() -> sympy.Expr:
-    """FLOP per byte: seq x bsz / 4 with 16 bytes of states (section 4.1)."""
-    return sympy.simplify(computation() / optimizer_states_moved())
-
-
-def intensity_of_activation_checkpoints() -> sympy.Expr:
-    """FLOP per byte: 24 x hd x ci (section 4.1)."""
-    return sympy.simplify(computation_of_transformer() / activation_checkpoints_moved())
+intensity_of_activation_checkpoints = sympy.simplify(computation_of_transformer / activation_checkpoints_moved)
+"""FLOP per byte: 24 x hd x ci (section 4.1)."""

@@ -37,41 +37,26 @@ ZERO_STATES = StateBytes(2, 2, 12)
 # The same and fp32 gradients: 20 bytes in total (ZeRO-Infinity, section 3).
 INFINITY_STATES = StateBytes(2, 2, 16)
 
+transformer_parameters = layers * (hidden * 3 * hidden + hidden * hidden + hidden * 4 * hidden + 4 * hidden * hidden)
+"""Parameters of a Transformer: four linear layers per block, (hd, 3hd), (hd, hd), (hd, 4hd) and (4hd, hd).
 
-def transformer_parameters() -> sympy.Expr:
-    """Parameters of a Transformer: four linear layers per block, (hd, 3hd), (hd, hd), (hd, 4hd) and (4hd, hd).
+Embeddings, norms and biases are left out (ZeRO-Infinity, section 3).
+"""
 
-    Embeddings, norms and biases are left out (ZeRO-Infinity, section 3).
-    """
-    per_block = hidden * 3 * hidden + hidden * hidden + hidden * 4 * hidden + 4 * hidden * hidden
-    return layers * per_block
+model_states = (s.parameter_bytes + s.gradient_bytes + s.optimizer_bytes) * s.parameters
+"""Bytes of parameters, gradients and optimizer states (ZeRO, section 3.1: 2Ψ + 2Ψ + KΨ)."""
 
+activation_checkpoints = 2 * batch * sequence * hidden * layers / interval
+"""Bytes of the fp16 inputs of every ci-th block (ZeRO-Infinity, equation 1)."""
 
-def model_states() -> sympy.Expr:
-    """Bytes of parameters, gradients and optimizer states (ZeRO, section 3.1: 2Ψ + 2Ψ + KΨ)."""
-    return (s.parameter_bytes + s.gradient_bytes + s.optimizer_bytes) * s.parameters
+partitioned_checkpoints = activation_checkpoints / s.tensor_ranks
+"""Bytes of activation checkpoints per device, divided over the model-parallel devices (ZeRO, section 6.1: P_a)."""
 
+model_state_working_memory = 4 * hidden * 4 * hidden
+"""Bytes of the largest operator's fp16 parameter and gradient, (hd, 4hd) (ZeRO-Infinity, section 3: MSWM)."""
 
-def activation_checkpoints() -> sympy.Expr:
-    """Bytes of the fp16 inputs of every ci-th block (ZeRO-Infinity, equation 1)."""
-    return 2 * batch * sequence * hidden * layers / interval
+activation_working_memory = batch * sequence * interval * (16 * hidden + 2 * heads * sequence)
+"""Bytes of the activations between two checkpoints (ZeRO-Infinity, section 3: AWM)."""
 
-
-def partitioned_checkpoints() -> sympy.Expr:
-    """Bytes of activation checkpoints per device, divided over the model-parallel devices (ZeRO, section 6.1: P_a)."""
-    return activation_checkpoints() / s.tensor_ranks
-
-
-def model_state_working_memory() -> sympy.Expr:
-    """Bytes of the largest operator's fp16 parameter and gradient, (hd, 4hd) (ZeRO-Infinity, section 3: MSWM)."""
-    return 4 * hidden * 4 * hidden
-
-
-def activation_working_memory() -> sympy.Expr:
-    """Bytes of the activations between two checkpoints (ZeRO-Infinity, section 3: AWM)."""
-    return batch * sequence * interval * (16 * hidden + 2 * heads * sequence)
-
-
-def all_activations() -> sympy.Expr:
-    """Bytes of activations that are kept without checkpoints: those of every block."""
-    return layers * activation_working_memory() / interval
+all_activations = layers * activation_working_memory / interval
+"""Bytes of activations that are kept without checkpoints: those of every block."""

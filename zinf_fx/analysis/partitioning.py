@@ -19,15 +19,10 @@ STATES: tuple[State, ...] = ("parameters", "gradients", "optimizer")
 # ZeRO, section 5: P_os, P_os+g, P_os+g+p; ZeRO-Infinity, table 2. Each preset costs less to communicate than those
 # after it, so the first that fits is the one to take (section 7.1: offload only what device memory can't hold). "nvme"
 # is ZeRO-Infinity with gradients on NVMe too, as its largest models had them (section 7.7).
+_BY_STAGE: tuple[State, ...] = ("optimizer", "gradients", "parameters")
 PARTITIONED: dict[str, frozenset[State]] = {
-    "dp": frozenset(),
-    "zero-1": frozenset({"optimizer"}),
-    "zero-2": frozenset({"optimizer", "gradients"}),
-    "zero-3": frozenset(STATES),
-    "zero-offload": frozenset({"optimizer", "gradients"}),
-    "infinity-cpu": frozenset(STATES),
-    "infinity-nvme": frozenset(STATES),
-    "nvme": frozenset(STATES),
+    preset: frozenset(_BY_STAGE[: PRESETS[preset].stage])
+    for preset in ("dp", "zero-1", "zero-2", "zero-3", "zero-offload", "infinity-cpu", "infinity-nvme", "nvme")
 }
 
 _BYTES = {"parameters": s.parameter_bytes, "gradients": s.gradient_bytes, "optimizer": s.optimizer_bytes}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import sympy
 
 from zinf_fx.analysis import symbols as s
-from zinf_fx.analysis.traffic import Traffic
+from zinf_fx.analysis.traffic import BytesMoved
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class StepTime:
     @property
     def serial(self) -> sympy.Expr:
         """One after the other."""
-        return self.compute + self.link + self.upload + self.download + self.disk + self.optimizer
+        return sum(vars(self).values())
 
     @property
     def overlapped(self) -> sympy.Expr:
@@ -38,7 +38,7 @@ class StepTime:
         return sympy.Max(self.compute, self.link, self.upload, self.download, self.disk) + self.optimizer
 
 
-def step_time(moved: Traffic) -> StepTime:
+def step_time(moved: BytesMoved) -> StepTime:
     """The time for what is moved. A disk's reads and writes take turns; the links to host memory go both ways."""
     return StepTime(
         compute=s.work / s.peak,
@@ -46,13 +46,9 @@ def step_time(moved: Traffic) -> StepTime:
         upload=moved.upload / s.upload_bandwidth,
         download=moved.download / s.download_bandwidth,
         disk=moved.read / s.read_bandwidth + moved.written / s.write_bandwidth,
-        optimizer=_slower(
+        # States pass through host memory while the disk moves the next ones (ZeRO-Infinity, section 5.2.2).
+        optimizer=sympy.Max(
             moved.updated / s.update_bandwidth,
             moved.update_read / s.read_bandwidth + moved.update_written / s.write_bandwidth,
         ),
     )
-
-
-def _slower(memory: sympy.Expr, disk: sympy.Expr) -> sympy.Expr:
-    """States pass through host memory while the disk moves the next ones (ZeRO-Infinity, section 5.2.2)."""
-    return sympy.Max(memory, disk)

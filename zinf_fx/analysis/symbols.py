@@ -57,11 +57,6 @@ work = _amount("F")
 checkpoint_bytes = sympy.Symbol("A", nonnegative=True)
 """Activation checkpoints."""
 
-# The disks.
-step_seconds = _amount("t")
-endurance = _amount("TBW")
-"""Bytes that may be written before the disks are worn."""
-
 # The states (ZeRO, section 3.1). Bytes per parameter: 2, 2 and K for mixed precision.
 parameter_bytes = _whole("b_p")
 gradient_bytes = _whole("b_g")

@@ -12,12 +12,12 @@ import sympy
 
 from zinf_fx.analysis import symbols as s
 from zinf_fx.analysis.communication import all_gather, all_reduce, gathers_of_parameters, reduce_scatter
-from zinf_fx.analysis.partitioning import PARTITIONED, per_device
+from zinf_fx.analysis.partitioning import PARTITIONED, STATES, per_device
 from zinf_fx.config import PRESETS, Tier
 
 
 @dataclass(frozen=True)
-class Traffic:
+class BytesMoved:
     """Bytes per device and step.
 
     Attributes:
@@ -48,7 +48,7 @@ class Traffic:
         return self.written + self.update_written
 
 
-def traffic(preset: str, *, recompute: bool, checkpoints: Tier = "device") -> Traffic:
+def bytes_moved(preset: str, *, recompute: bool, checkpoints: Tier = "device") -> BytesMoved:
     """What a step moves.
 
     Args:
@@ -57,9 +57,7 @@ def traffic(preset: str, *, recompute: bool, checkpoints: Tier = "device") -> Tr
         checkpoints: where activation checkpoints wait for backward: on the device or in host memory (section 5.1.2).
     """
     placement, partitioned = PRESETS[preset], PARTITIONED[preset]
-    parameters, gradients, optimizer = (
-        per_device(partitioned, [state]) for state in ("parameters", "gradients", "optimizer")
-    )
+    parameters, gradients, optimizer = (per_device(partitioned, [state]) for state in STATES)
     loads = 3 if recompute else 2
     gathers = gathers_of_parameters(partitioned, recompute)
     reduction = reduce_scatter if gathers else all_reduce
@@ -68,8 +66,8 @@ def traffic(preset: str, *, recompute: bool, checkpoints: Tier = "device") -> Tr
     # Parameters on the device come from where they are updated: this device's part, once.
     updated_elsewhere = placement.parameters == "device" != placement.optimizer
     refreshed = per_device({"parameters"}, ["parameters"]) if updated_elsewhere else zero
-    on_nvme = {state: getattr(placement, state) == "nvme" for state in ("parameters", "gradients", "optimizer")}
-    return Traffic(
+    on_nvme = {state: getattr(placement, state) == "nvme" for state in STATES}
+    return BytesMoved(
         link=gathers * all_gather(s.parameter_bytes * s.parameters) + reduction(s.gradient_bytes * s.parameters),
         upload=(loads * parameters if placement.parameters != "device" else refreshed) + offloaded,
         download=(gradients if placement.gradients != "device" else zero) + offloaded,

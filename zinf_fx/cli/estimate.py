@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
-from zinf_fx.analysis import papers
-from zinf_fx.analysis.papers import table as papers_table
+from zinf_fx.analysis.papers import comparisons
+from zinf_fx.analysis.papers.table import comparison_text
 from zinf_fx.cli.arguments import THIS_MACHINE
 from zinf_fx.cli.machine import hardware_of
 from zinf_fx.cli.target import build, running
 from zinf_fx.config import parse_bytes, parse_count, parse_positive, parse_rate
 from zinf_fx.errors import ConfigError
 from zinf_fx.estimate import Estimate, Workload, estimate, of_module, of_transformer
-from zinf_fx.estimate.table import render
+from zinf_fx.estimate.table import estimate_text
 from zinf_fx.plan import hardware as descriptions
 from zinf_fx.plan.hardware import Hardware
 
@@ -35,17 +35,17 @@ def run(options: argparse.Namespace) -> None:
         peak = parse_positive(options.peak, "peak") * 1e12
         machine = replace(machine, achievable=1.0, peak={**machine.peak, workload.dtype: peak})
     found = estimate(workload, machine, wanted=wanted, preset=options.placement)
-    print(json.dumps(_data(found), indent=1) if options.json else render(found), end="\n" if options.json else "")
+    print(json.dumps(_data(found), indent=1) + "\n" if options.json else estimate_text(found), end="")
 
 
 def _reproduce(options: argparse.Namespace) -> None:
     if given := _given(options, ("target", *_DIMENSIONS)):
         raise ConfigError(f"reproduce takes no model, and {', '.join(given)} was given: leave one of them out")
-    tables = list(papers.comparisons())
+    tables = comparisons()
     if options.json:
         print(json.dumps([asdict(one) for one in tables], indent=1))
     else:
-        print("\n".join(papers_table.render(one) for one in tables), end="")
+        print("\n".join(comparison_text(one) for one in tables), end="")
 
 
 # -- the model --------------------------------------------------------------------------------------------------------

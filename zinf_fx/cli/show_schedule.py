@@ -17,13 +17,12 @@ from zinf_fx.errors import ConfigError
 from zinf_fx.frontend.explain import Planning
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.show.chrome import planned, to_chrome
+from zinf_fx.plan.show.chrome import planned_process, to_chrome
 from zinf_fx.plan.show.curve import ASCII, BLOCKS
 from zinf_fx.plan.show.dot import to_dot
 from zinf_fx.plan.show.html import to_html
 from zinf_fx.plan.show.json import to_json
 from zinf_fx.plan.show.table import WIDTH
-from zinf_fx.plan.simulation.operator_time import compute_seconds
 from zinf_fx.plan.simulation.simulate import simulate_plan
 
 _IN_PARTS = ("table", "dot")
@@ -64,9 +63,9 @@ def _text(
     if options.format == "dot":
         return to_dot(plan, operators)
     hardware = described().with_ranks(plan.world_size)
-    simulation = simulate_plan(plan, hardware, compute_seconds(plan, hardware))
+    simulation = simulate_plan(plan, hardware)
     if options.format == "chrome":
-        return to_chrome(planned(plan, simulation, hardware)) + "\n"
+        return to_chrome(planned_process(plan, simulation, hardware)) + "\n"
     return to_html(plan, simulation, hardware, f"Plan of {Path(options.target).name}")
 
 

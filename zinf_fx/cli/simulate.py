@@ -18,8 +18,8 @@ from zinf_fx.errors import ConfigError, PlanError
 from zinf_fx.frontend.explain import Planning
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.simulation.performance import Performance, batch_of, performance_of, with_batch
-from zinf_fx.plan.simulation.simulate import one_after_another, simulate
+from zinf_fx.plan.simulation.batch import batch_of, with_batch
+from zinf_fx.plan.simulation.simulate import Simulation, Stall, one_after_another, simulate, simulate_plan
 from zinf_fx.plan.simulation.timeline import slices
 
 _STALLS = 5
@@ -37,17 +37,17 @@ def run(options: argparse.Namespace) -> None:
     hardware = described().with_ranks(plan.world_size)
     how = {"run": one_after_another if options.no_overlap else simulate, "overlap": options.overlap}
     if batches is not None:
-        found = {batch: performance_of(with_batch(plan, batch), hardware, **how)[0] for batch in batches}
+        found = {batch: simulate_plan(with_batch(plan, batch), hardware, **how) for batch in batches}
         text = json.dumps([{"batch": b} | _data(p) for b, p in found.items()]) if options.json else _sweep_table(found)
         print(text if options.json else f"{_title(planned, plan, hardware)}\n\n{text}")
         return
-    performance, simulation = performance_of(plan, hardware, *planned.seconds, **how)
+    simulation = simulate_plan(plan, hardware, *planned.seconds, **how)
     if options.json:
         decision = {"decision": asdict(planned.decision)} if planned.decision is not None else {}
         timeline = {"timeline": [asdict(one) for one in slices(plan, simulation)]}
-        print(json.dumps(_data(performance) | decision | timeline))
+        print(json.dumps(_data(simulation) | decision | timeline))
     else:
-        print(f"{_title(planned, plan, hardware)}\n\n{_report(performance)}")
+        print(f"{_title(planned, plan, hardware)}\n\n{_report(simulation)}")
 
 
 def _title(planned: Planning, plan: Plan, hardware: Hardware) -> str:
@@ -75,30 +75,35 @@ def _batches(text: str | None) -> list[int] | None:
     return [parse_count(part, "batch") for part in parts]
 
 
-def _report(performance: Performance) -> str:
-    rate = performance.flops_per_second / 1e12
-    lines = [f"step {performance.seconds:.4g} s, {rate:.4g} TFLOP/s per device (recomputation included)", ""]
+def _report(simulation: Simulation) -> str:
+    rate = simulation.flops_per_second / 1e12
+    critical, stalled = simulation.critical_seconds, simulation.stalled
+    lines = [f"step {simulation.seconds:.4g} s, {rate:.4g} TFLOP/s per device (recomputation included)", ""]
     rows = [
-        [name, f"{share:.1%}", f"{performance.critical[name]:.4g}", f"{performance.stalled[name]:.4g}"]
-        for name, share in performance.utilisation.items()
+        [name, f"{share:.1%}", f"{critical[name]:.4g}", f"{stalled[name]:.4g}"]
+        for name, share in simulation.utilisation.items()
         if share
     ]
     headers = ["resource", "busy", "s of the critical path", "s that compute waited for it"]
     lines.append(_table(rows, headers))
-    if performance.stalls:
-        lines += ["", f"The longest of {len(performance.stalls)} times that compute waited:"]
-        for stall in performance.stalls[:_STALLS]:
+    if stalls := _longest_first(simulation):
+        lines += ["", f"The longest of {len(stalls)} times that compute waited:"]
+        for stall in stalls[:_STALLS]:
             job, seconds = max(stall.waited_for, key=lambda one: one[1])
             lines.append(f"  {stall.seconds:.4g} s before {stall.before}: {seconds:.4g} s of it for {job.name}")
     return "\n".join(lines)
 
 
-def _sweep_table(found: dict[int, Performance]) -> str:
+def _longest_first(simulation: Simulation) -> list[Stall]:
+    return sorted(simulation.stalls(), key=lambda stall: -stall.seconds)
+
+
+def _sweep_table(found: dict[int, Simulation]) -> str:
     rows = []
     for batch, one in found.items():
-        waited = max(one.stalled, key=lambda name: one.stalled[name])
-        most = f"{waited} ({one.stalled[waited] / one.seconds:.0%})" if one.stalled[waited] else "nothing"
-        busy = [f"{one.utilisation[name]:.0%}" for name in one.utilisation]
+        waited, seconds = max(one.stalled.items(), key=lambda item: item[1])
+        most = f"{waited} ({seconds / one.seconds:.0%})" if seconds else "nothing"
+        busy = [f"{share:.0%}" for share in one.utilisation.values()]
         rows.append([batch, f"{one.seconds:.4g}", f"{one.flops_per_second / 1e12:.4g}", *busy, most])
     names = next(iter(found.values())).utilisation
     return _table(rows, ["batch", "s per step", "TFLOP/s per device", *names, "compute waits for"])
@@ -109,16 +114,16 @@ def _table(rows: Sequence[Sequence[object]], headers: Sequence[str]) -> str:
     return tabulate(rows, headers=headers, disable_numparse=True, colalign=align)
 
 
-def _data(performance: Performance) -> dict[str, object]:
+def _data(simulation: Simulation) -> dict[str, object]:
     return {
-        "seconds": performance.seconds,
-        "flops": performance.flops,
-        "flops_per_second": performance.flops_per_second,
-        "utilisation": performance.utilisation,
-        "critical_seconds": performance.critical,
-        "stalled_seconds": performance.stalled,
+        "seconds": simulation.seconds,
+        "flops": simulation.flops,
+        "flops_per_second": simulation.flops_per_second,
+        "utilisation": simulation.utilisation,
+        "critical_seconds": simulation.critical_seconds,
+        "stalled_seconds": simulation.stalled,
         "stalls": [
             {"before": stall.before, "seconds": stall.seconds, "waited_for": {j.name: s for j, s in stall.waited_for}}
-            for stall in performance.stalls
+            for stall in _longest_first(simulation)
         ],
     }

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 import sympy
 
-from zinf_fx.analysis import efficiency, wear
+from zinf_fx.analysis import efficiency
 from zinf_fx.analysis import symbols as s
 from zinf_fx.analysis.partitioning import PARTITIONED, STATES, per_device
 from zinf_fx.analysis.step_time import step_time
 from zinf_fx.analysis.symbols import evaluate
-from zinf_fx.analysis.traffic import traffic
+from zinf_fx.analysis.traffic import bytes_moved
 from zinf_fx.config import PRESETS
 from zinf_fx.errors import ConfigError
 from zinf_fx.estimate.fitting import Fit, fit
 from zinf_fx.estimate.workload import Workload
 from zinf_fx.plan.hardware import Hardware, Memory
 
-_PARTS = ("compute", "link", "upload", "download", "disk", "optimizer")
+_SECONDS_PER_DAY = 86_400
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,6 @@ class Prediction:
     """One preset.
 
     Attributes:
-        preset: its name.
-        fit: what it puts where.
         seconds: of each part of a step: compute, the links, and the optimizer's step.
         serial, overlapped: seconds of a step, with nothing overlapped and with all that can be.
         disk_read, disk_written: bytes per step, of all nodes.
@@ -74,7 +72,6 @@ class Estimate:
     """The answer.
 
     Attributes:
-        workload, hardware: the question.
         states: bytes of each model state, in one copy.
         predictions: by preset, those first that cost less to communicate.
         chosen: the preset that bandwidths are given for: that asked for, else the first to fit; None if none does.
@@ -145,30 +142,28 @@ def _update_bandwidth(preset: str, hardware: Hardware) -> float:
 
 def _both_ways(memory: Memory) -> float:
     """Bytes per second when as much is read as written."""
-    return 2 / (1 / memory.read + 1 / memory.write)
+    return 2 / memory.seconds(1, 1)
 
 
 def _predict(preset: str, workload: Workload, hardware: Hardware, values: Mapping[sympy.Symbol, float]) -> Prediction:
     values = {**values, s.update_bandwidth: _update_bandwidth(preset, hardware)}
     placed = fit(preset, workload, hardware, values)
-    moved = traffic(preset, recompute=workload.recompute, checkpoints=placed.checkpoints)
+    moved = bytes_moved(preset, recompute=workload.recompute, checkpoints=placed.checkpoints)
     times = step_time(moved)
     overlapped = evaluate(times.overlapped, values)
-    values[s.step_seconds] = overlapped
+    disk_written = hardware.ranks * evaluate(moved.disk_written, values)
+    per_day = disk_written / hardware.nodes / overlapped * _SECONDS_PER_DAY
     endurance = hardware.nvme.endurance
-    wears = moved.disk_written != 0 and endurance is not None
-    if wears:
-        values[s.endurance] = endurance / hardware.ranks_per_node
     return Prediction(
         preset=preset,
         fit=placed,
-        seconds={part: evaluate(getattr(times, part), values) for part in _PARTS},
+        seconds={part: evaluate(each, values) for part, each in vars(times).items()},
         serial=evaluate(times.serial, values),
         overlapped=overlapped,
         disk_read=round(hardware.ranks * evaluate(moved.disk_read, values)),
-        disk_written=round(hardware.ranks * evaluate(moved.disk_written, values)),
-        written_per_day=hardware.ranks_per_node * evaluate(wear.written_per_day(moved), values),
-        days=evaluate(wear.days_to_endurance(moved), values) if wears else None,
+        disk_written=round(disk_written),
+        written_per_day=per_day,
+        days=endurance / per_day if per_day and endurance is not None else None,
     )
 
 
@@ -182,7 +177,7 @@ def _needs(
     """For each state that moves: between devices whole, to and from slower memory each device's part."""
     placement, partitioned = PRESETS[chosen.preset], PARTITIONED[chosen.preset]
     states = efficiency.parameters_and_gradients_moved(workload.recompute)
-    optimizer = efficiency.optimizer_states_moved()
+    optimizer = efficiency.optimizer_states_moved
     rows: list[tuple[str, sympy.Expr, float]] = []
     if hardware.ranks > 1 and "parameters" in partitioned:
         rows.append(("parameters, gradients: links", states, hardware.link.bandwidth))
@@ -202,7 +197,7 @@ def _needs(
     for moved, nbytes, available in rows:
         ait = evaluate(s.work / nbytes, values)
         bandwidths = {
-            one: evaluate(efficiency.needed_bandwidth(), {**values, s.intensity: ait, s.efficiency: one})
+            one: evaluate(efficiency.needed_bandwidth, {**values, s.intensity: ait, s.efficiency: one})
             for one in wanted
         }
         yield Need(moved, ait, bandwidths, available)

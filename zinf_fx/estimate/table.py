@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-
-from tabulate import tabulate
 
 from zinf_fx.config import TIERS
 from zinf_fx.estimate.prediction import Estimate, Prediction
 from zinf_fx.sizes import in_words
+from zinf_fx.tables import counted, table
 
 _PARTS = {
     "compute": "compute",
@@ -22,7 +20,7 @@ _PARTS = {
 _UNITS = (("seconds", 1), ("milliseconds", 1e3), ("microseconds", 1e6))
 
 
-def render(estimate: Estimate) -> str:
+def estimate_text(estimate: Estimate) -> str:
     """The whole estimate."""
     parts = [_header(estimate), _states(estimate), _placements(estimate)]
     if estimate.chosen is None:
@@ -37,7 +35,7 @@ def _header(estimate: Estimate) -> str:
     achieved = _digits(hardware.achieved(workload.dtype) / 1e12)
     return (
         f"{workload.model}\n"
-        f"{hardware.name}: {_count(hardware.nodes, 'node')} x {_count(hardware.ranks_per_node, 'device')}, "
+        f"{hardware.name}: {counted(hardware.nodes, 'node')} x {counted(hardware.ranks_per_node, 'device')}, "
         f"{achieved} TFLOP/s achieved by each in {workload.dtype}"
     )
 
@@ -51,7 +49,7 @@ def _states(estimate: Estimate) -> str:
     working = workload.working_states + workload.working_activations
     return (
         f"MODEL STATES: {workload.parameters:,} parameters\n\n"
-        + _table(["", "bytes each", "one copy"], rows)
+        + table(rows, ["", "bytes each", "one copy"])
         + f"\n\nBesides, per device: {in_words(workload.checkpoints)} of {kept};\n"
         + f"{in_words(working)} to work in, where parameters are gathered operator by operator."
     )
@@ -73,7 +71,7 @@ def _placements(estimate: Estimate) -> str:
     if not any(one.fits for one in estimate.predictions):
         heads, rows = heads[:-1], [row[:-1] for row in rows]
     lines = ["PLACEMENTS: bytes on each device, and in each node's host memory and NVMe", ""]
-    lines += [_table(heads, rows, left=(0, 4)), ""]
+    lines += [table(rows, heads, left=(0, 4)), ""]
     fitting = [one.fit for one in estimate.predictions if one.fits]
     if any(one.checkpoints == "host" for one in fitting):
         lines.append("*: with activations in host memory (ZeRO-Infinity, section 5.1.2).")
@@ -115,7 +113,7 @@ def _bandwidths(estimate: Estimate, chosen: Prediction) -> str:
     ]
     heads = ["", "FLOP/byte", *(f"{100 * one:.3g} %" for one in wanted), "there is"]
     note = "For these efficiencies, if nothing else is moved (ZeRO-Infinity, equation 2)."
-    return f"BANDWIDTH with {chosen.preset}, GB/s per device\n\n{_table(heads, rows)}\n\n{note}"
+    return f"BANDWIDTH with {chosen.preset}, GB/s per device\n\n{table(rows, heads)}\n\n{note}"
 
 
 def _step(estimate: Estimate, chosen: Prediction) -> str:
@@ -124,7 +122,7 @@ def _step(estimate: Estimate, chosen: Prediction) -> str:
     for title, seconds in (("without overlap", chosen.serial), ("all overlapped", chosen.overlapped)):
         rows.append([title, seconds, f"{_teraflops(estimate, seconds)} TFLOP/s per device"])
     shown = [[title, _digits(seconds * factor), note] for title, seconds, note in rows]
-    return f"STEP with {chosen.preset}, {unit}\n\n" + _table(None, shown, left=(0, 2))
+    return f"STEP with {chosen.preset}, {unit}\n\n" + table(shown, left=(0, 2))
 
 
 def _disk(chosen: Prediction) -> str:
@@ -136,7 +134,7 @@ def _disk(chosen: Prediction) -> str:
         ["written per day and node", f"{chosen.written_per_day / 1e12:,.1f} TB"],
         ["days until the drives are worn", "unknown" if chosen.days is None else f"{chosen.days:,.0f}"],
     ]
-    return f"DISK with {chosen.preset}, all overlapped\n\n" + _table(None, rows)
+    return f"DISK with {chosen.preset}, all overlapped\n\n" + table(rows)
 
 
 def _lack(estimate: Estimate) -> str:
@@ -146,19 +144,6 @@ def _lack(estimate: Estimate) -> str:
     there_is = {tier: in_words(getattr(estimate.hardware, tier).capacity) for tier in last.fit.exceeded}
     lacks = [f"{in_words(last.fit.memory[tier])} {wheres[tier]}, not {size}" for tier, size in there_is.items()]
     return f"No placement fits: {last.preset} needs " + ",\nand ".join(lacks) + "."
-
-
-def _table(heads: Sequence[str] | None, rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    columns = range(len(rows[0]))
-    align = tuple("left" if column in left else "right" for column in columns)
-    text = tabulate(
-        rows, headers=heads or (), tablefmt="simple" if heads else "plain", disable_numparse=True, colalign=align
-    )
-    return "\n".join(line.rstrip() for line in text.splitlines())
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _rate(bytes_per_second: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,14 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
+from zinf_fx.adam import state_bytes
 from zinf_fx.analysis import efficiency, memory
 from zinf_fx.analysis import symbols as s
 from zinf_fx.analysis.memory import StateBytes
 from zinf_fx.analysis.symbols import evaluate
 from zinf_fx.errors import ConfigError
-
-# Adam's moments, and the master of a parameter of low precision, in fp32 (ZeRO, section 3.1).
-_FP32 = 4
 
 
 @dataclass(frozen=True)
@@ -27,9 +26,7 @@ class Workload:
     """A model and what a step of it takes on one device.
 
     Attributes:
-        model: in words.
         dtype: what most parameters have, such as "bfloat16".
-        parameters: how many.
         states: bytes per parameter of each model state, on average.
         work: FLOP per device and step.
         checkpoints: bytes of activations that are kept per device from forward to backward.
@@ -55,7 +52,7 @@ def states_of(dtype: str, optimizer_bytes: float | None = None) -> StateBytes:
     `optimizer_bytes`: instead of 12 or 8.
     """
     size = getattr(torch, dtype).itemsize
-    return StateBytes(size, size, optimizer_bytes or (2 if size == _FP32 else 3) * _FP32)
+    return StateBytes(size, size, optimizer_bytes or sum(state_bytes(size)))
 
 
 def of_transformer(
@@ -82,7 +79,7 @@ def of_transformer(
         s.sequence: sequence,
         s.interval: interval,
     }
-    parameters = int(evaluate(memory.transformer_parameters(), values))
+    parameters = int(evaluate(memory.transformer_parameters, values))
     # The paper's formulas for activations and for the largest operator are for elements of 2 bytes.
     widths = states.parameters / 2
     return Workload(
@@ -91,9 +88,9 @@ def of_transformer(
         parameters=parameters,
         states=states,
         work=evaluate(efficiency.computation(), {**values, s.parameters: parameters}),
-        checkpoints=int(widths * evaluate(memory.activation_checkpoints(), values)),
-        working_states=int(widths * evaluate(memory.model_state_working_memory(), values)),
-        working_activations=int(widths * evaluate(memory.activation_working_memory(), values)),
+        checkpoints=int(widths * evaluate(memory.activation_checkpoints, values)),
+        working_states=int(widths * evaluate(memory.model_state_working_memory, values)),
+        working_activations=int(widths * evaluate(memory.activation_working_memory, values)),
         recompute=True,
     )
 
@@ -112,48 +109,39 @@ def of_module(
 
     Raises: ConfigError: nothing in the model is trained by this call. Whatever the model raises.
     """
-    run = _Run(model, inputs)
+    run = _DryRun(model, inputs)
     everything = list(model.parameters())
     trained = [parameter for parameter in everything if parameter.requires_grad]
     if not trained or not run.trains:
         raise ConfigError(f"{name} trains nothing: no parameter requires a gradient from what the model returns")
     count = sum(parameter.numel() for parameter in everything)
-    by_dtype: dict[str, int] = {}
+    by_dtype: Counter[str] = Counter()
     for parameter in everything:
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        by_dtype[dtype] = by_dtype.get(dtype, 0) + parameter.numel()
+        by_dtype[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
     return Workload(
         model=name,
-        dtype=max(by_dtype, key=by_dtype.__getitem__),
+        dtype=by_dtype.most_common(1)[0][0],
         parameters=count,
         states=StateBytes(
-            sum(_nbytes(one) for one in everything) / count,
-            sum(_nbytes(one) for one in trained) / count,
-            sum(one.numel() * _optimizer_bytes(one, optimizer_bytes) for one in trained) / count,
+            sum(one.nbytes for one in everything) / count,
+            sum(one.nbytes for one in trained) / count,
+            sum(one.numel() * (optimizer_bytes or sum(state_bytes(one.itemsize))) for one in trained) / count,
         ),
         work=run.work,
         checkpoints=run.saved,
-        working_states=max(_nbytes(one) * (2 if one.requires_grad else 1) for one in everything),
+        working_states=max(one.nbytes * (2 if one.requires_grad else 1) for one in everything),
         working_activations=0,  # counted with what is saved: nothing is computed again in bulk
         recompute=False,
     )
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _optimizer_bytes(parameter: torch.Tensor, chosen: float | None) -> float:
-    return chosen or (2 if parameter.element_size() >= _FP32 else 3) * _FP32
-
-
-class _Run:
+class _DryRun:
     """One forward and backward on fake tensors: `work` in FLOP, `saved` bytes of activations, and whether it trains."""
 
     def __init__(self, model: torch.nn.Module, inputs: Sequence[Any] | Mapping[str, Any]) -> None:
         mode = FakeTensorMode()
         fake = partial(_fake, mode=mode)
-        step = _Step(model)
+        step = _TrainingStep(model)
         state = {name: fake(tensor) for name, tensor in (*step.named_parameters(), *step.named_buffers())}
         arguments = tree_map_only(torch.Tensor, fake, inputs)
         args, kwargs = ((), dict(arguments)) if isinstance(arguments, Mapping) else (tuple(arguments), {})
@@ -165,7 +153,7 @@ class _Run:
         self.saved = sum(t.untyped_storage().nbytes() for storage, t in kept.items() if storage not in there_anyway)
 
 
-class _Step(torch.nn.Module):
+class _TrainingStep(torch.nn.Module):
     """A model whose call is a forward and a backward, so that a recomputation has the same parameters."""
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
+from zinf_fx.adam import STATE_BYTES
 from zinf_fx.plan.hardware import DTYPES, Disks, Hardware, Link, Memory
-from zinf_fx.plan.memory.accounting import AT_A_TIME, STATE_BYTES
+from zinf_fx.plan.memory.accounting import AT_A_TIME
 from zinf_fx.runtime.disk.filesystem import file_system_of
 from zinf_fx.runtime.disk.measure import Trial, load_profile
 from zinf_fx.runtime.tensor.tiers import physical_memory

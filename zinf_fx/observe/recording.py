@@ -21,8 +21,7 @@ from zinf_fx.plan import hardware as descriptions
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.intervals import merged
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.show.chrome import Process, planned, to_chrome
-from zinf_fx.plan.simulation.operator_time import compute_seconds
+from zinf_fx.plan.show.chrome import Process, planned_process, to_chrome
 from zinf_fx.plan.simulation.simulate import simulate_plan
 from zinf_fx.plan.simulation.timeline import LANE_OF, Lane, MemoryCurve, Slice
 from zinf_fx.runtime.ranks import ALONE
@@ -111,8 +110,8 @@ class Recording:
         for plan, start in zip(self.plans, self._began, strict=True):
             hardware = self._hardware.with_ranks(plan.world_size)
             try:
-                simulation = simulate_plan(plan, hardware, compute_seconds(plan, hardware))
-                found.append(planned(plan, simulation, hardware, start))
+                simulation = simulate_plan(plan, hardware)
+                found.append(planned_process(plan, simulation, hardware, start))
             except (PlanError, ConfigError) as error:
                 found.append(Process(f"planned, but not simulated: {error}", ()))
         return found

@@ -8,7 +8,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from zinf_fx.plan.memory.accounting import CHUNKS_AHEAD, CHUNKS_IN_MEMORY, STATE_BYTES
+from zinf_fx.adam import STATE_BYTES
+from zinf_fx.plan.memory.accounting import CHUNKS_AHEAD, CHUNKS_IN_MEMORY
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.tensor.tiers import Tiers
 from zinf_fx.sizes import WINDOW_ALIGNMENT

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -58,7 +58,7 @@ class Stay:
     tile: int
     graph: int
     number: int
-    steps: Mapping[EventKind, At]
+    steps: dict[EventKind, At]
     ahead: Mapping[EventKind, At]
     found: Found
     kept: bool
@@ -82,25 +82,15 @@ class Stay:
         """Whether a transfer of this kind has bytes to move. What is held is uploaded again, in case it changed."""
         return self.found == "away" or (self.found == "held" and kind == "upload")
 
+    def is_under_way(self, kind: EventKind, graph: int) -> bool:
+        """Whether a transfer of this kind has been started before a graph has an event for it."""
+        return graph == self.graph and kind in self.ahead
+
     def events(self, kind: EventKind) -> Iterator[At]:
         """Where the events of one kind stand: that of the turn, and the graph's own."""
         for at in (self.ahead.get(kind), self.steps.get(kind)):
             if at is not None:
                 yield at
-
-
-class Transfer(NamedTuple):
-    """What one fetch, upload or all-gather means.
-
-    Attributes:
-        stay: the stay that it belongs to.
-        ahead: whether the forward graph starts it for the backward graph.
-        under_way: whether the graph before has started it already.
-    """
-
-    stay: Stay
-    ahead: bool
-    under_way: bool
 
 
 class Departure(NamedTuple):
@@ -158,13 +148,10 @@ class Journeys:
     def __iter__(self) -> Iterator[Stay]:
         return (stay for stays in self.of_tile.values() for stay in stays)
 
-    def transfer(self, graph: int, number: int) -> Transfer | None:
-        """What the transfer event at this place means; None: nothing here goes on with it."""
-        return self._transfers.get((graph, number))
-
-    def stay_of(self, graph: int, number: int) -> Stay:
-        """The stay that the event at this place belongs to: a wait, a release, or a transfer of the graph's own."""
-        return self._own[graph, number]
+    def stay_of(self, graph: int, number: int) -> Stay | None:
+        """The stay that the event at this place belongs to; None: it is a gradient's, or nothing here goes on with the
+        transfer."""
+        return self._stays.get((graph, number))
 
     def frees(self, stay: Stay) -> bool:
         """Whether the tile's memory is free after the stay: the tile is not kept, and no other stay holds it."""
@@ -183,7 +170,8 @@ class Journeys:
 
     def kept_at_begin(self, graph: int) -> frozenset[int]:
         """The tiles that are in memory when a graph begins because they were kept; from the second step on."""
-        return self._kept_at_begin.get(graph, frozenset())
+        pairs = (pair for tile in self.of_tile for pair in self.between(tile))
+        return frozenset(pair.before.tile for pair in pairs if pair.before.kept and pair.spans(graph))
 
     def is_always_kept(self, tile: int) -> bool:
         """Whether the tile stays in memory from step to step, and is moved once."""
@@ -228,29 +216,8 @@ class Journeys:
         return dict(found)
 
     @cached_property
-    def _kept_at_begin(self) -> dict[int, frozenset[int]]:
-        found: defaultdict[int, set[int]] = defaultdict(set)
-        for tile in self.of_tile:
-            for pair in self.between(tile):
-                for graph in range(len(self._counts)) if pair.before.kept else ():
-                    if pair.spans(graph):
-                        found[graph].add(tile)
-        return {graph: frozenset(tiles) for graph, tiles in found.items()}
-
-    @cached_property
-    def _own(self) -> dict[tuple[int, int], Stay]:
-        return {at[:2]: stay for stay in self for at in stay.steps.values()}
-
-    @cached_property
-    def _transfers(self) -> dict[tuple[int, int], Transfer]:
-        found = {}
-        for stay in self:
-            for kind in TRANSFERS:
-                if kind in stay.ahead:
-                    found[stay.ahead[kind][:2]] = Transfer(stay, True, False)
-                if kind in stay.steps:
-                    found[stay.steps[kind][:2]] = Transfer(stay, False, kind in stay.ahead)
-        return found
+    def _stays(self) -> dict[tuple[int, int], Stay]:
+        return {at[:2]: stay for stay in self for at in (*stay.ahead.values(), *stay.steps.values())}
 
 
 def _apart(pair: Between, graph: int, end: int) -> Iterator[range]:
@@ -288,15 +255,6 @@ class UnfinishedJourney(PlanError):
     """A graph ends while a tile is in memory."""
 
 
-@dataclass
-class _Begun:
-    """A stay, or the transfers of the turn for one, as far as the events so far tell."""
-
-    found: Found = "away"
-    ahead: dict[EventKind, At] = field(default_factory=dict)
-    steps: dict[EventKind, At] = field(default_factory=dict)
-
-
 class _Reader:
     """Reads the events of one graph.
 
@@ -313,7 +271,7 @@ class _Reader:
         self._started, self._held_before = dict(started), held
         self.ahead: dict[int, dict[EventKind, At]] = {}
         self.held: set[int] = set()
-        self._begun: dict[int, _Begun] = {}  # by tile
+        self._begun: dict[int, Stay] = {}  # by tile, the stay that isn't over
         self._counts: Counter[int] = Counter()
         self._reduced: defaultdict[int, deque[int]] = defaultdict(deque)  # by tile, its open departures
 
@@ -347,19 +305,15 @@ class _Reader:
     def _step(self, at: At, event: Event) -> Stay | None:
         """The stay, if the event ends it."""
         tile = event.tile
-        begun = self._begun.setdefault(tile, _Begun()) if event.kind == "fetch" else self._begun.get(tile, _Begun())
-        self._check_due(at, event, begun.steps, STEPS)
-        begun.steps[event.kind] = at
+        self._check_due(at, event, self._begun[tile].steps if tile in self._begun else {}, STEPS)
         if event.kind == "fetch":
-            begun.ahead = self._started.pop(tile, {})
-            holds = tile in self._held_before if begun.ahead else tile in self.ahead
-            begun.found = "kept" if event.resident else "held" if holds else "away"
-        if event.kind != "release":
-            return None
-        del self._begun[tile]
-        self._counts[tile] += 1
-        number = self._counts[tile] - 1
-        return Stay(tile, self._graph, number, begun.steps, begun.ahead, begun.found, event.resident)
+            ahead = self._started.pop(tile, {})
+            holds = tile in self._held_before if ahead else tile in self.ahead
+            found: Found = "kept" if event.resident else "held" if holds else "away"
+            self._begun[tile] = Stay(tile, self._graph, self._counts[tile], {}, ahead, found, kept=False)
+            self._counts[tile] += 1
+        self._begun[tile].steps[event.kind] = at
+        return replace(self._begun.pop(tile), kept=event.resident) if event.kind == "release" else None
 
     def _check_due(self, at: At, event: Event, done: Collection[EventKind], steps: Sequence[EventKind]) -> None:
         due = steps[len(done)] if len(done) < len(steps) else "nothing more of the turn"

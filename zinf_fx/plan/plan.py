@@ -12,7 +12,7 @@ from zinf_fx.config import Config, Natural, Positive
 from zinf_fx.errors import PlanFileError
 from zinf_fx.plan.codec import encode
 from zinf_fx.plan.journeys import Journeys
-from zinf_fx.plan.schedule import GraphKind, GraphSchedule, MemoryRegions
+from zinf_fx.plan.schedule import GraphKind, GraphSchedule, MemoryRegions, Tile
 
 FORMAT = "zinf_fx plan"
 SCHEMA = 3
@@ -82,6 +82,11 @@ class Plan:
     choices: tuple[Choice, ...] = ()
     fingerprint: Fingerprint | None = None
 
+    @property
+    def tiles(self) -> tuple[Tile, ...]:
+        """What the events of all graphs refer to by index."""
+        return self.graphs[0].tiles
+
     @cached_property
     def journeys(self) -> Journeys:
         """What the events mean. Raises: OutOfOrder, UnfinishedJourney."""
@@ -96,7 +101,7 @@ class Plan:
     @property
     def replicas(self) -> int:
         """How many groups of ranks have all of the model each."""
-        return max((tile.replicas for graph in self.graphs for tile in graph.tiles), default=1)
+        return max((tile.replicas for tile in self.tiles), default=1)
 
     def graph(self, kind: GraphKind) -> GraphSchedule:
         """The graph of one kind. Raises: KeyError when the plan has none."""

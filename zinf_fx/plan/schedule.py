@@ -26,9 +26,7 @@ class Tile:
     in forward and comes back in backward.
 
     Attributes:
-        index: position among the graph's tiles.
         name: the parameter's qualified name, as in `named_parameters()`.
-        shape: the tile's own.
         tier: where it lives between uses.
         gradient_tier: where its gradient goes; None when the graph computes none for it.
         rows: first row of the parameter and the one behind the last, when the parameter has several tiles.
@@ -139,7 +137,6 @@ class Operator:
     """A compute region.
 
     Attributes:
-        index: its number.
         label: what it computes, in few words.
         nodes: how many graph nodes that takes.
         flops: of its matrix products, convolutions and attention.

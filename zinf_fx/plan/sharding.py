@@ -107,30 +107,18 @@ class Shards:
     def of(cls, numel: int, ranks: int, on_nvme: bool, owner: int | None = None) -> Shards:
         """The division over so many ranks as one segment. `on_nvme`: whether any state of the parameter lives there:
         all of them are divided alike."""
-        return cls(numel, ranks, numel, 1 if ranks == 1 else _step(on_nvme), owner if ranks > 1 else None)
+        step = _NVME_ELEMENTS if on_nvme else _MEMORY_ELEMENTS
+        return cls(numel, ranks, numel, step if ranks > 1 else 1, owner if ranks > 1 else None)
 
-    @classmethod
-    def in_tiles(
-        cls,
-        shape: Sequence[int],
-        itemsize: int,
-        ranks: int,
-        on_nvme: bool,
-        limit: int | None,
-        owner: int | None = None,
-    ) -> Shards:
-        """As `of`, of a parameter that may be divided into tiles of about `limit` bytes, each a segment of whole rows;
-        None: it may not."""
-        whole = cls.of(math.prod(shape), ranks, on_nvme, owner)
-        if limit is None or ranks == 1 or len(shape) < 2 or whole.numel * itemsize <= limit:
-            return whole
-        rows, per_row = shape[0], math.prod(shape[1:])
-        together = whole.step if owner is not None else ranks * whole.step
+    def in_tiles(self, per_row: int, limit: int) -> Shards:
+        """The same in tiles of about `limit` elements, each a segment of whole rows of `per_row` elements."""
+        rows = self.numel // per_row
+        together = self.step if self.owner is not None else self.ranks * self.step
         unit = together // math.gcd(together, per_row)  # of so many rows, each rank gets equal parts
-        most = max(limit // (per_row * itemsize * unit), 1) * unit
+        most = max(limit // (per_row * unit), 1) * unit
         each = -(-rows // -(-rows // most))
         each = -(-each // unit) * unit
-        return replace(whole, segment=min(each * per_row, whole.numel))
+        return replace(self, segment=min(each * per_row, self.numel))
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
@@ -177,10 +165,6 @@ class Shards:
         return held.start + min(max(element - segment.of_rank(rank).start, 0), len(held))
 
 
-def _step(on_nvme: bool) -> int:
-    return _NVME_ELEMENTS if on_nvme else _MEMORY_ELEMENTS
-
-
 class Owners:
     """Deals a model's parameters, in the order in which they come, to the ranks of a group: each to the one that owns
     the fewest bytes so far."""
@@ -208,4 +192,7 @@ def shards_of(shape: Sequence[int], dtype: torch.dtype, ranks: int, config: Conf
     if limit == "auto":
         budgets = [budget for budget in (config.device_memory, config.host_memory) if budget is not None]
         limit = max(min(budgets) // _SMALLEST_TILE, 1) if budgets else None
-    return Shards.in_tiles(shape, dtype.itemsize, ranks, config.placement.on_nvme, limit, owner)
+    whole = Shards.of(math.prod(shape), ranks, config.placement.on_nvme, owner)
+    if limit is None or ranks == 1 or len(shape) < 2 or whole.numel * dtype.itemsize <= limit:
+        return whole
+    return whole.in_tiles(math.prod(shape[1:]), limit // dtype.itemsize)

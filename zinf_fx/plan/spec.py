@@ -10,25 +10,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from zinf_fx.errors import PlanError
 from zinf_fx.plan.journeys import TRANSFERS, At, Journeys
-from zinf_fx.plan.schedule import HEAD, GraphSchedule, Tile
+from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule
+
+# What breaks a rule, and at which event; None: something is missing.
+Violations = Iterator[tuple[str, At | None]]
 
 # The events that take buffers, and so have an offset.
 _WITH_OFFSET = ("fetch", "upload", "offload", "offload_activation", "write")
 
 
-class Violation(NamedTuple):
-    """What breaks a rule, and at which event; None: something is missing."""
-
-    what: str
-    at: At | None
-
-
 @dataclass(frozen=True)
-class Step:
+class StepGraphs:
     """The graphs of a step, or the only one of them that is known yet."""
 
     graphs: tuple[GraphSchedule, ...]
@@ -39,19 +34,15 @@ class Step:
         """What the events mean. Raises: OutOfOrder, UnfinishedJourney."""
         return Journeys(self.graphs)
 
-    def tile(self, index: int) -> Tile:
-        """The tile of an index."""
-        return self.graphs[0].tiles[index]
-
     def name(self, index: int) -> str:
         """A tile's name in errors."""
-        return f"'{self.tile(index).label[:60]}'"
+        return f"'{self.graphs[0].tiles[index].label[:60]}'"
 
-    def events(self) -> Iterator[tuple[At, GraphSchedule]]:
-        """Where all events stand, and in which graph."""
+    def events(self) -> Iterator[tuple[At, GraphSchedule, Event]]:
+        """Where all events stand, in which graph, and they themselves."""
         for number, graph in enumerate(self.graphs):
             for position, event in enumerate(graph.events):
-                yield At(number, position, event.operator), graph
+                yield At(number, position, event.operator), graph, event
 
 
 @dataclass(frozen=True)
@@ -59,94 +50,92 @@ class Rule:
     """One invariant of events."""
 
     text: str
-    check: Callable[[Step], Iterator[Violation]]
+    check: Callable[[StepGraphs], Violations]
 
 
 def check_schedule(graphs: Sequence[GraphSchedule]) -> None:
     """Check the graphs of a whole step. Raises: PlanError naming the rule, the graph and the event."""
-    step = Step(tuple(graphs), True)
-    for rule, violation in violations(step):
-        place = "" if violation.at is None else f"{graphs[violation.at.graph].kind} graph: "
-        raise PlanError(f"{place}{rule.text}, but {violation.what}")
+    step = StepGraphs(tuple(graphs), True)
+    for rule, what, at in violations(step):
+        place = "" if at is None else f"{graphs[at.graph].kind} graph: "
+        raise PlanError(f"{place}{rule.text}, but {what}")
 
 
-def violations(step: Step) -> Iterator[tuple[Rule, Violation]]:
+def violations(step: StepGraphs) -> Iterator[tuple[Rule, str, At | None]]:
     """What breaks the rules, in their order.
 
     Raises: OutOfOrder and UnfinishedJourney, where the journeys themselves make no sense.
     """
     for rule in RULES:
-        for violation in rule.check(step):
-            yield rule, violation
+        for what, at in rule.check(step):
+            yield rule, what, at
 
 
-def _tables(step: Step) -> Iterator[Violation]:
+def _tables(step: StepGraphs) -> Violations:
     first = step.graphs[0].tiles
     for graph in step.graphs[1:]:
         if len(graph.tiles) != len(first):
-            yield Violation(f"the {graph.kind} graph has {len(graph.tiles)}, and the first {len(first)}", None)
+            yield f"the {graph.kind} graph has {len(graph.tiles)}, and the first {len(first)}", None
         for number, (one, other) in enumerate(zip(first, graph.tiles, strict=False)):
             if one != other:
-                yield Violation(f"tiles[{number}] of the {graph.kind} graph is another than that of the first", None)
+                yield f"tiles[{number}] of the {graph.kind} graph is another than that of the first", None
 
 
-def _operators(step: Step) -> Iterator[Violation]:
-    for number, graph in enumerate(step.graphs):
-        last, count = HEAD, max(len(graph.operators), 1)
-        for position, event in enumerate(graph.events):
-            if not last <= event.operator < count:
-                found = f"events[{position}] ({event.kind}) is in operator {event.operator}"
-                yield Violation(f"{found}, after {last} and of {count}", At(number, position, event.operator))
-            last = event.operator
+def _operators(step: StepGraphs) -> Violations:
+    last = dict.fromkeys(range(len(step.graphs)), HEAD)
+    for at, graph, event in step.events():
+        before, count = last[at.graph], max(len(graph.operators), 1)
+        if not before <= event.operator < count:
+            found = f"events[{at.number}] ({event.kind}) is in operator {event.operator}"
+            yield f"{found}, after {before} and of {count}", at
+        last[at.graph] = event.operator
 
 
-def _marks(step: Step) -> Iterator[Violation]:
-    for at, graph in step.events():
-        event = graph.events[at.number]
+def _marks(step: StepGraphs) -> Violations:
+    for at, graph, event in step.events():
         where = f"events[{at.number}] ({event.kind}) of {step.name(event.tile)}"
         if event.turn and (graph.kind != "forward" or event.kind not in TRANSFERS):
-            yield Violation(f"{where} is marked as one of the turn", at)
+            yield f"{where} is marked as one of the turn", at
         if event.resident and event.kind not in (*TRANSFERS, "release"):
-            yield Violation(f"{where} is marked as resident", at)
+            yield f"{where} is marked as resident", at
         if event.offset is not None and event.kind not in _WITH_OFFSET:
-            yield Violation(f"{where} has an offset, and takes no buffer", at)
+            yield f"{where} has an offset, and takes no buffer", at
         if event.offset is not None and event.offset < 0:
-            yield Violation(f"the offset of {where} is {event.offset}, less than 0", at)
+            yield f"the offset of {where} is {event.offset}, less than 0", at
         if event.kind == "offload_activation" and not (graph.kind == "forward" and graph.tiles[event.tile].activation):
-            yield Violation(f"{where} is of no activation of a forward graph", at)
+            yield f"{where} is of no activation of a forward graph", at
         if event.kind == "write" and (graph.kind == "backward" or graph.tiles[event.tile].activation):
-            yield Violation(f"{where} is of no parameter, or in a backward graph", at)
+            yield f"{where} is of no parameter, or in a backward graph", at
 
 
-def _reductions(step: Step) -> Iterator[Violation]:
+def _reductions(step: StepGraphs) -> Violations:
     counts: Counter[int] = Counter()
     for departure in step.journeys.departures:
         counts[departure.tile] += 1
         # Several uses of a parameter in tiles give a gradient of each tile each.
-        if counts[departure.tile] > 1 and step.tile(departure.tile).rows is None:
-            yield Violation(f"that of {step.name(departure.tile)} comes a second time", departure.reduced)
+        if counts[departure.tile] > 1 and step.graphs[0].tiles[departure.tile].rows is None:
+            yield f"that of {step.name(departure.tile)} comes a second time", departure.reduced
 
 
-def _kept(step: Step) -> Iterator[Violation]:
+def _kept(step: StepGraphs) -> Violations:
     for stay in step.journeys:
         events = step.graphs[stay.graph].events
         found = [events[stay.steps[kind].number].resident for kind in TRANSFERS]
         if any(found) and not all(found):
-            yield Violation(f"only some of the transfers of {step.name(stay.tile)} find it", stay.fetch)
+            yield f"only some of the transfers of {step.name(stay.tile)} find it", stay.fetch
     for tile in step.journeys.of_tile:
         for before, after, next_step in step.journeys.between(tile):
             if (step.is_whole or not next_step) and before.kept != (after.found == "kept"):
-                yield Violation(f"that of {step.name(tile)} doesn't go with its next fetch", before.release)
+                yield f"that of {step.name(tile)} doesn't go with its next fetch", before.release
 
 
-def _turn(step: Step) -> Iterator[Violation]:
+def _turn(step: StepGraphs) -> Violations:
     if not step.is_whole:
         return
     begun = {stay.tile for stay in step.journeys if stay.ahead}
-    for at, graph in step.events():
-        event = graph.events[at.number]
+    for at, _, event in step.events():
         if event.turn and event.tile not in begun:
-            yield Violation(f"the forward graph fetches {step.name(event.tile)} for backward, which doesn't use it", at)
+            yield f"the forward graph fetches {step.name(event.tile)} for backward, which doesn't use it", at
 
 
 RULES = (

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from zinf_fx.analysis.papers import zero, zero_infinity
 from zinf_fx.analysis.papers.comparison import Cell, Comparison
 
 
-def comparisons() -> Iterator[Comparison]:
+def comparisons() -> list[Comparison]:
     """Every table, in the order of the papers."""
-    yield from zero.comparisons()
-    yield from zero_infinity.comparisons()
+    of_zero = [*map(zero.table_1, zero.MODELS), zero.table_2(), zero.volumes(), zero.activations()]
+    figures = [zero_infinity.figure_2a(), zero_infinity.figure_3(), zero_infinity.table_3()]
+    return [*of_zero, *figures, zero_infinity.degradations(), zero_infinity.table_4()]
 
 
 __all__ = ["Cell", "Comparison", "comparisons"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
 from typing import Literal
@@ -60,11 +61,12 @@ class Comparison:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, tuple[Cell, ...]], ...]
 
+    @classmethod
+    def of_one_column(cls, title: str, column: str, cells: Mapping[str, Cell]) -> Comparison:
+        """Of a cell per row, by the rows' names."""
+        return cls(title, (column,), tuple((name, (cell,)) for name, cell in cells.items()))
+
     @property
     def cells(self) -> list[Cell]:
         """All of them."""
         return [cell for _, cells in self.rows for cell in cells]
-
-    def cell(self, row: str, column: str) -> Cell:
-        """The cell of one row and column."""
-        return dict(self.rows)[row][self.columns.index(column)]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import textwrap
 
-from tabulate import tabulate
-
 from zinf_fx.analysis.papers.comparison import Cell, Comparison
+from zinf_fx.tables import table
 
 _WIDTH = 80
 
 
-def render(comparison: Comparison) -> str:
+def comparison_text(comparison: Comparison) -> str:
     """One table. A letter marks a figure that differs by more than rounding; a note below says why."""
     letters = {why: chr(ord("a") + i) for i, why in enumerate(dict.fromkeys(c.why for c in comparison.cells if c.why))}
     if len(comparison.columns) == 1:
@@ -25,9 +24,7 @@ def render(comparison: Comparison) -> str:
             rows.append([name, "paper", *(_printed(cell) for cell in cells)])
             rows.append(["", "formula", *(_ours(cell, letters) for cell in cells)])
         fixed = 2
-    align = ["left" if i < fixed else "right" for i in range(len(heads))]
-    text = tabulate(rows, headers=heads, tablefmt="simple", disable_numparse=True, colalign=align)
-    lines = [*textwrap.wrap(comparison.title, _WIDTH), "", *(line.rstrip() for line in text.splitlines())]
+    lines = [*textwrap.wrap(comparison.title, _WIDTH), "", table(rows, heads, left=range(fixed))]
     lines += [""] if letters else []
     for why, letter in letters.items():
         note = f"{letter}  {_differences([cell for cell in comparison.cells if cell.why == why])}: {why}."

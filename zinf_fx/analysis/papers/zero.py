@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 from zinf_fx.analysis import communication, memory
@@ -17,33 +16,16 @@ _GB = 1e9
 _STAGES = ("zero-1", "zero-2", "zero-3")
 _STAGE_NAMES = {"dp": "baseline", "zero-1": "Pos", "zero-2": "Pos+g", "zero-3": "Pos+g+p"}
 
-_MODELS = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}
-_TABLE_1 = {  # model: GB per device by degree of data parallelism, in each stage
-    "7.5B": {
-        1: ("120", "120", "120"),
-        4: ("52.5", "41.3", "30"),
-        16: ("35.6", "21.6", "7.5"),
-        64: ("31.4", "16.6", "1.88"),
-        256: ("30.4", "15.4", "0.47"),
-        1024: ("30.1", "15.1", "0.12"),
-    },
-    "128B": {
-        1: ("2048", "2048", "2048"),
-        4: ("896", "704", "512"),
-        16: ("608", "368", "128"),
-        64: ("536", "284", "32"),
-        256: ("518", "263", "8"),
-        1024: ("513", "257", "2"),
-    },
-    "1T": {
-        1: ("16000", "16000", "16000"),
-        4: ("7000", "5500", "4000"),
-        16: ("4750", "2875", "1000"),
-        64: ("4187", "2218", "250"),
-        256: ("4046", "2054", "62.5"),
-        1024: ("4011", "2013", "15.6"),
-    },
-}
+MODELS = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}
+# As the paper has it: by degree of data parallelism, GB per device in each stage, for each model.
+_TABLE_1 = """
+    1      120  120  120       2048 2048 2048      16000 16000 16000
+    4     52.5 41.3   30        896  704  512       7000  5500  4000
+    16    35.6 21.6  7.5        608  368  128       4750  2875  1000
+    64    31.4 16.6 1.88        536  284   32       4187  2218   250
+    256   30.4 15.4 0.47        518  263    8       4046  2054  62.5
+    1024  30.1 15.1 0.12        513  257    2       4011  2013  15.6
+"""
 _CUT = "the paper cuts the decimals of figures this large off, and rounds the others"
 
 _TABLE_2 = {  # degree of model parallelism: parameters of the largest model, on 64 x as many devices
@@ -59,22 +41,13 @@ _PARAMETERS = {"B": 1e9, "T": 1e12}
 _MULTIPLIED = "the paper multiplies the first row, already rounded, by the degree of model parallelism"
 
 
-def comparisons() -> Iterator[Comparison]:
-    """The tables, in the paper's order."""
-    for model in _MODELS:
-        yield table_1(model)
-    yield table_2()
-    yield volumes()
-    yield activations()
-
-
 def table_1(model: str) -> Comparison:
     """Model states per device (section 5.4), of one of the table's models."""
-    rows = []
-    for ranks, printed in _TABLE_1[model].items():
-        values = {**ZERO_STATES.values, s.parameters: _MODELS[model], s.ranks: ranks}
+    rows, first = [], len(_STAGES) * list(MODELS).index(model)
+    for ranks, *printed in map(str.split, _TABLE_1.strip().splitlines()):
+        values = {**ZERO_STATES.values, s.parameters: MODELS[model], s.ranks: int(ranks)}
         ours = [evaluate(per_device(PARTITIONED[stage]), values) / _GB for stage in _STAGES]
-        rows.append((str(ranks), tuple(_cut(*pair) for pair in zip(printed, ours, strict=True))))
+        rows.append((ranks, tuple(map(_cut, printed[first : first + len(_STAGES)], ours))))
     title = f"ZeRO, table 1, {model}: GB of model states per device, by degree of data parallelism"
     return Comparison(title, tuple(_STAGE_NAMES[stage] for stage in _STAGES), tuple(rows))
 
@@ -111,43 +84,37 @@ def volumes() -> Comparison:
         return evaluate(volume / s.parameters, {})
 
     message = s.batch * s.sequence * s.hidden * s.layers
-    model_parallel = communication.for_many_ranks(communication.model_parallel_volume())
-    added = communication.for_many_ranks(communication.partitioned_checkpoints_volume())
-    offloaded = communication.offloaded_checkpoints_volume() * s.tensor_ranks
-    rows = (
-        ("data parallelism / Ψ (7.1)", Cell("2", per_parameter("dp"))),
-        ("Pos / Ψ (7)", Cell("2", per_parameter("zero-1"))),
-        ("Pos+g / Ψ (7.2.1)", Cell("2", per_parameter("zero-2"))),
-        ("Pos+g+p / Ψ (7.2.2)", Cell("3", per_parameter("zero-3"))),
-        ("model parallelism / (seq x hd), a block (8)", Cell("12", evaluate(model_parallel / message, {}))),
-        ("Pa / (seq x hd), a block (8)", Cell("1", evaluate(added / message, {}))),
-        ("Pa / model parallelism, % (8)", Cell("10", 100 * evaluate(added / model_parallel, {}), "<")),
-        ("Pa+cpu / stored by Pa (8)", Cell("2", evaluate(offloaded / message, {}))),
-    )
-    return Comparison(
-        "ZeRO, sections 7 and 8: elements that a device exchanges per step",
-        ("volume",),
-        tuple((name, (cell,)) for name, cell in rows),
-    )
+    model_parallel = communication.for_many_ranks(communication.model_parallel_volume)
+    added = communication.for_many_ranks(communication.partitioned_checkpoints_volume)
+    offloaded = communication.offloaded_checkpoints_volume * s.tensor_ranks
+    cells = {
+        "data parallelism / Ψ (7.1)": Cell("2", per_parameter("dp")),
+        "Pos / Ψ (7)": Cell("2", per_parameter("zero-1")),
+        "Pos+g / Ψ (7.2.1)": Cell("2", per_parameter("zero-2")),
+        "Pos+g+p / Ψ (7.2.2)": Cell("3", per_parameter("zero-3")),
+        "model parallelism / (seq x hd), a block (8)": Cell("12", evaluate(model_parallel / message, {})),
+        "Pa / (seq x hd), a block (8)": Cell("1", evaluate(added / message, {})),
+        "Pa / model parallelism, % (8)": Cell("10", 100 * evaluate(added / model_parallel, {}), "<"),
+        "Pa+cpu / stored by Pa (8)": Cell("2", evaluate(offloaded / message, {})),
+    }
+    title = "ZeRO, sections 7 and 8: elements that a device exchanges per step"
+    return Comparison.of_one_column(title, "volume", cells)
 
 
 def activations() -> Comparison:
     """Activation memory that the text states, in GB."""
     # 100B parameters are 125 layers of 8192 (table 5); batch 32, sequence 1024 and 16-way model parallelism (6.1).
     large = {s.layers: 125, s.hidden: 8192, s.batch: 32, s.sequence: 1024, s.interval: 1, s.tensor_ranks: 16}
-    whole = evaluate(memory.activation_checkpoints(), large)
-    partitioned = evaluate(memory.partitioned_checkpoints(), large)
+    whole = evaluate(memory.activation_checkpoints, large)
+    partitioned = evaluate(memory.partitioned_checkpoints, large)
     halved = (
         "the paper's is half of that: the number of elements, as if each took one byte. 67 GB is 62.5 GiB, section "
         "3.2's 60 GB"
     )
-    rows = (
-        ("100B, checkpoints (3.2)", Cell("60", whole / 2**30, why="'around 60 GB', rounded to tens of GiB")),
-        ("100B, checkpoints (6.1)", Cell("33", whole / _GB, why=halved)),
-        ("100B, Pa (6.1)", Cell("2", partitioned / _GB, why=halved)),
-    )
-    return Comparison(
-        "ZeRO, sections 3.2 and 6.1: GB of activation checkpoints, batch 32 x 1024",
-        ("memory",),
-        tuple((name, (cell,)) for name, cell in rows),
-    )
+    cells = {
+        "100B, checkpoints (3.2)": Cell("60", whole / 2**30, why="'around 60 GB', rounded to tens of GiB"),
+        "100B, checkpoints (6.1)": Cell("33", whole / _GB, why=halved),
+        "100B, Pa (6.1)": Cell("2", partitioned / _GB, why=halved),
+    }
+    title = "ZeRO, sections 3.2 and 6.1: GB of activation checkpoints, batch 32 x 1024"
+    return Comparison.of_one_column(title, "memory", cells)

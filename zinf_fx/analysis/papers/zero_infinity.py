@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import sympy
@@ -24,15 +24,6 @@ _OVERLAP_SPEEDUP = 1.3  # measured (section 7.7, from figure 6d)
 _DEVICES = 512
 _LINK, _HOST, _NVME = 70e9, 3.0e9, 1.6e9  # measured bytes per second and device (section 7.7, figure 2b)
 _SEQUENCE = 1024
-
-
-def comparisons() -> Iterator[Comparison]:
-    """The tables, in the paper's order."""
-    yield figure_2a()
-    yield figure_3()
-    yield table_3()
-    yield degradations()
-    yield table_4()
 
 
 # -- section 3 --------------------------------------------------------------------------------------------------------
@@ -59,19 +50,14 @@ def figure_2a() -> Comparison:
     rows = []
     for (layers, hidden, heads), printed in _FIGURE_2A:
         values = {s.layers: layers, s.hidden: hidden * _K, s.heads: heads, s.sequence: _SEQUENCE, s.interval: 1}
-        parameters = evaluate(memory.transformer_parameters(), values)
-        states = evaluate(memory.model_states(), {**INFINITY_STATES.values, s.parameters: parameters})
-        activations = evaluate(memory.all_activations(), {**values, s.batch: _PER_NODE_ACTIVATIONS})
-        checkpoints = evaluate(memory.activation_checkpoints(), {**values, s.batch: _PER_NODE_CHECKPOINTS})
-        of_states = evaluate(memory.model_state_working_memory(), values)
-        of_activations = evaluate(memory.activation_working_memory(), {**values, s.batch: _PER_DEVICE})
+        parameters = evaluate(memory.transformer_parameters, values)
         ours = (
             parameters / 1e12,
-            states / _TIB,
-            activations / _TIB,
-            checkpoints / _TIB,
-            of_states / _GIB,
-            of_activations / _GIB,
+            evaluate(memory.model_states, {**INFINITY_STATES.values, s.parameters: parameters}) / _TIB,
+            evaluate(memory.all_activations, {**values, s.batch: _PER_NODE_ACTIVATIONS}) / _TIB,
+            evaluate(memory.activation_checkpoints, {**values, s.batch: _PER_NODE_CHECKPOINTS}) / _TIB,
+            evaluate(memory.model_state_working_memory, values) / _GIB,
+            evaluate(memory.activation_working_memory, {**values, s.batch: _PER_DEVICE}) / _GIB,
         )
         why = {4: _MSWM_OF_10K} if hidden == 10 else {}
         cells = tuple(Cell(p, o, why=why.get(i)) for i, (p, o) in enumerate(zip(printed, ours, strict=True)))
@@ -86,7 +72,7 @@ def figure_2a() -> Comparison:
 def _efficiency(intensity: sympy.Expr, bandwidth: float, values: Mapping[sympy.Symbol, float]) -> float:
     """Equation 2 at the paper's peak."""
     ait = evaluate(intensity.subs(INFINITY_STATES.values), {s.sequence: _SEQUENCE, s.interval: 1, **values})
-    return evaluate(efficiency.efficiency(), {s.intensity: ait, s.bandwidth: bandwidth, s.peak: PEAK})
+    return evaluate(efficiency.efficiency, {s.intensity: ait, s.bandwidth: bandwidth, s.peak: PEAK})
 
 
 def _needed(
@@ -99,12 +85,12 @@ def _needed(
 ) -> float:
     """Bytes per second for a wanted efficiency: equation 2, solved for the bandwidth."""
     ait = evaluate(intensity.subs(states.values), {s.sequence: _SEQUENCE, s.interval: 1, **values})
-    return evaluate(efficiency.needed_bandwidth(), {s.intensity: ait, s.efficiency: wanted, s.peak: peak})
+    return evaluate(efficiency.needed_bandwidth, {s.intensity: ait, s.efficiency: wanted, s.peak: peak})
 
 
-_STATES = efficiency.intensity_of_parameters_and_gradients()
-_OPTIMIZER = efficiency.intensity_of_optimizer_states()
-_CHECKPOINTS = efficiency.intensity_of_activation_checkpoints()
+_STATES = efficiency.intensity_of_parameters_and_gradients
+_OPTIMIZER = efficiency.intensity_of_optimizer_states
+_CHECKPOINTS = efficiency.intensity_of_activation_checkpoints
 
 
 def _for_optimizer(states: StateBytes = INFINITY_STATES) -> float:
@@ -124,22 +110,16 @@ def figure_3() -> Comparison:
     """What the text reads off figure 3 (sections 4.2 and 5.2.3): efficiencies in %, bandwidths in TB/s or GB/s."""
     one, of_2k, of_8k = {s.batch: 1}, {s.hidden: 2 * _K}, {s.hidden: 8 * _K}
     four_times = _needed(_OPTIMIZER, 0.5, one) / _needed(_STATES, 0.5, one)
-    rows = (
-        (
-            "3a: % with 70 GB/s for parameters, gradients, batch 1",
-            Cell("50", 100 * _efficiency(_STATES, 70e9, one), ">"),
-        ),
-        ("3b: bandwidth for optimizer states / for parameters, 50 %", Cell("4", four_times)),
-        ("3b: TB/s for 90 %, batch 2", Cell("1.5", _for_optimizer() / _TB, why=_from_20_bytes())),
-        ("3c: % with 2 GB/s for checkpoints, hidden 2K", Cell("50", 100 * _efficiency(_CHECKPOINTS, 2e9, of_2k), ">")),
-        ("3c: GB/s for 50 %, hidden 8K", Cell("1", _needed(_CHECKPOINTS, 0.5, of_8k) / _GB, "<")),
-        ("5.2.3: % with 3 GB/s for them, hidden 8K", Cell("80", 100 * _efficiency(_CHECKPOINTS, 3e9, of_8k), ">")),
-    )
-    return Comparison(
-        "ZeRO-Infinity, figure 3: thresholds at 70 TFLOP/s, sequence 1024",
-        ("threshold",),
-        tuple((name, (cell,)) for name, cell in rows),
-    )
+    cells = {
+        "3a: % with 70 GB/s for parameters, gradients, batch 1": Cell("50", 100 * _efficiency(_STATES, 70e9, one), ">"),
+        "3b: bandwidth for optimizer states / for parameters, 50 %": Cell("4", four_times),
+        "3b: TB/s for 90 %, batch 2": Cell("1.5", _for_optimizer() / _TB, why=_from_20_bytes()),
+        "3c: % with 2 GB/s for checkpoints, hidden 2K": Cell("50", 100 * _efficiency(_CHECKPOINTS, 2e9, of_2k), ">"),
+        "3c: GB/s for 50 %, hidden 8K": Cell("1", _needed(_CHECKPOINTS, 0.5, of_8k) / _GB, "<"),
+        "5.2.3: % with 3 GB/s for them, hidden 8K": Cell("80", 100 * _efficiency(_CHECKPOINTS, 3e9, of_8k), ">"),
+    }
+    title = "ZeRO-Infinity, figure 3: thresholds at 70 TFLOP/s, sequence 1024"
+    return Comparison.of_one_column(title, "threshold", cells)
 
 
 # -- section 8 --------------------------------------------------------------------------------------------------------
@@ -177,7 +157,7 @@ def table_3() -> Comparison:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Model:
     """A model of table 4: hidden size in K and batch per device (table 1), and what is printed of it.
 
     `degradations`: by parameters and gradients, optimizer states, checkpoints; `efficiency`: what they leave.
@@ -192,14 +172,14 @@ class _Run:
     most: str
 
 
-_RUNS = (
-    _Run("5T", 48, 3, ("0.25", "0.10", "0.020"), "0.63", "39", "63.82"),
-    _Run("10T", 64, 2, ("0.33", "0.14", "0.015"), "0.515", "32", "52.22"),
-    _Run("20T", 88, 1.25, ("0.44", "0.21", "0.01"), "0.34", "21.08", "34.73"),
+_MODELS = (
+    _Model("5T", 48, 3, ("0.25", "0.10", "0.020"), "0.63", "39", "63.82"),
+    _Model("10T", 64, 2, ("0.33", "0.14", "0.015"), "0.515", "32", "52.22"),
+    _Model("20T", 88, 1.25, ("0.44", "0.21", "0.01"), "0.34", "21.08", "34.73"),
 )
 
 
-def _degradations(run: _Run) -> tuple[float, float, float]:
+def _degradations(run: _Model) -> tuple[float, float, float]:
     """1 - efficiency with respect to each state. All 512 devices' NVMe moves the optimizer states together."""
     values = {s.batch: run.batch, s.hidden: run.hidden * _K}
     return (
@@ -209,7 +189,7 @@ def _degradations(run: _Run) -> tuple[float, float, float]:
     )
 
 
-def expected_efficiency(run: _Run) -> float:
+def expected_efficiency(run: _Model) -> float:
     """1 less the degradations of all states (section 7.7)."""
     return 1 - sum(_degradations(run))
 
@@ -223,7 +203,7 @@ _DEGRADATION_WHY = {
 def degradations() -> Comparison:
     """The steps to table 4."""
     rows = []
-    for run in _RUNS:
+    for run in _MODELS:
         ours = (*_degradations(run), expected_efficiency(run))
         printed = (*run.degradations, run.efficiency)
         why = _DEGRADATION_WHY.get(run.name, {})
@@ -246,7 +226,7 @@ def table_4() -> Comparison:
     Formulas give all of it but three measured inputs: both peaks, and the speedup of 1.3.
     """
     rows = []
-    for run in _RUNS:
+    for run in _MODELS:
         left = expected_efficiency(run)
         least = Cell(run.least, _PEAK_RANGE[0] * left / _TFLOP)
         most = Cell(run.most, _PEAK_RANGE[1] * left * _OVERLAP_SPEEDUP / _TFLOP, why=_MOST_WHY[run.name])

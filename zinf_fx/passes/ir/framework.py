@@ -12,7 +12,7 @@ from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.config import Config
-from zinf_fx.plan.memory.use import HostUse, gradient_buffer, living_on_device, living_on_host, write_buffer
+from zinf_fx.plan.memory.use import HostUse, gradient_buffer, living_on, write_buffer
 from zinf_fx.plan.plan import Choice
 from zinf_fx.plan.rates import NOMINAL, Rates
 from zinf_fx.plan.schedule import HEAD, Event, MemoryRegions, Tile
@@ -122,12 +122,12 @@ class GraphContext:
     @property
     def living(self) -> HostUse:
         """The states, and the activations that left, that live in host memory."""
-        return living_on_host(self.config.placement, list(self.tiles.values()))
+        return living_on("host", self.config.placement, self.tiles.values())
 
     @property
     def living_on_device(self) -> HostUse:
         """The states that live on the device."""
-        return living_on_device(self.config.placement, list(self.tiles.values()))
+        return living_on("device", self.config.placement, self.tiles.values())
 
     @property
     def gradient_buffer(self) -> int:

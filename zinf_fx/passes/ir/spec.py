@@ -20,7 +20,7 @@ from zinf_fx.passes.ir.in_flight import Ledger, operators_in, outline, spans
 from zinf_fx.passes.ir.printer import print_around
 from zinf_fx.plan.journeys import OutOfOrder, Stay, UnfinishedJourney
 from zinf_fx.plan.schedule import HEAD
-from zinf_fx.plan.spec import Step, violations
+from zinf_fx.plan.spec import StepGraphs, violations
 
 Violations = Iterator[tuple[str, fx.Node]]
 
@@ -47,9 +47,9 @@ class Facts:
         return events_in(self.graph)
 
     @cached_property
-    def step(self) -> Step:
+    def step(self) -> StepGraphs:
         """The graph as the only one that is known of a step."""
-        return Step((outline(self.graph, self.context),), False)
+        return StepGraphs((outline(self.graph, self.context),), False)
 
     def stay_of(self, node: fx.Node) -> Stay:
         """The stay that a wait or a release belongs to."""
@@ -169,7 +169,7 @@ def _journeys(facts: Facts) -> Violations:
 
 def _schedule(facts: Facts) -> Violations:
     """The rules that hold of any schedule."""
-    for rule, (what, at) in violations(facts.step):
+    for rule, what, at in violations(facts.step):
         yield f"{what} ({rule.text})", facts.output if at is None else facts.events[at.number]
 
 

@@ -45,8 +45,8 @@ class Buffers:
 
 def place(plan: Plan) -> list[Buffers]:
     """The pass for each graph of a plan whose events have no offsets yet."""
-    layout = layout_of(plan)
-    return [Buffers(offsets, layout.regions) for offsets in layout.offsets]
+    of_graphs, regions = layout_of(plan)
+    return [Buffers(offsets, regions) for offsets in of_graphs]
 
 
 def excess(plan: Plan) -> int:

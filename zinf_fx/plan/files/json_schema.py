@@ -56,12 +56,10 @@ def _of(kind: Any, kinds: dict[str, Any]) -> dict[str, Any]:
         return {"$ref": f"#/$defs/{name}"}
     if kind is torch.dtype:
         return {"enum": sorted(dtypes())}
-    if kind is bool:
-        return {"type": "boolean"}
     if kind is int:
         return _of(Annotated[int, -LARGEST], kinds)
-    if kind is str:
-        return {"type": "string"}
+    if kind in (bool, str):
+        return {"type": "boolean" if kind is bool else "string"}
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return {"type": "integer", "minimum": arguments[1], "maximum": LARGEST}

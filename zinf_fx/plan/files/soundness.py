@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+from zinf_fx.adam import STATE_BYTES
 from zinf_fx.config import LARGEST
 from zinf_fx.errors import PlanError
-from zinf_fx.plan.memory.accounting import STATE_BYTES
 from zinf_fx.plan.memory.spec import check_buffers
 from zinf_fx.plan.plan import Choice, Fingerprint, Plan
 from zinf_fx.plan.schedule import GraphSchedule, Tile
@@ -39,7 +39,7 @@ def check_sound(plan: Plan) -> None:
     check_schedule(plan.graphs)
     for departure in plan.journeys.departures:
         if departure.offloaded is None:
-            label = plan.graphs[0].tiles[departure.tile].label[:60]
+            label = plan.tiles[departure.tile].label[:60]
             raise PlanError(f"the gradient of '{label}' is never offloaded")
     check_buffers(plan)
 

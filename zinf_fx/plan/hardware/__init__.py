@@ -64,6 +64,10 @@ class Memory:
     read: _Rate
     write: _Rate
 
+    def seconds(self, read: float, written: float) -> float:
+        """How long it takes to read and write so many bytes."""
+        return read / self.read + written / self.write
+
 
 @dataclass(frozen=True)
 class Disks(Memory):
@@ -82,13 +86,16 @@ class Link:
     bandwidth: _Rate
     latency: _Number
 
+    def seconds(self, nbytes: int) -> float:
+        """How long so many bytes take."""
+        return self.latency + nbytes / self.bandwidth if nbytes else 0.0
+
 
 @dataclass(frozen=True)
 class Hardware:
     """A cluster of equal nodes with equal devices.
 
     Attributes:
-        name: for people.
         nodes, ranks_per_node: a rank has one device.
         peak: FLOP per second of one device, by dtype, as its maker states it, without sparsity.
         achievable: the share of the peak that training reaches when it waits for no transfer.

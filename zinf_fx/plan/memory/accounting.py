@@ -10,16 +10,16 @@ two memories are one, and their sum is what is used.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass, replace
+from operator import add
 
+from zinf_fx.adam import STATE_BYTES, has_master, state_bytes
 from zinf_fx.plan.intervals import merged, sums
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import HEAD, GraphSchedule, Tile
 from zinf_fx.sizes import PAGE
 
-# Adam keeps two moments of each element and, of a parameter of low precision, a master, in fp32 (ZeRO, section 3.1).
-STATE_BYTES = 4
 # Chunks of an optimizer's step whose reads are under way while one is updated.
 CHUNKS_AHEAD = 1
 # Those that the host arena must have room for: opened ahead, updated, being written, and one to spare.
@@ -49,31 +49,12 @@ class Traffic:
     host_to_nvme: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(*(a + b for a, b in zip(self._sizes(), other._sizes(), strict=True)))
-
-    def _sizes(self) -> tuple[int, ...]:
-        return (self.nvme_to_host, self.host_to_device, self.device_to_host, self.host_to_nvme)
+        return Traffic(*map(add, astuple(self), astuple(other)))
 
     @property
     def nvme(self) -> int:
         """Bytes read from NVMe and written to it."""
         return self.nvme_to_host + self.host_to_nvme
-
-
-def tiles_of(plan: Plan) -> dict[str, Tile]:
-    """Every tile of the plan by label; with its gradient's tier where any graph computes a gradient for it."""
-    tiles: dict[str, Tile] = {}
-    for graph in plan.graphs:
-        for tile in graph.tiles:
-            gradient_tier = tile.gradient_tier or (tiles[tile.label].gradient_tier if tile.label in tiles else None)
-            tiles[tile.label] = replace(tile, gradient_tier=gradient_tier)
-    return tiles
-
-
-def always_kept(plan: Plan) -> frozenset[str]:
-    """Labels of the tiles that stay in memory from step to step, and are moved once."""
-    journeys, tiles = plan.journeys, plan.graphs[0].tiles
-    return frozenset(tiles[tile].label for tile in journeys.of_tile if journeys.is_always_kept(tile))
 
 
 def flows(plan: Plan, graph: GraphSchedule) -> list[Flow]:
@@ -130,7 +111,6 @@ class Update:
     """What a step of Adam does to one parameter on one rank.
 
     Attributes:
-        name: the parameter's.
         elements: that this rank updates.
         states: bytes of fp32 states that the arithmetic reads, and writes.
         read, written: bytes from NVMe, and to it.
@@ -143,24 +123,35 @@ class Update:
     written: int
 
 
+def trained_in(plan: Plan) -> list[Tile]:
+    """The parameters, each as one tile, that an optimizer's step follows the plan for."""
+    return whole_parameters(tile for tile in plan.tiles if tile.gradient_tier is not None)
+
+
+def whole_parameters(tiles: Iterable[Tile]) -> list[Tile]:
+    """Parameters as one tile each: the optimizer doesn't divide them as the graphs do."""
+    found: dict[str, Tile] = {}
+    for tile in tiles:
+        before = found.setdefault(tile.name, tile)
+        if before is not tile and tile.rows:
+            shape = (before.shape[0] + tile.shape[0], *tile.shape[1:])
+            found[tile.name] = replace(before, shape=shape, shard=before.shard + tile.shard)
+    return list(found.values())
+
+
 def updates(plan: Plan) -> list[Update]:
     """Of every parameter that is trained, in the order of the plan's tiles: states and gradients are read, states and
     parameters written. A parameter of full precision is its own master, and is read too."""
-    tiles: dict[str, list[Tile]] = {}  # the optimizer doesn't divide parameters as the graphs do
-    for tile in tiles_of(plan).values():
-        if tile.gradient_tier is not None:
-            tiles.setdefault(tile.name, []).append(tile)
     found = []
-    for tile, *others in tiles.values():
-        elements = sum(t.updated_elements(plan.stage) for t in (tile, *others))
+    for tile in trained_in(plan):
+        elements = tile.updated_elements(plan.stage)
         value = blocks(elements * tile.dtype.itemsize)
-        has_master = tile.dtype.itemsize < STATE_BYTES
-        states = 3 if has_master else 2
-        stored = states * blocks(elements * STATE_BYTES) if plan.config.placement.optimizer == "nvme" else 0
+        states = [elements * nbytes for nbytes in state_bytes(tile.dtype.itemsize)]
+        stored = sum(map(blocks, states)) if plan.config.placement.optimizer == "nvme" else 0
         read = stored + (value if tile.gradient_tier == "nvme" else 0)
-        read += value if tile.tier == "nvme" and not has_master else 0
+        read += value if tile.tier == "nvme" and not has_master(tile.dtype.itemsize) else 0
         written = stored + (value if tile.tier == "nvme" else 0)
-        found.append(Update(tile.name, elements, states * STATE_BYTES * elements, read, written))
+        found.append(Update(tile.name, elements, sum(states), read, written))
     return found
 
 
@@ -180,48 +171,34 @@ class Chunk:
 def chunks(plan: Plan) -> list[Chunk]:
     """An optimizer's step, in the order in which forward needs what it updates."""
     size = plan.regions.chunk_elements or plan.config.chunk // STATE_BYTES
-    found: list[Chunk] = []
-    sums, names, ends = [0, 0, 0, 0], [], []
-
-    def end_chunk() -> None:
-        if names:
-            found.append(Chunk(*sums, tuple(names), tuple(ends)))
-        sums[:] = [0, 0, 0, 0]
-        names.clear(), ends.clear()
-
+    pieces: defaultdict[int, list[tuple[Update, int, int]]] = defaultdict(list)  # by chunk, from one element to another
+    begin = 0
     for update in updates(plan):
-        total = (update.elements, update.states, update.read, update.written)
-        done = 0
-        while True:
-            upto = min(done + size - sums[0], update.elements)
-            for number, whole in enumerate(total):  # bytes in proportion, and together exactly all of them
-                sums[number] += (whole * upto // update.elements - whole * done // update.elements) if whole else 0
-            names.append(update.name)
-            done = upto
-            if done == update.elements:
-                ends.append(update.name)
-            if sums[0] >= size:
-                end_chunk()
-            if done == update.elements:
-                break
-    end_chunk()
-    return found
+        end = begin + update.elements
+        for number in range(begin // size, max(-(-end // size), begin // size + 1)):
+            start, stop = max(number * size, begin), min((number + 1) * size, end)
+            pieces[number].append((update, start - begin, stop - begin))
+        begin = end
+    return [_chunk(each) for each in pieces.values()]
 
 
-def optimizer_traffic(plan: Plan) -> Traffic:
-    """What a step of Adam moves between NVMe and host."""
-    of_parameters = updates(plan)
-    return Traffic(
-        nvme_to_host=sum(one.read for one in of_parameters), host_to_nvme=sum(one.written for one in of_parameters)
-    )
+def _chunk(pieces: list[tuple[Update, int, int]]) -> Chunk:
+    """A chunk has bytes in proportion to its elements, and all chunks together have exactly all of them."""
+    sums = []
+    for name in ("elements", "states", "read", "written"):
+        whole = [(getattr(update, name), update.elements or 1, start, stop) for update, start, stop in pieces]
+        sums.append(sum(nbytes * stop // count - nbytes * start // count for nbytes, count, start, stop in whole))
+    ends = (update.name for update, _, stop in pieces if stop == update.elements)
+    return Chunk(*sums, tuple(update.name for update, *_ in pieces), tuple(ends))
 
 
 def phases(plan: Plan) -> Iterator[tuple[str, Traffic]]:
     """The traffic of each graph and, when the plan trains something, of the optimizer's step."""
     for graph in plan.graphs:
         yield graph.kind, traffic(plan, graph)
-    if any(tile.gradient_tier for tile in tiles_of(plan).values()):
-        yield "optimizer", optimizer_traffic(plan)
+    if adam := updates(plan):
+        read, written = sum(one.read for one in adam), sum(one.written for one in adam)
+        yield "optimizer", Traffic(nvme_to_host=read, host_to_nvme=written)
 
 
 def bytes_read(tile: Tile) -> int:

@@ -26,8 +26,6 @@ class Lifetime:
     """One buffer.
 
     Attributes:
-        what: whether it is for a tile, or for a gradient on its way to NVMe.
-        label: the tile's.
         spans: when it is needed, as ranges of the clock: one, or two around the end of a step.
         takers: the events at which it is taken, or found to be taken.
     """
@@ -50,6 +48,10 @@ class Clock:
         """When each graph begins and, last, when the optimizer's step does."""
         return [0, *accumulate(len(graph.events) for graph in self.plan.graphs)]
 
+    def at(self, place: At) -> int:
+        """When an event happens."""
+        return self.starts[place.graph] + place.number
+
     @property
     def step(self) -> int:
         """The first half of the optimizer's step, while gradients may still be on their way to NVMe."""
@@ -64,13 +66,6 @@ class Clock:
     def always(self) -> range:
         """All the time."""
         return range(self.end)
-
-    def of(self, kind: str) -> range:
-        """While the graph of one kind runs; empty if there is none."""
-        for number, graph in enumerate(self.plan.graphs):
-            if graph.kind == kind:
-                return range(self.starts[number], self.starts[number + 1])
-        return range(0)
 
 
 def host_buffers(plan: Plan) -> list[Lifetime]:
@@ -100,48 +95,34 @@ def _in_host_memory(tile: Tile, separate: bool) -> int:
 
 
 def _tiles(plan: Plan, opens: EventKind, closes: EventKind, size: Callable[[Tile], int]) -> Iterator[Lifetime]:
-    """Of each tile, from the event that needs its buffer first to the one after which nobody does.
+    """The buffer of each tile is needed from the first event that opens it to the one after which nobody needs it.
 
-    Two steps are followed, because a tile may stay from one to the next. Buffers come in the order in which they are
-    given back, those that never are, last.
+    Buffers come in the order in which they are given back, those that never are, last.
     """
     clock, journeys = Clock(plan), plan.journeys
-    given_back: list[tuple[int, Lifetime]] = []
-    always: list[tuple[int, Lifetime]] = []
+    given_back: list[tuple[At, Lifetime]] = []
+    always: list[tuple[At, Lifetime]] = []
     for index, stays in journeys.of_tile.items():
-        tile = plan.graphs[0].tiles[index]
+        tile = plan.tiles[index]
         if not (nbytes := size(tile)):
             continue
         marks = [(at, True) for stay in stays for at in stay.events(opens)]
         marks += [(s.steps[closes], False) for s in stays if closes != "release" or journeys.frees(s)]
         marks.sort(key=lambda mark: mark[0])
-        start, takers = None, []
-        for begin in (0, clock.end):
-            for at, opened in marks:
-                now = begin + clock.starts[at.graph] + at.number
-                if opened:
-                    start = now if start is None else start
-                    takers.append(at)
-                elif start is not None:
-                    if begin:
-                        spans = _around(start, now, clock.end)
-                        lifetime = Lifetime("tile", tile.label, nbytes, spans, tuple(dict.fromkeys(takers)))
-                        given_back.append((now, lifetime))
-                    start, takers = None, []
-        if start is not None and start < clock.end and len(takers) > 1:
-            lifetime = Lifetime("tile", tile.label, nbytes, (clock.always,), tuple(dict.fromkeys(takers)))
-            always.append((start, lifetime))
+        last = max((number for number, (_, needed) in enumerate(marks) if not needed), default=-1)
+        takers: list[At] = []
+        for at, needed in (*marks[last + 1 :], *marks[: last + 1]):
+            if needed:
+                takers.append(at)
+            elif takers:
+                start, stop = clock.at(takers[0]), clock.at(at)
+                spans = (range(start, stop),) if start < stop else (range(stop), range(start, clock.end))
+                given_back.append((at, Lifetime("tile", tile.label, nbytes, spans, tuple(takers))))
+                takers = []
+        if takers:
+            always.append((takers[0], Lifetime("tile", tile.label, nbytes, (clock.always,), tuple(takers))))
     for several in (given_back, always):
         yield from (lifetime for _, lifetime in sorted(several, key=lambda one: one[0]))
-
-
-def _around(start: int, stop: int, end: int) -> tuple[range, ...]:
-    """[start, stop) of two steps of `end` each, `stop` in the second, as ranges of one."""
-    if stop - start >= end:
-        return (range(end),)
-    if start >= end:
-        return (range(start - end, stop - end),)
-    return (range(stop - end), range(start, end))
 
 
 def _writes(plan: Plan) -> Iterator[Lifetime]:
@@ -159,20 +140,20 @@ def _writes(plan: Plan) -> Iterator[Lifetime]:
                 buffer, nbytes = plan.activation_buffer, tile.held_nbytes
             else:
                 continue
-            now = clock.starts[graph] + number
+            at = At(graph, number, event.operator)
             while together > max(buffer - blocks(nbytes), 0):
                 earliest = writing.popleft()
                 together -= earliest[-1]
-                yield _write(clock, *earliest, now)
+                yield _write(clock, *earliest, clock.at(at))
             first = tile.start * tile.dtype.itemsize % blocks(1)
-            writing.append((At(graph, number, event.operator), tile, blocks(first + nbytes)))
+            writing.append((at, tile, blocks(first + nbytes)))
             together += writing[-1][-1]
         for each in writing:
             yield _write(clock, *each, clock.step + 1 if schedule.kind == "backward" else clock.starts[graph + 1])
 
 
 def _write(clock: Clock, at: At, tile: Tile, nbytes: int, stop: int) -> Lifetime:
-    return Lifetime("write", tile.label, nbytes, (range(clock.starts[at.graph] + at.number, stop),), (at,))
+    return Lifetime("write", tile.label, nbytes, (range(clock.at(at), stop),), (at,))
 
 
 def profile(buffers: Collection[Lifetime], end: int) -> list[int]:

@@ -7,14 +7,14 @@ Everything else of a process (activations, the gradient of the operator that com
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
-from itertools import chain
+from collections.abc import Collection
+from dataclasses import astuple, dataclass, replace
 from typing import Literal, NamedTuple
 
+from zinf_fx.adam import STATE_BYTES, has_master, state_bytes
 from zinf_fx.config import Config, Placement, Tier
-from zinf_fx.plan.memory.accounting import AT_A_TIME, CHUNKS_IN_MEMORY, STATE_BYTES, blocks, tiles_of
+from zinf_fx.plan.intervals import sums
+from zinf_fx.plan.memory.accounting import AT_A_TIME, CHUNKS_IN_MEMORY, blocks, trained_in, whole_parameters
 from zinf_fx.plan.memory.lifetimes import Clock, host_buffers, profile
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import HEAD, GraphSchedule, Tile
@@ -52,25 +52,7 @@ class HostUse:
     @property
     def total(self) -> int:
         """All of it."""
-        living = self.parameters + self.states + self.gradients + self.activations
-        return living + self.tiles + self.writes + self.chunks
-
-
-class ChunkBytes(NamedTuple):
-    """Per element of a parameter, what an update has in buffers, and what of it is written back; and fp32 scratch."""
-
-    opened: int
-    written: int
-    scratch: int
-
-    @classmethod
-    def of(cls, placement: Placement, tile: Tile) -> ChunkBytes:
-        """For Adam (ZeRO, section 3.1): two moments and, of a parameter of low precision, a master, in fp32."""
-        size = tile.dtype.itemsize
-        low = size < STATE_BYTES
-        written = (2 * max(size, STATE_BYTES) + low * STATE_BYTES) * (placement.optimizer == "nvme")
-        written += size * (tile.tier == "nvme")
-        return cls(written + size * (tile.gradient_tier == "nvme"), written, STATE_BYTES * low)
+        return sum(astuple(self)[1:])
 
 
 def gradient_buffer(gradients: Collection[Tile], budget: int | None, stage: int) -> int:
@@ -85,26 +67,12 @@ def write_buffer(sizes: Collection[int], budget: int | None) -> int:
     return max(max(sizes, default=0), min(limit, sum(sizes)))
 
 
-def living_on_host(placement: Placement | Literal["auto"], tiles: Collection[Tile]) -> HostUse:
-    """What of a model's states lives in the arena at the end of backward, before any buffer. Each has whole blocks."""
-    return _living("host", placement, tiles)
-
-
-def living_on_device(placement: Placement | Literal["auto"], tiles: Collection[Tile]) -> HostUse:
-    """As `living_on_host`, what lives on the device."""
-    return _living("device", placement, tiles)
-
-
-def living_on_nvme(placement: Placement | Literal["auto"], tiles: Collection[Tile]) -> HostUse:
-    """As `living_on_host`, what lives on NVMe."""
-    return _living("nvme", placement, tiles)
-
-
-def _living(tier: Tier, placement: Placement | Literal["auto"], tiles: Collection[Tile]) -> HostUse:
+def living_on(tier: Tier, placement: Placement | Literal["auto"], tiles: Collection[Tile]) -> HostUse:
+    """What of a model's states lives in a memory at the end of backward, before any buffer. Each has whole blocks."""
     if not tiles or placement == "auto":  # only a model without stored parameters is planned with "auto"
         return HostUse("")
     stage = placement.stage
-    whole = _whole(tile for tile in tiles if not tile.activation)
+    whole = whole_parameters(tile for tile in tiles if not tile.activation)
     trained = [tile for tile in whole if tile.gradient_tier is not None]
     return HostUse(
         "",
@@ -144,7 +112,7 @@ def chunk_buffers(
     """
     if not trained:
         return ChunkBuffers()
-    bytes_of = [ChunkBytes.of(config.placement, tile) for tile in trained]
+    bytes_of = (_bytes_in_chunk(config.placement, tile) for tile in trained)
     opened, written, scratch = (max(sizes) for sizes in zip(*bytes_of, strict=True))
     chunk = config.chunk // STATE_BYTES if elements is None else elements
     if room is not None:
@@ -158,16 +126,16 @@ def chunk_buffers(
     return ChunkBuffers(chunk, both + min(chunk, AT_A_TIME) * scratch, three - both, writing)
 
 
-def trained_in(plan: Plan) -> list[Tile]:
-    """The parameters, each as one tile, that an optimizer's step follows the plan for."""
-    if not any(graph.kind == "backward" for graph in plan.graphs):
-        return []
-    return _whole([tile for tile in tiles_of(plan).values() if tile.gradient_tier is not None])
+def _bytes_in_chunk(placement: Placement, tile: Tile) -> tuple[int, int, int]:
+    """Per element of a parameter, what an update has in buffers, what of it is written back, and fp32 scratch."""
+    size = tile.dtype.itemsize
+    written = sum(state_bytes(size)) * (placement.optimizer == "nvme") + size * (tile.tier == "nvme")
+    return written + size * (tile.gradient_tier == "nvme"), written, STATE_BYTES * has_master(size)
 
 
 def living(plan: Plan) -> HostUse:
     """The states of the plan's parameters that live in host memory."""
-    return living_on_host(plan.config.placement, list(tiles_of(plan).values()))
+    return living_on("host", plan.config.placement, plan.tiles)
 
 
 def chunks_of(plan: Plan, elements: int | None = None) -> ChunkBuffers:
@@ -184,17 +152,16 @@ def chunks_of(plan: Plan, elements: int | None = None) -> ChunkBuffers:
 def host_arena(plan: Plan) -> list[HostUse]:
     """The use of the arena in each phase of a step, in the steady state; gradients begin as None in each step."""
     clock, states = Clock(plan), living(plan)
-    buffers = host_buffers(plan)
+    buffers, gradients = host_buffers(plan), _gradients(plan)
     tiles = profile([buffer for buffer in buffers if buffer.what == "tile"], clock.end)
     writes = profile([buffer for buffer in buffers if buffer.what == "write"], clock.end)
     found = []
     for number, graph in enumerate(plan.graphs):
         # A graph begins with what the one before has in memory: activations are on their way until backward begins.
-        before = 1 if number else 0
-        times = range(clock.starts[number] - before, clock.starts[number + 1])
+        times = range(max(clock.starts[number] - 1, 0), clock.starts[number + 1])
         uses = (
-            replace(states, phase=graph.kind, gradients=arrived, tiles=tiles[now], writes=writes[now])
-            for now, arrived in zip(times, chain([0] * before, _gradients(plan, graph)), strict=True)
+            replace(states, phase=graph.kind, gradients=gradients[now], tiles=tiles[now], writes=writes[now])
+            for now in times
         )
         found.append(max(uses, key=lambda use: use.total, default=replace(states, phase=graph.kind)))
     if trained_in(plan):
@@ -209,22 +176,25 @@ def most(plan: Plan) -> int:
     return living(plan).total + plan.regions.host
 
 
+def staying_on_device(plan: Plan) -> int:
+    """Bytes of the device besides what is in flight: what no event moves, the states that live there, and the
+    activations that stay there for backward."""
+    return plan.unmoved + living_on("device", plan.config.placement, plan.tiles).total + plan.kept
+
+
 def most_on_device(plan: Plan) -> int:
-    """Bytes that a plan takes of a device with memory of its own: what is there throughout, activations, the region of
-    tiles, and the gradients on their way out."""
-    states = living_on_device(plan.config.placement, list(tiles_of(plan).values()))
-    return plan.unmoved + states.total + plan.kept + plan.regions.device + max(map(_leaving, plan.graphs), default=0)
-
-
-def _leaving(graph: GraphSchedule) -> int:
-    """The most bytes of gradients, which don't live on the device, from reduce-scatter to offload."""
-    now = most_so_far = 0
-    for event in graph.events:
-        tile = graph.tiles[event.tile]
-        if tile.gradient_tier != "device":
-            now += tile.nbytes * ((event.kind == "reduce_scatter") - (event.kind == "offload"))
-            most_so_far = max(most_so_far, now)
-    return most_so_far
+    """Bytes that a plan takes of a device with memory of its own: what stays there, the region of tiles, and the
+    gradients on their way out, each from its reduce-scatter to its offload."""
+    clock = Clock(plan)
+    leaving = [
+        (
+            range(clock.at(reduced), clock.at(offloaded) if offloaded is not None else clock.step),
+            plan.tiles[tile].nbytes,
+        )
+        for tile, reduced, offloaded in plan.journeys.departures
+        if plan.tiles[tile].gradient_tier != "device"
+    ]
+    return staying_on_device(plan) + plan.regions.device + max(sums(leaving, clock.always))
 
 
 def arena_by_operator(plan: Plan, graph: GraphSchedule) -> list[int]:
@@ -233,49 +203,27 @@ def arena_by_operator(plan: Plan, graph: GraphSchedule) -> list[int]:
     In the steady state; without the optimizer's step, part of which may go on during the forward graph.
     """
     clock, states = Clock(plan), replace(living(plan), gradients=0).total
-    needed = profile(host_buffers(plan), clock.end)
-    begin = clock.starts[plan.graphs.index(graph)]
-    now = states + needed[begin - 1]  # before the first step comes the last
-    numbered = deque(zip(graph.events, needed[begin:], _gradients(plan, graph), strict=False))
-    fullest = []
+    held = [states + sum(both) for both in zip(profile(host_buffers(plan), clock.end), _gradients(plan), strict=True)]
+    now, fullest = clock.starts[plan.graphs.index(graph)], []
     for operator in (HEAD, *(o.index for o in graph.operators)):
-        most_here = now
-        while numbered and numbered[0][0].operator == operator:
-            _, buffers, gradients = numbered.popleft()
-            now = states + buffers + gradients
-            most_here = max(most_here, now)
-        fullest.append(most_here)
+        end = now + len(graph.numbered(operator))
+        fullest.append(max([held[now - 1], *held[now:end]]))  # before the first step comes the last
+        now = end
     return fullest
 
 
-def _gradients(plan: Plan, graph: GraphSchedule) -> Iterator[int]:
-    """Bytes of gradients in host memory that have arrived after each event."""
-    stage = plan.stage
-    whole = {tile.name: tile for tile in _whole(graph.tiles)}
-    begun: set[str] = set()
-    arrived = 0
-    for event in graph.events:
-        tile = graph.tiles[event.tile]
-        if event.kind == "offload" and tile.gradient_tier == "host" and tile.name not in begun:
-            begun.add(tile.name)
-            arrived += blocks(whole[tile.name].gradient_nbytes(stage))
-        yield arrived
-
-
-def _whole(tiles: Iterable[Tile]) -> list[Tile]:
-    """Parameters as one tile each."""
-    found: dict[str, Tile] = {}
-    for tile in tiles:
-        before = found.get(tile.name)
-        if before is None:
-            found[tile.name] = tile
-        elif tile.rows:
-            shape = (before.shape[0] + tile.shape[0], *tile.shape[1:])
-            found[tile.name] = replace(before, shape=shape, shard=before.shard + tile.shard)
-    return list(found.values())
+def _gradients(plan: Plan) -> list[int]:
+    """Bytes of gradients in host memory at each time: of a parameter, from the first offload to its graph's end."""
+    clock, first = Clock(plan), {}
+    for index, _, offloaded in plan.journeys.departures:
+        if plan.tiles[index].gradient_tier == "host" and offloaded is not None:
+            name = plan.tiles[index].name
+            first[name] = min(offloaded, first.get(name, offloaded))
+    nbytes = {tile.name: blocks(tile.gradient_nbytes(plan.stage)) for tile in whole_parameters(plan.tiles)}
+    spans = [(range(clock.at(at), clock.starts[at.graph + 1]), nbytes[name]) for name, at in first.items()]
+    return sums(spans, clock.always)
 
 
 def _state_bytes(tile: Tile, stage: int) -> int:
-    """Of Adam's states of a parameter: two moments and, in low precision, a master."""
-    size = tile.dtype.itemsize
-    return (2 + (size < STATE_BYTES)) * blocks(tile.updated_elements(stage) * max(size, STATE_BYTES))
+    """Bytes of Adam's states of a parameter, each in whole blocks."""
+    return sum(blocks(tile.updated_elements(stage) * nbytes) for nbytes in state_bytes(tile.dtype.itemsize))

@@ -9,18 +9,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from tabulate import tabulate
-
 from zinf_fx.config import PRESETS, Config, Placement, Tier
 from zinf_fx.errors import BudgetError, ZinfError
 from zinf_fx.plan.hardware import Hardware
-from zinf_fx.plan.memory.accounting import flows, tiles_of
-from zinf_fx.plan.memory.use import living_on_device, living_on_host, living_on_nvme
+from zinf_fx.plan.memory.accounting import flows
+from zinf_fx.plan.memory.use import living_on, staying_on_device
 from zinf_fx.plan.placement.placing import Rooms, Sizes, by_rule, capacities, near, used
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.simulation.operator_time import compute_seconds
 from zinf_fx.plan.simulation.simulate import simulate_plan
 from zinf_fx.sizes import in_words
+from zinf_fx.tables import table
 
 # How many placements besides the rule's are planned and simulated at most.
 _OTHERS = 4
@@ -41,7 +39,6 @@ class Candidate:
     """A placement that was considered.
 
     Attributes:
-        placement: where its states live.
         device, host, nvme: bytes of one rank in each memory; where it was planned, with what is in flight at most.
         seconds: of a simulated step; None: none was simulated.
         refused: why it doesn't fit; empty: it does.
@@ -92,11 +89,9 @@ class Decision:
             ]
             for one in self.candidates
         ]
-        align = ["left"] * (1 + len(STATES)) + ["right"] * 4
-        table = tabulate(rows, headers=headers, disable_numparse=True, colalign=align)
         refused = [f"{words(one.placement)}: {one.refused}" for one in self.candidates if one.refused]
-        lines = [f"placement auto, for {self.hardware}: {self.reason}.", "", *table.splitlines(), *refused]
-        return "\n".join(line.rstrip() for line in lines)
+        title = f"placement auto, for {self.hardware}: {self.reason}."
+        return "\n".join([title, "", table(rows, headers, left=range(1 + len(STATES))), *refused])
 
 
 def words(placement: Placement, sizes: Sizes | None = None) -> str:
@@ -144,15 +139,7 @@ def decide(
             exceeded: Tier = "device" if config.device_memory is not None and living["device"] else "host"
             return Candidate(placement, **living, refused=str(error).splitlines()[0], exceeded=exceeded)
 
-    candidates: list[Candidate] = []
-    while not candidates or candidates[-1].refused:
-        try:
-            if candidates:
-                rooms = _smaller(rooms, candidates[-1], sizes)
-            candidates.append(considered(by_rule(sizes, rooms)))
-        except BudgetError as error:
-            tried = [f"  {words(one.placement)}: {one.refused}" for one in candidates]
-            raise BudgetError("\n".join([str(error), *(["Tried:"] if tried else []), *tried])) from None
+    candidates, rooms = _until_one_fits(considered, sizes, rooms)
     chosen = candidates[-1]
 
     def decided(placement: Placement, reason: str) -> Decision:
@@ -173,13 +160,29 @@ def decide(
     if fastest.seconds < (1 - _TIE) * chosen.seconds:
         slower = f"with the choice of section 7.1's rule, which takes {chosen.seconds:.4g} s"
         return decided(fastest.placement, f"a simulated step takes {fastest.seconds:.4g} s, less than {slower}")
-    return decided(chosen.placement, f"section 7.1's rule; {_none_faster(len(fitting) - 1)}")
+    none_faster = f"of {len(fitting) - 1} near its choice that fit, none is simulated to be over {_TIE:.0%} faster"
+    return decided(
+        chosen.placement, f"section 7.1's rule; {none_faster if len(fitting) > 1 else 'nothing near it fits'}"
+    )
 
 
-def _none_faster(others: int) -> str:
-    if not others:
-        return "nothing near it fits"
-    return f"of {others} near its choice that fit, none is simulated to be over {_TIE:.0%} faster"
+def _until_one_fits(
+    considered: Callable[[Placement], Candidate], sizes: Sizes, rooms: Rooms
+) -> tuple[list[Candidate], Rooms]:
+    """What the rule chooses while its choices don't fit as plans, and the first that does; and the rooms for that.
+
+    Raises: BudgetError with what was tried.
+    """
+    candidates: list[Candidate] = []
+    try:
+        candidates.append(considered(by_rule(sizes, rooms)))
+        while candidates[-1].refused:
+            rooms = _smaller(rooms, candidates[-1], sizes)
+            candidates.append(considered(by_rule(sizes, rooms)))
+    except BudgetError as error:
+        tried = [f"  {words(one.placement)}: {one.refused}" for one in candidates]
+        raise BudgetError("\n".join([str(error), *(["Tried:"] if tried else []), *tried])) from None
+    return candidates, rooms
 
 
 def _activations(plans_with: Callable[[Placement], Sequence[Plan]], sizes: Sizes, config: Config, rooms: Rooms) -> int:
@@ -194,7 +197,7 @@ def _activations(plans_with: Callable[[Placement], Sequence[Plan]], sizes: Sizes
             plans = plans_with(_ALL_ON_NVME)
         except BudgetError as error:
             raise BudgetError(f"placement 'auto' finds none that fits. With all states on nvme: {error}") from None
-    leaving = (tile.held_nbytes for plan in plans for tile in tiles_of(plan).values() if tile.activation)
+    leaving = (tile.held_nbytes for plan in plans for tile in plan.tiles if tile.activation)
     return sum(plan.unmoved + plan.kept for plan in plans) + sum(leaving)
 
 
@@ -202,13 +205,12 @@ def _held(plans: Sequence[Plan], placement: Placement, there: Rooms) -> Candidat
     """What a rank has in each memory, with what is in flight at most, and whether there is as much."""
     device = host = nvme = 0
     for plan in plans:
-        tiles = list(tiles_of(plan).values())
         in_flight = [flow for graph in plan.graphs for flow in flows(plan, graph)]
         moved = max((flow.device for flow in in_flight), default=0)
-        device = max(device, plan.unmoved + living_on_device(placement, tiles).total + plan.kept + moved)
+        device = max(device, staying_on_device(plan) + moved)
         read = max((flow.host for flow in in_flight), default=0)
-        host = max(host, living_on_host(placement, tiles).total + read + plan.regions.chunks)
-        nvme = max(nvme, living_on_nvme(placement, tiles).total)
+        host = max(host, living_on("host", placement, plan.tiles).total + read + plan.regions.chunks)
+        nvme = max(nvme, living_on("nvme", placement, plan.tiles).total)
     if not there.host:
         device, host = device + host, 0
     needed: dict[Tier, int] = {"device": device, "host": host, "nvme": nvme}
@@ -236,5 +238,5 @@ def _simulated(
     candidate: Candidate, plans_with: Callable[[Placement], Sequence[Plan]], hardware: Hardware
 ) -> Candidate:
     plans = plans_with(candidate.placement)
-    steps = (simulate_plan(plan, hardware, compute_seconds(plan, hardware)) for plan in plans)
+    steps = (simulate_plan(plan, hardware) for plan in plans)
     return replace(candidate, seconds=sum(step.seconds for step in steps))

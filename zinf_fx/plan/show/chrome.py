@@ -3,7 +3,6 @@ a track for each lane."""
 
 from __future__ import annotations
 
-import heapq
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ class Process:
     start: float = 0.0
 
 
-def planned(plan: Plan, simulation: Simulation, hardware: Hardware, start: float = 0.0) -> Process:
+def planned_process(plan: Plan, simulation: Simulation, hardware: Hardware, start: float = 0.0) -> Process:
     """A simulated step. `start`: of the step, in the trace."""
     return Process(
         f"planned, on {hardware.name}",
@@ -89,15 +88,9 @@ def _named(pid: int, what: str, thread: int, given: dict[str, Any]) -> dict[str,
 def _rows(found: list[Slice]) -> list[list[Slice]]:
     """As few rows as it takes for no two slices of one to overlap, and at least one: slices of a track must not."""
     rows: list[list[Slice]] = [[]]
-    free: list[int] = [0]  # rows, lowest first
-    busy: list[tuple[float, int]] = []  # until when
     for one in sorted(found, key=lambda one: (one.start, one.end)):
-        while busy and busy[0][0] <= one.start:
-            heapq.heappush(free, heapq.heappop(busy)[1])
-        if not free:
-            free.append(len(rows))
-            rows.append([])
-        row = heapq.heappop(free)
-        rows[row].append(one)
-        heapq.heappush(busy, (one.end, row))
+        free = next((row for row in rows if not row or row[-1].end <= one.start), None)
+        if free is None:
+            rows.append(free := [])
+        free.append(one)
     return rows

@@ -8,7 +8,6 @@ from importlib.resources import files
 
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.simulation.operator_time import flops_of
 from zinf_fx.plan.simulation.simulate import Simulation
 from zinf_fx.plan.simulation.timeline import LANES, memory_curves, slices
 
@@ -32,6 +31,6 @@ def summary(plan: Plan, simulation: Simulation, hardware: Hardware) -> str:
     """One line: how large the plan is, and how fast a step is on the hardware."""
     operators = " + ".join(f"{len(graph.operators):,} {graph.kind}" for graph in plan.graphs)
     seconds = simulation.seconds
-    rate = f"{flops_of(plan) / seconds / 1e12:.3g} TFLOP/s per device" if seconds else "nothing to do"
+    rate = f"{simulation.flops_per_second / 1e12:.3g} TFLOP/s per device" if seconds else "nothing to do"
     busy = ", ".join(f"{name} {share:.0%}" for name, share in simulation.utilisation.items() if share)
     return f"{operators} operators; a step on {hardware.name}, simulated: {seconds:.4g} s, {rate}; busy: {busy}"

@@ -13,7 +13,6 @@ from zinf_fx.plan.memory.accounting import flows
 from zinf_fx.plan.memory.use import arena_by_operator
 from zinf_fx.plan.placement.decision import Decision
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.schedule import GraphSchedule
 
 
 def to_json(plans: Sequence[Plan], decision: Decision | None = None) -> str:
@@ -30,13 +29,9 @@ def to_json(plans: Sequence[Plan], decision: Decision | None = None) -> str:
 def _object(plan: Plan) -> dict[str, object]:
     data = asdict(plan)
     for found, graph in zip(data["graphs"], plan.graphs, strict=True):
-        found["memory"] = _memory(plan, graph)
+        both = zip(flows(plan, graph), arena_by_operator(plan, graph), strict=True)
+        found["memory"] = [{**asdict(flow), "arena": arena} for flow, arena in both]
     return data
-
-
-def _memory(plan: Plan, graph: GraphSchedule) -> list[dict[str, int]]:
-    both = zip(flows(plan, graph), arena_by_operator(plan, graph), strict=True)
-    return [{**asdict(flow), "arena": arena} for flow, arena in both]
 
 
 def _plain(value: object) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zinf_fx.plan.memory.accounting import flows, tiles_of
-from zinf_fx.plan.memory.use import arena_by_operator, living_on_device
+from zinf_fx.plan.memory.accounting import flows
+from zinf_fx.plan.memory.use import arena_by_operator, staying_on_device
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import HEAD, GraphSchedule
 from zinf_fx.plan.show.curve import Curve, Glyphs
@@ -15,8 +15,7 @@ def in_flight(plan: Plan, graph: GraphSchedule) -> Curve:
     leaves beside what is on the device throughout, and the activations that stay there for backward."""
     budget = plan.config.device_memory
     if budget is not None:
-        states = living_on_device(plan.config.placement, list(tiles_of(plan).values())).total
-        budget -= plan.unmoved + states + plan.kept
+        budget -= staying_on_device(plan)
     of_graph = flows(plan, graph)
     on_device, in_host = [flow.device for flow in of_graph], [flow.host for flow in of_graph]
     return Curve(on_device, in_host, budget=budget, first=HEAD)

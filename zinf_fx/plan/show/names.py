@@ -6,8 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from zinf_fx.plan.journeys import Transfer
-from zinf_fx.plan.memory.accounting import tiles_of
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import EventKind, GraphSchedule, Tile
 
@@ -42,20 +40,9 @@ def _shortened(path: str, telling: frozenset[str]) -> str:
     return ".".join(part for i, part in enumerate(parts) if i == last or part.isdigit() or part in telling)
 
 
-class PlanNames:
-    """The short names of a plan's modules, the same in all its tables."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.short = abbreviate(module_of(tile.name) for tile in tiles_of(plan).values())
-
-    def of(self, plan: Plan, graph: GraphSchedule) -> GraphNames:
-        """The names in one graph's table."""
-        return GraphNames(plan, graph, self.short)
-
-    @property
-    def example(self) -> tuple[str, str] | None:
-        """A module's path and its short name, where they differ most."""
-        return max(self.short.items(), key=lambda item: len(item[0]) - len(item[1]), default=None)
+def short_names(plan: Plan) -> dict[str, str]:
+    """By path, the short names of a plan's modules, the same in all its tables."""
+    return abbreviate(module_of(tile.name) for tile in plan.tiles)
 
 
 class _Group(NamedTuple):
@@ -96,16 +83,10 @@ class GraphNames:
         return [name for _, name in sorted(sized, key=lambda item: -item[0])]
 
     def _group(self, number: int) -> _Group:
-        kind, transfer = self._graph.events[number].kind, self._transfer(number)
-        ahead = transfer is not None and transfer.ahead
-        kept = transfer.stay.found == "kept" if transfer is not None else self._keeps(number)
+        kind, stay = self._graph.events[number].kind, self._journeys.stay_of(self._number, number)
+        ahead = stay is not None and stay.graph != self._number
+        kept = stay is not None and (stay.kept if kind == "release" else kind != "wait" and stay.found == "kept")
         return _Group(kind, ahead, kept, module_of(self._tile(number).name))
-
-    def _transfer(self, number: int) -> Transfer | None:
-        return self._journeys.transfer(self._number, number)
-
-    def _keeps(self, number: int) -> bool:
-        return self._graph.events[number].kind == "release" and self._journeys.stay_of(self._number, number).kept
 
     def _tile(self, number: int) -> Tile:
         return self._graph.tiles[self._graph.events[number].tile]
@@ -116,8 +97,8 @@ class GraphNames:
         return self._short[module] + tile.label[len(module) :]
 
     def _mark(self, number: int) -> str:
-        transfer = self._transfer(number)
-        return "*" if transfer is not None and (transfer.ahead or transfer.under_way) else ""
+        stay = self._journeys.stay_of(self._number, number)
+        return "*" if stay is not None and self._graph.events[number].kind in stay.ahead else ""
 
     def _nbytes(self, numbers: Iterable[int]) -> int:
         return sum(self._tile(number).nbytes for number in numbers)

@@ -5,21 +5,20 @@ Cells name modules, not parameters: `0.qkv` stands for the weight and the bias o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
-from tabulate import tabulate
+from collections.abc import Collection, Mapping, Sequence
 
 from zinf_fx.plan.journeys import TRANSFERS
-from zinf_fx.plan.memory.accounting import Flow, Traffic, always_kept, flows, phases, tiles_of
+from zinf_fx.plan.memory.accounting import flows, phases
 from zinf_fx.plan.memory.use import host_arena, living, most
+from zinf_fx.plan.placement.decision import words
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.schedule import HEAD, GraphSchedule, Operator
+from zinf_fx.plan.schedule import HEAD, GraphSchedule
 from zinf_fx.plan.show.curve import ASCII, Glyphs
 from zinf_fx.plan.show.memory_curve import render_curves
-from zinf_fx.plan.show.names import GraphNames, PlanNames
+from zinf_fx.plan.show.names import GraphNames, short_names
 from zinf_fx.plan.simulation.communication import communication
 from zinf_fx.sizes import in_words
+from zinf_fx.tables import counted, table
 
 WIDTH = 160
 _TITLES: dict[str, tuple[str, str]] = {
@@ -35,6 +34,7 @@ _TITLES: dict[str, tuple[str, str]] = {
 }
 # Widths of cells that are tried until a table fits, and whether cells then still say which operations are computed.
 _CELLS = [*((limit, True) for limit in range(40, 13, -1)), *((limit, False) for limit in range(24, 5, -1))]
+_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _MATRIX_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 
 
@@ -44,9 +44,10 @@ def render(plan: Plan, *, width: int = WIDTH, operators: range | None = None, gl
     `operators`: the operators to print; default all. The head line is printed with operator 0. Charts are of all.
     `glyphs`: what charts are drawn with.
     """
-    names = PlanNames(plan)
-    parts = [_header(plan), _legend(plan, names)]
+    short = short_names(plan)
+    parts = [_header(plan), _legend(plan, short)]
     for graph in plan.graphs:
+        names = GraphNames(plan, graph, short)
         parts += [_graph(plan, graph, names, width, operators), *render_curves(plan, graph, glyphs, width)]
     parts += [_traffic(plan), _peaks(plan), _arena(plan)]
     return "\n\n".join(parts) + "\n"
@@ -55,48 +56,45 @@ def render(plan: Plan, *, width: int = WIDTH, operators: range | None = None, gl
 # -- the tables -------------------------------------------------------------------------------------------------------
 
 
-def _graph(plan: Plan, graph: GraphSchedule, names: PlanNames, width: int, wanted: range | None) -> str:
-    columns = _columns(plan, graph)
-    there = set(columns.values())
-    kinds = [kind for kind in _TITLES if kind in there]
-    flow_of = {flow.operator: flow for flow in flows(plan, graph)}
-    unit = _Unit.of(max((max(f.fetched, f.device, f.host) for f in flow_of.values()), default=0))
+def _graph(plan: Plan, graph: GraphSchedule, names: GraphNames, width: int, wanted: range | None) -> str:
+    """A line per operator: what it computes, and what happens to which tiles meanwhile."""
     count = len(graph.operators)
+    title = f"{graph.kind.upper()}: {counted(count, 'operator')}"
     shown = [o for o in (HEAD, *range(count)) if wanted is None or max(o, 0) in wanted]
-    title = f"{graph.kind.upper()}: {_count(count, 'operator')}"
-    if len(shown) <= count:
-        title += f", {_shown_part(shown, count)}"
     if not shown:
-        return title
+        return f"{title}, none in the range asked for (the last is {count - 1})"
+    if len(shown) <= count:
+        title += f", shown are {max(shown[0], 0)} to {shown[-1]}"
+    columns = _columns(plan, graph)
+    kinds = [kind for kind in _TITLES if kind in columns.values()]
+    tiles = {
+        operator: [names.groups(n for n, _ in graph.numbered(operator) if columns.get(n) == kind) for kind in kinds]
+        for operator in shown
+    }
+    sizes = {flow.operator: (flow.fetched, flow.device, flow.host) for flow in flows(plan, graph)}
+    largest = max(map(max, sizes.values()))
+    unit, nbytes = next((unit for unit in _UNITS.items() if largest < 10_000 * unit[1]), ("GiB", _UNITS["GiB"]))
     heads = [("", "op"), ("", "computes"), *(_TITLES[k] for k in kinds), ("", "fetched"), ("in flight", "device")]
     header = list(zip(*heads, ("", "host"), strict=True))
-    align = ("right", *["left"] * (len(kinds) + 1), *["right"] * 3)
-    of_graph = names.of(plan, graph)
-    rows = [_Row(graph, operator, kinds, columns, of_graph) for operator in shown]
     for limit, detailed in _CELLS:
-        lines = [[*row.cells(limit, detailed), *_sizes(flow_of[row.operator], unit)] for row in rows]
-        text = _layout(header, lines, align)
+        lines = [
+            [
+                *_operator(graph, operator, names, limit, detailed),
+                *(_fitting(group, limit) for group in tiles[operator]),
+                *(f"{size / nbytes:.1f}" if size else "" for size in sizes[operator]),
+            ]
+            for operator in shown
+        ]
+        text = _layout(header, lines, left=range(1, len(kinds) + 2))
         if max(map(len, text.splitlines())) <= width:
             break
-    return f"{title}; sizes in {unit.name}\n\n{text}"
+    return f"{title}; sizes in {unit}\n\n{text}"
 
 
-def _layout(header: Sequence[Sequence[str]], rows: Sequence[Sequence[str]], align: Sequence[str]) -> str:
-    """Columns two spaces apart, under a line of dashes. The header goes in as rows: tabulate would pad it."""
-    widths = [max(map(len, column)) for column in zip(*header, *rows, strict=True)]
-    rule = ["-" * width for width in widths]
-    text = tabulate([*header, rule, *rows], tablefmt="plain", disable_numparse=True, colalign=align)
-    return "\n".join(line.rstrip() for line in text.splitlines())
-
-
-def _shown_part(shown: Sequence[int], count: int) -> str:
-    if not shown:
-        return f"none in the range asked for (the last is {count - 1})"
-    return f"shown are {max(shown[0], 0)} to {shown[-1]}"
-
-
-def _sizes(flow: Flow, unit: _Unit) -> list[str]:
-    return [unit.show(flow.fetched), unit.show(flow.device), unit.show(flow.host)]
+def _layout(header: Sequence[Sequence[str]], rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
+    """A table under a line of dashes. The header goes in as rows: as headers, tabulate would pad them."""
+    rule = ["-" * max(map(len, column)) for column in zip(*header, *rows, strict=True)]
+    return table([*header, rule, *rows], left=left)
 
 
 def _columns(plan: Plan, graph: GraphSchedule) -> dict[int, str]:
@@ -105,11 +103,11 @@ def _columns(plan: Plan, graph: GraphSchedule) -> dict[int, str]:
     journeys, number = plan.journeys, plan.graphs.index(graph)
     found: dict[int, str] = {}
     for position, event in enumerate(graph.events):
+        stay = journeys.stay_of(number, position)
         if event.kind in TRANSFERS:
-            transfer = journeys.transfer(number, position)
-            if transfer is None or transfer.stay.found != "kept":
+            if stay is None or stay.found != "kept":
                 found[position] = event.kind
-        elif event.kind == "release" and (stay := journeys.stay_of(number, position)).kept:
+        elif event.kind == "release" and stay.kept:
             if not journeys.is_always_kept(stay.tile):
                 found[position] = "keep"
         else:
@@ -117,49 +115,33 @@ def _columns(plan: Plan, graph: GraphSchedule) -> dict[int, str]:
     return found
 
 
-@dataclass(frozen=True)
-class _Row:
-    """One line: what an operator computes, and what happens to which tiles meanwhile."""
-
-    graph: GraphSchedule
-    operator: int
-    kinds: Sequence[str]
-    columns: Mapping[int, str]
-    names: GraphNames
-
-    def cells(self, limit: int, detailed: bool) -> list[str]:
-        """The cells before the sizes, each of at most about `limit` characters.
-
-        `detailed`: say which operations are computed, besides the module.
-        """
-        tiles = [self._tiles(kind, limit) for kind in self.kinds]
-        if self.operator == HEAD:
-            return ["", "head", *tiles]
-        operator = self.graph.operators[self.operator]
-        return [str(self.operator), _computes(self.graph, operator, self.names, limit, detailed), *tiles]
-
-    def _tiles(self, kind: str, limit: int) -> str:
-        numbers = (number for number, _ in self.graph.numbered(self.operator))
-        names = self.names.groups(number for number in numbers if self.columns.get(number) == kind)
-        everything = " ".join(names)
-        if len(everything) <= limit or not names:
-            return everything
-        rest = f" +{len(names) - 1}" if len(names) > 1 else ""
-        return _middle_cut(names[0], max(limit - len(rest), 5)) + rest
+def _fitting(names: Sequence[str], limit: int) -> str:
+    """A cell of at most about `limit` characters: all names, or the first and how many more."""
+    everything = " ".join(names)
+    if len(everything) <= limit:
+        return everything
+    rest = f" +{len(names) - 1}" if len(names) > 1 else ""
+    return _middle_cut(names[0], max(limit - len(rest), 5)) + rest
 
 
-def _computes(graph: GraphSchedule, operator: Operator, names: GraphNames, limit: int, detailed: bool) -> str:
-    """The module whose matrix opens the operator, and its heavy operations, which stand alone where no matrix does."""
-    label = _plain_label(operator.label)
-    opening = [e.tile for e in graph.at(operator.index, "wait") if graph.tiles[e.tile].opens_operator]
+def _operator(graph: GraphSchedule, number: int, names: GraphNames, limit: int, detailed: bool) -> tuple[str, str]:
+    """An operator's number, and the module whose matrix opens it.
+
+    `detailed`: with its heavy operations, which stand alone where no matrix opens it.
+    """
+    if number == HEAD:
+        return "", "head"
+    label = _plain_label(graph.operators[number].label)
+    opening = [e.tile for e in graph.at(number, "wait") if graph.tiles[e.tile].opens_operator]
     if not opening:
-        return _end_cut(label, max(limit, 8))
+        return str(number), _end_cut(label, max(limit, 8))
     module = names.short(graph.tiles[opening[0]].name)
     if not detailed or not label:
-        return _middle_cut(module, limit)
+        return str(number), _middle_cut(module, limit)
     limit = max(limit, 26)
     room = limit - len(module) - 2
-    return f"{module}: {_end_cut(label, room)}" if room >= min(len(label), 8) else _middle_cut(module, limit)
+    fits = room >= min(len(label), 8)
+    return str(number), f"{module}: {_end_cut(label, room)}" if fits else _middle_cut(module, limit)
 
 
 def _plain_label(label: str) -> str:
@@ -191,22 +173,20 @@ def _middle_cut(name: str, limit: int) -> str:
 
 
 def _header(plan: Plan) -> str:
-    tiles = [tile for tile in tiles_of(plan).values() if not tile.activation]
-    leaving = [tile for tile in tiles_of(plan).values() if tile.activation]
-    config, placement = plan.config, plan.config.placement
-    parameters = sum(t.nbytes // t.dtype.itemsize for t in tiles)
+    tiles = [tile for tile in plan.tiles if not tile.activation]
+    leaving = [tile for tile in plan.tiles if tile.activation]
+    config = plan.config
     dtypes = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tiles}))
     total = sum(t.nbytes for t in tiles)
     what = "a training step" if any(g.kind == "backward" for g in plan.graphs) else "inference"
     lines = [
-        f"Plan of {what}: {_count(len(tiles), 'tile')}, {_count(parameters, 'parameter')} "
-        f"({dtypes}, {in_words(total)}), {_count(plan.world_size, 'rank')}"
+        f"Plan of {what}: {counted(len(tiles), 'tile')}, {counted(_parameters(plan), 'parameter')} "
+        f"({dtypes}, {in_words(total)}), {counted(plan.world_size, 'rank')}"
     ]
-    if placement != "auto":
-        states = ("parameters", "gradients", "optimizer", "activations")
-        lines.append("placement  " + ", ".join(f"{state} on {getattr(placement, state)}" for state in states))
+    if config.placement != "auto":
+        lines.append(f"placement  {words(config.placement)}")
         if plan.world_size > 1:
-            groups = f" over the {plan.world_size // plan.replicas} of each of {_count(plan.replicas, 'group')}"
+            groups = f" over the {plan.world_size // plan.replicas} of each of {counted(plan.replicas, 'group')}"
             hybrid = groups if plan.stage and plan.replicas > 1 else ""
             owners = ", each whole at one owner" if plan.stage and config.partition == "owner" else ""
             lines.append(f"ranks      ZeRO stage {plan.stage}: {_STAGES[plan.stage]}{hybrid}{owners}")
@@ -218,24 +198,23 @@ def _header(plan: Plan) -> str:
         )
     budgets = [f"{n} {in_words(v)}" for n in ("device_memory", "host_memory") if (v := getattr(config, n)) is not None]
     lines.append("budgets    " + (", ".join(budgets) or "none"))
-    lines.append(
-        f"options    compute {config.compute}, activations {config.activations}, tile {_tile_text(config.tile)}"
-    )
+    tile = in_words(config.tile) if isinstance(config.tile, int) else config.tile
+    lines.append(f"options    compute {config.compute}, activations {config.activations}, tile {tile}")
     if plan.kept or leaving:
         gone = sum(tile.held_nbytes for tile in leaving)
         text = f"saved      {in_words(plan.kept)} of activations stay on the device from forward to backward"
-        where = f", {in_words(gone)} in {_count(len(leaving), 'tile')} go to {leaving[0].tier}" if leaving else ""
+        where = f", {in_words(gone)} in {counted(len(leaving), 'tile')} go to {leaving[0].tier}" if leaving else ""
         lines.append(text + where)
     if plan.unmoved:
         lines.append(f"unmoved    {in_words(plan.unmoved)} of buffers and parameters stay on the device throughout")
     if divided := [tile for tile in leaving if tile.partitioned]:
         lines.append(
-            f"divided    {_count(len(divided), 'activation')} over {divided[0].ranks} ranks of tensor parallelism: "
+            f"divided    {counted(len(divided), 'activation')} over {divided[0].ranks} ranks of tensor parallelism: "
             f"{in_words(sum(t.held_nbytes for t in divided))} of {in_words(sum(t.nbytes for t in divided))} are here"
         )
-    if always := always_kept(plan):
-        nbytes = sum(tiles_of(plan)[label].nbytes for label in always)
-        lines.append(f"resident   {_count(len(always), 'tile')} ({in_words(nbytes)}) in memory from step to step")
+    journeys = plan.journeys
+    if always := [plan.tiles[index].nbytes for index in journeys.of_tile if journeys.is_always_kept(index)]:
+        lines.append(f"resident   {counted(len(always), 'tile')} ({in_words(sum(always))}) in memory from step to step")
     return "\n".join(lines)
 
 
@@ -247,18 +226,18 @@ _STAGES = (
 )
 
 
-def _tile_text(tile: int | str | None) -> str:
-    return in_words(tile) if isinstance(tile, int) else str(tile)
+def _parameters(plan: Plan) -> int:
+    return sum(tile.nbytes // tile.dtype.itemsize for tile in plan.tiles if not tile.activation)
 
 
-def _legend(plan: Plan, names: PlanNames) -> str:
+def _legend(plan: Plan, short: Mapping[str, str]) -> str:
     lines = [
         "A line per operator: the tiles that it waits for, and the transfers that start then and run meanwhile.",
         "Cells name modules; a name stands for all parameters of one (~: cut), +n for n smaller modules.",
     ]
-    if names.example and names.example[0] != names.example[1]:
-        path, short = names.example
-        lines.append(f"{short} stands for {path}.")
+    path, name = max(short.items(), key=lambda item: len(item[0]) - len(item[1]), default=("", ""))
+    if path != name:
+        lines.append(f"{name} stands for {path}.")
     lines.append("head: what starts before operator 0. fetched: bytes of which the read from NVMe starts here.")
     if any("keep" in _columns(plan, graph).values() for graph in plan.graphs):
         lines.append("keeps: what stays in memory for its next use, and is not moved again for it.")
@@ -271,7 +250,7 @@ def _legend(plan: Plan, names: PlanNames) -> str:
 
 def _idle_stages(plan: Plan) -> list[str]:
     """The stages of a tile's journey that stand in the schedule and cost nothing."""
-    tiers = {tile.tier for tile in tiles_of(plan).values()}
+    tiers = {tile.tier for tile in plan.tiles}
     idle = [] if "nvme" in tiers else ["fetch"]
     idle += [] if tiers - {"device"} else ["upload"]
     if plan.world_size == 1:
@@ -280,31 +259,26 @@ def _idle_stages(plan: Plan) -> list[str]:
 
 
 def _traffic(plan: Plan) -> str:
-    titles = {"optimizer": "Adam step"}
-    columns = list(phases(plan))
-    total = sum((moved for _, moved in columns), Traffic())
-    parameters = sum(t.nbytes // t.dtype.itemsize for t in tiles_of(plan).values() if not t.activation)
-    directions = {
-        "NVMe -> host": "nvme_to_host",
-        "host -> device": "host_to_device",
-        "device -> host": "device_to_host",
-        "host -> NVMe": "host_to_nvme",
+    moved = dict(phases(plan))
+    of_phase = {
+        "NVMe -> host": [phase.nvme_to_host for phase in moved.values()],
+        "host -> device": [phase.host_to_device for phase in moved.values()],
+        "device -> host": [phase.device_to_host for phase in moved.values()],
+        "host -> NVMe": [phase.host_to_nvme for phase in moved.values()],
     }
-    rows = []
-    for label, name in directions.items():
-        moved = getattr(total, name)
-        per_phase = [in_words(getattr(phase, name)) for _, phase in columns]
-        rows.append([label, *per_phase, in_words(moved), f"{moved / max(parameters, 1):.1f}"])
     if plan.world_size > 1:
         sent = {each.graph: each.total for each in communication(plan)}
-        per_phase = [in_words(sent.get(name, 0)) for name, _ in columns]
-        in_all = sum(sent.values())
-        rows.append(["to other ranks", *per_phase, in_words(in_all), f"{in_all / max(parameters, 1):.1f}"])
-    per_parameter = f"{total.nvme / max(parameters, 1):.1f}"
-    rows.append(["NVMe in all", *[in_words(phase.nvme) for _, phase in columns], in_words(total.nvme), per_parameter])
-    headers = ["moved per step", *(titles.get(n, n) for n, _ in columns), "total", "bytes per parameter"]
-    align = ("left", *["right"] * (len(headers) - 1))
-    return _layout([headers], rows, align)
+        of_phase["to other ranks"] = [sent.get(phase, 0) for phase in moved]
+    of_phase["NVMe in all"] = [phase.nvme for phase in moved.values()]
+    rows = []
+    for label, sizes in of_phase.items():
+        per_parameter = f"{sum(sizes) / max(_parameters(plan), 1):.1f}"
+        rows.append([label, *map(in_words, sizes), in_words(sum(sizes)), per_parameter])
+    return _layout([["moved per step", *map(_title, moved), "total", "bytes per parameter"]], rows)
+
+
+def _title(phase: str) -> str:
+    return "Adam step" if phase == "optimizer" else phase
 
 
 def _peaks(plan: Plan) -> str:
@@ -317,7 +291,7 @@ def _peaks(plan: Plan) -> str:
         where = "head" if peak.operator == HEAD else str(peak.operator)
         rows.append([what, *map(in_words, sizes), where if sizes[2] else ""])
     headers = ["most in flight", "device", "host", "together", "in operator"]
-    return _layout([headers], rows, ("left", *["right"] * 4))
+    return _layout([headers], rows)
 
 
 def _arena(plan: Plan) -> str:
@@ -334,8 +308,8 @@ def _arena(plan: Plan) -> str:
         "together": [use.total for use in uses],
     }
     rows = [[what, *map(in_words, sizes)] for what, sizes in parts.items() if any(sizes) or what == "together"]
-    headers = ["host arena at most", *({"optimizer": "Adam step"}.get(use.phase, use.phase) for use in uses)]
-    return _layout([headers], rows, ("left", *["right"] * len(uses))) + _regions(plan)
+    headers = ["host arena at most", *(_title(use.phase) for use in uses)]
+    return _layout([headers], rows) + _regions(plan)
 
 
 def _regions(plan: Plan) -> str:
@@ -351,30 +325,3 @@ def _regions(plan: Plan) -> str:
     if regions.device:
         lines.append(f"device arena {in_words(regions.device)}: for tiles in one piece")
     return "\n\n" + "\n".join(lines) if lines else ""
-
-
-# -- numbers ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Unit:
-    """The unit of one table's sizes."""
-
-    name: str
-    nbytes: int
-
-    @classmethod
-    def of(cls, largest: int) -> _Unit:
-        """The unit in which the largest of some sizes has at most four digits before the point."""
-        for power, name in enumerate(("KiB", "MiB", "GiB")):
-            if largest < 10000 * 1024 ** (power + 1) or name == "GiB":
-                return cls(name, 1024 ** (power + 1))
-        raise AssertionError("unreachable")
-
-    def show(self, nbytes: int) -> str:
-        """The size without its unit; nothing for 0."""
-        return f"{nbytes / self.nbytes:.1f}" if nbytes else ""
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

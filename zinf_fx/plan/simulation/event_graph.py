@@ -21,15 +21,9 @@ from typing import Literal
 
 from zinf_fx.config import Tier
 from zinf_fx.errors import PlanError
-from zinf_fx.plan.hardware import Hardware, Link, Memory
+from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.journeys import TRANSFERS, Stay
-from zinf_fx.plan.memory.accounting import (
-    CHUNKS_AHEAD,
-    Chunk,
-    bytes_read,
-    chunks,
-    in_blocks,
-)
+from zinf_fx.plan.memory.accounting import CHUNKS_AHEAD, Chunk, bytes_read, chunks, in_blocks
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import HEAD, Event, EventKind, GraphKind, Tile
 from zinf_fx.plan.simulation.communication import (
@@ -114,7 +108,7 @@ class _Builder:
         self._left: list[int] = []  # the jobs that moved activations last
         # By name, the last jobs that update a parameter, and write it.
         self._updated: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        self._stale = refreshed_tiles(plan)  # by label, the tiles that other ranks updated in part, and not here yet
+        self._stale = {tile.index for tile in refreshed_tiles(plan)}  # updated by other ranks in part, and not here yet
 
     def add_graph(self, number: int) -> None:
         """Every operator, and the transfers that start with it."""
@@ -125,29 +119,26 @@ class _Builder:
             computed: list[Event] = []
             waits: list[int] = []
             for position, event in graph.numbered(operator):
+                stay = journeys.stay_of(number, position)
                 if event.kind == "wait":
-                    waits += self._bringing.get(journeys.stay_of(number, position), ())
-                elif event.kind in ("reduce_scatter", "offload_activation", "write"):
-                    computed.append(event)
-                elif event.kind == "offload":
-                    if not any(one.tile == event.tile for one in computed):
-                        self._offload(graph.tiles[event.tile])
-                    else:
-                        computed.append(event)  # of a gradient that this operator computes
+                    waits += self._bringing.get(stay, ())
                 elif event.kind in TRANSFERS:
-                    transfer = journeys.transfer(number, position)
-                    if transfer is not None and not transfer.under_way:
-                        self._bring(event.kind, transfer.stay, graph.tiles[event.tile])
+                    if stay is not None and not stay.is_under_way(event.kind, number):
+                        self._bring(event.kind, stay, graph.tiles[event.tile])
+                elif event.kind == "offload" and not any(one.tile == event.tile for one in computed):
+                    self._offload(graph.tiles[event.tile])  # of a gradient that an operator before computed
+                elif event.kind != "release":
+                    computed.append(event)
             if operator != HEAD:
                 self._operator(graph.kind, operator, waits)
             for event in computed:
                 tile = graph.tiles[event.tile]
                 if event.kind == "reduce_scatter":
                     self._reduce(tile)
-                elif event.kind in ("offload_activation", "write"):
-                    self._left.append(self._leave(tile, tile.tier, tile.held_nbytes, self._program))
-                else:
+                elif event.kind == "offload":
                     self._offload(tile)
+                else:
+                    self._left.append(self._leave(tile, tile.tier, tile.held_nbytes, self._program))
 
     def add_optimizer(self) -> None:
         """Adam's step, when all gradients are there: chunk by chunk, with reads ahead of the update and writes behind
@@ -173,12 +164,12 @@ class _Builder:
         """To read, update and write."""
         hardware = self._hardware
         if self._plan.config.placement.optimizer == "device" and not hardware.unified:
-            update = chunk.states * (1 / hardware.device.read + 1 / hardware.device.write)
+            update = hardware.device.seconds(chunk.states, chunk.states)
         elif hardware.updates is None:
-            update = chunk.states * (1 / hardware.host.read + 1 / hardware.host.write) * hardware.ranks_per_node
+            update = hardware.host.seconds(chunk.states, chunk.states) * hardware.ranks_per_node
         else:
             update = chunk.elements * hardware.ranks_per_node / hardware.updates
-        return self._disk(hardware.nvme, chunk.read, 0), update, self._disk(hardware.nvme, 0, chunk.written)
+        return self._disk(chunk.read, 0), update, self._disk(0, chunk.written)
 
     # -- one event -----------------------------------------------------------------------------------------------------
 
@@ -193,12 +184,12 @@ class _Builder:
         before = self._bringing.get(stay, ())
         if kind == "fetch":
             before = self._brought.get(stay.tile, ()) if stay.found == "held" else self._final(tile)
-            if self._stale.pop(tile.label, None) is not None and (seconds := self._within(tile, refreshed(tile))):
+            if tile.index in self._stale and (seconds := self._within(tile, refreshed(tile))):
+                self._stale.remove(tile.index)
                 after = (*self._program, *before)
                 before = (self._add(f"refresh {tile.label}", "link", seconds, after, tile.nbytes),)
-        seconds = self._seconds(kind, tile) if stay.moves(kind) else 0.0
-        if seconds:
-            resource: Resource = {"fetch": "disk", "upload": "upload", "allgather": "link"}[kind]
+        resource, seconds = self._transfer(kind, tile)
+        if seconds and stay.moves(kind):
             before = (self._add(f"{kind} {tile.label}", resource, seconds, (*self._program, *before), tile.nbytes),)
         self._bringing[stay] = self._brought[stay.tile] = before
 
@@ -208,24 +199,24 @@ class _Builder:
         self._program = (*self._program, *updated)
         return written if tile.tier == "nvme" else ()
 
-    def _seconds(self, kind: EventKind, tile: Tile) -> float:
-        hardware = self._hardware
+    def _transfer(self, kind: EventKind, tile: Tile) -> tuple[Resource, float]:
+        """What a stage of a tile's way takes, and for how long."""
         if kind == "fetch":
-            return self._disk(hardware.nvme, bytes_read(tile), 0)
+            return "disk", self._disk(bytes_read(tile), 0)
         if kind == "upload":
-            moves = tile.tier != "device" and not hardware.unified
-            return _over(hardware.upload, tile.held_nbytes) if moves else 0.0
-        return self._within(tile, gathered(tile))
+            moves = tile.tier != "device" and not self._hardware.unified
+            return "upload", self._hardware.upload.seconds(tile.held_nbytes) if moves else 0.0
+        return "link", self._within(tile, gathered(tile))
 
     def _within(self, tile: Tile, nbytes: int) -> float:
         """Seconds of a collective of the ranks that divide a tile among themselves."""
-        return _over(self._hardware.link_within(tile.ranks), nbytes)
+        return self._hardware.link_within(tile.ranks).seconds(nbytes)
 
     def _reduce(self, tile: Tile) -> None:
         """The gradient of the operator that computed last."""
         self._leaving[tile.label] = self._program
         seconds = self._within(tile, reduced_in_group(self._plan, tile))
-        seconds += _over(self._hardware.link_across(tile.ranks), reduced_over_groups(self._plan, tile))
+        seconds += self._hardware.link_across(tile.ranks).seconds(reduced_over_groups(self._plan, tile))
         if seconds:
             job = self._add(f"reduce_scatter {tile.label}", "link", seconds, self._program, tile.nbytes)
             self._leaving[tile.label] = (job,)
@@ -241,25 +232,19 @@ class _Builder:
         """To host memory, where the device itself copies it if it computes there, and on to the disk."""
         hardware = self._hardware
         if hardware.unified:
-            seconds = nbytes * (1 / hardware.host.read + 1 / hardware.host.write)
-            job = self._add(f"offload {tile.label}", "compute", seconds, after, nbytes)
+            job = self._add(f"offload {tile.label}", "compute", hardware.host.seconds(nbytes, nbytes), after, nbytes)
             self._program = (job,)
         else:
-            job = self._add(f"offload {tile.label}", "download", _over(hardware.download, nbytes), after, nbytes)
+            job = self._add(f"offload {tile.label}", "download", hardware.download.seconds(nbytes), after, nbytes)
         if tier == "nvme":
             stored = in_blocks(tile, nbytes)
-            seconds = self._disk(self._hardware.nvme, 0, stored)
-            job = self._add(f"write {tile.label}", "disk", seconds, (job,), stored)
+            job = self._add(f"write {tile.label}", "disk", self._disk(0, stored), (job,), stored)
         return job
 
-    def _disk(self, nvme: Memory, read: int, written: int) -> float:
-        """This rank's share of the node's drives."""
-        return (read / nvme.read + written / nvme.write) * self._hardware.ranks_per_node
+    def _disk(self, read: int, written: int) -> float:
+        """Seconds of this rank's share of the node's drives."""
+        return self._hardware.nvme.seconds(read, written) * self._hardware.ranks_per_node
 
     def _add(self, name: str, resource: Resource, seconds: float, after: tuple[int, ...], nbytes: int = 0) -> int:
         self.jobs.append(Job(name, resource, seconds, tuple(dict.fromkeys(after)), nbytes))
         return len(self.jobs) - 1
-
-
-def _over(link: Link, nbytes: int) -> float:
-    return link.latency + nbytes / link.bandwidth if nbytes else 0.0

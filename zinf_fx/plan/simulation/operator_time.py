@@ -25,8 +25,3 @@ def seconds_of_operator(operator: Operator, hardware: Hardware) -> float:
     if operator.dtype is not None:
         products = max(products, operator.flops / hardware.achieved(str(operator.dtype).removeprefix("torch.")))
     return products + operator.other_bytes / memory
-
-
-def flops_of(plan: Plan) -> int:
-    """Of a step, on one rank, recomputation included."""
-    return sum(operator.flops for graph in plan.graphs for operator in graph.operators)

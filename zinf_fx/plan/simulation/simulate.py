@@ -8,14 +8,14 @@ that it had to wait for, or the one that had the resource before it. Causes make
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from zinf_fx.errors import PlanError
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.simulation.event_graph import RESOURCES, Compute, Job, Resource, event_graph
+from zinf_fx.plan.simulation.operator_time import compute_seconds
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,21 @@ class Timing:
 
 @dataclass(frozen=True)
 class Stall:
-    """Seconds for which compute waited before one job, and which jobs it waited for, each with its part of them."""
+    """From when on and how long compute waited before one job, and for which jobs, each with its part of the time."""
 
     before: str
+    start: float
     seconds: float
     waited_for: tuple[tuple[Job, float], ...]
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """Jobs, and when each of them runs."""
+    """Jobs, and when each of them runs. `flops`: those that one device does, recomputation included."""
 
     jobs: tuple[Job, ...]
     timings: tuple[Timing, ...]
+    flops: int = 0
 
     @property
     def seconds(self) -> float:
@@ -49,12 +51,14 @@ class Simulation:
         return max((timing.end for timing in self.timings), default=0.0)
 
     @property
+    def flops_per_second(self) -> float:
+        """Of one device."""
+        return self.flops / self.seconds if self.seconds else 0.0
+
+    @property
     def busy(self) -> dict[Resource, float]:
         """Seconds of work of each resource."""
-        work: Counter[Resource] = Counter()
-        for job in self.jobs:
-            work[job.resource] += job.seconds
-        return {resource: work[resource] for resource in RESOURCES}
+        return _by_resource((job, job.seconds) for job in self.jobs)
 
     @property
     def utilisation(self) -> dict[Resource, float]:
@@ -65,15 +69,17 @@ class Simulation:
     def critical_path(self) -> list[int]:
         """Indices of the jobs that decide how long all takes, in order. Each starts when the one before it ends."""
         ends = [timing.end for timing in self.timings]
-        return list(reversed(list(self._causes(ends.index(max(ends)))))) if ends else []
+        return [*self._causes(ends.index(max(ends)))][::-1] if ends else []
 
     @property
     def critical_seconds(self) -> dict[Resource, float]:
         """Seconds of the critical path, by resource: together, all of the time."""
-        path: Counter[Resource] = Counter()
-        for index in self.critical_path:
-            path[self.jobs[index].resource] += self.jobs[index].seconds
-        return {resource: path[resource] for resource in RESOURCES}
+        return _by_resource((self.jobs[index], self.jobs[index].seconds) for index in self.critical_path)
+
+    @property
+    def stalled(self) -> dict[Resource, float]:
+        """Seconds for which compute waited, by the resource that it waited for."""
+        return _by_resource(waited for stall in self.stalls() for waited in stall.waited_for)
 
     def stalls(self) -> list[Stall]:
         """Every time for which compute had nothing to do before one of its jobs, and what it waited for."""
@@ -83,7 +89,8 @@ class Simulation:
         for index in sorted(computing, key=lambda index: (self.timings[index].start, self.timings[index].end)):
             start = self.timings[index].start
             if start > idle_since:
-                found.append(Stall(self.jobs[index].name, start - idle_since, tuple(self._blamed(index, idle_since))))
+                blamed = tuple(self._blamed(index, idle_since))
+                found.append(Stall(self.jobs[index].name, idle_since, start - idle_since, blamed))
             idle_since = self.timings[index].end
         return found
 
@@ -98,6 +105,14 @@ class Simulation:
         while index is not None:
             yield index
             index = self.timings[index].cause
+
+
+def _by_resource(seconds: Iterable[tuple[Job, float]]) -> dict[Resource, float]:
+    """The sums of seconds of jobs."""
+    found = dict.fromkeys(RESOURCES, 0.0)
+    for job, of_job in seconds:
+        found[job.resource] += of_job
+    return found
 
 
 def simulate(jobs: Sequence[Job]) -> Simulation:
@@ -156,15 +171,19 @@ def one_after_another(jobs: Sequence[Job]) -> Simulation:
 def simulate_plan(
     plan: Plan,
     hardware: Hardware,
-    compute: Compute,
+    compute: Compute | None = None,
     run: Callable[[Sequence[Job]], Simulation] = simulate,
     overlap: bool = True,
 ) -> Simulation:
-    """A step of a plan on one rank of the hardware. Raises: PlanError.
+    """A step of a plan on one rank of the hardware.
 
     Args:
-        compute: seconds of each operator.
+        compute: measured seconds of each operator; default what the hardware's figures say.
         run: how its jobs follow each other.
         overlap: the optimizer's step goes on in the next forward pass.
+
+    Raises: PlanError for another number of ranks; ConfigError for a dtype without a peak.
     """
-    return run(event_graph(plan, hardware, compute, overlap))
+    compute = compute_seconds(plan, hardware) if compute is None else compute
+    flops = sum(operator.flops for graph in plan.graphs for operator in graph.operators)
+    return replace(run(event_graph(plan, hardware, compute, overlap)), flops=flops)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from zinf_fx.plan.memory.accounting import chunks, flows, tiles_of
-from zinf_fx.plan.memory.use import arena_by_operator, living_on_device
+from zinf_fx.plan.memory.accounting import chunks, flows
+from zinf_fx.plan.memory.use import arena_by_operator, staying_on_device
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import HEAD
 from zinf_fx.plan.simulation.simulate import Simulation
@@ -80,10 +80,9 @@ def slices(plan: Plan, simulation: Simulation) -> list[Slice]:
 
 def waits(simulation: Simulation) -> list[Slice]:
     """Every time for which compute had nothing to do, one slice for each job that it waited for."""
-    starts = {job.name: timing.start for job, timing in zip(simulation.jobs, simulation.timings, strict=True)}
     found = []
     for stall in simulation.stalls():
-        now = starts[stall.before] - stall.seconds
+        now = stall.start
         for job, seconds in stall.waited_for:
             name = "wait states" if job.kind in _OPTIMIZER else f"wait {job.subject}"  # as the runtime calls them
             found.append(Slice("wait", name, now, now + seconds, 0, f"for {job.name}, before {stall.before}"))
@@ -98,13 +97,13 @@ def memory_curves(plan: Plan, simulation: Simulation) -> list[MemoryCurve]:
     times: list[float] = []
     device: list[int] = []
     host: list[int] = []
-    living = living_on_device(plan.config.placement, list(tiles_of(plan).values())).total
+    staying = staying_on_device(plan)
     now = 0.0
     for graph in plan.graphs:
         of_graph, arena = flows(plan, graph), arena_by_operator(plan, graph)
         for flow, in_arena in zip(of_graph, arena, strict=True):
             times.append(now)
-            device.append(plan.unmoved + living + plan.kept + flow.device)
+            device.append(staying + flow.device)
             host.append(in_arena)
             if flow.operator != HEAD:
                 now = ends[f"{graph.kind} {flow.operator}"]

@@ -1,0 +1,20 @@
+"""Tables of text."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from tabulate import tabulate
+
+
+def table(rows: Sequence[Sequence[str]], headers: Sequence[str] = (), left: Collection[int] = (0,)) -> str:
+    """Columns, those numbered in `left` flush left and all others right; the headers stand above a line of dashes."""
+    align = ["left" if column in left else "right" for column in range(len(rows[0]))]
+    layout = "simple" if headers else "plain"
+    text = tabulate(rows, headers=headers, tablefmt=layout, disable_numparse=True, colalign=align)
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def counted(number: int, noun: str) -> str:
+    """`1,234 tiles`, or `1 tile`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
