@@ -21,9 +21,9 @@ from zinf_fx.passes.lowering.lower_gathers import LowerGathers
 from zinf_fx.passes.lowering.regions import Regions
 from zinf_fx.passes.lowering.sink_gathers import SinkGathers
 from zinf_fx.passes.pipeline import plan_of
-from zinf_fx.passes.scheduling.buffers import excess, place
+from zinf_fx.passes.scheduling.buffers import excess, place_buffers
 from zinf_fx.passes.scheduling.prefetch import Prefetch
-from zinf_fx.passes.scheduling.residency import choose
+from zinf_fx.passes.scheduling.residency import choose_residency
 from zinf_fx.plan.memory.spec import check_buffers
 from zinf_fx.plan.memory.use import most, most_on_device
 from zinf_fx.plan.plan import Plan
@@ -39,8 +39,8 @@ def test_golden() -> None:
         x = built.call(aten.mm.default, x, built.gather(name))
     built.returns(x)
     built.run(SinkGathers(), Regions(), LowerGathers(), Prefetch(None))
-    built.run(*choose([(built.graph, built.context)]))
-    (buffers,) = place(plan_of([(built.graph, built.context)]))
+    built.run(*choose_residency([(built.graph, built.context)]))
+    (buffers,) = place_buffers(plan_of([(built.graph, built.context)]))
     built.check(
         buffers,
         after="""

@@ -20,7 +20,8 @@ from zinf_fx.passes.lowering.lower_gathers import LowerGathers
 from zinf_fx.passes.lowering.regions import Regions
 from zinf_fx.passes.lowering.sink_gathers import SinkGathers
 from zinf_fx.passes.scheduling.prefetch import Prefetch
-from zinf_fx.passes.scheduling.residency import Gap, Room, Use, choose
+from zinf_fx.passes.scheduling.residency import Gap, choose_residency, take
+from zinf_fx.plan.journeys import Between
 from zinf_fx.plan.schedule import HEAD
 
 KIB = 1024
@@ -39,7 +40,7 @@ def chain(kind: str, order: Sequence[str], budget: int | None, **options: object
 
 
 def decided(*graphs: Builder) -> None:
-    for built, residency in zip(graphs, choose([(b.graph, b.context) for b in graphs]), strict=True):
+    for built, residency in zip(graphs, choose_residency([(b.graph, b.context) for b in graphs]), strict=True):
         built.check_values(residency)
 
 
@@ -52,7 +53,7 @@ def moved(built: Builder) -> list[str]:
 def test_golden() -> None:
     """The tied tile is used at both ends of the graph, and in the next one: there is room for one tile more."""
     built = chain("inference", ["tied", "a", "b", "tied"], 2 * KIB, prefetch=None)
-    (residency,) = choose([(built.graph, built.context)])
+    (residency,) = choose_residency([(built.graph, built.context)])
     built.check(
         residency,
         after="""
@@ -166,8 +167,8 @@ def _saved_at_most(gaps: Sequence[Gap], free: Sequence[int]) -> int:
     """By trying everything."""
     for count in range(len(gaps), 0, -1):
         for chosen in itertools.combinations(gaps, count):
-            room = Room(free, [0])
-            if all(room.take(gap) for gap in chosen):
+            left = list(free)
+            if all(take(left, gap) for gap in chosen):
                 return count
     return 0
 
@@ -179,14 +180,14 @@ def _saved_at_most(gaps: Sequence[Gap], free: Sequence[int]) -> int:
 )
 def test_of_one_size_as_many_are_saved_as_can_be(order: list[int], free: list[int]) -> None:
     """Belady's choice is the optimum, also where the room differs from operator to operator."""
-    uses: dict[int, list[Use]] = {}
+    uses: dict[int, list[int]] = {}
     for operator, name in enumerate(order):
-        of_tile = uses.setdefault(name, [])
-        of_tile.append(Use(0, operator, operator))
-    gaps = [Gap(a, b, 1, False) for of_tile in uses.values() for a, b in itertools.pairwise(of_tile)]
-    gaps.sort(key=lambda gap: gap.after.first)
-    room = Room(free, [0])
-    assert sum(room.take(gap) for gap in gaps) == _saved_at_most(gaps[:10], free) or len(gaps) > 10
+        uses.setdefault(name, []).append(operator)
+    pairs = [pair for of_tile in uses.values() for pair in itertools.pairwise(of_tile)]
+    gaps = [Gap(Between(None, None, False), (range(a + 2, b + 1),), 1, False) for a, b in pairs]
+    gaps.sort(key=lambda gap: gap.positions[0].stop)
+    left = list(free)
+    assert sum(take(left, gap) for gap in gaps) == _saved_at_most(gaps[:10], free) or len(gaps) > 10
 
 
 @pytest.mark.parametrize(("name", "budget"), [("tied_far_apart", "4KiB"), ("mlp", "5KiB"), ("tied_far_apart", "64KiB")])

@@ -15,6 +15,8 @@ from zinf_fx.passes.ir import spec
 from zinf_fx.passes.ir.framework import (
     OPERATOR,
     HeadTransfer,
+    Pass,
+    TileKey,
     event_of,
     give_event,
     nodes_calling,
@@ -27,7 +29,7 @@ from zinf_fx.passes.lowering.reduce_gradients import ReduceGradients
 from zinf_fx.passes.lowering.regions import Regions
 from zinf_fx.passes.lowering.sink_gathers import SinkGathers
 from zinf_fx.passes.scheduling.prefetch import Prefetch
-from zinf_fx.passes.scheduling.residency import choose
+from zinf_fx.passes.scheduling.residency import choose_residency
 
 KIB = 1024
 
@@ -60,7 +62,7 @@ def lowered() -> Builder:
 def forward() -> Builder:
     """Two operators; the next graph needs `b`, then `a`."""
     built = lowered()
-    b, a = built.token("b").name, built.token("a").name
+    b, a = TileKey(built.token("b").name), TileKey(built.token("a").name)
     head = [HeadTransfer(op, b, 3 - number) for number, op in enumerate(ops.TRANSFERS)]
     built.knows(successor_head=(*head, HeadTransfer(ops.fetch, a, 1)))
     built.run(Prefetch())
@@ -86,7 +88,7 @@ def resident() -> Builder:
         x = built.call(aten.mm.default, x, built.gather(name))
     built.returns(x)
     built.run(SinkGathers(), Regions(), LowerGathers(), Prefetch(None))
-    built.run(*choose([(built.graph, built.context)]))
+    built.run(*choose_residency([(built.graph, built.context)]))
     return built
 
 
@@ -384,8 +386,8 @@ def test_a_pass_without_what_it_requires_is_refused() -> None:
 
 
 def test_each_pass_is_checked() -> None:
-    class Breaks:
-        name, requires, provides, changes_numerics = "breaks", (), (), False
+    class Breaks(Pass):
+        name = "breaks"
 
         def __call__(self, graph: fx.Graph, context: object) -> object:
             next(nodes_calling(graph, ops.wait)).target = ops.gather

@@ -183,8 +183,7 @@ class Capture:
                 joint_inputs, arguments = training
                 context = self._of_joint(graph, context, arguments["num_fwd_outputs"])
                 plan = follow_training if given else plan_training
-                found = plan(module, joint_inputs, context, *following, **arguments)
-                planned = [found[:2], found[2:]]
+                planned = plan(module, joint_inputs, context, *following, **arguments)
         graphs = [(module.graph, context) for module, context in planned]
         for graph, context in graphs:
             self._together.note_collectives(graph, context)

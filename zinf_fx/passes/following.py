@@ -7,7 +7,7 @@ saved, how early transfers start, what stays in memory, where buffers lie) stand
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -16,27 +16,27 @@ from zinf_fx.errors import PlanError
 from zinf_fx.passes.activations.choices import FollowActivations
 from zinf_fx.passes.ir.framework import GraphContext, HeadTransfer
 from zinf_fx.passes.lowering.offload_gradients import OffloadGradients
-from zinf_fx.passes.pipeline import divided_training, lowering, plan_of, run_passes, tiling
-from zinf_fx.passes.scheduling.follow_schedule import FollowSchedule
+from zinf_fx.passes.pipeline import Planned, divided_training, lowering, plan_of, run_passes, tiling
+from zinf_fx.passes.scheduling.follow_schedule import FollowSchedule, check_items
 from zinf_fx.passes.scheduling.prefetch import Prefetch
 from zinf_fx.plan.memory.spec import check_buffers
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.schedule import GraphSchedule
 
 
 def follow_training(
     joint: fx.GraphModule, joint_inputs: Any, context: GraphContext, plan: Plan, **arguments: Any
-) -> tuple[fx.GraphModule, GraphContext, fx.GraphModule, GraphContext]:
+) -> tuple[Planned, Planned]:
     """What `plan_training` returned when it made `plan`. Raises: PlanError naming the first difference."""
-    forward, forward_context, backward, backward_context = divided_training(
+    (forward, forward_context), (backward, context) = divided_training(
         joint, joint_inputs, context, plan.tile_limit, FollowActivations(plan.choices), arguments
     )
     steps = [*lowering(), OffloadGradients(), FollowSchedule(plan, "backward")]
-    backward_context = run_passes(backward.graph, backward_context, steps)
-    forward_context = replace(forward_context, successor_head=_head_due(plan, backward.graph, backward_context))
+    context = run_passes(backward.graph, context, steps)
+    forward_context = replace(forward_context, successor_head=_head_due(plan, backward.graph, context))
     forward_context = run_passes(forward.graph, forward_context, [*lowering(), FollowSchedule(plan, "forward")])
-    _check_followed(plan, [(forward, forward_context), (backward, backward_context)])
-    return forward, forward_context, backward, backward_context
+    followed = (forward, forward_context), (backward, context)
+    _check_followed(plan, followed)
+    return followed
 
 
 def follow_inference(module: fx.GraphModule, context: GraphContext, plan: Plan) -> GraphContext:
@@ -50,37 +50,23 @@ def follow_inference(module: fx.GraphModule, context: GraphContext, plan: Plan) 
 
 def _head_due(plan: Plan, backward: fx.Graph, context: GraphContext) -> tuple[HeadTransfer, ...]:
     """What backward, scheduled, needs at its head from forward's turn: what doesn't stay for it anyway."""
-    kept = plan.journeys.kept_at_begin(1)
-    there = {plan.graph("backward").tiles[tile].label for tile in kept}
+    there = plan.journeys.kept_at_begin(1)
     head = Prefetch(context.config.prefetch).head(backward, context)
-    return tuple(transfer for transfer in head if context.tile(transfer.key).label not in there)
+    return tuple(transfer for transfer in head if context.numbers[transfer.key] not in there)
 
 
-def _check_followed(plan: Plan, modules: Sequence[tuple[fx.GraphModule, GraphContext]]) -> None:
+def _check_followed(plan: Plan, modules: Sequence[Planned]) -> None:
     """Check that following a plan made what it says. Raises: PlanError naming the first difference."""
     made = plan_of([(module.graph, context) for module, context in modules])
     check_buffers(made)
     for theirs, ours in zip(plan.graphs, made.graphs, strict=True):
-        for name in ("tiles", "operators", "events"):
-            _check_items(f"the {theirs.kind} graph's {name}", getattr(theirs, name), getattr(ours, name))
+        for name in ("operators", "events"):
+            check_items(f"the {theirs.kind} graph's {name}", getattr(theirs, name), getattr(ours, name))
         if theirs.separate_device != ours.separate_device:
-            raise PlanError("the plan is for a device whose memory is " + _whose(theirs) + ", and this one's is not")
+            whose = "its own" if theirs.separate_device else "host memory"
+            raise PlanError(f"the plan is for a device whose memory is {whose}, and this one's is not")
     for name in ("gradient_buffer", "activation_buffer", "kept", "unmoved", "regions"):
         if getattr(plan, name) != getattr(made, name):
             raise PlanError(f"{name} of the plan is {getattr(plan, name)}, and that of the model {getattr(made, name)}")
     for module, _ in modules:
         module.recompile()
-
-
-def _whose(graph: GraphSchedule) -> str:
-    return "its own" if graph.separate_device else "host memory"
-
-
-def _check_items(what: str, theirs: Sequence[Any], ours: Sequence[Any]) -> None:
-    if theirs == ours:
-        return
-    for number, (one, other) in enumerate(zip(theirs, ours, strict=False)):
-        for each in fields(one) if one != other else ():
-            if (made := getattr(one, each.name)) != (here := getattr(other, each.name)):
-                raise PlanError(f"{what}[{number}].{each.name} is {made!r} in the plan, and {here!r} for this model")
-    raise PlanError(f"{what} are {len(theirs)} in the plan, and {len(ours)} for this model")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -19,7 +20,6 @@ from zinf_fx.passes.activations.keep import KeepActivations
 from zinf_fx.passes.activations.offload import (
     OffloadActivations,
     ReloadActivations,
-    bytes_of,
     leaving,
     saved_activations,
 )
@@ -30,11 +30,10 @@ from zinf_fx.passes.ir.framework import (
     GraphContext,
     HeadTransfer,
     Pass,
+    computing,
     event_of,
     events_in,
-    is_compute,
     nodes_calling,
-    operator_of,
 )
 from zinf_fx.passes.ir.printer import print_graph
 from zinf_fx.passes.ir.rewriting import copied
@@ -47,10 +46,10 @@ from zinf_fx.passes.lowering.recompute_gathers import RecomputeGathers
 from zinf_fx.passes.lowering.reduce_gradients import ReduceGradients
 from zinf_fx.passes.lowering.regions import Regions
 from zinf_fx.passes.lowering.sink_gathers import SinkGathers
-from zinf_fx.passes.scheduling.buffers import excess, place
+from zinf_fx.passes.scheduling.buffers import excess, place_buffers
 from zinf_fx.passes.scheduling.prefetch import Prefetch
 from zinf_fx.passes.scheduling.refusal import refusal_of_buffers
-from zinf_fx.passes.scheduling.residency import choose
+from zinf_fx.passes.scheduling.residency import choose_residency
 from zinf_fx.passes.tiling.tile import TileParameters
 from zinf_fx.passes.tiling.tile_cross_entropy import TileCrossEntropy
 from zinf_fx.plan.memory.spec import check_buffers
@@ -61,6 +60,8 @@ from zinf_fx.sizes import PAGE
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 # A tile and its gradient may be there together, and the next tile and the gradient before it.
 _TILES_TOGETHER = 4
 # Parts of the budget that the largest tile may be, tried in this order until the plan fits, down to a page.
@@ -69,32 +70,60 @@ _TILES_IN_BUDGET = (2, 4, 8, 16, 32, 64)
 _TRIES = 4
 
 
+Planned = tuple[fx.GraphModule, GraphContext]
+
+
 def plan_training(
     joint: fx.GraphModule, joint_inputs: Any, context: GraphContext, **arguments: Any
-) -> tuple[fx.GraphModule, GraphContext, fx.GraphModule, GraphContext]:
+) -> tuple[Planned, Planned]:
     """Joint graph -> planned forward and backward graphs with their contexts.
 
     `context.gradients` is keyed by the position of the gradient among the outputs of the backward graph. `arguments`
     are those of PyTorch's partitioner.
     """
-    for limit, last in _tile_limits(context):
-        graph = joint if last else fx.GraphModule(joint, copied(joint.graph))
-        try:
-            return _plan_training(graph, joint_inputs, replace(context, provided=frozenset()), limit, arguments)
-        except BudgetError:
-            if last:
-                raise
-    raise AssertionError("unreachable")
+
+    def plan(limit: int | None) -> tuple[Planned, Planned]:
+        activations = _activations(context, limit)
+        forward, backward = divided_training(joint, joint_inputs, context, limit, activations, arguments)
+        # Backward first: forward has to start what backward needs at its head.
+        backward, head = _schedule(*backward, OffloadGradients())
+        forward, _ = _schedule(forward[0], replace(forward[1], successor_head=head))
+        return tuple(_with_buffers([forward, backward]))
+
+    return _within_budget(joint, context, plan)
 
 
-def _tile_limits(context: GraphContext) -> Iterator[tuple[int | None, bool]]:
-    """The tile limits to plan with (None: no tiling) until the plan fits the budget, and which is the last."""
+def plan_inference(module: fx.GraphModule, context: GraphContext) -> GraphContext:
+    """Plan a graph that has no backward."""
+
+    def plan(limit: int | None) -> GraphContext:
+        tiled = run_passes(module.graph, replace(context, tile_limit=limit), tiling(limit))
+        scheduled, _ = _schedule(module, tiled)
+        ((_, planned),) = _with_buffers([scheduled])
+        return planned
+
+    return _within_budget(module, context, plan)
+
+
+def _within_budget(module: fx.GraphModule, context: GraphContext, plan: Callable[[int | None], T]) -> T:
+    """What `plan` makes of a captured module with the first tile limit (None: no tiling) that fits the budget."""
+    captured = module.graph
+    *limits, last = _tile_limits(context)
+    for limit in limits:
+        module.graph = copied(captured)
+        with suppress(BudgetError):
+            return plan(limit)
+    module.graph = captured
+    return plan(last)
+
+
+def _tile_limits(context: GraphContext) -> list[int | None]:
+    """The tile limits to plan with until the plan fits."""
     budget, tile = context.limit, context.config.tile
-    if tile != "auto" or budget is None or budget <= 0:
-        yield (None if tile == "auto" else tile), True
-        return
-    limits = [None, *(budget // divisor for divisor in _TILES_IN_BUDGET if budget // divisor >= PAGE)]
-    yield from ((limit, limit is limits[-1]) for limit in limits)
+    if tile != "auto":
+        return [tile]
+    parts = [] if budget is None else [budget // divisor for divisor in _TILES_IN_BUDGET]
+    return [None, *(limit for limit in parts if limit >= PAGE)]
 
 
 def tiling(limit: int | None) -> list[Pass]:
@@ -125,20 +154,6 @@ def _room_for_activations(context: GraphContext, tile_limit: int | None) -> int 
     return max(budget - context.living_on_device.total - max(_TILES_TOGETHER * largest, budget // 4), 0)
 
 
-def _plan_training(
-    joint: fx.GraphModule, joint_inputs: Any, context: GraphContext, tile_limit: int | None, arguments: dict[str, Any]
-) -> tuple[fx.GraphModule, GraphContext, fx.GraphModule, GraphContext]:
-    activations = _activations(context, tile_limit)
-    forward, forward_context, backward, backward_context = divided_training(
-        joint, joint_inputs, context, tile_limit, activations, arguments
-    )
-    # Backward first: forward has to start what backward needs at its head.
-    backward_context, head = _schedule(backward.graph, backward_context, [OffloadGradients()])
-    forward_context, _ = _schedule(forward.graph, replace(forward_context, successor_head=head), [])
-    contexts = _place_buffers([(forward, forward_context), (backward, backward_context)])
-    return forward, contexts[0], backward, contexts[1]
-
-
 def divided_training(
     joint: fx.GraphModule,
     joint_inputs: Any,
@@ -146,60 +161,39 @@ def divided_training(
     tile_limit: int | None,
     activations: Pass,
     arguments: dict[str, Any],
-) -> tuple[fx.GraphModule, GraphContext, fx.GraphModule, GraphContext]:
+) -> tuple[Planned, Planned]:
     """Joint graph -> forward and backward graphs that are to be scheduled, with their contexts.
 
     What is saved, recomputed and leaves the device is as the pass `activations` says.
     """
-    context = run_passes(joint.graph, replace(context, divided={}, undivided={}), tiling(tile_limit))
+    context = run_passes(joint.graph, context, tiling(tile_limit))
     before = tagged(joint.graph)
     context = run_passes(joint.graph, context, [activations])
     choices = choices_in(joint.graph, before)
     context = run_passes(joint.graph, context, [RecomputeGathers(), ReduceGradients()])
     forward, backward = partition(joint, joint_inputs, context, **arguments)
-    tier = context.config.activation_tier
     movable, fixed = saved_activations(forward.graph, arguments["num_fwd_outputs"])
-    leave = leaving(movable, fixed, tier, context.tensor_ranks)
-    both = replace(
+    leave = leaving(movable, fixed, context.config.activation_tier, context.tensor_ranks)
+    context = replace(
         context,
+        kind="backward",
         backward_outputs=0,
-        provided=frozenset(),
-        kept=bytes_of(movable) - bytes_of(leave) + bytes_of(fixed),
+        provided=frozenset({"gradients_reduced"}),
+        kept=sum(saved.nbytes for saved in (*movable, *fixed)) - sum(saved.nbytes for saved in leave),
         tile_limit=tile_limit,
         choices=choices,
     )
-    forward_context = replace(both, kind="forward", gradients={})
-    backward_context = replace(both, kind="backward", provided=frozenset({"gradients_reduced"}))
+    forward_context = replace(context, kind="forward", gradients={}, provided=frozenset())
     forward_context = run_passes(forward.graph, forward_context, [OffloadActivations(leave)])
-    backward_context = run_passes(backward.graph, backward_context, [ReloadActivations(leave)])
-    return forward, forward_context, backward, backward_context
+    backward_context = run_passes(backward.graph, context, [ReloadActivations(leave)])
+    return (forward, forward_context), (backward, backward_context)
 
 
-def plan_inference(module: fx.GraphModule, context: GraphContext) -> GraphContext:
-    """Plan a graph that has no backward."""
-    captured = module.graph
-    for limit, last in _tile_limits(context):
-        if not last:
-            module.graph = copied(captured)
-        tried = replace(context, divided={}, undivided={}, provided=frozenset(), tile_limit=limit)
-        try:
-            tried = run_passes(module.graph, tried, tiling(limit))
-            tried, _ = _schedule(module.graph, tried, [])
-            return _place_buffers([(module, tried)])[0]
-        except BudgetError:
-            if last:
-                raise
-            module.graph = captured
-    raise AssertionError("unreachable")
-
-
-def _schedule(
-    graph: fx.Graph, context: GraphContext, extra: Sequence[Pass]
-) -> tuple[GraphContext, tuple[HeadTransfer, ...]]:
+def _schedule(module: fx.GraphModule, context: GraphContext, *extra: Pass) -> tuple[Planned, tuple[HeadTransfer, ...]]:
     """Schedule one graph; returns what it needs at its head, too."""
     prefetch = Prefetch(context.config.prefetch)
-    context = run_passes(graph, context, [*lowering(), *extra, prefetch])
-    return context, prefetch.head(graph, context)
+    context = run_passes(module.graph, context, [*lowering(), *extra, prefetch])
+    return (module, context), prefetch.head(module.graph, context)
 
 
 def lowering() -> list[Pass]:
@@ -207,21 +201,21 @@ def lowering() -> list[Pass]:
     return [PlaceWrites(), SinkGathers(), Regions(), LowerGathers()]
 
 
-def _place_buffers(modules: Sequence[tuple[fx.GraphModule, GraphContext]]) -> list[GraphContext]:
-    """What stays in memory between uses, in the scheduled graphs of one step, and where every buffer lies.
+def _with_buffers(scheduled: Sequence[Planned]) -> list[Planned]:
+    """Decide what stays in memory between uses, in the scheduled graphs of one step, and where every buffer lies.
 
     Less stays where buffers would not find places within the budget. Raises: BudgetError when they don't even if
     nothing stays.
     """
-    scheduled = [(module.graph, context) for module, context in modules]
+    before = [module.graph for module, _ in scheduled]
     limit, is_limited = scheduled[0][1].limit, scheduled[0][1].is_limited
     spare = 0
     for left in reversed(range(_TRIES + 1)):
-        for (module, _), (graph, _) in zip(modules, scheduled, strict=True):
+        for (module, _), graph in zip(scheduled, before, strict=True):
             module.graph = copied(graph) if is_limited else graph
-        graphs = [(module.graph, context) for module, context in modules]
-        graphs = _run_each(graphs, choose(graphs, spare))
-        graphs = _run_each(graphs, place(plan_of(graphs)))
+        graphs = [(module.graph, context) for module, context in scheduled]
+        graphs = _run_each(graphs, choose_residency(graphs, spare))
+        graphs = _run_each(graphs, place_buffers(plan_of(graphs)))
         plan = plan_of(graphs)
         check_schedule(plan.graphs)
         check_buffers(plan)
@@ -231,9 +225,9 @@ def _place_buffers(modules: Sequence[tuple[fx.GraphModule, GraphContext]]) -> li
         if not left:
             raise BudgetError(refusal_of_buffers(plan, graphs[-1][1]))
         spare = spare + over if left > 1 else limit
-    for module, _ in modules:
+    for module, _ in scheduled:
         module.recompile()
-    return [context for _, context in graphs]
+    return [(module, context) for (module, _), (_, context) in zip(scheduled, graphs, strict=True)]
 
 
 def _run_each(
@@ -291,23 +285,17 @@ def schedule_of(graph: fx.Graph, context: GraphContext) -> GraphSchedule:
     """The schedule of a planned graph: its events are those that the graph's nodes carry."""
     events = tuple(map(event_of, events_in(graph)))
     separate = any(has_own_memory(node.args[3]) for node in nodes_calling(graph, ops.wait))
-    compute: dict[int, list[fx.Node]] = {}
-    for node in graph.nodes:
-        if is_compute(node):
-            compute.setdefault(operator_of(node), []).append(node)
-    count = 1 + max((*compute, *(e.operator for e in events)), default=0)
-    operators = [_operator(i, compute.get(i, [])) for i in range(count)]
+    compute = computing(graph)
+    operators = []
+    for number in range(1 + max((*compute, *(event.operator for event in events)), default=0)):
+        nodes = compute.get(number, [])
+        operators.append(Operator(number, _label(nodes), len(nodes), *total(map(work_of, nodes))))
     return GraphSchedule(context.kind, context.table, tuple(operators), events, separate)
 
 
 def has_own_memory(device: torch.device) -> bool:
     """Whether what computes on the device computes in its own memory, to which tiles are copied."""
     return device.type != "cpu"
-
-
-def _operator(index: int, nodes: list[fx.Node]) -> Operator:
-    work = total([work_of(node) for node in nodes])
-    return Operator(index, _label(nodes), len(nodes), *work)
 
 
 _HEAVY = ("mm", "conv", "attention", "embedding", "linear")

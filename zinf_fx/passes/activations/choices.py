@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zinf_fx.errors import PlanError
 from zinf_fx.passes.activations.offload import LEAVES
-from zinf_fx.passes.ir.framework import GraphContext
+from zinf_fx.passes.ir.framework import GraphContext, Pass
 from zinf_fx.plan.plan import Choice
 
 
 @dataclass(frozen=True)
-class FollowActivations:
+class FollowActivations(Pass):
     """Tag what is saved, what is recomputed and what leaves, as a plan's choices say."""
 
-    name: ClassVar[str] = "follow_activations"
-    requires: ClassVar[tuple[str, ...]] = ()
-    provides: ClassVar[tuple[str, ...]] = ("activations",)
-    changes_numerics: ClassVar[bool] = False
+    name = "follow_activations"
+    provides = ("activations",)
 
     choices: tuple[Choice, ...]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from torch import fx
 
@@ -19,7 +19,7 @@ from zinf_fx import ops
 from zinf_fx.passes.activations.offload import LEAVES, SMALLEST
 from zinf_fx.passes.activations.segments import Segments
 from zinf_fx.passes.ir.aliases import memory_of
-from zinf_fx.passes.ir.framework import GraphContext, bytes_computed, is_compute, key_of, nodes_calling
+from zinf_fx.passes.ir.framework import GraphContext, Pass, bytes_computed, is_compute, key_of, nodes_calling
 from zinf_fx.passes.ir.work import work_of
 from zinf_fx.plan.rates import Rates
 
@@ -30,7 +30,7 @@ _TOGETHER = 4
 
 
 @dataclass(frozen=True)
-class ChooseActivations:
+class ChooseActivations(Pass):
     """Tag what is saved and what is recomputed, and mark what of the saved leaves.
 
     Attributes:
@@ -39,10 +39,8 @@ class ChooseActivations:
         rates: of this machine.
     """
 
-    name: ClassVar[str] = "choose_activations"
-    requires: ClassVar[tuple[str, ...]] = ()
-    provides: ClassVar[tuple[str, ...]] = ("activations",)
-    changes_numerics: ClassVar[bool] = False
+    name = "choose_activations"
+    provides = ("activations",)
 
     room: int | None
     rates: Rates

@@ -5,23 +5,17 @@ The min-cut partitioner would recompute pointwise operations, which pays only wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zinf_fx.passes.ir.framework import GraphContext, is_compute
+from zinf_fx.passes.ir.framework import GraphContext, Pass, is_compute
 
 
-@dataclass(frozen=True)
-class KeepActivations:
+class KeepActivations(Pass):
     """Tag every operation that carries no decision of the user's `torch.utils.checkpoint` as saved."""
 
-    name: ClassVar[str] = "keep_activations"
-    requires: ClassVar[tuple[str, ...]] = ()
-    provides: ClassVar[tuple[str, ...]] = ("activations",)
-    changes_numerics: ClassVar[bool] = False
+    name = "keep_activations"
+    provides = ("activations",)
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         for node in graph.nodes:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import fx
@@ -19,7 +18,8 @@ from zinf_fx import ops
 from zinf_fx.config import Config, Tier
 from zinf_fx.passes.activations.replication import EQUAL
 from zinf_fx.passes.ir.aliases import memory_of
-from zinf_fx.passes.ir.framework import GraphContext, bytes_computed, is_compute
+from zinf_fx.passes.ir.framework import GraphContext, Pass, bytes_computed, is_compute
+from zinf_fx.passes.ir.rewriting import emit
 from zinf_fx.plan.schedule import Tile
 from zinf_fx.plan.sharding import Shards
 
@@ -49,33 +49,23 @@ class Saved:
     tier: Tier = "device"
     ranks: int = 1
 
-    @property
-    def name(self) -> str:
-        """That of the tile, if it leaves."""
-        return f"activation:{self.memory.name}"
-
 
 @dataclass(frozen=True)
-class OffloadActivations:
+class OffloadActivations(Pass):
     """On the forward graph: save a token for each of `leaving`, as soon as its memory is computed."""
 
-    name: ClassVar[str] = "offload_activations"
-    requires: ClassVar[tuple[str, ...]] = ()
-    provides: ClassVar[tuple[str, ...]] = ("activations_offloaded",)
-    changes_numerics: ClassVar[bool] = False
+    name = "offload_activations"
 
     leaving: tuple[Saved, ...]
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
-        output = next(iter(graph.find_nodes(op="output")))
+        output = graph.output_node()
         tokens: dict[fx.Node, fx.Node] = {}
         tiles = dict(context.tiles)
         for saved in self.leaving:
-            value = saved.memory.meta["val"]
-            with graph.inserting_after(saved.memory):
-                token = graph.call_function(ops.offload_activation, (saved.memory, list(value.stride())))
-            with value.fake_mode:
-                token.meta["val"] = _fake_token()
+            memory = saved.memory
+            with graph.inserting_after(memory):
+                token = emit(graph, memory, ops.offload_activation, memory, list(memory.meta["val"].stride()))
             tokens |= dict.fromkeys(saved.values, token)
             tiles[token.name] = _tile(saved, context.config)
         output.args = (type(output.args[0])(tokens.get(result, result) for result in output.args[0]),)
@@ -83,13 +73,10 @@ class OffloadActivations:
 
 
 @dataclass(frozen=True)
-class ReloadActivations:
+class ReloadActivations(Pass):
     """On the backward graph: gather what left, where what was saved of it is used."""
 
-    name: ClassVar[str] = "reload_activations"
-    requires: ClassVar[tuple[str, ...]] = ()
-    provides: ClassVar[tuple[str, ...]] = ("activations_reloaded",)
-    changes_numerics: ClassVar[bool] = False
+    name = "reload_activations"
 
     leaving: tuple[Saved, ...]
 
@@ -99,24 +86,20 @@ class ReloadActivations:
         tiles = dict(context.tiles)
         for saved in self.leaving:
             memory = saved.memory.meta["val"]
-            inputs_of = [inputs[value.name] for value in saved.values]
-            token = inputs_of[0]
+            placeholders = [inputs[value.name] for value in saved.values]
+            token = placeholders[0]
             tiles[token.name] = _tile(saved, context.config)
             with graph.inserting_before(first):
-                gather = graph.call_function(ops.gather, (token, [memory.numel()], memory.dtype, memory.device))
+                gather = emit(graph, token, ops.gather, token, [memory.numel()], memory.dtype, memory.device)
+                for placeholder in placeholders:
+                    value = placeholder.meta["val"]
+                    offset = value.storage_offset() - memory.storage_offset()
+                    arguments = (gather, list(value.shape), list(value.stride()), offset)
+                    view = emit(graph, placeholder, torch.ops.aten.as_strided.default, *arguments)
+                    placeholder.replace_all_uses_with(view, lambda user, gather=gather: user is not gather)
             with memory.fake_mode:
-                gather.meta["val"] = memory.new_empty((memory.numel(),))
-            for value, placeholder in zip(saved.values, inputs_of, strict=True):
-                fake = value.meta["val"]
-                offset = fake.storage_offset() - memory.storage_offset()
-                arguments = (gather, list(fake.shape), list(fake.stride()), offset)
-                with graph.inserting_before(first):
-                    view = graph.call_function(torch.ops.aten.as_strided.default, arguments)
-                view.meta["val"] = fake
-                placeholder.replace_all_uses_with(view, delete_user_cb=lambda user, gather=gather: user is not gather)
-            with memory.fake_mode:
-                for placeholder in inputs_of:
-                    placeholder.meta["val"] = _fake_token()
+                for placeholder in placeholders:
+                    placeholder.meta["val"] = torch.empty((), dtype=torch.int64)
         return replace(context, tiles=tiles)
 
 
@@ -124,7 +107,7 @@ def saved_activations(forward: fx.Graph, results: int) -> tuple[list[Saved], lis
     """What the forward graph computes and saves for backward, beside its first `results` outputs: what can leave, and
     what can't: what the caller gets too, what is small or has holes, what is saved as another type or conjugated, and
     what has a size known at run time only."""
-    outputs = next(iter(forward.find_nodes(op="output"))).args[0]
+    outputs = forward.output_node().args[0]
     returned = {memory_of(node) for node in outputs[:results] if isinstance(node, fx.Node)}
     values: dict[fx.Node, list[fx.Node]] = {}
     for node in outputs[results:]:
@@ -193,7 +176,7 @@ def _tile(saved: Saved, config: Config) -> Tile:
     shards = Shards.of(value.numel(), ranks, config.placement.on_nvme)
     return Tile(
         index=0,  # its place in the table of all tiles, which the context knows
-        name=saved.name,
+        name=f"activation:{saved.memory.name}",
         shape=(value.numel(),),
         dtype=value.dtype,
         tier=saved.tier,
@@ -203,12 +186,3 @@ def _tile(saved: Saved, config: Config) -> Tile:
         shard=shards.size if ranks > 1 else 0,
         partitioned=ranks > 1,
     )
-
-
-def _fake_token() -> torch.Tensor:
-    return torch.empty((), dtype=torch.int64, device="cpu")
-
-
-def bytes_of(several: Sequence[Saved]) -> int:
-    """Their bytes together."""
-    return sum(saved.nbytes for saved in several)

@@ -7,18 +7,17 @@ computes one segment again at a time.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 
 from zinf_fx.errors import PlanError
 from zinf_fx.passes.activations.segments import Segments
 from zinf_fx.passes.ir.aliases import is_view
-from zinf_fx.passes.ir.framework import GraphContext, bytes_computed
+from zinf_fx.passes.ir.framework import GraphContext, Pass, bytes_computed
 
 
 @dataclass(frozen=True)
-class RecomputeActivations:
+class RecomputeActivations(Pass):
     """Tag what crosses the cuts as saved, and everything before the last cut as recomputed.
 
     What follows the last cut is saved, because backward would compute it again at once.
@@ -28,10 +27,8 @@ class RecomputeActivations:
             which is what is saved at all cuts, and one segment as a whole.
     """
 
-    name: ClassVar[str] = "recompute_activations"
-    requires: ClassVar[tuple[str, ...]] = ()
-    provides: ClassVar[tuple[str, ...]] = ("activations",)
-    changes_numerics: ClassVar[bool] = False
+    name = "recompute_activations"
+    provides = ("activations",)
 
     interval: int | None = None
 

@@ -50,7 +50,7 @@ class Replicas:
 
 def mark_equal(graph: fx.Graph, context: GraphContext, replicas: Replicas) -> None:
     """Mark the nodes of a joint graph that no pass has changed yet. See [Note: equal values]."""
-    output = next(iter(graph.find_nodes(op="output")))
+    output = graph.output_node()
     gradients = output.args[0][len(output.args[0]) - context.backward_outputs :]
     apart = set(replicas.divided)
     while True:

@@ -55,21 +55,15 @@ class Segments:
     def before_layers(self) -> list[int]:
         """For each layer that parameters' names tell of (`blocks.3.mlp.up.weight`), in the order of their use, the
         position behind which it begins: where least crosses, between the uses of its parameters and of those before."""
-        uses: dict[tuple[str, str], list[int]] = {}
-        last_use = -1
-        before: dict[tuple[str, str], int] = {}
+        begun: set[tuple[str, str] | None] = {None}
+        found, last_use = [], -1
         for position, node in enumerate(self.forward):
-            for layer in dict.fromkeys(map(self._layer_of, self._parameters_of(node))):
-                if layer is not None and layer not in uses:
-                    before[layer] = last_use
-                if layer is not None:
-                    uses.setdefault(layer, []).append(position)
+            for layer in map(self._layer_of, self._parameters_of(node)):
+                between = range(max(last_use, 0), position)
+                if layer not in begun and between:
+                    found.append(min(between, key=lambda p: sum(map(bytes_computed, self.crossing[p]))))
+                begun.add(layer)
                 last_use = position
-        found = []
-        for layer, positions in uses.items():
-            between = range(max(before[layer], 0), positions[0])
-            if between:
-                found.append(min(between, key=lambda p: sum(map(bytes_computed, self.crossing[p]))))
         return found
 
     def _parameters_of(self, node: fx.Node) -> Iterable[fx.Node]:
@@ -137,7 +131,7 @@ def has_effects(node: fx.Node) -> bool:
 
 
 def _forward_nodes(graph: fx.Graph, backward_outputs: int, tiles: Collection[fx.Node]) -> list[fx.Node]:
-    outputs = next(iter(graph.find_nodes(op="output"))).args[0]
+    outputs = graph.output_node().args[0]
     needed = {n for n in outputs[: len(outputs) - backward_outputs] if isinstance(n, fx.Node)}
     for node in reversed(graph.nodes):
         if node in needed:

@@ -69,32 +69,16 @@ def lines_of(graph: fx.Graph, context: GraphContext, roles: Mapping[str, str] = 
     `roles`: a word for each input, by name, that is no parameter and doesn't come with the call, such as "buffer".
     """
     position = {node: number for number, node in enumerate(graph.nodes)}
-    groups = _Groups(graph)
+    # Names of process groups say which ranks they are of, so groups are numbered.
+    groups = {group: f"group {n}" for n, group in enumerate(dict.fromkeys(map(group_of, collectives_of(graph))))}
     return [_line(node, position, context, groups, roles) for node in graph.nodes]
-
-
-class _Groups:
-    """The process groups of a graph's collectives by number: their names say which ranks they are of."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self._numbers: dict[Any, int] = {}
-        for node in collectives_of(graph):
-            self._numbers.setdefault(group_of(node), len(self._numbers))
-
-    def arguments(self, node: fx.Node) -> tuple[tuple, dict]:
-        """Those of a node, without names of groups."""
-        if not is_collective(node):
-            return node.args, node.kwargs
-        group = group_of(node)
-        args = tuple(f"group {self._numbers[group]}" if value is group else value for value in node.args)
-        return args, {k: f"group {self._numbers[group]}" if v is group else v for k, v in node.kwargs.items()}
 
 
 def _line(
     node: fx.Node,
     position: Mapping[fx.Node, int],
     context: GraphContext,
-    groups: _Groups,
+    groups: Mapping[Any, str],
     roles: Mapping[str, str],
 ) -> str:
     if node.op == "placeholder":
@@ -104,7 +88,11 @@ def _line(
             what = f"{role} {what}"
         return f"input {position[node]}: {what}"
 
+    group = group_of(node) if is_collective(node) else None
+
     def text(value: object) -> str:
+        if group is not None and value is group:
+            return groups[group]
         if isinstance(value, fx.Node):
             return f"input {position[value]}" if value.op == "placeholder" else f"-{position[node] - position[value]}"
         if isinstance(value, Mapping):
@@ -121,8 +109,7 @@ def _line(
     if node.op == "output":
         return f"return {text(node.args[0])}"
     name = node.target if isinstance(node.target, str) else target_text(node.target)
-    args, kwargs = groups.arguments(node)
-    arguments = [*map(text, args), *(f"{key}={text(value)}" for key, value in kwargs.items())]
+    arguments = [*map(text, node.args), *(f"{key}={text(value)}" for key, value in node.kwargs.items())]
     return f"{name}({', '.join(arguments)}) -> {_values(node.meta.get('val'))}"
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar, Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import fx
@@ -41,19 +43,12 @@ def start_argument(key: TileKey) -> dict[str, int]:
     return {"start": key.start} if key.start else {}
 
 
-@dataclass(frozen=True)
-class HeadTransfer:
-    """A transfer that a graph needs before it begins: `operators_early` operators before its first."""
+class HeadTransfer(NamedTuple):
+    """A transfer of a tile that a graph needs before it begins: `operators_early` operators before its first."""
 
     op: torch._ops.OpOverload
-    token: str
+    key: TileKey
     operators_early: int
-    start: int = 0
-
-    @property
-    def key(self) -> TileKey:
-        """The tile that is moved."""
-        return TileKey(self.token, self.start)
 
 
 @dataclass(frozen=True)
@@ -159,10 +154,7 @@ class GraphContext:
 
     def tile(self, key: TileKey) -> Tile:
         """The tile of a key."""
-        for tile in self.divided.get(key.token, ()):
-            if tile.start == key.start:
-                return tile
-        return self.tiles[key.token]
+        return self.tiles_of(key.token)[key]
 
     @cached_property
     def keys(self) -> tuple[TileKey, ...]:
@@ -188,14 +180,22 @@ class GraphContext:
         return {TileKey(token, tile.start): tile for tile in self.divided.get(token, (self.tiles[token],))}
 
 
-class Pass(Protocol):
-    """One rewrite of a graph: a frozen dataclass whose fields are its options."""
+class Pass(ABC):
+    """One rewrite of a graph. One that has options is a frozen dataclass of them.
+
+    Attributes:
+        name: what messages and printed graphs call it.
+        requires: what passes before it must have established.
+        provides: what it establishes.
+        changes_numerics: whether the graph may round in other places afterwards.
+    """
 
     name: ClassVar[str]
-    requires: ClassVar[tuple[str, ...]]
-    provides: ClassVar[tuple[str, ...]]
-    changes_numerics: ClassVar[bool]
+    requires: ClassVar[tuple[str, ...]] = ()
+    provides: ClassVar[tuple[str, ...]] = ()
+    changes_numerics: ClassVar[bool] = False
 
+    @abstractmethod
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         """Rewrite `graph` in place. Returns what is known of it then."""
 
@@ -228,6 +228,14 @@ def events_in(graph: fx.Graph) -> list[fx.Node]:
 def is_compute(node: fx.Node) -> bool:
     """Whether the node computes something: neither a transfer nor an input, constant or output."""
     return node.op in ("call_function", "call_module", "call_method") and node.target not in (ops.gather, *ops.LOWERED)
+
+
+def computing(graph: fx.Graph) -> dict[int, list[fx.Node]]:
+    """By operator, the nodes that compute something."""
+    nodes: defaultdict[int, list[fx.Node]] = defaultdict(list)
+    for node in filter(is_compute, graph.nodes):
+        nodes[operator_of(node)].append(node)
+    return nodes
 
 
 def bytes_computed(node: fx.Node) -> int:

@@ -27,7 +27,7 @@ class Part(NamedTuple):
 
 def gradient_outputs(graph: fx.Graph, context: GraphContext) -> dict[int, fx.Node]:
     """By position among the outputs of backward, those that are gradients of stored parameters."""
-    results = next(iter(graph.find_nodes(op="output"))).args[0]
+    results = graph.output_node().args[0]
     first = len(results) - context.backward_outputs if context.kind == "joint" else 0
     return {p: results[first + p] for p in context.gradients if results[first + p] is not None}
 

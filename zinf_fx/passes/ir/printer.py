@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -33,20 +34,6 @@ from zinf_fx import ops
 from zinf_fx.passes.ir.framework import MADE_BY, GraphContext, operator_of
 from zinf_fx.plan.schedule import HEAD, Event, Tile
 
-_DTYPES = {
-    torch.float64: "f64",
-    torch.float32: "f32",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-    torch.bool: "bool",
-    torch.complex64: "c64",
-    torch.complex128: "c128",
-}
 _ZINF_NAMES = {ops.gather: "gather", **ops.KINDS}
 _WIDTH = 120
 
@@ -180,7 +167,10 @@ def _marks(event: Event) -> str:
 
 
 def _dtype_text(dtype: torch.dtype) -> str:
-    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+    """`f32`, `bf16`, `i64`, `u8`, `c64`; all others as PyTorch calls them."""
+    name = str(dtype).removeprefix("torch.")
+    short = re.fullmatch(r"(bf|f|i|u|c)[a-z]+(\d+)", name)
+    return short[1] + short[2] if short else name
 
 
 def tile_text(tile: Tile) -> str:

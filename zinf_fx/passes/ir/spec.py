@@ -35,7 +35,7 @@ class Facts:
 
     @cached_property
     def output(self) -> fx.Node:
-        return next(iter(self.graph.find_nodes(op="output")))
+        return self.graph.output_node()
 
     @cached_property
     def order(self) -> dict[fx.Node, int]:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from zinf_fx.errors import PlanError
-from zinf_fx.passes.ir.framework import is_compute, operator_of
+from zinf_fx.passes.ir.framework import computing
 
 # An operator is run for so many seconds and at least so often. The mean counts: what now and then interrupts it here
 # does so in a step, too.
@@ -29,11 +29,7 @@ class OperatorTimer:
 
     def operators(self, graph: fx.Graph) -> dict[int, float]:
         """Seconds of every operator of a planned graph. Raises: PlanError for one that can't be run by itself."""
-        nodes: dict[int, list[fx.Node]] = {}
-        for node in graph.nodes:
-            if is_compute(node):
-                nodes.setdefault(operator_of(node), []).append(node)
-        return {number: self.seconds(of_operator) for number, of_operator in nodes.items()}
+        return {number: self.seconds(nodes) for number, nodes in computing(graph).items()}
 
     def seconds(self, nodes: Sequence[fx.Node]) -> float:
         """Of some nodes in a row, as one program. Raises: PlanError."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -40,8 +40,9 @@ def work_of(node: fx.Node) -> Work:
     return Work(flops, product_bytes=nbytes, dtype=_tensors(node)[0].dtype) if flops else Work(other_bytes=nbytes)
 
 
-def total(works: Sequence[Work]) -> Work:
+def total(works: Iterable[Work]) -> Work:
     """Of several nodes together."""
+    works = list(works)
     heaviest = max(works, key=lambda work: work.flops, default=Work())
     return Work(
         sum(work.flops for work in works),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import fx
 
@@ -13,6 +10,7 @@ from zinf_fx.passes.ir.aliases import aliases_of, readers_of
 from zinf_fx.passes.ir.framework import (
     OPERATOR,
     GraphContext,
+    Pass,
     TileKey,
     events_in,
     give_event,
@@ -23,8 +21,7 @@ from zinf_fx.passes.ir.framework import (
 )
 
 
-@dataclass(frozen=True)
-class LowerGathers:
+class LowerGathers(Pass):
     """Make the journey of each tile explicit: one per tile and graph, however often the tile is used; one per operator
     that uses it, where tiles come anew (`GraphContext.comes_anew`).
 
@@ -32,10 +29,9 @@ class LowerGathers:
     result of the graph or a gradient on its way to its tier, is cloned first.
     """
 
-    name: ClassVar[str] = "lower_gathers"
-    requires: ClassVar[tuple[str, ...]] = ("operators",)
-    provides: ClassVar[tuple[str, ...]] = ("lowered",)
-    changes_numerics: ClassVar[bool] = False
+    name = "lower_gathers"
+    requires = ("operators",)
+    provides = ("lowered",)
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         first: dict[TileKey, fx.Node] = {}
@@ -48,7 +44,7 @@ class LowerGathers:
             else:
                 first[key] = gather
                 stays.append(gather)
-        output = next(iter(graph.find_nodes(op="output")))
+        output = graph.output_node()
         for gather in stays:
             if not gather.users:
                 graph.erase_node(gather)

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from torch import fx
 
 from zinf_fx import ops
-from zinf_fx.passes.ir.framework import GraphContext, give_event, operator_of, start_argument
+from zinf_fx.passes.ir.framework import GraphContext, Pass, give_event, operator_of, start_argument
 from zinf_fx.passes.ir.gradient_parts import assembly_of, gradient_outputs, parts_of
 
 
-@dataclass(frozen=True)
-class OffloadGradients:
+class OffloadGradients(Pass):
     """Follow each reduce-scatter by an offload, and make the output that it was, or was part of, None."""
 
-    name: ClassVar[str] = "offload_gradients"
-    requires: ClassVar[tuple[str, ...]] = ("operators", "gradients_reduced")
-    provides: ClassVar[tuple[str, ...]] = ("gradients_offloaded",)
-    changes_numerics: ClassVar[bool] = False
+    name = "offload_gradients"
+    requires = ("operators", "gradients_reduced")
+    provides = ("gradients_offloaded",)
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
-        output = next(iter(graph.find_nodes(op="output")))
+        output = graph.output_node()
         results = list(output.args[0])
         assembled: list[fx.Node] = []
         for position, gradient in gradient_outputs(graph, context).items():

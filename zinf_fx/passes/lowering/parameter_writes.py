@@ -11,15 +11,12 @@ with. Backward can gather no value but the last.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.errors import StoredTensorError
-from zinf_fx.passes.ir.framework import GraphContext, nodes_calling
+from zinf_fx.passes.ir.framework import GraphContext, Pass, nodes_calling
 from zinf_fx.passes.ir.tile_values import tile_values
 
 aten = torch.ops.aten
@@ -49,15 +46,11 @@ def note_writes(graph: fx.Graph) -> list[fx.Node]:
     return writes
 
 
-@dataclass(frozen=True)
-class PlaceWrites:
+class PlaceWrites(Pass):
     """Use what a graph writes to a parameter from then on, and let it leave when the value from before is not needed
     any more. See [Note: written parameters]."""
 
-    name: ClassVar[str] = "place_writes"
-    requires: ClassVar[tuple[str, ...]] = ()
-    provides: ClassVar[tuple[str, ...]] = ()
-    changes_numerics: ClassVar[bool] = False
+    name = "place_writes"
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         writes = {(write.args[0], _after(write)): write for write in nodes_calling(graph, ops.write)}

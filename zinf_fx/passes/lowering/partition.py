@@ -20,7 +20,7 @@ def partition(
     """Split `joint` by its tags. Raises: PlanError if a value of a tile, or what is not there yet, would be saved for
     backward."""
     forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **arguments)
-    output = next(iter(forward.graph.find_nodes(op="output")))
+    output = forward.graph.output_node()
     saved = set(output.args[0][arguments["num_fwd_outputs"] :])
     for node in filter(is_collective, saved):
         raise PlanError(

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zinf_fx.passes.ir.framework import GraphContext
+from zinf_fx.passes.ir.framework import GraphContext, Pass
 from zinf_fx.passes.ir.tile_values import tile_values
 
 
-@dataclass(frozen=True)
-class RecomputeGathers:
+class RecomputeGathers(Pass):
     """Tag each gather, and the views and copies that depend on nothing else, to be repeated in backward."""
 
-    name: ClassVar[str] = "recompute_gathers"
-    requires: ClassVar[tuple[str, ...]] = ("activations",)
-    provides: ClassVar[tuple[str, ...]] = ("gathers_recomputed",)
-    changes_numerics: ClassVar[bool] = False
+    name = "recompute_gathers"
+    requires = ("activations",)
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         for node in tile_values(graph):

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 from torch import fx
 
 from zinf_fx import ops
-from zinf_fx.passes.ir.framework import GraphContext, start_argument
+from zinf_fx.passes.ir.framework import GraphContext, Pass, start_argument
 from zinf_fx.passes.ir.gradient_parts import Part, gradient_outputs, parts_of
 
 
-@dataclass(frozen=True)
-class ReduceGradients:
+class ReduceGradients(Pass):
     """Put a reduce-scatter between each gradient of a stored parameter and the output that it is.
 
     This is done on the joint graph, so that the partitioner hands the tokens of all trainable tiles to the backward
     graph, of those too that backward doesn't gather (biases, embeddings).
     """
 
-    name: ClassVar[str] = "reduce_gradients"
-    requires: ClassVar[tuple[str, ...]] = ()
-    provides: ClassVar[tuple[str, ...]] = ("gradients_reduced",)
-    changes_numerics: ClassVar[bool] = False
+    name = "reduce_gradients"
+    provides = ("gradients_reduced",)
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
-        output = next(iter(graph.find_nodes(op="output")))
+        output = graph.output_node()
         tokens = {node.name: node for node in graph.find_nodes(op="placeholder")}
         first_gradient = len(output.args[0]) - context.backward_outputs
         results = list(output.args[0])

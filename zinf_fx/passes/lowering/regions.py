@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.passes.ir.aliases import is_view
-from zinf_fx.passes.ir.framework import OPERATOR, GraphContext, is_compute, key_of
+from zinf_fx.passes.ir.framework import OPERATOR, GraphContext, Pass, is_compute, key_of
 from zinf_fx.passes.ir.gradient_parts import assemblies
 
 
-@dataclass(frozen=True)
-class Regions:
+class Regions(Pass):
     """Number every node with its operator: a new one begins where a matrix is needed after something was computed.
 
     Views, and constants that depend on no input (positions, masks), are too little work to be an operator by
@@ -22,10 +18,9 @@ class Regions:
     whenever it is needed, and the gradient of each of a parameter's tiles ends one.
     """
 
-    name: ClassVar[str] = "regions"
-    requires: ClassVar[tuple[str, ...]] = ("gathers_sunk",)
-    provides: ClassVar[tuple[str, ...]] = ("operators",)
-    changes_numerics: ClassVar[bool] = False
+    name = "regions"
+    requires = ("gathers_sunk",)
+    provides = ("operators",)
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         current, computed, gathered, ended = 0, False, {}, False

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from torch import fx
 
 from zinf_fx import ops
-from zinf_fx.passes.ir.framework import GraphContext
+from zinf_fx.passes.ir.framework import GraphContext, Pass
 from zinf_fx.passes.ir.tile_values import tile_values
 
 
-@dataclass(frozen=True)
-class SinkGathers:
+class SinkGathers(Pass):
     """Put each gather, and the views and copies of it, before the first node that computes with them.
 
     A model that lists its weights first and uses them later would otherwise hold all of them at once. Where tiles come
     anew (`GraphContext.comes_anew`), each use gets a gather of its own.
     """
 
-    name: ClassVar[str] = "sink_gathers"
-    requires: ClassVar[tuple[str, ...]] = ()
-    provides: ClassVar[tuple[str, ...]] = ("gathers_sunk",)
-    changes_numerics: ClassVar[bool] = False
+    name = "sink_gathers"
+    provides = ("gathers_sunk",)
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         _gather_for_each_use(graph, context)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from torch import fx
 
-from zinf_fx.passes.ir.framework import GraphContext, event_of, events_in, set_event
+from zinf_fx.passes.ir.framework import GraphContext, Pass, event_of, events_in, set_event
 from zinf_fx.plan.memory.layout import layout_of
 from zinf_fx.plan.memory.use import most, most_on_device
 from zinf_fx.plan.plan import Plan
@@ -20,7 +19,7 @@ from zinf_fx.plan.schedule import MemoryRegions
 
 
 @dataclass(frozen=True)
-class Buffers:
+class Buffers(Pass):
     """Give each transfer that takes a buffer the offset of that.
 
     Attributes:
@@ -28,10 +27,8 @@ class Buffers:
         regions: that the offsets of all graphs of the plan lie in.
     """
 
-    name: ClassVar[str] = "buffers"
-    requires: ClassVar[tuple[str, ...]] = ("residency",)
-    provides: ClassVar[tuple[str, ...]] = ("buffers",)
-    changes_numerics: ClassVar[bool] = False
+    name = "buffers"
+    requires = ("residency",)
 
     offsets: Mapping[int, int]
     regions: MemoryRegions
@@ -43,7 +40,7 @@ class Buffers:
         return replace(context, regions=self.regions)
 
 
-def place(plan: Plan) -> list[Buffers]:
+def place_buffers(plan: Plan) -> list[Buffers]:
     """The pass for each graph of a plan whose events have no offsets yet."""
     of_graphs, regions = layout_of(plan)
     return [Buffers(offsets, regions) for offsets in of_graphs]

@@ -7,9 +7,10 @@ graph starts the head of the backward graph in its last operators, as if the two
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
+import torch
 from torch import fx
 
 from zinf_fx import ops
@@ -17,6 +18,7 @@ from zinf_fx.errors import BudgetError
 from zinf_fx.passes.ir.framework import (
     GraphContext,
     HeadTransfer,
+    Pass,
     TileKey,
     event_of,
     events_in,
@@ -37,7 +39,7 @@ _OFFLOAD_DISTANCE = 2
 
 
 @dataclass(frozen=True)
-class Prefetch:
+class Prefetch(Pass):
     """Move every transfer as many operators ahead of its use as `distances` and the byte budget allow.
 
     Where a transfer at its full distance would exceed the budget, it starts later. First come the tiles that the graph
@@ -49,10 +51,9 @@ class Prefetch:
             that uses it, gradients leave at once, and there is no turn.
     """
 
-    name: ClassVar[str] = "prefetch"
-    requires: ClassVar[tuple[str, ...]] = ("lowered",)
-    provides: ClassVar[tuple[str, ...]] = ("prefetched",)
-    changes_numerics: ClassVar[bool] = False
+    name = "prefetch"
+    requires = ("lowered",)
+    provides = ("prefetched",)
 
     distances: tuple[int, int, int] | None = (1, 2, 3)
 
@@ -60,37 +61,30 @@ class Prefetch:
         ledger = Ledger(spans(graph, context), operators_in(graph), context.budget)
         if ledger.over_budget() is not None:
             raise BudgetError(refusal(ledger, context))
-        if self.distances is None:
-            self._move_ahead(graph, context, ledger, (0, 0, 0))
-        else:
-            self._move_ahead(graph, context, ledger, self.distances)
-            self._start_successor(graph, context, ledger)
-            self._delay_offloads(graph, context, ledger)
+        self._move_ahead(graph, context, ledger)
+        if self.distances is not None:
+            _start_successor(graph, context, ledger)
+            _delay_offloads(graph, context, ledger)
         return context
 
     def head(self, graph: fx.Graph, context: GraphContext) -> tuple[HeadTransfer, ...]:
         """What a scheduled graph needs at its head, for the `successor_head` of the graph before it: parameters. What
         activations it needs first, that graph has only just computed; the same of parameters that it writes to."""
-        distance_of = dict(zip((ops.allgather, ops.upload, ops.fetch), self.distances or (0, 0, 0), strict=True))
-        use: dict[TileKey, int] = {}
-        for node in nodes_calling(graph, ops.wait):
-            use.setdefault(key_of(node), operator_of(node))
+        use = {key_of(node): operator_of(node) for node in reversed(list(nodes_calling(graph, ops.wait)))}
         return tuple(
-            HeadTransfer(
-                node.target,
-                node.args[0].name,
-                distance_of[node.target] - use[key_of(node)],
-                key_of(node).start,
-            )
+            HeadTransfer(node.target, key, self._distance_of[node.target] - use[key])
             for node in nodes_calling(graph, *ops.TRANSFERS)
             if operator_of(node) == HEAD
-            and not (context.tile_of(node).activation or key_of(node).token in context.written)
+            and not context.tile(key := key_of(node)).activation
+            and key.token not in context.written
         )
 
-    def _move_ahead(
-        self, graph: fx.Graph, context: GraphContext, ledger: Ledger, distances: tuple[int, int, int]
-    ) -> None:
-        distance_of = dict(zip((ops.allgather, ops.upload, ops.fetch), distances, strict=True))
+    @property
+    def _distance_of(self) -> dict[torch._ops.OpOverload, int]:
+        return dict(zip(reversed(ops.TRANSFERS), self.distances or (0, 0, 0), strict=True))
+
+    def _move_ahead(self, graph: fx.Graph, context: GraphContext, ledger: Ledger) -> None:
+        distance_of = self._distance_of
         journeys, nodes = Journeys([outline(graph, context)]), events_in(graph)
         earliest: dict[Stay, int] = {}
         for stay in sorted(journeys, key=lambda stay: stay.fetch):
@@ -108,39 +102,37 @@ class Prefetch:
                 moved.append((max(use - distance_of[node.target], earliest[stay], HEAD), use, node))
         starts = operator_starts(graph)
         for operator, _, node in sorted(moved, key=lambda m: m[:2]):
-            place(node, operator, starts[operator])
+            move_to(node, operator, starts[operator])
 
-    def _start_successor(self, graph: fx.Graph, context: GraphContext, ledger: Ledger) -> None:
-        count = operators_in(graph)
-        starts = operator_starts(graph)
-        tokens = {node.name: node for node in graph.find_nodes(op="placeholder")}
-        held: dict[TileKey, set[int]] = {}
-        for stay in Journeys([outline(graph, context)]):
-            during = range(stay.fetch.operator, stay.release.operator + 1)
-            held.setdefault(context.keys[stay.tile], set()).update(during)
-        fetched: dict[TileKey, int | None] = {}
-        for transfer in context.successor_head if count else ():
-            # In a graph that is shorter than the distance, the turn starts right behind the graph's own head.
-            operator = max(count - transfer.operators_early, 0)
-            if transfer.op is ops.fetch:
-                nbytes, there = tile_bytes(context.tile(transfer.key)), held.get(transfer.key, set())
-                fetched[transfer.key] = _room_until_end(ledger, nbytes, range(operator, count), there)
-            if (start := fetched[transfer.key]) is None:
-                continue
+
+def _start_successor(graph: fx.Graph, context: GraphContext, ledger: Ledger) -> None:
+    """Start what the next graph needs at its head."""
+    count, starts = operators_in(graph), operator_starts(graph)
+    tokens = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    held: defaultdict[TileKey, set[int]] = defaultdict(set)
+    for stay in Journeys([outline(graph, context)]):
+        held[context.keys[stay.tile]].update(range(stay.fetch.operator, stay.release.operator + 1))
+    fetched: dict[TileKey, int | None] = {}
+    for op, key, early in context.successor_head if count else ():
+        # In a graph that is shorter than the distance, the turn starts right behind the graph's own head.
+        operator = max(count - early, 0)
+        if op is ops.fetch:
+            fetched[key] = _room_until_end(ledger, tile_bytes(context.tile(key)), range(operator, count), held[key])
+        if (start := fetched[key]) is not None:
             operator = max(operator, start)
             with graph.inserting_before(starts[operator]):
-                node = graph.call_function(transfer.op, (tokens[transfer.token],), start_argument(transfer.key))
+                node = graph.call_function(op, (tokens[key.token],), start_argument(key))
             give_event(node, context, operator, turn=True)
 
-    def _delay_offloads(self, graph: fx.Graph, context: GraphContext, ledger: Ledger) -> None:
-        """While operator i computes, gradients of i-1 are reduce-scattered and those of i-2 offloaded."""
-        last = operators_in(graph) - 1
-        starts = operator_starts(graph)
-        output = next(iter(graph.find_nodes(op="output")))
-        for node in nodes_calling(graph, ops.offload):
-            tile, made = context.tile_of(node), operator_of(node)
-            wanted = min(made + _OFFLOAD_DISTANCE, last)
-            place_offload(node, ledger.extend(gradient_bytes(tile), made, wanted), last, starts, output)
+
+def _delay_offloads(graph: fx.Graph, context: GraphContext, ledger: Ledger) -> None:
+    """While operator i computes, gradients of i-1 are reduce-scattered and those of i-2 offloaded."""
+    last, starts = operators_in(graph) - 1, operator_starts(graph)
+    for node in nodes_calling(graph, ops.offload):
+        made = operator_of(node)
+        wanted = min(made + _OFFLOAD_DISTANCE, last)
+        until = ledger.extend(gradient_bytes(context.tile_of(node)), made, wanted)
+        place_offload(node, until, last, starts, graph.output_node())
 
 
 def _room_until_end(ledger: Ledger, nbytes: int, wanted: range, held: set[int]) -> int | None:
@@ -173,12 +165,12 @@ def place_offload(node: fx.Node, operator: int, last: int, starts: dict[int, fx.
     graph ends leaves at its end."""
     made = operator_of(node)
     if operator == last < made + _OFFLOAD_DISTANCE:
-        place(node, last, output)
+        move_to(node, last, output)
     elif operator > made:
-        place(node, operator, starts[operator])
+        move_to(node, operator, starts[operator])
 
 
-def place(node: fx.Node, operator: int, before: fx.Node) -> None:
+def move_to(node: fx.Node, operator: int, before: fx.Node) -> None:
     """Move an event's node before another one, into an operator."""
     set_event(node, replace(event_of(node), operator=operator))
     before.prepend(node)

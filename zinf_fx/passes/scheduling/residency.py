@@ -11,49 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from torch import fx
 
-from zinf_fx.passes.ir.framework import GraphContext, event_of, events_in, set_event
+from zinf_fx.passes.ir.framework import GraphContext, Pass, event_of, events_in, set_event
 from zinf_fx.passes.ir.in_flight import Ledger, operators_in, outline, spans, tile_bytes
-from zinf_fx.plan.journeys import TRANSFERS, Between, Journeys, Stay
+from zinf_fx.plan.journeys import TRANSFERS, Between, Journeys
 from zinf_fx.plan.memory.use import chunk_buffers
 
 
-class Use(NamedTuple):
-    """When a tile is used: in the graph of number `graph`, from operator `first` to operator `last`.
-
-    What the graph before fetches in its turn is there before the head: `first` then counts on, downwards.
-    """
-
-    graph: int
-    first: int
-    last: int
-
-
 @dataclass(frozen=True)
-class Gap:
-    """Between two uses of a tile, in the order of a step.
-
-    Attributes:
-        before, after: the uses.
-        nbytes: of the tile while it stays.
-        small: whether it is a vector, and not a matrix.
-        next_step: whether `after` is a use in the next step.
-        stays: what the two uses are in the schedule.
-    """
-
-    before: Use
-    after: Use
-    nbytes: int
-    small: bool
-    next_step: bool = False
-    stays: Between | None = None
-
-
-@dataclass(frozen=True)
-class Residency:
+class Residency(Pass):
     """Mark what stays in memory: its release, and the transfers of its next stay, which find it there.
 
     Attributes:
@@ -63,10 +32,9 @@ class Residency:
         throughout: tiles that are in memory all the time, for uses before this graph and after it.
     """
 
-    name: ClassVar[str] = "residency"
-    requires: ClassVar[tuple[str, ...]] = ("prefetched",)
-    provides: ClassVar[tuple[str, ...]] = ("residency",)
-    changes_numerics: ClassVar[bool] = False
+    name = "residency"
+    requires = ("prefetched",)
+    provides = ("residency",)
 
     marked: frozenset[int] = frozenset()
     dropped: frozenset[int] = frozenset()
@@ -84,20 +52,35 @@ class Residency:
         return replace(context, staying=tuple(context.keys[tile] for tile in self.throughout), successor_head=head)
 
 
-def choose(graphs: Sequence[tuple[fx.Graph, GraphContext]], spare: int = 0) -> list[Residency]:
+class Gap(NamedTuple):
+    """The time between two stays of a tile.
+
+    Attributes:
+        stays: what lies before and behind it.
+        positions: where in a step it lies (see `free_bytes`); one that goes on in the next step has two parts.
+        nbytes: of the tile.
+        small: whether the tile is a vector, and not a matrix.
+    """
+
+    stays: Between
+    positions: tuple[range, ...]
+    nbytes: int
+    small: bool
+
+
+def choose_residency(graphs: Sequence[tuple[fx.Graph, GraphContext]], spare: int = 0) -> list[Residency]:
     """What stays in memory in the scheduled graphs of a step, in their order: within the room that they leave.
 
     Small parameters (vectors: norms, biases) come first. Without a budget nobody has said how much may stay, and only
     they do. `spare`: bytes of the room that are to be left.
     """
     context = graphs[0][1]
-    room = None if context.budget is None else Room.of(graphs, spare)
-    stay: list[Gap] = []
+    free = None if context.budget is None else free_bytes(graphs, spare)
+    kept = []
     if context.config.residency:
-        for gap in sorted(gaps_of(graphs), key=_order):
-            if gap.small if room is None else room.take(gap):
-                stay.append(gap)
-    kept = [gap.stays for gap in stay]
+        for gap in sorted(_gaps(graphs), key=_order):
+            if gap.small if free is None else take(free, gap):
+                kept.append(gap.stays)
     return [_marks(kept, number, len(graphs)) for number in range(len(graphs))]
 
 
@@ -120,64 +103,48 @@ def _marks(kept: Sequence[Between], graph: int, graphs: int) -> Residency:
     return Residency(frozenset(marked), frozenset(dropped), frozenset(at_end), tuple(throughout))
 
 
-def gaps_of(graphs: Sequence[tuple[fx.Graph, GraphContext]]) -> Iterator[Gap]:
+def _gaps(graphs: Sequence[tuple[fx.Graph, GraphContext]]) -> Iterator[Gap]:
     """The gaps between the uses of each tile; the last one of a step ends at the first use of the next, except of what
     has other values then."""
     journeys, table = Journeys([outline(graph, context) for graph, context in graphs]), graphs[0][1].table
-    counts = [operators_in(graph) for graph, _ in graphs]
+    heads = [0, *accumulate(1 + operators_in(graph) for graph, _ in graphs)]  # by graph, the position of its head
     for index in sorted(journeys.of_tile):
         tile = table[index]
         # Another rank's shards are old after the optimizer's step, and have to be gathered anew.
         anew = tile.activation or tile.partitioned
         for pair in journeys.between(index) if tile_bytes(tile) else ():
             if not (pair.next_step and anew):
-                before, after = (_use(stay, counts) for stay in (pair.before, pair.after))
-                yield Gap(before, after, tile_bytes(tile), not tile.opens_operator, pair.next_step, pair)
+                release, fetch = pair.before.release, pair.after.begin
+                start, end = (heads[at.graph] + at.operator + 1 for at in (release, fetch))
+                parts = (range(start + 1, heads[-1] + 1), range(end)) if pair.next_step else (range(start + 1, end),)
+                yield Gap(pair, parts, tile_bytes(tile), not tile.opens_operator)
 
 
-def _use(stay: Stay, counts: Sequence[int]) -> Use:
-    """`counts`: how many operators each graph has."""
-    early = counts[stay.begin.graph] - stay.begin.operator if stay.ahead else 0
-    return Use(stay.graph, stay.fetch.operator - early, stay.release.operator)
+def free_bytes(graphs: Sequence[tuple[fx.Graph, GraphContext]], spare: int = 0) -> list[int]:
+    """What the budget, less `spare`, leaves beside what is in flight, by position in a step: at the head and in each
+    operator of its graphs, one after the other, and in the optimizer's step."""
+    free: list[int] = []
+    for graph, context in graphs:
+        count = operators_in(graph)
+        ledger = Ledger(spans(graph, context), count, context.budget)
+        free += [context.budget - ledger.at(operator) for operator in range(-1, count)]
+    context = graphs[-1][1]
+    trained = [context.tiles[token] for token in context.gradients.values()]
+    free.append(context.budget + context.gradient_buffer - chunk_buffers(context.config, trained).total)
+    return [nbytes - spare for nbytes in free]
 
 
-class Room:
-    """Bytes that are free in each operator of a step: its graphs one after the other, and the optimizer's step."""
-
-    def __init__(self, free: Sequence[int], starts: Sequence[int]) -> None:
-        """`free`: by position; `starts`: the position of the head of each graph."""
-        self._free = list(free)
-        self._starts = starts
-
-    @classmethod
-    def of(cls, graphs: Sequence[tuple[fx.Graph, GraphContext]], spare: int = 0) -> Room:
-        """What the budget, less `spare`, leaves beside what is in flight."""
-        free: list[int] = []
-        lengths = []
-        for graph, context in graphs:
-            count = operators_in(graph)
-            ledger = Ledger(spans(graph, context), count, context.budget)
-            free += [context.budget - ledger.at(operator) for operator in range(-1, count)]
-            lengths.append(count + 1)
-        context = graphs[-1][1]
-        trained = [context.tiles[token] for token in context.gradients.values()]
-        free.append(context.budget + context.gradient_buffer - chunk_buffers(context.config, trained).total)
-        return cls([nbytes - spare for nbytes in free], [0, *accumulate(lengths)][: len(lengths)])
-
-    def take(self, gap: Gap) -> bool:
-        """Whether the tile can stay in this gap; if so, it has taken its room."""
-        begin = self._starts[gap.before.graph] + gap.before.last + 2
-        end = self._starts[gap.after.graph] + gap.after.first + 1
-        between = [range(begin, len(self._free)), range(end)] if gap.next_step else [range(begin, end)]
-        if any(self._free[position] < gap.nbytes for part in between for position in part):
-            return False
-        for part in between:
-            for position in part:
-                self._free[position] -= gap.nbytes
-        return True
+def take(free: list[int], gap: Gap) -> bool:
+    """Whether the tile can stay in this gap; if so, it has taken its room of the `free_bytes`."""
+    if any(free[position] < gap.nbytes for part in gap.positions for position in part):
+        return False
+    for part in gap.positions:
+        for position in part:
+            free[position] -= gap.nbytes
+    return True
 
 
-def _order(gap: Gap) -> tuple[bool, bool, int, int, int, int]:
+def _order(gap: Gap) -> tuple[bool, bool, int, int, int]:
     """Small ones first; then what is needed next; of those, what was used last."""
-    after, before = gap.after, gap.before
-    return (not gap.small, gap.next_step, after.graph, after.first, -before.graph, -before.last)
+    stays, start, end = gap.stays, gap.positions[0].start, gap.positions[-1].stop
+    return (not gap.small, stays.next_step, stays.after.graph, end, -start)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from torch import fx
 
 from zinf_fx import ops
-from zinf_fx.passes.ir.framework import GraphContext, TileKey, nodes_calling, start_argument
+from zinf_fx.passes.ir.framework import GraphContext, Pass, TileKey, nodes_calling, start_argument
 from zinf_fx.passes.ir.gradient_parts import gradient_outputs
 from zinf_fx.passes.ir.rewriting import emit, erase_unused
 from zinf_fx.passes.tiling.weight_gradients import aten, check_term, rows_of_term, terms_of, untransposed
@@ -19,7 +18,7 @@ from zinf_fx.sizes import WINDOW_ALIGNMENT
 
 
 @dataclass(frozen=True)
-class TileParameters:
+class TileParameters(Pass):
     """Divide each parameter of more than `limit` bytes into ranges of rows, and what is computed with it.
 
     Forward, the gradients of inputs and the gradient of the parameter itself are all computed range by range: a linear
@@ -28,10 +27,9 @@ class TileParameters:
     divided stays whole, and `context.undivided` says why.
     """
 
-    name: ClassVar[str] = "tile"
-    requires: ClassVar[tuple[str, ...]] = ()
-    provides: ClassVar[tuple[str, ...]] = ("tiled",)
-    changes_numerics: ClassVar[bool] = True
+    name = "tile"
+    provides = ("tiled",)
+    changes_numerics = True
 
     limit: int
 
@@ -130,7 +128,7 @@ class _Rewrite:
         return emit(self._graph, like, ops.gather, self._token, [rows.end - rows.start, *rest], dtype, device, **start)
 
     def _divide_gradient(self, position: int) -> None:
-        output = next(iter(self._graph.find_nodes(op="output")))
+        output = self._graph.output_node()
         results = list(output.args[0])
         index = len(results) - self._context.backward_outputs + position
         gradient = results[index]

@@ -1,7 +1,7 @@
 """Cross-entropy over logits that are never whole: the other half of a tiled head (ZeRO-Infinity, section 5.1.3).
 
 Where a tiled head's ranges of logits are put together only for a log-softmax and a negative log-likelihood, each range
-is reduced as soon as it is there: to its maximum, its sum of exponentials, and the logits of the targets in it. In
+is reduced as soon as it is there: to the logarithm of its sum of exponentials, and the logits of the targets in it. In
 backward, each range of logits is computed again from the activation and the tile, which is there for the gradients
 anyway; from it come the range of the logits' gradient and, of that, the parts of the input's and the tile's gradient.
 """
@@ -11,12 +11,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
 
 import torch
 from torch import fx
 
-from zinf_fx.passes.ir.framework import GraphContext, nodes_calling
+from zinf_fx.passes.ir.framework import GraphContext, Pass, nodes_calling
 from zinf_fx.passes.ir.rewriting import emit, erase_unused, repeat_in_backward
 from zinf_fx.passes.tiling.weight_uses import Rows
 
@@ -26,20 +26,18 @@ _PASSED_ON = {aten.view.default, aten._unsafe_view.default, aten._to_copy.defaul
 _MEAN = 1
 
 
-@dataclass(frozen=True)
-class TileCrossEntropy:
+class TileCrossEntropy(Pass):
     """Reduce each range of a tiled head's logits where it is computed, forward and backward."""
 
-    name: ClassVar[str] = "tile_cross_entropy"
-    requires: ClassVar[tuple[str, ...]] = ("tiled",)
-    provides: ClassVar[tuple[str, ...]] = ("cross_entropy_tiled",)
-    changes_numerics: ClassVar[bool] = True
+    name = "tile_cross_entropy"
+    requires = ("tiled",)
+    changes_numerics = True
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         for softmax in nodes_calling(graph, aten._log_softmax.default):
             found = _match(softmax)
             if found is not None:
-                _Rewrite(graph, found).run()
+                _DividedLoss(graph, found).run()
         return context
 
 
@@ -118,8 +116,8 @@ def _slices(gradient: fx.Node, ranges: tuple[Rows, ...], sizes: list) -> dict[in
     return found
 
 
-class _Rewrite:
-    """The division of one loss."""
+class _DividedLoss:
+    """The division of one loss. Values per row are columns, [rows, 1], so that they go along with logits."""
 
     def __init__(self, graph: fx.Graph, loss: _Loss) -> None:
         self._graph, self._loss = graph, loss
@@ -127,46 +125,36 @@ class _Rewrite:
         _, self._target, _, self._reduction, self._ignored = loss.nll.args
 
     def run(self) -> None:
-        loss = self._loss
+        loss, new = self._loss, partial(emit, self._graph, self._loss.softmax)
         _hoist(self._target, loss.parts[0])
         with self._graph.inserting_before(loss.parts[0]):
-            counted = self._again(aten.ne.Scalar, self._target, self._ignored)
-            target = self._again(aten.where.ScalarOther, counted, self._target, 0)
-        logits, places = [], []
-        maximum = total = chosen = None
+            target = self._again(aten.unsqueeze.default, self._target, 1)
+            counted = self._again(aten.ne.Scalar, target, self._ignored)
+            target = self._again(aten.where.ScalarOther, counted, target, 0)
+        ranges = []
+        normaliser = chosen = None
         for part, rows in zip(loss.parts, loss.ranges, strict=True):
             with self._graph.inserting_before(part.next):
                 values = part
                 if part.meta["val"].dtype != self._dtype:
                     values = self._again(aten._to_copy.default, part, dtype=self._dtype)
-                inside, local = rows.indices(self._graph, loss.softmax, target, 0)
-                place = self._again(aten.unsqueeze.default, local, 1)
-                most = self._emit(aten.amax.default, values, [1])
-                before, maximum = maximum, most if maximum is None else self._emit(aten.maximum.default, maximum, most)
-                shifted = self._emit(aten.sub.Tensor, values, self._column(maximum))
-                exponentials = self._emit(aten.sum.dim_IntList, self._emit(aten.exp.default, shifted), [1])
+                inside, place = rows.indices(self._graph, loss.softmax, target, 0)
+                ranges.append((values, inside, place))
+                before, normaliser = normaliser, new(aten.logsumexp.default, values, [1], True)
+                theirs = new(aten.gather.default, values, 1, place)
                 if before is not None:
-                    rescaled = self._emit(aten.exp.default, self._emit(aten.sub.Tensor, before, maximum))
-                    exponentials = self._emit(
-                        aten.add.Tensor, exponentials, self._emit(aten.mul.Tensor, total, rescaled)
-                    )
-                total = exponentials
-                theirs = self._emit(aten.squeeze.dim, self._emit(aten.gather.default, values, 1, place), 1)
-                chosen = theirs if chosen is None else self._emit(aten.where.self, inside, theirs, chosen)
+                    normaliser = new(aten.logaddexp.default, before, normaliser)
+                    theirs = new(aten.where.self, inside, theirs, chosen)
+                chosen = theirs
             repeat_in_backward(part)
-            logits.append(values)
-            places.append((inside, place))
         with self._graph.inserting_before(loss.nll):
-            normaliser = self._emit(aten.add.Tensor, maximum, self._emit(aten.log.default, total))
-            count = self._emit(aten.sum.default, self._emit(aten._to_copy.default, counted, dtype=self._dtype))
-            lost = self._emit(aten.sub.Tensor, normaliser, chosen)
-            lost = self._emit(aten.where.ScalarOther, counted, lost, 0.0)
-            if self._reduction:
-                lost = self._emit(aten.sum.default, lost)
+            count = new(aten.sum.default, new(aten._to_copy.default, counted, dtype=self._dtype))
+            lost = new(aten.where.ScalarOther, counted, new(aten.sub.Tensor, normaliser, chosen), 0.0)
+            lost = new(aten.sum.default, lost) if self._reduction else new(aten.squeeze.dim, lost, 1)
             if self._reduction == _MEAN:
-                lost = self._emit(aten.div.Tensor, lost, count)
+                lost = new(aten.div.Tensor, lost, count)
         if loss.nll_backward is not None:
-            self._backward(logits, places, normaliser, counted, count)
+            self._backward(ranges, normaliser, counted, count)
         for result in list(loss.nll.users):
             assert result.target is operator.getitem
             result.replace_all_uses_with((lost, count)[result.args[1]])
@@ -174,49 +162,39 @@ class _Rewrite:
         erase_unused(self._graph, loss.nll)
 
     def _backward(
-        self,
-        logits: list[fx.Node],
-        places: list[tuple[fx.Node, fx.Node]],
-        normaliser: fx.Node,
-        counted: fx.Node,
-        count: fx.Node,
+        self, ranges: list[tuple[fx.Node, fx.Node, fx.Node]], normaliser: fx.Node, counted: fx.Node, count: fx.Node
     ) -> None:
-        """Of each range of logits, the gradient: the probabilities, less one at the target, times that of the loss."""
-        like = self._loss.nll_backward
-        with self._graph.inserting_before(like):
-            scale = like.args[0]
+        """Of each range of logits, the gradient: the probabilities, less one at the target, times that of the loss.
+
+        `ranges`: the logits, which rows have their target among them, and its place there.
+        """
+        new = partial(emit, self._graph, self._loss.nll_backward)
+        with self._graph.inserting_before(self._loss.nll_backward):
+            scale = self._loss.nll_backward.args[0]
             if self._reduction == _MEAN:
-                scale = emit(self._graph, like, aten.div.Tensor, scale, count)
-            scale = emit(self._graph, like, aten.where.ScalarOther, counted, scale, 0.0)
+                scale = new(aten.div.Tensor, scale, count)
+            elif not self._reduction:
+                scale = new(aten.unsqueeze.default, scale, 1)
+            scale = new(aten.where.ScalarOther, counted, scale, 0.0)
         for index, slices in self._loss.slices.items():
-            inside, place = places[index]
+            values, inside, place = ranges[index]
             first = min(slices)  # nodes compare by position
+            new = partial(emit, self._graph, first)
             with self._graph.inserting_before(first):
-                above = self._again(aten.unsqueeze.default, normaliser, 1)
-                shifted = self._again(aten.sub.Tensor, logits[index], above)
-                probabilities = self._again(aten.exp.default, shifted)
-                column = emit(self._graph, first, aten.unsqueeze.default, scale, 1)
-                gradient = emit(self._graph, first, aten.mul.Tensor, probabilities, column)
-                at_target = emit(self._graph, first, aten.where.ScalarOther, inside, scale, 0.0)
-                at_target = emit(self._graph, first, aten.unsqueeze.default, at_target, 1)
-                less = emit(self._graph, first, aten.neg.default, at_target)
-                gradient = emit(self._graph, first, aten.scatter_add.default, gradient, 1, place, less)
+                probabilities = self._again(aten.exp.default, self._again(aten.sub.Tensor, values, normaliser))
+                gradient = new(aten.mul.Tensor, probabilities, scale)
+                less = new(aten.neg.default, new(aten.where.ScalarOther, inside, scale, 0.0))
+                gradient = new(aten.scatter_add.default, gradient, 1, place, less)
                 dtype = first.meta["val"].dtype
                 if dtype != self._dtype:
-                    gradient = emit(self._graph, first, aten._to_copy.default, gradient, dtype=dtype)
+                    gradient = new(aten._to_copy.default, gradient, dtype=dtype)
             for each in slices:
                 each.replace_all_uses_with(gradient)
                 erase_unused(self._graph, each)
 
-    def _emit(self, target: torch._ops.OpOverload, *args: object, **kwargs: object) -> fx.Node:
-        return emit(self._graph, self._loss.softmax, target, *args, **kwargs)
-
     def _again(self, target: torch._ops.OpOverload, *args: object, **kwargs: object) -> fx.Node:
         """A node that backward computes anew."""
-        return repeat_in_backward(self._emit(target, *args, **kwargs))
-
-    def _column(self, rows: fx.Node) -> fx.Node:
-        return self._emit(aten.unsqueeze.default, rows, 1)
+        return repeat_in_backward(emit(self._graph, self._loss.softmax, target, *args, **kwargs))
 
 
 def _hoist(node: fx.Node, before: fx.Node) -> None:
