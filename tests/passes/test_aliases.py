@@ -11,7 +11,7 @@ from models import CASES, trained
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from zinf_fx.passes.ir.aliases import aliased_inputs, aliases_of, is_view
+from zinf_fx.passes.ir.aliases import aliased_inputs, aliases_of, is_view_node
 from zinf_fx.passes.ir.framework import is_compute
 from zinf_fx.passes.ir.printer import print_around
 
@@ -48,7 +48,7 @@ def test_operators(op: torch._ops.OpOverload, arguments: tuple, shares: bool) ->
     x = built.input(4, 4)
     node = built.call(op, x, *arguments)
     assert aliased_inputs(node) == ([x] if shares else [])
-    assert is_view(node) == shares
+    assert is_view_node(node) == shares
     real = torch.randn(4, 4)
     results = op(real, *arguments)
     results = results if isinstance(results, (tuple, list)) else (results,)
@@ -60,7 +60,7 @@ def test_in_place_operations_share_but_are_no_views() -> None:
     built = Builder()
     x, y = built.input(4), built.input(4, name="primals_y")
     node = built.call(aten.copy_.default, x, y)
-    assert aliased_inputs(node) == [x] and not is_view(node)
+    assert aliased_inputs(node) == [x] and not is_view_node(node)
 
 
 def test_arguments_by_name() -> None:
@@ -86,7 +86,7 @@ def test_an_operator_without_a_schema_may_share_all_inputs() -> None:
     built = Builder()
     x, y = built.input(4), built.input(4, name="primals_y")
     node = built.graph.call_function(torch.ops.higher_order.cond, (x, None, None, (y,)))
-    assert aliased_inputs(node) == [x, y] and not is_view(node)
+    assert aliased_inputs(node) == [x, y] and not is_view_node(node)
 
 
 def test_sizes_share_nothing() -> None:
@@ -94,7 +94,7 @@ def test_sizes_share_nothing() -> None:
     x = built.input(4, 4)
     size = built.call(aten.sym_size.int, x, 0)
     assert aliased_inputs(size) == [] == aliased_inputs(built.graph.call_function(operator.mul, (size, 2)))
-    assert not is_view(size)
+    assert not is_view_node(size)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -7,7 +7,7 @@ from building import Builder, aten
 
 from zinf_fx import ops
 from zinf_fx.passes.activations.segments import Segments
-from zinf_fx.passes.ir.aliases import aliased_inputs, is_view, memory_of, readers_of
+from zinf_fx.passes.ir.aliases import aliased_inputs, is_view_node, memory_node, readers_of
 from zinf_fx.passes.ir.collectives import WAIT, collectives_of, group_of, is_collective
 from zinf_fx.passes.ir.fingerprint import lines_of
 from zinf_fx.passes.pipeline import lowering
@@ -22,8 +22,8 @@ def test_what_waits_makes_memory_of_its_own() -> None:
     result = built.call(WAIT, sum_of)
     again = built.call(WAIT, x)  # of what is no collective's result
     assert is_collective(sum_of) and not is_collective(result) and group_of(sum_of) == "tp"
-    assert aliased_inputs(result) == [] and not is_view(result) and memory_of(result) is result
-    assert aliased_inputs(again) == [x] and is_view(again)
+    assert aliased_inputs(result) == [] and not is_view_node(result) and memory_node(result) is result
+    assert aliased_inputs(again) == [x] and is_view_node(again)
     assert readers_of(x)[:3] == [x, sum_of, again] and result in readers_of(x)
 
 

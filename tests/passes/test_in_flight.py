@@ -9,7 +9,7 @@ from building import Builder, aten
 
 from zinf_fx import ops
 from zinf_fx.passes.ir.framework import OPERATOR, give_event
-from zinf_fx.passes.ir.in_flight import Ledger, Span, operators_in, spans
+from zinf_fx.passes.ir.in_flight import InFlight, Ledger, operators_in, spans
 from zinf_fx.passes.lowering.lower_gathers import LowerGathers
 from zinf_fx.passes.lowering.offload_gradients import OffloadGradients
 from zinf_fx.passes.lowering.reduce_gradients import ReduceGradients
@@ -77,7 +77,7 @@ def test_a_tile_that_the_turn_fetches_again_counts_once(turn: int, parts: set[tu
 
 
 def test_ledger() -> None:
-    ledger = Ledger([Span("tile", KIB, HEAD, 1), Span("gradient", KIB, 1, 2)], operators=4, budget=2 * KIB)
+    ledger = Ledger([InFlight("tile", KIB, HEAD, 1), InFlight("gradient", KIB, 1, 2)], operators=4, budget=2 * KIB)
     assert [ledger.at(operator) for operator in range(HEAD, 4)] == [KIB, KIB, 2 * KIB, KIB, 0]
     assert ledger.over_budget() is None
     assert [s.what for s in ledger.largest(1)] == ["tile", "gradient"]
@@ -89,7 +89,7 @@ def test_ledger() -> None:
 
 
 def test_ledger_over_budget() -> None:
-    entries = [Span("tile", KIB, 0, 1), Span("tile", KIB, 1, 2)]
+    entries = [InFlight("tile", KIB, 0, 1), InFlight("tile", KIB, 1, 2)]
     assert Ledger(entries, operators=3, budget=2 * KIB - 1).over_budget() == 1
     assert Ledger(entries, operators=3, budget=None).over_budget() is None
     assert Ledger([], operators=0, budget=1).over_budget() is None

@@ -18,7 +18,7 @@ from torch import fx
 from zinf_fx import ops
 from zinf_fx.passes.activations.offload import LEAVES, SMALLEST
 from zinf_fx.passes.activations.segments import Segments
-from zinf_fx.passes.ir.aliases import memory_of
+from zinf_fx.passes.ir.aliases import memory_node
 from zinf_fx.passes.ir.framework import GraphContext, Pass, bytes_computed, is_compute, key_of, nodes_calling
 from zinf_fx.passes.ir.work import work_of
 from zinf_fx.plan.rates import Rates
@@ -48,19 +48,19 @@ class ChooseActivations(Pass):
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         segments = Segments(graph, context)
         cuts = segments.at_minima()
-        parts = parts_of(segments, cuts, self.rates)
+        parts = priced_segments(segments, cuts, self.rates)
         recomputed: set[int] = set()
         leaving: set[fx.Node] = set()
         if self.room is not None:
             idle = _idle_seconds(graph, context, parts, self.rates)
-            recomputed, leaving = choose(parts, self.room, self.rates, idle)
+            recomputed, leaving = cheapest(parts, self.room, self.rates, idle)
         segments.tag(cuts, recomputed)
         for node in graph.nodes:
             node.meta[LEAVES] = node in leaving
         return context
 
 
-class Part(NamedTuple):
+class Segment(NamedTuple):
     """One segment.
 
     Attributes:
@@ -79,20 +79,20 @@ class Part(NamedTuple):
         return sum(self.saved.values())
 
 
-def parts_of(segments: Segments, cuts: Sequence[int], rates: Rates) -> list[Part]:
+def priced_segments(segments: Segments, cuts: Sequence[int], rates: Rates) -> list[Segment]:
     """The segments between `cuts`."""
     forward = set(segments.forward)
     entering = [(), *(segments.crossing[cut] for cut in cuts)]
     parts = []
     for nodes, crossing in zip(segments.between(cuts), entering, strict=True):
         needed = (n for n in nodes if any(user not in forward and is_compute(user) for user in n.users))
-        saved = {memory: bytes_computed(memory) for memory in map(memory_of, needed) if memory in forward}
+        saved = {memory: bytes_computed(memory) for memory in map(memory_node, needed) if memory in forward}
         seconds = sum(seconds_of(node, rates) for node in nodes)
-        parts.append(Part(saved, {node: bytes_computed(node) for node in crossing}, seconds))
+        parts.append(Segment(saved, {node: bytes_computed(node) for node in crossing}, seconds))
     return parts
 
 
-def choose(parts: Sequence[Part], room: int, rates: Rates, idle: float) -> tuple[set[int], set[fx.Node]]:
+def cheapest(parts: Sequence[Segment], room: int, rates: Rates, idle: float) -> tuple[set[int], set[fx.Node]]:
     """Which parts are recomputed, and which memory leaves, until at most `room` bytes stay, or no more can go.
 
     `idle`: seconds of a step in which the way to the tier has nothing else to do. The last part is never recomputed:
@@ -134,7 +134,7 @@ def seconds_of(node: fx.Node, rates: Rates) -> float:
     return max(work.flops / rates.flops, (work.product_bytes + work.other_bytes) / rates.memory)
 
 
-def _idle_seconds(graph: fx.Graph, context: GraphContext, parts: Sequence[Part], rates: Rates) -> float:
+def _idle_seconds(graph: fx.Graph, context: GraphContext, parts: Sequence[Segment], rates: Rates) -> float:
     """Seconds of forward and backward in which parameters and gradients leave the disk alone."""
     computing = (1 + _BACKWARD) * sum(part.seconds for part in parts)
     tiles = {key_of(node): context.tile_of(node) for node in nodes_calling(graph, ops.gather)}

@@ -17,7 +17,7 @@ from torch import fx
 from zinf_fx import ops
 from zinf_fx.config import Config, Tier
 from zinf_fx.passes.activations.replication import EQUAL
-from zinf_fx.passes.ir.aliases import memory_of
+from zinf_fx.passes.ir.aliases import memory_node
 from zinf_fx.passes.ir.framework import GraphContext, Pass, bytes_computed, is_compute
 from zinf_fx.passes.ir.rewriting import emit
 from zinf_fx.plan.schedule import Tile
@@ -108,11 +108,11 @@ def saved_activations(forward: fx.Graph, results: int) -> tuple[list[Saved], lis
     what can't: what the caller gets too, what is small or has holes, what is saved as another type or conjugated, and
     what has a size known at run time only."""
     outputs = forward.output_node().args[0]
-    returned = {memory_of(node) for node in outputs[:results] if isinstance(node, fx.Node)}
+    returned = {memory_node(node) for node in outputs[:results] if isinstance(node, fx.Node)}
     values: dict[fx.Node, list[fx.Node]] = {}
     for node in outputs[results:]:
         if isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor):
-            values.setdefault(memory_of(node), []).append(node)
+            values.setdefault(memory_node(node), []).append(node)
     movable, fixed = [], []
     for memory, nodes in values.items():
         if is_compute(memory):

@@ -12,7 +12,7 @@ from torch import fx
 
 from zinf_fx.errors import PlanError
 from zinf_fx.passes.activations.segments import Segments
-from zinf_fx.passes.ir.aliases import is_view
+from zinf_fx.passes.ir.aliases import is_view_node
 from zinf_fx.passes.ir.framework import GraphContext, Pass, bytes_computed
 
 
@@ -50,7 +50,7 @@ class RecomputeActivations(Pass):
 def _best_cuts(segments: Segments) -> list[int]:
     """The positions to cut behind: those whose saved bytes and largest segment are least together."""
     candidates = segments.at_minima()
-    sizes = [0 if is_view(node) else bytes_computed(node) for node in segments.forward]
+    sizes = [0 if is_view_node(node) else bytes_computed(node) for node in segments.forward]
     total = sum(sizes)
     best, best_peak = [], total
     limit = total // 2

@@ -11,7 +11,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zinf_fx import ops
-from zinf_fx.passes.ir.aliases import memory_of
+from zinf_fx.passes.ir.aliases import memory_node
 from zinf_fx.passes.ir.collectives import WAIT, is_collective
 from zinf_fx.passes.ir.framework import GraphContext, bytes_computed, is_compute
 from zinf_fx.passes.ir.tile_values import tile_values
@@ -141,7 +141,7 @@ def _forward_nodes(graph: fx.Graph, backward_outputs: int, tiles: Collection[fx.
 
 
 def _crossing(forward: list[fx.Node]) -> list[frozenset[fx.Node]]:
-    root = {node: memory_of(node) for node in forward}
+    root = {node: memory_node(node) for node in forward}
     position_of = {node: position for position, node in enumerate(forward)}
     last_use: dict[fx.Node, int] = {}
     for position, node in enumerate(forward):

@@ -40,7 +40,7 @@ def _overlap(one: set[str], other: set[str]) -> bool:
     return not one or not other or bool(one & other)
 
 
-def memory_of(node: fx.Node) -> fx.Node:
+def memory_node(node: fx.Node) -> fx.Node:
     """The node whose memory the node's result is, or may be: itself, unless it is a view.
 
     A member of a tuple has memory of its own, unless the tuple is one of views.
@@ -49,13 +49,13 @@ def memory_of(node: fx.Node) -> fx.Node:
         source = node
         while source.target is operator.getitem:
             source = source.args[0]
-        if source is not node and not is_view(source):
+        if source is not node and not is_view_node(source):
             break
         node = viewed[0]
     return node
 
 
-def is_view(node: fx.Node) -> bool:
+def is_view_node(node: fx.Node) -> bool:
     """Whether the node computes nothing: its result is its input's memory, seen in another way."""
     if isinstance(node.target, torch._ops.OpOverload):
         return not node.target._schema.is_mutable and bool(aliased_inputs(node))

@@ -17,7 +17,7 @@ from zinf_fx.passes.ir.framework import GraphContext, TileKey
 aten = torch.ops.aten
 
 
-class Part(NamedTuple):
+class GradientPart(NamedTuple):
     """What one use contributes to the gradient of one tile, and the concatenation that it is in (None: it is all)."""
 
     key: TileKey
@@ -32,13 +32,13 @@ def gradient_outputs(graph: fx.Graph, context: GraphContext) -> dict[int, fx.Nod
     return {p: results[first + p] for p in context.gradients if results[first + p] is not None}
 
 
-def parts_of(gradient: fx.Node, token: str, context: GraphContext) -> list[Part]:
+def parts_of(gradient: fx.Node, token: str, context: GraphContext) -> list[GradientPart]:
     """The parts of the gradient of one parameter."""
     if token not in context.divided:
-        return [Part(TileKey(token), gradient, None)]
+        return [GradientPart(TileKey(token), gradient, None)]
     keys = context.tiles_of(token)
     return [
-        Part(key, part, whole)
+        GradientPart(key, part, whole)
         for whole in assembly_of(gradient)
         if whole.target is aten.cat.default
         for key, part in zip(keys, whole.args[0], strict=True)

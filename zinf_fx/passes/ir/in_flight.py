@@ -23,7 +23,7 @@ from zinf_fx.plan.schedule import HEAD, GraphSchedule, Operator, Tile
 
 
 @dataclass(frozen=True)
-class Span:
+class InFlight:
     """A tile or its gradient in flight: from operator `first` to operator `last`, both included."""
 
     what: str
@@ -56,7 +56,7 @@ def outline(graph: fx.Graph, context: GraphContext) -> GraphSchedule:
     return GraphSchedule(context.kind, context.table, operators, tuple(map(event_of, events_in(graph))))
 
 
-def spans(graph: fx.Graph, context: GraphContext) -> list[Span]:
+def spans(graph: fx.Graph, context: GraphContext) -> list[InFlight]:
     """Everything that is in flight in a lowered graph. A tile that several stays hold is counted once."""
     journeys, last = Journeys([outline(graph, context)]), operators_in(graph) - 1
     there: defaultdict[int, list[range]] = defaultdict(list)
@@ -68,18 +68,18 @@ def spans(graph: fx.Graph, context: GraphContext) -> list[Span]:
     for number, operators in there.items():
         tile = context.table[number]
         for part in merged(operators):
-            found.append(Span(f"tile '{tile.label}'", tile_bytes(tile), part.start, part.stop - 1))
+            found.append(InFlight(f"tile '{tile.label}'", tile_bytes(tile), part.start, part.stop - 1))
     for number, reduced, offloaded in journeys.departures:
         tile = context.table[number]
         until = offloaded.operator if offloaded is not None else last
-        found.append(Span(f"gradient of '{tile.label}'", gradient_bytes(tile), reduced.operator, until))
+        found.append(InFlight(f"gradient of '{tile.label}'", gradient_bytes(tile), reduced.operator, until))
     return [span for span in found if span.nbytes]
 
 
 class Ledger:
     """Bytes in flight per operator, the head included, against a budget (None: no limit)."""
 
-    def __init__(self, entries: Iterable[Span], operators: int, budget: int | None) -> None:
+    def __init__(self, entries: Iterable[InFlight], operators: int, budget: int | None) -> None:
         self.entries = list(entries)
         self.budget = budget
         change = [0] * (operators + 2)  # the head stands first
@@ -102,7 +102,7 @@ class Ledger:
         """Bytes in flight in one operator."""
         return self._live[operator + 1]
 
-    def largest(self, operator: int, count: int = 3) -> list[Span]:
+    def largest(self, operator: int, count: int = 3) -> list[InFlight]:
         """The largest entries that are in flight in one operator."""
         held = [entry for entry in self.entries if entry.first <= operator <= entry.last]
         return sorted(held, key=lambda entry: -entry.nbytes)[:count]

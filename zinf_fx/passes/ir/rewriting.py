@@ -26,6 +26,11 @@ def emit(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any)
     return node
 
 
+def emit_again(graph: fx.Graph, node: fx.Node, *args: Any) -> fx.Node:
+    """What a node computes, at the insertion point, with other arguments."""
+    return emit(graph, node, node.target, *args, **node.kwargs)
+
+
 def repeat_in_backward(node: fx.Node) -> fx.Node:
     """Mark a node that is too cheap to be saved."""
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

@@ -18,7 +18,7 @@ from zinf_fx.passes.ir.framework import OPERATOR, GraphContext, TileKey, events_
 from zinf_fx.passes.ir.gradient_parts import gradient_outputs, parts_of
 from zinf_fx.passes.ir.in_flight import Ledger, operators_in, outline, spans
 from zinf_fx.passes.ir.printer import print_around
-from zinf_fx.plan.journeys import OutOfOrder, Stay, UnfinishedJourney
+from zinf_fx.plan.journeys import OutOfOrder, UnfinishedJourney
 from zinf_fx.plan.schedule import HEAD
 from zinf_fx.plan.spec import StepGraphs, violations
 
@@ -38,10 +38,6 @@ class Facts:
         return self.graph.output_node()
 
     @cached_property
-    def order(self) -> dict[fx.Node, int]:
-        return {node: position for position, node in enumerate(self.graph.nodes)}
-
-    @cached_property
     def events(self) -> list[fx.Node]:
         """The nodes that are events."""
         return events_in(self.graph)
@@ -50,20 +46,6 @@ class Facts:
     def step(self) -> StepGraphs:
         """The graph as the only one that is known of a step."""
         return StepGraphs((outline(self.graph, self.context),), False)
-
-    def stay_of(self, node: fx.Node) -> Stay:
-        """The stay that a wait or a release belongs to."""
-        return self.step.journeys.stay_of(0, self.numbers[node])
-
-    @cached_property
-    def numbers(self) -> dict[fx.Node, int]:
-        """The number of each event."""
-        return {node: number for number, node in enumerate(self.events)}
-
-    @cached_property
-    def aliases(self) -> dict[fx.Node, list[fx.Node]]:
-        """By wait: it, and all that may share its tile's memory."""
-        return {wait: aliases_of(wait) for wait in nodes_calling(self.graph, ops.wait)}
 
     def name(self, node: fx.Node) -> str:
         return f"'{self.context.tile_of(node).label}'"
@@ -75,7 +57,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Rule:
+class GraphRule:
     """One invariant. `check` finds what breaks it: what is wrong, and at which node."""
 
     text: str
@@ -174,16 +156,16 @@ def _schedule(facts: Facts) -> Violations:
 
 
 def _reads(facts: Facts) -> Violations:
-    for wait in facts.aliases:
-        release = facts.events[facts.stay_of(wait).release.number]
+    for stay in facts.step.journeys:
+        wait, release = (facts.events[stay.steps[kind].number] for kind in ("wait", "release"))
         for reader in readers_of(wait):
-            if facts.order[reader] > facts.order[release] and reader is not facts.output:
+            if reader > release and reader is not facts.output:  # nodes compare by position
                 yield f"{facts.name(wait)} has been released", reader
 
 
 def _escapes(facts: Facts) -> Violations:
-    for wait, aliases in facts.aliases.items():
-        for alias in aliases:
+    for wait in nodes_calling(facts.graph, ops.wait):
+        for alias in aliases_of(wait):
             for user in alias.users:
                 if user is facts.output or user.target is ops.reduce_scatter:
                     yield f"this one may be memory of {facts.name(wait)}", alias
@@ -242,17 +224,17 @@ _JOURNEY = (
 )
 
 RULES = (
-    Rule("the placeholders are those of the captured graph", None, _placeholders),
-    Rule("only transfers use a tile's token", None, _tokens),
-    Rule("operators are numbered in order, none is left out", "operators", _operators),
-    Rule("each gradient of a tile is reduce-scattered", "gradients_reduced", _reductions),
-    Rule("each gradient of a tile is reduce-scattered once", "gradients_reduced", _one_reduction),
-    Rule("every gather is lowered", "lowered", _no_gathers),
-    Rule(_JOURNEY, "lowered", _journeys),
-    Rule("a schedule is as plan.spec says", "lowered", _schedule),
-    Rule("nothing reads a tile after its release", "lowered", _reads),
-    Rule("results and gradients share no memory with a tile", "lowered", _escapes),
-    Rule("each gradient of a tile is reduce-scattered once, and offloaded once", "gradients_offloaded", _offloads),
-    Rule("bytes in flight stay within the budget", "prefetched", _budget),
-    Rule("the turn starts what the next graph needs at its head", "prefetched", _turn),
+    GraphRule("the placeholders are those of the captured graph", None, _placeholders),
+    GraphRule("only transfers use a tile's token", None, _tokens),
+    GraphRule("operators are numbered in order, none is left out", "operators", _operators),
+    GraphRule("each gradient of a tile is reduce-scattered", "gradients_reduced", _reductions),
+    GraphRule("each gradient of a tile is reduce-scattered once", "gradients_reduced", _one_reduction),
+    GraphRule("every gather is lowered", "lowered", _no_gathers),
+    GraphRule(_JOURNEY, "lowered", _journeys),
+    GraphRule("a schedule is as plan.spec says", "lowered", _schedule),
+    GraphRule("nothing reads a tile after its release", "lowered", _reads),
+    GraphRule("results and gradients share no memory with a tile", "lowered", _escapes),
+    GraphRule("each gradient of a tile is reduce-scattered once, and offloaded once", "gradients_offloaded", _offloads),
+    GraphRule("bytes in flight stay within the budget", "prefetched", _budget),
+    GraphRule("the turn starts what the next graph needs at its head", "prefetched", _turn),
 )

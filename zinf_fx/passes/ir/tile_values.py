@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from zinf_fx import ops
-from zinf_fx.passes.ir.aliases import is_view
+from zinf_fx.passes.ir.aliases import is_view_node
 
 # Not views, but no arithmetic either: autocast's cast of a weight, fused projections.
 _COPIES = {
@@ -23,7 +23,7 @@ def tile_values(graph: fx.Graph) -> dict[fx.Node, None]:
     for node in graph.nodes:
         if node.target is ops.gather:
             found[node] = None
-        elif node.target in _COPIES or is_view(node):
+        elif node.target in _COPIES or is_view_node(node):
             inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), (torch.Tensor, list, tuple))]
             if inputs and all(n in found for n in inputs):
                 found[node] = None

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from zinf_fx.passes.ir.aliases import is_view
+from zinf_fx.passes.ir.aliases import is_view_node
 from zinf_fx.passes.ir.framework import bytes_computed
 
 
@@ -29,7 +29,7 @@ class Work(NamedTuple):
 
 def work_of(node: fx.Node) -> Work:
     """The work of one node. A view has none; where a size is known at run time only, flops are not counted."""
-    if is_view(node):
+    if is_view_node(node):
         return Work()
     nbytes = bytes_computed(node) + sum(map(bytes_computed, node.all_input_nodes))
     count = flop_registry.get(getattr(node.target, "overloadpacket", None))

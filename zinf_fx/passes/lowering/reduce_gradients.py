@@ -8,7 +8,7 @@ from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.passes.ir.framework import GraphContext, Pass, start_argument
-from zinf_fx.passes.ir.gradient_parts import Part, gradient_outputs, parts_of
+from zinf_fx.passes.ir.gradient_parts import GradientPart, gradient_outputs, parts_of
 
 
 class ReduceGradients(Pass):
@@ -38,7 +38,7 @@ class ReduceGradients(Pass):
         output.args = (type(output.args[0])(results),)
         return context
 
-    def _reduce(self, graph: fx.Graph, token: fx.Node, part: Part) -> fx.Node:
+    def _reduce(self, graph: fx.Graph, token: fx.Node, part: GradientPart) -> fx.Node:
         last_input = next(reversed(graph.find_nodes(op="placeholder")))
         with graph.inserting_after(part.node if part.node.op != "placeholder" else last_input):
             shard = graph.call_function(ops.reduce_scatter, (token, part.node), start_argument(part.key))

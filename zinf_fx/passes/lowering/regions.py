@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from zinf_fx import ops
-from zinf_fx.passes.ir.aliases import is_view
+from zinf_fx.passes.ir.aliases import is_view_node
 from zinf_fx.passes.ir.framework import OPERATOR, GraphContext, Pass, is_compute, key_of
 from zinf_fx.passes.ir.gradient_parts import assemblies
 
@@ -34,7 +34,7 @@ class Regions(Pass):
                 if computed and tile.opens_operator and not known:
                     current, computed, ended = current + 1, False, False
                 gathered[key] = current
-            elif is_compute(node) and node.all_input_nodes and not is_view(node) and node not in put_together:
+            elif is_compute(node) and node.all_input_nodes and not is_view_node(node) and node not in put_together:
                 if ended:
                     current, ended = current + 1, False
                 computed = True

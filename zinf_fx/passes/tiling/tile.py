@@ -44,7 +44,7 @@ class TileParameters(Pass):
             try:
                 if token in context.written:
                     raise Untileable("forward writes to it")
-                _Rewrite(graph, context, gathers[token], tiles).run()
+                _DividedParameter(graph, context, gathers[token], tiles).run()
             except Untileable as reason:
                 context = replace(context, undivided={**context.undivided, token: str(reason)})
             else:
@@ -90,7 +90,7 @@ def _in_segments(tile: Tile, limit: int) -> tuple[Tile, ...]:
     return tuple(found) if len(found) > 1 else (tile,)
 
 
-class _Rewrite:
+class _DividedParameter:
     """The division of one parameter."""
 
     def __init__(self, graph: fx.Graph, context: GraphContext, gathers: list[fx.Node], tiles: tuple[Tile, ...]) -> None:

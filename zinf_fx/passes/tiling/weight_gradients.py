@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from zinf_fx.passes.ir.rewriting import emit, repeat_in_backward
+from zinf_fx.passes.ir.rewriting import emit, emit_again, repeat_in_backward
 from zinf_fx.passes.tiling.weight_uses import Rows, Untileable, moved_dim
 
 aten = torch.ops.aten
@@ -56,23 +56,19 @@ def rows_of_term(graph: fx.Graph, term: fx.Node, rows: Rows, dim: int = 0) -> fx
     if term.target in (aten.mm.default, aten.bmm.default):
         ranged = _ranged_operands(term, dim)
         operands = [_rows_of_value(graph, a, rows, dim) if i in ranged else a for i, a in enumerate(term.args)]
-        return _emit(graph, term, *operands)
+        return emit_again(graph, term, *operands)
     if term.target is aten.embedding_dense_backward.default:
         return _embedding_rows(graph, term, rows)
     if term.target is aten.add.Tensor:
-        return _emit(graph, term, *(rows_of_term(graph, argument, rows, dim) for argument in term.args))
+        return emit_again(graph, term, *(rows_of_term(graph, argument, rows, dim) for argument in term.args))
     part = rows_of_term(graph, term.args[0], rows, _dim_of_input(term, dim))
-    return _emit(graph, term, part, *term.args[1:])
+    return emit_again(graph, term, part, *term.args[1:])
 
 
 def _ranged_operands(product: fx.Node, dim: int) -> tuple[int, ...]:
     """Which operands of a product a range of its result along `dim` is made from a range of."""
     batched = product.target is aten.bmm.default
     return (0, 1) if batched and dim == 0 else (dim - batched,)
-
-
-def _emit(graph: fx.Graph, like: fx.Node, *args: object) -> fx.Node:
-    return emit(graph, like, like.target, *args, **like.kwargs)
 
 
 def _embedding_rows(graph: fx.Graph, term: fx.Node, rows: Rows) -> fx.Node:
@@ -87,7 +83,7 @@ def _embedding_rows(graph: fx.Graph, term: fx.Node, rows: Rows) -> fx.Node:
 def _rows_of_value(graph: fx.Graph, value: fx.Node, rows: Rows, dim: int) -> fx.Node:
     """A range of any value, of what it is a transposition of if it is one: so the whole is not transposed."""
     if value is not untransposed(value):
-        return _emit(
+        return emit_again(
             graph, value, _rows_of_value(graph, value.args[0], rows, _dim_of_input(value, dim)), *value.args[1:]
         )
     return rows.of(graph, value, value, dim)

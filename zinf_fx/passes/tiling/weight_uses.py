@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from zinf_fx.passes.ir.rewriting import emit, repeat_in_backward
+from zinf_fx.passes.ir.rewriting import emit, emit_again, repeat_in_backward
 
 aten = torch.ops.aten
 
@@ -67,14 +67,20 @@ class Use:
     dim: int
 
     @property
-    def other(self) -> fx.Node:
-        """Of a product, the other operand; of an embedding, the indices."""
+    def operands(self) -> tuple[fx.Node, fx.Node]:
+        """Of a product, what is multiplied; of an embedding, the table and the indices."""
         first = _PRODUCTS.get(self.node.target, 0)
-        left, right = self.node.args[first : first + 2]
+        return self.node.args[first : first + 2]
+
+    @property
+    def other(self) -> fx.Node:
+        """The operand that is not of the parameter."""
+        left, right = self.operands
         return right if self.operand is left else left
 
 
 GatherRange = Callable[[Rows, fx.Node], fx.Node]
+Divided = tuple[fx.Node, list[fx.Node]]  # the result, and the last node of each range
 
 
 class Untileable(Exception):
@@ -115,33 +121,31 @@ def _use(node: fx.Node, operand: fx.Node, way: tuple[fx.Node, ...], dim: int) ->
     if node.op == "output":
         raise Untileable("it is a result of the graph")
     use = Use(node, operand, way, dim)
-    if [n for n in node.all_input_nodes if n is operand] and sum(a is operand for a in node.args) == 1:
+    if sum(argument is operand for argument in node.args) == 1:
         if node.target is aten.embedding.default and node.args[0] is operand and dim == 0 and not any(node.args[4:]):
             return use
-        if node.target in _PRODUCTS and operand in _operands(node) and not set(node.kwargs):
+        if node.target in _PRODUCTS and operand in use.operands and not node.kwargs:
             return use
     raise Untileable(f"{str(node.target).removesuffix('.default')} computes with it")
-
-
-def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    first = _PRODUCTS[node.target]
-    return node.args[first : first + 2]
 
 
 def tile_use(graph: fx.Graph, use: Use, ranges: list[Rows], gather: GatherRange) -> list[fx.Node]:
     """Replace a use by one per range; `gather` makes the gather of a range. Returns the last node of each range."""
     divide = _embedding if use.node.target is aten.embedding.default else _product
     with graph.inserting_before(use.node):
-        return divide(graph, use, ranges, gather)
+        result, ends = divide(graph, use, ranges, gather)
+    use.node.replace_all_uses_with(result)
+    graph.erase_node(use.node)
+    return ends
 
 
 def _operand(graph: fx.Graph, use: Use, gathered: fx.Node) -> fx.Node:
     for step in use.way:
-        gathered = emit(graph, step, step.target, gathered, *step.args[1:], **step.kwargs)
+        gathered = emit_again(graph, step, gathered, *step.args[1:])
     return gathered
 
 
-def _embedding(graph: fx.Graph, use: Use, ranges: list[Rows], gather: GatherRange) -> list[fx.Node]:
+def _embedding(graph: fx.Graph, use: Use, ranges: list[Rows], gather: GatherRange) -> Divided:
     """Look every index up in the range that it falls into; one that doesn't exist is refused as ever."""
     like, indices = use.node, use.other
     result, ends = None, []
@@ -154,13 +158,12 @@ def _embedding(graph: fx.Graph, use: Use, ranges: list[Rows], gather: GatherRang
             part = emit(graph, like, aten.where.self, mask, part, result)
         result = part
         ends.append(part)
-    _replace(graph, use, result)
-    return ends
+    return result, ends
 
 
-def _product(graph: fx.Graph, use: Use, ranges: list[Rows], gather: GatherRange) -> list[fx.Node]:
+def _product(graph: fx.Graph, use: Use, ranges: list[Rows], gather: GatherRange) -> Divided:
     like, other = use.node, use.other
-    on_the_left = use.operand is _operands(like)[0]
+    on_the_left = use.operand is use.operands[0]
     count = use.operand.meta["val"].dim()
     batched, summed = use.dim < count - 2, use.dim == (count - 1 if on_the_left else count - 2)
     # The dimension of the other operand that goes along with the rows.
@@ -188,8 +191,7 @@ def _product(graph: fx.Graph, use: Use, ranges: list[Rows], gather: GatherRange)
         parts.append(part)
     if summed and dtype.itemsize <= 2:
         total = emit(graph, like, aten._to_copy.default, total, dtype=dtype)
-    _replace(graph, use, total if summed else emit(graph, like, aten.cat.default, parts, use.dim))
-    return parts
+    return total if summed else emit(graph, like, aten.cat.default, parts, use.dim), parts
 
 
 def _addend(graph: fx.Graph, like: fx.Node, rows: Rows, dim: int, summed: bool) -> fx.Node:
@@ -199,8 +201,3 @@ def _addend(graph: fx.Graph, like: fx.Node, rows: Rows, dim: int, summed: bool) 
     if summed or position < 0 or addend.meta["val"].shape[position] == 1:
         return addend
     return rows.of(graph, like, addend, position)
-
-
-def _replace(graph: fx.Graph, use: Use, result: fx.Node) -> None:
-    use.node.replace_all_uses_with(result)
-    graph.erase_node(use.node)
