@@ -43,7 +43,8 @@ FUNCTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "torch.optim.optimizer.register_optimizer_step_pre_hook": (("hook",), "optim/plain.py"),
     "torch.optim.optimizer.register_optimizer_step_post_hook": (("hook",), "optim/plain.py"),
     "torch.autograd.graph.increment_version": (("tensor",), "runtime/tensor/stored_bytes.py, view_writes.py"),
-    "torch.utils._pytree.tree_map": (("func", "tree"), "explain.py"),
+    "torch.utils._pytree.tree_map": (("func", "tree"), "explain.py, passes/ir/timing.py"),
+    "torch.utils._pytree.tree_leaves": (("tree",), "passes/ir/timing.py"),
     "torch.utils._pytree.tree_map_only": (("type_or_types_or_pred", "func", "tree"), "runtime/tensor/writes.py"),
     "torch.utils._pytree.tree_iter": (("tree",), "runtime/tensor/writes.py"),
 }

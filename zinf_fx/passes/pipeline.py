@@ -20,7 +20,6 @@ from zinf_fx.passes.activations.keep import KeepActivations
 from zinf_fx.passes.activations.offload import (
     OffloadActivations,
     ReloadActivations,
-    leaving,
     saved_activations,
 )
 from zinf_fx.passes.activations.recompute import RecomputeActivations
@@ -172,20 +171,21 @@ def divided_training(
     choices = choices_in(joint.graph, before)
     context = run_passes(joint.graph, context, [RecomputeGathers(), ReduceGradients()])
     forward, backward = partition(joint, joint_inputs, context, **arguments)
-    movable, fixed = saved_activations(forward.graph, arguments["num_fwd_outputs"])
-    leave = leaving(movable, fixed, context.config.activation_tier, context.tensor_ranks)
+    leaving, kept = saved_activations(
+        forward.graph, arguments["num_fwd_outputs"], context.config.activation_tier, context.tensor_ranks
+    )
     context = replace(
         context,
         kind="backward",
         backward_outputs=0,
         provided=frozenset({"gradients_reduced"}),
-        kept=sum(saved.nbytes for saved in (*movable, *fixed)) - sum(saved.nbytes for saved in leave),
+        kept=kept,
         tile_limit=tile_limit,
         choices=choices,
     )
     forward_context = replace(context, kind="forward", gradients={}, provided=frozenset())
-    forward_context = run_passes(forward.graph, forward_context, [OffloadActivations(leave)])
-    backward_context = run_passes(backward.graph, context, [ReloadActivations(leave)])
+    forward_context = run_passes(forward.graph, forward_context, [OffloadActivations(leaving)])
+    backward_context = run_passes(backward.graph, context, [ReloadActivations(leaving)])
     return (forward, forward_context), (backward, backward_context)
 
 

@@ -8,7 +8,7 @@ section 6.1, Pa, and Pa+cpu where it leaves as well.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import defaultdict
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,20 +34,18 @@ SMALLEST = 1 << 14
 
 @dataclass(frozen=True)
 class Saved:
-    """Saved activations that share memory.
+    """Saved activations that share memory, and leave.
 
     Attributes:
         memory, values: the node that made it, and those that are saved.
-        nbytes: of all of it.
         tier: where it goes.
         ranks: how many keep a part of it each.
     """
 
     memory: fx.Node
     values: tuple[fx.Node, ...]
-    nbytes: int
-    tier: Tier = "device"
-    ranks: int = 1
+    tier: Tier
+    ranks: int
 
 
 @dataclass(frozen=True)
@@ -103,50 +101,42 @@ class ReloadActivations(Pass):
         return replace(context, tiles=tiles)
 
 
-def saved_activations(forward: fx.Graph, results: int) -> tuple[list[Saved], list[Saved]]:
-    """What the forward graph computes and saves for backward, beside its first `results` outputs: what can leave, and
-    what can't: what the caller gets too, what is small or has holes, what is saved as another type or conjugated, and
-    what has a size known at run time only."""
+def saved_activations(forward: fx.Graph, results: int, tier: Tier, ranks: int) -> tuple[tuple[Saved, ...], int]:
+    """What the forward graph computes and saves for backward, beside its first `results` outputs: what is to leave for
+    `tier`, or to be divided over `ranks` (see [Note: equal values]), and bytes of the rest.
+
+    The rest is also what the caller gets too, what is small or has holes, what is saved as another type or conjugated,
+    and what has a size known at run time only, of which a warning tells.
+    """
     outputs = forward.output_node().args[0]
     returned = {memory_node(node) for node in outputs[:results] if isinstance(node, fx.Node)}
-    values: dict[fx.Node, list[fx.Node]] = {}
+    values: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in outputs[results:]:
         if isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor):
-            values.setdefault(memory_node(node), []).append(node)
-    movable, fixed = [], []
+            values[memory_node(node)].append(node)
+    leaving, dynamic, kept = [], [], 0
     for memory, nodes in values.items():
-        if is_compute(memory):
-            saved = Saved(memory, tuple(dict.fromkeys(nodes)), bytes_computed(memory))
-            leaves = memory not in returned and saved.nbytes >= SMALLEST and _is_dense(memory.meta["val"])
-            leaves = leaves and all(_is_plain_view(node.meta["val"], memory.meta["val"]) for node in nodes)
-            (movable if leaves else fixed).append(saved)
-    return movable, fixed
-
-
-def leaving(movable: Sequence[Saved], fixed: Sequence[Saved], tier: Tier, ranks: int) -> tuple[Saved, ...]:
-    """Those that are to leave, for `tier`, and those that are divided over so many ranks: see [Note: equal values].
-
-    What would leave, if its size were known, stays, with a warning.
-    """
-    if tier == "device" and ranks == 1:
-        return ()
-    dynamic = [saved for saved in fixed if not _is_static(saved.memory.meta["val"]) and saved.nbytes >= SMALLEST]
-    if dynamic:
+        if not is_compute(memory):
+            continue
+        value, nbytes = memory.meta["val"], bytes_computed(memory)
+        to = tier if memory.meta.get(LEAVES, True) else "device"
+        among = ranks if memory.meta.get(EQUAL) else 1
+        can = memory not in returned and nbytes >= SMALLEST and _is_dense(value)
+        can = can and all(_is_plain_view(node.meta["val"], value) for node in nodes)
+        if can and (to != "device" or among > 1):
+            leaving.append(Saved(memory, tuple(dict.fromkeys(nodes)), to, among))
+        else:
+            kept += nbytes
+            dynamic += [memory] if nbytes >= SMALLEST and not _is_static(value) else []
+    if dynamic and (tier != "device" or ranks > 1):
         log.warning(
             "%d activations stay on the device, because their sizes are known at run time only (%s has the shape %s): "
             "torch.compile(..., dynamic=False) plans for each size",
             len(dynamic),
-            dynamic[0].memory.name,
-            tuple(dynamic[0].memory.meta["val"].shape),
+            dynamic[0].name,
+            tuple(dynamic[0].meta["val"].shape),
         )
-    found = []
-    for saved in movable:
-        meta = saved.memory.meta
-        to = tier if meta.get(LEAVES, True) else "device"
-        among = ranks if meta.get(EQUAL) else 1
-        if to != "device" or among > 1:
-            found.append(replace(saved, tier=to, ranks=among))
-    return tuple(found)
+    return tuple(leaving), kept
 
 
 def _is_static(value: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from zinf_fx import ops
 from zinf_fx.passes.ir.aliases import memory_node
-from zinf_fx.passes.ir.collectives import WAIT, is_collective
+from zinf_fx.passes.ir.collectives import WAIT, argument_of, is_collective
 from zinf_fx.passes.ir.framework import GraphContext, bytes_computed, is_compute
 from zinf_fx.passes.ir.tile_values import tile_values
 
@@ -119,9 +119,7 @@ def is_random(node: fx.Node) -> bool:
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     names = [argument.name for argument in node.target._schema.arguments]
-    position = names.index("dropout_p") if "dropout_p" in names else len(node.args)
-    dropout = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p")
-    return "dropout_p" not in names or bool(dropout)
+    return "dropout_p" not in names or bool(argument_of(node, "dropout_p"))
 
 
 def has_effects(node: fx.Node) -> bool:
@@ -140,23 +138,17 @@ def _forward_nodes(graph: fx.Graph, backward_outputs: int, tiles: Collection[fx.
     return [n for n in graph.nodes if is_compute(n) and n not in tiles and (n in needed or _source(n) in needed)]
 
 
-def _crossing(forward: list[fx.Node]) -> list[frozenset[fx.Node]]:
+def _crossing(forward: list[fx.Node]) -> list[list[fx.Node]]:
     root = {node: memory_node(node) for node in forward}
-    position_of = {node: position for position, node in enumerate(forward)}
     last_use: dict[fx.Node, int] = {}
     for position, node in enumerate(forward):
         for source in node.all_input_nodes:
             last_use[root.get(source, source)] = position
             if is_collective(source):  # see [Note: collectives under way]
                 last_use |= {root.get(read, read): position for read in source.all_input_nodes}
-    result, live = [], set()
-    leaving: dict[int, list[fx.Node]] = {}
-    for node, last in last_use.items():
-        leaving.setdefault(last, []).append(node)
+    crossing: list[list[fx.Node]] = [[] for _ in forward]
     for position, node in enumerate(forward):
-        live.difference_update(leaving.get(position, ()))
-        is_memory = root[node] is node and bytes_computed(node) and not is_collective(node)
-        if is_memory and last_use.get(node, position) > position:
-            live.add(node)
-        result.append(frozenset(n for n in live if n in position_of))
-    return result
+        if root[node] is node and bytes_computed(node) and not is_collective(node):
+            for later in range(position, last_use.get(node, position)):
+                crossing[later].append(node)
+    return crossing

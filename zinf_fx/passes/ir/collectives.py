@@ -23,9 +23,13 @@ def is_collective(node: fx.Node) -> bool:
 
 def group_of(node: fx.Node) -> Any:
     """The group of a collective, or its name."""
-    names = [argument.name for argument in node.target._schema.arguments]
-    position = names.index("group_name")
-    return node.args[position] if position < len(node.args) else node.kwargs["group_name"]
+    return argument_of(node, "group_name")
+
+
+def argument_of(node: fx.Node, name: str) -> Any:
+    """The argument of an operator's call that its schema calls so; None: it is not given."""
+    position = [argument.name for argument in node.target._schema.arguments].index(name)
+    return node.args[position] if position < len(node.args) else node.kwargs.get(name)
 
 
 def collectives_of(graph: fx.Graph) -> list[fx.Node]:

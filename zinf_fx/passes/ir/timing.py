@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves, tree_map
 
 from zinf_fx.errors import PlanError
 from zinf_fx.passes.ir.framework import computing
@@ -63,11 +64,11 @@ def _extracted(nodes: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]
 
 def _measured(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> float:
     values = [node.meta["val"] for node in inputs]
-    tensors = [one for one in _flat(values) if isinstance(one, torch.Tensor)]
+    tensors = [one for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
     devices = {one.device for one in tensors}
     # A weight comes from memory each time, so the calls take turns on as many inputs as the caches don't hold.
     turns = min(_TURNS, 1 + _CACHES // max(sum(one.untyped_storage().nbytes() for one in tensors), 1))
-    made_up = [[_made_up(value) for value in values] for _ in range(turns)]
+    made_up = [tree_map(_made_up, values) for _ in range(turns)]
     seconds: list[float] = []
     with torch.no_grad():
         module(*made_up[0])  # kernels are chosen once
@@ -82,9 +83,7 @@ def _measured(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> float:
 
 
 def _made_up(value: Any) -> Any:
-    """Something like what a node's result will be. Indices are 0, which every table has."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(_made_up(one) for one in value)
+    """Something like a value of a node's result. Indices are 0, which every table has."""
     if isinstance(value, torch.SymInt):
         return int(value.node.hint)
     if not isinstance(value, torch.Tensor):
@@ -100,12 +99,8 @@ def _made_up(value: Any) -> Any:
 def _described(node: fx.Node) -> str:
     return ", ".join(
         f"{one.dtype} {tuple(one.shape)} {one.stride()} {one.device}" if isinstance(one, torch.Tensor) else str(one)
-        for one in _flat(node.meta["val"])
+        for one in tree_leaves(node.meta["val"])
     )
-
-
-def _flat(value: Any) -> list[Any]:
-    return [one for each in value for one in _flat(each)] if isinstance(value, (tuple, list)) else [value]
 
 
 def _synchronize(devices: Iterable[torch.device]) -> None:

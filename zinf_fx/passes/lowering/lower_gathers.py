@@ -19,6 +19,7 @@ from zinf_fx.passes.ir.framework import (
     operator_of,
     start_argument,
 )
+from zinf_fx.passes.ir.rewriting import emit
 
 
 class LowerGathers(Pass):
@@ -46,39 +47,34 @@ class LowerGathers(Pass):
                 stays.append(gather)
         output = graph.output_node()
         for gather in stays:
-            if not gather.users:
+            if gather.users:
+                _lower(graph, gather, output)
+            else:
                 graph.erase_node(gather)
-                continue
-            self._lower(graph, gather, output)
         for node in events_in(graph):
             give_event(node, context, operator_of(node))
         return context
 
-    def _lower(self, graph: fx.Graph, gather: fx.Node, output: fx.Node) -> None:
-        token, start = gather.args[0], start_argument(key_of(gather))
-        operator = {OPERATOR: operator_of(gather)}
-        with graph.inserting_before(gather):
-            for transfer in ops.TRANSFERS:
-                graph.call_function(transfer, (token,), start).meta = dict(operator)
-        gather.target = ops.wait
 
-        aliases = aliases_of(gather)
-        for alias in aliases:
-            leaving = [user for user in alias.users if user is output or user.target is ops.reduce_scatter]
-            if leaving:
-                self._clone_for(graph, alias, leaving)
-        last = _last_use(gather)
-        with graph.inserting_after(last):
-            graph.call_function(ops.release, (token,), start).meta = {OPERATOR: operator_of(last)}
+def _lower(graph: fx.Graph, gather: fx.Node, output: fx.Node) -> None:
+    """Make the journey of one stay of a tile."""
+    token, start = gather.args[0], start_argument(key_of(gather))
+    operator = {OPERATOR: operator_of(gather)}
+    with graph.inserting_before(gather):
+        for transfer in ops.TRANSFERS:
+            graph.call_function(transfer, (token,), start).meta = dict(operator)
+    gather.target = ops.wait
 
-    def _clone_for(self, graph: fx.Graph, alias: fx.Node, users: list[fx.Node]) -> None:
-        with graph.inserting_after(alias):
-            clone = graph.call_function(torch.ops.aten.clone.default, (alias,))
-        clone.meta = dict(alias.meta)
-        if "val" in alias.meta:
-            clone.meta["val"] = alias.meta["val"].clone()
-        for user in users:
-            user.replace_input_with(alias, clone)
+    for alias in aliases_of(gather):
+        leaving = [user for user in alias.users if user is output or user.target is ops.reduce_scatter]
+        if leaving:
+            with graph.inserting_after(alias):
+                clone = emit(graph, alias, torch.ops.aten.clone.default, alias)
+            for user in leaving:
+                user.replace_input_with(alias, clone)
+    last = _last_use(gather)
+    with graph.inserting_after(last):
+        graph.call_function(ops.release, (token,), start).meta = {OPERATOR: operator_of(last)}
 
 
 def _is_there(gathered: fx.Node, gather: fx.Node) -> bool:

@@ -22,10 +22,7 @@ class OffloadGradients(Pass):
         assembled: list[fx.Node] = []
         for position, gradient in gradient_outputs(graph, context).items():
             token = context.gradients[position]
-            parts = parts_of(gradient, token, context)
-            if any(part.node.target is not ops.reduce_scatter for part in parts):
-                continue
-            for part in parts:
+            for part in parts_of(gradient, token, context):
                 with graph.inserting_after(part.node):
                     offload = graph.call_function(ops.offload, (part.node.args[0], part.node), start_argument(part.key))
                 give_event(offload, context, operator_of(part.node))

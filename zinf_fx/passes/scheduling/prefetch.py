@@ -31,7 +31,7 @@ from zinf_fx.passes.ir.framework import (
 )
 from zinf_fx.passes.ir.in_flight import Ledger, gradient_bytes, operators_in, outline, spans, tile_bytes
 from zinf_fx.passes.scheduling.refusal import refusal
-from zinf_fx.plan.journeys import Journeys, Stay
+from zinf_fx.plan.journeys import TRANSFERS, Journeys
 from zinf_fx.plan.schedule import HEAD
 
 # Operators between the one that computes a gradient and the one during which it is offloaded.
@@ -84,25 +84,21 @@ class Prefetch(Pass):
         return dict(zip(reversed(ops.TRANSFERS), self.distances or (0, 0, 0), strict=True))
 
     def _move_ahead(self, graph: fx.Graph, context: GraphContext, ledger: Ledger) -> None:
+        journeys, nodes, starts = Journeys([outline(graph, context)]), events_in(graph), operator_starts(graph)
         distance_of = self._distance_of
-        journeys, nodes = Journeys([outline(graph, context)]), events_in(graph)
-        earliest: dict[Stay, int] = {}
+        moved = []
         for stay in sorted(journeys, key=lambda stay: stay.fetch):
             use, before = stay.fetch.operator, HEAD - 1
             if stay.number and context.comes_anew(context.keys[stay.tile].token):
                 before = journeys.of_tile[stay.tile][stay.number - 1].release.operator  # this one ends first
             wanted = max(use - distance_of[ops.fetch], HEAD, before + 1)
-            earliest[stay] = ledger.extend(tile_bytes(context.table[stay.tile]), use, wanted)
+            earliest = ledger.extend(tile_bytes(context.table[stay.tile]), use, wanted)
+            for number in (stay.steps[kind].number for kind in TRANSFERS):
+                moved.append((max(use - distance_of[nodes[number].target], earliest), use, number))
         # What starts first stands first: the head before operator 0, which may begin at the same node. Among those of
         # one operator the nearer use stands first, because the disk serves requests in order.
-        moved = []
-        for number, node in enumerate(nodes):
-            if node.target in ops.TRANSFERS:
-                use, stay = operator_of(node), journeys.stay_of(0, number)
-                moved.append((max(use - distance_of[node.target], earliest[stay], HEAD), use, node))
-        starts = operator_starts(graph)
-        for operator, _, node in sorted(moved, key=lambda m: m[:2]):
-            move_to(node, operator, starts[operator])
+        for operator, _, number in sorted(moved):
+            move_to(nodes[number], operator, starts[operator])
 
 
 def _start_successor(graph: fx.Graph, context: GraphContext, ledger: Ledger) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from tabulate import tabulate
 
@@ -18,21 +18,29 @@ from zinf_fx.sizes import at_least, at_most, in_words
 def refusal(ledger: Ledger, context: GraphContext) -> str:
     """The text for a graph of which some operators have more in flight than `ledger.budget`: about the worst."""
     operator = ledger.fullest()
-    largest = ", ".join(f"{span.what} ({at_least(span.nbytes)})" for span in ledger.largest(operator))
+    buffers = context.gradient_buffer + context.activation_buffer
+    moved = ledger.at(operator) + buffers
+    largest = ", ".join(f"{each.what} ({at_least(each.nbytes)})" for each in ledger.largest(operator))
     whole = ((context.tiles[token].name, reason) for token, reason in context.undivided.items())
     reasons = [f"'{name}' can't be tiled: {reason}" for name, reason in whole if f"'{name}'" in largest]
-    buffers = context.gradient_buffer + context.activation_buffer
     left = (
         f"the budget is {at_most(context.limit)}"
         if context.limit >= 0
         else f"what lives there exceeds it by {at_least(-context.limit)}"
     )
     first = (
-        f"the {context.kind} graph needs {at_least(ledger.at(operator) + buffers)} of tiles and gradients at once in "
-        f"operator {operator}, and {left}: raise device_memory or host_memory. "
-    )
-    lines = [first + ". ".join([f"Largest: {largest}", *reasons]), "", _table(ledger, operator, context), "", "To fit:"]
-    return "\n".join(lines + [f"  {option}" for option in _options(ledger, operator, context)])
+        f"the {context.kind} graph needs {at_least(moved)} of tiles and gradients at once in operator {operator}, and "
+        f"{left}: raise device_memory or host_memory. "
+    ) + ". ".join([f"Largest: {largest}", *reasons])
+    held = ledger.largest(operator, count=5)
+    where = "at the head" if operator == HEAD else f"in operator {operator}"
+    parts = [
+        ("gradients on their way to NVMe", context.gradient_buffer),
+        ("activations and parameters on their way to NVMe", context.activation_buffer),
+        *((f"{each.what} {where}", each.nbytes) for each in held),
+        (f"everything else {where}", ledger.at(operator) - sum(each.nbytes for each in held)),
+    ]
+    return _text(first, parts, _options(moved, context), context)
 
 
 def refusal_of_buffers(plan: Plan, context: GraphContext) -> str:
@@ -63,51 +71,37 @@ def refusal_of_buffers(plan: Plan, context: GraphContext) -> str:
     options = [_budget(memory, nbytes), *_elsewhere(living, where)]
     if memory == "host_memory" and chunks_of(plan).total > needed[fullest]:
         options.append(f"chunk: smaller than {in_words(config.chunk)}")
-    return "\n".join([first, "", _rows(parts, context), "", "To fit:", *(f"  {option}" for option in options)])
+    return _text(first, parts, options, context)
 
 
-def _table(ledger: Ledger, operator: int, context: GraphContext) -> str:
-    held = ledger.largest(operator, count=5)
-    rest = ledger.at(operator) - sum(span.nbytes for span in held)
-    where = "at the head" if operator == HEAD else f"in operator {operator}"
-    parts = [
-        ("gradients on their way to NVMe", context.gradient_buffer),
-        ("activations and parameters on their way to NVMe", context.activation_buffer),
-        *((f"{span.what} {where}", span.nbytes) for span in held),
-        (f"everything else {where}", rest),
-    ]
-    return _rows(parts, context)
+def _text(first: str, parts: Iterable[tuple[str, int]], options: Iterable[str], context: GraphContext) -> str:
+    """`first`, a table of what needs how much, and what the user can change.
 
-
-def _rows(parts: list[tuple[str, int]], context: GraphContext) -> str:
-    """The states that live in host memory, other parts, their sum, and the budgets."""
+    The table has what lives in memories that have a budget, then `parts`, their sum, and the budgets.
+    """
     config = context.config
-    needed = [
-        *_living("in host memory", context.living if config.host_memory is not None else HostUse("")),
-        *_living("on the device", context.living_on_device if config.device_memory is not None else HostUse("")),
-        ("buffers, and parameters that are not stored", context.unmoved if config.device_memory is not None else 0),
-        ("activations kept for backward", context.kept if config.device_memory is not None else 0),
-        *parts,
-    ]
+    needed: list[tuple[str, int]] = []
+    if config.host_memory is not None:
+        needed += [(f"{what} that live in host memory", nbytes) for what, _, nbytes in _living(context.living)]
+    if config.device_memory is not None:
+        needed += [(f"{what} that live on the device", nbytes) for what, _, nbytes in _living(context.living_on_device)]
+        needed += [
+            ("buffers, and parameters that are not stored", context.unmoved),
+            ("activations kept for backward", context.kept),
+        ]
+    needed += parts
     rows = [(what, in_words(nbytes)) for what, nbytes in needed if nbytes]
     rows += [("together", in_words(sum(nbytes for _, nbytes in needed)))]
     for name in ("device_memory", "host_memory"):
         if (nbytes := getattr(config, name)) is not None:
             rows.append((name, in_words(nbytes)))
-    return tabulate(rows, headers=["what", "needs"], colalign=("left", "right"), disable_numparse=True)
+    table = tabulate(rows, headers=["what", "needs"], colalign=("left", "right"), disable_numparse=True)
+    return "\n".join([first, "", table, "", "To fit:", *(f"  {option}" for option in options)])
 
 
-def _living(where: str, use: HostUse) -> Iterator[tuple[str, int]]:
-    yield f"parameters that live {where}", use.parameters
-    yield f"gradients that live {where}", use.gradients
-    yield f"optimizer states that live {where}", use.states
-    yield f"activations that live {where}", use.activations
-
-
-def _options(ledger: Ledger, operator: int, context: GraphContext) -> Iterator[str]:
-    """What the user can change, each by itself enough, or at least of help."""
+def _options(moved: int, context: GraphContext) -> Iterator[str]:
+    """What the user can change, each by itself enough, or at least of help; `moved`: bytes of tiles and gradients."""
     config, living = context.config, context.living
-    moved = ledger.at(operator) + context.gradient_buffer + context.activation_buffer
     on_device = moved + context.unmoved + context.kept + context.living_on_device.total
     if config.device_memory is not None and config.device_memory < on_device:
         yield _budget("device_memory", on_device)
@@ -125,8 +119,17 @@ def _budget(option: str, nbytes: int) -> str:
     return f'{option}="{at_least(nbytes)}"'
 
 
-def _elsewhere(living: HostUse, where: str) -> Iterator[str]:
-    states = {"parameters": living.parameters, "gradients": living.gradients, "optimizer": living.states}
-    for state, nbytes in (states | {"activations": living.activations}).items():
+def _elsewhere(use: HostUse, where: str) -> Iterator[str]:
+    for _, option, nbytes in _living(use):
         if nbytes:
-            yield f"placement of {state} on {where}: {in_words(nbytes)} less"
+            yield f"placement of {option} on {where}: {in_words(nbytes)} less"
+
+
+def _living(use: HostUse) -> tuple[tuple[str, str, int], ...]:
+    """Each kind of state, what the placement calls it, and its bytes."""
+    return (
+        ("parameters", "parameters", use.parameters),
+        ("gradients", "gradients", use.gradients),
+        ("optimizer states", "optimizer", use.states),
+        ("activations", "activations", use.activations),
+    )

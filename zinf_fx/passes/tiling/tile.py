@@ -65,12 +65,8 @@ def divided(tile: Tile, limit: int) -> tuple[Tile, ...]:
     most = most // step * step
     each = -(-total // -(-total // most))
     each = -(-each // step) * step
-    starts = range(0, total, each)
-    ends = [min(start + each, total) for start in starts]
-    return tuple(
-        replace(tile, shape=(end - start, *tile.shape[1:]), rows=(start, end))
-        for start, end in zip(starts, ends, strict=True)
-    )
+    rows = [(start, min(start + each, total)) for start in range(0, total, each)]
+    return tuple(replace(tile, shape=(end - start, *tile.shape[1:]), rows=(start, end)) for start, end in rows)
 
 
 def _in_segments(tile: Tile, limit: int) -> tuple[Tile, ...]:
