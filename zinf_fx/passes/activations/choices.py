@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import groupby
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -45,17 +46,16 @@ def tagged(graph: fx.Graph) -> frozenset[fx.Node]:
 
 def choices_in(graph: fx.Graph, before: frozenset[fx.Node]) -> tuple[Choice, ...]:
     """What was chosen for a graph's nodes, whether those that were tagged `before` are recomputed excepted."""
-    found: list[Choice] = []
-    for number, node in enumerate(graph.nodes):
-        recomputed = segment = None
-        if "recompute" in node.meta and node not in before:
-            recomputed = node.meta["recompute"] is CheckpointPolicy.MUST_RECOMPUTE
-            segment = node.meta.get("ac_graph_id")
-        one = Choice(number, number + 1, recomputed, segment, node.meta.get(LEAVES))
-        if recomputed is None and one.leaves is None:
-            continue
-        if found and found[-1].end == number and replace(found[-1], first=number, end=number + 1) == one:
-            found[-1] = replace(found[-1], end=number + 1)
-        else:
-            found.append(one)
+
+    def chosen(numbered: tuple[int, fx.Node]) -> tuple[bool | None, int | None, bool | None]:
+        meta = numbered[1].meta
+        if "recompute" not in meta or numbered[1] in before:
+            return None, None, meta.get(LEAVES)
+        return meta["recompute"] is CheckpointPolicy.MUST_RECOMPUTE, meta.get("ac_graph_id"), meta.get(LEAVES)
+
+    found = []
+    for (recomputed, segment, leaves), alike in groupby(enumerate(graph.nodes), chosen):
+        numbers = [number for number, _ in alike]
+        if recomputed is not None or leaves is not None:
+            found.append(Choice(numbers[0], numbers[-1] + 1, recomputed, segment, leaves))
     return tuple(found)

@@ -19,7 +19,7 @@ from zinf_fx.config import Config, Tier
 from zinf_fx.passes.activations.replication import EQUAL
 from zinf_fx.passes.ir.aliases import memory_node
 from zinf_fx.passes.ir.framework import GraphContext, Pass, bytes_computed, is_compute
-from zinf_fx.passes.ir.rewriting import emit
+from zinf_fx.passes.ir.rewriting import emit, set_results
 from zinf_fx.plan.schedule import Tile
 from zinf_fx.plan.sharding import Shards
 
@@ -57,7 +57,6 @@ class OffloadActivations(Pass):
     leaving: tuple[Saved, ...]
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
-        output = graph.output_node()
         tokens: dict[fx.Node, fx.Node] = {}
         tiles = dict(context.tiles)
         for saved in self.leaving:
@@ -66,7 +65,7 @@ class OffloadActivations(Pass):
                 token = emit(graph, memory, ops.offload_activation, memory, list(memory.meta["val"].stride()))
             tokens |= dict.fromkeys(saved.values, token)
             tiles[token.name] = _tile(saved, context.config)
-        output.args = (type(output.args[0])(tokens.get(result, result) for result in output.args[0]),)
+        set_results(graph, (tokens.get(result, result) for result in graph.output_node().args[0]))
         return replace(context, tiles=tiles)
 
 

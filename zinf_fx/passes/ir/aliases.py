@@ -7,7 +7,7 @@ import operator
 import torch
 from torch import fx
 
-from zinf_fx.passes.ir.collectives import WAIT, is_collective
+from zinf_fx.passes.ir.collectives import WAIT, argument_of, is_collective
 
 # Return their argument's memory without saying so in their schema.
 _UNDECLARED_VIEWS = {torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default}
@@ -27,11 +27,10 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
         return [source for source in node.all_input_nodes if not is_collective(_started(source))]
     returned = [r.alias_info.before_set for r in node.target._schema.returns if r.alias_info]
     shared = []
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is None or not any(_overlap(argument.alias_info.before_set, r) for r in returned):
-            continue
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        shared += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node)]
+    for argument in node.target._schema.arguments:
+        if argument.alias_info and any(_overlap(argument.alias_info.before_set, r) for r in returned):
+            value = argument_of(node, argument.name)
+            shared += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node)]
     return shared
 
 

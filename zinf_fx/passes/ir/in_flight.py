@@ -9,10 +9,10 @@ Tiles and gradients that live on the device are where they belong, and not in fl
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable
 from itertools import accumulate
+from typing import NamedTuple
 
 from torch import fx
 
@@ -22,8 +22,7 @@ from zinf_fx.plan.journeys import Journeys
 from zinf_fx.plan.schedule import HEAD, GraphSchedule, Operator, Tile
 
 
-@dataclass(frozen=True)
-class InFlight:
+class InFlight(NamedTuple):
     """A tile or its gradient in flight: from operator `first` to operator `last`, both included."""
 
     what: str
@@ -82,46 +81,47 @@ class Ledger:
     def __init__(self, entries: Iterable[InFlight], operators: int, budget: int | None) -> None:
         self.entries = list(entries)
         self.budget = budget
-        change = [0] * (operators + 2)  # the head stands first
+        change: Counter[int] = Counter()
         for entry in self.entries:
-            change[entry.first + 1] += entry.nbytes
-            change[entry.last + 2] -= entry.nbytes
-        self._live = list(accumulate(change))[:-1]
+            change[entry.first] += entry.nbytes
+            change[entry.last + 1] -= entry.nbytes
+        everywhere = range(HEAD, operators)
+        self._live = dict(zip(everywhere, accumulate(change[operator] for operator in everywhere), strict=True))
 
     def over_budget(self) -> int | None:
         """The first operator with more bytes in flight than the budget."""
         if self.budget is None:
             return None
-        return next((i - 1 for i, live in enumerate(self._live) if live > self.budget), None)
+        return next((operator for operator, live in self._live.items() if live > self.budget), None)
 
     def fullest(self) -> int:
         """The operator with the most bytes in flight, the first of several."""
-        return self._live.index(max(self._live)) - 1
+        return max(self._live, key=self._live.__getitem__)
 
     def at(self, operator: int) -> int:
         """Bytes in flight in one operator."""
-        return self._live[operator + 1]
+        return self._live[operator]
 
     def largest(self, operator: int, count: int = 3) -> list[InFlight]:
         """The largest entries that are in flight in one operator."""
         held = [entry for entry in self.entries if entry.first <= operator <= entry.last]
         return sorted(held, key=lambda entry: -entry.nbytes)[:count]
 
-    def extend(self, nbytes: int, end: int, wanted: int) -> int:
+    def extend(self, nbytes: int, end: int, wanted: int, held: Collection[int] = ()) -> int:
         """Stretch something that is in flight at operator `end` towards `wanted`, as far as there is room.
 
-        Returns where it then begins or ends.
+        In operators of `held` it is in flight anyway, and takes none. Returns where it then begins or ends.
         """
         if self.budget is None:
             return wanted
         step = 1 if wanted > end else -1
-        while end != wanted and self.take(nbytes, end + step):
+        while end != wanted and (end + step in held or self.take(nbytes, end + step)):
             end += step
         return end
 
     def take(self, nbytes: int, operator: int) -> bool:
         """Whether so many bytes more are in flight in one operator from now on: not if the budget has no room."""
-        if self.budget is not None and self._live[operator + 1] + nbytes > self.budget:
+        if self.budget is not None and self._live[operator] + nbytes > self.budget:
             return False
-        self._live[operator + 1] += nbytes
+        self._live[operator] += nbytes
         return True

@@ -49,14 +49,11 @@ def print_graph(graph: fx.Graph, context: GraphContext) -> str:
     return "\n".join(filter(None, lines)) + "\n"
 
 
-def print_around(graph: fx.Graph, context: GraphContext, node: fx.Node, neighbours: int = 2) -> str:
-    """The line of `node`, marked, and those next to it."""
-    lines = list(_lines(graph, context))
-    at = next(index for index, (other, _) in enumerate(lines) if other is node)
-    return "\n".join(
-        f"{'->' if index == at else '  '}{lines[index][1]}"
-        for index in range(max(at - neighbours, 0), min(at + neighbours + 1, len(lines)))
-    )
+def print_around(graph: fx.Graph, context: GraphContext, node: fx.Node) -> str:
+    """The line of `node`, marked, and two before and behind it."""
+    at = list(graph.nodes).index(node)
+    lines = list(_lines(graph, context))[max(at - 2, 0) : at + 3]
+    return "\n".join(f"{'->' if other is node else '  '}{text}" for other, text in lines)
 
 
 def type_text(value: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -29,6 +30,12 @@ def emit(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any)
 def emit_again(graph: fx.Graph, node: fx.Node, *args: Any) -> fx.Node:
     """What a node computes, at the insertion point, with other arguments."""
     return emit(graph, node, node.target, *args, **node.kwargs)
+
+
+def set_results(graph: fx.Graph, results: Iterable[fx.Node | None]) -> None:
+    """Make a graph return something else."""
+    output = graph.output_node()
+    output.args = (type(output.args[0])(results),)
 
 
 def repeat_in_backward(node: fx.Node) -> fx.Node:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from torch import fx
 
@@ -56,8 +57,7 @@ class Facts:
         return gradient_outputs(self.graph, self.context)
 
 
-@dataclass(frozen=True)
-class GraphRule:
+class GraphRule(NamedTuple):
     """One invariant. `check` finds what breaks it: what is wrong, and at which node."""
 
     text: str

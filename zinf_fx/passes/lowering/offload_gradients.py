@@ -7,6 +7,7 @@ from torch import fx
 from zinf_fx import ops
 from zinf_fx.passes.ir.framework import GraphContext, Pass, give_event, operator_of, start_argument
 from zinf_fx.passes.ir.gradient_parts import assembly_of, gradient_outputs, parts_of
+from zinf_fx.passes.ir.rewriting import set_results
 
 
 class OffloadGradients(Pass):
@@ -17,8 +18,7 @@ class OffloadGradients(Pass):
     provides = ("gradients_offloaded",)
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
-        output = graph.output_node()
-        results = list(output.args[0])
+        results = list(graph.output_node().args[0])
         assembled: list[fx.Node] = []
         for position, gradient in gradient_outputs(graph, context).items():
             token = context.gradients[position]
@@ -28,7 +28,7 @@ class OffloadGradients(Pass):
                 give_event(offload, context, operator_of(part.node))
             assembled += assembly_of(gradient) if token in context.divided else ()
             results[position] = None
-        output.args = (type(output.args[0])(results),)
+        set_results(graph, results)
         for node in assembled:  # the parts meet where gradients live
             graph.erase_node(node)
         return context

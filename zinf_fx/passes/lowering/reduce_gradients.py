@@ -9,6 +9,7 @@ from torch import fx
 from zinf_fx import ops
 from zinf_fx.passes.ir.framework import GraphContext, Pass, start_argument
 from zinf_fx.passes.ir.gradient_parts import GradientPart, gradient_outputs, parts_of
+from zinf_fx.passes.ir.rewriting import set_results
 
 
 class ReduceGradients(Pass):
@@ -22,10 +23,9 @@ class ReduceGradients(Pass):
     provides = ("gradients_reduced",)
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
-        output = graph.output_node()
         tokens = {node.name: node for node in graph.find_nodes(op="placeholder")}
-        first_gradient = len(output.args[0]) - context.backward_outputs
-        results = list(output.args[0])
+        results = list(graph.output_node().args[0])
+        first_gradient = len(results) - context.backward_outputs
         gradients = gradient_outputs(graph, context)
         context = replace(context, gradients={p: t for p, t in context.gradients.items() if p in gradients})
         for position, token in context.gradients.items():
@@ -35,7 +35,7 @@ class ReduceGradients(Pass):
                     results[first_gradient + position] = shard
                 else:
                     part.whole.replace_input_with(part.node, shard)
-        output.args = (type(output.args[0])(results),)
+        set_results(graph, results)
         return context
 
     def _reduce(self, graph: fx.Graph, token: fx.Node, part: GradientPart) -> fx.Node:

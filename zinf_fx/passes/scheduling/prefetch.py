@@ -108,14 +108,14 @@ def _start_successor(graph: fx.Graph, context: GraphContext, ledger: Ledger) -> 
     held: defaultdict[TileKey, set[int]] = defaultdict(set)
     for stay in Journeys([outline(graph, context)]):
         held[context.keys[stay.tile]].update(range(stay.fetch.operator, stay.release.operator + 1))
-    fetched: dict[TileKey, int | None] = {}
+    fetched: dict[TileKey, int] = {}
     for op, key, early in context.successor_head if count else ():
         # In a graph that is shorter than the distance, the turn starts right behind the graph's own head.
         operator = max(count - early, 0)
         if op is ops.fetch:
-            fetched[key] = _room_until_end(ledger, tile_bytes(context.tile(key)), range(operator, count), held[key])
-        if (start := fetched[key]) is not None:
-            operator = max(operator, start)
+            fetched[key] = ledger.extend(tile_bytes(context.tile(key)), count, operator, held[key])
+        if fetched[key] < count:
+            operator = max(operator, fetched[key])
             with graph.inserting_before(starts[operator]):
                 node = graph.call_function(op, (tokens[key.token],), start_argument(key))
             give_event(node, context, operator, turn=True)
@@ -129,19 +129,6 @@ def _delay_offloads(graph: fx.Graph, context: GraphContext, ledger: Ledger) -> N
         wanted = min(made + _OFFLOAD_DISTANCE, last)
         until = ledger.extend(gradient_bytes(context.tile_of(node)), made, wanted)
         place_offload(node, until, last, starts, graph.output_node())
-
-
-def _room_until_end(ledger: Ledger, nbytes: int, wanted: range, held: set[int]) -> int | None:
-    """The first operator of `wanted` from which on, to its end, there is room; None: there is none in the last.
-
-    While the graph holds the tile for itself, in `held`, the turn may hold it too at no cost.
-    """
-    start = None
-    for operator in reversed(wanted):
-        if operator not in held and not ledger.take(nbytes, operator):
-            break
-        start = operator
-    return start
 
 
 def operator_starts(graph: fx.Graph) -> dict[int, fx.Node]:

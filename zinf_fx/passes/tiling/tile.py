@@ -10,7 +10,7 @@ from torch import fx
 from zinf_fx import ops
 from zinf_fx.passes.ir.framework import GraphContext, Pass, TileKey, nodes_calling, start_argument
 from zinf_fx.passes.ir.gradient_parts import gradient_outputs
-from zinf_fx.passes.ir.rewriting import emit, erase_unused
+from zinf_fx.passes.ir.rewriting import emit, erase_unused, set_results
 from zinf_fx.passes.tiling.weight_gradients import aten, check_term, rows_of_term, terms_of, untransposed
 from zinf_fx.passes.tiling.weight_uses import Rows, Untileable, tile_use, uses_of
 from zinf_fx.plan.schedule import Tile
@@ -129,7 +129,7 @@ class _DividedParameter:
         index = len(results) - self._context.backward_outputs + position
         gradient = results[index]
         results[index] = self._assemble(gradient, output)
-        output.args = (type(output.args[0])(results),)
+        set_results(self._graph, results)
         erase_unused(self._graph, gradient)
 
     def _assemble(self, gradient: fx.Node, output: fx.Node) -> fx.Node:
