@@ -62,7 +62,7 @@ class OffloadActivations(Pass):
         for saved in self.leaving:
             memory = saved.memory
             with graph.inserting_after(memory):
-                token = emit(graph, memory, ops.offload_activation, memory, list(memory.meta["val"].stride()))
+                token = emit(memory, ops.offload_activation, memory, list(memory.meta["val"].stride()))
             tokens |= dict.fromkeys(saved.values, token)
             tiles[token.name] = _tile(saved, context.config)
         set_results(graph, (tokens.get(result, result) for result in graph.output_node().args[0]))
@@ -87,12 +87,12 @@ class ReloadActivations(Pass):
             token = placeholders[0]
             tiles[token.name] = _tile(saved, context.config)
             with graph.inserting_before(first):
-                gather = emit(graph, token, ops.gather, token, [memory.numel()], memory.dtype, memory.device)
+                gather = emit(token, ops.gather, token, [memory.numel()], memory.dtype, memory.device)
                 for placeholder in placeholders:
                     value = placeholder.meta["val"]
                     offset = value.storage_offset() - memory.storage_offset()
                     arguments = (gather, list(value.shape), list(value.stride()), offset)
-                    view = emit(graph, placeholder, torch.ops.aten.as_strided.default, *arguments)
+                    view = emit(placeholder, torch.ops.aten.as_strided.default, *arguments)
                     placeholder.replace_all_uses_with(view, lambda user, gather=gather: user is not gather)
             with memory.fake_mode:
                 for placeholder in placeholders:

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 _OWN = ("val", "tensor_meta", "example_value")
 
 
-def emit(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+def emit(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """A node at the insertion point, in the place of `like`. Running it on fake values tells the type of its result."""
-    node = graph.call_function(target, args, kwargs)
+    node = like.graph.call_function(target, args, kwargs)
     fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
     node.meta = {key: value for key, value in like.meta.items() if key not in _OWN}
     mode = detect_fake_mode(list(fake_args))
@@ -27,9 +27,9 @@ def emit(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any)
     return node
 
 
-def emit_again(graph: fx.Graph, node: fx.Node, *args: Any) -> fx.Node:
+def emit_again(node: fx.Node, *args: Any) -> fx.Node:
     """What a node computes, at the insertion point, with other arguments."""
-    return emit(graph, node, node.target, *args, **node.kwargs)
+    return emit(node, node.target, *args, **node.kwargs)
 
 
 def set_results(graph: fx.Graph, results: Iterable[fx.Node | None]) -> None:
@@ -45,14 +45,14 @@ def repeat_in_backward(node: fx.Node) -> fx.Node:
     return node
 
 
-def erase_unused(graph: fx.Graph, node: fx.Node) -> None:
+def erase_unused(node: fx.Node) -> None:
     """Remove a node that nothing uses any more, and its inputs that nothing else uses."""
     if node.users or node.op != "call_function" or node.is_impure():
         return
     inputs = node.all_input_nodes
-    graph.erase_node(node)
+    node.graph.erase_node(node)
     for each in inputs:
-        erase_unused(graph, each)
+        erase_unused(each)
 
 
 def copied(graph: fx.Graph) -> fx.Graph:

@@ -69,7 +69,7 @@ def _lower(graph: fx.Graph, gather: fx.Node, output: fx.Node) -> None:
         leaving = [user for user in alias.users if user is output or user.target is ops.reduce_scatter]
         if leaving:
             with graph.inserting_after(alias):
-                clone = emit(graph, alias, torch.ops.aten.clone.default, alias)
+                clone = emit(alias, torch.ops.aten.clone.default, alias)
             for user in leaving:
                 user.replace_input_with(alias, clone)
     last = _last_use(gather)

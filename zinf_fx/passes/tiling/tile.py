@@ -111,7 +111,7 @@ class _DividedParameter:
                 check_term(term)
         for use in uses:
             beside = untransposed(use.other)
-            ends = tile_use(self._graph, use, self._ranges, self._gather)
+            ends = tile_use(use, self._ranges, self._gather)
             self._ends.setdefault(beside, []).append(ends)
         for gather in self._gathers:
             _erase_chain(self._graph, gather)
@@ -121,7 +121,7 @@ class _DividedParameter:
     def _gather(self, rows: Rows, like: fx.Node) -> fx.Node:
         rest, dtype, device = self._shape[1:], *self._gathers[0].args[2:4]
         start = start_argument(TileKey(self._token.name, rows.start * math.prod(rest)))
-        return emit(self._graph, like, ops.gather, self._token, [rows.end - rows.start, *rest], dtype, device, **start)
+        return emit(like, ops.gather, self._token, [rows.end - rows.start, *rest], dtype, device, **start)
 
     def _divide_gradient(self, position: int) -> None:
         output = self._graph.output_node()
@@ -130,19 +130,19 @@ class _DividedParameter:
         gradient = results[index]
         results[index] = self._assemble(gradient, output)
         set_results(self._graph, results)
-        erase_unused(self._graph, gradient)
+        erase_unused(gradient)
 
     def _assemble(self, gradient: fx.Node, output: fx.Node) -> fx.Node:
         """The gradient, put together from its ranges: a concatenation for each term, and their sum."""
         if len(terms_of(gradient)) > 1:
             terms = [self._assemble(argument, output) for argument in gradient.args]
             with self._graph.inserting_before(output):
-                return emit(self._graph, gradient, aten.add.Tensor, *terms)
+                return emit(gradient, aten.add.Tensor, *terms)
         parts: list[fx.Node] = []
         for number in range(len(self._ranges)):
             parts.append(self._part(gradient, number, parts[-1:]))
         with self._graph.inserting_before(output):
-            return emit(self._graph, gradient, aten.cat.default, parts)
+            return emit(gradient, aten.cat.default, parts)
 
     def _part(self, term: fx.Node, number: int, before: list[fx.Node]) -> fx.Node:
         """One range of a term, computed as soon as its inputs are there, and behind what uses the same range."""
@@ -152,7 +152,7 @@ class _DividedParameter:
         if latest.op == "placeholder":
             latest = max(self._graph.find_nodes(op="placeholder"))
         with self._graph.inserting_before(latest.next):
-            return rows_of_term(self._graph, term, self._ranges[number])
+            return rows_of_term(term, self._ranges[number])
 
 
 def _erase_chain(graph: fx.Graph, node: fx.Node) -> None:

@@ -35,9 +35,9 @@ class TileCrossEntropy(Pass):
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         for softmax in nodes_calling(graph, aten._log_softmax.default):
-            found = _match(softmax)
-            if found is not None:
-                _DividedLoss(graph, found).run()
+            loss = _match(softmax)
+            if loss is not None:
+                loss.divide()
         return context
 
 
@@ -58,6 +58,88 @@ class _Loss:
     nll: fx.Node
     nll_backward: fx.Node | None
     slices: dict[int, list[fx.Node]]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the loss is computed."""
+        return self.softmax.meta["val"].dtype
+
+    def divide(self) -> None:
+        """Put what reduces each range in the place of the log-softmax and the loss, and of their gradients.
+
+        Values per row are columns, [rows, 1], so that they go along with logits.
+        """
+        graph, new = self.softmax.graph, partial(emit, self.softmax)
+        _, labels, _, reduction, ignored = self.nll.args
+        _hoist(labels, self.parts[0])
+        with graph.inserting_before(self.parts[0]):
+            target = self._again(aten.unsqueeze.default, labels, 1)
+            counted = self._again(aten.ne.Scalar, target, ignored)
+            target = self._again(aten.where.ScalarOther, counted, target, 0)
+        ranges = []
+        normaliser = chosen = None
+        for part, rows in zip(self.parts, self.ranges, strict=True):
+            with graph.inserting_before(part.next):
+                values = part
+                if part.meta["val"].dtype != self.dtype:
+                    values = self._again(aten._to_copy.default, part, dtype=self.dtype)
+                inside, place = rows.indices(self.softmax, target, 0)
+                ranges.append((values, inside, place))
+                before, normaliser = normaliser, new(aten.logsumexp.default, values, [1], True)
+                theirs = new(aten.gather.default, values, 1, place)
+                if before is not None:
+                    normaliser = new(aten.logaddexp.default, before, normaliser)
+                    theirs = new(aten.where.self, inside, theirs, chosen)
+                chosen = theirs
+            repeat_in_backward(part)
+        with graph.inserting_before(self.nll):
+            count = new(aten.sum.default, new(aten._to_copy.default, counted, dtype=self.dtype))
+            lost = new(aten.where.ScalarOther, counted, new(aten.sub.Tensor, normaliser, chosen), 0.0)
+            lost = new(aten.sum.default, lost) if reduction else new(aten.squeeze.dim, lost, 1)
+            if reduction == _MEAN:
+                lost = new(aten.div.Tensor, lost, count)
+        if self.nll_backward is not None:
+            self._divide_backward(ranges, normaliser, counted, count)
+        for result in list(self.nll.users):
+            assert result.target is operator.getitem
+            result.replace_all_uses_with((lost, count)[result.args[1]])
+            graph.erase_node(result)
+        erase_unused(self.nll)
+
+    def _divide_backward(
+        self, ranges: list[tuple[fx.Node, fx.Node, fx.Node]], normaliser: fx.Node, counted: fx.Node, count: fx.Node
+    ) -> None:
+        """Of each range of logits, the gradient: the probabilities, less one at the target, times that of the loss.
+
+        `ranges`: the logits, which rows have their target among them, and its place there.
+        """
+        graph, new, reduction = self.softmax.graph, partial(emit, self.nll_backward), self.nll.args[3]
+        with graph.inserting_before(self.nll_backward):
+            scale = self.nll_backward.args[0]
+            if reduction == _MEAN:
+                scale = new(aten.div.Tensor, scale, count)
+            elif not reduction:
+                scale = new(aten.unsqueeze.default, scale, 1)
+            scale = new(aten.where.ScalarOther, counted, scale, 0.0)
+        for index, slices in self.slices.items():
+            values, inside, place = ranges[index]
+            first = min(slices)  # nodes compare by position
+            new = partial(emit, first)
+            with graph.inserting_before(first):
+                probabilities = self._again(aten.exp.default, self._again(aten.sub.Tensor, values, normaliser))
+                gradient = new(aten.mul.Tensor, probabilities, scale)
+                less = new(aten.neg.default, new(aten.where.ScalarOther, inside, scale, 0.0))
+                gradient = new(aten.scatter_add.default, gradient, 1, place, less)
+                dtype = first.meta["val"].dtype
+                if dtype != self.dtype:
+                    gradient = new(aten._to_copy.default, gradient, dtype=dtype)
+            for each in slices:
+                each.replace_all_uses_with(gradient)
+                erase_unused(each)
+
+    def _again(self, target: torch._ops.OpOverload, *args: object, **kwargs: object) -> fx.Node:
+        """A node that backward computes anew."""
+        return repeat_in_backward(emit(self.softmax, target, *args, **kwargs))
 
 
 def _match(softmax: fx.Node) -> _Loss | None:
@@ -114,87 +196,6 @@ def _slices(gradient: fx.Node, ranges: tuple[Rows, ...], sizes: list) -> dict[in
             return None
         found.setdefault(index, []).append(user)
     return found
-
-
-class _DividedLoss:
-    """The division of one loss. Values per row are columns, [rows, 1], so that they go along with logits."""
-
-    def __init__(self, graph: fx.Graph, loss: _Loss) -> None:
-        self._graph, self._loss = graph, loss
-        self._dtype = loss.softmax.meta["val"].dtype
-        _, self._target, _, self._reduction, self._ignored = loss.nll.args
-
-    def run(self) -> None:
-        loss, new = self._loss, partial(emit, self._graph, self._loss.softmax)
-        _hoist(self._target, loss.parts[0])
-        with self._graph.inserting_before(loss.parts[0]):
-            target = self._again(aten.unsqueeze.default, self._target, 1)
-            counted = self._again(aten.ne.Scalar, target, self._ignored)
-            target = self._again(aten.where.ScalarOther, counted, target, 0)
-        ranges = []
-        normaliser = chosen = None
-        for part, rows in zip(loss.parts, loss.ranges, strict=True):
-            with self._graph.inserting_before(part.next):
-                values = part
-                if part.meta["val"].dtype != self._dtype:
-                    values = self._again(aten._to_copy.default, part, dtype=self._dtype)
-                inside, place = rows.indices(self._graph, loss.softmax, target, 0)
-                ranges.append((values, inside, place))
-                before, normaliser = normaliser, new(aten.logsumexp.default, values, [1], True)
-                theirs = new(aten.gather.default, values, 1, place)
-                if before is not None:
-                    normaliser = new(aten.logaddexp.default, before, normaliser)
-                    theirs = new(aten.where.self, inside, theirs, chosen)
-                chosen = theirs
-            repeat_in_backward(part)
-        with self._graph.inserting_before(loss.nll):
-            count = new(aten.sum.default, new(aten._to_copy.default, counted, dtype=self._dtype))
-            lost = new(aten.where.ScalarOther, counted, new(aten.sub.Tensor, normaliser, chosen), 0.0)
-            lost = new(aten.sum.default, lost) if self._reduction else new(aten.squeeze.dim, lost, 1)
-            if self._reduction == _MEAN:
-                lost = new(aten.div.Tensor, lost, count)
-        if loss.nll_backward is not None:
-            self._backward(ranges, normaliser, counted, count)
-        for result in list(loss.nll.users):
-            assert result.target is operator.getitem
-            result.replace_all_uses_with((lost, count)[result.args[1]])
-            self._graph.erase_node(result)
-        erase_unused(self._graph, loss.nll)
-
-    def _backward(
-        self, ranges: list[tuple[fx.Node, fx.Node, fx.Node]], normaliser: fx.Node, counted: fx.Node, count: fx.Node
-    ) -> None:
-        """Of each range of logits, the gradient: the probabilities, less one at the target, times that of the loss.
-
-        `ranges`: the logits, which rows have their target among them, and its place there.
-        """
-        new = partial(emit, self._graph, self._loss.nll_backward)
-        with self._graph.inserting_before(self._loss.nll_backward):
-            scale = self._loss.nll_backward.args[0]
-            if self._reduction == _MEAN:
-                scale = new(aten.div.Tensor, scale, count)
-            elif not self._reduction:
-                scale = new(aten.unsqueeze.default, scale, 1)
-            scale = new(aten.where.ScalarOther, counted, scale, 0.0)
-        for index, slices in self._loss.slices.items():
-            values, inside, place = ranges[index]
-            first = min(slices)  # nodes compare by position
-            new = partial(emit, self._graph, first)
-            with self._graph.inserting_before(first):
-                probabilities = self._again(aten.exp.default, self._again(aten.sub.Tensor, values, normaliser))
-                gradient = new(aten.mul.Tensor, probabilities, scale)
-                less = new(aten.neg.default, new(aten.where.ScalarOther, inside, scale, 0.0))
-                gradient = new(aten.scatter_add.default, gradient, 1, place, less)
-                dtype = first.meta["val"].dtype
-                if dtype != self._dtype:
-                    gradient = new(aten._to_copy.default, gradient, dtype=dtype)
-            for each in slices:
-                each.replace_all_uses_with(gradient)
-                erase_unused(self._graph, each)
-
-    def _again(self, target: torch._ops.OpOverload, *args: object, **kwargs: object) -> fx.Node:
-        """A node that backward computes anew."""
-        return repeat_in_backward(emit(self._graph, self._loss.softmax, target, *args, **kwargs))
 
 
 def _hoist(node: fx.Node, before: fx.Node) -> None:

@@ -51,18 +51,18 @@ def untransposed(value: fx.Node) -> fx.Node:
     return value
 
 
-def rows_of_term(graph: fx.Graph, term: fx.Node, rows: Rows, dim: int = 0) -> fx.Node:
+def rows_of_term(term: fx.Node, rows: Rows, dim: int = 0) -> fx.Node:
     """A range along `dim` of a term that `check_term` has accepted, computed at the insertion point."""
     if term.target in (aten.mm.default, aten.bmm.default):
         ranged = _ranged_operands(term, dim)
-        operands = [_rows_of_value(graph, a, rows, dim) if i in ranged else a for i, a in enumerate(term.args)]
-        return emit_again(graph, term, *operands)
+        operands = [_rows_of_value(a, rows, dim) if i in ranged else a for i, a in enumerate(term.args)]
+        return emit_again(term, *operands)
     if term.target is aten.embedding_dense_backward.default:
-        return _embedding_rows(graph, term, rows)
+        return _embedding_rows(term, rows)
     if term.target is aten.add.Tensor:
-        return emit_again(graph, term, *(rows_of_term(graph, argument, rows, dim) for argument in term.args))
-    part = rows_of_term(graph, term.args[0], rows, _dim_of_input(term, dim))
-    return emit_again(graph, term, part, *term.args[1:])
+        return emit_again(term, *(rows_of_term(argument, rows, dim) for argument in term.args))
+    part = rows_of_term(term.args[0], rows, _dim_of_input(term, dim))
+    return emit_again(term, part, *term.args[1:])
 
 
 def _ranged_operands(product: fx.Node, dim: int) -> tuple[int, ...]:
@@ -71,22 +71,20 @@ def _ranged_operands(product: fx.Node, dim: int) -> tuple[int, ...]:
     return (0, 1) if batched and dim == 0 else (dim - batched,)
 
 
-def _embedding_rows(graph: fx.Graph, term: fx.Node, rows: Rows) -> fx.Node:
+def _embedding_rows(term: fx.Node, rows: Rows) -> fx.Node:
     gradient, indices, _, padding, _ = term.args
-    _, local = rows.indices(graph, term, indices, _NO_ROW)
+    _, local = rows.indices(term, indices, _NO_ROW)
     if rows.start <= padding < rows.end:
-        padded = repeat_in_backward(emit(graph, term, aten.eq.Scalar, indices, padding))
-        local = repeat_in_backward(emit(graph, term, aten.masked_fill.Scalar, local, padded, _NO_ROW))
-    return emit(graph, term, term.target, gradient, local, rows.end - rows.start, _NO_ROW, False)
+        padded = repeat_in_backward(emit(term, aten.eq.Scalar, indices, padding))
+        local = repeat_in_backward(emit(term, aten.masked_fill.Scalar, local, padded, _NO_ROW))
+    return emit(term, term.target, gradient, local, rows.end - rows.start, _NO_ROW, False)
 
 
-def _rows_of_value(graph: fx.Graph, value: fx.Node, rows: Rows, dim: int) -> fx.Node:
+def _rows_of_value(value: fx.Node, rows: Rows, dim: int) -> fx.Node:
     """A range of any value, of what it is a transposition of if it is one: so the whole is not transposed."""
     if value is not untransposed(value):
-        return emit_again(
-            graph, value, _rows_of_value(graph, value.args[0], rows, _dim_of_input(value, dim)), *value.args[1:]
-        )
-    return rows.of(graph, value, value, dim)
+        return emit_again(value, _rows_of_value(value.args[0], rows, _dim_of_input(value, dim)), *value.args[1:])
+    return rows.of(value, value, dim)
 
 
 def _dim_of_input(node: fx.Node, dim: int) -> int | None:

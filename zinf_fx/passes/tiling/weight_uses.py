@@ -29,14 +29,14 @@ class Rows:
     end: int
     last: bool
 
-    def indices(self, graph: fx.Graph, like: fx.Node, indices: fx.Node, other: int) -> tuple[fx.Node, fx.Node]:
+    def indices(self, like: fx.Node, indices: fx.Node, other: int) -> tuple[fx.Node, fx.Node]:
         """Of row numbers, which ones fall into the range, and their places in it; `other`: the place of all else.
 
         The first range is open below, and the last above, so that an index that doesn't exist has no place.
         """
 
         def compute(*args: object) -> fx.Node:
-            return repeat_in_backward(emit(graph, like, *args))
+            return repeat_in_backward(emit(like, *args))
 
         tests = [(aten.ge.Scalar, self.start)] if self.start else []
         tests += [] if self.last else [(aten.lt.Scalar, self.end)]
@@ -45,9 +45,9 @@ class Rows:
         shifted = compute(aten.sub.Tensor, indices, self.start) if self.start else indices
         return both, compute(aten.where.ScalarOther, both, shifted, other)
 
-    def of(self, graph: fx.Graph, like: fx.Node, value: fx.Node, dim: int) -> fx.Node:
+    def of(self, like: fx.Node, value: fx.Node, dim: int) -> fx.Node:
         """The range of a value whose dimension `dim` goes along with the rows."""
-        return emit(graph, like, aten.slice.Tensor, value, dim, self.start, self.end)
+        return emit(like, aten.slice.Tensor, value, dim, self.start, self.end)
 
 
 @dataclass(frozen=True)
@@ -129,39 +129,39 @@ def _use(node: fx.Node, operand: fx.Node, way: tuple[fx.Node, ...], dim: int) ->
     raise Untileable(f"{str(node.target).removesuffix('.default')} computes with it")
 
 
-def tile_use(graph: fx.Graph, use: Use, ranges: list[Rows], gather: GatherRange) -> list[fx.Node]:
+def tile_use(use: Use, ranges: list[Rows], gather: GatherRange) -> list[fx.Node]:
     """Replace a use by one per range; `gather` makes the gather of a range. Returns the last node of each range."""
     divide = _embedding if use.node.target is aten.embedding.default else _product
-    with graph.inserting_before(use.node):
-        result, ends = divide(graph, use, ranges, gather)
+    with use.node.graph.inserting_before(use.node):
+        result, ends = divide(use, ranges, gather)
     use.node.replace_all_uses_with(result)
-    graph.erase_node(use.node)
+    use.node.graph.erase_node(use.node)
     return ends
 
 
-def _operand(graph: fx.Graph, use: Use, gathered: fx.Node) -> fx.Node:
+def _operand(use: Use, gathered: fx.Node) -> fx.Node:
     for step in use.way:
-        gathered = emit_again(graph, step, gathered, *step.args[1:])
+        gathered = emit_again(step, gathered, *step.args[1:])
     return gathered
 
 
-def _embedding(graph: fx.Graph, use: Use, ranges: list[Rows], gather: GatherRange) -> Divided:
+def _embedding(use: Use, ranges: list[Rows], gather: GatherRange) -> Divided:
     """Look every index up in the range that it falls into; one that doesn't exist is refused as ever."""
     like, indices = use.node, use.other
     result, ends = None, []
     for rows in ranges:
-        inside, local = rows.indices(graph, like, indices, 0)
-        table = _operand(graph, use, gather(rows, like))
-        part = emit(graph, like, aten.embedding.default, table, local)
+        inside, local = rows.indices(like, indices, 0)
+        table = _operand(use, gather(rows, like))
+        part = emit(like, aten.embedding.default, table, local)
         if result is not None:
-            mask = emit(graph, like, aten.unsqueeze.default, inside, -1)
-            part = emit(graph, like, aten.where.self, mask, part, result)
+            mask = emit(like, aten.unsqueeze.default, inside, -1)
+            part = emit(like, aten.where.self, mask, part, result)
         result = part
         ends.append(part)
     return result, ends
 
 
-def _product(graph: fx.Graph, use: Use, ranges: list[Rows], gather: GatherRange) -> Divided:
+def _product(use: Use, ranges: list[Rows], gather: GatherRange) -> Divided:
     like, other = use.node, use.other
     on_the_left = use.operand is use.operands[0]
     count = use.operand.meta["val"].dim()
@@ -171,33 +171,33 @@ def _product(graph: fx.Graph, use: Use, ranges: list[Rows], gather: GatherRange)
     parts, total = [], None
     dtype = like.meta["val"].dtype
     for number, rows in enumerate(ranges):
-        gathered = _operand(graph, use, gather(rows, like))
-        beside = rows.of(graph, like, other, along) if batched or summed else other
+        gathered = _operand(use, gather(rows, like))
+        beside = rows.of(like, other, along) if batched or summed else other
         operands = (gathered, beside) if on_the_left else (beside, gathered)
         target = like.target
         if target is aten.addmm.default:
             if summed and number:
                 target = aten.mm.default
             else:
-                operands = (_addend(graph, like, rows, use.dim, summed), *operands)
-        part = emit(graph, like, target, *operands)
+                operands = (_addend(like, rows, use.dim, summed), *operands)
+        part = emit(like, target, *operands)
         if summed:
             # What is rounded to 16 bits between the terms would be lost.
             if number:
-                part = emit(graph, like, aten.add.Tensor, total, part)
+                part = emit(like, aten.add.Tensor, total, part)
             elif dtype.itemsize <= 2:
-                part = emit(graph, like, aten._to_copy.default, part, dtype=torch.float32)
+                part = emit(like, aten._to_copy.default, part, dtype=torch.float32)
             total = part
         parts.append(part)
     if summed and dtype.itemsize <= 2:
-        total = emit(graph, like, aten._to_copy.default, total, dtype=dtype)
-    return total if summed else emit(graph, like, aten.cat.default, parts, use.dim), parts
+        total = emit(like, aten._to_copy.default, total, dtype=dtype)
+    return total if summed else emit(like, aten.cat.default, parts, use.dim), parts
 
 
-def _addend(graph: fx.Graph, like: fx.Node, rows: Rows, dim: int, summed: bool) -> fx.Node:
+def _addend(like: fx.Node, rows: Rows, dim: int, summed: bool) -> fx.Node:
     """The part of what an addmm adds that belongs to a range of its result."""
     addend = like.args[0]
     position = dim - 2 + addend.meta["val"].dim()
     if summed or position < 0 or addend.meta["val"].shape[position] == 1:
         return addend
-    return rows.of(graph, like, addend, position)
+    return rows.of(like, addend, position)
