@@ -120,10 +120,12 @@ def test_long_results_are_wrapped() -> None:
 def test_around() -> None:
     built = everything()
     node = next(n for n in built.graph.nodes if n.target is aten.mm.default)
-    assert print_around(built.graph, built.context, node, neighbours=1).splitlines() == [
+    assert print_around(built.graph, built.context, node).splitlines() == [
+        "    %2 = aten.split.Tensor(%1, 2, dim=1) : (bf16[4, 2], bf16[4, 2])",
         "    %3 = %2[0] : bf16[4, 2]",
         "->  %4 = aten.mm(%0, %3) : bf16[2, 2]",
         "    %5 = aten.sum.dim_IntList(%4, [0], True, dtype=float64) : f64[1, 2]",
+        "    release a.weight",
     ]
     (output,) = built.graph.find_nodes(op="output")
     assert print_around(built.graph, built.context, output).splitlines()[-1].startswith("->return %5")
