@@ -41,6 +41,7 @@ def set_results(graph: fx.Graph, results: Iterable[fx.Node | None]) -> None:
 def repeat_in_backward(node: fx.Node) -> fx.Node:
     """Mark a node that is too cheap to be saved."""
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    # Of a checkpointed region, the partitioner would take the node for the border, whose value it saves.
     node.meta.pop("ac_graph_id", None)
     return node
 

@@ -48,8 +48,10 @@ class Facts:
         """The graph as the only one that is known of a step."""
         return StepGraphs((outline(self.graph, self.context),), False)
 
-    def name(self, node: fx.Node) -> str:
-        return f"'{self.context.tile_of(node).label}'"
+    def name(self, about: fx.Node | int) -> str:
+        """Of the tile that a node is about, or of an index."""
+        tile = self.context.table[about] if isinstance(about, int) else self.context.tile_of(about)
+        return f"'{tile.label}'"
 
     @cached_property
     def gradients(self) -> dict[int, fx.Node]:
@@ -137,16 +139,12 @@ def _no_gathers(facts: Facts) -> Violations:
 def _journeys(facts: Facts) -> Violations:
     try:
         stays = list(facts.step.journeys)
-    except OutOfOrder as error:
-        yield str(error), facts.events[error.number]
-        return
-    except UnfinishedJourney as error:
-        yield str(error), facts.output
+    except (OutOfOrder, UnfinishedJourney) as error:
+        yield str(error), facts.events[error.number] if isinstance(error, OutOfOrder) else facts.output
         return
     for stay in stays:
-        key = facts.context.keys[stay.tile]
-        if stay.number and not facts.context.comes_anew(key.token):
-            yield f"'{facts.context.tile(key).label}' is fetched once more", facts.events[stay.fetch.number]
+        if stay.number and not facts.context.comes_anew(facts.context.keys[stay.tile].token):
+            yield f"{facts.name(stay.tile)} is fetched once more", facts.events[stay.fetch.number]
 
 
 def _schedule(facts: Facts) -> Violations:
@@ -180,12 +178,9 @@ def _offloads(facts: Facts) -> Violations:
     for departure in facts.step.journeys.departures:
         due.discard(departure.tile)
         if departure.offloaded is None:
-            yield (
-                f"that of '{facts.context.table[departure.tile].label}' is not offloaded",
-                facts.events[departure.reduced.number],
-            )
+            yield f"that of {facts.name(departure.tile)} is not offloaded", facts.events[departure.reduced.number]
     for tile in sorted(due):
-        yield f"that of '{facts.context.table[tile].label}' is not reduce-scattered", facts.output
+        yield f"that of {facts.name(tile)} is not reduce-scattered", facts.output
     for node in nodes_calling(facts.graph, ops.offload):
         shard = node.args[1]
         if shard.target is not ops.reduce_scatter or key_of(shard) != key_of(node):
@@ -215,7 +210,7 @@ def _turn(facts: Facts) -> Violations:
     if facts.context.budget is None and operators_in(facts.graph):
         for kind, tile in due:
             if (kind, tile) not in started:
-                yield f"there is no {kind} of '{facts.context.table[tile].label}'", facts.output
+                yield f"there is no {kind} of {facts.name(tile)}", facts.output
 
 
 _JOURNEY = (

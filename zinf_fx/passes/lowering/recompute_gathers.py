@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from torch import fx
-from torch.utils.checkpoint import CheckpointPolicy
 
 from zinf_fx.passes.ir.framework import GraphContext, Pass
+from zinf_fx.passes.ir.rewriting import repeat_in_backward
 from zinf_fx.passes.ir.tile_values import tile_values
 
 
@@ -17,8 +17,5 @@ class RecomputeGathers(Pass):
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         for node in tile_values(graph):
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-            # Without this key the partitioner doesn't take a gather for the border of a checkpointed region,
-            # whose last value it would save.
-            node.meta.pop("ac_graph_id", None)
+            repeat_in_backward(node)
         return context
