@@ -54,7 +54,7 @@ def choices_in(graph: fx.Graph, before: frozenset[fx.Node]) -> tuple[Choice, ...
         return meta["recompute"] is CheckpointPolicy.MUST_RECOMPUTE, meta.get("ac_graph_id"), meta.get(LEAVES)
 
     found = []
-    for (recomputed, segment, leaves), alike in groupby(enumerate(graph.nodes), chosen):
+    for (recomputed, segment, leaves), alike in groupby(enumerate(list(graph.nodes)), chosen):
         numbers = [number for number, _ in alike]
         if recomputed is not None or leaves is not None:
             found.append(Choice(numbers[0], numbers[-1] + 1, recomputed, segment, leaves))
