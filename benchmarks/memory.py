@@ -26,7 +26,7 @@ from gpt import GPT, GPTConfig, default_dtype
 
 from zinf_fx.config import parse_bytes
 from zinf_fx.errors import BudgetError
-from zinf_fx.frontend.explain import plans_of
+from zinf_fx.frontend.explain import plan_model
 from zinf_fx.sizes import in_words
 
 _STATES = {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme"}
@@ -88,7 +88,7 @@ def fits(hidden: int, factor: int, budget: int, dtype: torch.dtype) -> bool:
         tokens = torch.zeros(1, 16, dtype=torch.int64)
     tile = -(-4 * hidden // factor) * hidden * dtype.itemsize
     try:
-        plans_of(model, (tokens, tokens), placement="infinity-nvme", device_memory=budget, tile=tile)
+        plan_model(model, (tokens, tokens), placement="infinity-nvme", device_memory=budget, tile=tile)
     except BudgetError:
         return False
     return True

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import zinf_fx
 from zinf_fx.errors import StoredTensorError, StoreError
-from zinf_fx.frontend.explain import plans_of
+from zinf_fx.frontend.explain import plan_model
 from zinf_fx.observe.stats import Stats
 from zinf_fx.plan.memory.accounting import Traffic, phases
 from zinf_fx.plan.plan import Plan
@@ -126,7 +126,7 @@ class Layers(nn.Module):
 
 
 def planned(**options: object) -> Plan:
-    (plan,) = plans_of(Layers(), (torch.randn(1024, 64),), placement="nvme", tile=None, **options)
+    (plan,) = plan_model(Layers(), (torch.randn(1024, 64),), placement="nvme", tile=None, **options).plans
     return plan
 
 
@@ -317,7 +317,7 @@ def test_what_comes_back_is_what_left_however_it_lay(
     model = zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, placement=placed(tier))
     for call in (plain, torch.compile(model, backend="zinf")):
         call(x).backward()
-    (plan,) = plans_of(model, (x,))
+    (plan,) = plan_model(model, (x,)).plans
     assert left(plan) > 0
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=tolerance, atol=tolerance)

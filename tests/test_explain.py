@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounter
 import zinf_fx
 from zinf_fx.errors import ConfigError, PlanError, StoredTensorError
 from zinf_fx.frontend import capture
-from zinf_fx.frontend.explain import CAN_ISOLATE, plans_of
+from zinf_fx.frontend.explain import CAN_ISOLATE, plan_model
 from zinf_fx.plan.plan import Plan
 
 # After a graph break, frames are those of the model's class. Without isolation, as up to torch 2.11, what planning
@@ -74,9 +74,9 @@ def executed(compiled: Callable, *inputs: object) -> list[Plan]:
 def test_the_plan_is_the_one_that_runs(tmp_path: Path, broken: bool):
     model = zinf_fx.offload(Model(broken), store=tmp_path, placement="infinity-nvme", prefetch=(1, 1, 2))
     compiled = torch.compile(model, backend="zinf")
-    before = plans_of(compiled, (tokens(),))
+    before = plan_model(compiled, (tokens(),)).plans
     run = executed(compiled, tokens())
-    assert schedules(before) == schedules(run) == schedules(plans_of(model, (tokens(),)))
+    assert schedules(before) == schedules(run) == schedules(plan_model(model, (tokens(),)).plans)
     assert len(before) == (2 if broken else 1)
     assert all(plan.config.prefetch == (1, 1, 2) for plan in before)
 
@@ -85,11 +85,11 @@ def test_ordinary_offloaded_and_meta_models_have_one_plan(tmp_path: Path):
     with torch.device("meta"):
         meta, inputs = Model(), tokens("meta")
     plain = Model()
-    of_meta = schedules(plans_of(meta, (inputs,), placement="nvme"))
-    assert of_meta == schedules(plans_of(plain, (tokens(),), placement="nvme"))
-    assert of_meta == schedules(plans_of(torch.compile(plain), (tokens(),), placement="nvme"))
+    of_meta = schedules(plan_model(meta, (inputs,), placement="nvme").plans)
+    assert of_meta == schedules(plan_model(plain, (tokens(),), placement="nvme").plans)
+    assert of_meta == schedules(plan_model(torch.compile(plain), (tokens(),), placement="nvme").plans)
     stored = zinf_fx.offload(Model(), store=tmp_path, placement="nvme")
-    assert of_meta == schedules(plans_of(stored, (tokens(),)))
+    assert of_meta == schedules(plan_model(stored, (tokens(),)).plans)
     names = [tile.name for tile in of_meta[0][0].tiles]
     assert "tokens.weight" in names and "head.weight" not in names  # tied: one tile
     assert all(p.is_meta for p in meta.parameters())
@@ -98,9 +98,9 @@ def test_ordinary_offloaded_and_meta_models_have_one_plan(tmp_path: Path):
 def test_no_grad_means_inference_and_a_mapping_means_keywords():
     model = Model()
     with torch.no_grad():
-        (plan,) = plans_of(model, {"tokens": tokens(), "times": 2}, placement="host")
+        (plan,) = plan_model(model, {"tokens": tokens(), "times": 2}, placement="host").plans
     assert [graph.kind for graph in plan.graphs] == ["inference"]
-    (plan,) = plans_of(model, [tokens()], placement="host")
+    (plan,) = plan_model(model, [tokens()], placement="host").plans
     assert [graph.kind for graph in plan.graphs] == ["forward", "backward"]
     with torch.no_grad():
         text = zinf_fx.explain(model, tokens(), placement="host", prefetch=None)
@@ -127,7 +127,7 @@ def test_compiled_code_stays_and_what_follows_is_compiled_as_ever(broken: bool):
     graphs = counter.frame_count
     for placement in ("host", "nvme", "infinity-nvme"):
         for _ in range(4):  # more often than Dynamo compiles one function
-            assert len(plans_of(compiled, (tokens(batch=3),), placement=placement)) == graphs
+            assert len(plan_model(compiled, (tokens(batch=3),), placement=placement).plans) == graphs
     compiled(tokens())
     assert counter.frame_count == graphs
     fresh = CompileCounter()
@@ -160,14 +160,14 @@ def test_a_model_without_parameters_moves_nothing():
 
 def test_options_apply_and_contradictions_are_refused(tmp_path: Path):
     model = zinf_fx.offload(Model(), store=tmp_path, placement="nvme")
-    (plan,) = plans_of(model, (tokens(),), prefetch=(0, 0, 1))
+    (plan,) = plan_model(model, (tokens(),), prefetch=(0, 0, 1)).plans
     assert plan.config.prefetch == (0, 0, 1) and plan.config.placement.parameters == "nvme"
     with pytest.raises(ConfigError, match="was offloaded with"):
-        plans_of(model, (tokens(),), placement="host")
+        plan_model(model, (tokens(),), placement="host")
     with pytest.raises(ConfigError, match="unknown option 'prefetsch'"):
-        plans_of(model, (tokens(),), prefetsch=1)
+        plan_model(model, (tokens(),), prefetsch=1)
     with pytest.raises(PlanError, match="raise device_memory"):
-        plans_of(model, (tokens(),), device_memory="1KiB", tile=None)
+        plan_model(model, (tokens(),), device_memory="1KiB", tile=None)
 
 
 class Held(nn.Module):
@@ -196,24 +196,24 @@ class Skips(nn.Module):
 
 def test_models_that_cannot_be_planned_say_why():
     with pytest.raises(PlanError, match=r"copy\.deepcopy"):
-        plans_of(Held(), (torch.zeros(2, 4),))
+        plan_model(Held(), (torch.zeros(2, 4),))
     with pytest.raises(PlanError, match="without values"):
-        plans_of(Skips(), (torch.zeros(2, 4),), placement="nvme")
+        plan_model(Skips(), (torch.zeros(2, 4),), placement="nvme")
     with pytest.raises(StoredTensorError, match=r"'0\.weight' is"):
-        plans_of(nn.Sequential(nn.LazyLinear(3)), (torch.zeros(2, 4),), placement="nvme")
+        plan_model(nn.Sequential(nn.LazyLinear(3)), (torch.zeros(2, 4),), placement="nvme")
     sparse = Model()
     sparse.up.weight = nn.Parameter(torch.zeros(64, 32).to_sparse())
     with pytest.raises(StoredTensorError, match=r"'up\.weight' has layout"):
-        plans_of(sparse, (tokens(),))
+        plan_model(sparse, (tokens(),))
     with pytest.raises(TypeError):  # the model's own errors pass
-        plans_of(Model(), (tokens(), tokens(), tokens()))
+        plan_model(Model(), (tokens(), tokens(), tokens()))
 
 
 def test_a_large_model_is_planned_in_little_memory():
     program = """
 import resource, sys, torch, zinf_fx
 from torch import nn
-from zinf_fx.frontend.explain import CAN_ISOLATE, plans_of
+from zinf_fx.frontend.explain import CAN_ISOLATE, plan_model
 class Layer(nn.Module):
     def __init__(self, hidden):
         super().__init__()
@@ -224,7 +224,7 @@ torch._dynamo.config  # imported before the first measurement
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 with torch.device("meta"):
     model, x = nn.Sequential(*(Layer(8192) for _ in range(8))), torch.zeros(4, 8192)
-plans_of(nn.Sequential(model, nn.Flatten(0)), (x,), placement="nvme")
+plan_model(nn.Sequential(model, nn.Flatten(0)), (x,), placement="nvme")
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, sum(p.nbytes for p in model.parameters()) // 1024)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250, check=True)

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from twins import fresh_dynamo  # noqa: F401
 
 import zinf_fx
-from zinf_fx.frontend.explain import plans_of
+from zinf_fx.frontend.explain import plan_model
 
 WIDTH = 64
 
@@ -175,7 +175,7 @@ def test_they_are_written_in_the_one_line_use(build: Callable[[], nn.Module]):
 def test_the_plan_has_the_write_and_what_it_moves(tmp_path: Path):
     """It is behind the last use of the value from before, and backward gathers the parameter again."""
     model = zinf_fx.offload(Clamped(), store=tmp_path, placement="nvme")
-    (plan,) = plans_of(model, (x(),))
+    (plan,) = plan_model(model, (x(),)).plans
     forward, backward = plan.graphs
     written = next(tile for tile in forward.tiles if tile.name == "last.weight")
     kinds = [event.kind for event in forward.events if event.tile == written.index and not event.turn]

@@ -15,7 +15,7 @@ import zinf_fx
 from zinf_fx import ops
 from zinf_fx.config import Config
 from zinf_fx.errors import BudgetError, PlanError
-from zinf_fx.frontend.explain import plans_of
+from zinf_fx.frontend.explain import plan_model
 from zinf_fx.passes.ir.framework import event_of, nodes_calling
 from zinf_fx.passes.lowering.lower_gathers import LowerGathers
 from zinf_fx.passes.lowering.regions import Regions
@@ -111,7 +111,7 @@ class Stack(nn.Module):
 
 
 def planned(**options: object) -> Plan:
-    (plan,) = plans_of(Stack(), (torch.randn(4, 128),), **{"placement": "nvme", "chunk": "64KiB", **options})
+    (plan,) = plan_model(Stack(), (torch.randn(4, 128),), **{"placement": "nvme", "chunk": "64KiB", **options}).plans
     return plan
 
 

@@ -13,7 +13,7 @@ from torch import nn
 import zinf_fx
 from zinf_fx.config import Config, Placement
 from zinf_fx.errors import BudgetError
-from zinf_fx.frontend.explain import plan_model, plans_of
+from zinf_fx.frontend.explain import plan_model
 from zinf_fx.plan.hardware import Hardware, Link, load
 from zinf_fx.plan.placement.decision import PARAMETERS_AT_MOST, STATES, Decision, decide
 from zinf_fx.plan.placement.placing import Sizes
@@ -60,7 +60,7 @@ def as_options(placement: Placement) -> dict[str, str]:
 
 @cache
 def plans(batch: int, placement: Placement) -> Sequence[Plan]:
-    return plans_of(model(), inputs(batch), placement=as_options(placement), prefetch=None)
+    return plan_model(model(), inputs(batch), placement=as_options(placement), prefetch=None).plans
 
 
 def decision(hardware: Hardware, batch: int = 32, parameters: int = LAYERS, **options: object) -> Decision:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zinf_fx import Config
-from zinf_fx.frontend.explain import explain, plans_of
+from zinf_fx.frontend.explain import explain, plan_model
 from zinf_fx.plan.memory.accounting import flows
 from zinf_fx.plan.memory.use import arena_by_operator, host_arena
 from zinf_fx.plan.plan import Plan
@@ -32,7 +32,7 @@ def chain(layers: int, width: int = 512) -> tuple[nn.Module, tuple[torch.Tensor]
 
 def plan_of(layers: int, **options: object) -> Plan:
     model, inputs = chain(layers)
-    (plan,) = plans_of(model, inputs, **options)
+    (plan,) = plan_model(model, inputs, **options).plans
     return plan
 
 

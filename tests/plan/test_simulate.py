@@ -13,7 +13,7 @@ from planned_shapes import gpt, wide
 
 from zinf_fx import Config
 from zinf_fx.errors import PlanError
-from zinf_fx.frontend.explain import plans_of
+from zinf_fx.frontend.explain import plan_model
 from zinf_fx.plan.hardware import Disks, Hardware, Link, Memory, load
 from zinf_fx.plan.memory.accounting import Traffic, chunks, phases, updates
 from zinf_fx.plan.plan import Plan
@@ -385,7 +385,7 @@ def captured(placement: str, **options: object) -> tuple[Plan, int]:
     """The plan of a small GPT, and how many parameters the model has."""
     with torch.device("meta"):
         model, inputs = gpt(2, 64)(), wide()
-    (plan,) = plans_of(model, inputs, placement=placement, **options)
+    (plan,) = plan_model(model, inputs, placement=placement, **options).plans
     return plan, len(list(model.parameters()))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zinf_fx import Config
-from zinf_fx.frontend.explain import plans_of
+from zinf_fx.frontend.explain import plan_model
 from zinf_fx.plan.memory.accounting import flows, phases, traffic
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, Operator, Tile
@@ -89,10 +89,10 @@ def test_golden_of_a_hand_made_plan(golden):
 def test_golden_of_a_tiny_model(golden):
     with torch.device("meta"):
         model, tokens = Tiny(), torch.zeros(2, 8, dtype=torch.int64)
-    (plan,) = plans_of(model, (tokens,), placement="infinity-nvme")
+    (plan,) = plan_model(model, (tokens,), placement="infinity-nvme").plans
     golden("table_tiny_training.txt", render(plan))
     with torch.no_grad():
-        (plan,) = plans_of(model, (tokens,), placement="infinity-cpu", prefetch=None, host_memory="1MiB")
+        (plan,) = plan_model(model, (tokens,), placement="infinity-cpu", prefetch=None, host_memory="1MiB").plans
     golden("table_tiny_inference.txt", render(plan, width=100))
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import zinf_fx
 from zinf_fx.errors import BudgetError
-from zinf_fx.frontend.explain import plans_of
+from zinf_fx.frontend.explain import plan_model
 from zinf_fx.plan.sharding import shards_of
 from zinf_fx.plan.simulation.communication import communication
 
@@ -100,8 +100,8 @@ def test_tiles_are_found_that_fit_a_budget():
     tokens = torch.zeros(2, 9, dtype=torch.int64)
     options = {"placement": "nvme", "prefetch": None, "world_size": 2}
     with pytest.raises(BudgetError):
-        plans_of(Wide(), (tokens,), device_memory="300KiB", tile=None, **options)
-    (plan,) = plans_of(Wide(), (tokens,), device_memory="300KiB", **options)
+        plan_model(Wide(), (tokens,), device_memory="300KiB", tile=None, **options)
+    (plan,) = plan_model(Wide(), (tokens,), device_memory="300KiB", **options).plans
     tiles = [tile for tile in plan.graph("backward").tiles if tile.name == "tokens.weight"]
     assert len(tiles) > 1 and sum(tile.shape[0] for tile in tiles) == 700
     whole = shards_of((700, 64), torch.float32, 2, zinf_fx.Config(tile=1, placement="nvme"))

@@ -17,7 +17,7 @@ from torch import nn
 
 import zinf_fx
 from zinf_fx import StoredTensor
-from zinf_fx.frontend.explain import plans_of
+from zinf_fx.frontend.explain import plan_model
 from zinf_fx.plan.memory.accounting import flows
 from zinf_fx.runtime.execute.executor import EXECUTOR
 from zinf_fx.runtime.memory.pinned import SLAB
@@ -338,7 +338,7 @@ def test_device_memory_is_that_of_the_schedule(tmp_path: Path, placement: str) -
     layers, width, rows = 24, 1024, 8
     model = zinf_fx.offload(Layers(layers, width).to(CUDA), store=tmp_path, placement=placement)
     x = torch.randn(rows, width, device=CUDA)
-    (plan,) = plans_of(model, (x,))
+    (plan,) = plan_model(model, (x,)).plans
     compiled = torch.compile(model, backend="zinf")
     compiled(x).backward()
     model.zero_grad()
@@ -374,7 +374,7 @@ def test_the_arena_holds_what_its_plan_says(tmp_path: Path, name: str, overlap: 
         return tuple(values.to(CUDA) for values in shape.batch())
 
     model = zinf_fx.offload(shape.model().to(CUDA), store=tmp_path, **shape.options)
-    (plan,) = plans_of(model, batch())
+    (plan,) = plan_model(model, batch()).plans
     compiled = torch.compile(model, backend="zinf")
     optimizer = zinf_fx.optim.AdamW(model.parameters(), overlap=overlap)
     for _ in range(4):

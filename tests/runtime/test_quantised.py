@@ -11,7 +11,7 @@ from twins import fresh_dynamo  # noqa: F401
 import zinf_fx
 from zinf_fx import StoredTensor
 from zinf_fx.errors import BudgetError, StoredTensorError
-from zinf_fx.frontend.explain import plans_of
+from zinf_fx.frontend.explain import plan_model
 from zinf_fx.plan.show.table import render
 
 
@@ -101,12 +101,12 @@ def test_what_is_quantised_after_offloading_stays(kind):
 def test_what_stays_in_memory_is_counted_in_the_plan():
     model, x = torch.nn.Sequential(*quantised("tensor subclass"), torch.nn.BatchNorm1d(8)), torch.randn(2, 8)
     nbytes = 8 * 4 + 8 * 4 + (8 * 4 + 8 * 4 + 8)  # packed values and scales; two statistics and a count of batches
-    (plan,) = plans_of(model, (x,), placement="host")
+    (plan,) = plan_model(model, (x,), placement="host").plans
     assert plan.unmoved == nbytes and f"unmoved    {nbytes} B of buffers and parameters" in render(plan)
     moved, kept = 3 * 256 + 3 * 32, plan.kept  # a tile and gradients on their way, in the fullest operator
-    plans_of(model, (x,), placement="host", device_memory=nbytes + kept + moved)
+    plan_model(model, (x,), placement="host", device_memory=nbytes + kept + moved)
     with pytest.raises(BudgetError, match=rf"buffers, and parameters that are not stored +{nbytes} B"):
-        plans_of(model, (x,), placement="host", device_memory=nbytes + kept + moved - 1)
+        plan_model(model, (x,), placement="host", device_memory=nbytes + kept + moved - 1)
 
 
 def test_what_is_quantised_while_a_model_is_built_stays():

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from zinf_fx.config import Config, Placement
 from zinf_fx.plan.hardware import DTYPES, Disks, Hardware, Link, Memory, load
@@ -18,6 +19,8 @@ from zinf_fx.plan.rates import NOMINAL
 from zinf_fx.plan.sharding import Groups
 from zinf_fx.runtime.disk.filesystem import file_system_of
 from zinf_fx.runtime.disk.measure import load_profile
+from zinf_fx.runtime.ranks import Ranks
+from zinf_fx.runtime.tensor.local_parameter import local_part
 from zinf_fx.runtime.tensor.tiers import physical_memory
 
 log = logging.getLogger("zinf_fx")
@@ -27,7 +30,7 @@ _OPTIMIZER_BYTES = 12  # fp32 master weight, first and second moment (ZeRO, sect
 _NOMINAL_DEVICE = "rtx-4090"
 
 
-def choose(config: Config, parameters: Sequence[torch.Tensor] | None, groups: Groups) -> Placement:
+def placed_by_rule(config: Config, parameters: Sequence[torch.Tensor] | None) -> Placement:
     """The placement for a model of these parameters, by the rule alone; None: a model of unknown size, whose states go
     to the store.
 
@@ -39,8 +42,9 @@ def choose(config: Config, parameters: Sequence[torch.Tensor] | None, groups: Gr
             "the model is being built, and its size unknown"
         )
         return Placement("nvme", "host", "nvme")
-    decision = by_rule_here(config, parameters, groups, "inputs are not known")
-    note(decision, sizes_of(parameters, groups))
+    here, groups = trained_here(parameters), Ranks.of(config).groups
+    decision = by_rule_here(config, here, groups, "inputs are not known")
+    note(decision, sizes_of(here, groups))
     return decision.placement
 
 
@@ -65,6 +69,14 @@ def sizes_of(parameters: Sequence[torch.Tensor], groups: Groups) -> Sizes:
         sum(p.numel() * _OPTIMIZER_BYTES for p in trained),
     )
     return Sizes(*(-(-nbytes // groups.shards) for nbytes in of_all))
+
+
+def trained_here(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """As much as this rank has of each parameter where tensor parallelism divides them."""
+    return [
+        local_part(one).detach().requires_grad_(one.requires_grad) if isinstance(one, DTensor) else one
+        for one in parameters
+    ]
 
 
 def device_of_most(parameters: Sequence[torch.Tensor]) -> torch.device:

@@ -93,13 +93,6 @@ class Planning:
         return "\n\n".join(parts)
 
 
-def plans_of(
-    model: torch.nn.Module, example_inputs: Sequence[Any] | Mapping[str, Any], *arguments: Any, **options: Any
-) -> list[Plan]:
-    """The plans alone of `plan_model`, which says what the arguments are."""
-    return plan_model(model, example_inputs, *arguments, **options).plans
-
-
 def plan_model(
     model: torch.nn.Module,
     example_inputs: Sequence[Any] | Mapping[str, Any],
@@ -228,10 +221,17 @@ def _twin_of(model: torch.nn.Module, config: Config) -> torch.nn.Module:
 
 def _off_meta(tensor: torch.Tensor) -> torch.Tensor:
     """Zeros on the CPU for a tensor on the meta device; any other tensor itself."""
-    if not tensor.is_meta:
-        return tensor
-    zeros = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").zero_()
-    return zeros.requires_grad_(tensor.requires_grad)
+    return _zeros_like(tensor, torch.device("cpu"))() if tensor.is_meta else tensor
+
+
+def _zeros_like(tensor: torch.Tensor, device: torch.device) -> Callable[[], torch.Tensor]:
+    """Makes zeros of a tensor's shape, which require a gradient if it does, and keeps nothing of the tensor."""
+    shape, stride, dtype, requires_grad = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
+
+    def make() -> torch.Tensor:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_().requires_grad_(requires_grad)
+
+    return make
 
 
 def _call(model: torch.nn.Module, args: tuple, kwargs: dict) -> Any:
@@ -264,38 +264,17 @@ class _Planner:
         capture = Capture(module, inputs, self.config, rates=self.rates, groups=self.groups)
         capture.capture()
         self.captures.append(capture)
-        results = tree_map(_stand_in, next(iter(module.graph.find_nodes(op="output"))).args[0])
-
-        def zeros(*arguments: Any) -> Any:
-            return tree_map_only(_StandIn, _StandIn.make, results)
-
-        return zeros
+        (output,) = module.graph.find_nodes(op="output")
+        results = tree_map(_stand_in, output.args[0])
+        return lambda *arguments: tree_map_only(FunctionType, lambda make: make(), results)
 
 
 # Not up to torch 2.11.
 CAN_ISOLATE = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 
 
-@dataclass(frozen=True)
-class _StandIn:
-    """What a graph's result is replaced by: zeros of its shape, which require a gradient if it does.
-
-    So the graphs that follow a graph break are captured as they would be in training.
-    """
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-    def make(self) -> torch.Tensor:
-        zeros = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
-        return zeros.requires_grad_(self.requires_grad)
-
-
 def _stand_in(result: Any) -> Any:
+    """What makes zeros in the place of a graph's result: the graphs that follow a graph break are captured as they
+    would be in training."""
     value = result.meta.get("example_value", result.meta.get("val")) if isinstance(result, fx.Node) else result
-    if isinstance(value, torch.Tensor):
-        return _StandIn(tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad)
-    return value
+    return _zeros_like(value, value.device) if isinstance(value, torch.Tensor) else value

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from zinf_fx.config import Config, Placement
 from zinf_fx.errors import ConfigError, StoredTensorError, ZinfError
-from zinf_fx.frontend.auto_placement import choose
+from zinf_fx.frontend.auto_placement import placed_by_rule
 from zinf_fx.frontend.graph_inputs import bytes_in_memory
 from zinf_fx.interrupts import held_back
 from zinf_fx.plan.sharding import Owners, shards_of
@@ -327,7 +327,15 @@ def decided(
     if parameters:
         config = with_ranks(config, parameters)
     if config.placement == "auto":
-        config = _placed_as_first(config, parameters or (), find or (lambda ranked: _by_rule(ranked, parameters)))
+        found: Placement | ZinfError
+        try:
+            found = find(config) if find is not None else placed_by_rule(config, parameters)
+        except ZinfError as error:  # of the first rank, it is raised on every rank
+            found = error
+        found = of_first(config, parameters or (), found, "the placement")
+        if isinstance(found, ZinfError):
+            raise found
+        config = Config.of(config, {"placement": found})
     placement = config.placement
     if Ranks.of(config).size > 1 and placement.stage < 3 and placement.parameters == "nvme":
         raise ConfigError(
@@ -335,29 +343,3 @@ def decided(
             "stage 3 partitions them (or place them on 'host' or 'device')"
         )
     return config
-
-
-def _by_rule(config: Config, parameters: list[torch.Tensor] | None) -> Placement:
-    return choose(config, None if parameters is None else trained_here(parameters), Ranks.of(config).groups)
-
-
-def _placed_as_first(config: Config, parameters: Sequence[torch.Tensor], find: Callable[[Config], Placement]) -> Config:
-    """`config` with the placement that the first rank finds for these parameters. Raises: what it finds to be wrong, on
-    every rank."""
-    found: Placement | ZinfError
-    try:
-        found = find(config)
-    except ZinfError as error:
-        found = error
-    found = of_first(config, parameters, found, "the placement")
-    if isinstance(found, ZinfError):
-        raise found
-    return Config.of(config, {"placement": found})
-
-
-def trained_here(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """As much as this rank has of each parameter where tensor parallelism divides them."""
-    return [
-        local_part(one).detach().requires_grad_(one.requires_grad) if isinstance(one, DTensor) else one
-        for one in parameters
-    ]

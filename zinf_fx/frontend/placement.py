@@ -11,9 +11,8 @@ from torch import fx
 
 from zinf_fx.config import Config, Placement
 from zinf_fx.frontend.abstract import abstract_inputs
-from zinf_fx.frontend.auto_placement import by_rule_here, device_of_most, note, sizes_of, this_machine
+from zinf_fx.frontend.auto_placement import by_rule_here, device_of_most, note, sizes_of, this_machine, trained_here
 from zinf_fx.frontend.capture import Capture
-from zinf_fx.frontend.offload import trained_here
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.placement.decision import Decision, decide
 from zinf_fx.plan.plan import Plan
