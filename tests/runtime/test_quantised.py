@@ -111,7 +111,7 @@ def test_what_stays_in_memory_is_counted_in_the_plan():
 
 def test_what_is_quantised_while_a_model_is_built_stays():
     with pytest.warns(UserWarning, match="1 frozen"), zinf_fx.offloading(placement="host"):
-        model = quantised("parameter subclass")
+        (model,) = torch.nn.Sequential(quantised("parameter subclass"))  # taken over twice, and counted once
     assert type(model[1].weight) is Marked and isinstance(model[0].weight, StoredTensor)
 
 

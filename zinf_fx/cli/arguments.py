@@ -12,9 +12,6 @@ from zinf_fx.plan import hardware
 
 TARGET_HELP = "module:factory or path/to/file.py:factory; factory() returns (model, example_inputs)"
 
-FORMATS = ("table", "json", "dot", "chrome", "html")
-"""Of `show-schedule`."""
-
 THIS_MACHINE = "this-machine"
 DEFAULT_HARDWARE = "rtx-4090"
 
@@ -30,9 +27,8 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def accepted_hardware() -> list[str]:
-    """The names that a description of hardware has, and what else may be given."""
-    return [*hardware.names(), "a file NAME.toml", f"or {THIS_MACHINE}, measured in some seconds"]
+def _accepted_hardware() -> str:
+    return f"{', '.join(hardware.names())}, a file NAME.toml, or {THIS_MACHINE}, measured in some seconds"
 
 
 def _show_schedule(commands: argparse._SubParsersAction) -> None:
@@ -47,14 +43,19 @@ def _show_schedule(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("target", metavar="TARGET", help=f"{TARGET_HELP}; or a plan file")
     _add_planning(parser)
-    parser.add_argument("--format", choices=FORMATS, default="table", help="what to print (default: table)")
+    parser.add_argument(
+        "--format",
+        choices=("table", "json", "dot", "chrome", "html"),
+        default="table",
+        help="what to print (default: table)",
+    )
     parser.add_argument("-o", "--output", metavar="FILE", help="write to a file instead of printing")
     parser.add_argument("--operators", metavar="A:B", help="table, dot: operators A to B - 1 only")
     parser.add_argument(
         "--hardware",
         metavar="NAME",
         help=f"what --placement auto decides for (default: this machine, at nominal rates), and whose times chrome and "
-        f"html show (default: {DEFAULT_HARDWARE}): {', '.join(accepted_hardware())}",
+        f"html show (default: {DEFAULT_HARDWARE}): {_accepted_hardware()}",
     )
     parser.add_argument("--ascii", action="store_true", help="charts without block characters, as outside terminals")
     parser.add_argument("--json", dest="format", action="store_const", const="json", help="short for --format json")
@@ -92,16 +93,12 @@ def _simulate(commands: argparse._SubParsersAction) -> None:
         "--hardware",
         metavar="NAME",
         default=DEFAULT_HARDWARE,
-        help=f"{', '.join(accepted_hardware())} (default: {DEFAULT_HARDWARE})",
+        help=f"{_accepted_hardware()} (default: {DEFAULT_HARDWARE})",
     )
     parser.add_argument(
         "--sweep", metavar="batch=A,B", help="other batches: computing and activations grow, the schedule stays"
     )
-    parser.add_argument(
-        "--no-overlap",
-        action="store_true",
-        help="move nothing while something else moves or computes",
-    )
+    parser.add_argument("--no-overlap", action="store_true", help="move nothing while something else moves or computes")
     parser.add_argument(
         "--synchronous-optimizer",
         dest="overlap",

@@ -115,7 +115,7 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
     if config.placement.parameters == "nvme":
         _ = tiers.store  # a directory that can't be used shows before anything is built
     present: list[weakref.ref[torch.nn.Parameter]] = []  # those of `current` that have not left
-    staying: list[weakref.ref[torch.nn.Parameter]] = []
+    staying: dict[int, weakref.ref[torch.nn.Parameter]] = {}
     current: weakref.ref[torch.nn.Module] | None = None
     freed = 0
 
@@ -130,7 +130,6 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
     def take_over(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
         for parameter in module.parameters() if module is not None else ():
             store(parameter)
-        present[:] = [ref for ref in present if ref() is not None and stored_parameter(ref()) is None]
 
     def leave() -> None:
         while present:
@@ -142,7 +141,7 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
         if stored_parameter(parameter) is not None or is_lazy(parameter) or parameter.is_meta:
             return
         if stays(parameter):
-            staying.append(weakref.ref(parameter))
+            staying[id(parameter)] = weakref.ref(parameter)  # it is met again in each module around its own
             return
         check_storable(parameter, f"a parameter of shape {tuple(parameter.shape)}")
         check_ranks(config, [parameter])
@@ -162,7 +161,7 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
         yield
         leave()
         tiers.drain()
-        left = [parameter for parameter in (ref() for ref in staying) if parameter is not None]
+        left = [parameter for parameter in (ref() for ref in staying.values()) if parameter is not None]
         note_staying({f"number {n} of shape {tuple(one.shape)}": one for n, one in enumerate(left, start=1)})
     finally:
         if before is None:
