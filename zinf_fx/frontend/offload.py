@@ -130,6 +130,7 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
     def take_over(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
         for parameter in module.parameters() if module is not None else ():
             store(parameter)
+        present[:] = [ref for ref in present if ref() is not None and stored_parameter(ref()) is None]
 
     def leave() -> None:
         while present:
