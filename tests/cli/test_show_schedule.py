@@ -141,16 +141,23 @@ def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str]):
     assert {tile["dtype"] for tile in plan["graphs"][0]["tiles"]} == {"float32"}
 
 
-def test_a_range_of_operators(capsys: pytest.CaptureFixture[str]):
-    assert main(["show-schedule", GPT, "--placement", "host", "--operators", "3:5"]) == 0
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("plan") / "plan.json")
+    assert main(["export-plan", GPT, "--placement", "host", "-o", path]) == 0
+    return path
+
+
+def test_a_range_of_operators(plan_file: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["show-schedule", plan_file, "--operators", "3:5"]) == 0
     text = capsys.readouterr().out
     assert text.count("shown are 3 to 4") == 2
     assert re.findall(r"^ ?(\d+)  ", text, flags=re.MULTILINE) == ["3", "4", "3", "4"]
 
 
 @pytest.mark.parametrize("text", ["18:", "30:40"])
-def test_a_range_behind_the_last_operator_is_refused(capsys: pytest.CaptureFixture[str], text: str):
-    assert main(["show-schedule", GPT, "--placement", "host", "--operators", text]) == 2
+def test_a_range_behind_the_last_operator_is_refused(plan_file: str, capsys: pytest.CaptureFixture[str], text: str):
+    assert main(["show-schedule", plan_file, "--operators", text]) == 2
     out, err = capsys.readouterr()
     assert out == "" and f"operators='{text}' has none of the plan's, which are 0 to 17" in err
 
