@@ -49,18 +49,16 @@ def inject(target: Engine | Store, fault: Fault) -> None:
 def clear_faults(target: Engine | Store) -> None:
     """Disarms every fault."""
     for engine in _engines(target):
-        lib.zinf_clear_faults(engine._open())
+        lib.zinf_inject(engine._open(), ffi.NULL)
 
 
 def _engines(target: Engine | Store) -> list[Engine]:
     return [target] if isinstance(target, Engine) else list(target._resources.engines.values())
 
 
-def inject_setup_fault(nth: int, error: int) -> None:
-    """Lets the nth set-up call (from 1) of engines opened from now on fail with `error`. nth 0: none."""
-    lib.zinf_inject_setup(nth, error)
+def inject_setup_fault(nth: int, error: int) -> int:
+    """Lets the nth set-up call (from 1) of engines opened from now on fail with `error`. nth 0: none.
 
-
-def setup_calls() -> int:
-    """Set-up calls since `inject_setup_fault`."""
-    return lib.zinf_setup_calls()
+    Returns the number of set-up calls since it was last called.
+    """
+    return lib.zinf_inject_setup(nth, error)

@@ -126,25 +126,22 @@ int zinf_inject(zinf_engine *engine, const zinf_fault *fault)
     return error;
 }
 
-void zinf_clear_faults(zinf_engine *engine)
+int64_t zinf_alignment(int fd)
 {
-    zinf_inject(engine, NULL);
-}
-
-int zinf_direct_alignment(int fd, int64_t *memory, int64_t *offset)
-{
-    *memory = 0;
-    *offset = 0;
+    int64_t memory = ZINF_PAGE, offset = ZINF_PAGE;
 #ifdef STATX_DIOALIGN
     struct statx answer;
     if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &answer) < 0)
         return -errno;
     if (answer.stx_mask & STATX_DIOALIGN) {
-        *memory = answer.stx_dio_mem_align ? (int64_t)answer.stx_dio_mem_align : -1;
-        *offset = answer.stx_dio_offset_align ? (int64_t)answer.stx_dio_offset_align : -1;
+        memory = answer.stx_dio_mem_align;
+        offset = answer.stx_dio_offset_align;
     }
 #else
     (void)fd;
 #endif
-    return 0;
+    if (!memory || !offset)
+        return 0;
+    int64_t larger = memory > offset ? memory : offset;
+    return larger > ZINF_PAGE ? larger : ZINF_PAGE;
 }

@@ -110,28 +110,19 @@ int zinf_done(zinf_request *request);
 /* How a done request ended. */
 void zinf_result(zinf_request *request, zinf_outcome *out);
 
-/* The times of a done request. */
-void zinf_times(zinf_request *request, int64_t *began_ns, int64_t *ended_ns);
-
 /* Drops the ticket. The transfer, if under way, goes on. */
 void zinf_release(zinf_request *request);
 
 /* Arms a fault, -ENOSPC when 16 are armed; NULL disarms every one. */
 int zinf_inject(zinf_engine *engine, const zinf_fault *fault);
 
-/* Disarms every fault. */
-void zinf_clear_faults(zinf_engine *engine);
-
 /* Lets the nth set-up call (from 1) of the engines opened from now on fail with `error`; nth 0: none. The number of
  * set-up calls since it was last called. */
 int64_t zinf_inject_setup(int64_t nth, int error);
 
-/* Set-up calls since zinf_inject_setup. */
-int64_t zinf_setup_calls(void);
-
-/* Alignment in bytes that direct I/O on this file needs, for memory and for offsets: 0 where the system doesn't say
- * (STATX_DIOALIGN missing) and -1 where it says that the file has no direct I/O. */
-int zinf_direct_alignment(int fd, int64_t *memory, int64_t *offset);
+/* Alignment in bytes that direct I/O on this file needs, for memory and for offsets: at least 4096, also where the system
+ * doesn't say (STATX_DIOALIGN missing); 0 where it says that the file has no direct I/O. */
+int64_t zinf_alignment(int fd);
 
 /* cdef end */
 

@@ -75,13 +75,10 @@ def checksums_in_hardware() -> bool:
 
 def direct_alignment(fd: int) -> int | None:
     """Alignment in bytes of direct I/O on an open file: at least 4096; None if the file system says it has none."""
-    memory, offset = ffi.new("int64_t *"), ffi.new("int64_t *")
-    code = lib.zinf_direct_alignment(fd, memory, offset)
-    if code:
-        raise StoreError("statx", f"descriptor {fd}", "can't tell the alignment", errno=-code)
-    if memory[0] < 0 or offset[0] < 0:
-        return None
-    return max(4096, memory[0], offset[0])
+    alignment = lib.zinf_alignment(fd)
+    if alignment < 0:
+        raise StoreError("statx", f"descriptor {fd}", "can't tell the alignment", errno=-alignment)
+    return alignment or None
 
 
 def _known(provider: str) -> str:
@@ -358,9 +355,8 @@ class Span:
         None while it is under way."""
         if not lib.zinf_done(self._request):
             return None
-        began, ended = ffi.new("int64_t *"), ffi.new("int64_t *")
-        lib.zinf_times(self._request, began, ended)
-        return began[0] / 1e9, ended[0] / 1e9
+        outcome = _outcome(self._request)
+        return outcome.began_ns / 1e9, outcome.ended_ns / 1e9
 
 
 def _outcome(request: ffi.CData) -> ffi.CData:

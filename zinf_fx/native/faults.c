@@ -47,11 +47,6 @@ int64_t zinf_inject_setup(int64_t nth, int error)
     return calls;
 }
 
-int64_t zinf_setup_calls(void)
-{
-    return atomic_load(&setup_calls);
-}
-
 int zinf_setup_fault(void)
 {
     long long call = atomic_fetch_add(&setup_calls, 1) + 1;

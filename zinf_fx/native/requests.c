@@ -173,9 +173,3 @@ void zinf_result(zinf_request *request, zinf_outcome *out)
 {
     *out = request->outcome;
 }
-
-void zinf_times(zinf_request *request, int64_t *began_ns, int64_t *ended_ns)
-{
-    *began_ns = request->outcome.began_ns;
-    *ended_ns = request->outcome.ended_ns;
-}
