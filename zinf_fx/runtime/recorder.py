@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -118,6 +118,7 @@ class About:
 
 
 _about: ContextVar[About | None] = ContextVar("zinf_fx_about", default=None)
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Recorder:
@@ -178,16 +179,11 @@ class Recorder:
 
     def about(self, subject: str | None = None, kinds: Mapping[str, str] | None = None) -> AbstractContextManager[None]:
         """Transfers that are started in the block are for `subject`, and some kinds of them have another name."""
-        return self.within(self.purpose(subject, kinds))
+        return _NOTHING if self.log is None else _within(self.purpose(subject, kinds))
 
-    @contextmanager
-    def within(self, purpose: About | None) -> Iterator[None]:
+    def within(self, purpose: About | None) -> AbstractContextManager[None]:
         """Transfers that are started in the block are for what `purpose` told once; None: for whatever they are now."""
-        token = _about.set(purpose or _about.get())
-        try:
-            yield
-        finally:
-            _about.reset(token)
+        return _NOTHING if self.log is None or purpose is None else _within(purpose)
 
     # -- what happens --------------------------------------------------------------------------------------------------
 
@@ -206,9 +202,12 @@ class Recorder:
         if note is not None:
             note.end = self._moment(note.device)
 
-    @contextmanager
-    def work(self, kind: str, nbytes: int, device: torch.device, detail: str = "") -> Iterator[None]:
+    def work(self, kind: str, nbytes: int, device: torch.device, detail: str = "") -> AbstractContextManager[None]:
         """The block does something, or queues it on the device."""
+        return _NOTHING if self.log is None else self._working(kind, nbytes, device, detail)
+
+    @contextmanager
+    def _working(self, kind: str, nbytes: int, device: torch.device, detail: str) -> Iterator[None]:
         note = self.begin(kind, nbytes, device, detail)
         try:
             yield
@@ -263,6 +262,15 @@ class Recorder:
             if self.log is not None:
                 self.log.on_host = False
         return DeviceMoment(self._clocks[device], torch.cuda.current_stream(device))
+
+
+@contextmanager
+def _within(purpose: About | None) -> Iterator[None]:
+    token = _about.set(purpose)
+    try:
+        yield
+    finally:
+        _about.reset(token)
 
 
 RECORDER = Recorder()
