@@ -113,9 +113,12 @@ def test_seconds_of_matrix_products_and_of_the_rest() -> None:
     assert seconds_of(built.call(aten.t.default, product), RATES) == 0
 
 
-# Without room everything is computed again or leaves; with a little, some segments stay.
-ROOMS = [(name, 0) for name in CASES] + [
-    (name, 2_000) for name in ("mlp", "tied_far_apart", "attention", "checkpointed_dropout", "batch_norm")
+# Without room everything is computed again or leaves, as test_recompute_activations and test_offload_activations do to
+# every model; with a little, some segments stay.
+CHOSEN = ("mlp", "tied_far_apart", "attention", "checkpointed_dropout", "batch_norm")
+ROOMS = [
+    *((name, room) for name in CHOSEN for room in (0, 2_000)),
+    *(pytest.param(name, 0, marks=pytest.mark.slow) for name in CASES if name not in CHOSEN),
 ]
 
 
