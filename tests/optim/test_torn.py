@@ -10,7 +10,7 @@ from injecting import Fault, clear_faults, inject
 
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError, StoreError
-from zinf_fx.optim.chunk import Run
+from zinf_fx.optim.chunk import Recipe
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.optim.step import StreamedStep
 from zinf_fx.runtime.tensor.windows import Window
@@ -126,10 +126,10 @@ def test_a_step_that_ends_while_parameters_are_added_is_taken_again(twins, monke
     pair, optimizer, reference = prepared(twins)
     add = StreamedStep.add
 
-    def failing(step: StreamedStep, run: Run, states: ParameterStates) -> None:
+    def failing(step: StreamedStep, recipe: Recipe, states: ParameterStates) -> None:
         if step.parameters:
             raise error
-        add(step, run, states)
+        add(step, recipe, states)
 
     with monkeypatch.context() as patch:
         patch.setattr(StreamedStep, "add", failing)

@@ -60,7 +60,7 @@ def _maker_of(whole: DTensor) -> Callable[[torch.Tensor], DTensor]:
 
     def distributed(local: torch.Tensor) -> DTensor:
         made = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-        view_writes.gathered(made)
+        view_writes.note_gathered(made)
         return made
 
     return distributed

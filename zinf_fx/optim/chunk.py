@@ -16,7 +16,7 @@ from zinf_fx.runtime.memory.device import Device
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class Recipe:
     """What parameters have in common that may share a chunk: a group, the states present, place and dtype.
 
     Attributes:
@@ -43,13 +43,13 @@ class Run:
 class OpenChunk:
     """The windows of a chunk, opened at construction."""
 
-    def __init__(self, run: Run, pieces: tuple[Piece[ParameterStates], ...]) -> None:
-        self.run = run
+    def __init__(self, recipe: Recipe, pieces: tuple[Piece[ParameterStates], ...]) -> None:
+        self.recipe = recipe
         self.parts: list[OpenPart] = []
         self._close = ExitStack()
         try:
             for piece in pieces:
-                part = (OpenWhole if run.whole else OpenPiece)(piece, run.names, run.present)
+                part = (OpenWhole if recipe.whole else OpenPiece)(piece, recipe.names, recipe.present)
                 self.parts.append(part)
                 self._close.callback(part.close)
         except BaseException:

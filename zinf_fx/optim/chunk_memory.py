@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from zinf_fx.optim.chunk import OpenChunk, Run
+from zinf_fx.optim.chunk import OpenChunk, Recipe
 from zinf_fx.optim.chunks import Piece, chunk_elements, in_turn
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.plan.memory.accounting import AT_A_TIME
@@ -41,11 +41,11 @@ class ChunkMemory:
         self._chunk_bytes = self.elements * max(each.bytes_opened for each in states)
 
     @contextmanager
-    def turn(self, run: Run, pieces: Sequence[Piece[ParameterStates]]) -> Iterator[None]:
+    def turn(self, recipe: Recipe, pieces: Sequence[Piece[ParameterStates]]) -> Iterator[None]:
         """A block in which the next chunk is opened."""
-        converts = not run.whole and any(piece.owner.scratch_rows for piece in pieces)
-        if converts and run.place not in self._scratch:
-            self._scratch[run.place] = self._lease_scratch(run.place)
+        converts = not recipe.whole and any(piece.owner.scratch_rows for piece in pieces)
+        if converts and recipe.place not in self._scratch:
+            self._scratch[recipe.place] = self._lease_scratch(recipe.place)
         scratch = self._scratch[CPU].nbytes if CPU in self._scratch else 0
         with in_turn(self.tiers, self._chunks_opened, self._chunk_bytes, behind=scratch):
             yield

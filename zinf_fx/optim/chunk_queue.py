@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from zinf_fx.optim.chunk import OpenChunk, Run
+from zinf_fx.optim.chunk import OpenChunk, Recipe
 from zinf_fx.optim.chunk_memory import ChunkMemory
 from zinf_fx.optim.chunks import Piece, all_of, cut
 from zinf_fx.optim.progress import Progress
@@ -21,17 +21,17 @@ class ChunkQueue:
 
     def __init__(self, memory: ChunkMemory, progress: Progress) -> None:
         self._memory, self._progress = memory, progress
-        self._loose: dict[Run, list[ParameterStates]] = {}  # not cut into chunks yet
-        self._unopened: deque[tuple[Run, tuple[Piece[ParameterStates], ...]]] = deque()
+        self._loose: dict[Recipe, list[ParameterStates]] = {}  # not cut into chunks yet
+        self._unopened: deque[tuple[Recipe, tuple[Piece[ParameterStates], ...]]] = deque()
         self._opened: deque[OpenChunk] = deque()
 
     def __bool__(self) -> bool:
         """Whether any chunk is to be updated still."""
         return bool(self._opened or self._unopened or self._loose)
 
-    def add(self, run: Run, states: ParameterStates) -> None:
+    def add(self, recipe: Recipe, states: ParameterStates) -> None:
         """A parameter came."""
-        self._loose.setdefault(run, []).append(states)
+        self._loose.setdefault(recipe, []).append(states)
 
     @property
     def fills_a_chunk(self) -> bool:
@@ -48,13 +48,13 @@ class ChunkQueue:
             every = (states.parameter.storage for loose in self._loose.values() for states in loose)
             self._memory.plan(min(storage.config.chunk for storage in every))
         chunks = []
-        for run, loose in self._loose.items():
+        for recipe, loose in self._loose.items():
             loose.sort(key=lambda states: states.parameter.storage.key)
-            if run.whole:
-                chunks += [(run, (all_of(states, states.parameter.numel()),)) for states in loose]
+            if recipe.whole:
+                chunks += [(recipe, (all_of(states, states.parameter.numel()),)) for states in loose]
                 continue
             shares = [(states, states.updated) for states in loose]
-            chunks += [(run, pieces) for pieces in cut(shares, self._memory.elements)]
+            chunks += [(recipe, pieces) for pieces in cut(shares, self._memory.elements)]
         chunks.sort(key=lambda chunk: chunk[1][0].owner.parameter.storage.key)
         with self._progress.changing():
             self._loose.clear()
@@ -83,11 +83,11 @@ class ChunkQueue:
         """Open chunks until CHUNKS_AHEAD follow the next one, when the writes before the last update's are done."""
         self._memory.wait_for_room()
         while self._unopened and len(self._opened) <= CHUNKS_AHEAD:
-            run, pieces = self._unopened[0]
-            if run.whole and self._opened and pieces[0].count > self._memory.elements:
+            recipe, pieces = self._unopened[0]
+            if recipe.whole and self._opened and pieces[0].count > self._memory.elements:
                 break  # what is larger than a chunk comes alone
-            with self._memory.turn(run, pieces):
-                self._opened.append(OpenChunk(run, pieces))
+            with self._memory.turn(recipe, pieces):
+                self._opened.append(OpenChunk(recipe, pieces))
             self._unopened.popleft()
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
 from zinf_fx.sizes import WINDOW_ALIGNMENT
 
 
-class Slice:
+class OrdinaryWindow:
     """The part of a `Window` that readers use, over an ordinary tensor."""
 
     def __init__(self, elements: torch.Tensor) -> None:
@@ -36,6 +36,9 @@ class Slice:
     close = store
 
 
+AnyWindow = Window | DeviceWindow | OrdinaryWindow
+
+
 def open_window(
     storage: TensorStorage, place: Device, start: int, count: int, *, load: bool = True
 ) -> Window | DeviceWindow:
@@ -45,14 +48,14 @@ def open_window(
     return window(storage.share.position(start), count, load=load)
 
 
-def open_elements(tensor: torch.Tensor, place: Device, start: int, count: int) -> Window | DeviceWindow | Slice:
+def open_elements(tensor: torch.Tensor, place: Device, start: int, count: int) -> AnyWindow:
     """`count` elements of `tensor` from `start` on, in row-major order, to be read where `place` computes. Their reads
     start now."""
     if isinstance(tensor, StoredTensor):
         if not tensor.views:
             return open_window(tensor.storage, place, start, count)
         tensor = tensor.full_tensor()
-    return Slice(tensor.detach().reshape(-1)[start : start + count].to(place.torch_device))
+    return OrdinaryWindow(tensor.detach().reshape(-1)[start : start + count].to(place.torch_device))
 
 
 def moved(value: Any, place: Device) -> Any:
@@ -69,7 +72,7 @@ def copy_into(target: StoredTensor, value: torch.Tensor) -> None:
         )
         if theirs != mine:
             value = value.full_tensor()
-    for start, count in chunks_of(target):
+    for start, count in current_chunks(target):
         let_through()
         source = open_elements(value, CPU, start, count)
         try:
@@ -82,13 +85,13 @@ def copy_into(target: StoredTensor, value: torch.Tensor) -> None:
 @held_back
 def fill(target: StoredTensor, value: float) -> None:
     """Set all elements of `target` to `value`, a chunk at a time."""
-    for start, count in chunks_of(target):
+    for start, count in current_chunks(target):
         let_through()
         with _overwritten(target, start, count) as elements:
             elements.fill_(value)
 
 
-def chunks_of(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
+def current_chunks(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
     """First element and number of elements of each part that takes about `Config.chunk` bytes, of those that this rank
     has the present version of."""
     elements = tensor.storage.config.chunk // tensor.dtype.itemsize

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from zinf_fx.optim.elements import chunks_of, open_elements
+from zinf_fx.optim.elements import current_chunks, open_elements
 from zinf_fx.runtime.memory.device import CPU
 from zinf_fx.runtime.tensor.operations import handle
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
@@ -65,7 +65,7 @@ def _part(tensor: StoredTensor, order: float) -> torch.Tensor:
     extreme = max if order == math.inf else min
     nothing = {math.inf: 0.0, -math.inf: math.inf}.get(order, 0.0)
     total = torch.tensor(nothing, dtype=torch.float64)
-    for start, count in chunks_of(tensor):
+    for start, count in current_chunks(tensor):
         window = open_elements(tensor, CPU, start, count)
         try:
             part = torch.linalg.vector_norm(window.wait(), order, dtype=dtype).double()

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import torch
 
 from zinf_fx.optim.chunks import Piece
-from zinf_fx.optim.elements import Slice, open_elements, open_window
+from zinf_fx.optim.elements import AnyWindow, open_elements, open_window
 from zinf_fx.optim.states import MASTER, ParameterStates, State
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
@@ -34,7 +34,7 @@ class OpenPart:
         """
         states = piece.owner
         self.piece, self.names, self._place, self._present = piece, tuple(names), states.place, present
-        self._windows: list[Window | DeviceWindow | Slice] = []
+        self._windows: list[AnyWindow] = []
         self._close = ExitStack()
         try:
             self._gradient = self._keep(self._open_gradient(states.gradient))
@@ -89,10 +89,10 @@ class OpenPart:
         start, count = self.piece.start, self.piece.count
         return self._keep(open_window(tensor.storage, self._place, start, count, load=load))
 
-    def _open_gradient(self, gradient: torch.Tensor) -> Window | DeviceWindow | Slice:
+    def _open_gradient(self, gradient: torch.Tensor) -> AnyWindow:
         return open_elements(gradient, self._place, self.piece.start, self.piece.count)
 
-    def _keep(self, window: Window | DeviceWindow | Slice) -> Window | DeviceWindow | Slice:
+    def _keep(self, window: AnyWindow) -> AnyWindow:
         self._close.callback(window.close)
         self._windows.append(window)
         return window

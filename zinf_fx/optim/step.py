@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from zinf_fx.interrupts import finalizing, held_back, let_through, sealed, taking
 from zinf_fx.optim.arithmetic import borrow, step_without_hooks
-from zinf_fx.optim.chunk import OpenChunk, Run
+from zinf_fx.optim.chunk import OpenChunk, Recipe
 from zinf_fx.optim.chunk_memory import ChunkMemory
 from zinf_fx.optim.chunk_queue import ChunkQueue
 from zinf_fx.optim.chunks import Piece, all_of, cut
@@ -73,7 +73,7 @@ class StreamedStep:
         self.closed = False
         self.seconds = 0.0
 
-    def add(self, run: Run, states: ParameterStates, *, owned: bool = False) -> None:
+    def add(self, recipe: Recipe, states: ParameterStates, *, owned: bool = False) -> None:
         """Take over a parameter's update: the gradient is in `states`, and with `owned`, nobody else's any more.
 
         Raises: StoreError when a step failed that is still under way on the same tiers; this one takes nothing then.
@@ -93,11 +93,11 @@ class StreamedStep:
             # Let autograd notice at once, as after any in-place update.
             torch.autograd.graph.increment_version(parameter.whole)
             storage.bytes.announce_write()
-            storage.share.stale |= states.in_shares and not storage.share.partitioned and not run.whole
-            self._overlaps &= not (run.whole and states.in_shares)  # what is collective has its turn
+            storage.share.stale |= states.in_shares and not storage.share.partitioned and not recipe.whole
+            self._overlaps &= not (recipe.whole and states.in_shares)  # what is collective has its turn
             self._pending.update(states.touched)
             self.parameters[parameter] = states
-            self._queue.add(run, states)
+            self._queue.add(recipe, states)
             if owned and not isinstance(gradient, StoredTensor):
                 self._held[parameter] = gradient.nbytes
 
@@ -266,10 +266,10 @@ class StreamedStep:
         nbytes = chunk.states_nbytes if RECORDER.log is not None else 0
         with self._progress.changing():
             self._queue.take_first()
-            with closing(chunk), RECORDER.work("update", nbytes, chunk.run.place.torch_device):
-                self._update(chunk, self._memory.scratch_at(chunk.run.place))
+            with closing(chunk), RECORDER.work("update", nbytes, chunk.recipe.place.torch_device):
+                self._update(chunk, self._memory.scratch_at(chunk.recipe.place))
             self._memory.behind = True
-        if chunk.run.is_first:
+        if chunk.recipe.is_first:
             trim_heap()
 
     def _end(self) -> None:
@@ -298,29 +298,29 @@ class StreamedStep:
         for part in chunk.parts:
             part.wait()
         self._progress.begun.update(part.piece.owner.parameter for part in chunk.parts)
-        inner = borrow(self._template, self._kind, chunk.run.group, [])
+        inner = borrow(self._template, self._kind, chunk.recipe.group, [])
         for name in ("grad_scale", "found_inf"):  # GradScaler's, on the device of the gradients
             if name in vars(inner):
-                setattr(inner, name, moved(vars(inner)[name], chunk.run.place))
-        if chunk.run.whole:
+                setattr(inner, name, moved(vars(inner)[name], chunk.recipe.place))
+        if chunk.recipe.whole:
             for part in chunk.parts:
-                self._update_together(inner, chunk.run, (all_of(part, part.piece.count),), None)
+                self._update_together(inner, chunk.recipe, (all_of(part, part.piece.count),), None)
             return
         parts = [(part, (range(part.piece.count),)) for part in chunk.parts]
-        for together in cut(parts, AT_A_TIME if chunk.run.place is CPU else self._memory.elements):
-            self._update_together(inner, chunk.run, together, scratch)
+        for together in cut(parts, AT_A_TIME if chunk.recipe.place is CPU else self._memory.elements):
+            self._update_together(inner, chunk.recipe, together, scratch)
 
     def _update_together(
-        self, inner: Optimizer, run: Run, pieces: tuple[Piece[OpenPart], ...], scratch: torch.Tensor | None
+        self, inner: Optimizer, recipe: Recipe, pieces: tuple[Piece[OpenPart], ...], scratch: torch.Tensor | None
     ) -> None:
         # Fused kernels count steps where they run, and the others on the CPU.
-        counts_at = run.place if run.group.get("fused") else CPU
+        counts_at = recipe.place if recipe.group.get("fused") else CPU
         offset = 0
         for some in pieces:
             states = some.owner.piece.owner
             entry = self._state[states.parameter.whole]
             scalars = {k: moved(v, counts_at) for k, v in entry.items() if k not in states.tensors}
-            rows = None if scratch is None else scratch.flatten(1).view(run.dtype)[:, offset:]
+            rows = None if scratch is None else scratch.flatten(1).view(recipe.dtype)[:, offset:]
             some.owner.begin(some.elements, scalars, rows)
             offset += round_up(some.count, WINDOW_ALIGNMENT)
         inner.param_groups[0]["params"] = [some.owner.weights for some in pieces]

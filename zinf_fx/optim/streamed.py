@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from zinf_fx.errors import OptimizerError
 from zinf_fx.interrupts import held_back
 from zinf_fx.optim.arithmetic import Group, StateLayout, as_groups, skips, snapshot, step_groups, without_hooks
-from zinf_fx.optim.chunk import Run
+from zinf_fx.optim.chunk import Recipe
 from zinf_fx.optim.in_backward import GRADIENT_BUFFER, check_steps_in_backward, follow, gone, second_gradient
 from zinf_fx.optim.layouts import Layouts
 from zinf_fx.optim.states import MASTER, ParameterStates, State, check_reduced, fitting, working_dtype
@@ -147,7 +147,7 @@ class Streamed(Optimizer):
         self.torn: TornStep | None = None
         self._stored: dict[torch.Tensor, ParameterStates] = {}
         self._layouts = Layouts(self._arithmetic)
-        self._runs: dict[tuple, Run] = {}  # of the step that is being made
+        self._recipes: dict[tuple, Recipe] = {}  # of the step that is being made
         self._groups: dict[torch.Tensor, int] = {}  # of each parameter, the number of its group then
         self._stage = Stage()
         self._constructed = True
@@ -244,9 +244,9 @@ class Streamed(Optimizer):
             step = self._new_step()
         if parameter in self._groups:
             with torch.no_grad():
-                run = self._run_of(parameter)
+                recipe = self._recipe_of(parameter)
             parameter.grad = gone(parameter, parameter.grad)
-            step.add(run, self._stored[parameter], owned=True)
+            step.add(recipe, self._stored[parameter], owned=True)
             step.advance()
 
     def make_room(self, nbytes: int) -> None:
@@ -375,15 +375,15 @@ class Streamed(Optimizer):
         step = self._last_step
         return step if step is not None and step.takes_more else None
 
-    def _step_stored(self, step: StreamedStep, updates: list[tuple[Run, ParameterStates]]) -> None:
+    def _step_stored(self, step: StreamedStep, updates: list[tuple[Recipe, ParameterStates]]) -> None:
         if not updates and not step.parameters:
             self._last_step = None
             return
         EXECUTOR.begin(self._stage)
         EXECUTOR.drop_anticipated()
         try:
-            for run, states in updates:
-                step.add(run, states)
+            for recipe, states in updates:
+                step.add(recipe, states)
             step.close(overlap=self.overlap)
             if self.step_in_backward:
                 for parameter in map(stored_parameter, self._groups):
@@ -404,7 +404,7 @@ class Streamed(Optimizer):
                 optimizer.torn = torn
 
         self._last_step = None
-        self._runs.clear()
+        self._recipes.clear()
         numbered = enumerate(self.param_groups)
         self._groups = {local_input(p): number for number, group in numbered for p in group["params"]}
         step = self._last_step = StreamedStep(self, self._arithmetic, self._state, self._stored, tear)
@@ -413,14 +413,14 @@ class Streamed(Optimizer):
         self._finishes_when_dropped.atexit = False
         return step
 
-    def _updates(self, step: StreamedStep) -> Iterator[tuple[Run, ParameterStates]]:
+    def _updates(self, step: StreamedStep) -> Iterator[tuple[Recipe, ParameterStates]]:
         """Runs and states of stored parameters whose gradients `step` has not taken."""
         for parameter in self._groups:
             if isinstance(parameter, StoredTensor) and parameter.grad is not None and parameter not in step.parameters:
-                yield self._run_of(parameter), self._stored[parameter]
+                yield self._recipe_of(parameter), self._stored[parameter]
 
-    def _run_of(self, parameter: StoredTensor) -> Run:
-        """The run of a parameter whose gradient is to be consumed, with space for its states."""
+    def _recipe_of(self, parameter: StoredTensor) -> Recipe:
+        """The recipe of a parameter whose gradient is to be consumed, with space for its states."""
         number = self._groups[parameter]
         group = self.param_groups[number]
         if parameter.grad.layout != torch.strided:
@@ -438,9 +438,9 @@ class Streamed(Optimizer):
         states.gradient = parameter.grad
         states.refresh = MASTER not in present or states.version != parameter.storage.bytes.version
         key = (number, states.place, states.dtype, present, layout.whole)
-        if key not in self._runs:
+        if key not in self._recipes:
             names = tuple(layout.tensors)
             if layout.whole:  # others may be present, and the class makes what it needs
                 names = tuple(name for name in states.tensors if name in present and name != MASTER)
-            self._runs[key] = Run(snapshot(group), states.place, states.dtype, names, present, layout.whole)
-        return self._runs[key]
+            self._recipes[key] = Recipe(snapshot(group), states.place, states.dtype, names, present, layout.whole)
+        return self._recipes[key]

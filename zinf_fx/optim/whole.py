@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 from zinf_fx.errors import OptimizerError
 from zinf_fx.optim.arithmetic import Group, StateLayout, borrow, kept_elsewhere, same_values, step_without_hooks
 from zinf_fx.optim.chunks import Piece
-from zinf_fx.optim.elements import Slice, open_window
+from zinf_fx.optim.elements import AnyWindow, open_window
 from zinf_fx.optim.part import OpenPart
 from zinf_fx.optim.states import ParameterStates, State
 from zinf_fx.runtime.memory.device import Device
@@ -212,6 +212,6 @@ class OpenWhole(OpenPart):
             return self._keep(_Gathered(tensor, self._place))
         return self._keep(open_window(tensor.storage, self._place, 0, tensor.numel(), load=load))
 
-    def _open_gradient(self, gradient: torch.Tensor) -> Window | DeviceWindow | Slice | _Gathered:
+    def _open_gradient(self, gradient: torch.Tensor) -> AnyWindow | _Gathered:
         in_shares = isinstance(gradient, StoredTensor) and not gradient.views and gradient.storage.share.in_shares
         return _Gathered(gradient, self._place) if in_shares else super()._open_gradient(gradient)

@@ -60,7 +60,7 @@ class ChooseActivations(Pass):
         return context
 
 
-class Segment(NamedTuple):
+class PricedSegment(NamedTuple):
     """One segment.
 
     Attributes:
@@ -79,7 +79,7 @@ class Segment(NamedTuple):
         return sum(self.saved.values())
 
 
-def priced_segments(segments: Segments, cuts: Sequence[int], rates: Rates) -> list[Segment]:
+def priced_segments(segments: Segments, cuts: Sequence[int], rates: Rates) -> list[PricedSegment]:
     """The segments between `cuts`."""
     forward = set(segments.forward)
     entering = [(), *(segments.crossing[cut] for cut in cuts)]
@@ -88,11 +88,11 @@ def priced_segments(segments: Segments, cuts: Sequence[int], rates: Rates) -> li
         needed = (n for n in nodes if any(user not in forward and is_compute(user) for user in n.users))
         saved = {memory: bytes_computed(memory) for memory in map(memory_node, needed) if memory in forward}
         seconds = sum(seconds_of(node, rates) for node in nodes)
-        parts.append(Segment(saved, {node: bytes_computed(node) for node in crossing}, seconds))
+        parts.append(PricedSegment(saved, {node: bytes_computed(node) for node in crossing}, seconds))
     return parts
 
 
-def cheapest(parts: Sequence[Segment], room: int, rates: Rates, idle: float) -> tuple[set[int], set[fx.Node]]:
+def cheapest(parts: Sequence[PricedSegment], room: int, rates: Rates, idle: float) -> tuple[set[int], set[fx.Node]]:
     """Which parts are recomputed, and which memory leaves, until at most `room` bytes stay, or no more can go.
 
     `idle`: seconds of a step in which the way to the tier has nothing else to do. The last part is never recomputed:
@@ -134,7 +134,7 @@ def seconds_of(node: fx.Node, rates: Rates) -> float:
     return max(work.flops / rates.flops, (work.product_bytes + work.other_bytes) / rates.memory)
 
 
-def _idle_seconds(graph: fx.Graph, context: GraphContext, parts: Sequence[Segment], rates: Rates) -> float:
+def _idle_seconds(graph: fx.Graph, context: GraphContext, parts: Sequence[PricedSegment], rates: Rates) -> float:
     """Seconds of forward and backward in which parameters and gradients leave the disk alone."""
     computing = (1 + _BACKWARD) * sum(part.seconds for part in parts)
     tiles = {key_of(node): context.tile_of(node) for node in nodes_calling(graph, ops.gather)}

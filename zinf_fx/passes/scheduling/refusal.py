@@ -9,7 +9,7 @@ from tabulate import tabulate
 from zinf_fx.passes.ir.framework import GraphContext
 from zinf_fx.passes.ir.in_flight import Ledger
 from zinf_fx.plan.memory.lifetimes import Clock, device_buffers, host_buffers, profile
-from zinf_fx.plan.memory.use import HostUse, chunks_of, most, most_on_device
+from zinf_fx.plan.memory.use import HostUse, most, most_on_device, plan_chunk_buffers
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import HEAD
 from zinf_fx.sizes import at_least, at_most, in_words
@@ -69,7 +69,7 @@ def refusal_of_buffers(plan: Plan, context: GraphContext) -> str:
         f"{at_most(getattr(config, memory))}: raise {memory}"
     )
     options = [_budget(memory, nbytes), *_elsewhere(living, where)]
-    if memory == "host_memory" and chunks_of(plan).total > needed[fullest]:
+    if memory == "host_memory" and plan_chunk_buffers(plan).total > needed[fullest]:
         options.append(f"chunk: smaller than {in_words(config.chunk)}")
     return _text(first, parts, options, context)
 

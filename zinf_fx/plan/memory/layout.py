@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from zinf_fx.plan.memory.lifetimes import Clock, Lifetime, device_buffers, host_buffers
 from zinf_fx.plan.memory.packing import pack
-from zinf_fx.plan.memory.use import chunks_of, living
+from zinf_fx.plan.memory.use import living, plan_chunk_buffers
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import MemoryRegions
 
@@ -24,7 +24,7 @@ def layout_of(plan: Plan) -> tuple[tuple[Mapping[int, int], ...], MemoryRegions]
     clock = Clock(plan)
     tiles, on_device = host_buffers(plan), device_buffers(plan)
     limit = plan.config.host_memory
-    whole = chunks_of(plan).elements
+    whole = plan_chunk_buffers(plan).elements
     forward = range(clock.starts[1]) if plan.graphs[0].kind == "forward" else range(0)
     for elements, beside in (*((whole // divisor, forward) for divisor in _SMALLER), (whole, range(0))):
         chunks = chunk_buffers_of(plan, beside, elements)
@@ -37,14 +37,14 @@ def layout_of(plan: Plan) -> tuple[tuple[Mapping[int, int], ...], MemoryRegions]
     for buffer, offset in placed:
         for at in buffer.takers:
             offsets[at.graph][at.number] = offset
-    in_chunk = chunks_of(plan, elements).elements
+    in_chunk = plan_chunk_buffers(plan, elements).elements
     return offsets, MemoryRegions(host.nbytes, device.nbytes, sum(chunk.nbytes for chunk in chunks), in_chunk)
 
 
 def chunk_buffers_of(plan: Plan, beside: range = range(0), elements: int | None = None) -> list[Lifetime]:
     """The buffers of the optimizer's step, which may go on in the time `beside`; they lie one after the other, from 0
     on."""
-    clock, sizes = Clock(plan), chunks_of(plan, elements)
+    clock, sizes = Clock(plan), plan_chunk_buffers(plan, elements)
     found = []
     for nbytes, begin in ((sizes.opened, clock.step), (sizes.later, clock.step + 1)):
         if nbytes:

@@ -138,7 +138,7 @@ def living(plan: Plan) -> HostUse:
     return living_on("host", plan.config.placement, plan.tiles)
 
 
-def chunks_of(plan: Plan, elements: int | None = None) -> ChunkBuffers:
+def plan_chunk_buffers(plan: Plan, elements: int | None = None) -> ChunkBuffers:
     """The buffers of the optimizer's step that follows the plan's graphs; `elements` of a chunk, as far as given or,
     with regions, planned."""
     elements = elements or plan.regions.chunk_elements or None
@@ -165,7 +165,7 @@ def host_arena(plan: Plan) -> list[HostUse]:
         )
         found.append(max(uses, key=lambda use: use.total, default=replace(states, phase=graph.kind)))
     if trained_in(plan):
-        chunks = chunks_of(plan)
+        chunks = plan_chunk_buffers(plan)
         use = replace(states, phase="optimizer", tiles=tiles[clock.step])
         found.append(replace(use, chunks=chunks.opened + max(chunks.writing, writes[clock.step])))
     return found

@@ -37,8 +37,8 @@ def communication(plan: Plan) -> list[Sent]:
     for number, graph in enumerate(plan.graphs):
         starts = ((next(stay.events("allgather")), stay) for stay in plan.journeys if stay.moves("allgather"))
         tiles = [plan.tiles[stay.tile] for at, stay in starts if at.graph == number]
-        parameters = sum(gathered(tile) for tile in tiles if not tile.activation)
-        activations = sum(gathered(tile) for tile in tiles if tile.activation)
+        parameters = sum(all_gathered(tile) for tile in tiles if not tile.activation)
+        activations = sum(all_gathered(tile) for tile in tiles if tile.activation)
         if graph.kind == "forward":
             parameters += refreshing
         reduced = [plan.tiles[one.tile] for one in plan.journeys.departures if one.reduced.graph == number]
@@ -58,7 +58,7 @@ def refreshed(tile: Tile) -> int:
     return (tile.ranks - 1) * tile.shard_nbytes
 
 
-def gathered(tile: Tile) -> int:
+def all_gathered(tile: Tile) -> int:
     """Bytes that a rank sends in an all-gather of the tile: none where every rank has it."""
     return refreshed(tile) if tile.partitioned else 0
 

@@ -27,7 +27,7 @@ from zinf_fx.plan.memory.accounting import CHUNKS_AHEAD, Chunk, bytes_read, chun
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import HEAD, Event, EventKind, GraphKind, Tile
 from zinf_fx.plan.simulation.communication import (
-    gathered,
+    all_gathered,
     reduced_in_group,
     reduced_over_groups,
     refreshed,
@@ -206,7 +206,7 @@ class _Builder:
         if kind == "upload":
             moves = tile.tier != "device" and not self._hardware.unified
             return "upload", self._hardware.upload.seconds(tile.held_nbytes) if moves else 0.0
-        return "link", self._within(tile, gathered(tile))
+        return "link", self._within(tile, all_gathered(tile))
 
     def _within(self, tile: Tile, nbytes: int) -> float:
         """Seconds of a collective of the ranks that divide a tile among themselves."""

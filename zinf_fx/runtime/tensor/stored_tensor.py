@@ -322,7 +322,7 @@ class StoredTensor(torch.Tensor):
         """The value; while a graph is captured, its gather. Nobody may write to it: it may be the bytes themselves."""
         self.expect_gradient()
         if self.captured:
-            view_writes.gathered(self)
+            view_writes.note_gathered(self)
         return self.replayed(ops.gather(self.token, self.base.shape, self.base.dtype, self.base.device))
 
     def replayed(self, value: torch.Tensor) -> torch.Tensor:

@@ -27,13 +27,13 @@ def watching() -> Iterator[_Watched]:
         _WATCHED.reset(token)
 
 
-def gathered(tensor: torch.Tensor) -> None:
+def note_gathered(tensor: torch.Tensor) -> None:
     """Note a stored tensor, before a graph that is being captured gathers it, or a DTensor that is made of one."""
     if (watched := _WATCHED.get()) is not None:
         watched.append((tensor, tensor._version))
 
 
-def written(tensor: torch.Tensor) -> None:
+def note_written(tensor: torch.Tensor) -> None:
     """Note a write to a stored tensor itself, which PyTorch is about to count for all that share its counter.
 
     Which these are (what `detach()` gives does, what `.data` gives does not) shows when the counter is moved once more.

@@ -97,7 +97,7 @@ def _write_in_graph(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: di
         result = func(*new_args, **new_kwargs)
         for tensor in mutated:
             tensor.token.copy_(ops.written(values[id(tensor)]))
-            view_writes.written(tensor)
+            view_writes.note_written(tensor)
     originals = {id(values[id(tensor)]): tensor for tensor in mutated}
     return tree_map_only(torch.Tensor, lambda t: originals.get(id(t), t), result)
 
