@@ -152,8 +152,8 @@ def test_the_table_compares_lanes(steady: Training):
     rows = {line.split("  ")[0]: line.split()[1:] for line in lines[3:-1]}
     assert set(rows) == {"compute", "wait", "upload", "fetch", "offload", "optimizer", "none of these"}
     assert rows["fetch"][2:4] == rows["fetch"][4:6]
-    step, seconds = recording.steps[0], float(lines[0].split()[3])
-    assert float(rows["fetch"][1]) <= seconds and 0 < float(rows["compute"][1]) < step.busy("compute") * 2
+    seconds, longest = float(lines[0].split()[3]), max(step.busy("compute") for step in recording.steps)
+    assert float(rows["fetch"][1]) <= seconds and 0 < float(rows["compute"][1]) <= longest + 1e-6
     assert lines[-1].startswith("waited longest for ")
     assert "nothing was recorded" in str(steady.recorded(0))
 
