@@ -16,7 +16,7 @@ from torch import fx
 from zinf_fx.config import Config
 from zinf_fx.passes.activations import choose as choose_activations
 from zinf_fx.passes.activations import offload as offload_activations
-from zinf_fx.passes.activations.choose import ChooseActivations, Segment, cheapest, seconds_of
+from zinf_fx.passes.activations.choose import ChooseActivations, PricedSegment, cheapest, seconds_of
 from zinf_fx.passes.activations.offload import LEAVES
 from zinf_fx.plan.rates import Rates
 
@@ -25,14 +25,14 @@ BYTES = 1 << 20
 NEVER = 1e9
 
 
-def part(count: int, seconds: float, name: str, nbytes: int = BYTES) -> Segment:
+def part(count: int, seconds: float, name: str, nbytes: int = BYTES) -> PricedSegment:
     """A segment that saves `count` activations, and begins with one checkpoint of an eighth of that size."""
     graph = fx.Graph()
     node = lambda what: graph.placeholder(f"{name}_{what}")  # noqa: E731
-    return Segment({node(i): nbytes for i in range(count)}, {node("checkpoint"): nbytes // 8}, seconds)
+    return PricedSegment({node(i): nbytes for i in range(count)}, {node("checkpoint"): nbytes // 8}, seconds)
 
 
-def kept(parts: Sequence[Segment], recomputed: set[int], leaving: set[fx.Node]) -> int:
+def kept(parts: Sequence[PricedSegment], recomputed: set[int], leaving: set[fx.Node]) -> int:
     """Bytes that stay, with the largest segment that is computed again, and what comes back together."""
     sizes: dict[fx.Node, int] = {}
     for number, each in enumerate(parts):

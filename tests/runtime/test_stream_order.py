@@ -28,7 +28,7 @@ NBYTES = COUNT * 4
 def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
     streams = Streams(eager_copies=request.param)
     monkeypatch.setattr(module, "cuda", streams)
-    monkeypatch.setattr(module, "_use", lambda memory, stream: None)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda memory, stream: None)  # memory here is of no device
     yield streams
     streams.synchronize()
     gc.collect()
