@@ -68,7 +68,9 @@ def evaluate(expression: sympy.Expr, values: Mapping[sympy.Symbol, float]) -> fl
 
     Raises: KeyError naming the symbols that have no value.
     """
-    result = sympy.sympify(expression).subs(values)
+    expression = sympy.sympify(expression)
+    known = {symbol: sympy.sympify(values[symbol]) for symbol in expression.free_symbols & values.keys()}
+    result = expression.xreplace(known)  # `subs` would simplify after each symbol
     if result.free_symbols:
         raise KeyError(f"no value for {', '.join(sorted(map(str, result.free_symbols)))} in {expression}")
     return int(result) if result.is_integer else float(result)
