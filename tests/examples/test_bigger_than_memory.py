@@ -61,7 +61,7 @@ def test_a_run_on_a_disk_that_is_a_little_larger_than_the_memory(tmp_path: Path)
     # The timeline, as a chart and as SVG; and nothing stays in the store.
     assert "(s: start, c: construct, f: forward, b: backward, o: optimizer)" in output
     (marks,) = re.findall(r"^ +([scfbo]{8,})$", output, flags=re.MULTILINE)
-    assert re.fullmatch("s*c+f+b+o*f*b+o+", marks), marks
+    assert re.fullmatch("s*c+f+b+o*f*b*o+", marks), marks
     picture = ElementTree.parse(plot).getroot()
     points = picture.find("{*}polyline").get("points").split()
     assert len(points) > 10 and len(picture.findall("{*}rect")) >= len(points)
