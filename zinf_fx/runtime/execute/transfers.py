@@ -77,7 +77,7 @@ class ShardedTile:
     def __init__(self, storage: TensorStorage, start: int, count: int, offset: int | None = None) -> None:
         self.key = (storage.key, start, count)
         self.holds = 0
-        self.version: int | None = storage.bytes.version
+        self.version: int | None = storage.bytes.home.version
         self._count, self._device = count, storage.device
         self._ranks, self._counters = storage.share.ranks, storage.tiers.counters
         self._segments = storage.share.shards.within(start, count)
@@ -179,7 +179,7 @@ class Staging:
         storage.settled()
         with self._lock, RECORDER.about(planned.label):
             tile = self._tiles.get(key)
-            if tile is None or tile.version != storage.bytes.version:
+            if tile is None or tile.version != storage.bytes.home.version:
                 self._let_go(key)
                 make = ShardedTile if storage.share.partitioned else StagedTile
                 tile = self._tiles[key] = make(storage, planned.start, planned.numel, offset)
@@ -203,7 +203,7 @@ class Staging:
     def _present(self, storage: TensorStorage, planned: Tile) -> StagedTile | ShardedTile | None:
         """The tile, if it is held in its present version."""
         tile = self._tiles.get((storage.key, planned.start, planned.numel))
-        return tile if tile is not None and tile.version == storage.bytes.version else None
+        return tile if tile is not None and tile.version == storage.bytes.home.version else None
 
     def stay(self, tile: StagedTile | ShardedTile, storage: TensorStorage) -> None:
         """Hand over a hold: the tile stays in memory until its next fetch, whatever is written to it meanwhile."""

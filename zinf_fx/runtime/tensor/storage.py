@@ -17,6 +17,7 @@ from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.recorder import RECORDER, REFRESH
 from zinf_fx.runtime.tensor.gradient_state import GradientState
+from zinf_fx.runtime.tensor.home import Home
 from zinf_fx.runtime.tensor.share import Refresh, Share
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes
 from zinf_fx.runtime.tensor.tiers import Tiers
@@ -60,15 +61,18 @@ class TensorStorage:
         ranks: Ranks = ALONE,
         partitioned: bool = False,
         shards: Shards | None = None,
+        at: tuple[Home, int] | None = None,
     ) -> None:
         """Reserve space on `tier`; for one shard, if `partitioned` over `ranks`. `shards`: how; default in one segment.
+        `at`: in a home that is there already, and the first element of it.
 
         Raises: StoreError when there is not enough, before anything else is changed.
         """
         shards = shards or Shards.of(numel, ranks.shards, config.placement.on_nvme)
         self._identify(tier, config, numel, dtype, device, Share(numel, ranks, partitioned, shards))
         self.tiers = tiers
-        self.bytes = StoredBytes(tiers, tier, self.share.held, dtype, device, self.token)
+        home, first = at or (Home(tiers, tier, self.share.held, dtype, device), 0)
+        self.bytes = StoredBytes(home, first, self.share.held, (self.token,))
 
     def _identify(
         self, tier: Tier, config: Config, numel: int, dtype: torch.dtype, device: Device, share: Share
@@ -89,7 +93,7 @@ class TensorStorage:
         """Go under a key that no storage had, with a token of its own: the old ones stand for nothing."""
         del self._by_key[self.key]
         self._take_key()
-        self.bytes.token = self.token
+        self.bytes.tokens = (self.token,)
 
     @classmethod
     def of_token(cls, token: torch.Tensor) -> TensorStorage:

@@ -1,68 +1,38 @@
-"""Where the bytes of a stored tensor live, and how a part of them is brought to where it is worked on, and back."""
+"""The bytes of a stored tensor, and how a part of them is brought to where it is worked on, and back."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
-import weakref
-from collections.abc import Callable, Iterable
-from functools import partial
 
 import torch
 
-from zinf_fx.config import Tier
-from zinf_fx.errors import StoreError
 from zinf_fx.interrupts import held_back
-from zinf_fx.runtime.memory.device import CPU, Device
+from zinf_fx.runtime.memory.device import CPU
 from zinf_fx.runtime.memory.leases import Buffer, Ticket
 from zinf_fx.runtime.recorder import RECORDER
-from zinf_fx.runtime.remains import when_gone
-from zinf_fx.runtime.tensor.tiers import Tiers
-from zinf_fx.runtime.tensor.windows import DeviceWindow, Under, Window, forget_what_is_done
-from zinf_fx.runtime.tensor.write_queue import DelayedWrite
+from zinf_fx.runtime.tensor.home import Home
+from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
 from zinf_fx.sizes import PAGE
 
 
 class StoredBytes:
-    """Elements, flat, on one tier, of which windows show parts in memory.
+    """Elements, flat, of one home, of which windows show parts in memory.
 
     Whoever looks at them asks `TensorStorage.settled`, unless nothing in the background can be about to change them.
 
-    `token` stands for them in graphs: its version counter counts the writes. `reads` are the transfers under way from
-    where they live. `followers` are windows for reading that stay in memory, and which every write to the store changes
-    too.
+    `tokens` stand for them in graphs, one for each tensor whose elements they are: a token's version counter counts the
+    writes to that tensor.
     """
 
-    def __init__(
-        self, tiers: Tiers, tier: Tier, count: int, dtype: torch.dtype, device: Device, token: torch.Tensor
-    ) -> None:
-        """Reserve space on `tier`. Raises: StoreError when there is not enough, before anything else is changed."""
-        self.tiers, self.tier, self.device, self.token = tiers, tier, device, token
-        self.count, self.dtype = count, dtype
-        self.nbytes = count * dtype.itemsize
-        self.followers: weakref.WeakSet[Window] = weakref.WeakSet()
-        # What is under way between where the bytes live and anywhere else.
-        self._writes: Under = []
-        self.reads: Under = []
-        self._order = threading.RLock()  # while a transfer finds out what it is to follow, until others see it
-        self._extent = None
-        self._in_host: torch.Tensor | None = None  # the bytes, where the CPU can work on them
-        self.on_device: torch.Tensor | None = None  # the bytes, where the device can
-        if not device.in_host_memory:
-            tiers.host.serve(device)
-        if tier == "nvme":
-            self._extent = tiers.store.allocate(self.nbytes)
-            self._at_end(tiers.store.free, self._extent)
-        elif tier == "host":
-            buffer = tiers.lease(self.nbytes)
-            self._in_host = buffer.tensor((count,), dtype)
-            self._at_end(buffer.release)
-        else:
-            with torch.inference_mode(False):
-                self.on_device = torch.empty(count, dtype=dtype, device=device.torch_device)
-        if device.in_host_memory:
-            self._in_host = self.on_device = self._in_host if tier == "host" else self.on_device
+    def __init__(self, home: Home, first: int, count: int, tokens: tuple[torch.Tensor, ...]) -> None:
+        """So many elements of the home from `first` on."""
+        self.home, self.tokens = home, tokens
+        self.tiers, self.tier, self.device, self.dtype = home.tiers, home.tier, home.device, home.dtype
+        self.count = count
+        self.nbytes = count * home.dtype.itemsize
+        self._elements = range(first, first + count)
+        self._in_host = home.in_host(self._elements)
+        self.on_device = self._in_host if home.device.in_host_memory else home.on_device(self._elements)
 
     @property
     def in_memory(self) -> torch.Tensor:
@@ -79,7 +49,7 @@ class StoredBytes:
     @property
     def version(self) -> int:
         """How often they were written."""
-        return self.token._version
+        return sum(token._version for token in self.tokens)
 
     def window(
         self, start: int = 0, count: int | None = None, *, load: bool = True, offset: int | None = None
@@ -91,50 +61,48 @@ class StoredBytes:
         whole blocks: what a window has in common with its neighbours' blocks is read in any case, and written back.
         Both ends on multiples of WINDOW_ALIGNMENT (or at the end) spare that.
         """
-        count = self._count(start, count)
+        first, end = self._range(start, count)
         if self._in_host is not None:
-            self._settle(range(start, start + count))
-            return Window(self, start, self._in_host[start : start + count], None, None)
-        per_block = PAGE // self.dtype.itemsize if self._extent is not None else 1
-        first = start // per_block * per_block
-        end = min(-(-(start + count) // per_block) * per_block, self.count) if count else first
-        shared = first < start or end > start + count
-        buffer = self.tiers.lease((end - first) * self.dtype.itemsize, offset)
+            self.home.settle(range(first, end))
+            begin = self._elements.start
+            return Window(self, first, self._in_host[first - begin : end - begin], None, None)
+        per_block = PAGE // self.dtype.itemsize if self.tier == "nvme" else 1
+        opened = first // per_block * per_block
+        closed = min(-(-end // per_block) * per_block, self._elements.stop) if end > first else opened
+        shared = opened < first or closed > end
+        buffer = self.tiers.lease((closed - opened) * self.dtype.itemsize, offset)
         try:
-            memory = buffer.tensor((end - first,), self.dtype)
-            ticket = self.read(first, memory, buffer) if (load or shared) and count else None
+            memory = buffer.tensor((closed - opened,), self.dtype)
+            ticket = self._read(opened, memory, buffer) if (load or shared) and end > first else None
         except BaseException:
             buffer.release()
             raise
-        return Window(self, first, memory, buffer, ticket, slice(start - first, start - first + count))
+        return Window(self, opened, memory, buffer, ticket, slice(first - opened, end - opened))
 
     def device_window(
         self, start: int = 0, count: int | None = None, *, load: bool = True, offset: int | None = None
     ) -> Window | DeviceWindow:
         """As `window`, in device memory. `offset` is where in host memory they pass through."""
-        count = self._count(start, count)
         if self.on_device is not None:
-            return Window(self, start, self.on_device[start : start + count], None, None)
+            first, end = self._range(start, count)
+            begin = self._elements.start
+            return Window(self, first, self.on_device[first - begin : end - begin], None, None)
         host = self.window(start, count, load=load, offset=offset)
         if self.device.in_host_memory:
             return host
-        arena = self.tiers.device_arenas.get(self.device)
+        arena, count = self.tiers.device_arenas.get(self.device), self.count - start if count is None else count
         return DeviceWindow(host, self.device, count, self.dtype, load, arena)
 
     def read(self, start: int, memory: torch.Tensor, owner: object) -> Ticket:
         """Start reading the elements from `start` on into `memory`, in `owner`'s buffer."""
-        count = memory.numel()
+        return self._read(self._elements.start + start, memory, owner)
+
+    def _read(self, first: int, memory: torch.Tensor, owner: object) -> Ticket:
+        """As `read`, from an element of the home on."""
         if self.on_device is not None:
-            return self.device.download(self.on_device[start : start + count], memory)
-        elements = range(start, start + count)
-        itemsize = self.dtype.itemsize
-        offset, nbytes = start * itemsize, count * itemsize
-        with self._order:
-            self._settle(elements)
-            ticket = self.tiers.store.read(self._extent, memory.data_ptr(), offset, nbytes, owner=owner)
-            forget_what_is_done(self.reads)
-            self.reads.append((elements, ticket))
-        return ticket
+            start = first - self._elements.start
+            return self.device.download(self.on_device[start : start + memory.numel()], memory)
+        return self.home.read(first, memory, owner)
 
     @held_back
     @torch.no_grad()
@@ -148,10 +116,9 @@ class StoredBytes:
                 self.on_device.view(value.shape).copy_(value)
             self.written()
         elif self._in_host is not None:
-            earlier = [ticket for _, ticket in (*self._writes, *self.reads)]
-            copy = self.device.download(value, self._in_host, after=earlier)
-            self._writes.clear()
-            self.written((range(self.count), copy))
+            copy = self.device.download(value, self._in_host, after=self.home.before_change(self._elements))
+            self.home.changed_by(self._elements, copy)
+            self.written()
         else:
             window = self.window(load=False, offset=offset)
             try:
@@ -166,87 +133,45 @@ class StoredBytes:
         leaves = self.tier != "device" and self.device.in_host_memory
         return RECORDER.work("offload", nbytes, CPU.torch_device) if leaves else contextlib.nullcontext()
 
-    def written(self, after: tuple[range, Ticket] | None = None) -> None:
-        """Count a write made to bytes in place or through a window, which is over when `after` is."""
-        if after is not None:
-            self._writes.append(after)
-        torch.autograd.graph.increment_version(self.token)
+    def written(self) -> None:
+        """Count a write made to bytes in place or through a window."""
+        self.home.version += 1
+        torch.autograd.graph.increment_version(self.tokens)
 
     def announce_write(self) -> None:
         """Count a write that work in the background will make. Followers will have it when they are looked at."""
         followers = self.present_followers()
         self.written()
         for follower in followers:
-            follower.version = self.version
+            follower.version = self.home.version
 
     def present_followers(self) -> list[Window]:
         """The followers that have had every write so far."""
-        return [f for f in self.followers if f.open and f.version == self.version]
+        return [f for f in self.home.followers if f.open and f.version == self.home.version]
 
-    def write_back(self, start: int, memory: torch.Tensor, buffer: Buffer, after: Ticket | None) -> None:
-        """Start writing elements to where they live, once `after` is done; takes over their memory, `buffer`."""
-        elements = range(start, start + memory.numel())
-        offset, nbytes = start * self.dtype.itemsize, memory.nbytes
+    def write_back(self, first: int, memory: torch.Tensor, buffer: Buffer, after: Ticket | None) -> None:
+        """Start writing elements, from one of the home on, to where they live, once `after` is done; takes over their
+        memory, `buffer`."""
+        if self.on_device is None:
+            self.home.write(first, memory, buffer, after)
+            return
         try:
-            if self.on_device is not None:
-                upload = self.device.upload(self.on_device[elements.start : elements.stop])
-                upload.start(memory)
-                upload.join()
-                buffer.release_after(upload)
-                return
-            write = partial(self.tiers.store.write, self._extent, buffer.address, offset, nbytes)
-            with self._order:
-                self._settle(elements)
-                self.await_reads(elements)
-                ticket: Ticket = write() if after is None or after.done() else DelayedWrite(after, write)
-                self._writes.append((elements, ticket))
+            start = first - self._elements.start
+            upload = self.device.upload(self.on_device[start : start + memory.numel()])
+            upload.start(memory)
+            upload.join()
+            buffer.release_after(upload)
         except BaseException:
             buffer.release()
             raise
-        self.tiers.writes.add(ticket, buffer, self)
-
-    def await_reads(self, elements: range) -> None:
-        """Wait until neither the disk nor the device reads what is to change."""
-        _await([ticket for read, ticket in list(self.reads) if _overlap(read, elements)])
 
     def flush(self) -> None:
         """Wait for the writes under way. Raises: StoreError when one failed: its bytes are lost."""
-        self._settle(range(self.count))
+        self.home.settle(self._elements)
 
-    def _count(self, start: int, count: int | None) -> int:
+    def _range(self, start: int, count: int | None) -> tuple[int, int]:
+        """The first element of the home, and the one behind the last, of `count` from `start` on."""
         count = self.count - start if count is None else count
         assert start >= 0 and count >= 0 and start + count <= self.count, (start, count, self.count)
-        return count
-
-    def _at_end(self, release: Callable[..., None], *arguments: object) -> None:
-        """Call `release` when this is gone, and nothing is under way to or from it: what comes next in its place must
-        not be overtaken. Not at exit, when the whole scratch directory goes, nor in a process made by fork, where
-        nothing is to be given back."""
-        when_gone(self, partial(_release, os.getpid(), self._writes, self.reads, release, *arguments))
-
-    def _settle(self, elements: range) -> None:
-        """The store promises no order: what touches `elements` follows the writes to them that are under way."""
-        for one in list(self._writes):
-            written, ticket = one
-            if _overlap(written, elements) or ticket.done():
-                ticket.wait()  # a failed write stays: these bytes are lost, and every later access says so
-                with contextlib.suppress(ValueError):  # another thread waited too
-                    self._writes.remove(one)
-
-
-def _overlap(one: range, other: range) -> bool:
-    return one.start < other.stop and other.start < one.stop
-
-
-def _await(tickets: Iterable[Ticket]) -> None:
-    """Until they are over. A failed read concerns only who asked for the values; `Tiers` reports failed writes."""
-    for ticket in tickets:
-        with contextlib.suppress(StoreError):
-            ticket.wait()
-
-
-def _release(pid: int, writes: Under, reads: Under, release: Callable[..., None], *arguments: object) -> None:
-    if os.getpid() != pid:
-        return
-    _await(ticket for _, ticket in (*reads, *writes))
-    release(*arguments)
+        first = self._elements.start + start
+        return first, first + count

@@ -25,24 +25,33 @@ def forget_what_is_done(under: Under) -> None:
             under.remove(one)
 
 
-class Owner(Protocol):
-    """The storage that a window shows a part of."""
+class Shared(Protocol):
+    """Where elements live, of one stored tensor or of several."""
 
     reads: Under
     followers: WeakSet[Window]
     version: int
 
-    def present_followers(self) -> list[Window]:
-        """The followers that have had every write so far."""
-
-    def write_back(self, start: int, memory: torch.Tensor, buffer: Buffer, after: Ticket | None) -> None:
-        """Start writing elements to where they live, once `after` is done, and release the buffer in the end."""
-
     def await_reads(self, elements: range) -> None:
         """Wait until nobody reads the elements."""
 
-    def written(self, after: tuple[range, Ticket] | None = None) -> None:
-        """Count a write to bytes in memory, over when `after` is."""
+    def changed_by(self, elements: range, writer: Ticket) -> None:
+        """Something changes the elements where they live until it is done."""
+
+
+class Owner(Protocol):
+    """The bytes that a window shows a part of."""
+
+    home: Shared
+
+    def present_followers(self) -> list[Window]:
+        """The followers that have had every write so far."""
+
+    def write_back(self, first: int, memory: torch.Tensor, buffer: Buffer, after: Ticket | None) -> None:
+        """Start writing elements to where they live, once `after` is done, and release the buffer in the end."""
+
+    def written(self) -> None:
+        """Count a write."""
 
 
 class Window:
@@ -57,18 +66,18 @@ class Window:
         ticket: Ticket | None,
         meant: slice = slice(None),
     ) -> None:
-        """`memory`: whole blocks, from element `start` on; without a buffer, where the elements live. `meant` are the
-        elements asked for among them."""
+        """`memory`: whole blocks, from element `start` of the home on; without a buffer, where the elements live.
+        `meant` are the elements asked for among them."""
         self._storage: Owner | None = storage
-        self._reads = storage.reads
+        self._reads = storage.home.reads
         self._start = start
         self._elements = range(start, start + memory.numel())
         self._memory, self._buffer, self._ticket = memory, buffer, ticket
         self._meant = meant
         self._reader: Ticket | None = None
         self.open = True
-        self.version: int | None = storage.version
-        """Of the storage's bytes, when they were read or, for a follower, written; None after a failed write."""
+        self.version: int | None = storage.home.version
+        """Of what lives there, when they were read or, for a follower, written; None after a failed write."""
 
     def read_only(self) -> Window:
         """This window, which can't be stored any more, and doesn't keep the storage alive."""
@@ -77,7 +86,7 @@ class Window:
 
     def follow(self, storage: Owner) -> None:
         """From now on, take over what is written to the store."""
-        storage.followers.add(self)
+        storage.home.followers.add(self)
 
     def upload(self, offset: int | None = None) -> None:
         """Nothing to copy."""
@@ -91,7 +100,7 @@ class Window:
         """The elements, 1-D, once they are there; valid until `store` or `close`."""
         memory = self.arrived()
         if self._storage is not None and self._buffer is None:
-            self._storage.await_reads(self._elements)
+            self._storage.home.await_reads(self._elements)
         return memory
 
     def arrived(self) -> torch.Tensor:
@@ -130,11 +139,11 @@ class Window:
                 self._storage.write_back(self._start, memory, buffer, after)
             else:
                 buffer.release()
-            self._storage.written()
-        else:
-            self._storage.written(after and (self._elements, after))
+        elif after is not None:
+            self._storage.home.changed_by(self._elements, after)
+        self._storage.written()
         for follower in followers:
-            follower.version = self._storage.version
+            follower.version = self._storage.home.version
 
     def _lead(self, memory: torch.Tensor) -> list[Window]:
         """Copy what is about to be written to the followers that have had every write so far; returns them."""

@@ -1,0 +1,159 @@
+"""Where the bytes of one stored tensor live, or those of several side by side, and what is under way to and from them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+
+from zinf_fx.config import Tier
+from zinf_fx.errors import StoreError
+from zinf_fx.runtime.memory.device import Device
+from zinf_fx.runtime.memory.leases import Buffer, Ticket
+from zinf_fx.runtime.remains import when_gone
+from zinf_fx.runtime.tensor.tiers import Tiers
+from zinf_fx.runtime.tensor.windows import Under, Window, forget_what_is_done
+from zinf_fx.runtime.tensor.write_queue import DelayedWrite
+
+
+class Home:
+    """Where `count` elements live on one tier, until nobody has any of them.
+
+    Attributes:
+        reads: the transfers under way from here.
+        followers: windows for reading that stay in memory, and which every write to the store changes too.
+        version: how often anything here was written.
+    """
+
+    def __init__(self, tiers: Tiers, tier: Tier, count: int, dtype: torch.dtype, device: Device) -> None:
+        """Reserve it. Raises: StoreError when there is not enough, before anything else is changed."""
+        self.tiers, self.tier, self.device = tiers, tier, device
+        self.count, self.dtype = count, dtype
+        self.followers: weakref.WeakSet[Window] = weakref.WeakSet()
+        self.version = 0
+        self.reads: Under = []
+        self._writes: Under = []
+        self._order = threading.RLock()  # while a transfer finds out what it is to follow, until others see it
+        self.extent = None
+        self._in_host: torch.Tensor | None = None  # the elements, where the CPU can work on them
+        self._on_device: torch.Tensor | None = None  # the elements, where the device can
+        if not device.in_host_memory:
+            tiers.host.serve(device)
+        if tier == "nvme":
+            self.extent = tiers.store.allocate(count * dtype.itemsize)
+            self._at_end(tiers.store.free, self.extent)
+        elif tier == "host":
+            buffer = tiers.lease(count * dtype.itemsize)
+            self._in_host = buffer.tensor((count,), dtype)
+            self._at_end(buffer.release)
+        else:
+            with torch.inference_mode(False):
+                self._on_device = torch.empty(count, dtype=dtype, device=device.torch_device)
+        if device.in_host_memory:
+            self._in_host = self._on_device = self._in_host if tier == "host" else self._on_device
+
+    def in_host(self, elements: range) -> torch.Tensor | None:
+        """Some elements where the CPU can work on them, if they live there: see `_part`."""
+        return self._part(self._in_host, elements)
+
+    def on_device(self, elements: range) -> torch.Tensor | None:
+        """Some elements where the device can work on them, if they live there: see `_part`."""
+        return self._part(self._on_device, elements)
+
+    def _part(self, memory: torch.Tensor | None, elements: range) -> torch.Tensor | None:
+        """Part of `memory`, as a tensor with a version counter of its own: autograd must not take a write to one stored
+        tensor for a write to its neighbour."""
+        if memory is None or len(elements) == self.count:
+            return memory
+        with torch.inference_mode(False):
+            part = torch.empty(0, dtype=self.dtype, device=memory.device)
+            first = memory.storage_offset() + elements.start
+            return part.set_(memory.untyped_storage(), first, (len(elements),))
+
+    def read(self, first: int, memory: torch.Tensor, owner: object) -> Ticket:
+        """Start reading the elements from `first` on, which are in the store, into `memory`, in `owner`'s buffer."""
+        elements = range(first, first + memory.numel())
+        itemsize = self.dtype.itemsize
+        with self._order:
+            self.settle(elements)
+            ticket = self.tiers.store.read(
+                self.extent, memory.data_ptr(), first * itemsize, len(elements) * itemsize, owner=owner
+            )
+            forget_what_is_done(self.reads)
+            self.reads.append((elements, ticket))
+        return ticket
+
+    def write(self, first: int, memory: torch.Tensor, buffer: Buffer, after: Ticket | None) -> None:
+        """Start writing elements to the store from their memory, `buffer`, once `after` is done; takes over that."""
+        elements = range(first, first + memory.numel())
+        try:
+            offset = first * self.dtype.itemsize
+            write = partial(self.tiers.store.write, self.extent, buffer.address, offset, memory.nbytes)
+            with self._order:
+                self.settle(elements)
+                self.await_reads(elements)
+                ticket: Ticket = write() if after is None or after.done() else DelayedWrite(after, write)
+                self._writes.append((elements, ticket))
+        except BaseException:
+            buffer.release()
+            raise
+        self.tiers.writes.add(ticket, buffer, self)
+
+    def before_change(self, elements: range) -> list[Ticket]:
+        """What has to end before the elements are changed where they live."""
+        return [ticket for others, ticket in (*self._writes, *self.reads) if _overlap(others, elements)]
+
+    def changed_by(self, elements: range, writer: Ticket) -> None:
+        """Something changes the elements where they live, behind all that `before_change` gave, until it is done."""
+        self._writes[:] = [one for one in self._writes if not _contains(elements, one[0])]
+        self._writes.append((elements, writer))
+
+    def await_reads(self, elements: range) -> None:
+        """Wait until neither the disk nor the device reads what is to change. A failed read concerns only who asked for
+        the values."""
+        _await(ticket for read, ticket in list(self.reads) if _overlap(read, elements))
+
+    def settle(self, elements: range) -> None:
+        """The store promises no order: what touches `elements` follows the writes to them that are under way.
+
+        Raises: StoreError when one failed: its elements are lost.
+        """
+        for one in list(self._writes):
+            written, ticket = one
+            if _overlap(written, elements) or ticket.done():
+                ticket.wait()  # a failed write stays: these elements are lost, and every later access says so
+                with contextlib.suppress(ValueError):  # another thread waited too
+                    self._writes.remove(one)
+
+    def _at_end(self, release: Callable[..., None], *arguments: object) -> None:
+        """Call `release` when this is gone, and nothing is under way to or from it: what comes next in its place must
+        not be overtaken. Not at exit, when the whole scratch directory goes, nor in a process made by fork, where
+        nothing is to be given back."""
+        when_gone(self, partial(_release, os.getpid(), self._writes, self.reads, release, *arguments))
+
+
+def _overlap(one: range, other: range) -> bool:
+    return one.start < other.stop and other.start < one.stop
+
+
+def _contains(one: range, other: range) -> bool:
+    return one.start <= other.start and other.stop <= one.stop
+
+
+def _await(tickets: Iterable[Ticket]) -> None:
+    """Until they are over; `Tiers` reports failed writes."""
+    for ticket in tickets:
+        with contextlib.suppress(StoreError):
+            ticket.wait()
+
+
+def _release(pid: int, writes: Under, reads: Under, release: Callable[..., None], *arguments: object) -> None:
+    if os.getpid() != pid:
+        return
+    _await(ticket for _, ticket in (*reads, *writes))
+    release(*arguments)
