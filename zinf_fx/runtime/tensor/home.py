@@ -1,4 +1,4 @@
-"""Where the bytes of one stored tensor live, or those of several side by side, and what is under way to and from them."""
+"""Where the bytes of one stored tensor live, or of several side by side, and what is under way to and from them."""
 
 from __future__ import annotations
 
