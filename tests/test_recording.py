@@ -161,6 +161,7 @@ def test_the_table_compares_lanes(steady: Training):
 def test_without_a_recording_nothing_is_noted(steady: Training):
     tracemalloc.start()
     try:
+        steady.step()  # what Python keeps to use again, such as the memory of floats, is there from now on
         before = tracemalloc.take_snapshot()
         steady.step()
         steady.optimizer.finish()

@@ -43,20 +43,23 @@ def interrupt_store(monkeypatch, number: int, error: BaseException) -> None:
     monkeypatch.setattr(Window, "store", failing)
 
 
-@pytest.mark.parametrize("placement", ["host", "nvme"])
+@pytest.mark.parametrize(("placement", "dtype"), [("host", torch.bfloat16), ("nvme", torch.float32)])
 @pytest.mark.parametrize("error", [RuntimeError("lightning"), KeyboardInterrupt()])
 @pytest.mark.parametrize(
-    ("number", "updated", "partial", "untouched"),
+    ("piece", "last", "updated", "partial", "untouched"),
     [
-        (1, "", "a", "bc"),
-        (3, "", "a", "bc"),
-        (4, "a", "b", "c"),
-        (12, "a", "b", "c"),
-        (13, "ab", "c", ""),
+        (0, False, "", "a", "bc"),
+        (0, True, "", "a", "bc"),
+        (1, False, "a", "b", "c"),
+        (3, True, "a", "b", "c"),
+        (4, False, "ab", "c", ""),
     ],
 )
-def test_interrupted(twins, monkeypatch, placement, error, number, updated, partial, untouched):
-    pair, optimizer, _ = prepared(twins, placement=placement)
+def test_interrupted(twins, monkeypatch, placement, dtype, error, piece, last, updated, partial, untouched):
+    """At the first or the last window of a piece that is stored: of a parameter, its states and its master, if any."""
+    pair, optimizer, _ = prepared(twins, placement=placement, dtype=dtype)
+    windows = 4 if dtype == torch.bfloat16 else 3
+    number = windows * (piece + last) + (not last)
     state = {k: {n: torch.clone(v) for n, v in s.items()} for k, s in optimizer.state_dict()["state"].items()}
     arena = pair.stored[0].storage.tiers.host
     leased = arena.in_use

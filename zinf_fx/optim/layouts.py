@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.optim import Optimizer
 
@@ -13,6 +15,9 @@ from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 # Options of groups that are remembered; a schedule of more than the learning rate makes new ones at every step.
 _REMEMBERED = 64
 
+OfShapes = dict[torch.Size | None, StateLayout | None]
+"""Layouts of whole parameters by shape; under None that of pieces, if the class can update pieces."""
+
 
 class Layouts:
     """Layouts of the states of class `kind`, by what they depend on."""
@@ -21,43 +26,74 @@ class Layouts:
         self._kind = kind
         # By the options of a group and the dtype: of pieces under None, of whole parameters by shape, as many as a
         # model has.
-        self._known: dict[tuple[str, torch.dtype], dict[torch.Size | None, StateLayout | None]] = {}
+        self._known: dict[tuple[str, torch.dtype], OfShapes] = {}
 
-    def of(
-        self,
-        optimizer: Optimizer,
-        group: Group,
-        parameter: StoredTensor,
-        dtype: torch.dtype,
-        *,
-        state_dtype: torch.dtype | None,
-        in_backward: bool,
-    ) -> StateLayout:
-        """The layout for `parameter`, updated in `dtype` under the group's options. `state_dtype`: of element-wise
-        states in the store; `in_backward`: whether backward is to update parameters.
+    def under(
+        self, optimizer: Optimizer, group: Group, *, state_dtype: torch.dtype | None, in_backward: bool
+    ) -> GroupLayouts:
+        """Those under the present options of `group`. `state_dtype`: of element-wise states in the store;
+        `in_backward`: whether backward is to update parameters.
 
-        Raises: OptimizerError for what can't be streamed.
+        Raises: OptimizerError for options that can't be honoured.
         """
         for option in ("capturable", "differentiable"):
             if group.get(option):
                 raise OptimizerError(f"{option}=True can't be honoured for stored parameters: leave it out")
         options = repr({k: v for k, v in group.items() if k not in ("params", "param_names", "lr", "initial_lr")})
 
-        def of_pieces() -> StateLayout | None:
-            try:
-                layout = probe(optimizer, self._kind, group, dtype)
-            except NotElementwise:
-                return None
-            return layout if state_dtype is None else layout.stored_as(state_dtype)
+        def known(dtype: torch.dtype) -> OfShapes:
+            found = self._known.get((options, dtype))
+            if found is None:
+                found = {None: _of_pieces(optimizer, self._kind, group, dtype, state_dtype)}
+                self._known = {(options, dtype): found, **dict(list(self._known.items())[: _REMEMBERED - 1])}
+            return found
 
-        known = self._known.get((options, dtype))
-        if known is None:
-            known = {None: of_pieces()}
-            self._known = {(options, dtype): known, **dict(list(self._known.items())[: _REMEMBERED - 1])}
-        if (layout := known[None]) is not None:
+        return GroupLayouts(
+            optimizer, self._kind, group, known, narrowed=state_dtype is not None, in_backward=in_backward
+        )
+
+
+def _of_pieces(
+    optimizer: Optimizer, kind: type[Optimizer], group: Group, dtype: torch.dtype, state_dtype: torch.dtype | None
+) -> StateLayout | None:
+    try:
+        layout = probe(optimizer, kind, group, dtype)
+    except NotElementwise:
+        return None
+    return layout if state_dtype is None else layout.stored_as(state_dtype)
+
+
+class GroupLayouts:
+    """Layouts under the options that a group has at a moment."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        kind: type[Optimizer],
+        group: Group,
+        find: Callable[[torch.dtype], OfShapes],
+        *,
+        narrowed: bool,
+        in_backward: bool,
+    ) -> None:
+        """`find`: what is known of updates in a dtype."""
+        self._optimizer, self._kind, self._group, self._find = optimizer, kind, group, find
+        self._how = {"narrowed": narrowed, "in_backward": in_backward}
+        self._known: dict[torch.dtype, OfShapes] = {}
+
+    def of_pieces(self, dtype: torch.dtype) -> StateLayout | None:
+        """That of parameters which are updated in `dtype`, each element by itself; None where the class updates whole
+        parameters."""
+        if dtype not in self._known:
+            self._known[dtype] = self._find(dtype)
+        return self._known[dtype][None]
+
+    def of(self, parameter: StoredTensor, dtype: torch.dtype) -> StateLayout:
+        """That of `parameter`, updated in `dtype`. Raises: OptimizerError for what can't be streamed."""
+        if (layout := self.of_pieces(dtype)) is not None:
             return layout
-        shape = parameter.shape
-        check_can_be_whole(self._kind, parameter, in_backward=in_backward, narrowed=state_dtype is not None)
+        check_can_be_whole(self._kind, parameter, **self._how)
+        known, shape = self._known[dtype], parameter.shape
         if shape not in known:
-            known[shape] = whole_layout(optimizer, self._kind, group, shape, dtype)
+            known[shape] = whole_layout(self._optimizer, self._kind, self._group, shape, dtype)
         return known[shape]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -22,13 +22,16 @@ class Progress:
         finished: those of which all were, though maybe not in the store yet.
         final: whether the gradients may be gone, so that the step can't be taken again.
         changes: whether something that must be done whole is under way.
+        resident: those that are updated at once (see [Note: resident updates]), if that has begun; `resident_updated`
+            when it is over.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._names = [(group["params"], group.get("param_names")) for group in optimizer.param_groups]
         self.begun: set[StoredTensor] = set()
         self.finished: set[StoredTensor] = set()
-        self.final = self.changes = False
+        self.resident: Sequence[StoredTensor] = ()
+        self.final = self.changes = self.resident_updated = False
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -43,7 +46,11 @@ class Progress:
     ) -> TornStep | None:
         """After `error`, once the writes under way have ended: how far it got; None if nothing changed and the
         gradients are there still."""
-        if not self.begun and not self.final:
+        begun, finished = self.begun.union(self.resident), self.finished
+        if not begun and not self.final:
             return None
-        updated = {p.whole for p in self.finished if stored[p].is_in_store()}
-        return TornStep.after(error, self._names, [p.whole for p in concerned], {p.whole for p in self.begun}, updated)
+        if self.resident_updated:
+            finished = finished.union(self.resident)
+        concerned = dict.fromkeys([*self.resident, *concerned])
+        updated = {p.whole for p in finished if stored[p].is_in_store()}
+        return TornStep.after(error, self._names, [p.whole for p in concerned], {p.whole for p in begun}, updated)

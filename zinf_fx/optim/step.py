@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from threading import get_ident
 
@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_fx.interrupts import finalizing, held_back, let_through, sealed, taking
-from zinf_fx.optim.arithmetic import borrow, step_without_hooks
+from zinf_fx.optim.arithmetic import Group, borrow, step_without_hooks
 from zinf_fx.optim.chunk import OpenChunk, Recipe
 from zinf_fx.optim.chunk_memory import ChunkMemory
 from zinf_fx.optim.chunk_queue import ChunkQueue
@@ -20,16 +20,20 @@ from zinf_fx.optim.chunks import Piece, all_of, cut
 from zinf_fx.optim.elements import moved
 from zinf_fx.optim.part import OpenPart
 from zinf_fx.optim.progress import Progress
+from zinf_fx.optim.resident import ResidentCall
 from zinf_fx.optim.states import MASTER, ParameterStates, State
 from zinf_fx.optim.torn import TornStep
 from zinf_fx.plan.memory.accounting import AT_A_TIME
-from zinf_fx.runtime.memory.device import CPU
+from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.memory.heap import trim_heap
 from zinf_fx.runtime.recorder import RECORDER, STATES
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.tiers import drain_after
 from zinf_fx.sizes import WINDOW_ALIGNMENT
+
+Update = tuple[Recipe, ParameterStates]
+"""What `StreamedStep.add` takes: how a parameter is updated, and what of it."""
 
 
 class StreamedStep:
@@ -100,6 +104,27 @@ class StreamedStep:
             self._queue.add(recipe, states)
             if owned and not isinstance(gradient, StoredTensor):
                 self._held[parameter] = gradient.nbytes
+
+    def update_residents(self, calls: Sequence[ResidentCall]) -> None:
+        """Update parameters that nothing has to be moved for, before the others: see [Note: resident updates].
+
+        Raises: StoreError when a step failed that is still under way on the same tiers; nothing is changed then.
+        """
+        residents = [one for call in calls for one in call.residents]
+        for tiers in {one.parameter.storage.tiers for one in residents}:
+            tiers.check_process()
+            if tiers.background is not None:
+                tiers.background.finish()
+        with taking(self._lock), self._working(), self._progress.changing():
+            for one in residents:
+                one.before_write()
+            self._progress.resident = [one.parameter for one in residents]
+            torch.autograd.graph.increment_version([written for one in residents for written in one.written])
+            for call in calls:
+                nbytes = call.states_nbytes if RECORDER.log is not None else 0
+                with RECORDER.work("update", nbytes, call.place.torch_device):
+                    call.run(self._borrowed(call.group, call.place))
+            self._progress.resident_updated = True
 
     def make_room(self, nbytes: int, limit: int) -> None:
         """Update chunks until so many bytes more of gradients fit `limit`, or none are held."""
@@ -298,10 +323,7 @@ class StreamedStep:
         for part in chunk.parts:
             part.wait()
         self._progress.begun.update(part.piece.owner.parameter for part in chunk.parts)
-        inner = borrow(self._template, self._kind, chunk.recipe.group, [])
-        for name in ("grad_scale", "found_inf"):  # GradScaler's, on the device of the gradients
-            if name in vars(inner):
-                setattr(inner, name, moved(vars(inner)[name], chunk.recipe.place))
+        inner = self._borrowed(chunk.recipe.group, chunk.recipe.place)
         if chunk.recipe.whole:
             for part in chunk.parts:
                 self._update_together(inner, chunk.recipe, (all_of(part, part.piece.count),), None)
@@ -309,6 +331,14 @@ class StreamedStep:
         parts = [(part, (range(part.piece.count),)) for part in chunk.parts]
         for together in cut(parts, AT_A_TIME if chunk.recipe.place is CPU else self._memory.elements):
             self._update_together(inner, chunk.recipe, together, scratch)
+
+    def _borrowed(self, group: Group, place: Device) -> Optimizer:
+        """The class by the options of `group`, to run at `place`."""
+        inner = borrow(self._template, self._kind, group, [])
+        for name in ("grad_scale", "found_inf"):  # GradScaler's, on the device of the gradients
+            if name in vars(inner):
+                setattr(inner, name, moved(vars(inner)[name], place))
+        return inner
 
     def _update_together(
         self, inner: Optimizer, recipe: Recipe, pieces: tuple[Piece[OpenPart], ...], scratch: torch.Tensor | None

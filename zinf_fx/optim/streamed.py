@@ -18,9 +18,12 @@ from zinf_fx.interrupts import held_back
 from zinf_fx.optim.arithmetic import Group, StateLayout, as_groups, skips, snapshot, step_groups, without_hooks
 from zinf_fx.optim.chunk import Recipe
 from zinf_fx.optim.in_backward import GRADIENT_BUFFER, check_steps_in_backward, follow, gone, second_gradient
-from zinf_fx.optim.layouts import Layouts
-from zinf_fx.optim.states import MASTER, ParameterStates, State, check_reduced, fitting, working_dtype
-from zinf_fx.optim.step import StreamedStep
+from zinf_fx.optim.kept import KeptStates
+from zinf_fx.optim.layouts import GroupLayouts, Layouts
+from zinf_fx.optim.loading import without_stored
+from zinf_fx.optim.resident import ResidentCall, Residents
+from zinf_fx.optim.states import MASTER, State, check_reduced, fitting
+from zinf_fx.optim.step import StreamedStep, Update
 from zinf_fx.optim.torn import TornStep
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.execute.executor import EXECUTOR, Stage
@@ -145,8 +148,8 @@ class Streamed(Optimizer):
         self._last_step: StreamedStep | None = None
         self._finishes_when_dropped = weakref.finalize(self, bool)
         self.torn: TornStep | None = None
-        self._stored: dict[torch.Tensor, ParameterStates] = {}
-        self._layouts = Layouts(self._arithmetic)
+        self._kept = KeptStates(masters=self._has_masters)
+        self._layouts, self._residents = Layouts(self._arithmetic), Residents()
         self._recipes: dict[tuple, Recipe] = {}  # of the step that is being made
         self._groups: dict[torch.Tensor, int] = {}  # of each parameter, the number of its group then
         self._stage = Stage()
@@ -163,13 +166,13 @@ class Streamed(Optimizer):
                 if parameter is not None:
                     layout = self._layout(group, parameter)
                     if parameter.requires_grad or parameter.grad is not None:
-                        self._reserve(parameter, layout)
+                        self._kept.reserve(parameter, layout, self._state)
                     if self.step_in_backward:
                         follow(self, parameter)
         except BaseException:
             self.param_groups.pop()
             for parameter in group["params"]:
-                self._stored.pop(stored_parameter(parameter), None)
+                self._kept.states.pop(stored_parameter(parameter), None)
             raise
 
     @torch._disable_dynamo  # inside a compiled training loop too, this is I/O; the public decorator imports Dynamo
@@ -192,11 +195,12 @@ class Streamed(Optimizer):
         started = time.perf_counter()
         if not skips(self):
             with RUNNING.turn():
-                step = self._begun_in_backward or self._new_step()
+                resident, others = self._divided()
+                step = self._begun_in_backward or self._new_step(others)
                 updates = list(self._updates(step))
-                self._step_ordinary()
+                self._step_ordinary(others)
                 self._ordinary_seconds = time.perf_counter() - started
-                self._step_stored(step, updates)
+                self._step_stored(step, resident, updates)
 
     def share(self, optimizer: Optimizer) -> None:
         """Be what steps the stored parameters of `optimizer`, by its options, groups and states as they are now."""
@@ -210,9 +214,11 @@ class Streamed(Optimizer):
     def check(self) -> None:
         """Raises: OptimizerError for a stored parameter that can't be stepped."""
         for group in self.param_groups:
-            for parameter in map(stored_parameter, group["params"]):
-                if parameter is not None and (parameter.requires_grad or parameter.grad is not None):
-                    self._layout(group, parameter)
+            stored = [p for p in map(stored_parameter, group["params"]) if p is not None]
+            layouts = self._layouts_of(group) if stored else None
+            for parameter in stored:
+                if parameter.requires_grad or parameter.grad is not None:
+                    layouts.of(parameter, self._kept.dtype(parameter))
 
     @torch._disable_dynamo
     @held_back
@@ -222,8 +228,9 @@ class Streamed(Optimizer):
         self._check_whole()
         if not skips(self):
             with RUNNING.turn():
-                step = self._new_step()
-                self._step_stored(step, list(self._updates(step)))
+                resident, others = self._divided()
+                step = self._new_step(others)
+                self._step_stored(step, resident, list(self._updates(step)))
                 self.finish()
 
     @held_back
@@ -241,12 +248,12 @@ class Streamed(Optimizer):
             raise second_gradient(parameter)
         if step is None:
             self.finish()
-            step = self._new_step()
+            step = self._new_step(self.param_groups)
         if parameter in self._groups:
             with torch.no_grad():
-                recipe = self._recipe_of(parameter)
+                recipe = self._recipe_of(parameter, {})
             parameter.grad = gone(parameter, parameter.grad)
-            step.add(recipe, self._stored[parameter], owned=True)
+            step.add(recipe, self._kept.states[parameter], owned=True)
             step.advance()
 
     def make_room(self, nbytes: int) -> None:
@@ -297,18 +304,14 @@ class Streamed(Optimizer):
             self.finish()
         entries: dict[StoredTensor, State] = {}
 
+        def fitted(entry: State, saved: Group, parameter: StoredTensor) -> State:
+            layout, dtype = self._layout({**self.defaults, **saved}, parameter), self._kept.dtype(parameter)
+            return fitting(entry, layout, parameter, dtype, type(self).__name__)
+
         def take_stored(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-            groups, rest = [], dict(state_dict["state"])
-            for saved, mine in zip(state_dict["param_groups"], self.param_groups, strict=False):
-                if saved.get("fused") is None and "fused" in mine:  # what runs the arithmetic, not part of the state
-                    saved = {**saved, "fused": mine["fused"]}
-                groups.append(saved)
-                for key, parameter in zip(saved["params"], map(stored_parameter, mine["params"]), strict=False):
-                    if parameter is not None and key in rest:
-                        layout, dtype = self._layout({**self.defaults, **saved}, parameter), self._dtype(parameter)
-                        entries[parameter] = fitting(rest.pop(key), layout, parameter, dtype, type(self).__name__)
-            groups += state_dict["param_groups"][len(groups) :]
-            return {**state_dict, "state": rest, "param_groups": groups}
+            rest, taken = without_stored(state_dict, self.param_groups, fitted)
+            entries.update(taken)
+            return rest
 
         # The last hook to see the values, and the only place where torch would not cast them to the parameter's dtype.
         handle = self.register_load_state_dict_pre_hook(take_stored)
@@ -324,32 +327,20 @@ class Streamed(Optimizer):
 
     # -- what is kept where ------------------------------------------------------------------------------------------
 
-    def _dtype(self, parameter: StoredTensor) -> torch.dtype:
-        """Of the update."""
-        dtype = working_dtype(parameter)
-        return dtype if self._has_masters else parameter.dtype
+    def _layouts_of(self, group: Group) -> GroupLayouts:
+        """Of states, under the present options of a group."""
+        return self._layouts.under(self, group, state_dtype=self.state_dtype, in_backward=self.step_in_backward)
 
     def _layout(self, group: Group, parameter: StoredTensor) -> StateLayout:
-        """Of the states of a parameter, under the present options of its group."""
-        dtype = self._dtype(parameter)
-        how = {"state_dtype": self.state_dtype, "in_backward": self.step_in_backward}
-        return self._layouts.of(self, group, parameter, dtype, **how)
-
-    def _reserve(self, parameter: StoredTensor, layout: StateLayout) -> ParameterStates:
-        states = self._stored.get(parameter)
-        if states is None:
-            states = self._stored[parameter] = ParameterStates(parameter, self._dtype(parameter))
-        states.reserve(layout, self._dtype(parameter))
-        if not states.has_master and parameter.whole in self._state:
-            self._state[parameter.whole].pop(MASTER, None)
-        return states
+        """Of the states of a parameter of a group."""
+        return self._layouts_of(group).of(parameter, self._kept.dtype(parameter))
 
     def _load(self, entries: dict[StoredTensor, State]) -> None:
         self.torn = TornStep("a state dict was loaded in part", (), (), ())
         groups = {stored_parameter(p): group for group in self.param_groups for p in group["params"]}
         for parameter, entry in entries.items():
             layout = self._layout(groups[parameter], parameter)
-            states = self._reserve(parameter, layout)
+            states = self._kept.reserve(parameter, layout, self._state)
             states.version = None
             self.state[parameter.whole].update(states.load(entry, layout))
         for tiers in {id(p.storage.tiers): p.storage.tiers for p in entries}.values():
@@ -358,8 +349,14 @@ class Streamed(Optimizer):
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
-    def _step_ordinary(self) -> None:
-        groups = [{**g, "params": [p for p in g["params"] if stored_parameter(p) is None]} for g in self.param_groups]
+    def _divided(self) -> tuple[list[ResidentCall], list[Group]]:
+        """What is updated where it is, and the groups with all other parameters."""
+        if self.step_in_backward:
+            return [], self.param_groups
+        return self._residents.divide(self, self._state, self._kept.states, self._layouts_of)
+
+    def _step_ordinary(self, groups: list[Group]) -> None:
+        groups = [{**g, "params": [p for p in g["params"] if stored_parameter(p) is None]} for g in groups]
         step_groups(self, self._arithmetic, [group for group in groups if group["params"]], self._state)
 
     def _check_whole(self) -> None:
@@ -375,13 +372,15 @@ class Streamed(Optimizer):
         step = self._last_step
         return step if step is not None and step.takes_more else None
 
-    def _step_stored(self, step: StreamedStep, updates: list[tuple[Recipe, ParameterStates]]) -> None:
-        if not updates and not step.parameters:
+    def _step_stored(self, step: StreamedStep, resident: list[ResidentCall], updates: list[Update]) -> None:
+        if not (resident or updates or step.parameters):
             self._last_step = None
             return
         EXECUTOR.begin(self._stage)
         EXECUTOR.drop_anticipated()
         try:
+            if resident:
+                step.update_residents(resident)
             for recipe, states in updates:
                 step.add(recipe, states)
             step.close(overlap=self.overlap)
@@ -395,7 +394,8 @@ class Streamed(Optimizer):
             EXECUTOR.reset()
             raise
 
-    def _new_step(self) -> StreamedStep:
+    def _new_step(self, groups: list[Group]) -> StreamedStep:
+        """A step over stored parameters of `groups`, which are as many as the optimizer's."""
         reference = weakref.ref(self)
 
         def tear(torn: TornStep) -> None:
@@ -405,22 +405,24 @@ class Streamed(Optimizer):
 
         self._last_step = None
         self._recipes.clear()
-        numbered = enumerate(self.param_groups)
+        numbered = enumerate(groups)
         self._groups = {local_input(p): number for number, group in numbered for p in group["params"]}
-        step = self._last_step = StreamedStep(self, self._arithmetic, self._state, self._stored, tear)
+        step = self._last_step = StreamedStep(self, self._arithmetic, self._state, self._kept.states, tear)
         self._finishes_when_dropped.detach()
         self._finishes_when_dropped = weakref.finalize(self, step.finish_when_dropped)
         self._finishes_when_dropped.atexit = False
         return step
 
-    def _updates(self, step: StreamedStep) -> Iterator[tuple[Recipe, ParameterStates]]:
+    def _updates(self, step: StreamedStep) -> Iterator[Update]:
         """Runs and states of stored parameters whose gradients `step` has not taken."""
+        layouts: dict[int, GroupLayouts] = {}
         for parameter in self._groups:
             if isinstance(parameter, StoredTensor) and parameter.grad is not None and parameter not in step.parameters:
-                yield self._recipe_of(parameter), self._stored[parameter]
+                yield self._recipe_of(parameter, layouts), self._kept.states[parameter]
 
-    def _recipe_of(self, parameter: StoredTensor) -> Recipe:
-        """The recipe of a parameter whose gradient is to be consumed, with space for its states."""
+    def _recipe_of(self, parameter: StoredTensor, layouts: dict[int, GroupLayouts]) -> Recipe:
+        """The recipe of a parameter whose gradient is to be consumed, with space for its states. `layouts`: those found
+        already, by the numbers of groups."""
         number = self._groups[parameter]
         group = self.param_groups[number]
         if parameter.grad.layout != torch.strided:
@@ -429,8 +431,10 @@ class Streamed(Optimizer):
                 f"{parameter.grad.layout}: only dense gradients can be streamed (sparse=False)"
             )
         check_reduced(parameter)
-        layout = self._layout(group, parameter)
-        states = self._reserve(parameter, layout)
+        if number not in layouts:
+            layouts[number] = self._layouts_of(group)
+        layout = layouts[number].of(parameter, self._kept.dtype(parameter))
+        states = self._kept.reserve(parameter, layout, self._state)
         entry = self._state[parameter.whole]
         present = frozenset(name for name in states.tensors if entry.get(name) is not None)
         for name in present:

@@ -7,7 +7,7 @@ import contextlib
 import torch
 
 from zinf_fx.interrupts import held_back
-from zinf_fx.runtime.memory.device import CPU
+from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.memory.leases import Buffer, Ticket
 from zinf_fx.runtime.recorder import RECORDER
 from zinf_fx.runtime.tensor.home import Home
@@ -45,6 +45,14 @@ class StoredBytes:
     def in_host_memory(self) -> bool:
         """Whether they live in host memory, so that `window` gives them themselves."""
         return self._in_host is not None
+
+    def in_memory_of(self, place: Device) -> torch.Tensor | None:
+        """All of them, if they live where `place` computes: nothing is under way to or from them then."""
+        memory = self._in_host if place.in_host_memory else self.on_device
+        if memory is not None:
+            self.home.settle(self._elements)
+            self.home.await_reads(self._elements)
+        return memory
 
     @property
     def version(self) -> int:
