@@ -29,6 +29,7 @@ import torch.distributed as dist
 from tabulate import tabulate
 
 import zinf_fx
+from zinf_fx.plan.schedule import Tile
 from zinf_fx.runtime.execute.transfers import Staging
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -42,16 +43,17 @@ WAYS = {"shards": "shards", "owners": "owner"}
 def bring(parameters: Sequence[zinf_fx.StoredTensor]) -> None:
     """Each parameter to every rank, as a planned graph does it, through the host arena."""
     staging, held = Staging(), deque()
+    whole = Tile(0, "a parameter", tuple(parameters[0].shape), parameters[0].dtype, "nvme", None)
 
     def use_first() -> None:
         for storage, _ in list(held)[:2]:  # the next one's collective goes on meanwhile
-            staging.allgather(storage, 0, storage.numel, "a parameter")
+            staging.allgather(storage, whole)
         _, tile = held.popleft()
         tile.wait()
         staging.release(tile)
 
     for parameter in parameters:
-        held.append((parameter.storage, staging.fetch(parameter.storage, 0, parameter.numel())))
+        held.append((parameter.storage, staging.fetch(parameter.storage, whole, None)))
         if len(held) == TOGETHER:
             use_first()
     while held:
