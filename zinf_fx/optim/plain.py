@@ -1,10 +1,12 @@
 """Plain optimizers over stored parameters: streamed, or run as they are.
 
-Where parameters, gradients and states live on the device, an optimizer's own code works on them. Elsewhere the stored
-parameters are stepped by the optimizer's class as `Streamed` runs it, after all of the user's pre-hooks and the
+Stored parameters are stepped by the optimizer's class as `Streamed` runs it, after all of the user's pre-hooks and the
 closure; the class's own `step` then finds no gradients of theirs, and steps the others. The arithmetic is PyTorch's, in
 the dtype of the parameters: states of bf16 parameters are bf16 too, and there is no master copy. The classes of
 `zinf_fx.optim` have one.
+
+A class that can't be streamed (LBFGS takes all parameters together) runs its own code where parameters, gradients and
+states live on the device: each of its operations works on them there.
 
 Optimizers make states by `zeros_like`, `full_like` or `empty_like` of parameters. Without further arguments these give
 a stored tensor on the tier of optimizer states, for any whole stored tensor.
@@ -37,7 +39,7 @@ aten = torch.ops.aten
 Arguments = tuple[tuple, dict[str, Any]]
 
 
-def runs_in_place(parameters: Sequence[StoredTensor]) -> bool:
+def _in_place(parameters: Sequence[StoredTensor]) -> bool:
     """Whether an optimizer's own code can work on these parameters: all that it touches is on the device."""
     return all(
         p.storage.in_place
@@ -60,6 +62,7 @@ class PlainSteps:
         self._last_hook = optimizer.register_step_pre_hook(self._step)
         self._consumed: dict[StoredTensor, torch.Tensor] = {}
         self._others_follow = False  # whether the class's own code has parameters to step behind those that are stored
+        self._runs_itself = False  # because its class can't be streamed
         optimizer.register_load_state_dict_post_hook(_forget)
 
     @classmethod
@@ -69,8 +72,11 @@ class PlainSteps:
             cls._of[optimizer] = cls(optimizer)
         return cls._of[optimizer]
 
-    def begin(self, optimizer: Optimizer) -> None:
-        """A step begins. Raises: OptimizerError for a class that can't be streamed, or after a torn step."""
+    def begin(self, optimizer: Optimizer, parameters: Sequence[StoredTensor]) -> None:
+        """A step begins. `parameters`: those of the optimizer that are stored.
+
+        Raises: OptimizerError for a class that can't be streamed, unless its own code runs; or after a torn step.
+        """
         if self._consumed and all(parameter.grad is None for parameter in self._consumed):
             return  # they are stepped: this is `super().step()`, or what is left after an error
         if self._consumed and self._others_follow:  # the last step ended before they were stepped
@@ -80,10 +86,25 @@ class PlainSteps:
         self._consumed.clear()
         if self._streamed.torn is not None:
             raise OptimizerError(str(self._streamed.torn))
-        self._streamed.share(optimizer)
-        self._streamed.check()
+        if not (self._runs_itself and _in_place(parameters)):
+            self._runs_itself = not self._can_be_streamed(optimizer, parameters)
         self._last_hook.remove()  # the user's hooks come first
-        self._last_hook = optimizer.register_step_pre_hook(self._step)
+        if not self._runs_itself:
+            self._last_hook = optimizer.register_step_pre_hook(self._step)
+            return
+        for parameter in parameters:
+            check_reduced(parameter)
+
+    def _can_be_streamed(self, optimizer: Optimizer, parameters: Sequence[StoredTensor]) -> bool:
+        """Whether the class can be; if not, its own code can run. Raises: OptimizerError if neither can."""
+        self._streamed.share(optimizer)
+        try:
+            self._streamed.check()
+        except OptimizerError:
+            if _in_place(parameters):
+                return False
+            raise
+        return True
 
     @classmethod
     def end(cls, optimizer: Optimizer) -> None:
@@ -156,11 +177,8 @@ def _begin(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
                     f"{torch.__version__} (its issue 191763), stored or not: use zinf_fx.optim.SGD"
                 )
         parameters += stored
-    if parameters and runs_in_place(parameters):
-        for parameter in parameters:
-            check_reduced(parameter)
-    elif parameters:
-        PlainSteps.of(optimizer).begin(optimizer)
+    if parameters:
+        PlainSteps.of(optimizer).begin(optimizer, parameters)
 
 
 @register_optimizer_step_post_hook

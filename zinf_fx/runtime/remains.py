@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from zinf_fx.interrupts import finalizing
 
-_waiting: dict[weakref.ref[object], Callable[[], None]] = {}
+# By the id of the reference: an owner may be nothing that can be hashed.
+_waiting: dict[int, tuple[weakref.ref[object], Callable[[], None]]] = {}
 
 
 def when_gone(owner: object, give_back: Callable[[], None]) -> None:
@@ -17,18 +18,20 @@ def when_gone(owner: object, give_back: Callable[[], None]) -> None:
     `weakref.finalize` forgets what to do before it begins to do it. Python drops an exception that comes meanwhile, and
     Ctrl-C would leave memory taken for ever. Here it is left to `give_back_remains`.
     """
-    _waiting[weakref.ref(owner, _give_back)] = give_back
+    reference = weakref.ref(owner, _give_back)
+    _waiting[id(reference)] = reference, give_back
 
 
 def give_back_remains() -> None:
     """Do what an interrupt kept from being done."""
-    for reference in [reference for reference in list(_waiting) if reference() is None]:
-        _give_back(reference)
+    for reference, _ in list(_waiting.values()):
+        if reference() is None:
+            _give_back(reference)
 
 
 @finalizing
 def _give_back(reference: weakref.ref[object]) -> None:
-    give_back = _waiting.pop(reference, None)
+    _, give_back = _waiting.pop(id(reference), (None, None))
     if give_back is not None:
         give_back()
 

@@ -11,6 +11,13 @@ from zinf_fx.errors import StoredTensorError
 from zinf_fx.plan.sharding import Segment
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.gradients.leaf import accumulated_leaf
+from zinf_fx.runtime.gradients.plain import (
+    has_plain_gradient,
+    in_its_memory,
+    new_plain_gradient,
+    noted,
+    plain_copy,
+)
 from zinf_fx.runtime.gradients.reduction import Reduction, synchronises
 from zinf_fx.runtime.tensor.arrival import implement_arrival
 from zinf_fx.runtime.tensor.local_parameter import stored_parameter
@@ -31,9 +38,16 @@ def reserve_gradient(parameter: StoredTensor) -> None:
         storage.gradient.space = storage.for_gradient()
 
 
-def new_gradient(parameter: StoredTensor, dtype: torch.dtype, *, reduced: bool) -> StoredTensor:
+def new_gradient(parameter: StoredTensor, dtype: torch.dtype, *, reduced: bool) -> torch.Tensor:
     """A gradient without values yet, on the tier of gradients; of this rank alone, if there are others, and it isn't
     `reduced` over them."""
+    storage = parameter.storage
+    if has_plain_gradient(storage):
+        return new_plain_gradient(parameter, dtype)
+    return _new_stored(parameter, dtype, reduced=reduced)
+
+
+def _new_stored(parameter: StoredTensor, dtype: torch.dtype, *, reduced: bool) -> StoredTensor:
     storage = parameter.storage
     if reduced or storage.share.ranks.size == 1:
         space, storage.gradient.space = storage.gradient.space, None
@@ -93,9 +107,12 @@ def accumulate_gradient(parameter: StoredTensor, gradient: torch.Tensor | Reduct
     if parameter.grad is not None:
         accumulate_gradient_part(parameter, 0, gradient, first=False, offset=offset)
         return
+    if has_plain_gradient(parameter.storage):
+        parameter.grad = plain_copy(parameter, gradient)
+        return
     reduced = isinstance(gradient, Reduction)
     value = gradient.wait() if reduced else gradient
-    stored = new_gradient(parameter, value.dtype, reduced=reduced)
+    stored = _new_stored(parameter, value.dtype, reduced=reduced)
     storage = stored.storage
     if not reduced or gradient.whole:
         storage.set(value, None if storage.share.unreduced else offset)
@@ -167,12 +184,14 @@ def accumulate_gradient_part(
         _add_elements(grad.storage, start, gradient, first, offset)
     else:
         part = grad if grad.shape == gradient.shape else grad.view(-1)[start : start + gradient.numel()]
-        part.add_(gradient.reshape(part.shape))
+        with noted(parameter.storage, gradient.nbytes):
+            value = gradient.reshape(part.shape)
+            part.copy_(value) if first else part.add_(value)
 
 
 def _take(parameter: StoredTensor) -> None:
-    """Move a gradient that eager autograd left on the device to the tier of gradients; reduce one of this rank alone,
-    to which autograd has added."""
+    """Move a gradient that eager autograd left on the device to the tier of gradients, unless it is there; reduce one
+    of this rank alone, to which autograd has added."""
     gradient = parameter.grad
     if gradient is None or gradient.layout != torch.strided:
         return
@@ -181,8 +200,12 @@ def _take(parameter: StoredTensor) -> None:
             if (before := take_unreduced(parameter)) is not None:
                 add_gradient(parameter, before.full_tensor())
             return
-        parameter.grad = parameter.set_aside()
-        add_gradient(parameter, gradient)
+        if not has_plain_gradient(parameter.storage):
+            parameter.grad = parameter.set_aside()
+            add_gradient(parameter, gradient)
+        elif not in_its_memory(parameter, gradient):
+            with torch.no_grad():
+                parameter.grad = plain_copy(parameter, gradient)
         state = parameter.storage.gradient
         if state.consumer is not None and state.backwards_due <= 0:
             state.consumer.take_gradient(parameter)

@@ -94,6 +94,10 @@ class Arena(Lessor):
         start = buffer.address - self._address - self._region.start
         return start < room.stop and start + buffer.capacity > room.start
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's elements are in this memory."""
+        return not tensor.numel() or 0 <= tensor.data_ptr() - self._address < self.capacity
+
     def reserve(self, nbytes: int) -> None:
         """Have a region of at least so many bytes, if the arena has that much in one piece; whatever is leased in it
         stays there."""

@@ -12,6 +12,7 @@ import torch
 
 from zinf_fx.interrupts import finalizing
 from zinf_fx.runtime.memory.freelist import Space, round_up
+from zinf_fx.runtime.remains import when_gone
 from zinf_fx.sizes import PAGE
 
 # Bytes of released buffers that a device has still to read before the release of one more waits.
@@ -123,6 +124,13 @@ class Buffer:
             f"{tuple(shape)} of {dtype} needs {count * dtype.itemsize} bytes, the buffer has {self.capacity}"
         )
         return self._arena._tensor(self._memory, self._offset, count, dtype).view(shape)
+
+    def owning_tensor(self, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """As `tensor`; the memory goes back when no tensor is over it any more, and nobody else is to release it."""
+        memory = memoryview(self._memory)  # that the tensor holds, and who shares its storage
+        tensor = self._arena._tensor(memory, self._offset, math.prod(shape), dtype).view(shape)
+        when_gone(memory, self.release)
+        return tensor
 
     def release(self) -> None:
         """Gives the memory back to the arena. Tensors over it then show whatever comes next."""

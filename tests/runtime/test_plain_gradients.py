@@ -1,0 +1,105 @@
+"""Gradients of parameters that never move are ordinary tensors, in the memory that is planned for them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from twins import Net, fresh_dynamo, x  # noqa: F401
+
+import zinf_fx
+from zinf_fx.errors import StoreError
+from zinf_fx.optim import AdamW
+
+PLACED = ["device", "host", {"parameters": "device", "gradients": "host", "optimizer": "device"}]
+
+
+@pytest.fixture(params=PLACED, ids=str)
+def placement(request) -> object:
+    return request.param
+
+
+@pytest.fixture
+def models(tmp_path, placement) -> tuple[Net, Net]:
+    torch.manual_seed(0)
+    plain = Net()
+    return plain, zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, placement=placement)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_they_are_ordinary_and_are_added_to_in_place(models, placement, compiles: bool):
+    plain, model = models
+    call = torch.compile(model, backend="zinf") if compiles else model
+    tiers = model.scale.storage.tiers
+    for _ in range(2):
+        gc.collect()
+        used = tiers.host.in_use
+        addresses = set()
+        for _ in range(3):
+            batch = x()
+            for one in (plain, call):
+                one(batch).backward()
+            for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+                assert (p.grad is None) == (q.grad is None), name
+                if p.grad is not None:
+                    assert type(p.grad) is torch.Tensor and p.grad.is_contiguous(), name
+                    assert torch.equal(p.grad, q.grad), name
+            addresses.add(tuple(p.grad.data_ptr() for p in model.parameters() if p.grad is not None))
+        assert len(addresses) == 1
+        leaves = [p for p in model.parameters() if p.grad is not None]
+        in_arena = placement == "host" or isinstance(placement, dict)
+        assert tiers.host.in_use == used + 4096 * len(leaves) * in_arena
+        held = leaves[0].grad.data[1:]
+        for one in (plain, model):
+            one.zero_grad()
+        assert tiers.host.in_use == used + 4096 * in_arena  # as long as anybody has a part
+        del held
+        assert tiers.host.in_use == used
+
+
+def test_what_the_user_gives_is_taken(models):
+    plain, model = models
+    for one in (plain, model):
+        for parameter in one.layers.parameters():
+            parameter.grad = torch.ones(parameter.shape[::-1]).t()
+        batch = torch.ones(3, 32)
+        one(batch).backward()
+        one(batch).backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert p.grad is None or torch.equal(p.grad, q.grad)
+
+
+def test_a_budget_holds_for_them(tmp_path):
+    model = torch.nn.Linear(512, 512, bias=False)  # 1 MiB
+    zinf_fx.offload(model, store=tmp_path, placement="host", host_memory="1.5MiB")
+    with pytest.raises(StoreError, match="raise host_memory"):
+        model(torch.ones(1, 512)).sum().backward()
+
+
+def test_what_stores_states_stores_gradients(tmp_path):
+    """Its update may go on in the background, and nobody is to change what it reads."""
+    where = {"parameters": "device", "gradients": "device", "optimizer": "nvme"}
+    model = zinf_fx.offload(torch.nn.Linear(4, 4), store=tmp_path, placement=where)
+    model(torch.ones(1, 4)).sum().backward()
+    assert all(isinstance(p.grad, zinf_fx.StoredTensor) for p in model.parameters())
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_training_clips_and_scales_as_plain_pytorch(models, compiles: bool):
+    sides = []
+    for one, kind, options in zip(reversed(models), (AdamW, torch.optim.AdamW), ({}, {"fused": True}), strict=True):
+        call = torch.compile(one, backend="zinf") if compiles and kind is AdamW else one
+        sides.append((one, call, kind(one.parameters(), **options), torch.amp.GradScaler("cpu", init_scale=8.0)))
+    for _ in range(4):
+        batch = x()
+        for one, call, optimizer, scaler in sides:
+            scaler.scale(call(batch)).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        for p, q in zip(*(one.parameters() for one in models), strict=True):
+            assert torch.equal(p, q)
