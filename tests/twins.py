@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,22 @@ def pair(tmp_path: Path) -> tuple[Net, Net]:
     torch.manual_seed(0)
     plain = Net()
     return plain, zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, placement="nvme")
+
+
+def python_calls(function: Callable[[], object]) -> int:
+    """How many Python functions are called."""
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return calls
 
 
 def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:

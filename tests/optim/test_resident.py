@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import sys
-from collections.abc import Callable
 
 import pytest
 import torch
+from twins import python_calls
 
 import zinf_fx
 from zinf_fx import optim
@@ -29,22 +28,6 @@ def called(monkeypatch) -> list[int]:
 
     monkeypatch.setattr(ResidentCall, "run", counting)
     return counts
-
-
-def python_calls(function: Callable[[], object]) -> int:
-    """How many Python functions are called."""
-    calls = 0
-
-    def count(frame: object, event: str, argument: object) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(count)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return calls
 
 
 @pytest.mark.parametrize("placement", PLACED)

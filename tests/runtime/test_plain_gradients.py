@@ -7,7 +7,7 @@ import gc
 
 import pytest
 import torch
-from twins import Net, fresh_dynamo, x  # noqa: F401
+from twins import Net, fresh_dynamo, python_calls, x  # noqa: F401
 
 import zinf_fx
 from zinf_fx.errors import StoreError
@@ -103,3 +103,53 @@ def test_training_clips_and_scales_as_plain_pytorch(models, compiles: bool):
             optimizer.zero_grad()
         for p, q in zip(*(one.parameters() for one in models), strict=True):
             assert torch.equal(p, q)
+
+
+class Sharing(torch.nn.Module):
+    """Its parameters have gradients that are something else too: another's, what the caller gave, a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.given = (torch.nn.Parameter(torch.randn(3, 4)) for _ in range(3))
+        self.parts = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(4)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (self.one + self.other) * torch.stack(list(self.parts)) + self.given
+
+
+def test_no_gradient_shares_memory_with_anything(tmp_path):
+    torch.manual_seed(0)
+    plain = Sharing()
+    model = zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, placement="device")
+    batch, tangent = torch.randn(3, 4), torch.randn(3, 4)
+    compiled = torch.compile(model, backend="zinf")
+    for _ in range(2):
+        for one in (plain, compiled):
+            one(batch).backward(tangent)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
+        storages = [p.grad.untyped_storage() for p in model.parameters()]
+        assert all(storage.nbytes() == p.grad.nbytes for storage, p in zip(storages, model.parameters(), strict=True))
+        assert len({storage.data_ptr() for storage in (*storages, tangent.untyped_storage())}) == len(storages) + 1
+
+
+@pytest.mark.parametrize(("placement", "bound"), [("device", 55), ("host", 110)])
+def test_python_calls_for_each_parameter_of_a_compiled_step(tmp_path, placement: str, bound: int):
+    """Of a whole step. Somebody who brings back work for each parameter sees it here."""
+    counts = []
+    for layers in (10, 40):
+        torch._dynamo.reset()
+        model = zinf_fx.offload(Net(width=4, layers=layers), store=tmp_path, placement=placement)
+        optimizer, call = AdamW(model.parameters()), torch.compile(model, backend="zinf")
+        batch = torch.randn(3, 4)
+
+        def step(call: object = call, optimizer: AdamW = optimizer, batch: torch.Tensor = batch) -> None:
+            call(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(3):
+            step()
+        counts.append(python_calls(step))
+    per_parameter = (counts[1] - counts[0]) / (2 * 30)
+    assert per_parameter <= bound, per_parameter

@@ -21,7 +21,6 @@ from torch import nn
 import zinf_fx
 from zinf_fx import StoredTensor
 from zinf_fx.errors import StoredTensorError, StoreError
-from zinf_fx.runtime.gradients.plain import has_plain_gradient
 from zinf_fx.runtime.tensor.storage import TensorStorage
 
 Make = Callable[..., nn.Parameter]
@@ -291,7 +290,7 @@ def check_same(plain: nn.Module, stored: nn.Module) -> None:
         assert q.requires_grad == p.requires_grad and q.dtype == p.dtype and q.equal(p), name
         assert (q.grad is None) == (p.grad is None)
         if p.grad is not None:
-            assert isinstance(q.grad, StoredTensor) != has_plain_gradient(q.storage)
+            assert isinstance(q.grad, StoredTensor) != q.storage.has_plain_gradient
             assert q.grad.dtype == p.grad.dtype and q.grad.equal(p.grad), name
     for (name, p), (_, q) in zip(plain.named_buffers(), stored.named_buffers(), strict=True):
         assert type(q) is torch.Tensor and q.equal(p), name

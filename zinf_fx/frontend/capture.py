@@ -28,6 +28,7 @@ from zinf_fx.passes.following import follow_inference, follow_training
 from zinf_fx.passes.ir.fingerprint import fingerprint_of
 from zinf_fx.passes.ir.framework import GraphContext, is_compute, operator_of
 from zinf_fx.passes.ir.rewriting import copied
+from zinf_fx.passes.lowering.offload_gradients import gradients_left_alone
 from zinf_fx.passes.pipeline import plan_inference, plan_of, plan_training
 from zinf_fx.plan.memory.use import most
 from zinf_fx.plan.plan import Plan
@@ -120,7 +121,7 @@ class Capture:
 
         def call(*arguments: Any) -> Any:
             nonlocal first
-            arguments = [local_input(argument) for argument in arguments]
+            arguments = [one if type(one) is StoredTensor else local_input(one) for one in arguments]
             if first:
                 self._reserve(arguments)
                 self._together.check_first(arguments)
@@ -245,7 +246,8 @@ class Capture:
         context = self._contexts[kind]
         tokens = [key.token for key in context.keys]
         operators = {node.name: operator_of(node) for node in module.graph.nodes if is_compute(node)}
-        program = Program(module, self.plan, kind, tokens, operators, self._together.tensor_ranks)
+        left_alone = gradients_left_alone(module.graph)
+        program = Program(module, self.plan, kind, tokens, operators, self._together.tensor_ranks, left_alone)
 
         # A caller that compiles its whole training step must not trace into the runtime.
         run = torch.compiler.disable(lambda arguments: program(arguments))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import operator
+
+import torch
 from torch import fx
 
 from zinf_fx import ops
+from zinf_fx.passes.ir.aliases import aliases_of, memory_node
 from zinf_fx.passes.ir.framework import GraphContext, Pass, give_event, operator_of, start_argument
 from zinf_fx.passes.ir.gradient_parts import assembly_of, gradient_outputs, parts_of
 from zinf_fx.passes.ir.rewriting import set_results
@@ -32,3 +36,26 @@ class OffloadGradients(Pass):
         for node in assembled:  # the parts meet where gradients live
             graph.erase_node(node)
         return context
+
+
+def gradients_left_alone(graph: fx.Graph) -> frozenset[int]:
+    """The tiles whose gradients nobody but their parameter has any part of once a lowered graph has computed them."""
+    offloads = graph.find_nodes(op="call_function", target=ops.offload)
+    return frozenset(node.meta[ops.EVENT].tile for node in offloads if _is_left_alone(node.args[1].args[1]))
+
+
+def _is_left_alone(gradient: fx.Node) -> bool:
+    """Whether nothing but its reduction has to do with the memory of a gradient, so that it may be kept as it is.
+
+    An operator of PyTorch's own has made it, for this purpose alone, and as large as it is.
+    """
+    memory = memory_node(gradient)
+    maker = memory.args[0] if memory.target is operator.getitem else memory
+    if not isinstance(maker.target, torch._ops.OpOverload) or maker.target.namespace != "aten":
+        return False
+    aliases = set(aliases_of(memory))
+    others = [user for alias in aliases for user in alias.users if user not in aliases]
+    if maker.target._schema.is_mutable or [user.target for user in others] != [ops.reduce_scatter]:
+        return False
+    made, value = memory.meta["val"], gradient.meta["val"]
+    return value.is_contiguous() and made.numel() == value.numel()

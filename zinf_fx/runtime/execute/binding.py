@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -14,12 +15,28 @@ _TAKE_A_VALUE = (ops.reduce_scatter, ops.offload, ops.write)
 _METHODS_IN_PLACE = {"fetch": None, "upload": None, "allgather": None, "wait": "value", "release": "passed"}
 
 
-def bind(module: fx.GraphModule, operators: Mapping[str, int], in_place: Collection[int]) -> fx.GraphModule:
+@dataclass(frozen=True)
+class Here:
+    """What is where a graph computes, so that nothing has to be done for it.
+
+    Attributes:
+        tiles: those of parameters.
+        gradients: those whose gradients are ordinary tensors (see [Note: plain gradients]); of them, `kept` may stay as
+            they are computed.
+        followed: whether somebody is to know when the graph has used a parameter.
+    """
+
+    tiles: frozenset[int]
+    gradients: frozenset[int]
+    kept: frozenset[int]
+    followed: bool
+
+
+def bind(module: fx.GraphModule, operators: Mapping[str, int], here: Here) -> fx.GraphModule:
     """The graph as a function of (run, arguments): its `zinf` nodes become calls of the run's methods, which is told
     when an operator begins and ends, too.
 
-    `operators`: by the names of the nodes that compute, which operator they belong to. `in_place`: the tiles that are
-    where the graph computes, so that nothing is done to have them there.
+    `operators`: by the names of the nodes that compute, which operator they belong to.
     `arguments` is a reversed list from which each input is popped, so that inputs die with their last use.
     """
     bound = fx.Graph()
@@ -38,8 +55,15 @@ def bind(module: fx.GraphModule, operators: Mapping[str, int], in_place: Collect
             copies[node].name = node.name
         elif node.target in ops.KINDS:
             event: Event = node.meta[ops.EVENT]
-            method = _METHODS_IN_PLACE.get(event.kind, event.kind) if event.tile in in_place else method_of(event)
-            if method is None:
+            if event.tile in here.gradients and event.kind == "reduce_scatter":
+                copies[node] = copies[node.args[1]]
+                continue
+            if event.tile in here.gradients and event.kind == "offload":
+                method = "keep_gradient" if event.tile in here.kept else "copy_gradient"
+                bound.call_method(method, (run, event.tile, copies[node.args[1]]))
+                continue
+            method = _METHODS_IN_PLACE.get(event.kind, event.kind) if event.tile in here.tiles else method_of(event)
+            if method is None or (method == "passed" and not here.followed):
                 continue
             values = node.args[1:] if node.target in _TAKE_A_VALUE else ()
             values = node.args if node.target is ops.offload_activation else values

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -16,7 +16,7 @@ from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import GraphKind, Tile
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.execute.activations import ActivationSlots
-from zinf_fx.runtime.execute.binding import bind, head_fetches
+from zinf_fx.runtime.execute.binding import Here, bind, head_fetches
 from zinf_fx.runtime.execute.transfers import ShardedTile, StagedTile, Staging
 from zinf_fx.runtime.gradients.leaving import LeavingGradients
 from zinf_fx.runtime.gradients.reduction import Reduction
@@ -74,9 +74,10 @@ class Program(Stage):
         tokens: Sequence[str],
         operators: Mapping[str, int],
         tensor_ranks: Ranks = ALONE,
+        left_alone: Collection[int] = (),
     ) -> None:
         """`operators`: by the names of the nodes that compute, which operator they belong to. `tensor_ranks`: over
-        which activations are divided."""
+        which activations are divided. `left_alone`: the tiles whose gradients may be kept as they are computed."""
         super().__init__()
         self.plan = plan
         self.schedule = schedule = plan.graph(kind)
@@ -100,11 +101,13 @@ class Program(Stage):
         writes = [e for graph in plan.graphs for e in graph.events if e.kind in ("offload_activation", "write")]
         to_nvme = any(schedule.tiles[event.tile].tier == "nvme" for event in writes)
         self.awaits_writes = schedule.kind != "forward" and to_nvme
-        self._planned, self._operators = module, operators
-        self._bound: dict[frozenset[int], fx.GraphModule] = {}  # by the tiles that are in place
+        self._planned, self._operators, self._left_alone = module, operators, left_alone
+        self._bound: dict[Here, fx.GraphModule] = {}
         self._module: fx.GraphModule | None = None  # for the storages of the last run
+        self._here: Here | None = None  # with them
         self._head = head_fetches(schedule)
         self._last_storages: dict[int, weakref.ref[TensorStorage]] = {}  # of parameters
+        self.gathered: dict[int, int] = {}  # bytes of tiles that a run has from where they are
         # After so many events of a tile, this graph needs neither its value nor its gradient any more.
         events = [event for event in schedule.events if not schedule.tiles[event.tile].activation]
         self.last_uses = Counter(event.tile for event in events if event.kind in ("release", "offload"))
@@ -117,15 +120,19 @@ class Program(Stage):
     def _run(self, arguments: list) -> tuple:
         storages = [p if p is None else TensorStorage.of_token(arguments[p]) for p in self._token_positions]
         parameters = {tile: storages[tile] for tile in self._parameters}
+        several = set(parameters.values())
+        followed = any([storage.gradient.followed for storage in several])
         if self._module is None or {tile: ref() for tile, ref in self._last_storages.items()} != parameters:
             EXECUTOR.staging.drop_staying()
             self._last_storages = {tile: weakref.ref(storage) for tile, storage in parameters.items()}
-            self._module = self._bound_to(parameters)
+            self._bind_to(parameters, followed)
+        elif followed != self._here.followed:
+            self._bind_to(parameters, followed)
         EXECUTOR.begin(self, self.plan)
         RECORDER.graph_begins(self.plan, self.schedule.kind)
         run = Run(self, storages)
         if self.schedule.kind == "forward":
-            for storage in set(parameters.values()):
+            for storage in several:
                 storage.gradient.backwards_due += 1
         arguments.reverse()
         try:
@@ -134,20 +141,32 @@ class Program(Stage):
         except BaseException as error:
             run.abort(error)
             if self.schedule.kind == "forward":  # no backward pass comes of it
-                for storage in set(parameters.values()):
+                for storage in several:
                     storage.gradient.backward_ended()
             raise
+        run.end()
         EXECUTOR.end(self)
         return results
 
-    def _bound_to(self, parameters: Mapping[int, TensorStorage]) -> fx.GraphModule:
-        """The graph for parameters of which some may be where it computes, with no other rank to change them."""
-        in_place = frozenset(
-            tile for tile, storage in parameters.items() if storage.in_place and storage.share.ranks.shards == 1
-        )
-        if in_place not in self._bound:
-            self._bound[in_place] = bind(self._planned, self._operators, in_place)
-        return self._bound[in_place]
+    def _bind_to(self, parameters: Mapping[int, TensorStorage], followed: bool) -> None:
+        """Have the graph for parameters of which some may be where it computes, with no other rank to change them.
+        `followed`: whether an optimizer steps in backward."""
+        in_place = {t: s for t, s in parameters.items() if s.in_place and s.share.ranks.shards == 1}
+        alone = () if followed else (t for t, s in in_place.items() if s.has_plain_gradient)
+        plain = frozenset(tile for tile in alone if self.schedule.tiles[tile].rows is None)
+        kept = plain.intersection(self._left_alone)
+        kept = frozenset(tile for tile in kept if parameters[tile].placement.gradients == "device")
+        self._here = Here(frozenset(in_place), plain, kept, followed)
+        if self._here not in self._bound:
+            self._bound[self._here] = bind(self._planned, self._operators, self._here)
+        self._module = self._bound[self._here]
+        waits = [event.tile for event in self.schedule.events if event.kind == "wait" and event.tile in in_place]
+        self.gathered = {tile: count * self.schedule.tiles[tile].nbytes for tile, count in Counter(waits).items()}
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether somebody is to know when a run has used a parameter."""
+        return self._here.followed
 
     def head_tiles(self) -> list[tuple[TensorStorage, Tile, int | None]]:
         if not self._last_storages:
@@ -247,14 +266,24 @@ class Run:
         if program.slots:
             self._tiers = self._tiers or [Tiers.of(program.plan.config)]
             program.slots.reserve(self._owner, self._tiers[0])
+        for tiers in self._tiers:
+            tiers.check_process()
         self._held: dict[int, StagedTile | ShardedTile] = {}
         self._in_head = True
         self._computing: Note | None = None  # the operator, while somebody records
         self._gradients: LeavingGradients | None = None  # of a backward graph
         if program.schedule.kind == "backward":
-            self._gradients = LeavingGradients(
-                program.plan, self._tiles, storages, program.last_uses, program.gradients
-            )
+            last_uses = program.last_uses if program.is_followed else {}
+            self._gradients = LeavingGradients(program.plan, self._tiles, storages, last_uses, program.gradients)
+            self.keep_gradient, self.copy_gradient = self._gradients.keep_gradient, self._gradients.copy_gradient
+
+    def end(self) -> None:
+        """The graph has computed all."""
+        for tile, nbytes in self._program.gathered.items():
+            self._storages[tile].tiers.counters.gathered_bytes += nbytes
+        if self._gradients is not None and not self._program.is_followed:
+            for storage in {self._storages[tile] for tile in self._program.last_uses}:
+                storage.gradient.backward_ended()
 
     def await_writes(self) -> None:
         """Before backward, until activations that left are on NVMe: what left last is needed first, and the plan has no
@@ -295,8 +324,9 @@ class Run:
     def value(self, tile: int) -> torch.Tensor:
         """The full tile, of a parameter that is where the graph computes."""
         planned, storage = self._tiles[tile], self._storages[tile]
-        storage.tiers.counters.gathered_bytes += planned.nbytes
-        elements = storage.settled().on_device
+        if storage.tiers.background is not None:
+            storage.settled()
+        elements = storage.bytes.on_device
         if planned.rows is not None:
             elements = elements[planned.start : planned.start + planned.numel]
         return elements.view(planned.shape)

@@ -12,8 +12,8 @@ from zinf_fx.plan.sharding import Segment
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.gradients.leaf import accumulated_leaf
 from zinf_fx.runtime.gradients.plain import (
-    has_plain_gradient,
     in_its_memory,
+    is_there,
     new_plain_gradient,
     noted,
     plain_copy,
@@ -42,7 +42,7 @@ def new_gradient(parameter: StoredTensor, dtype: torch.dtype, *, reduced: bool) 
     """A gradient without values yet, on the tier of gradients; of this rank alone, if there are others, and it isn't
     `reduced` over them."""
     storage = parameter.storage
-    if has_plain_gradient(storage):
+    if storage.has_plain_gradient:
         return new_plain_gradient(parameter, dtype)
     return _new_stored(parameter, dtype, reduced=reduced)
 
@@ -107,7 +107,7 @@ def accumulate_gradient(parameter: StoredTensor, gradient: torch.Tensor | Reduct
     if parameter.grad is not None:
         accumulate_gradient_part(parameter, 0, gradient, first=False, offset=offset)
         return
-    if has_plain_gradient(parameter.storage):
+    if parameter.storage.has_plain_gradient:
         parameter.grad = plain_copy(parameter, gradient)
         return
     reduced = isinstance(gradient, Reduction)
@@ -200,10 +200,10 @@ def _take(parameter: StoredTensor) -> None:
             if (before := take_unreduced(parameter)) is not None:
                 add_gradient(parameter, before.full_tensor())
             return
-        if not has_plain_gradient(parameter.storage):
+        if not parameter.storage.has_plain_gradient:
             parameter.grad = parameter.set_aside()
             add_gradient(parameter, gradient)
-        elif not in_its_memory(parameter, gradient):
+        elif not in_its_memory(parameter.storage, gradient):
             with torch.no_grad():
                 parameter.grad = plain_copy(parameter, gradient)
         state = parameter.storage.gradient
@@ -231,6 +231,6 @@ def _add(operation: torch._ops.OpOverload, args: tuple, kwargs: dict) -> torch.T
     return gradient.clone()
 
 
-implement_arrival(_take)
+implement_arrival(_take, is_there)
 handle(aten.add, _add)
 handle(aten.add_, _add)

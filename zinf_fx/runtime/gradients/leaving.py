@@ -20,6 +20,7 @@ from zinf_fx.runtime.gradients.accumulate import (
     take_unreduced,
 )
 from zinf_fx.runtime.gradients.leaf import leaves_of_node
+from zinf_fx.runtime.gradients.plain import leave_copy
 from zinf_fx.runtime.gradients.reduction import Reduction
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.recorder import GRADIENT, RECORDER
@@ -40,7 +41,7 @@ class LeavingGradients:
         gradients: Mapping[int, int],
     ) -> None:
         """`storages`: of each tile. `last_uses`: of each parameter's tile, how many releases and offloads of it the
-        graph has; `gradients`: how many offloads alone."""
+        graph has, if anybody is to know when they are over; `gradients`: how many offloads alone."""
         self._plan, self._tiles, self._storages, self._last_uses = plan, tiles, storages, last_uses
         self._reducing: Reduction | None = None  # the gradient that began last
         self._begun: dict[int, _PartialGradient] = {}
@@ -76,8 +77,25 @@ class LeavingGradients:
         """Move a gradient to its tier and add it to the parameter's `.grad`, as autograd would."""
         with RECORDER.about(self._tiles[tile].label, GRADIENT):
             self._accumulate(self._storages[tile], tile, shard, offset)
-        self._gradients_left[self._storages[tile].key] -= 1
+        if tile in self._last_uses:
+            self._gradients_left[self._storages[tile].key] -= 1
         self.passed(tile)
+
+    def keep_gradient(self, tile: int, gradient: torch.Tensor) -> None:
+        """Leave a gradient that nobody else holds in the parameter's `.grad`, or add it to what is there: it lives
+        where it was computed."""
+        parameter = self._taking(tile)
+        if parameter is not None and parameter.grad is None and gradient.is_contiguous():
+            parameter.grad = gradient
+        elif parameter is not None:
+            leave_copy(parameter, gradient)
+
+    def copy_gradient(self, tile: int, gradient: torch.Tensor) -> None:
+        """As `keep_gradient`, where somebody may hold the gradient, or it lives somewhere else in the same memory."""
+        parameter = self._taking(tile)
+        if parameter is not None:
+            with RECORDER.about(self._tiles[tile].label, GRADIENT):
+                leave_copy(parameter, gradient)
 
     def passed(self, tile: int) -> None:
         """A release or an offload of a tile is over. After the last of this graph, and when no other graph is to use
@@ -110,17 +128,22 @@ class LeavingGradients:
         leaf = self._leaves.get(storage.key)
         return leaf.parameter if leaf is not None and leaf.accumulates else None
 
-    def _accumulate(
-        self, storage: TensorStorage, tile: int, shard: torch.Tensor | Reduction, offset: int | None
-    ) -> None:
-        parameter = self._accumulating(storage)
-        if parameter is None:
-            return
-        if parameter.has_gradient_hooks:
+    def _taking(self, tile: int) -> StoredTensor | None:
+        """The parameter to whose `.grad` a gradient of the tile is to be added, if there is one."""
+        parameter = self._accumulating(self._storages[tile])
+        if parameter is not None and parameter.has_gradient_hooks:
             raise StoredTensorError(
                 f"a hook was registered on '{self._tiles[tile].name}' after its graph was compiled, and would not run: "
                 "register hooks before the first compiled call, or call torch.compiler.reset() after it"
             )
+        return parameter
+
+    def _accumulate(
+        self, storage: TensorStorage, tile: int, shard: torch.Tensor | Reduction, offset: int | None
+    ) -> None:
+        parameter = self._taking(tile)
+        if parameter is None:
+            return
         if storage.share.ranks.size == 1 and self._consumed_from_memory(storage, parameter, shard):
             storage.gradient.consumer.make_room(shard.nbytes)
             parameter.grad = shard

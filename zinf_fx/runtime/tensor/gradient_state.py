@@ -31,10 +31,12 @@ class GradientState(Generic[S]):
     Attributes:
         space: the storage reserved for the first gradient, until that takes it.
         backwards_due: compiled forward passes with the parameter that have no backward pass yet.
+        followed: whether there was a consumer at any time.
     """
 
     space: S | None = None
     backwards_due: int = 0
+    followed: bool = False
     _consumer: weakref.ref[GradientConsumer] | None = None
 
     @property
@@ -44,7 +46,7 @@ class GradientState(Generic[S]):
 
     @consumer.setter
     def consumer(self, consumer: GradientConsumer) -> None:
-        self._consumer = weakref.ref(consumer)
+        self._consumer, self.followed = weakref.ref(consumer), True
 
     def backward_ended(self) -> None:
         """One backward pass that was due has used the parameter, or won't come."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from functools import cached_property
 from typing import ClassVar, NoReturn
 
 import torch
@@ -132,6 +133,20 @@ class TensorStorage:
     def in_place(self) -> bool:
         """Whether all bytes live where the device computes, so that `value` gives them themselves."""
         return self.bytes.on_device is not None and not self.share.partitioned
+
+    @cached_property
+    def has_plain_gradient(self) -> bool:
+        """Whether the gradient of the parameter with these bytes is an ordinary tensor.
+
+        [Note: plain gradients]
+        Where one rank trains, and a parameter, its gradient and its states all live where graphs compute, nothing of it
+        ever moves. So what backward leaves in its `grad` is an ordinary tensor, contiguous, in the parameter's shape.
+        Of the host tier, its memory is leased from the host arena until the last tensor over it is gone. Everywhere
+        else gradients are stored tensors, which a step in the background may be reading when the training goes on.
+        """
+        here = {"device", "host"} if self.device.in_host_memory else {"device"}
+        alone = self.share.ranks.size == 1 and not self.share.part_of
+        return alone and self.in_place and {self.placement.gradients, self.placement.optimizer} <= here
 
     @property
     def name(self) -> str:

@@ -48,6 +48,7 @@ class StoredTensor(torch.Tensor):
     ]  # the whole and this one's memory, once data_ptr() was asked for
     _aside: torch.Tensor | None = None
     _local_of: StoredTensor | None = None  # of the local tensor of a DTensor: what stands for it
+    _context: tuple | None = None  # for __tensor_flatten__
     _expects_gradient = False  # becomes true on an object, and goes where its implementation goes
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -89,8 +90,10 @@ class StoredTensor(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple]:
         # Without views, outer_size says the shape: a parameter's context is the same in every layer.
-        base = self.base if self.views else self.base._replace(shape=None)
-        return ["token"], (base, self.dtype, self.views)
+        if self._context is None:
+            base = self.base if self.views else self.base._replace(shape=None)
+            self._context = base, self.dtype, self.views
+        return ["token"], self._context
 
     @staticmethod
     def __tensor_unflatten__(inner: dict, context: tuple, outer_size: Any, outer_stride: Any) -> StoredTensor:
@@ -289,7 +292,7 @@ class StoredTensor(torch.Tensor):
     def has_gradient_hooks(self) -> bool:
         """Whether the user registered hooks on the gradient, which only autograd can run."""
         before, after = self._backward_hooks or {}, self._post_accumulate_grad_hooks or {}
-        return bool(before) or any(hook is not take_gradient for hook in after.values())
+        return bool(before) or bool(after and list(after.values()) != [take_gradient])
 
     @property
     def parameter(self) -> StoredTensor:
@@ -419,7 +422,8 @@ def take_implementation(tensor: torch.Tensor, twin: StoredTensor) -> None:
     """Give the object `tensor` the implementation, class and attributes of `twin`, which nothing else may use."""
     torch._C._swap_tensor_impl(tensor, twin)
     tensor.__class__ = type(twin)
-    tensor.__dict__.pop("_in_memory", None)
+    for known in ("_in_memory", "_context"):
+        tensor.__dict__.pop(known, None)
     tensor.__dict__.update(twin.__dict__)
     tensor._expects_gradient = False  # autograd doesn't know the hooks of this implementation yet
     tensor.expect_gradient()
