@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
@@ -149,6 +149,9 @@ class Config:
             5.1.3: memory-centric tiling). "auto": tiles as large as fit the budgets; without a budget, or where one
             tile per parameter fits it, as None: one tile per parameter. Where parameters are divided over ranks, shards
             consist of tiles, and the option is for where the model is offloaded.
+        pack: bytes, or a text such as "4MiB", up to which small parameters of one kind move together, as one tile
+            (ZeRO, section 6.2: constant-size buffers); "auto": 4 MiB, or less where a budget is below 256 MiB. None:
+            each parameter moves by itself, as do those that are divided over ranks.
         activations: "keep": what eager PyTorch saves; "recompute": backward computes them again from a few checkpoints,
             chosen for the least peak; a number: from a checkpoint before every so many layers (ZeRO-Infinity,
             equation 3: ci); "offload": what eager PyTorch saves leaves the device; "auto": each is kept, recomputed or
@@ -181,6 +184,7 @@ class Config:
     residency: bool = True
     chunk: Annotated[int, LEAST_CHUNK] = 32 << 20
     tile: Positive | Literal["auto"] | None = "auto"
+    pack: Positive | Literal["auto"] | None = None
     activations: Activations | Positive = "keep"
     partition_activations: bool = False
     compute: Literal["eager"] = "eager"
@@ -192,8 +196,6 @@ class Config:
     gradient_reduction: Reduction = "mean"
     reduce_dtype: torch.dtype | None = None
     collective_timeout: float = 600.0
-    # The default folder is made on demand; one that the user names must exist, so that a typing error is noticed.
-    store_is_default: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         import torch
@@ -201,11 +203,11 @@ class Config:
         def set_field(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        set_field("store_is_default", self.store is None and not os.environ.get("ZINF_STORE"))
         set_field("store", _default_store() if self.store is None else _parse_store(self.store))
         set_field("placement", _parse_placement(self.placement))
         set_field("prefetch", _parse_prefetch(self.prefetch))
-        no_sizes = {"device_memory": (None,), "host_memory": (None,), "chunk": (), "tile": (None, "auto")}
+        no_sizes = {"chunk": (), "device_memory": (None,), "host_memory": (None,)}
+        no_sizes |= dict.fromkeys(("tile", "pack"), (None, "auto"))
         for name, accepted in no_sizes.items():
             if (value := getattr(self, name)) not in accepted:
                 set_field(name, parse_bytes(value, name))
@@ -257,6 +259,12 @@ class Config:
             )
         if mesh.get_coordinate() is None:
             raise ConfigError(f"mesh={mesh!r} is one that this process is not in: give each rank a mesh of its own")
+
+    @property
+    def store_is_default(self) -> bool:
+        """Whether the store is the default folder, which is made on demand. One that the user names must exist, so that
+        a typing error is noticed."""
+        return not os.environ.get("ZINF_STORE") and self.store == _default_store()
 
     @property
     def activation_tier(self) -> Tier:

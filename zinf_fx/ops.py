@@ -6,6 +6,9 @@ binds to its own methods: they have no kernel of their own, so a graph can't run
 | op | meaning | ZeRO-Infinity, section 6.2 |
 |---|---|---|
 | gather | the full value of a stored tensor | |
+| pack | the token of a pack: of the parameters with these tokens, which move together | |
+| member | a parameter of a pack that was gathered | |
+| together | the gradients of the parameters of a pack, as they lie in it | |
 | fetch | start the NVMe -> host read of this rank's shard | nc-transfer |
 | upload | start the host -> device copy of the shard | cg-transfer |
 | allgather | start the collective that builds the full tile | gg-transfer |
@@ -18,13 +21,15 @@ binds to its own methods: they have no kernel of their own, so a graph can't run
 | write | start the move of a parameter's new value to its tier | |
 
 An activation that left comes back in backward as any tile does.
-`start` is the tile's first element in its parameter, when that has several tiles; `after`, how many writes of the graph
+`start` is the tile's first element in its parameter, when that has several tiles, and of a `member`, the parameter's
+first element in its pack; `after`, how many writes of the graph
 to the parameter come before. When an event happens, whether it
 crosses the turn, what it finds in memory and where its buffer lies, the node's `Event` says, and no argument.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -33,6 +38,9 @@ _library = torch.library.Library("zinf", "DEF")
 _library.define(
     "gather(Tensor token, SymInt[] shape, ScalarType dtype, Device device, *, int start=0, int after=0) -> Tensor"
 )
+_library.define("pack(Tensor[] tokens) -> Tensor")
+_library.define("member(Tensor(a) pack, SymInt[] shape, *, int start, int number) -> Tensor(a)")
+_library.define("together(Tensor[] gradients, int[] starts, int numel) -> Tensor")
 _library.define("fetch(Tensor token, *, int start=0) -> ()")
 _library.define("upload(Tensor token, *, int start=0) -> ()")
 _library.define("allgather(Tensor token, *, int start=0) -> ()")
@@ -45,6 +53,9 @@ _library.define("written(Tensor value) -> Tensor")
 _library.define("write(Tensor token, Tensor value, *, int after=0) -> ()")
 
 gather = torch.ops.zinf.gather.default
+pack = torch.ops.zinf.pack.default
+member = torch.ops.zinf.member.default
+together = torch.ops.zinf.together.default
 fetch = torch.ops.zinf.fetch.default
 upload = torch.ops.zinf.upload.default
 allgather = torch.ops.zinf.allgather.default
@@ -78,14 +89,25 @@ def _full_tile(
     return torch.empty(shape, dtype=dtype, device=device)
 
 
+@torch.library.register_fake("zinf::member", lib=_library)
+def _member(pack: torch.Tensor, shape: list[int], *, start: int, number: int) -> torch.Tensor:
+    return pack[start : start + math.prod(shape)].view(shape)
+
+
+@torch.library.register_fake("zinf::together", lib=_library)
+def _together(gradients: list[torch.Tensor], starts: list[int], numel: int) -> torch.Tensor:
+    return gradients[0].new_empty(numel)
+
+
 @torch.library.register_fake("zinf::reduce_scatter", lib=_library)
 def _shard(token: torch.Tensor, gradient: torch.Tensor, *, start: int = 0) -> torch.Tensor:
     return torch.empty_like(gradient)
 
 
+@torch.library.register_fake("zinf::pack", lib=_library)
 @torch.library.register_fake("zinf::offload_activation", lib=_library)
 @torch.library.register_fake("zinf::written", lib=_library)
-def _token(value: torch.Tensor, stride: Sequence[int] = ()) -> torch.Tensor:
+def _token(value: torch.Tensor | list[torch.Tensor], stride: Sequence[int] = ()) -> torch.Tensor:
     return torch.empty((), dtype=torch.int64, device="cpu")
 
 

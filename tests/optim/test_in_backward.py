@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -234,7 +234,7 @@ class Interrupting:
     def __init__(self, consumer: object) -> None:
         self.make_room, self.abandon = consumer.make_room, consumer.abandon
 
-    def take_gradient(self, parameter: torch.Tensor) -> None:
+    def take_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
         raise KeyboardInterrupt
 
 

@@ -103,7 +103,10 @@ class Builder:
 
     def _values(self, graph: fx.Graph, context: GraphContext) -> Any:
         generator = torch.Generator().manual_seed(5)
-        parameters = {t.name: torch.randn(t.shape, generator=generator).to(t.dtype) for t in context.tiles.values()}
+        shapes = {one.name: (one.shape, t.dtype) for t in context.tiles.values() for one in t.members or (t,)}
+        parameters = {
+            name: torch.randn(shape, generator=generator).to(dtype) for name, (shape, dtype) in sorted(shapes.items())
+        }
         inputs = [_random(node.meta["val"], generator) for node in graph.find_nodes(op="placeholder")]
         torch.manual_seed(7)
         outcome = Reference(self.module, graph, context, parameters).run_to_outcome(inputs)

@@ -6,6 +6,7 @@ or through an alias, shows in the results. The token of an activation that left 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,8 +40,11 @@ class Reference(fx.Interpreter):
         self._progress: dict[str, list[object]] = {}
         self._buffers: dict[str, torch.Tensor] = {}
         self._arrived: dict[str, dict[int, torch.Tensor]] = {}
+        self._packs: dict[str, Tile] = {}
 
     def run_node(self, node: fx.Node) -> Any:
+        if node.target in (ops.pack, ops.member, ops.together):
+            return self._of_pack(node)
         if node.target is not ops.gather and node.target not in ops.LOWERED:
             return super().run_node(node)
         tile = self._context.tile_of(node)
@@ -70,18 +74,37 @@ class Reference(fx.Interpreter):
                 return value
             arrived = self._arrived.setdefault(tile.name, {})
             assert tile.rows or not arrived, f"a second gradient: {node.format_node()}"
+            self._packs[tile.name] = tile
             arrived[tile.start] = arrived[tile.start] + value if tile.start in arrived else value.clone()
         return None
 
     @property
     def gradients(self) -> dict[str, torch.Tensor]:
         """What was offloaded, by parameter name; ranges of rows put together."""
-        return {
-            name: parts[0] if len(parts) == 1 else torch.cat([part for _, part in sorted(parts.items())])
-            for name, parts in self._arrived.items()
-        }
+        found: dict[str, torch.Tensor] = {}
+        for name, parts in self._arrived.items():
+            whole = parts[0] if len(parts) == 1 else torch.cat([part for _, part in sorted(parts.items())])
+            found |= _by_member(self._packs[name], whole)
+        return found
+
+    def _of_pack(self, node: fx.Node) -> torch.Tensor | None:
+        """What the nodes of packs mean: parameters lie one behind the other."""
+        if node.target is ops.pack:
+            return None
+        (value, *rest), options = self.fetch_args_kwargs_from_env(node)
+        if node.target is ops.member:
+            return value[options["start"] :][: math.prod(rest[0])].view(rest[0])
+        flat = value[0].new_zeros(rest[1])
+        for part, start in zip(value, rest[0], strict=True):
+            flat[start : start + part.numel()] = part.flatten()
+        return flat
 
     def _value(self, tile: Tile, node: fx.Node) -> torch.Tensor:
+        if tile.members:
+            flat = torch.zeros(tile.shape, dtype=tile.dtype)
+            for member in tile.members:
+                flat[member.start :][: member.numel] = self._parameters[member.name].flatten()
+            return flat
         value = self.env[node.args[0]] if tile.activation else self._parameters[tile.name]
         return (value if tile.rows is None else value[slice(*tile.rows)]).clone()
 
@@ -96,9 +119,16 @@ class Reference(fx.Interpreter):
         gradients = {name: g.clone() for name, g in self.gradients.items()}
         for position, token in self._context.gradients.items():
             if (gradient := results[first + position]) is not None:
-                gradients[self._context.tiles[token].name] = gradient.clone()
+                gradients |= _by_member(self._context.tiles[token], gradient.clone())
             results[first + position] = None
         return Outcome([r.clone() if isinstance(r, torch.Tensor) else r for r in results], gradients, inputs)
+
+
+def _by_member(tile: Tile, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A value of a tile by the names of the parameters in it."""
+    if not tile.members:
+        return {tile.name: value}
+    return {one.name: value[one.start :][: one.numel].view(one.shape) for one in tile.members}
 
 
 def poison(buffer: torch.Tensor) -> None:

@@ -90,5 +90,6 @@ _READ: dict[str, Callable[[str], object]] = {
     "device_memory": str,
     "host_memory": str,
     "tile": lambda text: None if text == "none" else text,
+    "pack": lambda text: None if text == "none" else text,
     "activations": lambda text: int(text) if text.isdecimal() and len(text) < 19 else text,
 }

@@ -22,11 +22,14 @@ from zinf_fx.errors import ConfigError, StoredTensorError, ZinfError
 from zinf_fx.frontend.auto_placement import placed_by_rule
 from zinf_fx.frontend.graph_inputs import bytes_in_memory
 from zinf_fx.interrupts import held_back
+from zinf_fx.plan.memory.accounting import blocks
+from zinf_fx.plan.packs import in_packs, moves, pack_limit, starts_of
 from zinf_fx.plan.sharding import Owners, shards_of
-from zinf_fx.runtime.gradients.accumulate import add_gradient, reserve_gradient
+from zinf_fx.runtime.gradients.accumulate import add_gradient, reserve_gradients
 from zinf_fx.runtime.memory.device import device_of
 from zinf_fx.runtime.memory.heap import trim_heap
 from zinf_fx.runtime.ranks import Ranks
+from zinf_fx.runtime.tensor.home import Home
 from zinf_fx.runtime.tensor.local_parameter import LocalParameter, local_part, placed_as, stored_parameter
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter, check_device, take_implementation
@@ -146,7 +149,9 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
             return
         check_storable(parameter, f"a parameter of shape {tuple(parameter.shape)}")
         check_ranks(config, [parameter])
-        replace_in_place(parameter, _written(parameter, _reserved(parameter, tiers, config, owners)))
+        twin = _reserved(parameter, tiers, config, owners)
+        reserve_gradients([twin])
+        replace_in_place(parameter, _written(parameter, twin))
         freed += parameter.nbytes
         if freed >= _TRIM_EVERY:
             freed = 0
@@ -181,7 +186,7 @@ def offload_parameters(parameters: Mapping[str, torch.nn.Parameter], config: Con
         check_storable(parameter, f"parameter '{name}'")
     _check_disjoint(parameters)
     tiers, owners = Tiers.of(config), Owners(config, Ranks.of(config).shards)
-    twins = [_reserved(parameter, tiers, config, owners) for parameter in parameters.values()]
+    twins = _all_reserved(parameters, tiers, config, owners)
     to_disk = any(t.base.tier == "nvme" for twin in twins for t in (twin, twin.grad) if t is not None)
     if to_disk:
         for parameter, twin in zip(parameters.values(), twins, strict=True):
@@ -197,8 +202,41 @@ def offload_parameters(parameters: Mapping[str, torch.nn.Parameter], config: Con
     trim_heap()
 
 
-def _reserved(parameter: torch.nn.Parameter, tiers: Tiers, config: Config, owners: Owners) -> StoredTensor:
-    """A stored parameter without a value yet, to take the place of `parameter`, or of the local tensor of a DTensor."""
+def _all_reserved(
+    parameters: Mapping[str, torch.nn.Parameter], tiers: Tiers, config: Config, owners: Owners
+) -> list[StoredTensor]:
+    """Of each parameter, what `_reserved` gives: those side by side that may move together."""
+    homes: dict[str, tuple[Home, int]] = {}
+    together = _together(parameters, config)
+    for names in together:
+        first = parameters[names[0]]
+        *starts, end = starts_of((parameters[name].numel() for name in names), first.dtype)
+        home = Home(tiers, config.placement.parameters, end, first.dtype, device_of(first.device))
+        homes |= {name: (home, start) for name, start in zip(names, starts, strict=True)}
+    twins = {name: _reserved(one, tiers, config, owners, homes.get(name)) for name, one in parameters.items()}
+    for names in (*together, *([name] for name in parameters if name not in homes)):
+        reserve_gradients([twins[name] for name in names])
+    return list(twins.values())
+
+
+def _together(parameters: Mapping[str, torch.nn.Parameter], config: Config) -> list[list[str]]:
+    """The names of those that are to live side by side: small ones of one kind, in the order in which they come."""
+    tier, limit = config.placement.parameters, pack_limit(config)
+    if limit is None or Ranks.of(config).size > 1:
+        return []
+    kinds = (
+        (name, (one.dtype, one.device, one.requires_grad, one.grad is None), blocks(one.nbytes))
+        for name, one in parameters.items()
+        if moves(tier, one.device.type) and not isinstance(one, DTensor)
+    )
+    return in_packs(kinds, limit)
+
+
+def _reserved(
+    parameter: torch.nn.Parameter, tiers: Tiers, config: Config, owners: Owners, at: tuple[Home, int] | None = None
+) -> StoredTensor:
+    """A stored parameter without a value yet, to take the place of `parameter`, or of the local tensor of a DTensor.
+    `at`: where it is to live."""
     placement, ranks = config.placement, Ranks.of(config)
     requires_grad, gradient, divided_over = parameter.requires_grad, parameter.grad, groups_of(parameter)
     parameter = local_part(parameter)
@@ -206,7 +244,7 @@ def _reserved(parameter: torch.nn.Parameter, tiers: Tiers, config: Config, owner
     shards = shards_of(parameter.shape, dtype, ranks.shards, config, owners.next(parameter.nbytes))
     with torch.inference_mode(False):  # a model may be evaluated before it is trained
         storage = TensorStorage(
-            tiers, placement.parameters, config, numel, dtype, device, ranks, placement.stage == 3, shards
+            tiers, placement.parameters, config, numel, dtype, device, ranks, placement.stage == 3, shards, at
         )
         storage.share.part_of = divided_over
         twin = StoredTensor.of(storage, parameter.shape, parameter.device, requires_grad=requires_grad)
@@ -215,8 +253,6 @@ def _reserved(parameter: torch.nn.Parameter, tiers: Tiers, config: Config, owner
             present = storage.for_gradient(gradient.dtype, partitioned=ranks.size == 1)
             present.share.unreduced = ranks.size > 1
             twin.grad = StoredTensor.of(present, parameter.shape, parameter.device)
-        else:
-            reserve_gradient(twin)
         return as_parameter(twin)
 
 

@@ -3,53 +3,28 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
 
-import torch
-
-from zinf_fx.optim.arithmetic import Group
 from zinf_fx.optim.chunks import Piece
+from zinf_fx.optim.packed import OpenPack, PackedStates
 from zinf_fx.optim.part import OpenPart, OpenPiece
+from zinf_fx.optim.recipe import Recipe
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.optim.whole import OpenWhole
-from zinf_fx.runtime.memory.device import Device
-
-
-@dataclass(frozen=True, eq=False)
-class Recipe:
-    """What parameters have in common that may share a chunk: a group, the states present, place and dtype.
-
-    Attributes:
-        group: its options when the step took them.
-        place: what updates them.
-        names: the states that are streamed.
-        present: those of them, and of the master, that hold values; the torch class makes the others.
-        whole: each is updated whole, in a chunk of its own.
-    """
-
-    group: Group
-    place: Device
-    dtype: torch.dtype
-    names: tuple[str, ...]
-    present: frozenset[str]
-    whole: bool = False
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the torch class makes states, in memory of its own."""
-        return not self.present.issuperset(self.names) or (self.whole and not self.names)
 
 
 class OpenChunk:
     """The windows of a chunk, opened at construction."""
 
-    def __init__(self, recipe: Recipe, pieces: tuple[Piece[ParameterStates], ...]) -> None:
+    def __init__(self, recipe: Recipe, pieces: tuple[Piece[ParameterStates | PackedStates], ...]) -> None:
         self.recipe = recipe
-        self.parts: list[OpenPart] = []
+        self.parts: list[OpenPart | OpenPack] = []
         self._close = ExitStack()
         try:
             for piece in pieces:
-                part = (OpenWhole if recipe.whole else OpenPiece)(piece, recipe.names, recipe.present)
+                if isinstance(piece.owner, PackedStates):
+                    part = OpenPack(piece.owner)
+                else:
+                    part = (OpenWhole if recipe.whole else OpenPiece)(piece, recipe.names, recipe.present)
                 self.parts.append(part)
                 self._close.callback(part.close)
         except BaseException:
@@ -69,9 +44,7 @@ class OpenChunk:
     @property
     def states_nbytes(self) -> int:
         """Bytes of the states that its update changes, masters among them."""
-        return sum(
-            part.piece.count * sum(t.dtype.itemsize for t in part.piece.owner.tensors.values()) for part in self.parts
-        )
+        return sum(part.states_nbytes for part in self.parts)
 
     def close(self) -> None:
         """Close the windows that were not stored."""

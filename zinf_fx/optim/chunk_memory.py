@@ -8,8 +8,9 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from zinf_fx.optim.chunk import OpenChunk, Recipe
+from zinf_fx.optim.chunk import OpenChunk
 from zinf_fx.optim.chunks import Piece, chunk_elements, in_turn
+from zinf_fx.optim.recipe import Recipe
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.plan.memory.accounting import AT_A_TIME
 from zinf_fx.runtime.memory.device import CPU, Device

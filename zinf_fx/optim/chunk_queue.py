@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 
-from zinf_fx.optim.chunk import OpenChunk, Recipe
+from zinf_fx.optim.chunk import OpenChunk
 from zinf_fx.optim.chunk_memory import ChunkMemory
 from zinf_fx.optim.chunks import Piece, all_of, cut
+from zinf_fx.optim.packed import PackedStates, packed
 from zinf_fx.optim.progress import Progress
+from zinf_fx.optim.recipe import Recipe
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.plan.memory.accounting import CHUNKS_AHEAD
 
@@ -22,7 +24,7 @@ class ChunkQueue:
     def __init__(self, memory: ChunkMemory, progress: Progress) -> None:
         self._memory, self._progress = memory, progress
         self._loose: dict[Recipe, list[ParameterStates]] = {}  # not cut into chunks yet
-        self._unopened: deque[tuple[Recipe, tuple[Piece[ParameterStates], ...]]] = deque()
+        self._unopened: deque[tuple[Recipe, tuple[Piece[ParameterStates | PackedStates], ...]]] = deque()
         self._opened: deque[OpenChunk] = deque()
 
     def __bool__(self) -> bool:
@@ -47,9 +49,16 @@ class ChunkQueue:
         if not self._memory.elements:
             every = (states.parameter.storage for loose in self._loose.values() for states in loose)
             self._memory.plan(min(storage.config.chunk for storage in every))
-        chunks = []
-        for recipe, loose in self._loose.items():
-            loose.sort(key=lambda states: states.parameter.storage.key)
+        chunks: list[tuple[Recipe, tuple[Piece[ParameterStates | PackedStates], ...]]] = []
+        every = ((recipe, states) for recipe, loose in self._loose.items() for states in loose)
+        alone: dict[Recipe, list[ParameterStates]] = {}
+        for updates in packed(sorted(every, key=lambda update: update[1].parameter.storage.key), self._memory.elements):
+            recipe, states = updates[0]
+            if len(updates) > 1:
+                chunks.append((recipe, (all_of(PackedStates(updates), 0),)))
+            else:
+                alone.setdefault(recipe, []).append(states)
+        for recipe, loose in alone.items():
             if recipe.whole:
                 chunks += [(recipe, (all_of(states, states.parameter.numel()),)) for states in loose]
                 continue

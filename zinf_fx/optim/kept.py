@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from zinf_fx.optim.arithmetic import StateLayout
-from zinf_fx.optim.states import MASTER, ParameterStates, State, working_dtype
+from zinf_fx.optim.states import MASTER, ParameterStates, State, follows, working_dtype
+from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 
@@ -22,11 +23,33 @@ class KeptStates:
         """`masters`: whether parameters of low precision are updated through an fp32 copy."""
         self._masters = masters
         self.states: dict[StoredTensor, ParameterStates] = {}
+        self._spaces: dict[StoredTensor, dict[str, TensorStorage]] = {}  # of parameters to come
 
     def dtype(self, parameter: StoredTensor) -> torch.dtype:
         """Of the update. Raises: OptimizerError for a parameter that can't be updated in pieces."""
         dtype = working_dtype(parameter)
         return dtype if self._masters else parameter.dtype
+
+    def make_room(self, several: Iterable[tuple[StoredTensor, StateLayout]]) -> None:
+        """Before `reserve`: make room for the states of those among some parameters that live side by side, each with
+        its layout, so that these live side by side too. Raises: StoreError when there is none."""
+        together: list[tuple[StoredTensor, StateLayout]] = []
+        for parameter, layout in (*several, (None, None)):
+            if together and not (parameter is not None and _joins(*together[-1], parameter, layout)):
+                self._make_room(together)
+                together = []
+            together.append((parameter, layout))
+
+    def _make_room(self, together: Sequence[tuple[StoredTensor, StateLayout]]) -> None:
+        if len(together) == 1:
+            return
+        first, layout = together[0]
+        storages = [parameter.storage for parameter, _ in together]
+        tier, dtype = first.storage.placement.optimizer, self.dtype(first)
+        names = {**({MASTER: dtype} if dtype != first.dtype else {}), **layout.tensors}
+        rows = {name: TensorStorage.side_by_side(storages, tier, kept_in) for name, kept_in in names.items()}
+        for number, (parameter, _) in enumerate(together):
+            self._spaces[parameter] = {name: row[number] for name, row in rows.items()}
 
     def reserve(
         self, parameter: StoredTensor, layout: StateLayout, shown: Mapping[torch.Tensor, State]
@@ -35,8 +58,15 @@ class KeptStates:
         dtype = self.dtype(parameter)
         states = self.states.get(parameter)
         if states is None:
-            states = self.states[parameter] = ParameterStates(parameter, dtype)
+            states = self.states[parameter] = ParameterStates(parameter, dtype, self._spaces.pop(parameter, None))
         states.reserve(layout, dtype)
         if not states.has_master and parameter.whole in shown:
             shown[parameter.whole].pop(MASTER, None)
         return states
+
+
+def _joins(one: StoredTensor, layout: StateLayout, other: StoredTensor, next_layout: StateLayout) -> bool:
+    """Whether the second parameter lives behind the first, and both have the same states, of their own shape."""
+    if layout.whole or dict(layout.tensors) != dict(next_layout.tensors):
+        return False
+    return follows(other, one)

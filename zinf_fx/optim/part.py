@@ -9,6 +9,7 @@ import torch
 
 from zinf_fx.optim.chunks import Piece
 from zinf_fx.optim.elements import AnyWindow, open_elements, open_window
+from zinf_fx.optim.packed import take_over_written
 from zinf_fx.optim.states import MASTER, ParameterStates, State
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
@@ -47,6 +48,16 @@ class OpenPart:
             raise
 
     @property
+    def parameters(self) -> list[StoredTensor]:
+        """Those that are updated."""
+        return [self.piece.owner.parameter]
+
+    @property
+    def states_nbytes(self) -> int:
+        """Bytes of the states that the update changes, masters among them."""
+        return self.piece.count * sum(tensor.dtype.itemsize for tensor in self.piece.owner.tensors.values())
+
+    @property
     def ready(self) -> bool:
         """Whether `wait` would return at once."""
         return all(window.ready for window in self._windows)
@@ -62,12 +73,7 @@ class OpenPart:
         for window in self._windows:
             window.wait()
         if self._master is not None and self._refresh:
-            weights, parameter = self._master.wait(), self._parameter.wait()
-            if MASTER in self._present:
-                written = weights.to(parameter.dtype) != parameter
-                weights[written] = parameter[written].to(weights.dtype)
-            else:
-                weights.copy_(parameter)
+            take_over_written(self._master.wait(), self._parameter.wait(), MASTER in self._present)
 
     @property
     def _updated(self) -> torch.Tensor:

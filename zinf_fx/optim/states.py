@@ -10,7 +10,9 @@ import torch
 from zinf_fx.errors import OptimizerError, StoreError
 from zinf_fx.optim.arithmetic import StateLayout
 from zinf_fx.optim.elements import copy_into
+from zinf_fx.plan.packs import spaced
 from zinf_fx.runtime.memory.device import CPU, Device
+from zinf_fx.runtime.tensor.home import Home
 from zinf_fx.runtime.tensor.local_parameter import local_part
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
@@ -46,6 +48,16 @@ def check_reduced(parameter: StoredTensor) -> None:
             f"the gradient of a stored parameter of shape {tuple(parameter.shape)} is of this rank alone: it was "
             "accumulated under no_sync, or before the model was offloaded, and no backward pass outside of no_sync "
             "has reached the parameter since; run one before step(), or clear the gradient"
+        )
+
+
+def check_gradient(parameter: StoredTensor) -> None:
+    """As `check_reduced`, and raises OptimizerError for a gradient that isn't dense, too."""
+    check_reduced(parameter)
+    if parameter.grad.layout != torch.strided:
+        raise OptimizerError(
+            f"the gradient of a stored parameter of shape {tuple(parameter.shape)} has layout "
+            f"{parameter.grad.layout}: only dense gradients can be streamed (sparse=False)"
         )
 
 
@@ -87,8 +99,14 @@ class ParameterStates:
         gradient: what this step consumes; None between steps. The parameter's `grad` may be another one by then.
     """
 
-    def __init__(self, parameter: StoredTensor, dtype: torch.dtype) -> None:
-        """`dtype`: of the update; where it asks for a master, that is reserved. Raises: StoreError for no space."""
+    def __init__(
+        self, parameter: StoredTensor, dtype: torch.dtype, spaces: dict[str, TensorStorage] | None = None
+    ) -> None:
+        """`dtype`: of the update; where it asks for a master, that is reserved. `spaces`: what is reserved already, by
+        the name of the state. Raises: StoreError for no space."""
+        self._spaces = spaces or {}
+        # Whose tensors were looked for before these, for which storage of the parameter, and whether they are there.
+        self._behind: tuple[ParameterStates, TensorStorage, bool] | None = None
         self.parameter, self._shape = parameter, parameter.shape
         self.place = place_of(parameter)
         self.tensors: dict[str, StoredTensor] = {}
@@ -107,13 +125,45 @@ class ParameterStates:
     @property
     def touched(self) -> list[int]:
         """Keys of the storages that the update reads and writes."""
-        tensors = (self.parameter, self.gradient, *self.tensors.values())
-        return [tensor.storage.key for tensor in tensors if isinstance(tensor, StoredTensor)]
+        gradient = [self.gradient.storage.key] if isinstance(self.gradient, StoredTensor) else []
+        return [self.parameter.storage.key, *gradient, *self._keys]
+
+    @cached_property
+    def _keys(self) -> list[int]:
+        """Those of the states."""
+        return [tensor.storage.key for tensor in self.tensors.values()]
+
+    @property
+    def homes(self) -> list[Home]:
+        """Where the parameter and its states live."""
+        return [self.parameter.storage.bytes.home, *self._homes]
+
+    @cached_property
+    def _homes(self) -> list[Home]:
+        """Those of the states."""
+        return [tensor.storage.bytes.home for tensor in self.tensors.values()]
 
     def flush(self) -> None:
         """Wait until the parameter and its states are in the store. Raises: StoreError."""
         for tensor in (self.parameter, *self.tensors.values()):
             tensor.storage.bytes.flush()
+
+    def follow(self, other: ParameterStates) -> bool:
+        """Whether all that is updated lives behind that of `other`, on one rank."""
+        if self._behind is None or self._behind[0] is not other or self._behind[1] is not self.parameter.storage:
+            joined = (
+                not (self.in_shares or other.in_shares)
+                and self.tensors.keys() == other.tensors.keys()
+                and follows(self.parameter, other.parameter)
+                and all(follows(tensor, other.tensors[name]) for name, tensor in self.tensors.items())
+            )
+            self._behind = other, self.parameter.storage, joined
+        if not self._behind[2]:
+            return False
+        stored = isinstance(self.gradient, StoredTensor)
+        if not stored:
+            return not isinstance(other.gradient, StoredTensor)
+        return isinstance(other.gradient, StoredTensor) and follows(self.gradient, other.gradient)
 
     def is_in_store(self) -> bool:
         """As `flush`. Whether nothing failed."""
@@ -242,8 +292,9 @@ class ParameterStates:
     def _reserve(self, name: str, dtype: torch.dtype, shape: torch.Size | None = None) -> None:
         """`shape`: if it isn't the parameter's."""
         parameter, storage = self.parameter, self.parameter.storage
+        space = self._spaces.pop(name, None)
         if shape is None or shape == parameter.shape:
-            mine = storage.for_state(dtype)
+            mine = space if space is not None and space.dtype == dtype else storage.for_state(dtype)
         else:  # of many ranks, all have the same
             how = (storage.placement.optimizer, storage.config, shape.numel(), dtype, storage.device)
             mine = TensorStorage(storage.usable_tiers(), *how)
@@ -255,8 +306,15 @@ class ParameterStates:
             self.tensors.pop(name, None)
         else:
             self.tensors[name] = tensor
-        for known in ("rounded", "bytes_written"):
+        for known in ("rounded", "bytes_written", "_keys", "_homes"):
             self.__dict__.pop(known, None)
+        self._behind = None
+
+
+def follows(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether the first tensor lives right behind the second."""
+    distance = spaced(other.numel(), other.dtype)
+    return not (one.views or other.views) and one.storage.bytes.follows(other.storage.bytes, distance)
 
 
 def _alike(mine: StoredTensor, value: torch.Tensor) -> bool:

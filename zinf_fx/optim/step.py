@@ -13,13 +13,15 @@ from torch.optim import Optimizer
 
 from zinf_fx.interrupts import finalizing, held_back, let_through, sealed, taking
 from zinf_fx.optim.arithmetic import Group, borrow, step_without_hooks
-from zinf_fx.optim.chunk import OpenChunk, Recipe
+from zinf_fx.optim.chunk import OpenChunk
 from zinf_fx.optim.chunk_memory import ChunkMemory
 from zinf_fx.optim.chunk_queue import ChunkQueue
 from zinf_fx.optim.chunks import Piece, all_of, cut
 from zinf_fx.optim.elements import moved
+from zinf_fx.optim.packed import OpenPack
 from zinf_fx.optim.part import OpenPart
 from zinf_fx.optim.progress import Progress
+from zinf_fx.optim.recipe import Recipe, Update
 from zinf_fx.optim.resident import ResidentCall
 from zinf_fx.optim.states import MASTER, ParameterStates, State
 from zinf_fx.optim.torn import TornStep
@@ -28,12 +30,10 @@ from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.memory.heap import trim_heap
 from zinf_fx.runtime.recorder import RECORDER, STATES
+from zinf_fx.runtime.tensor.stored_bytes import announce_writes
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.tiers import drain_after
 from zinf_fx.sizes import WINDOW_ALIGNMENT
-
-Update = tuple[Recipe, ParameterStates]
-"""What `StreamedStep.add` takes: how a parameter is updated, and what of it."""
 
 
 class StreamedStep:
@@ -77,33 +77,39 @@ class StreamedStep:
         self.closed = False
         self.seconds = 0.0
 
-    def add(self, recipe: Recipe, states: ParameterStates, *, owned: bool = False) -> None:
-        """Take over a parameter's update: the gradient is in `states`, and with `owned`, nobody else's any more.
+    def add(self, updates: Sequence[Update], *, owned: bool = False) -> None:
+        """Take over the updates of parameters: their gradients are in the states, and with `owned`, nobody else's any
+        more.
 
         Raises: StoreError when a step failed that is still under way on the same tiers; this one takes nothing then.
         """
-        parameter, gradient = states.parameter, states.gradient
-        storage = parameter.storage
-        tiers = storage.usable_tiers()
+        storages = [states.parameter.storage for _, states in updates]
+        several = {storage.tiers: storage for storage in storages}
+        for storage in several.values():
+            storage.usable_tiers()
         with taking(self._lock):
-            if tiers.background is not self:
-                if tiers.background is not None:
-                    tiers.background.finish()
-                tiers.background = self
-            if tiers not in self._memory.tiers:
-                self._memory.tiers.append(tiers)
+            for tiers in several:
+                if tiers.background is not self:
+                    if tiers.background is not None:
+                        tiers.background.finish()
+                    tiers.background = self
+                if tiers not in self._memory.tiers:
+                    self._memory.tiers.append(tiers)
             self._progress.final |= owned
-            self._overlaps &= owned or (isinstance(gradient, StoredTensor) and not gradient.views)
             # Let autograd notice at once, as after any in-place update.
-            torch.autograd.graph.increment_version(parameter.whole)
-            storage.bytes.announce_write()
-            storage.share.stale |= states.in_shares and not storage.share.partitioned and not recipe.whole
-            self._overlaps &= not (recipe.whole and states.in_shares)  # what is collective has its turn
-            self._pending.update(states.touched)
-            self.parameters[parameter] = states
-            self._queue.add(recipe, states)
-            if owned and not isinstance(gradient, StoredTensor):
-                self._held[parameter] = gradient.nbytes
+            torch.autograd.graph.increment_version([states.parameter.whole for _, states in updates])
+            announce_writes([storage.bytes for storage in storages])
+            for (recipe, states), storage in zip(updates, storages, strict=True):
+                gradient = states.gradient
+                self._overlaps &= owned or (isinstance(gradient, StoredTensor) and not gradient.views)
+                if states.in_shares:
+                    storage.share.stale |= not (storage.share.partitioned or recipe.whole)
+                    self._overlaps &= not recipe.whole  # what is collective has its turn
+                self._pending.update(states.touched)
+                self.parameters[states.parameter] = states
+                self._queue.add(recipe, states)
+                if owned and not isinstance(gradient, StoredTensor):
+                    self._held[states.parameter] = gradient.nbytes
 
     def update_residents(self, calls: Sequence[ResidentCall]) -> None:
         """Update parameters that nothing has to be moved for, before the others: see [Note: resident updates].
@@ -300,8 +306,8 @@ class StreamedStep:
     def _end(self) -> None:
         for tiers in self._memory.tiers:
             tiers.drain()
-        for states in self.parameters.values():
-            states.flush()
+        for home in {home for states in self.parameters.values() for home in states.homes}:
+            home.settle(range(home.count))
         with self._progress.changing():
             self._over = True
             self._queue.close()
@@ -322,7 +328,15 @@ class StreamedStep:
         of the gradient in fp32 and of the new weights."""
         for part in chunk.parts:
             part.wait()
-        self._progress.begun.update(part.piece.owner.parameter for part in chunk.parts)
+        self._progress.begun.update(parameter for part in chunk.parts for parameter in part.parameters)
+        if isinstance(pack := chunk.parts[0], OpenPack):
+            pack.update(self._borrowed, self._state, scratch)
+            pack.store(unscaled=self._unscales)
+            for recipe, states in pack.updates:
+                if recipe.is_first or states.has_master:
+                    self._finish(states, recipe.names, {})
+            self._finished([states for _, states in pack.updates])
+            return
         inner = self._borrowed(chunk.recipe.group, chunk.recipe.place)
         if chunk.recipe.whole:
             for part in chunk.parts:
@@ -364,9 +378,10 @@ class StreamedStep:
                 part.store(unscaled=self._unscales)
                 if part.piece.last:
                     self._finish(part.piece.owner, part.names, scalars)
+                    self._finished([part.piece.owner])
 
     def _finish(self, states: ParameterStates, names: Iterable[str], scalars: State) -> None:
-        """All pieces are updated: show the states, and let others see the parameter."""
+        """All pieces are updated: show the states."""
         parameter = states.parameter
         entry = self._state[parameter.whole]
         entry.update(scalars)
@@ -374,7 +389,11 @@ class StreamedStep:
         if states.has_master:
             entry[MASTER] = parameter.shown(states.tensors[MASTER])
             states.version = parameter.storage.bytes.version
-        self._progress.finished.add(parameter)
-        self._pending.difference_update(states.touched)
-        self._held.pop(parameter, None)
-        states.gradient = None
+
+    def _finished(self, several: Sequence[ParameterStates]) -> None:
+        """Let others see the parameters."""
+        for states in several:
+            self._progress.finished.add(states.parameter)
+            self._pending.difference_update(states.touched)
+            self._held.pop(states.parameter, None)
+            states.gradient = None

@@ -6,7 +6,7 @@ import inspect
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -15,15 +15,15 @@ from torch.optim import Optimizer
 
 from zinf_fx.errors import OptimizerError
 from zinf_fx.interrupts import held_back
-from zinf_fx.optim.arithmetic import Group, StateLayout, as_groups, skips, snapshot, step_groups, without_hooks
-from zinf_fx.optim.chunk import Recipe
+from zinf_fx.optim.arithmetic import Group, StateLayout, as_groups, skips, step_groups, without_hooks
 from zinf_fx.optim.in_backward import GRADIENT_BUFFER, check_steps_in_backward, follow, gone, second_gradient
 from zinf_fx.optim.kept import KeptStates
 from zinf_fx.optim.layouts import GroupLayouts, Layouts
 from zinf_fx.optim.loading import without_stored
+from zinf_fx.optim.recipe import Recipes, Update
 from zinf_fx.optim.resident import ResidentCall, Residents
-from zinf_fx.optim.states import MASTER, State, check_reduced, fitting
-from zinf_fx.optim.step import StreamedStep, Update
+from zinf_fx.optim.states import MASTER, State, check_gradient, fitting
+from zinf_fx.optim.step import StreamedStep
 from zinf_fx.optim.torn import TornStep
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.execute.executor import EXECUTOR, Stage
@@ -110,7 +110,8 @@ class Streamed(Optimizer):
         self.overlap, self.step_in_backward, self.state_dtype = overlap, step_in_backward, state_dtype
         self._complete()
         for group in groups:
-            self.add_param_group(group)
+            super().add_param_group(group)
+        self._take_groups(self.param_groups)
 
     @property
     def state(self) -> defaultdict[torch.Tensor, State]:
@@ -150,7 +151,7 @@ class Streamed(Optimizer):
         self.torn: TornStep | None = None
         self._kept = KeptStates(masters=self._has_masters)
         self._layouts, self._residents = Layouts(self._arithmetic), Residents()
-        self._recipes: dict[tuple, Recipe] = {}  # of the step that is being made
+        self._recipes = Recipes()  # of the step that is being made
         self._groups: dict[torch.Tensor, int] = {}  # of each parameter, the number of its group then
         self._stage = Stage()
         self._constructed = True
@@ -162,18 +163,27 @@ class Streamed(Optimizer):
             return
         group = self.param_groups[-1]
         try:
-            for parameter in map(stored_parameter, group["params"]):
-                if parameter is not None:
-                    layout = self._layout(group, parameter)
-                    if parameter.requires_grad or parameter.grad is not None:
-                        self._kept.reserve(parameter, layout, self._state)
-                    if self.step_in_backward:
-                        follow(self, parameter)
+            self._take_groups([group])
         except BaseException:
             self.param_groups.pop()
             for parameter in group["params"]:
                 self._kept.states.pop(stored_parameter(parameter), None)
             raise
+
+    def _take_groups(self, groups: Sequence[Group]) -> None:
+        """Make room for the states of all trained parameters in new groups."""
+        layouts: dict[StoredTensor, StateLayout] = {}
+        for group in groups:
+            of_group = self._layouts_of(group)
+            for parameter in map(stored_parameter, group["params"]):
+                if parameter is not None:
+                    layouts[parameter] = of_group.of(parameter, self._kept.dtype(parameter))
+        trained = {p: layout for p, layout in layouts.items() if p.requires_grad or p.grad is not None}
+        self._kept.make_room(sorted(trained.items(), key=lambda one: one[0].storage.key))
+        for parameter, layout in trained.items():
+            self._kept.reserve(parameter, layout, self._state)
+        for parameter in layouts if self.step_in_backward else ():
+            follow(self, parameter)
 
     @torch._disable_dynamo  # inside a compiled training loop too, this is I/O; the public decorator imports Dynamo
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -197,7 +207,7 @@ class Streamed(Optimizer):
             with RUNNING.turn():
                 resident, others = self._divided()
                 step = self._begun_in_backward or self._new_step(others)
-                updates = list(self._updates(step))
+                updates = self._updates(step)
                 self._step_ordinary(others)
                 self._ordinary_seconds = time.perf_counter() - started
                 self._step_stored(step, resident, updates)
@@ -230,30 +240,33 @@ class Streamed(Optimizer):
             with RUNNING.turn():
                 resident, others = self._divided()
                 step = self._new_step(others)
-                self._step_stored(step, resident, list(self._updates(step)))
+                self._step_stored(step, resident, self._updates(step))
                 self.finish()
 
     @held_back
-    def take_gradient(self, parameter: StoredTensor) -> None:
-        """Begin the update of a parameter whose gradient is whole. Backward calls this: see `GradientConsumer`.
+    def take_gradients(self, parameters: Sequence[StoredTensor]) -> None:
+        """Begin the update of parameters whose gradients are whole. Backward calls this: see `GradientConsumer`.
 
         Raises: StoreError; OptimizerError for a second gradient before `step()`, or when a step is torn.
         """
-        if parameter.grad is None:
+        parameters = [parameter for parameter in parameters if parameter.grad is not None]
+        if not parameters:
             return
         if self.torn is not None:
             raise OptimizerError(str(self.torn))
         step = self._begun_in_backward
-        if step is not None and parameter in step.parameters:
-            raise second_gradient(parameter)
+        for parameter in parameters if step is not None else ():
+            if parameter in step.parameters:
+                raise second_gradient(parameter)
         if step is None:
             self.finish()
             step = self._new_step(self.param_groups)
-        if parameter in self._groups:
-            with torch.no_grad():
-                recipe = self._recipe_of(parameter, {})
-            parameter.grad = gone(parameter, parameter.grad)
-            step.add(recipe, self._kept.states[parameter], owned=True)
+        with torch.no_grad():
+            updates = [self._update_of(parameter, {}) for parameter in parameters if parameter in self._groups]
+        for _, states in updates:
+            states.parameter.grad = gone(states.parameter, states.gradient)
+        if updates:
+            step.add(updates, owned=True)
             step.advance()
 
     def make_room(self, nbytes: int) -> None:
@@ -381,8 +394,8 @@ class Streamed(Optimizer):
         try:
             if resident:
                 step.update_residents(resident)
-            for recipe, states in updates:
-                step.add(recipe, states)
+            if updates:
+                step.add(updates)
             step.close(overlap=self.overlap)
             if self.step_in_backward:
                 for parameter in map(stored_parameter, self._groups):
@@ -404,7 +417,7 @@ class Streamed(Optimizer):
                 optimizer.torn = torn
 
         self._last_step = None
-        self._recipes.clear()
+        self._recipes = Recipes()
         numbered = enumerate(groups)
         self._groups = {local_input(p): number for number, group in numbered for p in group["params"]}
         step = self._last_step = StreamedStep(self, self._arithmetic, self._state, self._kept.states, tear)
@@ -413,24 +426,17 @@ class Streamed(Optimizer):
         self._finishes_when_dropped.atexit = False
         return step
 
-    def _updates(self, step: StreamedStep) -> Iterator[Update]:
-        """Runs and states of stored parameters whose gradients `step` has not taken."""
+    def _updates(self, step: StreamedStep) -> list[Update]:
+        """Those of stored parameters whose gradients `step` has not taken."""
         layouts: dict[int, GroupLayouts] = {}
-        for parameter in self._groups:
-            if isinstance(parameter, StoredTensor) and parameter.grad is not None and parameter not in step.parameters:
-                yield self._recipe_of(parameter, layouts), self._kept.states[parameter]
+        stored = (p for p in self._groups if isinstance(p, StoredTensor) and p not in step.parameters)
+        return [self._update_of(parameter, layouts) for parameter in stored if parameter.grad is not None]
 
-    def _recipe_of(self, parameter: StoredTensor, layouts: dict[int, GroupLayouts]) -> Recipe:
-        """The recipe of a parameter whose gradient is to be consumed, with space for its states. `layouts`: those found
-        already, by the numbers of groups."""
+    def _update_of(self, parameter: StoredTensor, layouts: dict[int, GroupLayouts]) -> Update:
+        """That of a parameter, with space for its states. `layouts`: those found already, by the numbers of groups."""
         number = self._groups[parameter]
         group = self.param_groups[number]
-        if parameter.grad.layout != torch.strided:
-            raise OptimizerError(
-                f"the gradient of a stored parameter of shape {tuple(parameter.shape)} has layout "
-                f"{parameter.grad.layout}: only dense gradients can be streamed (sparse=False)"
-            )
-        check_reduced(parameter)
+        check_gradient(parameter)
         if number not in layouts:
             layouts[number] = self._layouts_of(group)
         layout = layouts[number].of(parameter, self._kept.dtype(parameter))
@@ -441,10 +447,4 @@ class Streamed(Optimizer):
             entry[name] = parameter.shown(states.take_over(name, local_part(entry[name])))
         states.gradient = parameter.grad
         states.refresh = MASTER not in present or states.version != parameter.storage.bytes.version
-        key = (number, states.place, states.dtype, present, layout.whole)
-        if key not in self._recipes:
-            names = tuple(layout.tensors)
-            if layout.whole:  # others may be present, and the class makes what it needs
-                names = tuple(name for name in states.tensors if name in present and name != MASTER)
-            self._recipes[key] = Recipe(snapshot(group), states.place, states.dtype, names, present, layout.whole)
-        return self._recipes[key]
+        return self._recipes.of(number, group, states, layout, present), states

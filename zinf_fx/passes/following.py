@@ -16,7 +16,7 @@ from zinf_fx.errors import PlanError
 from zinf_fx.passes.activations.choices import FollowActivations
 from zinf_fx.passes.ir.framework import GraphContext, HeadTransfer
 from zinf_fx.passes.lowering.offload_gradients import OffloadGradients
-from zinf_fx.passes.pipeline import Planned, divided_training, lowering, plan_of, run_passes, tiling
+from zinf_fx.passes.pipeline import Planned, divided_training, lowering, plan_of, run_passes, sizing
 from zinf_fx.passes.scheduling.follow_schedule import FollowSchedule, check_items
 from zinf_fx.passes.scheduling.prefetch import Prefetch
 from zinf_fx.plan.memory.spec import check_buffers
@@ -42,7 +42,7 @@ def follow_training(
 def follow_inference(module: fx.GraphModule, context: GraphContext, plan: Plan) -> GraphContext:
     """Do what `plan_inference` did when it made `plan`. Raises: PlanError naming the first difference."""
     context = replace(context, tile_limit=plan.tile_limit)
-    steps = [*tiling(plan.tile_limit), *lowering(), FollowSchedule(plan, "inference")]
+    steps = [*sizing(context.config, plan.tile_limit), *lowering(), FollowSchedule(plan, "inference")]
     context = run_passes(module.graph, context, steps)
     _check_followed(plan, [(module, context)])
     return context

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from zinf_fx import ops
+from zinf_fx.config import Config
 from zinf_fx.errors import BudgetError, PlanError
 from zinf_fx.passes.activations.choices import choices_in, tagged
 from zinf_fx.passes.activations.choose import ChooseActivations
@@ -49,9 +50,11 @@ from zinf_fx.passes.scheduling.buffers import excess, place_buffers
 from zinf_fx.passes.scheduling.prefetch import Prefetch
 from zinf_fx.passes.scheduling.refusal import refusal_of_buffers
 from zinf_fx.passes.scheduling.residency import choose_residency
+from zinf_fx.passes.tiling.pack import PackParameters
 from zinf_fx.passes.tiling.tile import TileParameters
 from zinf_fx.passes.tiling.tile_cross_entropy import TileCrossEntropy
 from zinf_fx.plan.memory.spec import check_buffers
+from zinf_fx.plan.packs import pack_limit
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import GraphSchedule, Operator
 from zinf_fx.plan.spec import check_schedule
@@ -96,7 +99,7 @@ def plan_inference(module: fx.GraphModule, context: GraphContext) -> GraphContex
     """Plan a graph that has no backward."""
 
     def plan(limit: int | None) -> GraphContext:
-        tiled = run_passes(module.graph, replace(context, tile_limit=limit), tiling(limit))
+        tiled = run_passes(module.graph, replace(context, tile_limit=limit), sizing(context.config, limit))
         scheduled, _ = _schedule(module, tiled)
         ((_, planned),) = _with_buffers([scheduled])
         return planned
@@ -125,9 +128,11 @@ def _tile_limits(context: GraphContext) -> list[int | None]:
     return [None, *(limit for limit in parts if limit >= PAGE)]
 
 
-def tiling(limit: int | None) -> list[Pass]:
-    """The passes that divide what is larger than so many bytes."""
-    return [] if limit is None else [TileParameters(limit), TileCrossEntropy()]
+def sizing(config: Config, limit: int | None) -> list[Pass]:
+    """The passes that put together what is small, and divide what is larger than so many bytes."""
+    pack = pack_limit(config)
+    packing = [] if pack is None else [PackParameters(pack if limit is None else min(pack, limit))]
+    return packing if limit is None else [*packing, TileParameters(limit), TileCrossEntropy()]
 
 
 def _activations(context: GraphContext, tile_limit: int | None) -> Pass:
@@ -165,7 +170,7 @@ def divided_training(
 
     What is saved, recomputed and leaves the device is as the pass `activations` says.
     """
-    context = run_passes(joint.graph, context, tiling(tile_limit))
+    context = run_passes(joint.graph, context, sizing(context.config, tile_limit))
     before = tagged(joint.graph)
     context = run_passes(joint.graph, context, [activations])
     choices = choices_in(joint.graph, before)

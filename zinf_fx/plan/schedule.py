@@ -21,9 +21,23 @@ HEAD = -1
 
 
 @dataclass(frozen=True)
+class Member:
+    """A parameter in a pack: its qualified name, its shape, and its first element there."""
+
+    name: str
+    shape: tuple[Natural, ...]
+    start: Natural
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
 class Tile:
-    """The unit of storage, transfer and schedule: one parameter, some rows of a large one, or an activation that leaves
-    in forward and comes back in backward.
+    """The unit of transfer and schedule: one parameter, some rows of a large one, a pack of small ones, or an
+    activation that leaves in forward and comes back in backward.
 
     Attributes:
         name: the parameter's qualified name, as in `named_parameters()`.
@@ -38,6 +52,7 @@ class Tile:
             parameter is not made of any.
         owned: whether one of the ranks has all of it, and the others nothing; `shard` is the average then.
         partitioned: whether each rank has no more than its shard of the parameter between uses.
+        members: the parameters of a pack, which lie in whole blocks of the store each; its shape is that of all.
     """
 
     index: Natural
@@ -54,6 +69,7 @@ class Tile:
     replicas: Positive = 1
     segment: Natural = 0
     owned: bool = False
+    members: tuple[Member, ...] = ()
 
     @cached_property
     def label(self) -> str:
@@ -103,14 +119,16 @@ class Tile:
         """What of the gradient leaves a rank at once, in bytes: an owner's, all of it."""
         return self.nbytes if self.owned else self.gradient_nbytes(stage)
 
-    def updated_elements(self, stage: int) -> int:
-        """Of how many elements a rank has the optimizer's states, at a stage of ZeRO."""
-        return (self.shard_nbytes if stage >= 1 else self.nbytes) // self.dtype.itemsize
+    def updated_elements(self, stage: int) -> list[int]:
+        """Of how many elements of each parameter a rank has the optimizer's states, at a stage of ZeRO."""
+        if self.members:
+            return [member.numel for member in self.members]
+        return [(self.shard_nbytes if stage >= 1 else self.nbytes) // self.dtype.itemsize]
 
     @property
     def opens_operator(self) -> bool:
         """Matrices separate operators; vectors (biases, norms) ride along, so repeated layers give equal regions."""
-        return len(self.shape) >= 2
+        return any(len(one.shape) >= 2 for one in self.members or (self,))
 
 
 @dataclass(frozen=True)

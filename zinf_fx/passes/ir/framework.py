@@ -58,8 +58,8 @@ class GraphContext:
     Attributes:
         kind: which graph it is.
         config: the options in force.
-        tiles: each parameter as one tile, by the name of the placeholder that carries its token; and each activation
-            that leaves, by the name of the node that is its token.
+        tiles: each parameter as one tile, by the name of the placeholder that carries its token; and each pack, and
+            each activation that leaves, by the name of the node that is its token.
         gradients: joint and backward: by position among the outputs of backward, the token of the parameter whose
             gradient it is.
         backward_outputs: joint only: how many of its last outputs are those of backward.
@@ -143,10 +143,11 @@ class GraphContext:
     def comes_anew(self, token: str) -> bool:
         """Whether a parameter's tiles are gathered for each operator that uses them.
 
-        What was too large to be there as a whole must not be, and under a budget it is decided what stays in memory.
+        What was too large to be there as a whole must not be, and under a budget it is decided what stays in memory,
+        but of packs, which are small.
         Else a tile is gathered once, and there from its first use in a graph to its last.
         """
-        return token in self.divided or self.is_limited
+        return token in self.divided or (self.is_limited and not self.tiles[token].members)
 
     def tile_of(self, node: fx.Node) -> Tile:
         """The tile that a `zinf` node is about."""
@@ -205,6 +206,11 @@ def nodes_calling(graph: fx.Graph, *targets: object) -> Iterator[fx.Node]:
     return (node for node in list(graph.nodes) if node.op == "call_function" and node.target in targets)
 
 
+def tokens_in(graph: fx.Graph) -> dict[str, fx.Node]:
+    """By name, the inputs, tokens among them, and the tokens of packs."""
+    return {node.name: node for node in graph.nodes if node.op == "placeholder" or node.target is ops.pack}
+
+
 def event_of(node: fx.Node) -> Event:
     """The event that a `zinf` node of a lowered graph is."""
     return node.meta[ops.EVENT]
@@ -227,7 +233,8 @@ def events_in(graph: fx.Graph) -> list[fx.Node]:
 
 def is_compute(node: fx.Node) -> bool:
     """Whether the node computes something: neither a transfer nor an input, constant or output."""
-    return node.op in ("call_function", "call_module", "call_method") and node.target not in (ops.gather, *ops.LOWERED)
+    of_tiles = (ops.pack, ops.gather, *ops.LOWERED)
+    return node.op in ("call_function", "call_module", "call_method") and node.target not in of_tiles
 
 
 def computing(graph: fx.Graph) -> dict[int, list[fx.Node]]:

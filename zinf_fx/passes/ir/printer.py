@@ -69,6 +69,8 @@ def type_text(value: object) -> str:
 
 def _lines(graph: fx.Graph, context: GraphContext) -> Iterator[tuple[fx.Node, str]]:
     printer = _Printer(context)
+    for pack in graph.find_nodes(op="call_function", target=ops.pack):
+        printer.name_members(pack)
     for node in graph.nodes:
         if node.op == "placeholder":
             yield node, f"  {printer.input(node)}"
@@ -95,8 +97,14 @@ class _Printer:
         self._names: dict[fx.Node, str] = {}
         self._numbers = itertools.count()
 
+    def name_members(self, pack: fx.Node) -> None:
+        for token, member in zip(pack.args[0], self._context.tiles[pack.name].members, strict=True):
+            self._names[token] = member.name
+
     def input(self, node: fx.Node) -> str:
         tile = self._context.tiles.get(node.name)
+        if node in self._names:
+            return self._names[node]
         if tile is None:
             return f"{self._number(node)}{self._type(node)}"
         self._names[node] = tile.name
@@ -111,6 +119,12 @@ class _Printer:
             what = f"{_ZINF_NAMES[node.target]} {', '.join((self._tile(node), *map(self._value, node.args[1:])))}"
             if node.target is not ops.reduce_scatter:  # the others have no result
                 return what + (_marks(node.meta[ops.EVENT]) if ops.EVENT in node.meta else "")
+        elif node.target is ops.pack:
+            self._names[node] = name = self._context.tiles[node.name].name
+            return f"{name} = pack {', '.join(map(self._value, node.args[0]))}"
+        elif node.target is ops.member:
+            member = self._context.tile_of(node.args[0]).members[node.kwargs["number"]]
+            what = f"{member.name} in {self._value(node.args[0])}"
         elif node.target is operator.getitem:
             what = f"{self._value(node.args[0])}[{self._value(node.args[1])}]"
         elif node.op == "get_attr":

@@ -165,7 +165,7 @@ def _escapes(facts: Facts) -> Violations:
     for wait in nodes_calling(facts.graph, ops.wait):
         for alias in aliases_of(wait):
             for user in alias.users:
-                if user is facts.output or user.target is ops.reduce_scatter:
+                if user is facts.output or user.target in (ops.reduce_scatter, ops.together):
                     yield f"this one may be memory of {facts.name(wait)}", alias
 
 

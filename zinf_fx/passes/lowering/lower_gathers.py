@@ -21,6 +21,9 @@ from zinf_fx.passes.ir.framework import (
 )
 from zinf_fx.passes.ir.rewriting import emit
 
+# What gradients go to: they are looked at until they are on their tier.
+_LEAVE = (ops.reduce_scatter, ops.together)
+
 
 class LowerGathers(Pass):
     """Make the journey of each tile explicit: one per tile and graph, however often the tile is used; one per operator
@@ -66,7 +69,7 @@ def _lower(graph: fx.Graph, gather: fx.Node, output: fx.Node) -> None:
     gather.target = ops.wait
 
     for alias in aliases_of(gather):
-        leaving = [user for user in alias.users if user is output or user.target is ops.reduce_scatter]
+        leaving = [user for user in alias.users if user is output or user.target in _LEAVE]
         if leaving:
             with graph.inserting_after(alias):
                 clone = emit(alias, torch.ops.aten.clone.default, alias)
@@ -84,5 +87,5 @@ def _is_there(gathered: fx.Node, gather: fx.Node) -> bool:
 
 def _last_use(gathered: fx.Node) -> fx.Node:
     """The last node that looks at a tile. What leaves the graph is a clone."""
-    readers = (n for n in readers_of(gathered) if n.op != "output" and n.target is not ops.reduce_scatter)
+    readers = (n for n in readers_of(gathered) if n.op != "output" and n.target not in _LEAVE)
     return max(readers)  # compared by position

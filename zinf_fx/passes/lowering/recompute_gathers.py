@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from zinf_fx.passes.ir.framework import GraphContext, Pass
+from zinf_fx import ops
+from zinf_fx.passes.ir.framework import GraphContext, Pass, nodes_calling
 from zinf_fx.passes.ir.rewriting import repeat_in_backward
 from zinf_fx.passes.ir.tile_values import tile_values
 
@@ -16,6 +17,6 @@ class RecomputeGathers(Pass):
     requires = ("activations",)
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
-        for node in tile_values(graph):
+        for node in (*nodes_calling(graph, ops.pack), *tile_values(graph)):
             repeat_in_backward(node)
         return context

@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import fx
 
 from zinf_fx import ops
-from zinf_fx.passes.ir.framework import GraphContext, Pass, start_argument
+from zinf_fx.passes.ir.framework import GraphContext, Pass, start_argument, tokens_in
 from zinf_fx.passes.ir.gradient_parts import GradientPart, gradient_outputs, parts_of
 from zinf_fx.passes.ir.rewriting import set_results
 
@@ -23,7 +23,7 @@ class ReduceGradients(Pass):
     provides = ("gradients_reduced",)
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
-        tokens = {node.name: node for node in graph.find_nodes(op="placeholder")}
+        tokens = tokens_in(graph)
         results = list(graph.output_node().args[0])
         first_gradient = len(results) - context.backward_outputs
         gradients = gradient_outputs(graph, context)

@@ -8,6 +8,7 @@ from zinf_fx import ops
 from zinf_fx.passes.ir.aliases import is_view_node
 from zinf_fx.passes.ir.framework import OPERATOR, GraphContext, Pass, is_compute, key_of
 from zinf_fx.passes.ir.gradient_parts import assemblies
+from zinf_fx.plan.schedule import HEAD
 
 
 class Regions(Pass):
@@ -40,5 +41,5 @@ class Regions(Pass):
                 computed = True
             elif node.target is ops.reduce_scatter and context.tile_of(node).rows is not None:
                 ended = True
-            node.meta[OPERATOR] = current
+            node.meta[OPERATOR] = HEAD if node.target is ops.pack else current
         return context

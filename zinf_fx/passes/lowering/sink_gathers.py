@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from zinf_fx import ops
-from zinf_fx.passes.ir.framework import GraphContext, Pass
+from zinf_fx.passes.ir.framework import GraphContext, Pass, nodes_calling
 from zinf_fx.passes.ir.tile_values import tile_values
 
 
@@ -20,6 +20,8 @@ class SinkGathers(Pass):
     provides = ("gathers_sunk",)
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
+        for token in nodes_calling(graph, ops.pack):  # transfers begin at the head
+            max(graph.find_nodes(op="placeholder")).append(token)
         _gather_for_each_use(graph, context)
         order = {node: position for position, node in enumerate(graph.nodes)}
         place: dict[fx.Node, fx.Node] = {}  # tile value -> the first node that computes with it

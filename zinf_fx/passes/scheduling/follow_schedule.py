@@ -19,6 +19,7 @@ from zinf_fx.passes.ir.framework import (
     operator_of,
     set_event,
     start_argument,
+    tokens_in,
 )
 from zinf_fx.passes.ir.in_flight import operators_in
 from zinf_fx.passes.scheduling.prefetch import operator_starts, place_offload
@@ -48,7 +49,7 @@ class FollowSchedule(Pass):
         number = [one.kind for one in self.plan.graphs].index(self.kind)
         schedule = self.plan.graphs[number]
         check_items(f"the {self.kind} graph's tiles", schedule.tiles, context.table)
-        tokens = {node.name: node for node in graph.find_nodes(op="placeholder")}
+        tokens = tokens_in(graph)
         last, starts = operators_in(graph) - 1, operator_starts(graph)
         standing = self._without_transfers(graph, context, schedule.events)
         for event in schedule.events:

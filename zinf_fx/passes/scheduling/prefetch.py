@@ -28,6 +28,7 @@ from zinf_fx.passes.ir.framework import (
     operator_of,
     set_event,
     start_argument,
+    tokens_in,
 )
 from zinf_fx.passes.ir.in_flight import Ledger, gradient_bytes, operators_in, outline, spans, tile_bytes
 from zinf_fx.passes.scheduling.refusal import refusal
@@ -104,12 +105,14 @@ class Prefetch(Pass):
 def _start_successor(graph: fx.Graph, context: GraphContext, ledger: Ledger) -> None:
     """Start what the next graph needs at its head."""
     count, starts = operators_in(graph), operator_starts(graph)
-    tokens = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    tokens = tokens_in(graph)
     held: defaultdict[TileKey, set[int]] = defaultdict(set)
     for stay in Journeys([outline(graph, context)]):
         held[context.keys[stay.tile]].update(range(stay.fetch.operator, stay.release.operator + 1))
     fetched: dict[TileKey, int] = {}
     for op, key, early in context.successor_head if count else ():
+        if key.token not in tokens:
+            continue  # a pack that only backward has
         # In a graph that is shorter than the distance, the turn starts right behind the graph's own head.
         operator = max(count - early, 0)
         if op is ops.fetch:
@@ -135,7 +138,7 @@ def operator_starts(graph: fx.Graph) -> dict[int, fx.Node]:
     """The node before which each operator's transfers are inserted; HEAD: before everything."""
     starts: dict[int, fx.Node] = {}
     for node in graph.nodes:
-        if node.op == "placeholder" or node.target in ops.TRANSFERS:
+        if node.op == "placeholder" or node.target in (ops.pack, *ops.TRANSFERS):
             continue
         starts.setdefault(HEAD, node)
         if node.op != "output":

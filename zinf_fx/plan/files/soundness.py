@@ -10,6 +10,7 @@ from zinf_fx.adam import STATE_BYTES
 from zinf_fx.config import LARGEST
 from zinf_fx.errors import PlanError
 from zinf_fx.plan.memory.spec import check_buffers
+from zinf_fx.plan.packs import starts_of
 from zinf_fx.plan.plan import Choice, Fingerprint, Plan
 from zinf_fx.plan.schedule import GraphSchedule, Tile
 from zinf_fx.plan.spec import check_schedule
@@ -90,6 +91,10 @@ def _check_tile(number: int, tile: Tile) -> None:
         raise PlanError(f"{where} has {tile.ranks} shards of {tile.shard} elements, more than any memory")
     if tile.ranks > 1 and tile.ranks * tile.shard * tile.dtype.itemsize < nbytes:
         raise PlanError(f"{where} has more elements than its {tile.ranks} shards of {tile.shard} together")
+    if tile.members:
+        *starts, total = starts_of((member.numel for member in tile.members), tile.dtype)
+        if [member.start for member in tile.members] != starts or tile.shape != (total,) or tile.ranks > 1 or tile.rows:
+            raise PlanError(f"{where} is no pack of the parameters that it has as members")
     if tile.rows is not None:
         first, end = tile.rows
         if first >= end or not tile.shape or end - first != tile.shape[0]:

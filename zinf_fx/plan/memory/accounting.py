@@ -108,7 +108,7 @@ def traffic(plan: Plan, graph: GraphSchedule) -> Traffic:
 
 @dataclass(frozen=True)
 class Update:
-    """What a step of Adam does to one parameter on one rank.
+    """What a step of Adam does to one parameter, or to those of one pack, on one rank.
 
     Attributes:
         elements: that this rank updates.
@@ -144,14 +144,14 @@ def updates(plan: Plan) -> list[Update]:
     parameters written. A parameter of full precision is its own master, and is read too."""
     found = []
     for tile in trained_in(plan):
-        elements = tile.updated_elements(plan.stage)
-        value = blocks(elements * tile.dtype.itemsize)
-        states = [elements * nbytes for nbytes in state_bytes(tile.dtype.itemsize)]
+        counts = tile.updated_elements(plan.stage)
+        value = sum(blocks(elements * tile.dtype.itemsize) for elements in counts)
+        states = [elements * nbytes for elements in counts for nbytes in state_bytes(tile.dtype.itemsize)]
         stored = sum(map(blocks, states)) if plan.config.placement.optimizer == "nvme" else 0
         read = stored + (value if tile.gradient_tier == "nvme" else 0)
         read += value if tile.tier == "nvme" and not has_master(tile.dtype.itemsize) else 0
         written = stored + (value if tile.tier == "nvme" else 0)
-        found.append(Update(tile.name, elements, sum(states), read, written))
+        found.append(Update(tile.name, sum(counts), sum(states), read, written))
     return found
 
 

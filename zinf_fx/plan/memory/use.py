@@ -120,7 +120,7 @@ def chunk_buffers(
     chunk = max(chunk // WINDOW_ALIGNMENT, 1) * WINDOW_ALIGNMENT
     stage = config.placement.stage
     updated = [tile.updated_elements(0 if tile.owned else stage) for tile in trained]  # an owner may have all
-    total = sum(-(-elements // WINDOW_ALIGNMENT) * WINDOW_ALIGNMENT for elements in updated)
+    total = sum(-(-elements // WINDOW_ALIGNMENT) * WINDOW_ALIGNMENT for counts in updated for elements in counts)
     both, three = (min(total, count * chunk) * opened for count in (2, 3))
     writing = max(three - both - chunk * (opened - written), 0)
     return ChunkBuffers(chunk, both + min(chunk, AT_A_TIME) * scratch, three - both, writing)
@@ -225,5 +225,6 @@ def _gradients(plan: Plan) -> list[int]:
 
 
 def _state_bytes(tile: Tile, stage: int) -> int:
-    """Bytes of Adam's states of a parameter, each in whole blocks."""
-    return sum(blocks(tile.updated_elements(stage) * nbytes) for nbytes in state_bytes(tile.dtype.itemsize))
+    """Bytes of Adam's states of a tile's parameters, each in whole blocks."""
+    each = state_bytes(tile.dtype.itemsize)
+    return sum(blocks(elements * nbytes) for elements in tile.updated_elements(stage) for nbytes in each)

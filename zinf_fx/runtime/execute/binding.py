@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -32,29 +33,34 @@ class Here:
     followed: bool
 
 
-def bind(module: fx.GraphModule, operators: Mapping[str, int], here: Here) -> fx.GraphModule:
+def bind(module: fx.GraphModule, operators: Mapping[str, int], here: Here, packs: Collection[int]) -> fx.GraphModule:
     """The graph as a function of (run, arguments): its `zinf` nodes become calls of the run's methods, which is told
-    when an operator begins and ends, too.
+    when the head ends, and when an operator begins and ends, too.
 
-    `operators`: by the names of the nodes that compute, which operator they belong to.
+    `operators`: by the names of the nodes that compute, which operator they belong to. `packs`: the tiles whose value
+    is a list of the parameters in them, and whose gradient a list of theirs: nothing is put together in memory.
     `arguments` is a reversed list from which each input is popped, so that inputs die with their last use.
     """
     bound = fx.Graph()
     run = bound.placeholder("run")
     arguments = bound.placeholder("arguments")
     copies: dict[fx.Node, fx.Node] = {}
-    last = {operator: name for name, operator in operators.items()}
+    last = {number: name for name, number in operators.items()}
     begun: set[int] = set()
+    in_head = True
     for node in module.graph.nodes:
-        operator = operators.get(node.name, HEAD)
-        if operator != HEAD and operator not in begun:
-            begun.add(operator)
-            bound.call_method("begin_operator", (run, operator))
+        number = operators.get(node.name, HEAD)
+        event: Event | None = node.meta.get(ops.EVENT)
+        if in_head and max(number, HEAD if event is None else event.operator) != HEAD:
+            in_head = False
+            bound.call_method("leave_head", (run,))
+        if number != HEAD and number not in begun:
+            begun.add(number)
+            bound.call_method("begin_operator", (run, number))
         if node.op == "placeholder":
             copies[node] = bound.call_method("pop", (arguments,))
             copies[node].name = node.name
         elif node.target in ops.KINDS:
-            event: Event = node.meta[ops.EVENT]
             if event.tile in here.gradients and event.kind == "reduce_scatter":
                 copies[node] = copies[node.args[1]]
                 continue
@@ -65,14 +71,21 @@ def bind(module: fx.GraphModule, operators: Mapping[str, int], here: Here) -> fx
             method = _METHODS_IN_PLACE.get(event.kind, event.kind) if event.tile in here.tiles else method_of(event)
             if method is None or (method == "passed" and not here.followed):
                 continue
+            method = "wait_for_members" if method == "wait" and event.tile in packs else method
             values = node.args[1:] if node.target in _TAKE_A_VALUE else ()
             values = node.args if node.target is ops.offload_activation else values
             values = fx.node.map_arg(values, copies.__getitem__)
             options = {} if event.offset is None else {"offset": event.offset}
             copies[node] = bound.call_method(method, (run, event.tile, *values), options)
+        elif node.target is ops.pack:
+            continue  # which the run knows by its tile
+        elif node.target is ops.member:
+            copies[node] = bound.call_function(operator.getitem, (copies[node.args[0]], node.kwargs["number"]))
+        elif node.target is ops.together:
+            copies[node] = fx.node.map_arg(node.args[0], copies.__getitem__)
         else:
             copies[node] = bound.node_copy(node, copies.__getitem__)
-        if last.get(operator) == node.name:
+        if last.get(number) == node.name:
             bound.call_method("end_operator", (run,))
     return fx.GraphModule(module, bound, class_name=f"Planned{module.__class__.__name__}")
 

@@ -17,7 +17,7 @@ from zinf_fx.plan.schedule import GraphKind, Tile
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.execute.activations import ActivationSlots
 from zinf_fx.runtime.execute.binding import Here, bind, head_fetches
-from zinf_fx.runtime.execute.transfers import ShardedTile, StagedTile, Staging
+from zinf_fx.runtime.execute.transfers import FlyingTile, Staging, Stored
 from zinf_fx.runtime.gradients.leaving import LeavingGradients
 from zinf_fx.runtime.gradients.reduction import Reduction
 from zinf_fx.runtime.memory.device import CPU
@@ -25,6 +25,7 @@ from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.recorder import RECORDER, Note
 from zinf_fx.runtime.remains import give_back_remains
+from zinf_fx.runtime.tensor.pack import Pack
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.tiers import Tiers
 from zinf_fx.sizes import PAGE
@@ -41,7 +42,7 @@ class Stage:
 
     def __init__(self) -> None:
         self._successor: weakref.ref[Stage] | None = None
-        self.anticipated: list[StagedTile | ShardedTile] = []
+        self.anticipated: list[FlyingTile] = []
         weakref.finalize(self, _release_all, self.anticipated).atexit = False
 
     @property
@@ -53,7 +54,7 @@ class Stage:
     def successor(self, stage: Stage) -> None:
         self._successor = weakref.ref(stage)
 
-    def head_tiles(self) -> list[tuple[TensorStorage, Tile, int | None]]:
+    def head_tiles(self) -> list[tuple[Stored, Tile, int | None]]:
         """What the stage fetches first, as far as its last run tells: from where, and to which offset."""
         return []
 
@@ -90,10 +91,15 @@ class Program(Stage):
             placeholders.index(token) if tile in used and token in placeholders else None
             for tile, token in enumerate(tokens)
         ]
+        # By the tile of a pack, where the tokens of its parameters are.
+        packs = module.graph.find_nodes(op="call_function", target=ops.pack)
+        self._packed = {
+            tokens.index(pack.name): [placeholders.index(token.name) for token in pack.args[0]] for pack in packs
+        }
         self._parameters = [
             tile.index
             for tile, position in zip(schedule.tiles, self._token_positions, strict=True)
-            if position is not None and not tile.activation
+            if (position is not None and not tile.activation) or tile.index in self._packed
         ]
         leaving = module.graph.find_nodes(op="call_function", target=ops.offload_activation)
         devices = {n.meta[ops.EVENT].tile: n.args[0].meta["val"].device for n in leaving}
@@ -106,7 +112,7 @@ class Program(Stage):
         self._module: fx.GraphModule | None = None  # for the storages of the last run
         self._here: Here | None = None  # with them
         self._head = head_fetches(schedule)
-        self._last_storages: dict[int, weakref.ref[TensorStorage]] = {}  # of parameters
+        self._last_storages: dict[int, weakref.ref[Stored]] = {}  # of parameters
         self.gathered: dict[int, int] = {}  # bytes of tiles that a run has from where they are
         # After so many events of a tile, this graph needs neither its value nor its gradient any more.
         events = [event for event in schedule.events if not schedule.tiles[event.tile].activation]
@@ -119,8 +125,11 @@ class Program(Stage):
 
     def _run(self, arguments: list) -> tuple:
         storages = [p if p is None else TensorStorage.of_token(arguments[p]) for p in self._token_positions]
+        for tile, positions in self._packed.items():
+            members = [TensorStorage.of_token(arguments[position]) for position in positions]
+            storages[tile] = Pack.of(members, self.schedule.tiles[tile])
         parameters = {tile: storages[tile] for tile in self._parameters}
-        several = set(parameters.values())
+        several = {member for storage in parameters.values() for member in storage.members}
         followed = any([storage.gradient.followed for storage in several])
         if self._module is None or {tile: ref() for tile, ref in self._last_storages.items()} != parameters:
             EXECUTOR.staging.drop_staying()
@@ -148,7 +157,7 @@ class Program(Stage):
         EXECUTOR.end(self)
         return results
 
-    def _bind_to(self, parameters: Mapping[int, TensorStorage], followed: bool) -> None:
+    def _bind_to(self, parameters: Mapping[int, Stored], followed: bool) -> None:
         """Have the graph for parameters of which some may be where it computes, with no other rank to change them.
         `followed`: whether an optimizer steps in backward."""
         in_place = {t: s for t, s in parameters.items() if s.in_place and s.share.ranks.shards == 1}
@@ -158,7 +167,7 @@ class Program(Stage):
         kept = frozenset(tile for tile in kept if parameters[tile].placement.gradients == "device")
         self._here = Here(frozenset(in_place), plain, kept, followed)
         if self._here not in self._bound:
-            self._bound[self._here] = bind(self._planned, self._operators, self._here)
+            self._bound[self._here] = bind(self._planned, self._operators, self._here, self._packed)
         self._module = self._bound[self._here]
         waits = [event.tile for event in self.schedule.events if event.kind == "wait" and event.tile in in_place]
         self.gathered = {tile: count * self.schedule.tiles[tile].nbytes for tile, count in Counter(waits).items()}
@@ -168,7 +177,7 @@ class Program(Stage):
         """Whether somebody is to know when a run has used a parameter."""
         return self._here.followed
 
-    def head_tiles(self) -> list[tuple[TensorStorage, Tile, int | None]]:
+    def head_tiles(self) -> list[tuple[Stored, Tile, int | None]]:
         if not self._last_storages:
             return []
         found = ((self._last_storages[tile](), self.schedule.tiles[tile], offset) for tile, offset in self._head)
@@ -210,7 +219,7 @@ class Executor:
             for storage, tile, offset in successor.head_tiles():
                 self.anticipate(successor, storage, tile, offset)
 
-    def anticipate(self, stage: Stage, storage: TensorStorage, tile: Tile, offset: int | None) -> None:
+    def anticipate(self, stage: Stage, storage: Stored, tile: Tile, offset: int | None) -> None:
         """Fetch a tile that `stage`, expected to come next, will need at its head."""
         if self._expected is None or self._expected() is not stage:
             self.drop_anticipated()
@@ -243,7 +252,7 @@ os.register_at_fork(after_in_child=EXECUTOR._after_fork)
 
 
 @sealed
-def _release_all(tiles: list[StagedTile | ShardedTile]) -> None:
+def _release_all(tiles: list[FlyingTile]) -> None:
     while tiles:
         EXECUTOR.staging.release(tiles.pop())
 
@@ -255,7 +264,7 @@ class Run:
     upload moves nothing either, and `wait` returns the buffer that the disk wrote into.
     """
 
-    def __init__(self, program: Program, storages: list[TensorStorage | None]) -> None:
+    def __init__(self, program: Program, storages: list[Stored | None]) -> None:
         """`storages`: of each tile; None: of an activation that this run is to offload."""
         self._program = program
         self._tiles = program.schedule.tiles
@@ -268,8 +277,7 @@ class Run:
             program.slots.reserve(self._owner, self._tiers[0])
         for tiers in self._tiers:
             tiers.check_process()
-        self._held: dict[int, StagedTile | ShardedTile] = {}
-        self._in_head = True
+        self._held: dict[int, FlyingTile] = {}
         self._computing: Note | None = None  # the operator, while somebody records
         self._gradients: LeavingGradients | None = None  # of a backward graph
         if program.schedule.kind == "backward":
@@ -282,8 +290,9 @@ class Run:
         for tile, nbytes in self._program.gathered.items():
             self._storages[tile].tiers.counters.gathered_bytes += nbytes
         if self._gradients is not None and not self._program.is_followed:
-            for storage in {self._storages[tile] for tile in self._program.last_uses}:
-                storage.gradient.backward_ended()
+            used = {self._storages[tile] for tile in self._program.last_uses}
+            for member in [member for storage in used for member in storage.members]:
+                member.gradient.backward_ended()
 
     def await_writes(self) -> None:
         """Before backward, until activations that left are on NVMe: what left last is needed first, and the plan has no
@@ -320,6 +329,11 @@ class Run:
         """The full tile."""
         with RECORDER.about(self._tiles[tile].label):
             return self._held[tile].wait().view(self._tiles[tile].shape)
+
+    def wait_for_members(self, tile: int) -> list[torch.Tensor]:
+        """The parameters of a pack."""
+        with RECORDER.about(self._tiles[tile].label):
+            return self._held[tile].wait()
 
     def value(self, tile: int) -> torch.Tensor:
         """The full tile, of a parameter that is where the graph computes."""
@@ -380,15 +394,16 @@ class Run:
         with RECORDER.about(planned.label):
             storage.set(value, offset)
 
+    def leave_head(self) -> None:
+        """The transfers at the head have begun: what was fetched in advance and is not among them is not needed."""
+        EXECUTOR.drop_anticipated()
+
     def begin_operator(self, index: int) -> None:
         """What computes from now on is of this operator. Before it, work in the background goes on."""
         let_through()
         for tiers in self._tiers:
             if (background := tiers.background) is not None:
                 background.advance()
-        if self._in_head:
-            self._in_head = False
-            EXECUTOR.drop_anticipated()  # this run holds what it needs of it by now
         if RECORDER.log is not None:
             self._note_memory()
             label = self._program.schedule.operators[index].label

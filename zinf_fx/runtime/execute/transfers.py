@@ -16,6 +16,7 @@ from zinf_fx.plan.sharding import Segment
 from zinf_fx.runtime.memory.leases import Buffer, Ticket
 from zinf_fx.runtime.ranks import Collective
 from zinf_fx.runtime.recorder import RECORDER
+from zinf_fx.runtime.tensor.pack import Pack, Part
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
 
@@ -26,16 +27,16 @@ class StagedTile:
     It doesn't keep the storage alive: compiled code, for which tiles are fetched in advance, may outlive its model.
     """
 
-    def __init__(self, storage: TensorStorage, start: int, count: int, offset: int | None = None) -> None:
+    def __init__(self, storage: TensorStorage, planned: Tile, offset: int | None = None) -> None:
         """`offset`: where in the host arena's region its bytes are planned."""
-        self.key = (storage.key, start, count)
+        self.key = key_of(storage, planned)
         self.holds = 0
-        self._nbytes = count * storage.dtype.itemsize
+        self._nbytes = planned.nbytes
         self._counters = storage.tiers.counters
         self._refresh = storage.begin_refresh()
         if self._refresh is not None and not storage.in_place:
             self._refresh.wait()  # what is uploaded from host memory has to be there
-        self._window = storage.settled().device_window(start, count, offset=offset).read_only()
+        self._window = storage.settled().device_window(planned.start, planned.numel, offset=offset).read_only()
 
     def upload(self, offset: int | None = None) -> None:
         """Start to copy it to the device, to `offset` in the region that is planned there."""
@@ -74,10 +75,11 @@ class ShardedTile:
     As `StagedTile`. Where the device computes in host memory, the shard is read to its place in the whole.
     """
 
-    def __init__(self, storage: TensorStorage, start: int, count: int, offset: int | None = None) -> None:
-        self.key = (storage.key, start, count)
+    def __init__(self, storage: TensorStorage, planned: Tile, offset: int | None = None) -> None:
+        start, count = planned.start, planned.numel
+        self.key = key_of(storage, planned)
         self.holds = 0
-        self.version: int | None = storage.bytes.home.version
+        self.version: int | None = storage.version
         self._count, self._device = count, storage.device
         self._ranks, self._counters = storage.share.ranks, storage.tiers.counters
         self._segments = storage.share.shards.within(start, count)
@@ -162,50 +164,121 @@ class ShardedTile:
             self._buffer.release()
 
 
+class PackedTile:
+    """A pack of parameters in flight, as `StagedTile`: all that lives side by side comes in one transfer."""
+
+    def __init__(self, pack: Pack, planned: Tile, offset: int | None = None) -> None:
+        self.key = key_of(pack, planned)
+        self.holds = 0
+        self._planned, self._counters = planned, pack.tiers.counters
+        self._parts: list[tuple[Part, Window | DeviceWindow]] = []
+        try:
+            for part in pack.parts:
+                at = None if offset is None else offset + part.start * planned.dtype.itemsize
+                self._parts.append((part, part.bytes.device_window(offset=at).read_only()))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def version(self) -> int | None:
+        """Of where the parameters live, that which the tile has."""
+        versions = [window.version for _, window in self._parts]
+        return None if None in versions else sum(versions)
+
+    def upload(self, offset: int | None = None) -> None:
+        """Start to copy it to the device, to `offset` in the region that is planned there."""
+        for part, window in self._parts:
+            window.upload(None if offset is None else offset + part.start * self._planned.dtype.itemsize)
+
+    def allgather(self, name: str) -> None:
+        """This rank has all of it."""
+
+    def follow(self, pack: Pack) -> None:
+        """From now on, take over what is written to the storages."""
+        for part, window in self._parts:
+            window.follow(part.bytes)
+
+    def wait(self) -> list[torch.Tensor]:
+        """The parameters; counts the time for which compute had to wait."""
+        started = time.perf_counter()
+        found: list[torch.Tensor | None] = [None] * len(self._planned.members)
+        for part, window in self._parts:
+            elements = window.wait()
+            for number, own in part.members.items():
+                found[number] = elements[own.start : own.stop].view(self._planned.members[number].shape)
+        self._counters.stall_seconds += RECORDER.waited(started)
+        self._counters.gathered_bytes += self._planned.nbytes
+        return found
+
+    def close(self) -> None:
+        """Give the buffers back."""
+        for _, window in self._parts:
+            window.close()
+
+
+Stored = TensorStorage | Pack
+"""What a tile is of: one parameter or activation, or several parameters."""
+
+FlyingTile = StagedTile | ShardedTile | PackedTile
+"""A tile in flight."""
+
+
+def key_of(storage: Stored, planned: Tile) -> tuple[int, int, int]:
+    """What tells a tile from all others: the storage, the first element, and how many there are."""
+    return storage.key, planned.start, planned.numel
+
+
+def _kind_of(storage: Stored) -> type[FlyingTile]:
+    """How tiles of this come."""
+    if isinstance(storage, Pack):
+        return PackedTile
+    return ShardedTile if storage.share.partitioned else StagedTile
+
+
 class Staging:
     """Tiles in flight, shared by every graph execution: a tile that one still holds is not read again for the next."""
 
     def __init__(self) -> None:
-        # By the storage's key, the first element, and how many there are.
-        self._tiles: dict[tuple[int, int, int], StagedTile | ShardedTile] = {}
-        self._staying: dict[tuple[int, int, int], StagedTile | ShardedTile] = {}  # held until their next fetch
-        self._watched: weakref.WeakSet[TensorStorage] = weakref.WeakSet()  # those that tiles have stayed of
+        # By `key_of`.
+        self._tiles: dict[tuple[int, int, int], FlyingTile] = {}
+        self._staying: dict[tuple[int, int, int], FlyingTile] = {}  # held until their next fetch
+        self._watched: weakref.WeakSet[Stored] = weakref.WeakSet()  # those that tiles have stayed of
         self._lock = threading.RLock()
 
-    def fetch(self, storage: TensorStorage, planned: Tile, offset: int | None) -> StagedTile | ShardedTile:
+    def fetch(self, storage: Stored, planned: Tile, offset: int | None) -> FlyingTile:
         """Hold a tile of `storage`, starting to read it unless it is held in its present version; to `offset` in the
         region of the host arena."""
-        key = (storage.key, planned.start, planned.numel)
+        key = key_of(storage, planned)
         storage.settled()
         with self._lock, RECORDER.about(planned.label):
             tile = self._tiles.get(key)
-            if tile is None or tile.version != storage.bytes.home.version:
+            if tile is None or tile.version != storage.version:
                 self._let_go(key)
-                make = ShardedTile if storage.share.partitioned else StagedTile
-                tile = self._tiles[key] = make(storage, planned.start, planned.numel, offset)
+                tile = self._tiles[key] = _kind_of(storage)(storage, planned, offset)
             tile.holds += 1
             self._let_go(key)
             return tile
 
-    def upload(self, storage: TensorStorage, planned: Tile, offset: int | None) -> None:
+    def upload(self, storage: Stored, planned: Tile, offset: int | None) -> None:
         """Start to copy a tile to the device, to `offset` in the region that is planned there, if it is held in its
         present version: `wait` copies any other."""
         with self._lock, RECORDER.about(planned.label):
             if (tile := self._present(storage, planned)) is not None:
                 tile.upload(offset)
 
-    def allgather(self, storage: TensorStorage, planned: Tile) -> None:
+    def allgather(self, storage: Stored, planned: Tile) -> None:
         """Start to gather a tile's shards if it is held in its present version: `wait` gathers those of any other."""
         with self._lock, RECORDER.about(planned.label):
             if (tile := self._present(storage, planned)) is not None:
                 tile.allgather(planned.label)
 
-    def _present(self, storage: TensorStorage, planned: Tile) -> StagedTile | ShardedTile | None:
+    def _present(self, storage: Stored, planned: Tile) -> FlyingTile | None:
         """The tile, if it is held in its present version."""
-        tile = self._tiles.get((storage.key, planned.start, planned.numel))
-        return tile if tile is not None and tile.version == storage.bytes.home.version else None
+        tile = self._tiles.get(key_of(storage, planned))
+        return tile if tile is not None and tile.version == storage.version else None
 
-    def stay(self, tile: StagedTile | ShardedTile, storage: TensorStorage) -> None:
+    def stay(self, tile: FlyingTile, storage: Stored) -> None:
         """Hand over a hold: the tile stays in memory until its next fetch, whatever is written to it meanwhile."""
         with self._lock:
             self._let_go(tile.key)
@@ -237,7 +310,7 @@ class Staging:
             self.release(tile)
 
     @sealed
-    def release(self, tile: StagedTile | ShardedTile) -> None:
+    def release(self, tile: FlyingTile) -> None:
         """Drop one hold; the last one frees the tile's buffers."""
         with self._lock:
             tile.holds -= 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from types import NotImplementedType
 
 import torch
 
 from zinf_fx.errors import StoredTensorError
+from zinf_fx.plan.packs import starts_of
 from zinf_fx.plan.sharding import Segment
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.gradients.leaf import accumulated_leaf
@@ -23,19 +25,35 @@ from zinf_fx.runtime.tensor.arrival import implement_arrival
 from zinf_fx.runtime.tensor.local_parameter import stored_parameter
 from zinf_fx.runtime.tensor.operations import handle
 from zinf_fx.runtime.tensor.storage import TensorStorage
+from zinf_fx.runtime.tensor.stored_bytes import side_by_side
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 aten = torch.ops.aten
 
 
-def reserve_gradient(parameter: StoredTensor) -> None:
-    """Reserve space for the first gradient, where space may run out: on disk. Later ones find what it gives back.
+# References to a storage that only a `GradientState` has, as `sys.getrefcount` counts them.
+_UNUSED = 2
+
+
+def reserve_gradients(parameters: Sequence[StoredTensor]) -> None:
+    """Reserve space for the gradients of parameters that live side by side, or of one, where space may run out: on
+    disk. It is used again and again.
 
     Raises: StoreError when there is none, now and not in the first backward pass.
     """
-    storage = parameter.storage
-    if parameter.requires_grad and storage.placement.gradients == "nvme":
-        storage.gradient.space = storage.for_gradient()
+    storages = [parameter.storage for parameter in parameters]
+    first = parameters[0]
+    if not first.requires_grad or first.grad is not None or storages[0].placement.gradients != "nvme":
+        return
+    spaces = TensorStorage.side_by_side(storages, "nvme") if len(storages) > 1 else [storages[0].for_gradient()]
+    for storage, space in zip(storages, spaces, strict=True):
+        storage.gradient.space = space
+
+
+def _free_space(storage: TensorStorage, dtype: torch.dtype) -> TensorStorage | None:
+    """What is reserved for the gradient, if nobody has it and it is of this dtype."""
+    unused = sys.getrefcount(storage.gradient.space) <= _UNUSED
+    return storage.gradient.space if unused and storage.gradient.space.dtype == dtype else None
 
 
 def new_gradient(parameter: StoredTensor, dtype: torch.dtype, *, reduced: bool) -> torch.Tensor:
@@ -50,9 +68,7 @@ def new_gradient(parameter: StoredTensor, dtype: torch.dtype, *, reduced: bool) 
 def _new_stored(parameter: StoredTensor, dtype: torch.dtype, *, reduced: bool) -> StoredTensor:
     storage = parameter.storage
     if reduced or storage.share.ranks.size == 1:
-        space, storage.gradient.space = storage.gradient.space, None
-        if space is None or space.dtype != dtype:
-            space = storage.for_gradient(dtype)
+        space = _free_space(storage, dtype) or storage.for_gradient(dtype)
     else:
         space = storage.for_gradient(dtype, partitioned=False)
         space.share.unreduced = True
@@ -121,6 +137,47 @@ def accumulate_gradient(parameter: StoredTensor, gradient: torch.Tensor | Reduct
     else:
         _add_share(storage, gradient.segments, value, True, offset)
     parameter.grad = stored
+
+
+@torch.no_grad()
+def accumulate_side_by_side(
+    parameters: Sequence[StoredTensor], gradients: Sequence[torch.Tensor], offset: int | None
+) -> bool:
+    """As `accumulate_gradient`, for the parameters of a pack on one rank, in one transfer. Returns whether that can be:
+    the gradients that are there, or that are to be made, live side by side."""
+    pairs = sorted(zip(parameters, gradients, strict=True), key=lambda pair: pair[0].storage.key)
+    parameters, gradients = zip(*pairs, strict=True)
+    first, dtype = parameters[0].storage, gradients[0].dtype
+    new = all(parameter.grad is None for parameter in parameters)
+    if new:
+        spaces = [_free_space(parameter.storage, dtype) for parameter in parameters]
+    else:
+        grads = [parameter.grad for parameter in parameters]
+        stored = all(isinstance(grad, StoredTensor) and not grad.views for grad in grads)
+        spaces = [grad.storage for grad in grads] if stored else [None]
+    if None in spaces:
+        if not new or first.placement.gradients == "nvme":
+            return False
+        spaces = TensorStorage.side_by_side(
+            [parameter.storage for parameter in parameters], first.placement.gradients, dtype
+        )
+    held = [space.settled() for space in spaces]
+    starts = starts_of((gradient.numel() for gradient in gradients), held[0].dtype)
+    if not all(one.follows(held[0], start) for one, start in zip(held, starts, strict=False)):
+        return False
+    window = side_by_side(held).device_window(load=not new, offset=offset)
+    try:
+        elements = window.wait()
+        for start, gradient in zip(starts, gradients, strict=False):
+            part = elements[start : start + gradient.numel()].view(gradient.shape)
+            part.copy_(gradient) if new else part.add_(gradient)
+    except BaseException:
+        window.close()
+        raise
+    window.store()
+    for parameter, space in zip(parameters, spaces if new else (), strict=new):
+        parameter.grad = StoredTensor.of(space, parameter.shape, parameter.device)
+    return True
 
 
 def add_gradient(parameter: StoredTensor, gradient: torch.Tensor) -> None:
@@ -195,6 +252,8 @@ def _take(parameter: StoredTensor) -> None:
     gradient = parameter.grad
     if gradient is None or gradient.layout != torch.strided:
         return
+    if isinstance(gradient, StoredTensor) and not gradient.storage.share.unreduced:
+        return
     with RUNNING.turn():
         if isinstance(gradient, StoredTensor):
             if (before := take_unreduced(parameter)) is not None:
@@ -208,7 +267,7 @@ def _take(parameter: StoredTensor) -> None:
                 parameter.grad = plain_copy(parameter, gradient)
         state = parameter.storage.gradient
         if state.consumer is not None and state.backwards_due <= 0:
-            state.consumer.take_gradient(parameter)
+            state.consumer.take_gradients([parameter])
 
 
 def _add(operation: torch._ops.OpOverload, args: tuple, kwargs: dict) -> torch.Tensor | NotImplementedType:

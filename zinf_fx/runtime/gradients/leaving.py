@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +14,7 @@ from zinf_fx.plan.schedule import Tile
 from zinf_fx.runtime.gradients.accumulate import (
     accumulate_gradient,
     accumulate_gradient_part,
+    accumulate_side_by_side,
     new_gradient,
     reduction_of,
     reduction_of_part,
@@ -24,9 +25,13 @@ from zinf_fx.runtime.gradients.plain import leave_copy
 from zinf_fx.runtime.gradients.reduction import Reduction
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.recorder import GRADIENT, RECORDER
+from zinf_fx.runtime.tensor.gradient_state import GradientConsumer
+from zinf_fx.runtime.tensor.pack import Pack
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.sizes import PAGE
+
+Stored = TensorStorage | Pack
 
 
 class LeavingGradients:
@@ -36,7 +41,7 @@ class LeavingGradients:
         self,
         plan: Plan,
         tiles: Sequence[Tile],
-        storages: Sequence[TensorStorage],
+        storages: Sequence[Stored],
         last_uses: Mapping[int, int],
         gradients: Mapping[int, int],
     ) -> None:
@@ -56,15 +61,14 @@ class LeavingGradients:
 
     def reduce_scatter(self, tile: int, gradient: torch.Tensor) -> torch.Tensor | Reduction:
         """Start to average a gradient over the ranks. One rank's is the average."""
-        storage = self._storages[tile]
-        if storage.share.ranks.size == 1:
+        storage, planned = self._storages[tile], self._tiles[tile]
+        if planned.members or storage.share.ranks.size == 1:
             return gradient
         parameter = self._accumulating(storage)
         if parameter is None:
             return gradient
         if self._reducing is not None:
             self._reducing.advance()  # by now, its group has summed it while operators computed
-        planned = self._tiles[tile]
         with RECORDER.about(planned.label, GRADIENT):
             if planned.rows is None:
                 found = reduction_of(parameter, gradient, planned.label)
@@ -73,18 +77,24 @@ class LeavingGradients:
         self._reducing = found if isinstance(found, Reduction) else None
         return found
 
-    def offload(self, tile: int, shard: torch.Tensor | Reduction, offset: int | None = None) -> None:
-        """Move a gradient to its tier and add it to the parameter's `.grad`, as autograd would."""
-        with RECORDER.about(self._tiles[tile].label, GRADIENT):
-            self._accumulate(self._storages[tile], tile, shard, offset)
+    def offload(
+        self, tile: int, shard: torch.Tensor | Reduction | list[torch.Tensor], offset: int | None = None
+    ) -> None:
+        """Move a gradient, or those of a pack, to its tier and add it to the parameter's `.grad`, as autograd would."""
+        storage, planned = self._storages[tile], self._tiles[tile]
+        with RECORDER.about(planned.label, GRADIENT):
+            if planned.members:
+                self._accumulate_pack(storage, tile, shard, offset)
+            else:
+                self._accumulate(storage, tile, shard, offset)
         if tile in self._last_uses:
-            self._gradients_left[self._storages[tile].key] -= 1
+            self._gradients_left[storage.key] -= 1
         self.passed(tile)
 
     def keep_gradient(self, tile: int, gradient: torch.Tensor) -> None:
         """Leave a gradient that nobody else holds in the parameter's `.grad`, or add it to what is there: it lives
         where it was computed."""
-        parameter = self._taking(tile)
+        parameter = self._taking(self._storages[tile], self._tiles[tile].name)
         if parameter is not None and parameter.grad is None and gradient.is_contiguous():
             parameter.grad = gradient
         elif parameter is not None:
@@ -92,7 +102,7 @@ class LeavingGradients:
 
     def copy_gradient(self, tile: int, gradient: torch.Tensor) -> None:
         """As `keep_gradient`, where somebody may hold the gradient, or it lives somewhere else in the same memory."""
-        parameter = self._taking(tile)
+        parameter = self._taking(self._storages[tile], self._tiles[tile].name)
         if parameter is not None:
             with RECORDER.about(self._tiles[tile].label, GRADIENT):
                 leave_copy(parameter, gradient)
@@ -105,11 +115,15 @@ class LeavingGradients:
         storage = self._storages[tile]
         self._uses_left[storage.key] -= 1
         if not self._uses_left[storage.key]:
-            state = storage.gradient
-            state.backward_ended()
-            leaf = self._leaves.get(storage.key)
-            if state.consumer is not None and not state.backwards_due and leaf is not None:
-                state.consumer.take_gradient(leaf.parameter)
+            consumed: defaultdict[GradientConsumer, list[StoredTensor]] = defaultdict(list)
+            for member in storage.members:
+                state = member.gradient
+                state.backward_ended()
+                leaf = self._leaves.get(member.key)
+                if state.consumer is not None and not state.backwards_due and leaf is not None:
+                    consumed[state.consumer].append(leaf.parameter)
+            for consumer, parameters in consumed.items():
+                consumer.take_gradients(parameters)
 
     def abort(self, error: BaseException) -> None:
         """After `error`: half a gradient is none."""
@@ -120,7 +134,8 @@ class LeavingGradients:
             if begun.parameter.grad is None:
                 begun.parameter.grad = begun.before
         if self._uses_left:
-            for consumer in {storage.gradient.consumer for storage in self._storages} - {None}:
+            members = (member for storage in self._storages for member in storage.members)
+            for consumer in {member.gradient.consumer for member in members} - {None}:
                 consumer.abandon(error)
 
     def _accumulating(self, storage: TensorStorage) -> StoredTensor | None:
@@ -128,12 +143,12 @@ class LeavingGradients:
         leaf = self._leaves.get(storage.key)
         return leaf.parameter if leaf is not None and leaf.accumulates else None
 
-    def _taking(self, tile: int) -> StoredTensor | None:
-        """The parameter to whose `.grad` a gradient of the tile is to be added, if there is one."""
-        parameter = self._accumulating(self._storages[tile])
+    def _taking(self, storage: TensorStorage, name: str) -> StoredTensor | None:
+        """As `_accumulating`, for the gradient that is here now. `name`: for errors."""
+        parameter = self._accumulating(storage)
         if parameter is not None and parameter.has_gradient_hooks:
             raise StoredTensorError(
-                f"a hook was registered on '{self._tiles[tile].name}' after its graph was compiled, and would not run: "
+                f"a hook was registered on '{name}' after its graph was compiled, and would not run: "
                 "register hooks before the first compiled call, or call torch.compiler.reset() after it"
             )
         return parameter
@@ -141,27 +156,48 @@ class LeavingGradients:
     def _accumulate(
         self, storage: TensorStorage, tile: int, shard: torch.Tensor | Reduction, offset: int | None
     ) -> None:
-        parameter = self._taking(tile)
-        if parameter is None:
+        parameter = self._taking(storage, self._tiles[tile].name)
+        if parameter is None or self._keep_for_consumer(storage, parameter, shard, self._gradients_left[storage.key]):
             return
-        if storage.share.ranks.size == 1 and self._consumed_from_memory(storage, parameter, shard):
-            storage.gradient.consumer.make_room(shard.nbytes)
-            parameter.grad = shard
-            return
-        if self._tiles[tile].gradient_tier == "nvme":
-            nbytes = round_up(self._tiles[tile].gradient_nbytes_at_once(self._plan.stage), PAGE)
-            storage.tiers.limit_writes(max(self._plan.gradient_buffer - nbytes, 0))
+        self._limit_writes(storage, tile)
         if self._tiles[tile].rows is None:
             accumulate_gradient(parameter, shard, offset)
         else:
             self._offload_part(storage.key, parameter, self._tiles[tile], shard, offset)
 
-    def _consumed_from_memory(self, storage: TensorStorage, parameter: StoredTensor, shard: torch.Tensor) -> bool:
-        """Whether a gradient needs no place on its tier: whole, it is consumed when this graph has used the tile."""
-        whole = shard.shape == parameter.shape and shard.dtype == parameter.dtype
+    def _accumulate_pack(self, pack: Pack, tile: int, gradients: list[torch.Tensor], offset: int | None) -> None:
+        found = [
+            (parameter, gradient)
+            for storage, gradient, member in zip(pack.members, gradients, self._tiles[tile].members, strict=True)
+            if (parameter := self._taking(storage, member.name)) is not None
+            and not self._keep_for_consumer(storage, parameter, gradient, self._gradients_left[pack.key])
+        ]
+        if found:
+            self._limit_writes(pack, tile)
+        if len(found) < len(gradients) or not accumulate_side_by_side(*zip(*found, strict=True), offset):
+            for parameter, gradient in found:
+                accumulate_gradient(parameter, gradient)
+
+    def _limit_writes(self, storage: Stored, tile: int) -> None:
+        """Wait until there is room for the gradient's buffer."""
+        if self._tiles[tile].gradient_tier == "nvme":
+            nbytes = round_up(self._tiles[tile].gradient_nbytes_at_once(self._plan.stage), PAGE)
+            storage.tiers.limit_writes(max(self._plan.gradient_buffer - nbytes, 0))
+
+    def _keep_for_consumer(
+        self, storage: TensorStorage, parameter: StoredTensor, shard: torch.Tensor | Reduction, left: int
+    ) -> bool:
+        """Keep a gradient in memory that needs no place on its tier: whole, it is consumed when this graph has used the
+        tile. `left`: gradients of the tile that are to come, with this one. Returns whether it is such."""
         state = storage.gradient
-        only = self._gradients_left[storage.key] == 1 and state.backwards_due == 1 and parameter.grad is None
-        return state.consumer is not None and storage.device.in_host_memory and whole and only
+        if storage.share.ranks.size > 1 or state.consumer is None or not storage.device.in_host_memory:
+            return False
+        whole = shard.shape == parameter.shape and shard.dtype == parameter.dtype
+        if not whole or left != 1 or state.backwards_due != 1 or parameter.grad is not None:
+            return False
+        state.consumer.make_room(shard.nbytes)
+        parameter.grad = shard
+        return True
 
     def _reduction_of_part(
         self, key: int, parameter: StoredTensor, tile: Tile, gradient: torch.Tensor

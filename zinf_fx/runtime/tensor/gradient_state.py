@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -14,8 +15,8 @@ S = TypeVar("S")
 class GradientConsumer(Protocol):
     """What takes a parameter's gradient as soon as it is whole: an optimizer that steps in backward."""
 
-    def take_gradient(self, parameter: torch.Tensor) -> None:
-        """`parameter.grad` is whole, and what is left of backward needs neither it nor the parameter's value."""
+    def take_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
+        """The parameters' `grad` is whole, and what is left of backward needs neither it nor their values."""
 
     def make_room(self, nbytes: int) -> None:
         """Before a gradient of so many bytes is kept in memory until it is consumed."""
@@ -29,7 +30,7 @@ class GradientState(Generic[S]):
     """Where the gradient of one parameter is going to, and when it is whole.
 
     Attributes:
-        space: the storage reserved for the first gradient, until that takes it.
+        space: the storage reserved for the gradient, if any; in use while anybody else has it.
         backwards_due: compiled forward passes with the parameter that have no backward pass yet.
         followed: whether there was a consumer at any time.
     """

@@ -75,6 +75,10 @@ class Home:
             first = memory.storage_offset() + elements.start
             return part.set_(memory.untyped_storage(), first, (len(elements),))
 
+    def present_followers(self) -> list[Window]:
+        """The followers that have had every write so far."""
+        return [follower for follower in self.followers if follower.open and follower.version == self.version]
+
     def read(self, first: int, memory: torch.Tensor, owner: object) -> Ticket:
         """Start reading the elements from `first` on, which are in the store, into `memory`, in `owner`'s buffer."""
         elements = range(first, first + memory.numel())

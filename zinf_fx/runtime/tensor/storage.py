@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from functools import cached_property
 from typing import ClassVar, NoReturn
 
@@ -12,6 +13,7 @@ import torch
 from zinf_fx.config import Config, Placement, Tier
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.interrupts import held_back
+from zinf_fx.plan.packs import starts_of
 from zinf_fx.plan.sharding import Shards
 from zinf_fx.runtime.memory.buffers import aligned_empty
 from zinf_fx.runtime.memory.device import CPU, Device
@@ -27,6 +29,11 @@ from zinf_fx.runtime.tensor.token import token_of
 _keys = itertools.count(1)
 
 _FOR_PLANNING = "this tensor was made for planning only and has no values: offload a real model to run it"
+
+
+def new_key() -> int:
+    """A key that nothing had yet."""
+    return next(_keys)
 
 
 class TensorStorage:
@@ -86,7 +93,7 @@ class TensorStorage:
         self._take_key()
 
     def _take_key(self) -> None:
-        self.key = next(_keys)
+        self.key = new_key()
         self.token = token_of(self.key, self.numel * self.dtype.itemsize)
         self._by_key[self.key] = self
 
@@ -125,6 +132,16 @@ class TensorStorage:
         return tiers
 
     @property
+    def members(self) -> tuple[TensorStorage, ...]:
+        """This, as the only one in a pack."""
+        return (self,)
+
+    @property
+    def version(self) -> int:
+        """How often anything was written where it lives."""
+        return self.bytes.home.version
+
+    @property
     def placement(self) -> Placement:
         """The tiers of this model's states."""
         return self.config.placement
@@ -161,6 +178,21 @@ class TensorStorage:
     def for_state(self, dtype: torch.dtype | None = None) -> TensorStorage:
         """New, uninitialised storage for an optimizer's state; partitioned from ZeRO's stage 1 on."""
         return self.like(self.placement.optimizer, dtype, self.placement.stage >= 1)
+
+    @staticmethod
+    def side_by_side(
+        several: Sequence[TensorStorage], tier: Tier, dtype: torch.dtype | None = None
+    ) -> list[TensorStorage]:
+        """New, uninitialised storages for tensors with as many elements as these, of one model on one rank, in one home
+        on `tier`."""
+        first = several[0]
+        dtype = dtype or first.dtype
+        *starts, end = starts_of((one.numel for one in several), dtype)
+        home = Home(first.usable_tiers(), tier, end, dtype, first.device)
+        return [
+            TensorStorage(home.tiers, tier, one.config, one.numel, dtype, home.device, at=(home, start))
+            for one, start in zip(several, starts, strict=True)
+        ]
 
     def like(self, tier: Tier, dtype: torch.dtype | None = None, partitioned: bool = False) -> TensorStorage:
         """New, uninitialised storage for a tensor of as many elements."""

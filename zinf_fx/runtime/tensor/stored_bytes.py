@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 import torch
 
@@ -33,6 +34,15 @@ class StoredBytes:
         self._elements = range(first, first + count)
         self._in_host = home.in_host(self._elements)
         self.on_device = self._in_host if home.device.in_host_memory else home.on_device(self._elements)
+
+    def follows(self, other: StoredBytes, distance: int) -> bool:
+        """Whether these begin so many elements behind the begin of `other`, in the same home."""
+        return self.home is other.home and self._elements.start == other._elements.start + distance
+
+    @property
+    def first(self) -> int:
+        """The first one's number in the home."""
+        return self._elements.start
 
     @property
     def in_memory(self) -> torch.Tensor:
@@ -146,16 +156,9 @@ class StoredBytes:
         self.home.version += 1
         torch.autograd.graph.increment_version(self.tokens)
 
-    def announce_write(self) -> None:
-        """Count a write that work in the background will make. Followers will have it when they are looked at."""
-        followers = self.present_followers()
-        self.written()
-        for follower in followers:
-            follower.version = self.home.version
-
     def present_followers(self) -> list[Window]:
         """The followers that have had every write so far."""
-        return [f for f in self.home.followers if f.open and f.version == self.home.version]
+        return self.home.present_followers()
 
     def write_back(self, first: int, memory: torch.Tensor, buffer: Buffer, after: Ticket | None) -> None:
         """Start writing elements, from one of the home on, to where they live, once `after` is done; takes over their
@@ -183,3 +186,19 @@ class StoredBytes:
         assert start >= 0 and count >= 0 and start + count <= self.count, (start, count, self.count)
         first = self._elements.start + start
         return first, first + count
+
+
+def announce_writes(several: Sequence[StoredBytes]) -> None:
+    """Count writes that work in the background will make. Followers will have them when they are looked at."""
+    followers = {home: home.present_followers() for home in {one.home for one in several}}
+    torch.autograd.graph.increment_version([token for one in several for token in one.tokens])
+    for home, present in followers.items():
+        home.version += 1
+        for follower in present:
+            follower.version = home.version
+
+
+def side_by_side(several: Sequence[StoredBytes]) -> StoredBytes:
+    """The bytes of tensors that live one behind the other, with what lies between them."""
+    first, last = several[0]._elements.start, several[-1]._elements.stop
+    return StoredBytes(several[0].home, first, last - first, tuple(token for one in several for token in one.tokens))

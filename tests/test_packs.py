@@ -1,0 +1,320 @@
+"""Training with small parameters in packs equals plain PyTorch, whatever is done with single ones of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from twins import Net, assert_nothing_leaked, x
+
+import zinf_fx
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+
+Train = Callable[[nn.Module, Callable, torch.optim.Optimizer], None]
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def one_step(model: nn.Module, call: Callable, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+    call(batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def twins(tmp_path: Path, model: nn.Module | None = None, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """A plain model, and its twin whose small parameters lie side by side on disk."""
+    torch.manual_seed(0)
+    plain = model
+    if plain is None:
+        plain = Net()
+        del plain.unused  # it would lie between others
+    options = {"placement": "nvme", "pack": "auto", **options}
+    return plain, zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, **options)
+
+
+def optimizers(plain: nn.Module, model: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
+    return [torch.optim.AdamW(plain.parameters(), fused=True), zinf_fx.optim.AdamW(model.parameters(), **options)]
+
+
+def assert_equal(model: nn.Module, plain: nn.Module) -> None:
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.full_tensor(), theirs), name
+
+
+def assert_same_states(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> None:
+    mine, plain = ours.state_dict()["state"], theirs.state_dict()["state"]
+    assert mine.keys() == plain.keys()
+    for key, state in plain.items():
+        for name, value in state.items():
+            found = mine[key][name]
+            assert torch.equal(found.full_tensor() if isinstance(found, StoredTensor) else found, value), (key, name)
+
+
+def transfers(model: nn.Module) -> int:
+    return next(model.parameters()).storage.tiers.store.counters().transfers
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("placement", ["nvme", "infinity-nvme"])
+def test_steps_move_packs(tmp_path: Path, placement: str, in_backward: bool) -> None:
+    plain, model = twins(tmp_path, placement=placement)
+    pairs = zip((plain, model), optimizers(plain, model, step_in_backward=in_backward), strict=True)
+    (_, plainly), (_, optimizer) = sides = list(pairs)
+    calls = [plain, torch.compile(model, backend="zinf")]
+    moved = 0
+    for _ in range(5):
+        optimizer.finish()
+        before = transfers(model)
+        batch = x()
+        for (side, stepper), call in zip(sides, calls, strict=True):
+            one_step(side, call, stepper, batch)
+        optimizer.finish()
+        moved = transfers(model) - before
+        assert_equal(model, plain)
+    assert_same_states(optimizer, plainly)
+    # One pack is read for forward, written as gradient, and read and written with two states: not each of nine tensors.
+    assert moved <= 12, moved
+    del optimizer
+    assert_nothing_leaked(model)
+
+
+def test_the_schedule_shows_packs(tmp_path: Path) -> None:
+    _, model = twins(tmp_path)
+    call = torch.compile(model, backend="zinf")
+    with zinf_fx.record(model) as recording:
+        call(x()).backward()
+    (plan,) = recording.plans
+    (tile,) = plan.tiles
+    assert [member.name for member in tile.members][:2] == ["layers.0.weight", "layers.0.bias"]
+    assert tile.label == "layers.0.weight and 8 others"
+    assert {event.kind for event in plan.graph("backward").events} >= {"wait", "reduce_scatter", "offload"}
+
+
+def test_groups_with_other_options_share_packs(tmp_path: Path) -> None:
+    plain, model = twins(tmp_path)
+
+    def grouped(net: nn.Module) -> list[dict[str, Any]]:
+        decayed = [p for p in net.parameters() if p.dim() > 1]
+        return [
+            {"params": decayed, "weight_decay": 0.1},
+            {"params": [p for p in net.parameters() if p.dim() < 2], "weight_decay": 0.0, "lr": 1e-2},
+        ]
+
+    sides = [
+        (plain, plain, torch.optim.AdamW(grouped(plain), fused=True)),
+        (model, torch.compile(model, backend="zinf"), zinf_fx.optim.AdamW(grouped(model))),
+    ]
+    for _ in range(3):
+        batch = x()
+        for side in sides:
+            one_step(*side, batch)
+    assert_equal(model, plain)
+    optimizer = sides[1][2]
+    optimizer.finish()
+    before = transfers(model)
+    one_step(*sides[1], x())
+    optimizer.finish()
+    assert transfers(model) - before <= 12
+
+
+def test_accumulated_gradients(tmp_path: Path) -> None:
+    plain, model = twins(tmp_path)
+    sides = zip((plain, torch.compile(model, backend="zinf")), optimizers(plain, model), strict=True)
+    for call, optimizer in sides:
+        torch.manual_seed(3)
+        for _ in range(2):
+            for _ in range(3):
+                call(x()).backward()
+            torch.nn.utils.clip_grad_norm_(call.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs, msg=name)  # norms are summed in another order
+
+
+def test_low_precision_parameters_have_masters_side_by_side(tmp_path: Path) -> None:
+    """As parameters that move by themselves, with states of low precision too."""
+    torch.manual_seed(0)
+    net = Net().to(torch.bfloat16)
+    losses: dict[object, list[Tensor]] = {}
+    for pack in (None, "auto"):
+        model = zinf_fx.offload(copy.deepcopy(net), store=tmp_path, placement="nvme", pack=pack)
+        optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2, state_dtype=torch.bfloat16)
+        call = torch.compile(model, backend="zinf")
+        torch.manual_seed(1)
+        losses[pack] = []
+        for step in range(4):
+            loss = call(x().to(torch.bfloat16))
+            losses[pack].append(loss.detach())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                with torch.no_grad():  # what others write to one parameter is taken over into its master
+                    model.layers[1].bias.add_(0.25)
+    assert all(map(torch.equal, losses[None], losses["auto"]))
+
+
+def test_freezing_thawing_and_other_optimizers(tmp_path: Path) -> None:
+    """One parameter of a pack is frozen for a step, and some have another optimizer."""
+    plain, model = twins(tmp_path)
+
+    def split(net: nn.Module) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        return list(net.layers.parameters()), [net.scale]
+
+    sides = []
+    for net, kinds in ((plain, torch.optim), (model, zinf_fx.optim)):
+        first, second = split(net)
+        options = {"fused": True}
+        both = kinds.AdamW(first, **options), kinds.SGD(second, lr=0.1, momentum=0.9)
+        sides.append((net, plain if net is plain else torch.compile(model, backend="zinf"), both))
+    for step in range(4):
+        batch = x()
+        for net, call, both in sides:
+            net.layers[1].weight.requires_grad_(step != 1)
+            call(batch).backward()
+            for optimizer in both:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_equal(model, plain)
+
+
+def test_a_gradient_that_is_there_for_some_only(tmp_path: Path) -> None:
+    plain, model = twins(tmp_path)
+    call = torch.compile(model, backend="zinf")
+    for net, run in ((plain, plain), (model, call)):
+        torch.manual_seed(5)
+        run(x()).backward()
+        net.scale.grad = None
+        net.layers[2].bias.grad = None
+        run(x()).backward()
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None), name
+        assert ours.grad is None or torch.equal(ours.grad.full_tensor(), theirs.grad), name
+
+
+def test_a_member_changed_between_forward_and_backward(tmp_path: Path) -> None:
+    _, model = twins(tmp_path)
+    loss = torch.compile(model, backend="zinf")(x())
+    with torch.no_grad():
+        model.layers[2].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_member_changed_by_hand_is_seen(tmp_path: Path) -> None:
+    plain, model = twins(tmp_path)
+    call = torch.compile(model, backend="zinf")
+    batch = x()
+    for value in (0.0, 2.0):
+        with torch.no_grad():
+            for net in (plain, model):
+                net.layers[1].bias.fill_(value)
+        with torch.no_grad():
+            assert torch.equal(call(batch), plain(batch))
+
+
+def test_models_built_piece_by_piece_and_copies(tmp_path: Path) -> None:
+    """Their parameters don't lie side by side, and move in packs of several transfers."""
+    torch.manual_seed(0)
+    plain = Net()
+    torch.manual_seed(0)
+    with zinf_fx.offloading(store=tmp_path, placement="nvme", pack="auto"):
+        built = Net()
+    for model in (built, copy.deepcopy(built)):
+        reference = copy.deepcopy(plain)
+        call, (plainly, optimizer) = torch.compile(model, backend="zinf"), optimizers(reference, model)
+        for _ in range(2):
+            batch = x()
+            one_step(reference, reference, plainly, batch)
+            one_step(model, call, optimizer, batch)
+        assert_equal(model, reference)
+
+
+class Blocks(nn.Module):
+    """Layers that share one compiled graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)) for _ in range(4))
+        self.tied = nn.Linear(16, 16)
+        self.tied.weight = self.blocks[0][0].weight
+
+    def forward(self, value: Tensor) -> Tensor:
+        for block in self.blocks:
+            value = torch.relu(block(value))
+        return self.tied(value).square().sum()
+
+
+def test_layers_that_share_a_graph_and_a_tied_weight(tmp_path: Path) -> None:
+    plain, model = twins(tmp_path, Blocks())
+    assert model.tied.weight is model.blocks[0][0].weight
+    for block in model.blocks:
+        block.compile(backend="zinf")
+    plainly, optimizer = optimizers(plain, model)
+    for _ in range(3):
+        batch = torch.randn(3, 16)
+        one_step(plain, plain, plainly, batch)
+        one_step(model, model, optimizer, batch)
+        assert_equal(model, plain)
+
+
+def test_a_plan_with_packs_is_exported_and_followed(tmp_path: Path) -> None:
+    plain, model = twins(tmp_path)
+    with torch.device("meta"):
+        abstract = Net()
+        del abstract.unused
+    plan = zinf_fx.export_plan(abstract, (torch.empty(3, 32, device="meta"),), placement="nvme", pack="auto")
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    assert zinf_fx.load_plan(path) == plan
+    assert [len(tile.members) for tile in plan.tiles] == [9]
+    call = torch.compile(model, backend="zinf", options={"plan": path})
+    plainly, optimizer = optimizers(plain, model)
+    for _ in range(2):
+        batch = x()
+        one_step(plain, plain, plainly, batch)
+        one_step(model, call, optimizer, batch)
+    assert_equal(model, plain)
+
+
+def test_states_are_saved_and_loaded(tmp_path: Path) -> None:
+    plain, model = twins(tmp_path)
+    call, (plainly, optimizer) = torch.compile(model, backend="zinf"), optimizers(plain, model)
+    torch.manual_seed(2)
+    batches = [x() for _ in range(4)]
+    for number, batch in enumerate(batches):
+        one_step(plain, plain, plainly, batch)
+        one_step(model, call, optimizer, batch)
+        if number == 1:
+            torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+            optimizer = zinf_fx.optim.AdamW(model.parameters())
+            optimizer.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert_equal(model, plain)
+    assert_same_states(optimizer, plainly)
+
+
+def test_a_budget_that_packs_fit(tmp_path: Path) -> None:
+    """A pack is at most a part of the budget; what is planned is enough."""
+    plain, model = twins(tmp_path, Net(64, 12), host_memory="2MiB", chunk="64KiB")
+    call, (plainly, optimizer) = torch.compile(model, backend="zinf"), optimizers(plain, model)
+    with zinf_fx.record(model) as recording:
+        for _ in range(3):
+            batch = torch.randn(3, 64)
+            one_step(plain, plain, plainly, batch)
+            one_step(model, call, optimizer, batch)
+    assert_equal(model, plain)
+    (plan,) = recording.plans
+    assert len(plan.tiles) > 1 and any(tile.members for tile in plan.tiles)
+    assert all(tile.nbytes <= (2 << 20) // 64 for tile in plan.tiles if tile.members)
+    assert model.scale.storage.tiers.host.peak <= 2 << 20

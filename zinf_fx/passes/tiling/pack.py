@@ -1,0 +1,92 @@
+"""Small parameters move together: constant-size buffers (ZeRO, section 6.2), the buckets of data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from zinf_fx import ops
+from zinf_fx.passes.ir.framework import GraphContext, Pass, nodes_calling
+from zinf_fx.passes.ir.gradient_parts import gradient_outputs
+from zinf_fx.passes.ir.rewriting import emit, set_results
+from zinf_fx.plan.memory.accounting import blocks
+from zinf_fx.plan.packs import in_packs, moves, pack_of
+from zinf_fx.plan.schedule import Tile
+
+
+@dataclass(frozen=True)
+class PackParameters(Pass):
+    """Put small parameters of one kind together in packs of at most `limit` bytes, in the order of their first use.
+
+    Of one kind are those with the same dtype, device and tier, of which the graph computes gradients for the same tier,
+    or none. What is alone stays as it is; so does what doesn't move, is divided over ranks, or is written to by the
+    graph. A pack is gathered as one tile, of which each parameter is a `member`, and its gradients leave together.
+    """
+
+    name = "pack"
+    provides = ("packed",)
+
+    limit: int
+
+    def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
+        gathers: dict[str, list[fx.Node]] = {}
+        for gather in nodes_calling(graph, ops.gather):
+            gathers.setdefault(gather.args[0].name, []).append(gather)
+        positions = {context.gradients[position]: position for position in gradient_outputs(graph, context)}
+        for tokens in self._packs(gathers, context, positions):
+            context = _pack(graph, context, {token: gathers[token] for token in tokens}, positions)
+        return context
+
+    def _packs(
+        self, gathers: Mapping[str, Sequence[fx.Node]], context: GraphContext, differentiated: Collection[str]
+    ) -> list[list[str]]:
+        """The tokens of each pack."""
+        several = []
+        for token, (gather, *_) in gathers.items():
+            tile, device = context.tiles[token], gather.args[3]
+            if tile.ranks == 1 and token not in context.written and moves(tile.tier, device.type):
+                kind = (tile.dtype, tile.tier, device, tile.gradient_tier, token in differentiated)
+                several.append((token, kind, blocks(tile.nbytes)))
+        return in_packs(several, self.limit)
+
+
+def _pack(
+    graph: fx.Graph, context: GraphContext, gathers: Mapping[str, Sequence[fx.Node]], positions: Mapping[str, int]
+) -> GraphContext:
+    """Make one pack of the parameters that are gathered so. `positions`: of their gradients among the outputs of
+    backward."""
+    tokens = [several[0].args[0] for several in gathers.values()]
+    with graph.inserting_after(max(graph.find_nodes(op="placeholder"))):
+        token = emit(tokens[0], ops.pack, tokens)
+    pack = pack_of([context.tiles[name] for name in gathers])
+    for number, (several, member) in enumerate(zip(gathers.values(), pack.members, strict=True)):
+        for gather in several:
+            with graph.inserting_before(gather):
+                whole = emit(gather, ops.gather, token, list(pack.shape), *gather.args[2:4])
+                part = emit(gather, ops.member, whole, gather.args[1], start=member.start, number=number)
+            gather.replace_all_uses_with(part)
+            graph.erase_node(gather)
+    gradients = {position: name for position, name in context.gradients.items() if name not in gathers}
+    if tokens[0].name in positions:
+        first = _put_together(graph, context, token, [positions[name] for name in gathers], pack)
+        gradients[first] = token.name
+    tiles = {name: tile for name, tile in context.tiles.items() if name not in gathers}
+    return replace(context, tiles={**tiles, token.name: pack}, gradients=gradients)
+
+
+def _put_together(graph: fx.Graph, context: GraphContext, token: fx.Node, positions: Sequence[int], pack: Tile) -> int:
+    """Make the gradients at these positions one, of the pack with this token. Returns its position, the first."""
+    results = list(graph.output_node().args[0])
+    first = len(results) - context.backward_outputs
+    parts = [results[first + position] for position in positions]
+    latest = max(*parts, token)  # nodes compare by position
+    with graph.inserting_before(latest.next):
+        whole = emit(latest, ops.together, parts, [member.start for member in pack.members], pack.numel)
+    whole.meta["partitioner_tag"] = "must_be_in_backward"
+    for position in positions:
+        results[first + position] = None
+    results[first + positions[0]] = whole
+    set_results(graph, results)
+    return positions[0]

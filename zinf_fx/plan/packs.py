@@ -1,0 +1,69 @@
+"""How small parameters lie in the pack that they move in."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import TypeVar
+
+import torch
+
+from zinf_fx.config import Config, Tier
+from zinf_fx.plan.schedule import Member, Tile
+from zinf_fx.sizes import PAGE
+
+# Of a pack, by default, and the part of a budget that it may be: one request of the engine moves so many.
+_LARGEST = 4 << 20
+_OF_BUDGET = 64
+
+
+def pack_limit(config: Config) -> int | None:
+    """Bytes that a pack may have; None: there are no packs."""
+    if config.pack != "auto":
+        return config.pack
+    budgets = (budget for budget in (config.device_memory, config.host_memory) if budget is not None)
+    return min([_LARGEST, *(budget // _OF_BUDGET for budget in budgets)])
+
+
+K = TypeVar("K")
+
+
+def in_packs(several: Iterable[tuple[K, Hashable, int]], limit: int) -> list[list[K]]:
+    """Of several things, each with its kind and its bytes in whole blocks, those that move together: of one kind, in
+    the order in which they come, `limit` bytes at most."""
+    found: list[list[K]] = []
+    latest: dict[Hashable, tuple[list[K], int]] = {}
+    for one, kind, nbytes in several:
+        pack, taken = latest.get(kind, ([], limit))
+        if taken + nbytes > limit:
+            pack, taken = [], 0
+            found.append(pack)
+        if nbytes <= limit:
+            pack.append(one)
+            latest[kind] = pack, taken + nbytes
+    return [pack for pack in found if len(pack) > 1]
+
+
+def moves(tier: Tier, device: str) -> bool:
+    """Whether what lives on a tier is brought to a device of this type from there."""
+    return tier == "nvme" or (tier == "host" and device != "cpu")
+
+
+def spaced(count: int, dtype: torch.dtype) -> int:
+    """Elements from the begin of a tensor of `count` to that of the one behind it: whole blocks of the store."""
+    return -(-count * dtype.itemsize // PAGE) * PAGE // dtype.itemsize
+
+
+def starts_of(counts: Iterable[int], dtype: torch.dtype) -> list[int]:
+    """Where tensors of so many elements begin that lie side by side, and the end."""
+    return list(accumulate((spaced(count, dtype) for count in counts), initial=0))
+
+
+def pack_of(tiles: Sequence[Tile]) -> Tile:
+    """The tile that the tiles of some parameters are together."""
+    first, others = tiles[0], len(tiles) - 1
+    *starts, end = starts_of((tile.numel for tile in tiles), first.dtype)
+    members = tuple(Member(tile.name, tile.shape, start) for tile, start in zip(tiles, starts, strict=True))
+    name = f"{first.name} and {others} other{'s' if others > 1 else ''}"
+    return replace(first, name=name, shape=(end,), members=members)

@@ -1,0 +1,94 @@
+"""Parameters that move together: see `passes.tiling.pack`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from zinf_fx.plan.packs import spaced
+from zinf_fx.plan.schedule import Tile
+from zinf_fx.runtime.tensor.storage import TensorStorage, new_key
+from zinf_fx.runtime.tensor.stored_bytes import StoredBytes, side_by_side
+
+
+class Part(NamedTuple):
+    """Members of a pack that live side by side: the bytes of all, where they begin among those of the pack, and by
+    number, which elements of this part each member is."""
+
+    bytes: StoredBytes
+    start: int
+    members: dict[int, range]
+
+
+class Pack:
+    """The storages of a pack's parameters, in the place of one. It doesn't keep them alive.
+
+    As a rule they live side by side, and all are one part.
+
+    Attributes:
+        key: that no storage and no other pack has.
+        tiers, device: those of the first.
+    """
+
+    in_place = False
+
+    def __init__(self, storages: Sequence[TensorStorage], planned: Tile) -> None:
+        self.key = new_key()
+        self.tiers, self.device = storages[0].tiers, storages[0].device
+        self._storages = [weakref.ref(storage) for storage in storages]
+        self.parts = list(_parts([storage.bytes for storage in storages], planned))
+
+    @classmethod
+    def of(cls, storages: Sequence[TensorStorage], planned: Tile) -> Pack:
+        """The pack of these storages, the same whenever it is asked for."""
+        known = _PACKS.setdefault(storages[0], [])
+        for pack in known:
+            if pack.is_of(storages):
+                return pack
+        known[:] = [pack for pack in known if None not in pack.members]
+        known.append(pack := cls(storages, planned))
+        return pack
+
+    @property
+    def members(self) -> list[TensorStorage]:
+        """The storages. Their model is alive while one of its graphs runs."""
+        return [storage() for storage in self._storages]
+
+    def is_of(self, storages: Sequence[TensorStorage]) -> bool:
+        """Whether these are its storages."""
+        return len(self._storages) == len(storages) and all(
+            one() is other for one, other in zip(self._storages, storages, strict=True)
+        )
+
+    @property
+    def version(self) -> int:
+        """How often anything was written where they live."""
+        return sum(part.bytes.home.version for part in self.parts)
+
+    def settled(self) -> None:
+        """Return once nothing that goes on in the background is about to change the parts."""
+        for storage in self.members:
+            storage.settled()
+
+
+def _parts(held: Sequence[StoredBytes], planned: Tile) -> Iterator[Part]:
+    """In the order in which the members live, which may be another one than that in the plan."""
+    homes = {home: number for number, home in enumerate(dict.fromkeys(one.home for one in held))}
+    order = sorted(range(len(held)), key=lambda number: (homes[held[number].home], held[number].first))
+    together: list[int] = []
+    start = count = 0
+    members: dict[int, range] = {}
+    for number in (*order, None):
+        if together and (number is None or not held[number].follows(held[together[0]], count)):
+            yield Part(side_by_side([held[one] for one in together]), start, members)
+            together, members, start, count = [], {}, start + count, 0
+        if number is not None:
+            numel = planned.members[number].numel
+            together.append(number)
+            members[number] = range(count, count + numel)
+            count += spaced(numel, planned.dtype)
+
+
+_PACKS: weakref.WeakKeyDictionary[TensorStorage, list[Pack]] = weakref.WeakKeyDictionary()
+"""By the first storage, the packs that graphs run with."""
