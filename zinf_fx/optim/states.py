@@ -105,8 +105,11 @@ class ParameterStates:
         """`dtype`: of the update; where it asks for a master, that is reserved. `spaces`: what is reserved already, by
         the name of the state. Raises: StoreError for no space."""
         self._spaces = spaces or {}
-        # Whose tensors were looked for before these, for which storage of the parameter, and whether they are there.
-        self._behind: tuple[ParameterStates, TensorStorage, bool] | None = None
+        # Whose tensors were looked for before these, the key of the parameter then, and whether they are there.
+        self._behind: tuple[ParameterStates, int, bool] | None = None
+        self._gradient_behind: tuple[tuple[int, int], bool] = ((0, 0), False)  # the same of gradients, by their keys
+        # For which layout, in which dtype, of a parameter with which key there is room.
+        self._reserved: tuple[StateLayout, torch.dtype, int] | None = None
         self.parameter, self._shape = parameter, parameter.shape
         self.place = place_of(parameter)
         self.tensors: dict[str, StoredTensor] = {}
@@ -150,20 +153,22 @@ class ParameterStates:
 
     def follow(self, other: ParameterStates) -> bool:
         """Whether all that is updated lives behind that of `other`, on one rank."""
-        if self._behind is None or self._behind[0] is not other or self._behind[1] is not self.parameter.storage:
+        if self._behind is None or self._behind[0] is not other or self._behind[1] != self.parameter.storage.key:
             joined = (
                 not (self.in_shares or other.in_shares)
                 and self.tensors.keys() == other.tensors.keys()
                 and follows(self.parameter, other.parameter)
                 and all(follows(tensor, other.tensors[name]) for name, tensor in self.tensors.items())
             )
-            self._behind = other, self.parameter.storage, joined
+            self._behind = other, self.parameter.storage.key, joined
         if not self._behind[2]:
             return False
-        stored = isinstance(self.gradient, StoredTensor)
-        if not stored:
-            return not isinstance(other.gradient, StoredTensor)
-        return isinstance(other.gradient, StoredTensor) and follows(self.gradient, other.gradient)
+        if not (isinstance(self.gradient, StoredTensor) and isinstance(other.gradient, StoredTensor)):
+            return isinstance(self.gradient, StoredTensor) == isinstance(other.gradient, StoredTensor)
+        keys = self.gradient.storage.key, other.gradient.storage.key
+        if self.gradient.views or other.gradient.views or self._gradient_behind[0] != keys:
+            self._gradient_behind = keys, follows(self.gradient, other.gradient)
+        return self._gradient_behind[1]
 
     def is_in_store(self) -> bool:
         """As `flush`. Whether nothing failed."""
@@ -235,6 +240,8 @@ class ParameterStates:
         Raises: StoreError when there is no space, OptimizerError when the parameter's dtype became another one in which
         the states don't fit, or its shape another one.
         """
+        if self._reserved is not None and self._reserved == (layout, dtype, self.parameter.storage.key):
+            return
         if dtype != self.dtype:
             raise OptimizerError(
                 f"a parameter of shape {tuple(self.parameter.shape)} was converted to {self.parameter.dtype} after its "
@@ -252,6 +259,8 @@ class ParameterStates:
                 self._reserve(name, dtype, layout.shapes.get(name))
         if layout.whole:
             self._check_room()
+        else:
+            self._reserved = layout, dtype, self.parameter.storage.key
 
     def _check_room(self) -> None:
         """Raises: OptimizerError when the host arena can't have the parameter, its gradient and its states at once."""
@@ -264,6 +273,19 @@ class ParameterStates:
                 f"host memory, and host_memory is {arena.capacity} bytes: give it more, or use one that treats "
                 "each element alone, such as zinf_fx.optim.AdamW"
             )
+
+    def take_over_shown(self, entry: State) -> frozenset[str]:
+        """Have the states that the optimizer shows, and it these. Returns the names of those that hold values."""
+        if all([entry.get(name) is tensor for name, tensor in self.tensors.items()]):
+            return self._names
+        present = frozenset(name for name in self.tensors if entry.get(name) is not None)
+        for name in present:
+            entry[name] = self.parameter.shown(self.take_over(name, local_part(entry[name])))
+        return present
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(self.tensors)
 
     def take_over(self, name: str, value: torch.Tensor) -> StoredTensor:
         """The tensor of state `name`, now with `value`, which is kept itself when it is stored already."""
@@ -306,7 +328,8 @@ class ParameterStates:
             self.tensors.pop(name, None)
         else:
             self.tensors[name] = tensor
-        for known in ("rounded", "bytes_written", "_keys", "_homes"):
+        self._reserved = None
+        for known in ("rounded", "bytes_written", "_keys", "_homes", "_names"):
             self.__dict__.pop(known, None)
         self._behind = None
 

@@ -27,7 +27,7 @@ from zinf_fx.optim.step import StreamedStep
 from zinf_fx.optim.torn import TornStep
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.execute.executor import EXECUTOR, Stage
-from zinf_fx.runtime.tensor.local_parameter import local_input, local_part, stored_parameter
+from zinf_fx.runtime.tensor.local_parameter import local_input, stored_parameter
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 
@@ -441,10 +441,7 @@ class Streamed(Optimizer):
             layouts[number] = self._layouts_of(group)
         layout = layouts[number].of(parameter, self._kept.dtype(parameter))
         states = self._kept.reserve(parameter, layout, self._state)
-        entry = self._state[parameter.whole]
-        present = frozenset(name for name in states.tensors if entry.get(name) is not None)
-        for name in present:
-            entry[name] = parameter.shown(states.take_over(name, local_part(entry[name])))
+        present = states.take_over_shown(self._state[parameter.whole])
         states.gradient = parameter.grad
         states.refresh = MASTER not in present or states.version != parameter.storage.bytes.version
         return self._recipes.of(number, group, states, layout, present), states

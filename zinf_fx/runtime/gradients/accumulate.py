@@ -161,7 +161,7 @@ def accumulate_side_by_side(
         spaces = TensorStorage.side_by_side(
             [parameter.storage for parameter in parameters], first.placement.gradients, dtype
         )
-    held = [space.settled() for space in spaces]
+    held = [space.bytes if new else space.settled() for space in spaces]
     starts = starts_of((gradient.numel() for gradient in gradients), held[0].dtype)
     if not all(one.follows(held[0], start) for one, start in zip(held, starts, strict=False)):
         return False

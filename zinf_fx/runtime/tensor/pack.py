@@ -36,6 +36,7 @@ class Pack:
     def __init__(self, storages: Sequence[TensorStorage], planned: Tile) -> None:
         self.key = new_key()
         self.tiers, self.device = storages[0].tiers, storages[0].device
+        self._every_tiers = {storage.tiers for storage in storages}
         self._storages = [weakref.ref(storage) for storage in storages]
         self.parts = list(_parts([storage.bytes for storage in storages], planned))
 
@@ -68,8 +69,11 @@ class Pack:
 
     def settled(self) -> None:
         """Return once nothing that goes on in the background is about to change the parts."""
-        for storage in self.members:
-            storage.settled()
+        for tiers in self._every_tiers:
+            tiers.check_process()
+            if tiers.background is not None:
+                for storage in self.members:
+                    tiers.background.settle(storage.key)
 
 
 def _parts(held: Sequence[StoredBytes], planned: Tile) -> Iterator[Part]:
