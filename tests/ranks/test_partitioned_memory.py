@@ -25,9 +25,8 @@ def states(rank: int) -> dict[str, tuple[int, int, int]]:
         model(torch.ones(2, HIDDEN, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
         tensors = [t for p in model.parameters() for t in (p, p.grad, *optimizer.state[p].values())]
-        storages = [t.storage for t in tensors if isinstance(t, StoredTensor)]
         found[preset] = (
-            sum(storage.bytes.nbytes for storage in storages),
+            sum(t.storage.bytes.nbytes if isinstance(t, StoredTensor) else t.nbytes for t in tensors),
             zinf_fx.stats(model).host_bytes,
             sum(p.numel() for p in model.parameters()),
         )

@@ -13,7 +13,7 @@ from streams import Cuda as Streams
 from streams import Stream
 
 from zinf_fx.config import Config
-from zinf_fx.plan.schedule import MemoryRegions
+from zinf_fx.plan.schedule import MemoryRegions, Tile
 from zinf_fx.runtime.execute.transfers import StagedTile
 from zinf_fx.runtime.memory import device as module
 from zinf_fx.runtime.memory.device import Cuda
@@ -51,7 +51,8 @@ class Tiles:
         self.seen: list[torch.Tensor] = []
 
     def fetch(self, number: int, offset: int) -> StagedTile:
-        tile = StagedTile(self.storage, number * COUNT, COUNT)
+        planned = Tile(number, "w", (1, COUNT), torch.float32, self.storage.tier, None, rows=(number, number + 1))
+        tile = StagedTile(self.storage, planned)
         if tile._window is not None:
             tile._window.arrived()  # so that its copy starts now
         tile.upload(offset)

@@ -149,9 +149,8 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
             return
         check_storable(parameter, f"a parameter of shape {tuple(parameter.shape)}")
         check_ranks(config, [parameter])
-        twin = _reserved(parameter, tiers, config, owners)
-        reserve_gradients([twin])
-        replace_in_place(parameter, _written(parameter, twin))
+        # The twin gets the memory of `parameter`, and must not be kept.
+        replace_in_place(parameter, _written(parameter, _all_reserved({"": parameter}, tiers, config, owners)[0]))
         freed += parameter.nbytes
         if freed >= _TRIM_EVERY:
             freed = 0
