@@ -127,7 +127,7 @@ class Capture:
                 self._together.check_first(arguments)
                 first = False
             for argument in arguments:
-                if isinstance(argument, StoredTensor):
+                if isinstance(argument, StoredTensor) and not argument.expects_gradient:
                     argument.expect_gradient()
             return compiled(*arguments)
 

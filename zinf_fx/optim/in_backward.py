@@ -30,6 +30,8 @@ def follow(consumer: GradientConsumer, parameter: StoredTensor) -> None:
             f"two optimizers with step_in_backward=True have one parameter of shape {tuple(parameter.shape)}: its "
             "gradient can be consumed once; leave the option out of both"
         )
+    if not state.followed:
+        parameter.expects_gradient = False  # it is told of what arrives from the next use on
     state.consumer, state.backwards_due = consumer, 0
 
 

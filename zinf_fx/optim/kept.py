@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -63,6 +63,24 @@ class KeptStates:
         if not states.has_master and parameter.whole in shown:
             shown[parameter.whole].pop(MASTER, None)
         return states
+
+    def load(
+        self,
+        entries: Mapping[StoredTensor, State],
+        layout_of: Callable[[StoredTensor], StateLayout],
+        shown: Mapping[torch.Tensor, State],
+    ) -> None:
+        """Copy the values of entries that fit to where they live. `shown`: the optimizer's `state`.
+
+        Raises: StoreError; some are copied then.
+        """
+        for parameter, entry in entries.items():
+            layout = layout_of(parameter)
+            states = self.reserve(parameter, layout, shown)
+            states.version = None
+            shown[parameter.whole].update(states.load(entry, layout))
+        for tiers in {parameter.storage.tiers for parameter in entries}:
+            tiers.drain()
 
 
 def _joins(one: StoredTensor, layout: StateLayout, other: StoredTensor, next_layout: StateLayout) -> bool:

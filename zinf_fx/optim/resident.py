@@ -33,9 +33,12 @@ class Resident:
     Attributes:
         parameter: as users have it.
         place: what updates it.
+        layout: of its states.
+        entry: what the optimizer shows of them.
         weights: over its bytes, in its shape.
         state: what the class works on; of stored states, their bytes.
         written: what autograd sees the writes of an update by.
+        moves: whether the bytes are copied to a device for compute.
     """
 
     def __init__(
@@ -46,29 +49,19 @@ class Resident:
         weights: torch.Tensor,
         memory: Mapping[str, torch.Tensor],
     ) -> None:
-        """`entry`: what the optimizer shows. `memory`: by name, the bytes of the stored states of `layout`."""
+        """`memory`: by name, the bytes of the stored states of `layout`."""
         self.parameter, self.place, self.weights = states.parameter, states.place, weights
+        self.layout, self.entry, self._memory = layout, entry, memory
         self.state: State = {k: memory.get(k, v) for k, v in entry.items() if k in memory or k not in states.tensors}
+        storage = self.parameter.storage
         self._states = tuple(states.tensors[name].storage.bytes for name in memory)
-        tokens = (each.tokens for each in (self.parameter.storage.bytes, *self._states))
-        self.written = (self.parameter, *chain.from_iterable(tokens))
-        self._layout, self._entry, self._shown, self._memory = layout, entry, tuple(entry.values()), memory
+        self.written = (self.parameter, *chain.from_iterable(each.tokens for each in (storage.bytes, *self._states)))
+        self.moves = self.place.in_host_memory and not storage.device.in_host_memory
         # A model may be converted before the next step, and what it had then is not to be kept.
-        self._storage = weakref.ref(self.parameter.storage)
+        self.storage = weakref.ref(storage)
 
-    def is_of(self, entry: State | None, layouts: GroupLayouts) -> bool:
-        """Whether the optimizer shows this still as it was, for a parameter with the same bytes."""
-        return (
-            entry is self._entry
-            and self._storage() is self.parameter.storage
-            and layouts.of_pieces(self.weights.dtype) is self._layout
-            and len(entry) == len(self._shown)
-            and all(map(is_, entry.values(), self._shown))
-        )
-
-    def gradient(self, unscales: bool) -> torch.Tensor | None:
-        """The parameter's, if the class can work on it as it is. `unscales`: whether it changes the gradient, too."""
-        found = self.parameter.grad
+    def gradient(self, found: torch.Tensor, unscales: bool) -> torch.Tensor | None:
+        """`found`, the parameter's, if the class can work on it as it is. `unscales`: whether the class changes it."""
         if isinstance(found, StoredTensor):
             found = None if unscales else _memory_of(found, self.place)
         if type(found) is not torch.Tensor or found.layout is not torch.strided:
@@ -77,12 +70,9 @@ class Resident:
         return found if found.dtype is self.weights.dtype and found.is_contiguous() else None
 
     def before_write(self) -> None:
-        """Wait for transfers from and to the bytes, if there can be any, and let who holds tiles see a write."""
-        every = (self.parameter.storage.bytes, *self._states)
-        if self.place.in_host_memory and not self.parameter.storage.device.in_host_memory:
-            for each in every:
-                each.in_memory_of(self.place)
-        for each in every:
+        """Of bytes that move: wait for transfers from and to them, and let who holds tiles see a write."""
+        for each in (self.parameter.storage.bytes, *self._states):
+            each.in_memory_of(self.place)
             each.home.version += 1
 
     @property
@@ -90,16 +80,53 @@ class Resident:
         """Bytes of the states that an update changes."""
         return sum(memory.nbytes for memory in self._memory.values())
 
-    def end(self) -> None:
+    def show(self) -> None:
         """Show what the class left in `state`."""
         for name, value in self.state.items():
             memory = self._memory.get(name)
             if memory is None:
-                self._entry[name] = value
+                self.entry[name] = value
             elif value is not memory:
                 memory.copy_(value)
                 self.state[name] = memory
-        self._shown = tuple(self._entry.values())
+
+
+class ResidentGroup:
+    """The residents among the parameters of a group, in their order, when they were last seen."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], residents: Sequence[Resident | None]) -> None:
+        """`residents`: of each parameter; None: it is none."""
+        self._parameters, self.residents = list(parameters), list(residents)
+        self._layouts = {one.weights.dtype: one.layout for one in residents if one is not None}
+        self.look()
+
+    def look(self) -> None:
+        """See what the optimizer shows of them."""
+        self._present = [one for one in self.residents if one is not None]
+        self.tiers = {one.parameter.storage.tiers for one in self._present}
+        self._shown = _values([one.entry for one in self._present])
+
+    def is_as_seen(
+        self, parameters: Sequence[torch.Tensor], shown: Mapping[torch.Tensor, State], layouts: GroupLayouts
+    ) -> bool:
+        """Whether the optimizer shows the same states of the same parameters, and all have the same bytes."""
+        present, entries = self._present, [one.entry for one in self._present]
+        return (
+            _same(parameters, self._parameters)
+            and all(layouts.of_pieces(dtype) is layout for dtype, layout in self._layouts.items())
+            and _same([one.parameter.storage for one in present], [one.storage() for one in present])
+            and _same([shown.get(one.parameter) for one in present], entries)
+            and _same(_values(entries), self._shown)
+        )
+
+
+def _values(states: Sequence[State]) -> list[object]:
+    return list(chain.from_iterable(map(dict.values, states)))
+
+
+def _same(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether they are the same objects in the same order."""
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _memory_of(tensor: StoredTensor, place: Device) -> torch.Tensor | None:
@@ -113,9 +140,10 @@ def _memory_of(tensor: StoredTensor, place: Device) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class ResidentCall:
-    """One call of the torch class: some parameters of one group, with their gradients, updated at one place."""
+    """One call of the torch class: some residents of one group, with their gradients, updated at one place."""
 
-    group: Group
+    group: ResidentGroup
+    options: Group
     place: Device
     residents: Sequence[Resident]
     gradients: Sequence[torch.Tensor]
@@ -127,9 +155,10 @@ class ResidentCall:
 
     def run(self, inner: Optimizer) -> None:
         """`inner`: the class with its options, and no parameters yet."""
-        weights = [one.weights for one in self.residents]
+        weights, states = [one.weights for one in self.residents], [one.state for one in self.residents]
         inner.param_groups[0]["params"] = weights
-        inner.state.update(zip(weights, [one.state for one in self.residents], strict=True))
+        inner.state.update(zip(weights, states, strict=True))
+        before = _values(states)
         try:
             for parameter, gradient in zip(weights, self.gradients, strict=True):
                 parameter.grad = gradient
@@ -137,15 +166,17 @@ class ResidentCall:
         finally:
             for parameter in weights:
                 parameter.grad = None
-        for one in self.residents:
-            one.end()
+        if not _same(_values(states), before):
+            for one in self.residents:
+                one.show()
+            self.group.look()
 
 
 class Residents:
     """Those of one optimizer, from step to step."""
 
     def __init__(self) -> None:
-        self._known: dict[StoredTensor, Resident] = {}
+        self._groups: dict[int, ResidentGroup] = {}  # by number
 
     def divide(
         self,
@@ -162,57 +193,76 @@ class Residents:
         unscales = getattr(optimizer, "grad_scale", None) is not None  # a fused class does, before it updates
         calls: list[ResidentCall] = []
         others: list[Group] = []
-        for group in optimizer.param_groups:
-            found: dict[Device, list[tuple[Resident, torch.Tensor]]] = {}
+        for number, group in enumerate(optimizer.param_groups):
             rest: list[torch.Tensor] = []
-            layouts: GroupLayouts | None = None
-            for parameter in group["params"]:
-                if not isinstance(parameter, StoredTensor):
+            found: dict[Device, list[tuple[Resident, torch.Tensor]]] = {}
+            seen = self._see(number, group, shown, stored, layouts_of)
+            for parameter, one in zip(group["params"], seen.residents, strict=True):
+                gradient = parameter.grad
+                taken = None if one is None or gradient is None else one.gradient(gradient, unscales)
+                if taken is not None:
+                    found.setdefault(one.place, []).append((one, taken))
+                elif gradient is not None or not isinstance(parameter, StoredTensor):
                     rest.append(parameter)
-                elif parameter.grad is not None:
-                    layouts = layouts or layouts_of(group)
-                    one = self._known.get(parameter)
-                    if one is None or not one.is_of(shown.get(parameter), layouts):
-                        one = self._find(parameter, shown.get(parameter), stored.get(parameter), group, layouts)
-                    gradient = None if one is None else one.gradient(unscales)
-                    if gradient is None:
-                        rest.append(parameter)
-                    else:
-                        found.setdefault(one.place, []).append((one, gradient))
             others.append({**group, "params": rest})
             options = {name: value for name, value in group.items() if name != "params"}
             for place, pairs in found.items():
-                calls += [
-                    ResidentCall(options, place, *zip(*some, strict=True)) for some in _calls(group, place, pairs)
-                ]
+                for some in _calls(group, place, pairs):
+                    calls.append(ResidentCall(seen, options, place, *zip(*some, strict=True)))
         return calls, others
 
-    def _find(
+    def _see(
         self,
-        parameter: StoredTensor,
-        entry: State | None,
-        states: ParameterStates | None,
+        number: int,
         group: Group,
-        layouts: GroupLayouts,
-    ) -> Resident | None:
-        """A parameter as the class may step it from now on, if all that its update needs is in memory."""
-        self._known.pop(parameter, None)
-        if states is None or entry is None or states.has_master or states.rounded:
-            return None
-        weights = _memory_of(parameter, states.place)
-        if weights is None or not (group.get("fused") or weights.numel() <= _elements(parameter, states.place)):
-            return None
-        layout = layouts.of_pieces(parameter.dtype)
-        if layout is None or any(entry.get(name) is not states.tensors.get(name, entry) for name in layout.tensors):
-            return None
-        memory = {name: _memory_of(states.tensors[name], states.place) for name in layout.tensors}
-        # Fused kernels count steps where they run, and the others on the CPU.
-        counts_at = (states.place if group.get("fused") else CPU).torch_device
-        numbers = (v for k, v in entry.items() if k not in states.tensors and isinstance(v, torch.Tensor))
-        if any(each is None for each in memory.values()) or any(number.device != counts_at for number in numbers):
-            return None
-        one = self._known[parameter] = Resident(states, layout, entry, weights, memory)
-        return one
+        shown: Mapping[torch.Tensor, State],
+        stored: Mapping[torch.Tensor, ParameterStates],
+        layouts_of: Callable[[Group], GroupLayouts],
+    ) -> ResidentGroup:
+        """The residents of a group, as they are now."""
+        parameters, seen = group["params"], self._groups.get(number)
+        layouts: GroupLayouts | None = None
+        if seen is not None:
+            layouts = layouts_of(group)
+            if not seen.is_as_seen(parameters, shown, layouts):
+                seen = None
+        residents = [None] * len(parameters) if seen is None else seen.residents
+        news: dict[int, Resident] = {}
+        for position, (parameter, one) in enumerate(zip(parameters, residents, strict=True)):
+            if one is None and isinstance(parameter, StoredTensor) and parameter.grad is not None:
+                layouts = layouts or layouts_of(group)
+                one = _find(parameter, shown.get(parameter), stored.get(parameter), group, layouts)
+                if one is not None:
+                    news[position] = one
+        if seen is None or news:
+            seen = ResidentGroup(parameters, [news.get(n, one) for n, one in enumerate(residents)])
+            self._groups[number] = seen
+        return seen
+
+
+def _find(
+    parameter: StoredTensor,
+    entry: State | None,
+    states: ParameterStates | None,
+    group: Group,
+    layouts: GroupLayouts,
+) -> Resident | None:
+    """A parameter as the class may step it from now on, if all that its update needs is in memory."""
+    if states is None or entry is None or states.has_master or states.rounded:
+        return None
+    weights = _memory_of(parameter, states.place)
+    if weights is None or not (group.get("fused") or weights.numel() <= _elements(parameter, states.place)):
+        return None
+    layout = layouts.of_pieces(parameter.dtype)
+    if layout is None or any(entry.get(name) is not states.tensors.get(name, entry) for name in layout.tensors):
+        return None
+    memory = {name: _memory_of(states.tensors[name], states.place) for name in layout.tensors}
+    # Fused kernels count steps where they run, and the others on the CPU.
+    counts_at = (states.place if group.get("fused") else CPU).torch_device
+    numbers = (v for k, v in entry.items() if k not in states.tensors and isinstance(v, torch.Tensor))
+    if any(each is None for each in memory.values()) or any(number.device != counts_at for number in numbers):
+        return None
+    return Resident(states, layout, entry, weights, memory)
 
 
 def _elements(parameter: StoredTensor, place: Device) -> int:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from itertools import chain
 from threading import get_ident
 
 import torch
@@ -117,19 +118,20 @@ class StreamedStep:
         Raises: StoreError when a step failed that is still under way on the same tiers; nothing is changed then.
         """
         residents = [one for call in calls for one in call.residents]
-        for tiers in {one.parameter.storage.tiers for one in residents}:
+        for tiers in set().union(*(call.group.tiers for call in calls)):
             tiers.check_process()
             if tiers.background is not None:
                 tiers.background.finish()
         with taking(self._lock), self._working(), self._progress.changing():
             for one in residents:
-                one.before_write()
+                if one.moves:
+                    one.before_write()
             self._progress.resident = [one.parameter for one in residents]
-            torch.autograd.graph.increment_version([written for one in residents for written in one.written])
+            torch.autograd.graph.increment_version(list(chain.from_iterable(one.written for one in residents)))
             for call in calls:
                 nbytes = call.states_nbytes if RECORDER.log is not None else 0
                 with RECORDER.work("update", nbytes, call.place.torch_device):
-                    call.run(self._borrowed(call.group, call.place))
+                    call.run(self._borrowed(call.options, call.place))
             self._progress.resident_updated = True
 
     def make_room(self, nbytes: int, limit: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_fx.errors import OptimizerError
-from zinf_fx.interrupts import held_back
+from zinf_fx.interrupts import held_back, sealed
 from zinf_fx.optim.arithmetic import Group, StateLayout, as_groups, skips, step_groups, without_hooks
 from zinf_fx.optim.in_backward import GRADIENT_BUFFER, check_steps_in_backward, follow, gone, second_gradient
 from zinf_fx.optim.kept import KeptStates
@@ -126,6 +126,12 @@ class Streamed(Optimizer):
     @property
     def step_seconds(self) -> float:
         return self._ordinary_seconds + (self._last_step.seconds if self._last_step is not None else 0.0)
+
+    @torch._disable_dynamo
+    @sealed  # so that the memory of each gradient goes back in a block that is open already
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch."""
+        super().zero_grad(set_to_none)
 
     def finish(self) -> None:
         """Wait until the last step is done and in the store. Raises: StoreError when it failed; see `torn`."""
@@ -351,13 +357,7 @@ class Streamed(Optimizer):
     def _load(self, entries: dict[StoredTensor, State]) -> None:
         self.torn = TornStep("a state dict was loaded in part", (), (), ())
         groups = {stored_parameter(p): group for group in self.param_groups for p in group["params"]}
-        for parameter, entry in entries.items():
-            layout = self._layout(groups[parameter], parameter)
-            states = self._kept.reserve(parameter, layout, self._state)
-            states.version = None
-            self.state[parameter.whole].update(states.load(entry, layout))
-        for tiers in {id(p.storage.tiers): p.storage.tiers for p in entries}.values():
-            tiers.drain()
+        self._kept.load(entries, lambda parameter: self._layout(groups[parameter], parameter), self._state)
         self.torn = None
 
     # -- the step ----------------------------------------------------------------------------------------------------

@@ -112,8 +112,9 @@ class Program(Stage):
         self._module: fx.GraphModule | None = None  # for the storages of the last run
         self._here: Here | None = None  # with them
         self._head = head_fetches(schedule)
-        self._last_storages: dict[int, weakref.ref[Stored]] = {}  # of parameters
-        self.gathered: dict[int, int] = {}  # bytes of tiles that a run has from where they are
+        self._last_storages: list[weakref.ref[Stored]] = []  # of parameters
+        self.values: dict[int, weakref.ref[torch.Tensor]] = {}  # of tiles that are where the graph computes
+        self.gathered: list[tuple[int, int]] = []  # tiles, and bytes of such values with the tiers of each
         # After so many events of a tile, this graph needs neither its value nor its gradient any more.
         events = [event for event in schedule.events if not schedule.tiles[event.tile].activation]
         self.last_uses = Counter(event.tile for event in events if event.kind in ("release", "offload"))
@@ -128,20 +129,19 @@ class Program(Stage):
         for tile, positions in self._packed.items():
             members = [TensorStorage.of_token(arguments[position]) for position in positions]
             storages[tile] = Pack.of(members, self.schedule.tiles[tile])
-        parameters = {tile: storages[tile] for tile in self._parameters}
-        several = {member for storage in parameters.values() for member in storage.members}
-        followed = any([storage.gradient.followed for storage in several])
-        if self._module is None or {tile: ref() for tile, ref in self._last_storages.items()} != parameters:
+        parameters = [storages[tile] for tile in self._parameters]
+        followed = {member for storage in parameters for member in storage.members if member.gradient.followed}
+        same = [reference() for reference in self._last_storages] == parameters
+        if self._module is None or not same:
             EXECUTOR.staging.drop_staying()
-            self._last_storages = {tile: weakref.ref(storage) for tile, storage in parameters.items()}
-            self._bind_to(parameters, followed)
-        elif followed != self._here.followed:
-            self._bind_to(parameters, followed)
+            self._last_storages = [weakref.ref(storage) for storage in parameters]
+        if self._module is None or not same or self.is_followed != bool(followed):
+            self._bind_to(dict(zip(self._parameters, parameters, strict=True)), bool(followed))
         EXECUTOR.begin(self, self.plan)
         RECORDER.graph_begins(self.plan, self.schedule.kind)
         run = Run(self, storages)
         if self.schedule.kind == "forward":
-            for storage in several:
+            for storage in followed:
                 storage.gradient.backwards_due += 1
         arguments.reverse()
         try:
@@ -150,7 +150,7 @@ class Program(Stage):
         except BaseException as error:
             run.abort(error)
             if self.schedule.kind == "forward":  # no backward pass comes of it
-                for storage in several:
+                for storage in followed:
                     storage.gradient.backward_ended()
             raise
         run.end()
@@ -170,7 +170,13 @@ class Program(Stage):
             self._bound[self._here] = bind(self._planned, self._operators, self._here, self._packed)
         self._module = self._bound[self._here]
         waits = [event.tile for event in self.schedule.events if event.kind == "wait" and event.tile in in_place]
-        self.gathered = {tile: count * self.schedule.tiles[tile].nbytes for tile, count in Counter(waits).items()}
+        tiles = {tile: self.schedule.tiles[tile] for tile in waits}
+        self.values = {n: weakref.ref(parameters[n].part(tile.start, tile.shape)) for n, tile in tiles.items()}
+        first: dict[int, int] = {}  # tile of those that share their tiers
+        nbytes: Counter[int] = Counter()
+        for tile in waits:
+            nbytes[first.setdefault(id(parameters[tile].tiers), tile)] += tiles[tile].nbytes
+        self.gathered = list(nbytes.items())
 
     @property
     def is_followed(self) -> bool:
@@ -180,7 +186,8 @@ class Program(Stage):
     def head_tiles(self) -> list[tuple[Stored, Tile, int | None]]:
         if not self._last_storages:
             return []
-        found = ((self._last_storages[tile](), self.schedule.tiles[tile], offset) for tile, offset in self._head)
+        last = dict(zip(self._parameters, self._last_storages, strict=True))
+        found = ((last[tile](), self.schedule.tiles[tile], offset) for tile, offset in self._head)
         return [(storage, tile, offset) for storage, tile, offset in found if storage is not None]
 
 
@@ -287,12 +294,8 @@ class Run:
 
     def end(self) -> None:
         """The graph has computed all."""
-        for tile, nbytes in self._program.gathered.items():
+        for tile, nbytes in self._program.gathered:
             self._storages[tile].tiers.counters.gathered_bytes += nbytes
-        if self._gradients is not None and not self._program.is_followed:
-            used = {self._storages[tile] for tile in self._program.last_uses}
-            for member in [member for storage in used for member in storage.members]:
-                member.gradient.backward_ended()
 
     def await_writes(self) -> None:
         """Before backward, until activations that left are on NVMe: what left last is needed first, and the plan has no
@@ -337,13 +340,14 @@ class Run:
 
     def value(self, tile: int) -> torch.Tensor:
         """The full tile, of a parameter that is where the graph computes."""
-        planned, storage = self._tiles[tile], self._storages[tile]
+        storage = self._storages[tile]
         if storage.tiers.background is not None:
             storage.settled()
-        elements = storage.bytes.on_device
-        if planned.rows is not None:
-            elements = elements[planned.start : planned.start + planned.numel]
-        return elements.view(planned.shape)
+        return self._program.values[tile]()
+
+    def value_to_return(self, tile: int) -> torch.Tensor:
+        """As `value`, for a graph that returns it: autograd makes a result of it."""
+        return self.value(tile).view(self._tiles[tile].shape)
 
     def release(self, tile: int) -> None:
         """The tile's buffers are free, unless another run or the turn holds them."""

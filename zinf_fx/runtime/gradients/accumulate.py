@@ -61,7 +61,7 @@ def new_gradient(parameter: StoredTensor, dtype: torch.dtype, *, reduced: bool) 
     `reduced` over them."""
     storage = parameter.storage
     if storage.has_plain_gradient:
-        return new_plain_gradient(parameter, dtype)
+        return new_plain_gradient(parameter, storage, dtype)
     return _new_stored(parameter, dtype, reduced=reduced)
 
 
@@ -124,7 +124,7 @@ def accumulate_gradient(parameter: StoredTensor, gradient: torch.Tensor | Reduct
         accumulate_gradient_part(parameter, 0, gradient, first=False, offset=offset)
         return
     if parameter.storage.has_plain_gradient:
-        parameter.grad = plain_copy(parameter, gradient)
+        parameter.grad = plain_copy(parameter, parameter.storage, gradient)
         return
     reduced = isinstance(gradient, Reduction)
     value = gradient.wait() if reduced else gradient
@@ -264,7 +264,7 @@ def _take(parameter: StoredTensor) -> None:
             add_gradient(parameter, gradient)
         elif not in_its_memory(parameter.storage, gradient):
             with torch.no_grad():
-                parameter.grad = plain_copy(parameter, gradient)
+                parameter.grad = plain_copy(parameter, parameter.storage, gradient)
         state = parameter.storage.gradient
         if state.consumer is not None and state.backwards_due <= 0:
             state.consumer.take_gradients([parameter])

@@ -6,8 +6,6 @@ the tensor weakly.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from zinf_fx.errors import StoredTensorError
@@ -16,29 +14,27 @@ from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 AccumulateGrad = torch._C._functions.AccumulateGrad
 
 
-class Leaf(NamedTuple):
-    """A stored parameter as an input of a compiled graph, and the node that accumulates its gradient."""
+Leaf = tuple[StoredTensor, AccumulateGrad]
+"""A stored parameter as an input of a compiled graph, and the node that accumulates its gradient."""
 
-    parameter: StoredTensor
-    node: AccumulateGrad
 
-    @property
-    def accumulates(self) -> bool:
-        """Whether the backward pass under way is to add to the parameter's `.grad`: `backward(inputs=...)` is for some
-        tensors only.
+def accumulates(leaf: Leaf) -> bool:
+    """Whether the backward pass under way is to add to the parameter's `.grad`: `backward(inputs=...)` is for some
+    tensors only.
 
-        Raises: StoredTensorError when `torch.autograd.grad` is to return the gradient.
-        """
-        if not self.parameter.requires_grad:
-            return False
-        try:
-            return torch._C._will_engine_execute_node(self.node)
-        except RuntimeError as error:
-            raise StoredTensorError(
-                "torch.autograd.grad can't return the gradient of a stored parameter of shape "
-                f"{tuple(self.parameter.shape)} from compiled code: call backward() and read `.grad`, or run the model "
-                "uncompiled"
-            ) from error
+    Raises: StoredTensorError when `torch.autograd.grad` is to return the gradient.
+    """
+    parameter, node = leaf
+    if not parameter.requires_grad:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:
+        raise StoredTensorError(
+            "torch.autograd.grad can't return the gradient of a stored parameter of shape "
+            f"{tuple(parameter.shape)} from compiled code: call backward() and read `.grad`, or run the model "
+            "uncompiled"
+        ) from error
 
 
 def leaves_of_node() -> dict[int, Leaf]:
@@ -54,7 +50,7 @@ def leaves_of_node() -> dict[int, Leaf]:
         if isinstance(follower, AccumulateGrad):
             parameter = follower.variable
             if isinstance(parameter, StoredTensor) and not parameter.views:
-                leaves[parameter.storage.key] = Leaf(parameter, follower)
+                leaves[parameter.storage.key] = parameter, follower
     return leaves
 
 

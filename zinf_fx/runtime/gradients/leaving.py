@@ -20,7 +20,7 @@ from zinf_fx.runtime.gradients.accumulate import (
     reduction_of_part,
     take_unreduced,
 )
-from zinf_fx.runtime.gradients.leaf import leaves_of_node
+from zinf_fx.runtime.gradients.leaf import accumulates, leaves_of_node
 from zinf_fx.runtime.gradients.plain import leave_copy
 from zinf_fx.runtime.gradients.reduction import Reduction
 from zinf_fx.runtime.memory.freelist import round_up
@@ -98,14 +98,14 @@ class LeavingGradients:
         if parameter is not None and parameter.grad is None and gradient.is_contiguous():
             parameter.grad = gradient
         elif parameter is not None:
-            leave_copy(parameter, gradient)
+            leave_copy(parameter, self._storages[tile], gradient)
 
     def copy_gradient(self, tile: int, gradient: torch.Tensor) -> None:
         """As `keep_gradient`, where somebody may hold the gradient, or it lives somewhere else in the same memory."""
         parameter = self._taking(self._storages[tile], self._tiles[tile].name)
         if parameter is not None:
             with RECORDER.about(self._tiles[tile].label, GRADIENT):
-                leave_copy(parameter, gradient)
+                leave_copy(parameter, self._storages[tile], gradient)
 
     def passed(self, tile: int) -> None:
         """A release or an offload of a tile is over. After the last of this graph, and when no other graph is to use
@@ -121,7 +121,7 @@ class LeavingGradients:
                 state.backward_ended()
                 leaf = self._leaves.get(member.key)
                 if state.consumer is not None and not state.backwards_due and leaf is not None:
-                    consumed[state.consumer].append(leaf.parameter)
+                    consumed[state.consumer].append(leaf[0])
             for consumer, parameters in consumed.items():
                 consumer.take_gradients(parameters)
 
@@ -141,7 +141,7 @@ class LeavingGradients:
     def _accumulating(self, storage: TensorStorage) -> StoredTensor | None:
         """The parameter with these bytes to whose `.grad` this backward pass is to add, if there is one."""
         leaf = self._leaves.get(storage.key)
-        return leaf.parameter if leaf is not None and leaf.accumulates else None
+        return leaf[0] if leaf is not None and accumulates(leaf) else None
 
     def _taking(self, storage: TensorStorage, name: str) -> StoredTensor | None:
         """As `_accumulating`, for the gradient that is here now. `name`: for errors."""

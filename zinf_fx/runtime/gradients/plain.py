@@ -11,25 +11,35 @@ from zinf_fx.runtime.recorder import RECORDER
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
-def new_plain_gradient(parameter: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
+
+def new_plain_gradient(parameter: StoredTensor, storage: TensorStorage, dtype: torch.dtype) -> torch.Tensor:
     """One without values yet, in the memory of its tier. Raises: StoreError when the host arena has no room."""
-    storage = parameter.storage
-    if storage.placement.gradients == "device":
+    if storage.config.placement.gradients == "device":
         return torch.empty(parameter.shape, dtype=dtype, device=storage.device.torch_device)
-    buffer = storage.usable_tiers().lease(parameter.numel() * dtype.itemsize)
-    return buffer.owning_tensor(parameter.shape, dtype)
+    return storage.tiers.lease(storage.numel * dtype.itemsize).owning_tensor(parameter.shape, dtype)
 
 
-def plain_copy(parameter: StoredTensor, gradient: torch.Tensor) -> torch.Tensor:
+def plain_copy(parameter: StoredTensor, storage: TensorStorage, gradient: torch.Tensor) -> torch.Tensor:
     """A copy of `gradient`, in the memory of its tier."""
-    copy = new_plain_gradient(parameter, gradient.dtype)
-    with noted(parameter.storage, copy.nbytes):
+    copy = new_plain_gradient(parameter, storage, gradient.dtype)
+    with noted(storage, copy.nbytes):
         return copy.copy_(gradient)
 
 
+def leave_copy(parameter: StoredTensor, storage: TensorStorage, gradient: torch.Tensor) -> None:
+    """Add `gradient` to the parameter's `grad`, which is an ordinary tensor if it is one of ours."""
+    present = parameter.grad
+    if present is None:
+        parameter.grad = plain_copy(parameter, storage, gradient)
+    else:
+        with noted(storage, gradient.nbytes):
+            present.add_(gradient)
+
+
 def is_there(parameter: StoredTensor) -> bool:
-    """Whether nothing is to be done about what eager autograd left in the parameter's `grad`, if anything."""
+    """Whether nothing is to be done about what autograd left in the parameter's `grad`, if anything."""
     gradient = parameter.grad
     if gradient is None:
         return True
@@ -46,17 +56,8 @@ def in_its_memory(storage: TensorStorage, gradient: torch.Tensor) -> bool:
     return storage.config.placement.gradients == "device" or storage.tiers.host.holds(gradient)
 
 
-def leave_copy(parameter: StoredTensor, gradient: torch.Tensor) -> None:
-    """Add `gradient` to the parameter's `grad`, which is an ordinary tensor if it is one of ours."""
-    present = parameter.grad
-    if present is None:
-        parameter.grad = plain_copy(parameter, gradient)
-    else:
-        with noted(parameter.storage, gradient.nbytes):
-            present.add_(gradient)
-
-
 def noted(storage: TensorStorage, nbytes: int) -> AbstractContextManager[None]:
     """For a block in which a gradient is copied, or added, to where it lives."""
-    leaves = storage.config.placement.gradients != "device"
-    return RECORDER.work("offload", nbytes, CPU.torch_device) if leaves else nullcontext()
+    if RECORDER.log is None or storage.placement.gradients == "device":
+        return _NOTHING
+    return RECORDER.work("offload", nbytes, CPU.torch_device)

@@ -146,8 +146,10 @@ class Arena(Lessor):
     def _tensor(self, memory: mmap.mmap, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         if not count:
             return torch.empty(0, dtype=dtype, device="cpu")
-        with torch.inference_mode(False):  # what stays may be written in another mode
-            return torch.frombuffer(memory, dtype=dtype, count=count, offset=self._base + offset)
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # what stays may be written in another mode
+                return torch.frombuffer(memory, dtype=dtype, count=count, offset=self._base + offset)
+        return torch.frombuffer(memory, dtype=dtype, count=count, offset=self._base + offset)
 
 
 def aligned_empty(nbytes: int) -> torch.Tensor:

@@ -154,8 +154,8 @@ class LocalParameter(StoredTensor):
         if self.requires_grad != whole.requires_grad:
             self.requires_grad_(whole.requires_grad)
         local = local_part(whole)
-        if not local._expects_gradient and whole.requires_grad:
-            local._expects_gradient = True  # goes where the implementation of the DTensor goes
+        if not local.expects_gradient and whole.requires_grad:
+            local.expects_gradient = True  # goes where the implementation of the DTensor goes
             hook_gradient(whole, _store_gradient)
 
     def shown(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Sequence
 from functools import cached_property
@@ -90,11 +91,13 @@ class TensorStorage:
         self.gradient: GradientState[TensorStorage] = GradientState()
         self.label: str | None = None
         self._snapshot: tuple[weakref.ref[torch.Tensor], int] | None = None  # and its version
+        self._parts: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
         self._take_key()
 
     def _take_key(self) -> None:
         self.key = new_key()
         self.token = token_of(self.key, self.numel * self.dtype.itemsize)
+        self.token.owner = weakref.ref(self)
         self._by_key[self.key] = self
 
     def renew_key(self) -> None:
@@ -105,7 +108,11 @@ class TensorStorage:
 
     @classmethod
     def of_token(cls, token: torch.Tensor) -> TensorStorage:
-        """The storage that a token stands for."""
+        """The storage that a token stands for: a storage's own, or any copy."""
+        owner = token.__dict__.get("owner")
+        storage = None if owner is None else owner()
+        if storage is not None and storage.token is token:
+            return storage
         storage = cls._by_key.get(int(token))
         if storage is None:
             raise StoredTensorError(
@@ -164,6 +171,21 @@ class TensorStorage:
         here = {"device", "host"} if self.device.in_host_memory else {"device"}
         alone = self.share.ranks.size == 1 and not self.share.part_of
         return alone and self.in_place and {self.placement.gradients, self.placement.optimizer} <= here
+
+    @property
+    def keeps_gradient(self) -> bool:
+        """Whether a gradient that autograd leaves in the parameter's `grad` is where it is to be, and nobody waits for
+        it."""
+        return self.has_plain_gradient and self.placement.gradients == "device" and not self.gradient.followed
+
+    def part(self, start: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """Elements of a tensor that is in place, from `start` on: the bytes themselves, in one tensor for all who read
+        them, which lives as long as this. No graph may return it, for autograd would take it for a result."""
+        place = start, tuple(shape)
+        if place not in self._parts:
+            with torch.inference_mode(False), torch.no_grad():
+                self._parts[place] = self.bytes.on_device[start : start + math.prod(shape)].view(shape)
+        return self._parts[place]
 
     @property
     def name(self) -> str:

@@ -49,7 +49,7 @@ class StoredTensor(torch.Tensor):
     _aside: torch.Tensor | None = None
     _local_of: StoredTensor | None = None  # of the local tensor of a DTensor: what stands for it
     _context: tuple | None = None  # for __tensor_flatten__
-    _expects_gradient = False  # becomes true on an object, and goes where its implementation goes
+    expects_gradient = False  # becomes true on an object, and goes where its implementation goes
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -281,12 +281,12 @@ class StoredTensor(torch.Tensor):
         """
         if self._local_of is not None:
             self._local_of.expect_gradient()
-        if self._expects_gradient or self.views or self.captured or not (self.requires_grad and self.is_leaf):
+        if self.expects_gradient or self.views or self.captured or not (self.requires_grad and self.is_leaf):
             return
         with RUNNING.turn():
-            if not self._expects_gradient:
-                hook_gradient(self, take_gradient)
-                self._expects_gradient = True
+            if not self.expects_gradient:
+                hook_gradient(self, None if self.storage.keeps_gradient else take_gradient)
+                self.expects_gradient = True
 
     @property
     def has_gradient_hooks(self) -> bool:
@@ -408,13 +408,14 @@ def _gather_kernel(token: torch.Tensor, shape: list[int], dtype: torch.dtype, de
 ops.implement_gather(_gather_kernel)
 
 
-def hook_gradient(tensor: torch.Tensor, take: Callable[[torch.Tensor], None]) -> None:
-    """Let `take` see each gradient that autograd leaves in a leaf. Its present implementation may not know the hooks
-    yet that were registered before."""
+def hook_gradient(tensor: torch.Tensor, take: Callable[[torch.Tensor], None] | None) -> None:
+    """Let `take`, if anything, see each gradient that autograd leaves in a leaf. Its present implementation may not
+    know the hooks yet that were registered before."""
     tensor._backward_hooks = tensor._backward_hooks
     hooks = tensor._post_accumulate_grad_hooks
-    tensor._post_accumulate_grad_hooks = hooks = OrderedDict() if hooks is None else hooks
-    if take not in hooks.values():
+    if hooks is not None or take is not None:
+        tensor._post_accumulate_grad_hooks = hooks = OrderedDict() if hooks is None else hooks
+    if take is not None and take not in hooks.values():
         tensor.register_post_accumulate_grad_hook(take)
 
 
@@ -425,7 +426,7 @@ def take_implementation(tensor: torch.Tensor, twin: StoredTensor) -> None:
     for known in ("_in_memory", "_context"):
         tensor.__dict__.pop(known, None)
     tensor.__dict__.update(twin.__dict__)
-    tensor._expects_gradient = False  # autograd doesn't know the hooks of this implementation yet
+    tensor.expects_gradient = False  # autograd doesn't know the hooks of this implementation yet
     tensor.expect_gradient()
 
 
