@@ -79,7 +79,7 @@ def test_gradients_leave_together() -> None:
     built.returns(y, of_b, of_a, None, gradients={0: "b", 1: "a"}, backward=3)
     built.check_values(PackParameters(2 * PAGE))
     assert built.context.gradients == {1: "pack_default"}
-    assert "together([" in built.text and built.text.rstrip().endswith("return of backward None, %11, None")
+    assert "together([" in built.text and built.text.rstrip().endswith("return of backward None, %10, None")
 
 
 @pytest.mark.parametrize("limit", [PAGE, 2 * PAGE - 1])

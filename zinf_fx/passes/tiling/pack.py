@@ -61,13 +61,13 @@ def _pack(
     with graph.inserting_after(max(graph.find_nodes(op="placeholder"))):
         token = emit(tokens[0], ops.pack, tokens)
     pack = pack_of([context.tiles[name] for name in gathers])
+    first = min(gather for several in gathers.values() for gather in several)  # nodes compare by position
+    with graph.inserting_before(first):
+        whole = emit(first, ops.gather, token, list(pack.shape), *first.args[2:4])
     for number, (several, member) in enumerate(zip(gathers.values(), pack.members, strict=True)):
-        for gather in several:
-            with graph.inserting_before(gather):
-                whole = emit(gather, ops.gather, token, list(pack.shape), *gather.args[2:4])
-                part = emit(gather, ops.member, whole, gather.args[1], start=member.start, number=number)
-            gather.replace_all_uses_with(part)
-            graph.erase_node(gather)
+        for gather in several:  # becomes a member, of the same type
+            gather.target, gather.args = ops.member, (whole, gather.args[1])
+            gather.kwargs = {"start": member.start, "number": number}
     gradients = {position: name for position, name in context.gradients.items() if name not in gathers}
     if tokens[0].name in positions:
         first = _put_together(graph, context, token, [positions[name] for name in gathers], pack)
