@@ -10,7 +10,6 @@ states, and what somebody has put in their place is brought to where they live.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -37,6 +36,7 @@ class Resident:
         entry: what the optimizer shows of them.
         weights: over its bytes, in its shape.
         state: what the class works on; of stored states, their bytes.
+        token: the parameter's, for as long as these are its bytes.
         written: what autograd sees the writes of an update by.
         moves: whether the bytes are copied to a device for compute.
     """
@@ -57,8 +57,7 @@ class Resident:
         self._states = tuple(states.tensors[name].storage.bytes for name in memory)
         self.written = (self.parameter, *chain.from_iterable(each.tokens for each in (storage.bytes, *self._states)))
         self.moves = self.place.in_host_memory and not storage.device.in_host_memory
-        # A model may be converted before the next step, and what it had then is not to be kept.
-        self.storage = weakref.ref(storage)
+        self.token = self.parameter.token  # another one where the parameter was converted
 
     def gradient(self, found: torch.Tensor, unscales: bool) -> torch.Tensor | None:
         """`found`, the parameter's, if the class can work on it as it is. `unscales`: whether the class changes it."""
@@ -92,31 +91,44 @@ class Resident:
 
 
 class ResidentGroup:
-    """The residents among the parameters of a group, in their order, when they were last seen."""
+    """The residents among the parameters of a group, when they were last seen.
 
-    def __init__(self, parameters: Sequence[torch.Tensor], residents: Sequence[Resident | None]) -> None:
-        """`residents`: of each parameter; None: it is none."""
+    Attributes:
+        residents: for each parameter, it as a resident, or None.
+        tiers: in which they live.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        residents: Sequence[Resident | None],
+        shown: Mapping[torch.Tensor, State],
+    ) -> None:
+        """`residents`: of each parameter; None: it is none. `shown`: the optimizer's state."""
         self._parameters, self.residents = list(parameters), list(residents)
-        self._layouts = {one.weights.dtype: one.layout for one in residents if one is not None}
+        self._present = [one for one in residents if one is not None]
+        self._layouts = {one.weights.dtype: one.layout for one in self._present}
+        self.tiers = {one.parameter.storage.tiers for one in self._present}
+        self._of_optimizer = shown
         self.look()
 
     def look(self) -> None:
-        """See what the optimizer shows of them."""
-        self._present = [one for one in self.residents if one is not None]
-        self.tiers = {one.parameter.storage.tiers for one in self._present}
+        """See what the optimizer shows."""
+        self._entries = list(self._of_optimizer.values())  # of all its parameters
         self._shown = _values([one.entry for one in self._present])
 
     def is_as_seen(
         self, parameters: Sequence[torch.Tensor], shown: Mapping[torch.Tensor, State], layouts: GroupLayouts
     ) -> bool:
         """Whether the optimizer shows the same states of the same parameters, and all have the same bytes."""
-        present, entries = self._present, [one.entry for one in self._present]
+        present = self._present
         return (
-            _same(parameters, self._parameters)
+            shown is self._of_optimizer
+            and _same(parameters, self._parameters)
             and all(layouts.of_pieces(dtype) is layout for dtype, layout in self._layouts.items())
-            and _same([one.parameter.storage for one in present], [one.storage() for one in present])
-            and _same([shown.get(one.parameter) for one in present], entries)
-            and _same(_values(entries), self._shown)
+            and _same([one.parameter.token for one in present], [one.token for one in present])
+            and _same(list(shown.values()), self._entries)
+            and _same(_values([one.entry for one in present]), self._shown)
         )
 
 
@@ -195,20 +207,23 @@ class Residents:
         others: list[Group] = []
         for number, group in enumerate(optimizer.param_groups):
             rest: list[torch.Tensor] = []
-            found: dict[Device, list[tuple[Resident, torch.Tensor]]] = {}
+            found: dict[Device, tuple[list[Resident], list[torch.Tensor]]] = {}
             seen = self._see(number, group, shown, stored, layouts_of)
             for parameter, one in zip(group["params"], seen.residents, strict=True):
                 gradient = parameter.grad
                 taken = None if one is None or gradient is None else one.gradient(gradient, unscales)
                 if taken is not None:
-                    found.setdefault(one.place, []).append((one, taken))
+                    residents, gradients = found.setdefault(one.place, ([], []))
+                    residents.append(one)
+                    gradients.append(taken)
                 elif gradient is not None or not isinstance(parameter, StoredTensor):
                     rest.append(parameter)
             others.append({**group, "params": rest})
             options = {name: value for name, value in group.items() if name != "params"}
-            for place, pairs in found.items():
-                for some in _calls(group, place, pairs):
-                    calls.append(ResidentCall(seen, options, place, *zip(*some, strict=True)))
+            for place, (residents, gradients) in found.items():
+                for some in _calls(group, place, residents):
+                    call = ResidentCall(seen, options, place, residents[some], gradients[some])
+                    calls.append(call)
         return calls, others
 
     def _see(
@@ -235,7 +250,7 @@ class Residents:
                 if one is not None:
                     news[position] = one
         if seen is None or news:
-            seen = ResidentGroup(parameters, [news.get(n, one) for n, one in enumerate(residents)])
+            seen = ResidentGroup(parameters, [news.get(n, one) for n, one in enumerate(residents)], shown)
             self._groups[number] = seen
         return seen
 
@@ -270,22 +285,18 @@ def _elements(parameter: StoredTensor, place: Device) -> int:
     return AT_A_TIME if place is CPU else parameter.storage.config.chunk // parameter.dtype.itemsize
 
 
-def _calls(
-    group: Group, place: Device, pairs: Sequence[tuple[Resident, torch.Tensor]]
-) -> Iterator[Sequence[tuple[Resident, torch.Tensor]]]:
-    """Residents of one group, and their gradients, call by call."""
+def _calls(group: Group, place: Device, residents: Sequence[Resident]) -> Iterator[slice]:
+    """Which residents of one group are updated together, call by call."""
     if group.get("fused"):
-        yield pairs
+        yield slice(0, len(residents))
         return
-    together: list[tuple[Resident, torch.Tensor]] = []
-    room = 0
-    for one, gradient in pairs:
-        count = gradient.numel()
-        if together and count > room:
-            yield together
-            together = []
-        if not together:
+    first = room = 0
+    for number, one in enumerate(residents):
+        count = one.weights.numel()
+        if number == first:
             room = _elements(one.parameter, place)
+        elif count > room:
+            yield slice(first, number)
+            first, room = number, _elements(one.parameter, place)
         room -= count
-        together.append((one, gradient))
-    yield together
+    yield slice(first, len(residents))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from itertools import chain
+from operator import attrgetter
 from threading import get_ident
 
 import torch
@@ -127,7 +128,7 @@ class StreamedStep:
                 if one.moves:
                     one.before_write()
             self._progress.resident = [one.parameter for one in residents]
-            torch.autograd.graph.increment_version(list(chain.from_iterable(one.written for one in residents)))
+            torch.autograd.graph.increment_version(list(chain.from_iterable(map(attrgetter("written"), residents))))
             for call in calls:
                 nbytes = call.states_nbytes if RECORDER.log is not None else 0
                 with RECORDER.work("update", nbytes, call.place.torch_device):

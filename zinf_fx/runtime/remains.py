@@ -8,8 +8,15 @@ from collections.abc import Callable
 
 from zinf_fx.interrupts import finalizing
 
-# By the id of the reference: an owner may be nothing that can be hashed.
-_waiting: dict[int, tuple[weakref.ref[object], Callable[[], None]]] = {}
+
+class _Remains(weakref.ref):
+    """What is to be given back when an owner is gone. (One object: the garbage collector counts them.)"""
+
+    __slots__ = ("give_back",)
+    give_back: Callable[[], None]
+
+
+_waiting: dict[int, _Remains] = {}  # by their ids: an owner may be nothing that can be hashed
 
 
 def when_gone(owner: object, give_back: Callable[[], None]) -> None:
@@ -18,22 +25,22 @@ def when_gone(owner: object, give_back: Callable[[], None]) -> None:
     `weakref.finalize` forgets what to do before it begins to do it. Python drops an exception that comes meanwhile, and
     Ctrl-C would leave memory taken for ever. Here it is left to `give_back_remains`.
     """
-    reference = weakref.ref(owner, _give_back)
-    _waiting[id(reference)] = reference, give_back
+    reference = _Remains(owner, _give_back)
+    reference.give_back = give_back
+    _waiting[id(reference)] = reference
 
 
 def give_back_remains() -> None:
     """Do what an interrupt kept from being done."""
-    for reference, _ in list(_waiting.values()):
+    for reference in list(_waiting.values()):
         if reference() is None:
             _give_back(reference)
 
 
 @finalizing
-def _give_back(reference: weakref.ref[object]) -> None:
-    _, give_back = _waiting.pop(id(reference), (None, None))
-    if give_back is not None:
-        give_back()
+def _give_back(reference: _Remains) -> None:
+    if _waiting.pop(id(reference), None) is not None:
+        reference.give_back()
 
 
 atexit.register(_waiting.clear)

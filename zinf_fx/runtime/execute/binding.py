@@ -72,8 +72,6 @@ def bind(module: fx.GraphModule, operators: Mapping[str, int], here: Here, packs
             if method is None or (method == "passed" and not here.followed):
                 continue
             method = "wait_for_members" if method == "wait" and event.tile in packs else method
-            if method == "value" and any(user.op == "output" for user in node.users):
-                method = "value_to_return"
             values = node.args[1:] if node.target in _TAKE_A_VALUE else ()
             values = node.args if node.target is ops.offload_activation else values
             values = fx.node.map_arg(values, copies.__getitem__)

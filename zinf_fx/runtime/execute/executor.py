@@ -25,6 +25,7 @@ from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.recorder import RECORDER, Note
 from zinf_fx.runtime.remains import give_back_remains
+from zinf_fx.runtime.tensor.gradient_state import GradientState
 from zinf_fx.runtime.tensor.pack import Pack
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.tiers import Tiers
@@ -130,7 +131,8 @@ class Program(Stage):
             members = [TensorStorage.of_token(arguments[position]) for position in positions]
             storages[tile] = Pack.of(members, self.schedule.tiles[tile])
         parameters = [storages[tile] for tile in self._parameters]
-        followed = {member for storage in parameters for member in storage.members if member.gradient.followed}
+        members = (member for storage in parameters for member in storage.members)
+        followed = {member for member in members if member.gradient.followed} if GradientState.any_followed else set()
         same = [reference() for reference in self._last_storages] == parameters
         if self._module is None or not same:
             EXECUTOR.staging.drop_staying()
@@ -344,10 +346,6 @@ class Run:
         if storage.tiers.background is not None:
             storage.settled()
         return self._program.values[tile]()
-
-    def value_to_return(self, tile: int) -> torch.Tensor:
-        """As `value`, for a graph that returns it: autograd makes a result of it."""
-        return self.value(tile).view(self._tiles[tile].shape)
 
     def release(self, tile: int) -> None:
         """The tile's buffers are free, unless another run or the turn holds them."""

@@ -124,7 +124,8 @@ def accumulate_gradient(parameter: StoredTensor, gradient: torch.Tensor | Reduct
         accumulate_gradient_part(parameter, 0, gradient, first=False, offset=offset)
         return
     if parameter.storage.has_plain_gradient:
-        parameter.grad = plain_copy(parameter, parameter.storage, gradient)
+        with noted(parameter.storage, gradient.nbytes):
+            parameter.grad = plain_copy(parameter, parameter.storage, gradient)
         return
     reduced = isinstance(gradient, Reduction)
     value = gradient.wait() if reduced else gradient
@@ -263,7 +264,7 @@ def _take(parameter: StoredTensor) -> None:
             parameter.grad = parameter.set_aside()
             add_gradient(parameter, gradient)
         elif not in_its_memory(parameter.storage, gradient):
-            with torch.no_grad():
+            with torch.no_grad(), noted(parameter.storage, gradient.nbytes):
                 parameter.grad = plain_copy(parameter, parameter.storage, gradient)
         state = parameter.storage.gradient
         if state.consumer is not None and state.backwards_due <= 0:

@@ -38,7 +38,7 @@ def accumulates(leaf: Leaf) -> bool:
 
 
 def leaves_of_node() -> dict[int, Leaf]:
-    """The stored parameters that the gradients of the node that runs go to, by their storages' keys.
+    """The stored parameters that the gradients of the node that runs go to, by the ids of their tokens.
 
     Raises: StoredTensorError when autograd runs no node.
     """
@@ -50,7 +50,7 @@ def leaves_of_node() -> dict[int, Leaf]:
         if isinstance(follower, AccumulateGrad):
             parameter = follower.variable
             if isinstance(parameter, StoredTensor) and not parameter.views:
-                leaves[parameter.storage.key] = parameter, follower
+                leaves[id(parameter.token)] = parameter, follower
     return leaves
 
 

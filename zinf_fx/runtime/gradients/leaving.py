@@ -21,7 +21,7 @@ from zinf_fx.runtime.gradients.accumulate import (
     take_unreduced,
 )
 from zinf_fx.runtime.gradients.leaf import accumulates, leaves_of_node
-from zinf_fx.runtime.gradients.plain import leave_copy
+from zinf_fx.runtime.gradients.plain import leave_copy, noted
 from zinf_fx.runtime.gradients.reduction import Reduction
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.recorder import GRADIENT, RECORDER
@@ -35,7 +35,8 @@ Stored = TensorStorage | Pack
 
 
 class LeavingGradients:
-    """What becomes of the gradients of one run of a backward graph. Dictionaries are by the storages' keys."""
+    """What becomes of the gradients of one run of a backward graph. Dictionaries are by the storages' keys, but for
+    what `leaves_of_node` gives."""
 
     def __init__(
         self,
@@ -102,10 +103,15 @@ class LeavingGradients:
 
     def copy_gradient(self, tile: int, gradient: torch.Tensor) -> None:
         """As `keep_gradient`, where somebody may hold the gradient, or it lives somewhere else in the same memory."""
-        parameter = self._taking(self._storages[tile], self._tiles[tile].name)
-        if parameter is not None:
-            with RECORDER.about(self._tiles[tile].label, GRADIENT):
-                leave_copy(parameter, self._storages[tile], gradient)
+        storage, planned = self._storages[tile], self._tiles[tile]
+        parameter = self._taking(storage, planned.name)
+        if parameter is None:
+            return
+        if RECORDER.log is None:
+            leave_copy(parameter, storage, gradient)
+            return
+        with RECORDER.about(planned.label, GRADIENT), noted(storage, gradient.nbytes):
+            leave_copy(parameter, storage, gradient)
 
     def passed(self, tile: int) -> None:
         """A release or an offload of a tile is over. After the last of this graph, and when no other graph is to use
@@ -119,7 +125,7 @@ class LeavingGradients:
             for member in storage.members:
                 state = member.gradient
                 state.backward_ended()
-                leaf = self._leaves.get(member.key)
+                leaf = self._leaves.get(id(member.token))
                 if state.consumer is not None and not state.backwards_due and leaf is not None:
                     consumed[state.consumer].append(leaf[0])
             for consumer, parameters in consumed.items():
@@ -140,13 +146,17 @@ class LeavingGradients:
 
     def _accumulating(self, storage: TensorStorage) -> StoredTensor | None:
         """The parameter with these bytes to whose `.grad` this backward pass is to add, if there is one."""
-        leaf = self._leaves.get(storage.key)
+        leaf = self._leaves.get(id(storage.token))
         return leaf[0] if leaf is not None and accumulates(leaf) else None
 
     def _taking(self, storage: TensorStorage, name: str) -> StoredTensor | None:
         """As `_accumulating`, for the gradient that is here now. `name`: for errors."""
-        parameter = self._accumulating(storage)
-        if parameter is not None and parameter.has_gradient_hooks:
+        leaf = self._leaves.get(id(storage.token))
+        if leaf is None or not accumulates(leaf):
+            return None
+        parameter = leaf[0]
+        hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        if hooks and parameter.has_gradient_hooks:
             raise StoredTensorError(
                 f"a hook was registered on '{name}' after its graph was compiled, and would not run: "
                 "register hooks before the first compiled call, or call torch.compiler.reset() after it"

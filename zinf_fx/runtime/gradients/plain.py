@@ -11,8 +11,6 @@ from zinf_fx.runtime.recorder import RECORDER
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
-
 
 def new_plain_gradient(parameter: StoredTensor, storage: TensorStorage, dtype: torch.dtype) -> torch.Tensor:
     """One without values yet, in the memory of its tier. Raises: StoreError when the host arena has no room."""
@@ -23,9 +21,7 @@ def new_plain_gradient(parameter: StoredTensor, storage: TensorStorage, dtype: t
 
 def plain_copy(parameter: StoredTensor, storage: TensorStorage, gradient: torch.Tensor) -> torch.Tensor:
     """A copy of `gradient`, in the memory of its tier."""
-    copy = new_plain_gradient(parameter, storage, gradient.dtype)
-    with noted(storage, copy.nbytes):
-        return copy.copy_(gradient)
+    return new_plain_gradient(parameter, storage, gradient.dtype).copy_(gradient)
 
 
 def leave_copy(parameter: StoredTensor, storage: TensorStorage, gradient: torch.Tensor) -> None:
@@ -34,8 +30,7 @@ def leave_copy(parameter: StoredTensor, storage: TensorStorage, gradient: torch.
     if present is None:
         parameter.grad = plain_copy(parameter, storage, gradient)
     else:
-        with noted(storage, gradient.nbytes):
-            present.add_(gradient)
+        present.add_(gradient)
 
 
 def is_there(parameter: StoredTensor) -> bool:
@@ -58,6 +53,5 @@ def in_its_memory(storage: TensorStorage, gradient: torch.Tensor) -> bool:
 
 def noted(storage: TensorStorage, nbytes: int) -> AbstractContextManager[None]:
     """For a block in which a gradient is copied, or added, to where it lives."""
-    if RECORDER.log is None or storage.placement.gradients == "device":
-        return _NOTHING
-    return RECORDER.work("offload", nbytes, CPU.torch_device)
+    leaves = storage.placement.gradients != "device"
+    return RECORDER.work("offload", nbytes, CPU.torch_device) if leaves else nullcontext()

@@ -47,6 +47,7 @@ class Arena(Lessor):
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._base = round_up(address, SLAB) - address
         self._address = address + self._base
+        self.whole = memoryview(self._map)
         self._map.madvise(mmap.MADV_DONTFORK)
         if self.capacity >= HUGE_PAGE:
             try:
@@ -65,7 +66,8 @@ class Arena(Lessor):
         """
         size = round_up(max(nbytes, 1), PAGE)
         alignment = HUGE_PAGE if size >= HUGE_PAGE else PAGE
-        self._let_go_what_is_done()
+        if self._leaving:
+            self._let_go_what_is_done()
         offset = self._take(size, alignment)
         while offset is None and self._leaving:
             self._let_go()

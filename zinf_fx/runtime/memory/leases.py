@@ -35,7 +35,10 @@ class Lessor(ABC):
     Attributes:
         name: the memory's, for messages.
         capacity: bytes, a multiple of 4096.
+        whole: the memory, as bytes; None of a device.
     """
+
+    whole: memoryview | None = None
 
     def __init__(self, name: str, capacity: int) -> None:
         self.name = name
@@ -127,7 +130,7 @@ class Buffer:
 
     def owning_tensor(self, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """As `tensor`; the memory goes back when no tensor is over it any more, and nobody else is to release it."""
-        memory = memoryview(self._memory)  # that the tensor holds, and who shares its storage
+        memory = self._arena.whole[:]  # that the tensor holds, and who shares its storage
         tensor = self._arena._tensor(memory, self._offset, math.prod(shape), dtype).view(shape)
         when_gone(memory, self.release)
         return tensor
@@ -146,7 +149,7 @@ class Buffer:
         """For an owner who can't wait any more: a transfer under way has this buffer too, and will be the last to."""
         self._forsaken = True
 
-    @finalizing
     def __del__(self) -> None:
         if getattr(self, "_forsaken", False) and self._memory is not None:
-            self.release()
+            with finalizing:
+                self.release()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
@@ -33,11 +33,13 @@ class GradientState(Generic[S]):
         space: the storage reserved for the gradient, if any; in use while anybody else has it.
         backwards_due: compiled forward passes with the parameter that have no backward pass yet.
         followed: whether there was a consumer at any time.
+        any_followed: whether any gradient of this process is.
     """
 
     space: S | None = None
     backwards_due: int = 0
     followed: bool = False
+    any_followed: ClassVar[bool] = False
     _consumer: weakref.ref[GradientConsumer] | None = None
 
     @property
@@ -48,6 +50,7 @@ class GradientState(Generic[S]):
     @consumer.setter
     def consumer(self, consumer: GradientConsumer) -> None:
         self._consumer, self.followed = weakref.ref(consumer), True
+        GradientState.any_followed = True
 
     def backward_ended(self) -> None:
         """One backward pass that was due has used the parameter, or won't come."""

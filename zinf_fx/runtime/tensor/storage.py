@@ -180,7 +180,7 @@ class TensorStorage:
 
     def part(self, start: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Elements of a tensor that is in place, from `start` on: the bytes themselves, in one tensor for all who read
-        them, which lives as long as this. No graph may return it, for autograd would take it for a result."""
+        them, which lives as long as this. (What a graph returns of it is a clone.)"""
         place = start, tuple(shape)
         if place not in self._parts:
             with torch.inference_mode(False), torch.no_grad():
