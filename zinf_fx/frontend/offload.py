@@ -41,7 +41,7 @@ from zinf_fx.runtime.tensor.tensor_parallel import (
     of_first,
     with_ranks,
 )
-from zinf_fx.runtime.tensor.tiers import Tiers
+from zinf_fx.runtime.tensor.tiers import Tiers, drain_after
 from zinf_fx.sizes import in_words
 
 # Bytes of parameters that may have left before the memory that they took is given back to the system.
@@ -188,8 +188,12 @@ def offload_parameters(parameters: Mapping[str, torch.nn.Parameter], config: Con
     twins = _all_reserved(parameters, tiers, config, owners)
     to_disk = any(t.base.tier == "nvme" for twin in twins for t in (twin, twin.grad) if t is not None)
     if to_disk:
-        for parameter, twin in zip(parameters.values(), twins, strict=True):
-            _written(parameter, twin)
+        try:
+            for parameter, twin in zip(parameters.values(), twins, strict=True):
+                _written(parameter, twin)
+        except BaseException as error:
+            drain_after(error, [tiers])
+            raise
         tiers.drain()
     for name, twin in zip(parameters, twins, strict=True):
         twin.storage.label = f"parameter '{name}'"

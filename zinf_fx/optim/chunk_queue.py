@@ -13,6 +13,9 @@ from zinf_fx.optim.recipe import Recipe
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.plan.memory.accounting import CHUNKS_AHEAD
 
+Owner = ParameterStates | PackedStates
+"""What a piece is of."""
+
 
 class ChunkQueue:
     """Parameters that came are cut into chunks, and these opened some ahead of the update.
@@ -24,7 +27,7 @@ class ChunkQueue:
     def __init__(self, memory: ChunkMemory, progress: Progress) -> None:
         self._memory, self._progress = memory, progress
         self._loose: dict[Recipe, list[ParameterStates]] = {}  # not cut into chunks yet
-        self._unopened: deque[tuple[Recipe, tuple[Piece[ParameterStates | PackedStates], ...]]] = deque()
+        self._unopened: deque[tuple[Recipe, tuple[Piece[Owner], ...]]] = deque()
         self._opened: deque[OpenChunk] = deque()
 
     def __bool__(self) -> bool:
@@ -49,21 +52,19 @@ class ChunkQueue:
         if not self._memory.elements:
             every = (states.parameter.storage for loose in self._loose.values() for states in loose)
             self._memory.plan(min(storage.config.chunk for storage in every))
-        chunks: list[tuple[Recipe, tuple[Piece[ParameterStates | PackedStates], ...]]] = []
+        chunks: list[tuple[Recipe, tuple[Piece[Owner], ...]]] = []
         every = ((recipe, states) for recipe, loose in self._loose.items() for states in loose)
-        alone: dict[Recipe, list[ParameterStates]] = {}
+        owners: dict[Recipe, list[Owner]] = {}
         for updates in packed(sorted(every, key=lambda update: update[1].parameter.storage.key), self._memory.elements):
             recipe, states = updates[0]
-            if len(updates) > 1:
-                chunks.append((recipe, (all_of(PackedStates(updates), 0),)))
-            else:
-                alone.setdefault(recipe, []).append(states)
-        for recipe, loose in alone.items():
+            owners.setdefault(recipe, []).append(states if len(updates) == 1 else PackedStates(updates))
+        for recipe, loose in owners.items():
             if recipe.whole:
                 chunks += [(recipe, (all_of(states, states.parameter.numel()),)) for states in loose]
                 continue
             shares = [(states, states.updated) for states in loose]
-            chunks += [(recipe, pieces) for pieces in cut(shares, self._memory.elements)]
+            cuts = cut(shares, self._memory.elements, whole=lambda owner: isinstance(owner, PackedStates))
+            chunks += [(recipe, pieces) for pieces in cuts]
         chunks.sort(key=lambda chunk: chunk[1][0].owner.parameter.storage.key)
         with self._progress.changing():
             self._loose.clear()

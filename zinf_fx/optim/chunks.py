@@ -52,9 +52,16 @@ def chunk_elements(chunk: int, bytes_per_element: int, tiers: Iterable[Tiers]) -
     return max(elements // WINDOW_ALIGNMENT, 1) * WINDOW_ALIGNMENT
 
 
-def cut(parameters: Iterable[tuple[P, Sequence[range]]], elements: int) -> Iterator[tuple[Piece[P], ...]]:
+def charged(count: int) -> int:
+    """What so many elements of a parameter are charged for in a chunk."""
+    return round_up(max(count, 1), WINDOW_ALIGNMENT)
+
+
+def cut(
+    parameters: Iterable[tuple[P, Sequence[range]]], elements: int, whole: Callable[[P], bool] = lambda _: False
+) -> Iterator[tuple[Piece[P], ...]]:
     """Pieces of `parameters`, in order, packed into chunks of at most `elements` elements. With each parameter come
-    the parts of it that this rank updates.
+    the parts of it that this rank updates. `whole`: whether it can't be cut.
 
     A small parameter is charged for WINDOW_ALIGNMENT elements, so that a chunk of many small ones is bounded too.
     Vectorised kernels treat the end of a tensor differently, so that pieces end where such a kernel would not care.
@@ -65,12 +72,15 @@ def cut(parameters: Iterable[tuple[P, Sequence[range]]], elements: int) -> Itera
     for parameter, updated in parameters:
         for number, part in enumerate(updated, start=1):
             start, ends = part.start, False
+            if chunk and len(part) > room and whole(parameter):
+                yield tuple(chunk)
+                chunk, room = [], elements
             while not ends:
                 count = min(part.stop - start, room)
                 ends = start + count == part.stop
                 chunk.append(Piece(parameter, start, count, ends and number == len(updated)))
                 start += count
-                room -= round_up(max(count, 1), WINDOW_ALIGNMENT)
+                room -= charged(count)
                 if not room:
                     yield tuple(chunk)
                     chunk, room = [], elements

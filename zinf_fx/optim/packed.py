@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_fx.optim.arithmetic import Group, step_without_hooks
+from zinf_fx.optim.chunks import charged
 from zinf_fx.optim.elements import moved
 from zinf_fx.optim.recipe import Recipe, Update
 from zinf_fx.optim.states import MASTER, State
@@ -28,6 +29,8 @@ class PackedStates:
     def __init__(self, updates: Sequence[Update]) -> None:
         self.updates = updates
         self.parameter = updates[0][1].parameter  # the first
+        self.count = sum(charged(states.parameter.numel()) for _, states in updates)
+        self.updated = (range(self.count),)
         self.scratch_rows = max(states.scratch_rows for _, states in updates)
 
 
@@ -37,7 +40,7 @@ def packed(updates: Sequence[Update], elements: int) -> Iterator[list[Update]]:
     together: list[Update] = []
     room = elements
     for update in updates:
-        count = round_up(max(update[1].parameter.numel(), 1), WINDOW_ALIGNMENT)
+        count = charged(update[1].parameter.numel())
         if together and (count > room or not _joins(together[-1], update)):
             yield together
             together, room = [], elements
@@ -180,7 +183,7 @@ class OpenPack:
         for several in by_recipe.values():
             numbers, room = [], elements
             for number in several:
-                count = round_up(max(self.updates[number][1].parameter.numel(), 1), WINDOW_ALIGNMENT)
+                count = charged(self.updates[number][1].parameter.numel())
                 if numbers and room is not None and count > room:
                     yield numbers
                     numbers, room = [], elements

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import chain
 from operator import attrgetter
 from threading import get_ident
@@ -13,6 +13,7 @@ from threading import get_ident
 import torch
 from torch.optim import Optimizer
 
+from zinf_fx.errors import StoreError
 from zinf_fx.interrupts import finalizing, held_back, let_through, sealed, taking
 from zinf_fx.optim.arithmetic import Group, borrow, step_without_hooks
 from zinf_fx.optim.chunk import OpenChunk
@@ -228,12 +229,16 @@ class StreamedStep:
 
     @sealed
     def abandon(self, error: BaseException) -> None:
-        """`error` ended what would have added more parameters: those that came are updated, the others are not."""
+        """`error` ended what would have added more parameters: those that came are updated, the others are not. If all
+        came, and the disk failed somebody else, find out whether it failed this, too."""
         if not self._of_this_process:
             return
         with taking(self._lock):
             if not self._over and not self.closed:
                 self._fail(error)
+            elif isinstance(error, StoreError):
+                with suppress(StoreError):
+                    self.finish()
 
     @property
     def _works_here(self) -> bool:
@@ -332,20 +337,19 @@ class StreamedStep:
         for part in chunk.parts:
             part.wait()
         self._progress.begun.update(parameter for part in chunk.parts for parameter in part.parameters)
-        if isinstance(pack := chunk.parts[0], OpenPack):
+        for pack in [part for part in chunk.parts if isinstance(part, OpenPack)]:
             pack.update(self._borrowed, self._state, scratch)
             pack.store(unscaled=self._unscales)
             for recipe, states in pack.updates:
                 if recipe.is_first or states.has_master:
                     self._finish(states, recipe.names, {})
             self._finished([states for _, states in pack.updates])
-            return
+        parts = [(part, (range(part.piece.count),)) for part in chunk.parts if isinstance(part, OpenPart)]
         inner = self._borrowed(chunk.recipe.group, chunk.recipe.place)
         if chunk.recipe.whole:
-            for part in chunk.parts:
+            for part, _ in parts:
                 self._update_together(inner, chunk.recipe, (all_of(part, part.piece.count),), None)
             return
-        parts = [(part, (range(part.piece.count),)) for part in chunk.parts]
         for together in cut(parts, AT_A_TIME if chunk.recipe.place is CPU else self._memory.elements):
             self._update_together(inner, chunk.recipe, together, scratch)
 

@@ -67,15 +67,20 @@ class Segments:
         return found
 
     def _parameters_of(self, node: fx.Node) -> Iterable[fx.Node]:
-        """The gathers whose values a node computes with."""
+        """The gathers, or members of packs, whose values a node computes with."""
+        of_one = (ops.gather, ops.member)
         for source in node.all_input_nodes:
-            while source in self._tiles and source.target is not ops.gather:
+            while source in self._tiles and source.target not in of_one:
                 source = source.all_input_nodes[0]
-            if source.target is ops.gather:
+            if source.target in of_one:
                 yield source
 
-    def _layer_of(self, gather: fx.Node) -> tuple[str, str] | None:
-        found = _LAYER.match(self._context.tile_of(gather).name)
+    def _layer_of(self, source: fx.Node) -> tuple[str, str] | None:
+        if source.target is ops.member:
+            name = self._context.tile_of(source.args[0]).members[source.kwargs["number"]].name
+        else:
+            name = self._context.tile_of(source).name
+        found = _LAYER.match(name)
         return (found[1] or "", found[2]) if found else None
 
     def tag(self, cuts: Sequence[int], recomputed: Collection[int]) -> None:

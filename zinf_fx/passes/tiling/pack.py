@@ -46,7 +46,7 @@ class PackParameters(Pass):
         several = []
         for token, (gather, *_) in gathers.items():
             tile, device = context.tiles[token], gather.args[3]
-            if tile.ranks == 1 and token not in context.written and moves(tile.tier, device.type):
+            if tile.ranks * tile.replicas == 1 and token not in context.written and moves(tile.tier, device.type):
                 kind = (tile.dtype, tile.tier, device, tile.gradient_tier, token in differentiated)
                 several.append((token, kind, blocks(tile.nbytes)))
         return in_packs(several, self.limit)

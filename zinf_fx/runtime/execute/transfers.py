@@ -16,7 +16,7 @@ from zinf_fx.plan.sharding import Segment
 from zinf_fx.runtime.memory.leases import Buffer, Ticket
 from zinf_fx.runtime.ranks import Collective
 from zinf_fx.runtime.recorder import RECORDER
-from zinf_fx.runtime.tensor.pack import Pack, Part
+from zinf_fx.runtime.tensor.pack import Pack
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
 
@@ -171,11 +171,14 @@ class PackedTile:
         self.key = key_of(pack, planned)
         self.holds = 0
         self._planned, self._counters = planned, pack.tiers.counters
-        self._parts: list[tuple[Part, Window | DeviceWindow]] = []
+        self._windows: list[Window | DeviceWindow] = []  # of each part
+        # Where the parts begin, in bytes, and the elements of the members in them; a part itself keeps its home alive.
+        self._starts = [part.start * planned.dtype.itemsize for part in pack.parts]
+        self._members = [part.members for part in pack.parts]
         try:
-            for part in pack.parts:
-                at = None if offset is None else offset + part.start * planned.dtype.itemsize
-                self._parts.append((part, part.bytes.device_window(offset=at).read_only()))
+            for part, start in zip(pack.parts, self._starts, strict=True):
+                at = None if offset is None else offset + start
+                self._windows.append(part.bytes.device_window(offset=at).read_only())
         except BaseException:
             self.close()
             raise
@@ -183,29 +186,29 @@ class PackedTile:
     @property
     def version(self) -> int | None:
         """Of where the parameters live, that which the tile has."""
-        versions = [window.version for _, window in self._parts]
+        versions = [window.version for window in self._windows]
         return None if None in versions else sum(versions)
 
     def upload(self, offset: int | None = None) -> None:
         """Start to copy it to the device, to `offset` in the region that is planned there."""
-        for part, window in self._parts:
-            window.upload(None if offset is None else offset + part.start * self._planned.dtype.itemsize)
+        for window, start in zip(self._windows, self._starts, strict=True):
+            window.upload(None if offset is None else offset + start)
 
     def allgather(self, name: str) -> None:
         """This rank has all of it."""
 
     def follow(self, pack: Pack) -> None:
         """From now on, take over what is written to the storages."""
-        for part, window in self._parts:
+        for part, window in zip(pack.parts, self._windows, strict=True):
             window.follow(part.bytes)
 
     def wait(self) -> list[torch.Tensor]:
         """The parameters; counts the time for which compute had to wait."""
         started = time.perf_counter()
         found: list[torch.Tensor | None] = [None] * len(self._planned.members)
-        for part, window in self._parts:
+        for window, members in zip(self._windows, self._members, strict=True):
             elements = window.wait()
-            for number, own in part.members.items():
+            for number, own in members.items():
                 found[number] = elements[own.start : own.stop].view(self._planned.members[number].shape)
         self._counters.stall_seconds += RECORDER.waited(started)
         self._counters.gathered_bytes += self._planned.nbytes
@@ -213,7 +216,7 @@ class PackedTile:
 
     def close(self) -> None:
         """Give the buffers back."""
-        for _, window in self._parts:
+        for window in self._windows:
             window.close()
 
 

@@ -129,10 +129,16 @@ class Home:
         """
         for one in list(self._writes):
             written, ticket = one
-            if _overlap(written, elements) or ticket.done():
-                ticket.wait()  # a failed write stays: these elements are lost, and every later access says so
-                with contextlib.suppress(ValueError):  # another thread waited too
-                    self._writes.remove(one)
+            mine = _overlap(written, elements)
+            if mine or ticket.done():
+                try:
+                    ticket.wait()
+                except StoreError:  # a failed write stays: its elements are lost, and every later access says so
+                    if mine:
+                        raise
+                else:
+                    with contextlib.suppress(ValueError):  # another thread waited too
+                        self._writes.remove(one)
 
     def _at_end(self, release: Callable[..., None], *arguments: object) -> None:
         """Call `release` when this is gone, and nothing is under way to or from it: what comes next in its place must

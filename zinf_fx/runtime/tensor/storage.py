@@ -334,6 +334,7 @@ class AbstractStorage(TensorStorage):
     """A storage without bytes, for planning: it has a token, and any access to a value raises."""
 
     tiers = None
+    in_place = False
 
     def __init__(self, tier: Tier, config: Config, numel: int, dtype: torch.dtype, why: str = _FOR_PLANNING) -> None:
         """`why`: what an access to a value raises."""
