@@ -95,7 +95,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
 class Variant:
     """One model with its optimizer, trained in one way."""
 
-    def __init__(self, name: str, model: str, store: Path | None) -> None:
+    def __init__(self, name: str, model: str, store: Path | None, pack: str | None) -> None:
         torch.manual_seed(0)
         self.name = name
         self.model, self.batch = MODELS[model]()
@@ -105,7 +105,7 @@ class Variant:
             self.optimizer = torch.optim.AdamW(trained, fused=True)
             self.loss = self.model if name == "eager" else torch.compile(self.model, backend=name)
         else:
-            zinf_fx.offload(self.model, placement=name, **({"store": store} if store else {}))
+            zinf_fx.offload(self.model, placement=name, pack=pack, **({"store": store} if store else {}))
             trained = [p for p in self.model.parameters() if p.requires_grad]
             self.optimizer = zinf_fx.optim.AdamW(trained)
             self.loss = torch.compile(self.model, backend="zinf")
@@ -162,7 +162,7 @@ class Variant:
 
 def measure(args: argparse.Namespace) -> dict[str, object]:
     torch.set_num_threads(1)
-    variants = [Variant(name, args.model, args.store) for name in (*IN_MEMORY, *args.placements)]
+    variants = [Variant(name, args.model, args.store, args.pack) for name in (*IN_MEMORY, *args.placements)]
     rounds: list[dict[str, dict[str, float]]] = []
     for _ in tqdm(range(args.rounds), unit="round", disable=not sys.stderr.isatty()):
         taken = {}
@@ -193,9 +193,13 @@ def main() -> None:
     parser.add_argument("--placements", nargs="+", default=list(PLACEMENTS), help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=7, help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=3, help="of each variant in a round (default: %(default)s)")
+    parser.add_argument(
+        "--pack", default="auto", help="largest pack of small parameters, or none (default: %(default)s)"
+    )
     parser.add_argument("--store", type=Path, help="directory of the store (default: zinf_fx's)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
+    args.pack = None if args.pack == "none" else args.pack
     result = measure(args)
     if args.json:
         print(json.dumps(result))

@@ -177,12 +177,17 @@ def _header(plan: Plan) -> str:
     leaving = [tile for tile in plan.tiles if tile.activation]
     config = plan.config
     dtypes = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tiles}))
-    total = sum(t.nbytes for t in tiles)
+    total = sum(sum(t.updated_elements(0)) * t.dtype.itemsize for t in tiles)
+    packed = [len(tile.members) for tile in tiles if tile.members]
     what = "a training step" if any(g.kind == "backward" for g in plan.graphs) else "inference"
     lines = [
         f"Plan of {what}: {counted(len(tiles), 'tile')}, {counted(_parameters(plan), 'parameter')} "
         f"({dtypes}, {in_words(total)}), {counted(plan.world_size, 'rank')}"
     ]
+    if packed:
+        lines.append(
+            f"packs      {sum(packed)} small parameters in {counted(len(packed), 'pack')}, each of which is a tile"
+        )
     if config.placement != "auto":
         lines.append(f"placement  {words(config.placement)}")
         if plan.world_size > 1:
@@ -227,7 +232,7 @@ _STAGES = (
 
 
 def _parameters(plan: Plan) -> int:
-    return sum(tile.nbytes // tile.dtype.itemsize for tile in plan.tiles if not tile.activation)
+    return sum(sum(tile.updated_elements(0)) for tile in plan.tiles if not tile.activation)
 
 
 def _legend(plan: Plan, short: Mapping[str, str]) -> str:

@@ -166,12 +166,14 @@ def accumulate_side_by_side(
     starts = starts_of((gradient.numel() for gradient in gradients), held[0].dtype)
     if not all(one.follows(held[0], start) for one, start in zip(held, starts, strict=False)):
         return False
-    window = side_by_side(held).device_window(load=not new, offset=offset)
+    together = side_by_side(held)
+    window = together.device_window(load=not new, offset=offset)
     try:
         elements = window.wait()
-        for start, gradient in zip(starts, gradients, strict=False):
-            part = elements[start : start + gradient.numel()].view(gradient.shape)
-            part.copy_(gradient) if new else part.add_(gradient)
+        with together.noted(sum(gradient.nbytes for gradient in gradients)):
+            for start, gradient in zip(starts, gradients, strict=False):
+                part = elements[start : start + gradient.numel()].view(gradient.shape)
+                part.copy_(gradient) if new else part.add_(gradient)
     except BaseException:
         window.close()
         raise
