@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from twins import Net, assert_nothing_leaked, x
 
 import zinf_fx
+from zinf_fx.plan.memory.accounting import AT_A_TIME
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 Train = Callable[[nn.Module, Callable, torch.optim.Optimizer], None]
@@ -318,3 +319,21 @@ def test_a_budget_that_packs_fit(tmp_path: Path) -> None:
     assert len(plan.tiles) > 1 and any(tile.members for tile in plan.tiles)
     assert all(tile.nbytes <= (2 << 20) // 64 for tile in plan.tiles if tile.members)
     assert model.scale.storage.tiers.host.peak <= 2 << 20
+
+
+def test_a_member_that_is_updated_in_several_parts(tmp_path: Path) -> None:
+    """It has more elements than the CPU converts at a time."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(1100, 1000, bias=False), nn.LayerNorm(1000), nn.Linear(1000, 4)).to(torch.bfloat16)
+    assert net[0].weight.numel() > AT_A_TIME and net[0].weight.nbytes < 4 << 20
+    results = []
+    for pack in (None, "auto"):
+        model = zinf_fx.offload(copy.deepcopy(net), store=tmp_path, placement="nvme", pack=pack)
+        optimizer, call = zinf_fx.optim.AdamW(model.parameters()), torch.compile(model, backend="zinf")
+        torch.manual_seed(1)
+        for _ in range(2):
+            call(torch.randn(2, 1100, dtype=torch.bfloat16)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([parameter.full_tensor() for parameter in model.parameters()])
+    assert all(map(torch.equal, *results))

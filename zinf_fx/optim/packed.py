@@ -51,9 +51,12 @@ def packed(updates: Sequence[Update], elements: int) -> Iterator[list[Update]]:
 
 
 def _joins(one: Update, other: Update) -> bool:
-    """Whether the second parameter's tensors live behind the first one's, and the same is done with both."""
+    """Whether the second parameter's tensors live behind the first one's, and the same is done with both: at once."""
     recipe, next_recipe = one[0], other[0]
-    return not recipe.whole and (recipe is next_recipe or recipe.is_like(next_recipe)) and other[1].follow(one[1])
+    if recipe.whole or not (recipe is next_recipe or recipe.is_like(next_recipe)):
+        return False
+    at_once = all(states.parameter.numel() <= AT_A_TIME for _, states in (one, other))
+    return at_once and other[1].follow(one[1])
 
 
 class _Row:
@@ -142,7 +145,7 @@ class OpenPack:
             gradients = self._gradient.elements()
         else:
             place = self._place.torch_device
-            gradients = [states.gradient.detach().reshape(-1).to(place) for _, states in self.updates]
+            gradients = [one.gradient.detach().reshape(-1).to(place) for _, one in self.updates]
         for numbers in self._together(AT_A_TIME if self._place is CPU else None):
             recipe = self.updates[numbers[0]][0]
             inner = borrowed(recipe.group, self._place)
@@ -176,12 +179,12 @@ class OpenPack:
 
     def _together(self, elements: int | None) -> Iterator[list[int]]:
         """The numbers of parameters that one call of the class updates: of one group, and at most so many elements."""
-        numbers: list[int] = []
         by_recipe: dict[Recipe, list[int]] = {}
         for number, (recipe, _) in enumerate(self.updates):
             by_recipe.setdefault(recipe, []).append(number)
         for several in by_recipe.values():
-            numbers, room = [], elements
+            numbers: list[int] = []
+            room = elements
             for number in several:
                 count = charged(self.updates[number][1].parameter.numel())
                 if numbers and room is not None and count > room:
