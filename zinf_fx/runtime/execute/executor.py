@@ -17,7 +17,7 @@ from zinf_fx.plan.schedule import GraphKind, Tile
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.execute.activations import ActivationSlots
 from zinf_fx.runtime.execute.binding import Here, bind, head_fetches
-from zinf_fx.runtime.execute.transfers import FlyingTile, Staging, Stored
+from zinf_fx.runtime.execute.transfers import FlyingTile, Staging
 from zinf_fx.runtime.gradients.leaving import LeavingGradients
 from zinf_fx.runtime.gradients.reduction import Reduction
 from zinf_fx.runtime.memory.device import CPU
@@ -26,7 +26,7 @@ from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.recorder import RECORDER, Note
 from zinf_fx.runtime.remains import give_back_remains
 from zinf_fx.runtime.tensor.gradient_state import GradientState
-from zinf_fx.runtime.tensor.pack import Pack
+from zinf_fx.runtime.tensor.pack import Pack, Stored
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.tiers import Tiers
 from zinf_fx.sizes import PAGE

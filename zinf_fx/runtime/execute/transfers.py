@@ -16,7 +16,7 @@ from zinf_fx.plan.sharding import Segment
 from zinf_fx.runtime.memory.leases import Buffer, Ticket
 from zinf_fx.runtime.ranks import Collective
 from zinf_fx.runtime.recorder import RECORDER
-from zinf_fx.runtime.tensor.pack import Pack
+from zinf_fx.runtime.tensor.pack import Pack, Stored
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
 
@@ -219,9 +219,6 @@ class PackedTile:
         for window in self._windows:
             window.close()
 
-
-Stored = TensorStorage | Pack
-"""What a tile is of: one parameter or activation, or several parameters."""
 
 FlyingTile = StagedTile | ShardedTile | PackedTile
 """A tile in flight."""

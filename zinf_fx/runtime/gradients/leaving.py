@@ -26,12 +26,10 @@ from zinf_fx.runtime.gradients.reduction import Reduction
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.recorder import GRADIENT, RECORDER
 from zinf_fx.runtime.tensor.gradient_state import GradientConsumer
-from zinf_fx.runtime.tensor.pack import Pack
+from zinf_fx.runtime.tensor.pack import Pack, Stored
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.sizes import PAGE
-
-Stored = TensorStorage | Pack
 
 
 class LeavingGradients:
@@ -151,12 +149,8 @@ class LeavingGradients:
 
     def _taking(self, storage: TensorStorage, name: str) -> StoredTensor | None:
         """As `_accumulating`, for the gradient that is here now. `name`: for errors."""
-        leaf = self._leaves.get(id(storage.token))
-        if leaf is None or not accumulates(leaf):
-            return None
-        parameter = leaf[0]
-        hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-        if hooks and parameter.has_gradient_hooks:
+        parameter = self._accumulating(storage)
+        if parameter is not None and parameter.has_gradient_hooks:
             raise StoredTensorError(
                 f"a hook was registered on '{name}' after its graph was compiled, and would not run: "
                 "register hooks before the first compiled call, or call torch.compiler.reset() after it"

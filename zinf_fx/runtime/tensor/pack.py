@@ -96,3 +96,6 @@ def _parts(held: Sequence[StoredBytes], planned: Tile) -> Iterator[Part]:
 
 _PACKS: weakref.WeakKeyDictionary[TensorStorage, list[Pack]] = weakref.WeakKeyDictionary()
 """By the first storage, the packs that graphs run with."""
+
+Stored = TensorStorage | Pack
+"""What a tile is of: one parameter or activation, or several parameters."""
