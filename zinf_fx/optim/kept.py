@@ -33,16 +33,17 @@ class KeptStates:
     def make_room(self, several: Iterable[tuple[StoredTensor, StateLayout]]) -> None:
         """Before `reserve`: make room for the states of those among some parameters that live side by side, each with
         its layout, so that these live side by side too. Raises: StoreError when there is none."""
-        together: list[tuple[StoredTensor, StateLayout]] = []
-        for parameter, layout in (*several, (None, None)):
-            if together and not (parameter is not None and _joins(*together[-1], parameter, layout)):
-                self._make_room(together)
-                together = []
-            together.append((parameter, layout))
+        runs: list[list[tuple[StoredTensor, StateLayout]]] = []
+        for one in several:
+            if runs and _joins(*runs[-1][-1], *one):
+                runs[-1].append(one)
+            else:
+                runs.append([one])
+        for run in runs:
+            if len(run) > 1:
+                self._make_room(run)
 
     def _make_room(self, together: Sequence[tuple[StoredTensor, StateLayout]]) -> None:
-        if len(together) == 1:
-            return
         first, layout = together[0]
         storages = [parameter.storage for parameter, _ in together]
         tier, dtype = first.storage.placement.optimizer, self.dtype(first)

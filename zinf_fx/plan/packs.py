@@ -33,15 +33,16 @@ def in_packs(several: Iterable[tuple[K, Hashable, int]], limit: int) -> list[lis
     """Of several things, each with its kind and its bytes in whole blocks, those that move together: of one kind, in
     the order in which they come, `limit` bytes at most."""
     found: list[list[K]] = []
-    latest: dict[Hashable, tuple[list[K], int]] = {}
+    latest: dict[Hashable, tuple[list[K], int]] = {}  # by kind, a pack and its bytes
     for one, kind, nbytes in several:
-        pack, taken = latest.get(kind, ([], limit))
+        if nbytes > limit:
+            continue
+        pack, taken = latest.get(kind, ([], limit + 1))
         if taken + nbytes > limit:
             pack, taken = [], 0
             found.append(pack)
-        if nbytes <= limit:
-            pack.append(one)
-            latest[kind] = pack, taken + nbytes
+        pack.append(one)
+        latest[kind] = pack, taken + nbytes
     return [pack for pack in found if len(pack) > 1]
 
 
