@@ -206,6 +206,14 @@ def nodes_calling(graph: fx.Graph, *targets: object) -> Iterator[fx.Node]:
     return (node for node in list(graph.nodes) if node.op == "call_function" and node.target in targets)
 
 
+def gathers_in(graph: fx.Graph) -> dict[str, list[fx.Node]]:
+    """The gathers of each token, by its name, in graph order."""
+    found: defaultdict[str, list[fx.Node]] = defaultdict(list)
+    for gather in nodes_calling(graph, ops.gather):
+        found[gather.args[0].name].append(gather)
+    return dict(found)
+
+
 def tokens_in(graph: fx.Graph) -> dict[str, fx.Node]:
     """By name, the inputs, tokens among them, and the tokens of packs."""
     return {node.name: node for node in graph.nodes if node.op == "placeholder" or node.target is ops.pack}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from zinf_fx import ops
-from zinf_fx.passes.ir.framework import GraphContext, Pass, nodes_calling
+from zinf_fx.passes.ir.framework import GraphContext, Pass, gathers_in
 from zinf_fx.passes.ir.gradient_parts import gradient_outputs
 from zinf_fx.passes.ir.rewriting import emit, set_results
 from zinf_fx.plan.memory.accounting import blocks
@@ -31,9 +31,7 @@ class PackParameters(Pass):
     limit: int
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
-        gathers: dict[str, list[fx.Node]] = {}
-        for gather in nodes_calling(graph, ops.gather):
-            gathers.setdefault(gather.args[0].name, []).append(gather)
+        gathers = gathers_in(graph)
         positions = {context.gradients[position]: position for position in gradient_outputs(graph, context)}
         for tokens in self._packs(gathers, context, positions):
             context = _pack(graph, context, {token: gathers[token] for token in tokens}, positions)

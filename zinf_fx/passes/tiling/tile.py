@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from zinf_fx import ops
-from zinf_fx.passes.ir.framework import GraphContext, Pass, TileKey, nodes_calling, start_argument
+from zinf_fx.passes.ir.framework import GraphContext, Pass, TileKey, gathers_in, start_argument
 from zinf_fx.passes.ir.gradient_parts import gradient_outputs
 from zinf_fx.passes.ir.rewriting import emit, erase_unused, set_results
 from zinf_fx.passes.tiling.weight_gradients import aten, check_term, rows_of_term, terms_of, untransposed
@@ -34,9 +34,7 @@ class TileParameters(Pass):
     limit: int
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
-        gathers: dict[str, list[fx.Node]] = {}
-        for gather in nodes_calling(graph, ops.gather):
-            gathers.setdefault(gather.args[0].name, []).append(gather)
+        gathers = gathers_in(graph)
         for token, tile in context.tiles.items():
             tiles = divided(tile, self.limit)
             if len(tiles) == 1:
