@@ -156,10 +156,6 @@ class StoredBytes:
         self.home.version += 1
         torch.autograd.graph.increment_version(self.tokens)
 
-    def present_followers(self) -> list[Window]:
-        """The followers that have had every write so far."""
-        return self.home.present_followers()
-
     def write_back(self, first: int, memory: torch.Tensor, buffer: Buffer, after: Ticket | None) -> None:
         """Start writing elements, from one of the home on, to where they live, once `after` is done; takes over their
         memory, `buffer`."""

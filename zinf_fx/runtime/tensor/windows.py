@@ -32,6 +32,9 @@ class Shared(Protocol):
     followers: WeakSet[Window]
     version: int
 
+    def present_followers(self) -> list[Window]:
+        """The followers that have had every write so far."""
+
     def await_reads(self, elements: range) -> None:
         """Wait until nobody reads the elements."""
 
@@ -43,9 +46,6 @@ class Owner(Protocol):
     """The bytes that a window shows a part of."""
 
     home: Shared
-
-    def present_followers(self) -> list[Window]:
-        """The followers that have had every write so far."""
 
     def write_back(self, first: int, memory: torch.Tensor, buffer: Buffer, after: Ticket | None) -> None:
         """Start writing elements to where they live, once `after` is done, and release the buffer in the end."""
@@ -147,7 +147,7 @@ class Window:
 
     def _lead(self, memory: torch.Tensor) -> list[Window]:
         """Copy what is about to be written to the followers that have had every write so far; returns them."""
-        followers = self._storage.present_followers()
+        followers = self._storage.home.present_followers()
         for follower in followers:
             follower.wait()
             follower.version = None
