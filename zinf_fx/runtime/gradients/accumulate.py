@@ -22,6 +22,7 @@ from zinf_fx.runtime.gradients.plain import (
 )
 from zinf_fx.runtime.gradients.reduction import Reduction, synchronises
 from zinf_fx.runtime.tensor.arrival import implement_arrival
+from zinf_fx.runtime.tensor.gradient_state import GradientState
 from zinf_fx.runtime.tensor.local_parameter import stored_parameter
 from zinf_fx.runtime.tensor.operations import handle
 from zinf_fx.runtime.tensor.storage import TensorStorage
@@ -31,8 +32,9 @@ from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 aten = torch.ops.aten
 
 
-# References to a storage that only a `GradientState` has, as `sys.getrefcount` counts them.
-_UNUSED = 2
+_nobodys: GradientState[object] = GradientState(space=object())
+# References to a space that only a `GradientState` has, as `sys.getrefcount` counts them in this Python.
+_UNUSED = sys.getrefcount(_nobodys.space)
 
 
 def reserve_gradients(parameters: Sequence[StoredTensor]) -> None:
