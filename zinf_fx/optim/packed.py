@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 
 import torch
 from torch.optim import Optimizer
@@ -11,6 +10,7 @@ from torch.optim import Optimizer
 from zinf_fx.optim.arithmetic import Group, step_without_hooks
 from zinf_fx.optim.chunks import charged
 from zinf_fx.optim.elements import moved
+from zinf_fx.optim.opened import OpenWindows, begin_update, end_update, take_over_written
 from zinf_fx.optim.recipe import Recipe, Update
 from zinf_fx.optim.states import MASTER, State
 from zinf_fx.plan.memory.accounting import AT_A_TIME
@@ -75,7 +75,7 @@ class _Row:
         return [memory[start : start + count] for start, count in zip(starts, self._counts, strict=False)]
 
 
-class OpenPack:
+class OpenPack(OpenWindows):
     """The windows of packed states, opened at construction: as `OpenPart`."""
 
     def __init__(self, states: PackedStates) -> None:
@@ -84,8 +84,7 @@ class OpenPack:
         recipe, first = self.updates[0]
         members = [one for _, one in self.updates]
         self._place, present = recipe.place, recipe.present
-        self._rows: list[_Row] = []
-        self._close = ExitStack()
+        super().__init__()
         try:
             gradients = [one.gradient for one in members]
             self._gradient = self._open(gradients, True) if isinstance(gradients[0], StoredTensor) else None
@@ -112,20 +111,10 @@ class OpenPack:
         """Bytes of the states that the update changes."""
         return sum(tensor.nbytes for _, states in self.updates for tensor in states.tensors.values())
 
-    @property
-    def ready(self) -> bool:
-        """Whether `wait` would return at once."""
-        return all(row.window.ready for row in self._rows)
-
-    def arrive(self) -> None:
-        """Wait for the reads, and change nothing."""
-        for row in self._rows:
-            row.window.arrived()
-
     def wait(self) -> None:
         """After the reads, take over what others wrote to the parameters: see `OpenPart.wait`."""
-        for row in self._rows:
-            row.window.wait()
+        for window in self._windows:
+            window.wait()
         if self._master is not None and self._refresh:
             for weights, parameter in zip(self._master.elements(), self._parameter.elements(), strict=True):
                 take_over_written(weights, parameter, self._has_masters)
@@ -155,25 +144,17 @@ class OpenPack:
             for number in numbers:
                 one, count = self.updates[number][1], weights[number].numel()
                 entry = shown[one.parameter.whole]
-                state = {k: moved(v, counts_at) for k, v in entry.items() if k not in one.tensors}
-                state |= {name: memory[number] for name, memory in states.items() if name in recipe.present}
-                place = slice(offset, offset + count)
-                for row, name in enumerate(one.rounded, start=1):
-                    if name in state:
-                        state[name] = rows[row, place].copy_(state[name])
-                gradient = gradients[number]
-                if gradient.dtype != weights[number].dtype:
-                    gradient = rows[0, place].copy_(gradient)
-                weights[number].grad, inner.state[weights[number]] = gradient, state
+                scalars = {k: moved(v, counts_at) for k, v in entry.items() if k not in one.tensors}
+                memory = {name: elements[number] for name, elements in states.items()}
+                room = None if rows is None else rows[:, offset:]
+                state = begin_update(weights[number], gradients[number], memory, recipe.present, one.rounded, room)
+                inner.state[weights[number]] = scalars | state
                 offset += round_up(count, WINDOW_ALIGNMENT)
             step_without_hooks(inner)
             for number in numbers:
-                weights[number].grad = None
-                left = inner.state[weights[number]]
-                for name, memory in states.items():
-                    if (value := left.pop(name)) is not memory[number]:
-                        memory[number].copy_(value)
-                shown[self.updates[number][1].parameter.whole].update(left)
+                memory = {name: elements[number] for name, elements in states.items()}
+                scalars = end_update(weights[number], memory, inner.state[weights[number]])
+                shown[self.updates[number][1].parameter.whole].update(scalars)
             if self._master is not None:
                 torch._foreach_copy_([parameters[n] for n in numbers], [weights[n] for n in numbers])
 
@@ -196,26 +177,12 @@ class OpenPack:
 
     def store(self, unscaled: bool) -> None:
         """Start writing what was updated; with `unscaled`, the gradients are part of that."""
-        for row in self._rows:
-            if row is not self._gradient or unscaled:
-                row.window.store()
-
-    def close(self) -> None:
-        """Give back what was not stored."""
-        self._close.close()
+        gradient = None if self._gradient is None else self._gradient.window
+        for window in self._windows:
+            if window is not gradient or unscaled:
+                window.store()
 
     def _open(self, tensors: Sequence[StoredTensor], load: bool) -> _Row:
         row = _Row(tensors, self._place, load)
-        self._close.callback(row.window.close)
-        self._rows.append(row)
+        self._keep(row.window)
         return row
-
-
-def take_over_written(weights: torch.Tensor, parameter: torch.Tensor, known: bool) -> None:
-    """Take over into the master `weights` what others wrote to the parameter; where this still is the master rounded,
-    the master stays. `known`: whether there is a master yet."""
-    if not known:
-        weights.copy_(parameter)
-        return
-    written = weights.to(parameter.dtype) != parameter
-    weights[written] = parameter[written].to(weights.dtype)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from contextlib import ExitStack
 
 import torch
 
 from zinf_fx.optim.chunks import Piece
 from zinf_fx.optim.elements import AnyWindow, open_elements, open_window
-from zinf_fx.optim.packed import take_over_written
+from zinf_fx.optim.opened import OpenWindows, begin_update, end_update, take_over_written
 from zinf_fx.optim.states import MASTER, ParameterStates, State
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
 
 
-class OpenPart:
+class OpenPart(OpenWindows):
     """The windows of one part, opened at construction: wait for their reads, update some elements after the other,
     `store`; `close` in any case.
 
@@ -35,8 +34,7 @@ class OpenPart:
         """
         states = piece.owner
         self.piece, self.names, self._place, self._present = piece, tuple(names), states.place, present
-        self._windows: list[AnyWindow] = []
-        self._close = ExitStack()
+        super().__init__()
         try:
             self._gradient = self._keep(self._open_gradient(states.gradient))
             self._master = self._open(states.tensors[MASTER], MASTER in present) if states.has_master else None
@@ -56,16 +54,6 @@ class OpenPart:
     def states_nbytes(self) -> int:
         """Bytes of the states that the update changes, masters among them."""
         return self.piece.count * sum(tensor.dtype.itemsize for tensor in self.piece.owner.tensors.values())
-
-    @property
-    def ready(self) -> bool:
-        """Whether `wait` would return at once."""
-        return all(window.ready for window in self._windows)
-
-    def arrive(self) -> None:
-        """Wait for the reads, and change nothing."""
-        for window in self._windows:
-            window.arrived()
 
     def wait(self) -> None:
         """After the reads, take over what others wrote to the parameter; where it still is the master rounded, the
@@ -89,7 +77,7 @@ class OpenPart:
     def close(self) -> None:
         """Give back what was not stored, and what the torch class allocated."""
         self.state = {}
-        self._close.close()
+        super().close()
 
     def _open(self, tensor: StoredTensor, load: bool) -> Window | DeviceWindow:
         start, count = self.piece.start, self.piece.count
@@ -97,11 +85,6 @@ class OpenPart:
 
     def _open_gradient(self, gradient: torch.Tensor) -> AnyWindow:
         return open_elements(gradient, self._place, self.piece.start, self.piece.count)
-
-    def _keep(self, window: AnyWindow) -> AnyWindow:
-        self._close.callback(window.close)
-        self._windows.append(window)
-        return window
 
 
 class OpenPiece(OpenPart):
@@ -114,25 +97,14 @@ class OpenPiece(OpenPart):
         in another dtype.
         """
         self.weights = self._updated[elements]
-        gradient = self._gradient.wait()[elements]
-        count = gradient.numel()
-        if gradient.dtype != self.weights.dtype:
-            gradient = scratch[0, :count].copy_(gradient)
-        self.weights.grad = gradient
-        self.state = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in scalars.items()}
         self._memory = {name: window.wait()[elements] for name, window in self._states.items()}
-        self.state |= {name: memory for name, memory in self._memory.items() if name in self._present}
-        for row, name in enumerate(self.piece.owner.rounded, start=1):
-            if name in self.state:
-                self.state[name] = scratch[row, :count].copy_(self.state[name])
+        gradient, rounded = self._gradient.wait()[elements], self.piece.owner.rounded
+        self.state = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in scalars.items()}
+        self.state |= begin_update(self.weights, gradient, self._memory, self._present, rounded, scratch)
 
     def end(self, elements: slice, state: State) -> State:
         """Put the updated weights and element-wise states where they will be stored from. Returns the other states."""
-        self.weights.grad = None
         if self._master is not None:
             self._parameter.wait()[elements].copy_(self.weights)
-        for name, memory in self._memory.items():
-            if state[name] is not memory:
-                memory.copy_(state[name])
-        self._memory = {}
-        return {k: v for k, v in state.items() if k not in self._states}
+        memory, self._memory = self._memory, {}
+        return end_update(self.weights, memory, state)
