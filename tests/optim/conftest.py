@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -67,3 +67,38 @@ def twins(tmp_path: Path) -> Callable[..., Twins]:
         return Twins(shapes, dtype, store=store, placement=placement, **{"chunk": "64KiB", **fields})
 
     return make
+
+
+@pytest.fixture
+def steps_in() -> Callable[..., Iterator[torch.dtype]]:
+    """Steps of a stored model that is converted, beside masters that are rounded where its values were."""
+    return _steps_in
+
+
+def _steps_in(
+    dtypes: tuple[torch.dtype, ...],
+    model: torch.nn.Module,
+    masters: list[torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    reference: torch.optim.Optimizer,
+) -> Iterator[torch.dtype]:
+    """Yields each step's dtype after it, when all parameters were found equal to the masters in that dtype.
+
+    `masters` are fp32. A conversion between fp32 and bf16, either way, leaves bf16's values.
+    """
+    before = torch.float32
+    for step, dtype in enumerate(dtypes):
+        optimizer.zero_grad()
+        model.to(dtype)
+        if dtype != before:
+            for master in masters:
+                master.copy_(master.to(torch.bfloat16))
+        before = dtype
+        for parameter, master in zip(model.parameters(), masters, strict=True):
+            master.grad = torch.randn(parameter.shape).to(dtype).float()
+            parameter.grad = master.grad.to(dtype)
+        optimizer.step()
+        reference.step()
+        for parameter, master in zip(model.parameters(), masters, strict=True):
+            assert torch.equal(parameter.full_tensor(), master.to(dtype)), step
+        yield dtype

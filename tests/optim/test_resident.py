@@ -213,24 +213,13 @@ def test_states_that_are_loaded_groups_that_join_and_options_that_change(twins, 
     assert called[-2:] == [2, 1]
 
 
-def test_a_model_that_is_converted_and_back(tmp_path, called):
+def test_a_model_that_is_converted_and_back(tmp_path, called, steps_in):
     model = torch.nn.Linear(30, 7)
     masters = [p.detach().clone() for p in model.parameters()]
     zinf_fx.offload(model, store=tmp_path, placement="host")
     optimizer, reference = optim.AdamW(model.parameters()), torch.optim.AdamW(masters, fused=True)
-    for step, dtype in enumerate((*(torch.float32,) * 3, *(torch.bfloat16,) * 2, *(torch.float32,) * 3)):
-        optimizer.zero_grad()
-        model.to(dtype)
-        if step in (3, 5):  # rounded, from here on
-            for master in masters:
-                master.copy_(master.to(torch.bfloat16))
-        for parameter, master in zip(model.parameters(), masters, strict=True):
-            master.grad = torch.randn(parameter.shape).to(dtype).float()
-            parameter.grad = master.grad.to(dtype)
-        optimizer.step()
-        reference.step()
-        for parameter, master in zip(model.parameters(), masters, strict=True):
-            assert torch.equal(parameter.full_tensor(), master.to(dtype)), step
+    dtypes = (*(torch.float32,) * 3, *(torch.bfloat16,) * 2, *(torch.float32,) * 3)
+    assert len(list(steps_in(dtypes, model, masters, optimizer, reference))) == len(dtypes)
     assert called == [2] * 5  # all in fp32 but the first
 
 
