@@ -12,6 +12,8 @@ from zinf_fx.config import Config, Placement
 
 if TYPE_CHECKING:
     from zinf_fx import optim
+    from zinf_fx.checkpoint.exporting import export_safetensors
+    from zinf_fx.checkpoint.importing import load_safetensors
     from zinf_fx.frontend.explain import explain
     from zinf_fx.frontend.export import export_plan
     from zinf_fx.frontend.offload import offload, offloading
@@ -31,8 +33,10 @@ __all__ = [
     "errors",
     "explain",
     "export_plan",
+    "export_safetensors",
     "gathered",
     "load_plan",
+    "load_safetensors",
     "no_sync",
     "offload",
     "offloading",
@@ -47,6 +51,8 @@ _LATER = {
     "optim": "zinf_fx.optim",
     "explain": "zinf_fx.frontend.explain",
     "export_plan": "zinf_fx.frontend.export",
+    "export_safetensors": "zinf_fx.checkpoint.exporting",
+    "load_safetensors": "zinf_fx.checkpoint.importing",
     "load_plan": "zinf_fx.plan.files.file",
     "Plan": "zinf_fx.plan.plan",
     "record": "zinf_fx.observe.recording",

@@ -35,6 +35,10 @@ class OptimizerError(ZinfError):
     """An optimizer that can't step over stored parameters, or was used in a way that would lose an update."""
 
 
+class CheckpointError(ZinfError):
+    """A checkpoint that can't be written, is damaged, or doesn't fit the model at hand."""
+
+
 class RanksError(ZinfError):
     """Ranks that train together disagree, or one of them is gone."""
 

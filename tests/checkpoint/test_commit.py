@@ -1,0 +1,150 @@
+"""An export that is cut off leaves the old weights or the new ones, and nothing in the way of the next."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zinf_fx
+from zinf_fx.errors import CheckpointError
+
+SEVERAL, ONE = 700, "5GB"  # limits
+
+
+def net(value: float) -> nn.Module:
+    model = nn.Sequential(*(nn.Linear(8, 16) for _ in range(2)), nn.Linear(8, 16))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    return model
+
+
+def value_in(directory: Path) -> float:
+    """That of all weights of an export. As transformers, a reader looks for a single file first."""
+    model = net(0.0)
+    zinf_fx.load_safetensors(model, directory)
+    values = {value for parameter in model.parameters() for value in parameter.flatten().tolist()}
+    assert len(values) == 1, f"a mixture: {values}"
+    return values.pop()
+
+
+CALLS = ("fsync", "rename", "unlink", "posix_fallocate", "pwrite")
+
+
+def killed_at(number: int, action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Run `action` in a process that ends before the call with this number that changes files. Whether it did."""
+    child = os.fork()
+    if not child:
+        count = 0
+
+        def counted(call: Callable) -> Callable:
+            def wrapper(*arguments: object, **options: object) -> object:
+                nonlocal count
+                count += 1
+                if count == number:
+                    os._exit(9)
+                return call(*arguments, **options)
+
+            return wrapper
+
+        try:
+            for name in CALLS:
+                monkeypatch.setattr(os, name, counted(getattr(os, name)))
+            action()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) in (0, 9)
+    return os.waitstatus_to_exitcode(status) == 9
+
+
+@pytest.mark.parametrize(("before", "after"), [(ONE, ONE), (ONE, SEVERAL), (SEVERAL, ONE), (SEVERAL, SEVERAL)])
+def test_killed_exports_leave_the_old_weights_or_the_new(
+    before: object, after: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    old, new = net(1.0), net(2.0)
+    zinf_fx.export_safetensors(old, tmp_path / "first", max_shard_size=before)
+    found = []
+    for number in range(1, 200):
+        directory = shutil.copytree(tmp_path / "first", tmp_path / f"killed{number}")
+        died = killed_at(number, lambda d=directory: zinf_fx.export_safetensors(new, d, after), monkeypatch)
+        found.append(value_in(directory))
+        zinf_fx.export_safetensors(net(3.0), directory, after)
+        assert value_in(directory) == 3.0
+        names = {path.name for path in directory.iterdir()}
+        assert len(names) == (1 if after == ONE else 4), names
+        if not died:
+            break
+    assert len(found) > 5 and found == sorted(found) and {*found} == {1.0, 2.0}
+
+
+def test_a_full_disk_leaves_the_old_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    zinf_fx.export_safetensors(net(1.0), tmp_path, SEVERAL)
+    names = {path.name for path in tmp_path.iterdir()}
+
+    def full(file: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    written = []
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "pwrite", lambda *arguments: written.append(arguments))
+    with pytest.raises(CheckpointError, match=r"could not reserve 2\.2 KiB in .*No space left.*; free space, or"):
+        zinf_fx.export_safetensors(net(2.0), tmp_path, SEVERAL)
+    assert not written and {path.name for path in tmp_path.iterdir()} == names and value_in(tmp_path) == 1.0
+
+
+@pytest.mark.parametrize("call", ["pwrite", "rename", "fsync"])
+def test_a_failing_disk_leaves_the_old_weights(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    zinf_fx.export_safetensors(net(1.0), tmp_path, SEVERAL)
+    names = {path.name for path in tmp_path.iterdir()}
+    with monkeypatch.context() as patch:
+        count, whole = 0, getattr(os, call)
+
+        def failing(*arguments: object) -> object:
+            nonlocal count
+            count += 1
+            if count == 3:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return whole(*arguments)
+
+        patch.setattr(os, call, failing)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            zinf_fx.export_safetensors(net(2.0), tmp_path, SEVERAL)
+    assert {path.name for path in tmp_path.iterdir()} == names and value_in(tmp_path) == 1.0
+
+
+def test_other_files_stay(tmp_path: Path):
+    kept = ["config.json", "model-card.md", "other.safetensors", "model-00001-of-00002.safetensors.md"]
+    for name in kept:
+        (tmp_path / name).write_text("kept")
+    for limit in (SEVERAL, ONE):
+        zinf_fx.export_safetensors(net(1.0), tmp_path, limit)
+    assert {path.name for path in tmp_path.iterdir()} == {*kept, "model.safetensors"}
+    assert all((tmp_path / name).read_text() == "kept" for name in kept)
+
+
+def test_two_jobs_do_not_write_to_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def within(*arguments: object) -> None:
+        with pytest.raises(CheckpointError, match="another job is writing to"):
+            zinf_fx.export_safetensors(net(2.0), tmp_path)
+        found.append(arguments)
+
+    found: list[object] = []
+    fallocate = os.posix_fallocate
+    monkeypatch.setattr(os, "posix_fallocate", lambda *a: (found or within(*a), fallocate(*a)))
+    zinf_fx.export_safetensors(net(1.0), tmp_path)
+    assert found and value_in(tmp_path) == 1.0
+
+
+def test_a_directory_that_can_not_be_written_is_refused(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"could not write to .*file'.*name one"):
+        zinf_fx.export_safetensors(net(1.0), tmp_path / "file")

@@ -1,0 +1,1 @@
+"""Model states in files that outlive the job."""

@@ -1,0 +1,111 @@
+"""The elements of tensors, wherever they live, in pieces that fit in memory: read one after the other, or replaced."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from zinf_fx.checkpoint.safetensors_file import Place
+from zinf_fx.errors import CheckpointError
+from zinf_fx.runtime.tensor.gathered import gathered
+from zinf_fx.runtime.tensor.stored_bytes import StoredBytes
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+from zinf_fx.sizes import WINDOW_ALIGNMENT
+
+PIECE = 16 << 20
+"""Bytes of a tensor that are in memory at a time, where they can be had one after the other."""
+
+
+@torch.no_grad()
+def pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """All elements of a tensor in order, flat, on the CPU; each piece is valid until the next is asked for.
+
+    Of a tensor that several ranks have parts of, every rank asks for all pieces, and gets the same.
+    """
+    if isinstance(tensor, StoredTensor) and not tensor.views and not tensor.storage.share.in_shares:
+        yield from _in_windows(tensor.storage.settled())
+        return
+    with gathered(tensor) as value:
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        yield value.detach().cpu().contiguous().view(-1)
+
+
+def _in_windows(held: StoredBytes) -> Iterator[torch.Tensor]:
+    """All elements, in order: the next piece is on its way while one is looked at."""
+    parts = ranges(range(held.count), held.dtype)
+    windows = [held.window(part.start, len(part)) for part in parts[:1]]
+    try:
+        for number in range(len(parts)):
+            if number + 1 < len(parts):
+                ahead = parts[number + 1]
+                windows.append(held.window(ahead.start, len(ahead)))
+            yield windows[0].wait()
+            windows.pop(0).close()
+    finally:
+        for window in windows:
+            window.close()
+
+
+@torch.no_grad()
+def fill(tensor: torch.Tensor, file: int, place: Place) -> None:
+    """Replace all elements of a tensor by those at a place in an open file, converted to the tensor's dtype.
+
+    Of a tensor that several ranks have parts of, every rank reads its own.
+    Raises: CheckpointError for a file that is shorter by now, StoreError.
+    """
+    if isinstance(tensor, StoredTensor) and not tensor.views:
+        _fill_stored(tensor, file, place)
+        return
+    value = torch.empty(place.kind.shape, dtype=place.kind.dtype)
+    _read(value, file, place, 0)
+    if isinstance(tensor, DTensor):
+        value = distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
+    tensor.copy_(value)
+
+
+def _fill_stored(tensor: StoredTensor, file: int, place: Place) -> None:
+    storage, share = tensor.storage, tensor.storage.share
+    held = storage.settled()
+    owned = share.own if share.partitioned else (range(storage.numel),)
+    for part in (part for own in owned for part in ranges(own, storage.dtype)):
+        window = held.window(share.position(part.start), len(part), load=False)
+        try:
+            memory = window.wait()
+            if place.kind.dtype == storage.dtype:
+                _read(memory, file, place, part.start)
+            else:
+                read = torch.empty(len(part), dtype=place.kind.dtype)
+                _read(read, file, place, part.start)
+                memory.copy_(read)
+        except BaseException:
+            window.close()
+            raise
+        window.store()
+    share.stale = False
+    share.agreed = share.ranks.size == 1
+
+
+def ranges(elements: range, dtype: torch.dtype) -> list[range]:
+    """Consecutive elements in parts of a piece each."""
+    each = max(PIECE // dtype.itemsize // WINDOW_ALIGNMENT, 1) * WINDOW_ALIGNMENT
+    return [range(start, min(start + each, elements.stop)) for start in range(elements.start, elements.stop, each)]
+
+
+def _read(memory: torch.Tensor, file: int, place: Place, first: int) -> None:
+    """Fill contiguous `memory` with the elements of a tensor in a file from number `first` on."""
+    left, offset = octets(memory), place.offset + first * memory.dtype.itemsize
+    while left:
+        count = os.preadv(file, [left], offset)
+        if not count:
+            raise CheckpointError(f"'{place.path}' ends at byte {offset}, within a tensor: it was changed meanwhile")
+        left, offset = left[count:], offset + count
+
+
+def octets(memory: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, which the caller keeps alive."""
+    array = (ctypes.c_char * memory.nbytes).from_address(memory.data_ptr())
+    return memoryview(array).cast("B")

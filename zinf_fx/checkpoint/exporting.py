@@ -1,0 +1,206 @@
+"""`export_safetensors`: a model's weights as the files that other programs read."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from zinf_fx.checkpoint import commit
+from zinf_fx.checkpoint.elements import octets, pieces_of
+from zinf_fx.checkpoint.naming import Everyone, names_of_tied, tensors_of, unwrapped
+from zinf_fx.checkpoint.safetensors_file import Kind, Place, check_dtype, layout
+from zinf_fx.config import parse_bytes
+from zinf_fx.sizes import in_words
+
+WHOLE = "model.safetensors"
+"""The file of a model that is in one. Where there is one, it is read, and not the index."""
+
+INDEX = "model.safetensors.index.json"
+"""Says which file has which tensor, where there are several."""
+
+# The files of a model that is in several; with a number in front where names without one are taken.
+_SHARD = re.compile(r"model(?:-(\d+))?-\d{5}-of-\d{5}\.safetensors")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file to be: what it begins with, and where each tensor is in it."""
+
+    path: Path
+    begin: bytes
+    places: Mapping[str, Place]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the file."""
+        return len(self.begin) + sum(place.kind.nbytes for place in self.places.values())
+
+
+def export_safetensors(model: torch.nn.Module, directory: str | Path, max_shard_size: int | str = "5GB") -> None:
+    """Write the model's parameters and buffers to safetensors files in `directory`, which is made where it is missing.
+
+    Up to `max_shard_size` (bytes, or a text such as "5GB") they are in one file, `model.safetensors`; else in several,
+    with `model.safetensors.index.json`. One tensor that is larger is in a file by itself. Tied weights are written
+    once. Of a model of transformers, its configuration is written too, so that `from_pretrained` reads the directory.
+
+    At most 32 MiB of a stored tensor are in memory at a time; of one that several ranks have parts of, all of it, on
+    each rank. All ranks call this, and the first writes.
+
+    Room for everything is reserved before anything is written. What was in the directory stays valid until all of the
+    new weights are on the disk, and is then removed: after a crash, the one or the other is there.
+
+    Raises: CheckpointError on every rank, and what was there is as before.
+    """
+    limit = parse_bytes(max_shard_size, "max_shard_size")
+    model, directory = unwrapped(model), Path(directory)
+    tensors = tensors_of(model)
+    everyone = Everyone(tensors.values())
+    written = {names[0]: tensors[names[0]] for names in names_of_tied(model, tensors)}
+    kinds = {name: Kind(tensor.dtype, tuple(tensor.shape)) for name, tensor in written.items()}
+    for name, kind in kinds.items():
+        check_dtype(kind.dtype, f"'{name}'")
+    groups = _in_groups(kinds, limit)
+    with ExitStack() as stack:
+        with everyone.told("whether there is room for an export"):
+            folder = stack.enter_context(commit.unfinished(directory)) if everyone.is_first else directory
+            shards = _shards(groups, folder, directory)
+            if everyone.is_first:
+                _reserve(shards)
+        with everyone.told("an export"):
+            for shard in shards:
+                with _Writer(shard if everyone.is_first else None) as writer:
+                    for name, place in shard.places.items():
+                        writer.write(written[name], place)
+            if everyone.is_first:
+                _commit(model, shards, folder, directory)
+
+
+def _in_groups(kinds: Mapping[str, Kind], limit: int) -> list[dict[str, Kind]]:
+    """Tensors, in their order, as many in a file as are within the limit together."""
+    groups: list[dict[str, Kind]] = [{}]
+    nbytes = 0
+    for name, kind in kinds.items():
+        if groups[-1] and nbytes + kind.nbytes > limit:
+            groups.append({})
+            nbytes = 0
+        groups[-1][name] = kind
+        nbytes += kind.nbytes
+    return groups
+
+
+def _shards(groups: list[dict[str, Kind]], folder: Path, directory: Path) -> list[Shard]:
+    """The files, in `folder`, under names that no file of several has in `directory`."""
+    taken = {int(found[1] or 1) for found in map(_SHARD.fullmatch, _names_in(directory)) if found}
+    number = next(number for number in itertools.count(1) if number not in taken)
+    prefix = "model" if number == 1 else f"model-{number}"
+    names = [f"{prefix}-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
+    if len(groups) == 1:
+        names = [WHOLE]
+    paths = [folder / name for name in names]
+    return [Shard(path, *layout(group, path)) for path, group in zip(paths, groups, strict=True)]
+
+
+def _names_in(directory: Path) -> list[str]:
+    return os.listdir(directory) if directory.is_dir() else []
+
+
+def _reserve(shards: list[Shard]) -> None:
+    total = sum(shard.nbytes for shard in shards)
+    with commit.refusals(f"reserve {in_words(total)} in '{shards[0].path.parent.parent}'"):
+        for shard in shards:
+            commit.reserve(shard.path, shard.nbytes)
+
+
+class _Writer:
+    """Writes a file, whose room is reserved; without one, only takes part in gathering what others write.
+
+    A failure is raised at the end of the block: until then, other ranks count on this one in their gathers.
+    """
+
+    def __init__(self, shard: Shard | None) -> None:
+        self._shard = shard
+        self._file: int | None = None
+        self._failure: OSError | None = None
+
+    def __enter__(self) -> _Writer:
+        if self._shard is not None:
+            self._file = os.open(self._shard.path, os.O_WRONLY | os.O_CLOEXEC)
+            self._put(memoryview(self._shard.begin), 0)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self._file is not None:
+            os.close(self._file)
+        if self._failure is not None:
+            with commit.refusals(f"write '{self._shard.path}'"):
+                raise self._failure
+
+    def write(self, tensor: torch.Tensor, place: Place) -> None:
+        """Write all elements of a tensor to a place in the file."""
+        offset = place.offset
+        for piece in pieces_of(tensor):
+            self._put(octets(piece), offset)
+            offset += piece.nbytes
+
+    def _put(self, left: memoryview, offset: int) -> None:
+        if self._file is None or self._failure is not None:
+            return
+        try:
+            while left:
+                count = os.pwrite(self._file, left, offset)
+                left, offset = left[count:], offset + count
+        except OSError as error:
+            self._failure = error
+
+
+def _commit(model: torch.nn.Module, shards: list[Shard], folder: Path, directory: Path) -> None:
+    """Let the new weights appear in the place of those that are there."""
+    paths = [shard.path for shard in shards]
+    last = paths[0]
+    if len(paths) > 1:
+        last = folder / INDEX
+        last.write_text(json.dumps(_index(shards), indent=2, sort_keys=True) + "\n")
+    new = {last.name, *(path.name for path in paths)}
+    _write_configuration(model, folder)
+    first = [path for path in folder.iterdir() if path != last]
+    with commit.refusals(f"rename files into '{directory}'"):
+        try:
+            commit.appear(first, directory)
+            commit.appear([last], directory)
+        except BaseException:
+            for path in paths:
+                if path != last:
+                    (directory / path.name).unlink(missing_ok=True)
+            raise
+        # The index counts only where there is no model in one file.
+        for name in sorted({*_names_in(directory)} - new, key=lambda name: name != WHOLE):
+            if name in (WHOLE, INDEX) or _SHARD.fullmatch(name):
+                (directory / name).unlink()
+
+
+def _index(shards: list[Shard]) -> dict[str, object]:
+    kinds = [place.kind for shard in shards for place in shard.places.values()]
+    counts = {"total_parameters": sum(kind.numel for kind in kinds), "total_size": sum(kind.nbytes for kind in kinds)}
+    return {"metadata": counts, "weight_map": {name: shard.path.name for shard in shards for name in shard.places}}
+
+
+def _write_configuration(model: torch.nn.Module, folder: Path) -> None:
+    """Of a model of transformers, what its `save_pretrained` says of it besides the weights."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return
+    config = copy.copy(model.config)
+    config.architectures, config.dtype = [type(model).__name__], str(model.dtype).removeprefix("torch.")
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)

@@ -1,0 +1,82 @@
+"""A model's tensors by the names that files have them under."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch._dynamo import OptimizedModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from zinf_fx.config import Config
+from zinf_fx.errors import CheckpointError
+from zinf_fx.runtime.tensor.local_parameter import stored_parameter
+from zinf_fx.runtime.tensor.tensor_parallel import tensor_ranks
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The user's model, without what `torch.compile` and DistributedDataParallel put around it."""
+    while isinstance(model, (OptimizedModule, DistributedDataParallel)):
+        model = model._orig_mod if isinstance(model, OptimizedModule) else model.module
+    return model
+
+
+def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The entries of the model's state dict, themselves: parameters and buffers that are saved.
+
+    Raises: CheckpointError for one that is no tensor, or has no values.
+    """
+    found = model.state_dict(keep_vars=True)
+    for name, value in found.items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"'{name}' in the state dict is a {type(value).__name__}, and safetensors files have tensors only: "
+                "save it by itself, with torch.save or as JSON"
+            )
+        if value.is_meta or value.layout != torch.strided:
+            which = "on the meta device" if value.is_meta else f"of layout {value.layout}"
+            raise CheckpointError(f"'{name}' in the state dict is {which}: only strided ones with values can be saved")
+    return dict(found)
+
+
+def names_of_tied(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> list[list[str]]:
+    """The names of each tensor, that first which files have it under: of tied weights, the first that is not declared
+    to be tied to another, as models of transformers do."""
+    by_identity: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        by_identity.setdefault(id(tensor), []).append(name)
+    declared = getattr(model, "all_tied_weights_keys", None) or {}
+    return [sorted(names, key=lambda name: name in declared) for names in by_identity.values()]
+
+
+class Everyone:
+    """The ranks that have parts of some tensors: all of them act upon what any of them found."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        tensors = list(tensors)
+        stored = [one for one in map(stored_parameter, tensors) if one is not None]
+        config = stored[0].storage.config if stored else Config()
+        self._ranks = list(dict.fromkeys(one.storage.share.ranks for one in stored))
+        self.is_first = all(ranks.rank == 0 for ranks in self._ranks)
+        for mesh in dict.fromkeys(one.device_mesh for one in tensors if isinstance(one, DTensor)):
+            self.is_first = self.is_first and not any(mesh.get_coordinate() or ())
+            self._ranks += [tensor_ranks(config, group) for group in mesh.get_all_groups()]
+
+    @contextmanager
+    def told(self, what: str) -> Iterator[None]:
+        """What fails in the block on one rank is raised on all, at its end. All ranks have such a block."""
+        failure = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        text = None if failure is None else str(failure)
+        for ranks in self._ranks:
+            found: list[str | None] = ranks.of_all(text, what)
+            text = next((one for one in found if one is not None), None)
+        if failure is not None:
+            raise failure
+        if text is not None:
+            raise CheckpointError(f"another rank failed: {text}")

@@ -1,0 +1,128 @@
+"""The safetensors format: where in a file each tensor's bytes are.
+
+The safetensors library checks a file when it opens it, but gives tensors whole only. Here bytes are read and written
+piece by piece, so this knows the form: the length of the header (8 bytes, little-endian), the header (JSON: of each
+tensor its dtype, shape, and where its bytes begin and end), then the bytes of all tensors without gaps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors
+import torch
+
+from zinf_fx.errors import CheckpointError
+
+# By the names that the format has for them. It has more, for which torch has no dtype, such as those of 4 and 6 bits.
+_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+}
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, of_torch) for name, of_torch in _NAMES.items()}
+_NAME_OF = {dtype: name for name, dtype in _DTYPES.items()}
+
+# Readers that map a file want each tensor's bytes at a multiple of its elements' size.
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a tensor in a file is: its dtype and shape."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its elements."""
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor in a file: what it is, and the offset of its first byte."""
+
+    path: Path
+    kind: Kind
+    offset: int
+
+
+def check_dtype(dtype: torch.dtype, what: str) -> None:
+    """Raises: CheckpointError for a dtype that the format doesn't have."""
+    if dtype not in _NAME_OF:
+        raise CheckpointError(f"{what} has dtype {dtype}, which safetensors files can't have: convert or remove it")
+
+
+def layout(kinds: Mapping[str, Kind], path: Path) -> tuple[bytes, dict[str, Place]]:
+    """What a file at `path` with such tensors begins with, and where each is in it, in the order of their bytes."""
+    by_alignment = sorted(kinds, key=lambda name: -kinds[name].dtype.itemsize)  # stable
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    ends = [0]
+    for name in by_alignment:
+        kind = kinds[name]
+        ends.append(ends[-1] + kind.nbytes)
+        header[name] = {"dtype": _NAME_OF[kind.dtype], "shape": kind.shape, "data_offsets": ends[-2:]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    begin = len(text).to_bytes(8, "little") + text
+    return begin, {
+        name: Place(path, kinds[name], len(begin) + end) for name, end in zip(by_alignment, ends, strict=False)
+    }
+
+
+def places_in(path: Path) -> dict[str, Place]:
+    """Where each tensor of a file is.
+
+    Raises: CheckpointError for a file that can't be read, is none of this format or not whole, or has a tensor of a
+    dtype that torch doesn't have.
+    """
+    try:
+        with safetensors.safe_open(path, framework="pt"):
+            pass  # checks the header, and that the file is as long as it says
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header: dict[str, dict] = json.loads(file.read(length))
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"'{path}' can't be read as a safetensors file: {error}. Copy it anew") from error
+    header.pop("__metadata__", None)
+    found = {}
+    for name, entry in header.items():
+        dtype = _DTYPES.get(entry["dtype"])
+        if dtype is None:
+            raise CheckpointError(
+                f"'{name}' in '{path}' has dtype {entry['dtype']}, which torch doesn't have: load it with the library "
+                "that wrote it"
+            )
+        kind = Kind(dtype, tuple(entry["shape"]))
+        found[name] = Place(path, kind, 8 + length + entry["data_offsets"][0])
+    return found
