@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from zinf_fx.checkpoint.safetensors_file import Place
 from zinf_fx.errors import CheckpointError
 from zinf_fx.runtime.tensor.gathered import gathered
+from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.sizes import WINDOW_ALIGNMENT
@@ -87,6 +88,29 @@ def _fill_stored(tensor: StoredTensor, file: int, place: Place) -> None:
         window.store()
     share.stale = False
     share.agreed = share.ranks.size == 1
+
+
+# Bytes that may be on their way to the disk, of a value that is replaced, before its next piece follows.
+_IN_FLIGHT = 64 << 20
+
+
+@torch.no_grad()
+def replace(storage: TensorStorage, value: torch.Tensor) -> None:
+    """As `TensorStorage.set`; to a disk piece by piece, so that not all of the value is in memory once more."""
+    if storage.tier != "nvme":
+        storage.set(value)
+        return
+    held, elements = storage.settled(), storage.share.cut(value).reshape(-1)
+    for part in ranges(range(held.count), held.dtype):
+        window = held.window(part.start, len(part), load=False)
+        try:
+            copy = held.device.download(elements[part.start : part.stop], window.wait())
+        except BaseException:
+            window.close()
+            raise
+        window.store(after=copy)
+        held.tiers.limit_writes(_IN_FLIGHT)
+    storage.share.stale = False
 
 
 def ranges(elements: range, dtype: torch.dtype) -> list[range]:

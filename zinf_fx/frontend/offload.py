@@ -17,6 +17,7 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parameter import is_lazy
 
+from zinf_fx.checkpoint.elements import replace
 from zinf_fx.config import Config, Placement
 from zinf_fx.errors import ConfigError, StoredTensorError, ZinfError
 from zinf_fx.frontend.auto_placement import placed_by_rule
@@ -28,6 +29,7 @@ from zinf_fx.plan.sharding import Owners, shards_of
 from zinf_fx.runtime.gradients.accumulate import add_gradient, reserve_gradients
 from zinf_fx.runtime.memory.device import device_of
 from zinf_fx.runtime.memory.heap import trim_heap
+from zinf_fx.runtime.memory.mapped import MappedCheckpoints
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.home import Home
 from zinf_fx.runtime.tensor.local_parameter import LocalParameter, local_part, placed_as, stored_parameter
@@ -121,13 +123,20 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
     staying: dict[int, weakref.ref[torch.nn.Parameter]] = {}
     current: weakref.ref[torch.nn.Module] | None = None
     freed = 0
+    mapped = MappedCheckpoints(_TRIM_EVERY)
 
     def register(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
         nonlocal current
         if current is None or current() is not module:
             leave()
             current = weakref.ref(module)
-        if parameter is not None:
+        if parameter is None:
+            return
+        before = module._parameters.get(name)
+        if before is not None and before.is_meta:  # its value comes from a checkpoint, and is final
+            store(parameter)
+            mapped.trim()
+        else:
             present.append(weakref.ref(parameter))
 
     def take_over(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
@@ -263,7 +272,7 @@ def _written(parameter: torch.nn.Parameter, twin: StoredTensor) -> StoredTensor:
     """`twin`, with the value and gradient of `parameter` in it or on their way. The value is the first rank's."""
     value = local_part(parameter.detach())
     twin.storage.share.ranks.broadcast(value, f"a parameter of shape {tuple(parameter.shape)}")
-    twin.storage.set(value)
+    replace(twin.storage, value)
     if twin.grad is not None:
         gradient = parameter.grad
         twin.grad.storage.set(placed_as(parameter, gradient) if isinstance(gradient, DTensor) else gradient)
