@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from zinf_fx import optim
     from zinf_fx.checkpoint.exporting import export_safetensors
     from zinf_fx.checkpoint.importing import load_safetensors
+    from zinf_fx.checkpoint.training.loading import load_checkpoint
+    from zinf_fx.checkpoint.training.saving import save_checkpoint
     from zinf_fx.frontend.explain import explain
     from zinf_fx.frontend.export import export_plan
     from zinf_fx.frontend.offload import offload, offloading
@@ -35,6 +37,7 @@ __all__ = [
     "export_plan",
     "export_safetensors",
     "gathered",
+    "load_checkpoint",
     "load_plan",
     "load_safetensors",
     "no_sync",
@@ -42,6 +45,7 @@ __all__ = [
     "offloading",
     "optim",
     "record",
+    "save_checkpoint",
     "stats",
 ]
 
@@ -62,6 +66,8 @@ _LATER = {
     "no_sync": "zinf_fx.runtime.gradients.reduction",
     "StoredTensor": "zinf_fx.runtime.tensor.stored_tensor",
     "stats": "zinf_fx.observe.stats",
+    "load_checkpoint": "zinf_fx.checkpoint.training.loading",
+    "save_checkpoint": "zinf_fx.checkpoint.training.saving",
 }
 
 

@@ -77,6 +77,11 @@ class Place:
     offset: int
 
 
+def name_of(dtype: torch.dtype) -> str | None:
+    """What the format calls a dtype; None: it doesn't have it."""
+    return _NAME_OF.get(dtype)
+
+
 def check_dtype(dtype: torch.dtype, what: str) -> None:
     """Raises: CheckpointError for a dtype that the format doesn't have."""
     if dtype not in _NAME_OF:

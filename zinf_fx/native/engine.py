@@ -73,6 +73,16 @@ def checksums_in_hardware() -> bool:
     return bool(lib.zinf_crc32c_in_hardware())
 
 
+def crc32c(data: bytes) -> int:
+    """The CRC-32C of some bytes."""
+    return lib.zinf_crc32c(0, ffi.from_buffer(data), len(data))
+
+
+def crc32c_at(address: int, nbytes: int) -> int:
+    """The CRC-32C of so many bytes of memory. Other threads run meanwhile."""
+    return lib.zinf_crc32c(0, ffi.cast("void *", address), nbytes)
+
+
 def direct_alignment(fd: int) -> int | None:
     """Alignment in bytes of direct I/O on an open file: at least 4096; None if the file system says it has none."""
     alignment = lib.zinf_alignment(fd)

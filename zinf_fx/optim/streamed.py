@@ -19,7 +19,7 @@ from zinf_fx.optim.arithmetic import Group, StateLayout, as_groups, skips, step_
 from zinf_fx.optim.in_backward import GRADIENT_BUFFER, check_steps_in_backward, follow, gone, second_gradient
 from zinf_fx.optim.kept import KeptStates
 from zinf_fx.optim.layouts import GroupLayouts, Layouts
-from zinf_fx.optim.loading import without_stored
+from zinf_fx.optim.loading import taking_stored
 from zinf_fx.optim.recipe import Recipes, Update
 from zinf_fx.optim.resident import ResidentCall, Residents
 from zinf_fx.optim.states import MASTER, State, check_gradient, fitting
@@ -321,28 +321,22 @@ class Streamed(Optimizer):
         """
         if self.torn is None:
             self.finish()
-        entries: dict[StoredTensor, State] = {}
 
         def fitted(entry: State, saved: Group, parameter: StoredTensor) -> State:
             layout, dtype = self._layout({**self.defaults, **saved}, parameter), self._kept.dtype(parameter)
             return fitting(entry, layout, parameter, dtype, type(self).__name__)
 
-        def take_stored(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-            rest, taken = without_stored(state_dict, self.param_groups, fitted)
-            entries.update(taken)
-            return rest
-
-        # The last hook to see the values, and the only place where torch would not cast them to the parameter's dtype.
-        handle = self.register_load_state_dict_pre_hook(take_stored)
-        posts, self._optimizer_load_state_dict_post_hooks = self._optimizer_load_state_dict_post_hooks, {}
-        try:
+        with taking_stored(self, fitted) as entries:
             super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
-            self._optimizer_load_state_dict_post_hooks = posts
         self._load(entries)
-        for hook in posts.values():
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
+
+    def reserved(self, parameter: StoredTensor, group: Group) -> dict[str, torch.Tensor]:
+        """The tensors for the states of a stored parameter under the options of `group`, with room for values. Those of
+        an entry in a state dict that are these are not copied by `load_state_dict`, and may be filled after it."""
+        states = self._kept.reserve(parameter, self._layout({**self.defaults, **group}, parameter), self._state)
+        return {name: parameter.shown(tensor) for name, tensor in states.tensors.items()}
 
     # -- what is kept where ------------------------------------------------------------------------------------------
 

@@ -3,14 +3,12 @@ before it is a plan."""
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Any, NoReturn
 
-from zinf_fx.config import LARGEST
 from zinf_fx.errors import PlanError, PlanFileError
 from zinf_fx.plan.codec import decode
+from zinf_fx.plan.files.parsing import parsed
 from zinf_fx.plan.files.soundness import check_sound
 from zinf_fx.plan.plan import FORMAT, SCHEMA, Plan
 
@@ -38,7 +36,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 def plan_from(text: str, what: str) -> Plan:
     """The plan that a text of JSON stands for; `what` names it in errors. Raises: PlanFileError."""
-    content = _parsed(text, what)
+    content = parsed(text, what, "plan", PlanFileError)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise PlanFileError(f'{what} is JSON, but no plan: it has no field "format" with the value {FORMAT!r}')
     found = content.pop("schema", None)
@@ -54,31 +52,3 @@ def plan_from(text: str, what: str) -> Plan:
     except PlanError as error:
         raise PlanFileError(f"{what}: {error}") from error
     return plan
-
-
-def _parsed(text: str, what: str) -> Any:
-    try:
-        return json.loads(text, object_pairs_hook=_unique, parse_int=_whole, parse_constant=_refused)
-    except RecursionError:
-        raise PlanFileError(f"{what} is nested too deeply: a plan has a few levels") from None
-    except ValueError as error:  # of JSON, and of our own hooks
-        raise PlanFileError(f"{what} is not JSON of a plan: {error}") from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"an object has {name[:60]!r} twice")
-        found[name] = value
-    return found
-
-
-def _whole(digits: str) -> int:
-    if len(digits) > len(str(LARGEST)) + 1:
-        raise ValueError(f"a number of {len(digits)} digits")
-    return int(digits)
-
-
-def _refused(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of a plan")

@@ -1,0 +1,105 @@
+"""A small training that uses everything that has to be saved, and stops anywhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zinf_fx
+
+MICRO_BATCHES = 2
+
+
+class Net(nn.Module):
+    """Some layers with dropout, tied weights, a buffer that counts, and a frozen parameter."""
+
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.tied = nn.Linear(width, width, bias=False)
+        self.tied.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(width)
+        self.last = nn.Linear(width, 131)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.frozen = nn.Parameter(torch.randn(width), requires_grad=False)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(torch.tanh(self.first(x + self.frozen)))
+        x = self.dropout(self.tied(x))
+        return self.last(x).float().square().mean() * self.scale.float()
+
+
+@dataclass
+class Job:
+    """A training. `seed`: of the initial values; what is loaded makes it not matter."""
+
+    store: Path
+    seed: int
+    placement: Any = "nvme"
+    dtype: torch.dtype = torch.bfloat16
+    optimizer: type[torch.optim.Optimizer] = zinf_fx.optim.AdamW
+    options: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
+    scales: bool = True
+    compiled: bool = False
+
+    def __post_init__(self) -> None:
+        self.store.mkdir(exist_ok=True)
+        torch.manual_seed(self.seed)
+        self.model = Net().to(self.dtype)
+        zinf_fx.offload(self.model, store=self.store, placement=self.placement, **self.fields)
+        self.adam = self.optimizer(self.model.parameters(), lr=0.01, **self.options)
+        self.schedule = torch.optim.lr_scheduler.MultiStepLR(self.adam, [1, 2, 4], gamma=0.5)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2, enabled=self.scales)
+        self.call = torch.compile(self.model, backend="zinf") if self.compiled else self.model
+        self.done = 0
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        return {"schedule": self.schedule, "scaler": self.scaler}
+
+    def save(self, directory: Path) -> None:
+        zinf_fx.save_checkpoint(directory, self.model, self.adam, **self.extra, done=self.done)
+
+    def load(self, directory: Path) -> None:
+        self.done = zinf_fx.load_checkpoint(directory, self.model, self.adam, **self.extra)["done"]
+
+    def train(self, until: int) -> list[float]:
+        """Micro-batches up to number `until`; every second one is followed by a step. Returns the losses."""
+        losses = []
+        micro_batches = 1 if self.options.get("step_in_backward") else MICRO_BATCHES
+        while self.done < until:
+            data = torch.Generator().manual_seed(self.done)
+            loss = self.call(torch.randn(8, 48, generator=data).to(self.dtype))
+            self.scaler.scale(loss).backward()
+            self.done += 1
+            losses.append(loss.item())
+            if self.done % micro_batches == 0:
+                self.scaler.step(self.adam)
+                self.scaler.update()
+                self.schedule.step()
+                self.adam.zero_grad()
+        return losses
+
+    def values(self) -> dict[str, Tensor]:
+        """Every tensor of the model, its gradients, and of the optimizer."""
+        found = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        found |= {f"grad.{name}": p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        for index, entry in self.adam.state_dict()["state"].items():
+            found |= {f"state.{index}.{name}": value for name, value in entry.items() if isinstance(value, Tensor)}
+        return {name: value_of(tensor) for name, tensor in found.items()}
+
+
+def value_of(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    different = [n for n, one in found.items() if one.dtype != expected[n].dtype or not torch.equal(one, expected[n])]
+    assert not different

@@ -1,0 +1,119 @@
+"""What was interrupted and resumed equals what was not, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import Job, assert_equal
+
+import zinf_fx
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def resumed_equals_uninterrupted(folder: Path, at: int, until: int, **how: Any) -> None:
+    """Train, save after `at` micro-batches and go on; load into another training, and do the same."""
+    first = Job(folder / "a", seed=1, **how)
+    first.train(at)
+    first.save(folder / "checkpoint")
+    at_save = first.values()
+    losses = first.train(until)
+
+    second = Job(folder / "b", seed=2, **how)
+    second.load(folder / "checkpoint")
+    assert_equal(second.values(), at_save)
+    assert second.train(until) == losses
+    assert_equal(second.values(), first.values())
+
+
+@pytest.mark.parametrize("placement", ["device", "host", "nvme"])
+@pytest.mark.parametrize("at", [4, 5], ids=["between_steps", "while_accumulating"])
+def test_in_any_placement(tmp_path: Path, placement: str, at: int):
+    resumed_equals_uninterrupted(tmp_path, at, 9, placement=placement, compiled=at == 5)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"options": {"step_in_backward": True}, "scales": False},
+        {"options": {"step_in_backward": True}, "scales": False, "compiled": True},
+        {"options": {"state_dtype": torch.bfloat16}},
+        {"fields": {"pack": "auto"}, "compiled": True},
+        {"fields": {"chunk": "64KiB", "host_memory": "4MiB"}},
+        {"dtype": torch.float32, "options": {"amsgrad": True}},
+        {"optimizer": zinf_fx.optim.SGD, "options": {"momentum": 0.9}},
+        {"optimizer": zinf_fx.optim.NAdam},
+        {"optimizer": zinf_fx.optim.Adafactor, "scales": False},
+        {"optimizer": torch.optim.AdamW, "options": {"fused": True}, "dtype": torch.float32},
+        {"optimizer": torch.optim.RMSprop, "placement": "device", "dtype": torch.float32},
+        {"placement": {"parameters": "device", "gradients": "host", "optimizer": "nvme", "activations": "device"}},
+        {"options": {"overlap": False}, "compiled": True},
+    ],
+    ids=lambda how: " ".join(f"{name}={one}" for name, one in how.items()),
+)
+def test_with_any_options(tmp_path: Path, how: dict[str, Any]):
+    at = 4 if how.get("options", {}).get("step_in_backward") else 5
+    resumed_equals_uninterrupted(tmp_path, at, 7, **how)
+
+
+def test_before_the_first_step(tmp_path: Path):
+    resumed_equals_uninterrupted(tmp_path, 0, 3)
+
+
+def test_into_a_training_that_goes_on(tmp_path: Path):
+    job = Job(tmp_path / "a", seed=1)
+    job.train(5)
+    job.save(tmp_path / "checkpoint")
+    losses, values = job.train(8), job.values()
+    job.load(tmp_path / "checkpoint")
+    assert job.train(8) == losses
+    assert_equal(job.values(), values)
+
+
+def test_into_another_placement(tmp_path: Path):
+    first = Job(tmp_path / "a", seed=1, placement="nvme", fields={"chunk": "64KiB"})
+    first.train(5)
+    first.save(tmp_path / "checkpoint")
+    losses = first.train(9)
+    for number, placement in enumerate(("device", "host")):
+        second = Job(tmp_path / str(number), seed=2, placement=placement)
+        second.load(tmp_path / "checkpoint")
+        assert second.train(9) == losses
+        assert_equal(second.values(), first.values())
+
+
+def test_a_plain_training(tmp_path: Path):
+    """Without anything that is stored, in memory alone."""
+
+    def training(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Dropout(0.1), torch.nn.Linear(30, 20)).bfloat16()
+        model[0].weight.data = model[0].weight.data.t().contiguous().t()  # in another order in memory
+        return model, torch.optim.AdamW(model.parameters(), amsgrad=True)
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        losses = []
+        for _ in range(3):
+            loss = model(torch.randn(4, 40, dtype=torch.bfloat16)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    first, second = training(1), training(2)
+    train(*first)
+    zinf_fx.save_checkpoint(tmp_path, *first)
+    losses = train(*first)
+    zinf_fx.load_checkpoint(tmp_path, *second)
+    assert train(*second) == losses
+    assert all(map(torch.equal, first[0].parameters(), second[0].parameters()))

@@ -1,0 +1,169 @@
+"""What a rank has of a tensor: which elements, and how they are read and written, some at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from zinf_fx.checkpoint.training.boxes import Box, view_of
+from zinf_fx.errors import CheckpointError
+from zinf_fx.optim.elements import open_window
+from zinf_fx.runtime.memory.device import CPU
+from zinf_fx.runtime.tensor.local_parameter import local_part
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+from zinf_fx.runtime.tensor.tiers import Tiers
+from zinf_fx.runtime.tensor.windows import Window
+from zinf_fx.sizes import WINDOW_ALIGNMENT
+
+CHUNK = 16 << 20
+"""Bytes that are read or written at a time, at most."""
+
+
+class OrdinaryElements:
+    """The part of a `Window` that is used here, over elements of an ordinary tensor: in its own memory if that is
+    contiguous and the CPU's, else in a copy."""
+
+    ready = True
+
+    def __init__(self, tensor: torch.Tensor, elements: range, *, load: bool) -> None:
+        self._tensor, self._elements = tensor.detach(), elements
+        self._in_place = tensor.device.type == "cpu" and tensor.is_contiguous()
+        if self._in_place:
+            self._memory = self._tensor.view(-1)[elements.start : elements.stop]
+        else:
+            self._memory = torch.empty(len(elements), dtype=tensor.dtype)
+            if load:
+                self._move(load=True)
+
+    def wait(self) -> torch.Tensor:
+        """The elements, 1-D."""
+        return self._memory
+
+    def store(self) -> None:
+        """Write them back."""
+        if not self._in_place:
+            self._move(load=False)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _move(self, load: bool) -> None:
+        whole = Box.whole(self._tensor.shape)
+        for part in whole.boxes_of(self._elements):
+            theirs = self._tensor
+            for dim, (start, size) in enumerate(zip(part.offsets, part.shape, strict=True)):
+                theirs = theirs.narrow(dim, start, size)
+            mine = view_of(self._memory, whole, self._elements.start, part)
+            mine.copy_(theirs) if load else theirs.copy_(mine)
+
+
+@dataclass(frozen=True, eq=False)
+class Holding:
+    """What this rank has of a tensor.
+
+    Attributes:
+        tensor: this rank's part, stored or not; `box`: which elements of the whole tensor it is.
+        shape: of the whole tensor.
+    """
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    box: Box
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, what: str) -> Holding:
+        """Of any tensor. Raises: CheckpointError for one without values, or of a class of its own."""
+        local = local_part(tensor)
+        if isinstance(tensor, DTensor):
+            if any(placement.is_partial() for placement in tensor.placements):
+                raise CheckpointError(
+                    f"{what} is a DTensor that is not reduced yet: redistribute it before it is saved"
+                )
+            shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+            box = Box(tuple(offsets), tuple(shape))
+        else:
+            box = Box.whole(tensor.shape)
+        if isinstance(local, StoredTensor):
+            local = local.full_tensor() if local.views else local
+        elif type(local) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            raise CheckpointError(
+                f"{what} is a {type(local).__qualname__}, whose bytes say nothing without its class: save what it was "
+                "made of by your own means"
+            )
+        if local.is_meta or local.layout != torch.strided:
+            found = "on the meta device" if local.is_meta else f"of layout {local.layout}"
+            raise CheckpointError(f"{what} is {found}: only tensors with strided values are saved and loaded")
+        return cls(local, tuple(tensor.shape), box)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the elements."""
+        return self.tensor.dtype
+
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether it is in memory: every rank may have another one."""
+        return not isinstance(self.tensor, StoredTensor)
+
+    @property
+    def identity(self) -> tuple:
+        """What two names of one tensor have in common."""
+        if isinstance(self.tensor, StoredTensor):
+            return (self.tensor.storage.key,)
+        place = self.tensor.untyped_storage().data_ptr(), self.tensor.storage_offset(), self.tensor.stride()
+        return (id(self.tensor),) if not self.tensor.numel() else (*place, self.shape, self.dtype)
+
+    @property
+    def tiers(self) -> Tiers | None:
+        """Those of a stored tensor."""
+        return self.tensor.storage.usable_tiers() if isinstance(self.tensor, StoredTensor) else None
+
+    @property
+    def chunk(self) -> int:
+        """How many elements to read or write at a time: no more than the optimizer's step does."""
+        nbytes, tiers = CHUNK, self.tiers
+        if tiers is not None:
+            planned = None if tiers.chunk_elements is None else tiers.chunk_elements * self.dtype.itemsize
+            nbytes = min(nbytes, self.tensor.storage.config.chunk, planned or nbytes)
+        return max(nbytes // self.dtype.itemsize // WINDOW_ALIGNMENT, 1) * WINDOW_ALIGNMENT
+
+    @property
+    def own(self) -> list[range]:
+        """The elements, by number in the box, that this rank is to save, if others have the rest."""
+        parts = self.tensor.storage.share.own if isinstance(self.tensor, StoredTensor) else (range(self.box.numel),)
+        return [part for part in parts if part]
+
+    @property
+    def held(self) -> list[range]:
+        """The elements that are to be loaded here."""
+        if isinstance(self.tensor, StoredTensor) and self.tensor.storage.share.partitioned:
+            return self.own
+        return [range(self.box.numel)] if self.box.numel else []
+
+    def chunks(self, elements: range) -> list[range]:
+        """Consecutive elements, in parts that are read or written at a time."""
+        starts = range(elements.start, elements.stop, self.chunk)
+        return [range(start, min(start + self.chunk, elements.stop)) for start in starts]
+
+    def open_for_reading(self, elements: range) -> Window | OrdinaryElements:
+        """A window in host memory over some elements of one range. Their read starts now."""
+        return self._open(elements, load=True)
+
+    def open_for_writing(self, elements: range) -> Window | OrdinaryElements:
+        """The same, over elements that are all to be set, and stored then; few others are on their way to the store."""
+        if (tiers := self.tiers) is not None:
+            tiers.limit_writes(CHUNK)
+        return self._open(elements, load=False)
+
+    def _open(self, elements: range, *, load: bool) -> Window | OrdinaryElements:
+        if isinstance(self.tensor, StoredTensor):
+            return open_window(self.tensor.storage, CPU, elements.start, len(elements), load=load)
+        return OrdinaryElements(self.tensor, elements, load=load)
+
+    def loaded(self) -> None:
+        """All elements that are held were written."""
+        if isinstance(self.tensor, StoredTensor):
+            self.tensor.storage.share.stale = False

@@ -1,0 +1,101 @@
+"""How pieces of tensors lie in data files: each begins at a multiple of 4096 bytes, in the safetensors format, so that
+other programs can read them too. What fills the pages is a tensor of its own there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from zinf_fx.checkpoint.safetensors_file import name_of
+from zinf_fx.checkpoint.training.boxes import Box
+from zinf_fx.checkpoint.training.holdings import Holding
+from zinf_fx.runtime.memory.freelist import round_up
+from zinf_fx.sizes import PAGE
+
+LARGEST_FILE = 4 << 30
+"""Bytes of a data file, about: what is behind that goes to another one."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive elements of a rank's part of a tensor, which it is to save."""
+
+    name: str
+    holding: Holding
+    elements: range
+
+    @property
+    def nbytes(self) -> int:
+        """Of the elements."""
+        return len(self.elements) * self.holding.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where some elements of a run are to be: the number of the file, and the offset in it."""
+
+    run: Run
+    elements: range
+    file: int
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of the elements."""
+        return len(self.elements) * self.run.holding.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which elements are where in which file, and how the files begin and how long they are."""
+
+    places: tuple[Place, ...]
+    headers: tuple[bytes, ...]
+    sizes: tuple[int, ...]
+
+
+def laid_out(runs: Iterable[Run], largest: int = LARGEST_FILE) -> Layout:
+    """A layout of runs, in their order, in files of about `largest` bytes at most."""
+    files: list[list[list[Place]]] = []  # of each, places in a row of the same run
+    filled = largest
+    for run in runs:
+        for elements in run.holding.chunks(run.elements):
+            nbytes = round_up(len(elements) * run.holding.dtype.itemsize, PAGE)
+            if filled + nbytes > largest:
+                files.append([])
+                filled = 0
+            if not files[-1] or files[-1][-1][-1].run is not run:
+                files[-1].append([])
+            files[-1][-1].append(Place(run, elements, len(files) - 1, filled))
+            filled += nbytes
+    headers = [_header(entries) for entries in files]
+    places = [replace(one, offset=one.offset + len(headers[one.file])) for rows in files for row in rows for one in row]
+    ends = {one.file: round_up(one.offset + one.nbytes, PAGE) for one in places}
+    return Layout(tuple(places), tuple(headers), tuple(ends[number] for number in range(len(files))))
+
+
+def _header(entries: Sequence[Sequence[Place]]) -> bytes:
+    """How a safetensors file begins, in whole pages. `entries`: its tensors, each as places in a row."""
+    described: dict[str, dict] = {}
+    for row in entries:
+        holding, elements = row[0].run.holding, range(row[0].elements.start, row[-1].elements.stop)
+        begin, end = row[0].offset, row[-1].offset + row[-1].nbytes
+        shape = list(holding.box.shape) if len(elements) == holding.box.numel else [len(elements)]
+        dtype = name_of(holding.dtype)
+        if dtype is None:
+            dtype, shape = "U8", [end - begin]
+        name = row[0].run.name + _suffix(holding, elements)
+        described[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        if (padded := round_up(end, PAGE)) > end:
+            described[f"padding at {end}"] = {"dtype": "U8", "shape": [padded - end], "data_offsets": [end, padded]}
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (round_up(8 + len(text), PAGE) - 8 - len(text))
+    return len(text).to_bytes(8, "little") + text
+
+
+def _suffix(holding: Holding, elements: range) -> str:
+    """What tells a part of a tensor from others."""
+    corner = "" if holding.box == Box.whole(holding.shape) else f" from {list(holding.box.offsets)}"
+    part = "" if len(elements) == holding.box.numel else f", elements {elements.start} to {elements.stop}"
+    return corner + part

@@ -1,0 +1,156 @@
+"""Loading: what a checkpoint has is matched with what is to have it, and then read, by each rank what it holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zinf_fx.checkpoint.training.agreement import all_ranks, together
+from zinf_fx.checkpoint.training.contents import OPTIMIZER, Parts, between_steps, parts_of
+from zinf_fx.checkpoint.training.files import MANIFEST, read_manifest, refusals
+from zinf_fx.checkpoint.training.holdings import Holding
+from zinf_fx.checkpoint.training.manifest import Manifest, SavedTensor, from_text
+from zinf_fx.checkpoint.training.open_files import opened
+from zinf_fx.checkpoint.training.parts.part import Matching, listed
+from zinf_fx.checkpoint.training.parts.randomness import RandomPart
+from zinf_fx.checkpoint.training.parts.state import ValuePart
+from zinf_fx.checkpoint.training.reading import Reader
+from zinf_fx.checkpoint.training.values import decode
+from zinf_fx.errors import CheckpointError
+
+Report = Callable[[int], object]
+
+
+def load_checkpoint(
+    directory: str | os.PathLike[str], model: torch.nn.Module, optimizer: Optimizer | None = None, **extra: object
+) -> dict[str, Any]:
+    """Load what `save_checkpoint` saved into a model, an optimizer and `extra`, in place; returns the plain values.
+
+    What is to have it is built as for a new training: with any number of ranks, in any placement, with any tiles and
+    packs. What was saved and is to be left out is given as None. No more than some chunks are in memory at a time.
+
+    Raises: CheckpointError for a directory without a whole checkpoint, and for one that doesn't fit, naming the first
+    differences, before anything is changed. When a checksum is wrong, or a read fails, some is changed: the error says
+    so, and an optimizer of `zinf_fx.optim` refuses to step until a checkpoint was loaded.
+    """
+    left_out = [name for name, one in extra.items() if one is None] + ([OPTIMIZER] if optimizer is None else [])
+    given = {name: one for name, one in extra.items() if one is not None}
+    return load(Path(directory), parts_of(model, optimizer, given), left_out)
+
+
+def load(directory: Path, parts: Parts, left_out: list[str], report: Report = lambda nbytes: None) -> dict[str, Any]:
+    """As `load_checkpoint`. `report` is told of bytes that are where they belong."""
+    ranks = all_ranks()
+    with together(ranks, f"looking at the checkpoint in {directory}"):
+        manifest = manifest_of(directory)
+        check_files(directory, manifest)
+    with between_steps(parts, whole=False):
+        with together(ranks, f"matching the checkpoint in {directory} with what is to be loaded"):
+            matching = Matching(manifest.by_name(), ranks.rank, ranks.size, manifest.ranks)
+            plain = _match(manifest, parts, left_out, matching)
+        wanted = set().union(*ranks.of_all(matching.wanted, "which tensors are to be loaded"))
+        with together(ranks, f"loading the checkpoint in {directory}"):
+            if differences := [*matching.differences, *matching.unexpected(wanted)]:
+                raise CheckpointError(
+                    f"the checkpoint in {directory} doesn't fit what is to be loaded: {listed(differences)}; nothing "
+                    "was changed: build the model, its optimizer and what else there was as they were when it was saved"
+                )
+        with together(ranks, f"loading the checkpoint in {directory}"):
+            try:
+                _read(directory, manifest, matching, report)
+            except BaseException as error:
+                error.add_note("some of the model is loaded, and some is not: load a whole checkpoint before training")
+                raise
+    return plain
+
+
+def manifest_of(directory: Path) -> Manifest:
+    """That of a checkpoint. Raises: CheckpointError when there is none, or it is damaged."""
+    return from_text(read_manifest(directory), str(directory / MANIFEST))
+
+
+def check_files(directory: Path, manifest: Manifest) -> None:
+    """Raises: CheckpointError for a file of a checkpoint that is missing, or has another size."""
+    for file in manifest.files:
+        path = directory / file.path
+        try:
+            found = path.stat().st_size
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"the checkpoint in {directory} is damaged: its file {file.path} is missing; use another one"
+            ) from None
+        except OSError as error:
+            with refusals("looking for a data file", path):
+                raise error
+        if found != file.nbytes:
+            raise CheckpointError(
+                f"the checkpoint in {directory} is damaged: its file {file.path} has {found} bytes, and {file.nbytes} "
+                "when it was saved; use another one"
+            )
+
+
+def _match(manifest: Manifest, parts: Parts, left_out: list[str], matching: Matching) -> dict[str, Any]:
+    """Match all parts. Returns the plain values."""
+    plain: dict[str, Any] = {}
+    for name, saved in manifest.values.items():
+        values = _of_rank(name, saved, matching)
+        part = parts.get(name)
+        if values is None or name in left_out:
+            continue
+        if part is None and saved["kind"] == ValuePart.kind:
+            plain[name] = decode(values["value"], matching.in_memory)
+        elif part is None:
+            matching.differences.append(f"'{name}' is in the checkpoint alone: give it, or {name}=None to leave it out")
+        elif part.kind != saved["kind"]:
+            matching.differences.append(f"'{name}' is a {part.kind}, and a {saved['kind']} in the checkpoint")
+        else:
+            part.match(values, matching)
+    for name in parts:
+        if name not in manifest.values:
+            matching.differences.append(f"'{name}' is not in the checkpoint")
+    return plain
+
+
+def _of_rank(name: str, saved: Mapping[str, Any], matching: Matching) -> Mapping[str, Any] | None:
+    """The values of a part that are this rank's; None: none are."""
+    if "ranks" not in saved:
+        return saved
+    if matching.ranks != matching.ranks_then and saved["kind"] != RandomPart.kind:
+        matching.differences.append(
+            f"'{name}' was another one on each of {matching.ranks_then} ranks, and {matching.ranks} are here: load "
+            f"with as many, or give {name}=None to leave it out"
+        )
+        return None
+    return saved["ranks"][matching.rank] if matching.rank < len(saved["ranks"]) else None
+
+
+def _read(directory: Path, manifest: Manifest, matching: Matching, report: Report) -> None:
+    """Read all that was matched. Raises: CheckpointError, StoreError, and what loading a state raises."""
+    for change in matching.begin:
+        change()
+    stores = {holding.tiers for _, holding in matching.targets} - {None}
+    with ExitStack() as rooms:
+        for tiers in stores:
+            rooms.enter_context(tiers.stepping())
+        handles = rooms.enter_context(opened([directory / file.path for file in manifest.files], writable=False))
+        reader = rooms.enter_context(closing(Reader(handles, report)))
+        for saved, holding in sorted(matching.targets, key=_first_place):
+            reader.read(saved, holding)
+        reader.end()
+    for tiers in stores:
+        tiers.drain()
+    for _, holding in matching.targets:
+        holding.loaded()
+    for change in matching.end:
+        change()
+
+
+def _first_place(target: tuple[SavedTensor, Holding]) -> tuple[int, int]:
+    """Where a tensor begins in the files: they are read in order."""
+    return min(((piece.file, piece.offset) for box in target[0].boxes for piece in box.pieces), default=(0, 0))

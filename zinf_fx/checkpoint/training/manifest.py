@@ -1,0 +1,193 @@
+"""The manifest of a checkpoint: which elements of which tensor are where in which file, and all plain values.
+
+A tensor is divided into boxes, and the elements of a box, in row-major order, into pieces, each of consecutive bytes in
+one file, with the crc32c of these bytes. Files are named relative to the manifest, or absolutely; what else is in them
+doesn't matter. The manifest ends with the crc32c of its own text before that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Annotated, Any
+
+import torch
+
+from zinf_fx.checkpoint.training.boxes import Box
+from zinf_fx.errors import CheckpointError
+from zinf_fx.native.engine import crc32c
+from zinf_fx.plan.codec import decode, encode
+from zinf_fx.plan.files.parsing import parsed
+
+FORMAT, SCHEMA = "zinf_fx checkpoint", 1
+_SUM = ',"crc32c":"{:08x}"}}\n'
+
+
+def _as_it_is(value: object, name: str) -> object:
+    """What is read where the form is another one's matter."""
+    return value
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive elements of a box.
+
+    Attributes:
+        start, count: which elements.
+        file: the number of the file that has them; `offset`: bytes before them there.
+        crc32c: of their bytes.
+    """
+
+    start: Annotated[int, 0]
+    count: Annotated[int, 1]
+    file: Annotated[int, 0]
+    offset: Annotated[int, 0]
+    crc32c: Annotated[int, 0]
+
+    @property
+    def elements(self) -> range:
+        """Which elements of the box."""
+        return range(self.start, self.start + self.count)
+
+
+@dataclass(frozen=True)
+class SavedBox:
+    """A part of a tensor between two corners, and the pieces that it is in, in order."""
+
+    offsets: tuple[Annotated[int, 0], ...]
+    shape: tuple[Annotated[int, 0], ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def box(self) -> Box:
+        """Which elements of the tensor."""
+        return Box(self.offsets, self.shape)
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor by its name: "PART/NAME", such as "model/head.weight" or "optimizer/head.weight.exp_avg"."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[Annotated[int, 0], ...]
+    boxes: tuple[SavedBox, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all elements."""
+        return Box.whole(self.shape).numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """A file with pieces: its path, relative to the manifest's directory or absolute, and its size in bytes."""
+
+    path: str
+    nbytes: Annotated[int, 0]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is.
+
+    Attributes:
+        made_by: versions of what wrote it.
+        time: when, in UTC.
+        ranks: how many wrote it.
+        same: names of tensors, each with the name of the one that it is, too (tied weights).
+        values: plain values by part, as `values.encode` makes them.
+    """
+
+    made_by: str
+    time: str
+    ranks: Annotated[int, 1]
+    files: tuple[SavedFile, ...]
+    tensors: tuple[SavedTensor, ...]
+    same: tuple[tuple[str, str], ...] = ()
+    values: Annotated[dict[str, Any], _as_it_is] = field(default_factory=dict, compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def pieces(self) -> Iterator[tuple[SavedTensor, Piece]]:
+        """All pieces, each with its tensor."""
+        for tensor in self.tensors:
+            for box in tensor.boxes:
+                for piece in box.pieces:
+                    yield tensor, piece
+
+    def by_name(self) -> dict[str, SavedTensor]:
+        """The tensors by all names that they have."""
+        found = {tensor.name: tensor for tensor in self.tensors}
+        return found | {name: found[other] for name, other in self.same}
+
+
+def to_text(manifest: Manifest) -> bytes:
+    """The content of a manifest's file."""
+    described = {name: one for name, one in vars(manifest).items() if name != "values"}
+    content = {"format": FORMAT, "schema": SCHEMA, **{name: encode(one) for name, one in described.items()}}
+    text = json.dumps({**content, "values": manifest.values}, separators=(",", ":"), allow_nan=False).encode()
+    return text[:-1] + _SUM.format(crc32c(text[:-1])).encode()
+
+
+def from_text(content: bytes, what: str) -> Manifest:
+    """The manifest that a file has. `what` names it in errors.
+
+    Raises: CheckpointError for whatever isn't a sound one.
+    """
+    length = len(_SUM.format(0))
+    if content[-length:] != _SUM.format(crc32c(content[:-length])).encode():
+        raise CheckpointError(
+            f"{what} is damaged, or no manifest of a checkpoint: its last {length} bytes are not the checksum of the "
+            "others; use another checkpoint"
+        )
+    found = parsed(content[:-length].decode("utf-8", "replace") + "}", what, "manifest", CheckpointError)
+    if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
+        raise CheckpointError(f'{what} is JSON, but no manifest: it has no field "format" with the value {FORMAT!r}')
+    schema = found.pop("schema", None)
+    if schema != SCHEMA:
+        raise CheckpointError(f"{what} has schema {schema!r}, and this version of zinf_fx reads {SCHEMA}: use that one")
+    manifest = decode(Manifest, found, what, CheckpointError)
+    if not isinstance(manifest.values, dict):
+        raise CheckpointError(f"{what} has no plain values by part: it is no manifest of this version")
+    check_sound(manifest, what)
+    return manifest
+
+
+def check_sound(manifest: Manifest, what: str) -> None:
+    """Raises: CheckpointError where pieces lie outside of their files, or boxes are not all of their tensor."""
+    names = [tensor.name for tensor in manifest.tensors]
+    known = set(names)
+    if len(known) != len(names) or any(name in known or other not in known for name, other in manifest.same):
+        raise CheckpointError(f"{what} has a tensor twice, or the name of one that is not there")
+    for tensor in manifest.tensors:
+        whole = Box.whole(tensor.shape)
+        boxes = [one.box for one in tensor.boxes]
+        inside = all(len(box.shape) == len(whole.shape) and _contains(whole, box) for box in boxes)
+        if not inside or sum(box.numel for box in boxes) != whole.numel or _overlap(boxes):
+            raise CheckpointError(f"{what}: the boxes of '{tensor.name}' are not all of it, each element once")
+        for box in tensor.boxes:
+            ends = [0, *(piece.start + piece.count for piece in box.pieces)]
+            if [piece.start for piece in box.pieces] != ends[:-1] or ends[-1] != box.box.numel:
+                raise CheckpointError(f"{what}: the pieces of '{tensor.name}' are not all of it, each element once")
+            for piece in box.pieces:
+                end = piece.offset + piece.count * tensor.dtype.itemsize
+                if piece.file >= len(manifest.files) or end > manifest.files[piece.file].nbytes:
+                    raise CheckpointError(f"{what}: a piece of '{tensor.name}' lies behind the end of its file")
+
+
+def _contains(whole: Box, box: Box) -> bool:
+    return all(start + size <= end for start, size, end in zip(box.offsets, box.shape, whole.shape, strict=True))
+
+
+def _overlap(boxes: list[Box]) -> bool:
+    """Whether any two have an element in common. Those that differ in their first place only are looked at in order."""
+    filled = sorted(box for box in boxes if box.numel)
+    rows = all(box.offsets[1:] == filled[0].offsets[1:] and box.shape[1:] == filled[0].shape[1:] for box in filled)
+    pairs = pairwise(filled) if rows else ((a, b) for n, a in enumerate(filled) for b in filled[:n])
+    return any(one.within(other) is not None for one, other in pairs)

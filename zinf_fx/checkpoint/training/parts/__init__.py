@@ -1,0 +1,1 @@
+"""What a training consists of: for each kind of thing, what of it is saved, and how it is loaded."""

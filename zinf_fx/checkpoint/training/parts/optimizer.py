@@ -1,0 +1,135 @@
+"""Optimizers: of each parameter, its states as they are kept; and the options of the groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zinf_fx.checkpoint.training.manifest import SavedTensor
+from zinf_fx.checkpoint.training.parts.part import Collected, Matching
+from zinf_fx.checkpoint.training.values import decode, encode
+from zinf_fx.optim.streamed import Streamed
+from zinf_fx.optim.torn import TornStep
+from zinf_fx.runtime.tensor.local_parameter import stored_parameter
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+
+
+class OptimizerPart:
+    """An optimizer of `zinf_fx.optim` or of PyTorch. Parameters have the names that models give them, others their
+    number in the optimizer."""
+
+    kind = "optimizer"
+
+    def __init__(self, name: str, optimizer: Optimizer, names: Mapping[torch.Tensor, str]) -> None:
+        self.name = name
+        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):  # accelerate wraps it
+            optimizer = inner
+        self.optimizer = optimizer
+        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._names = [names.get(parameter, f"#{number}") for number, parameter in enumerate(self._parameters)]
+
+    def collect(self, collected: Collected) -> dict[str, Any]:
+        found = self.optimizer.state_dict()
+        groups = []
+        for number, group in enumerate(found["param_groups"]):
+            options = {name: value for name, value in group.items() if name != "params"}
+            encoded = encode(options, f"{self.name}.param_groups[{number}]", collected.keep)
+            groups.append({"params": [self._names[index] for index in group["params"]], "options": encoded})
+        state = {}
+        for index, entry in found["state"].items():
+            what = f"{self.name}/{self._names[index]}"
+            state[self._names[index]] = {k: encode(v, f"{what}.{k}", collected.keep) for k, v in entry.items()}
+        rest = {name: value for name, value in found.items() if name not in ("state", "param_groups")}
+        rest = encode(rest, self.name, collected.keep)
+        return {"class": self._class, "groups": groups, "state": state, "rest": rest}
+
+    def match(self, values: Mapping[str, Any], matching: Matching) -> None:
+        if values["class"] != self._class:
+            matching.differences.append(f"{self.name} is a {self._class}, and {values['class']} in the checkpoint")
+            return
+        numbers = {name: number for number, name in enumerate(self._names)}
+        mine = self.optimizer.param_groups
+        saved = values["groups"]
+        if len(mine) != len(saved):
+            matching.differences.append(f"{self.name} has {len(mine)} groups, and {len(saved)} in the checkpoint")
+            return
+        groups, at = [], 0
+        for number, (group, other) in enumerate(zip(mine, saved, strict=True)):
+            names = self._names[at : at + len(group["params"])]
+            at += len(names)
+            matching.compare(f"parameter in group {number} of {self.name}:", names, other["params"])
+            if sorted(names) == sorted(other["params"]):
+                options = decode(other["options"], matching.in_memory)
+                groups.append({**options, "params": [numbers[name] for name in names]})
+        if len(groups) < len(mine):
+            return
+        owners = {number: group for group in groups for number in group["params"]}
+        state = {
+            numbers[name]: self._entry(numbers[name], entry, owners[numbers[name]], matching)
+            for name, entry in values["state"].items()
+            if name in numbers
+        }
+        matching.compare(f"states of {self.name}:", numbers.keys() & values["state"].keys(), values["state"])
+        matching.prefixes.append(f"{self.name}/")
+        rest = decode(values["rest"], matching.in_memory)
+        matching.begin.append(partial(self._load, {**rest, "state": state, "param_groups": groups}))
+        if isinstance(self.optimizer, Streamed):
+            matching.end.append(self._whole)
+
+    @property
+    def _class(self) -> str:
+        kind = type(self.optimizer)
+        return f"{kind.__module__}.{kind.__qualname__}"
+
+    def _entry(
+        self, number: int, entry: Mapping[str, Any], group: Mapping[str, Any], matching: Matching
+    ) -> dict[str, Any]:
+        """The state of a parameter, with tensors into which the saved ones are to be read."""
+        parameter = self._parameters[number]
+        stored = stored_parameter(parameter)
+        is_streamed = stored is not None and isinstance(self.optimizer, Streamed)
+        present: Mapping[str, Any] = self.optimizer.state.get(parameter, {})
+        spaces = self.optimizer.reserved(stored, group) if is_streamed else present
+
+        def find(key: str, full_name: str) -> torch.Tensor:
+            saved, space = matching.saved(full_name), spaces.get(key)
+            if not isinstance(space, torch.Tensor) or not (is_streamed or _alike(space, saved)):
+                space = _like(parameter, saved)
+            matching.target(full_name, space)
+            return space
+
+        return {key: decode(value, partial(find, key)) for key, value in entry.items()}
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+        if isinstance(self.optimizer, Streamed):
+            self.optimizer.torn = TornStep("a checkpoint was loaded in part", (), (), ())
+        for number, entry in state_dict["state"].items():
+            shown = self.optimizer.state[self._parameters[number]]
+            for name, value in entry.items():
+                mine = shown.get(name)
+                if not isinstance(value, torch.Tensor) or mine is value or not isinstance(mine, torch.Tensor):
+                    continue
+                if mine.dtype != value.dtype or mine.numel() > 1:  # torch casts states to the parameter's dtype
+                    shown[name] = value
+
+    def _whole(self) -> None:
+        self.optimizer.torn = None
+
+
+def _alike(space: torch.Tensor, saved: SavedTensor) -> bool:
+    return (tuple(space.shape), space.dtype) == (saved.shape, saved.dtype)
+
+
+def _like(parameter: torch.Tensor, saved: SavedTensor) -> torch.Tensor:
+    """A tensor for a saved state of a parameter, without values yet: of its shape, where such states live."""
+    stored = stored_parameter(parameter)
+    if tuple(parameter.shape) != saved.shape:
+        return torch.empty(saved.shape, dtype=saved.dtype, device=parameter.device)
+    if stored is None:
+        return torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
+    return stored.shown(StoredTensor.of(stored.storage.for_state(saved.dtype), stored.shape, stored.device))

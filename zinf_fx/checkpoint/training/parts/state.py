@@ -1,0 +1,66 @@
+"""Whatever has a state: schedulers, scalers, samplers, random generators; and plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from zinf_fx.checkpoint.training.parts.part import Collected, Matching
+from zinf_fx.checkpoint.training.values import decode, encode
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """As torch.distributed.checkpoint's: what can be saved and loaded by a dict."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is to be saved."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Be as what `state_dict` gave."""
+
+
+class StatePart:
+    """What has `state_dict` and `load_state_dict`, made of plain values and tensors."""
+
+    kind = "state"
+
+    def __init__(self, name: str, owner: Stateful) -> None:
+        self.name, self._owner = name, owner
+
+    def collect(self, collected: Collected) -> dict[str, Any]:
+        return {"state": encode(self._owner.state_dict(), self.name, collected.keep)}
+
+    def match(self, values: Mapping[str, Any], matching: Matching) -> None:
+        state = decode(values["state"], matching.in_memory)
+        matching.end.append(lambda: self._owner.load_state_dict(state))
+
+
+class GeneratorPart:
+    """A random generator."""
+
+    kind = "generator"
+
+    def __init__(self, name: str, generator: torch.Generator) -> None:
+        self.name, self._generator = name, generator
+
+    def collect(self, collected: Collected) -> dict[str, Any]:
+        return {"state": encode(self._generator.get_state(), self.name, collected.keep)}
+
+    def match(self, values: Mapping[str, Any], matching: Matching) -> None:
+        state = decode(values["state"], matching.in_memory)
+        matching.end.append(lambda: self._generator.set_state(state))
+
+
+class ValuePart:
+    """A plain value, which is given back when it is loaded."""
+
+    kind = "value"
+
+    def __init__(self, name: str, value: object) -> None:
+        self.name, self._value = name, value
+
+    def collect(self, collected: Collected) -> dict[str, Any]:
+        return {"value": encode(self._value, self.name, collected.keep)}

@@ -1,0 +1,136 @@
+"""Pieces flow from data files to where tensors live: some are read while others are checked and copied."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zinf_fx.checkpoint.training.boxes import Box, copy_common
+from zinf_fx.checkpoint.training.holdings import Holding, OrdinaryElements
+from zinf_fx.checkpoint.training.manifest import Piece, SavedBox, SavedTensor
+from zinf_fx.errors import CheckpointError
+from zinf_fx.interrupts import let_through
+from zinf_fx.native.engine import READ, File, crc32c_at
+from zinf_fx.runtime.memory.buffers import aligned_empty
+from zinf_fx.runtime.memory.freelist import round_up
+from zinf_fx.runtime.tensor.windows import Window
+from zinf_fx.sizes import PAGE
+
+IN_FLIGHT = 32 << 20
+"""Bytes that are read ahead, about."""
+
+
+class Reading:
+    """A piece that is being read: once it is there and its checksum is right, its elements."""
+
+    def __init__(self, file: File, tensor: SavedTensor, piece: Piece) -> None:
+        self.piece, self._tensor, self._file = piece, tensor, file
+        self.nbytes = piece.count * tensor.dtype.itemsize
+        first = piece.offset // PAGE * PAGE
+        length = round_up(piece.offset + self.nbytes - first, PAGE)
+        self._memory = aligned_empty(length)
+        self._skip = piece.offset - first
+        self._ticket = file.submit(READ, self._memory.data_ptr(), first, length, self._memory)
+        self._elements: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        """The elements, flat. Raises: CheckpointError for other bytes than were saved; StoreError."""
+        if self._elements is None:
+            self._ticket.wait()
+            if crc32c_at(self._memory.data_ptr() + self._skip, self.nbytes) != self.piece.crc32c:
+                raise CheckpointError(
+                    f"{self._file.path} is damaged: the {self.nbytes} bytes at offset {self.piece.offset}, of "
+                    f"'{self._tensor.name}', have another checksum than when they were saved; use another checkpoint"
+                )
+            content = self._memory[self._skip : self._skip + self.nbytes]
+            if self._skip % self._tensor.dtype.itemsize:
+                content = content.clone()
+            self._elements = content.view(self._tensor.dtype)
+        return self._elements
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """Elements of a tensor of this rank, and how many of the pieces that it is made of are still to come."""
+
+    holding: Holding
+    elements: range
+    left: int
+
+
+class Reader:
+    """Reads pieces from data files, each once as far as neighbours need it."""
+
+    def __init__(self, opened: Sequence[File], report: Callable[[int], object]) -> None:
+        """`report` is told of bytes that are where they belong."""
+        self._opened, self._report = opened, report
+        self._known: weakref.WeakValueDictionary[tuple[int, int], Reading] = weakref.WeakValueDictionary()
+        self._queue: deque[tuple[_Chunk, Box, Reading]] = deque()
+        self._window: Window | OrdinaryElements | None = None  # over the chunk that comes first
+
+    def read(self, saved: SavedTensor, holding: Holding) -> None:
+        """Start to fill what this rank has of a tensor; it is full when `end` has returned."""
+        for elements in (part for held in holding.held for part in holding.chunks(held)):
+            let_through()
+            needed = list(needed_for(saved, holding.box, elements))
+            chunk = _Chunk(holding, elements, len(needed))
+            for box, piece in needed:
+                self._queue.append((chunk, box, self._start(saved, piece)))
+                while len(self._queue) > 1 and sum(reading.nbytes for *_, reading in self._queue) > IN_FLIGHT:
+                    self._take_first()
+
+    def end(self) -> None:
+        """Wait until all is filled. Raises: CheckpointError, StoreError."""
+        while self._queue:
+            self._take_first()
+
+    def close(self) -> None:
+        """Give back what is open."""
+        if self._window is not None:
+            self._window.close()
+            self._window = None
+        self._queue.clear()
+
+    def _start(self, saved: SavedTensor, piece: Piece) -> Reading:
+        place = piece.file, piece.offset
+        reading = self._known.get(place)
+        if reading is None:
+            reading = self._known[place] = Reading(self._opened[piece.file], saved, piece)
+        return reading
+
+    def _take_first(self) -> None:
+        chunk, box, reading = self._queue[0]
+        source = reading.wait()
+        if self._window is None:
+            self._window = chunk.holding.open_for_writing(chunk.elements)
+        copy_common(self._window.wait(), chunk.holding.box, chunk.elements, source, box, reading.piece.elements)
+        self._queue.popleft()
+        chunk.left -= 1
+        if not chunk.left:
+            window, self._window = self._window, None
+            window.store()
+            self._report(len(chunk.elements) * chunk.holding.dtype.itemsize)
+
+
+def needed_for(saved: SavedTensor, box: Box, elements: range) -> Iterator[tuple[Box, Piece]]:
+    """The pieces that have any of some elements of a box, each with the box that it is of."""
+    for one in saved.boxes:
+        for piece in _pieces_for(one, box, elements):
+            yield one.box, piece
+
+
+def _pieces_for(source: SavedBox, box: Box, elements: range) -> list[Piece]:
+    other = source.box
+    if other == box:
+        return [piece for piece in source.pieces if _touch(piece.elements, elements)]
+    common = [shared for part in box.boxes_of(elements) if (shared := part.within(other)) is not None]
+    hulls = [other.hull(shared) for shared in common]
+    return [piece for piece in source.pieces if any(_touch(piece.elements, hull) for hull in hulls)]
+
+
+def _touch(one: range, other: range) -> bool:
+    return one.start < other.stop and other.start < one.stop

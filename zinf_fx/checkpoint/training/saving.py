@@ -1,0 +1,200 @@
+"""Saving: what a training consists of goes to data files, and then the manifest makes it a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zinf_fx.checkpoint.training import files as names
+from zinf_fx.checkpoint.training.agreement import all_ranks, together
+from zinf_fx.checkpoint.training.contents import Parts, between_steps, parts_of
+from zinf_fx.checkpoint.training.dividing import divided, equal_or_by_rank, merged
+from zinf_fx.checkpoint.training.files import FILES, Files, refusals
+from zinf_fx.checkpoint.training.layout import Layout, laid_out
+from zinf_fx.checkpoint.training.manifest import (
+    FORMAT,
+    Manifest,
+    Piece,
+    SavedBox,
+    SavedFile,
+    SavedTensor,
+    check_sound,
+    from_text,
+    to_text,
+)
+from zinf_fx.checkpoint.training.open_files import opened
+from zinf_fx.checkpoint.training.parts.part import Collected
+from zinf_fx.checkpoint.training.writing import Writer
+from zinf_fx.errors import CheckpointError
+from zinf_fx.runtime.ranks import Ranks
+from zinf_fx.sizes import in_words
+
+log = logging.getLogger("zinf_fx")
+
+Report = Callable[[int], object]
+
+
+def save_checkpoint(
+    directory: str | os.PathLike[str], model: torch.nn.Module, optimizer: Optimizer | None = None, **extra: object
+) -> None:
+    """Save a training to a directory, in which it replaces the checkpoint that is there, if any.
+
+    Saved are the model's parameters and persistent buffers, the optimizer's states and options, gradients that were
+    accumulated so far, the states of random generators, and `extra`: models, optimizers, whatever has `state_dict` and
+    `load_state_dict` (schedulers, scalers, samplers), generators, and plain values, which `load_checkpoint` returns. No
+    more than some chunks of it are in memory at a time. All ranks of torch.distributed call it, and each writes its
+    shares; any number of ranks can load it.
+
+    When it returns, the checkpoint is on the disk. Until then, the one before is the checkpoint, and stays it whatever
+    happens; for so long there must be room for both.
+
+    Raises: CheckpointError for what can't be saved, on a full disk, or when another rank fails; OptimizerError after a
+    torn step, or in the middle of one that backward began; StoreError. Training and the checkpoint before are as they
+    were then.
+    """
+    save(Path(directory), parts_of(model, optimizer, extra))
+
+
+def save(directory: Path, parts: Parts, files: Files = FILES, report: Report = lambda nbytes: None) -> None:
+    """As `save_checkpoint`. `report` is told of bytes that were written."""
+    ranks, started = all_ranks(), time.perf_counter()
+    with ExitStack() as rooms:
+        with together(ranks, "collecting what is to be saved"):
+            rooms.enter_context(between_steps(parts, whole=True))
+            collected = Collected(ranks.rank, ranks.size)
+            mine = {name: {"kind": part.kind, **part.collect(collected)} for name, part in parts.items()}
+        values = equal_or_by_rank(ranks, mine)
+        layout = laid_out(divided(ranks, collected.tensors))
+        for tiers in {holding.tiers for holding in collected.tensors.values()} - {None}:
+            rooms.enter_context(tiers.stepping())
+        with together(ranks, f"preparing {directory}"):
+            if ranks.rank == 0:
+                rooms.enter_context(_prepared(directory, files))
+        token = ranks.of_first(secrets.token_hex(4), "the name of a checkpoint's files")
+        paths = [directory / names.data_name(token, ranks.rank, number) for number in range(len(layout.sizes))]
+        try:
+            with refusals(f"saving a checkpoint of {in_words(sum(layout.sizes))}", directory):
+                sums = _written(ranks, layout, paths, files, report)
+        except BaseException:
+            _remove(files, paths)
+            raise
+        found = ranks.of_all(_parts_saved(collected, layout, sums, paths), "what each rank saved")
+        manifest = _manifest(found, values)
+        with together(ranks, f"committing the checkpoint in {directory}"):
+            if ranks.rank == 0:
+                check_sound(manifest, "the checkpoint to write")
+                with refusals("committing a checkpoint", directory):
+                    names.commit(files, directory, to_text(manifest))
+                    _remove(files, names.leftovers(directory, tuple(file.path for file in manifest.files)))
+    seconds = time.perf_counter() - started
+    log.info("checkpoint of %s saved to %s in %.1f s", in_words(manifest.nbytes), directory, seconds)
+
+
+@contextmanager
+def _prepared(directory: Path, files: Files) -> Iterator[None]:
+    """A block in which the directory is this process's to save to, without what is left of other saves."""
+    with refusals("making a directory for a checkpoint", directory):
+        files.make_directory(directory)
+    with names.locked(directory):
+        path = directory / names.MANIFEST
+        if path.exists():
+            content = names.read_manifest(directory)
+            if not content.startswith(f'{{"format":"{FORMAT}"'.encode()):
+                raise CheckpointError(
+                    f"saving a checkpoint to {directory} was refused: its {names.MANIFEST} is another program's; "
+                    "choose another directory"
+                )
+            with contextlib.suppress(CheckpointError):  # a damaged one is replaced, and what it named goes behind that
+                named = tuple(file.path for file in from_text(content, str(path)).files)
+                _remove(files, names.leftovers(directory, named))
+        else:
+            _remove(files, names.leftovers(directory, ()))
+        yield
+
+
+def _written(ranks: Ranks, layout: Layout, paths: Sequence[Path], files: Files, report: Report) -> list[int]:
+    """Write this rank's data files. Returns the checksums of its pieces."""
+    with ExitStack() as descriptors:
+        plain: list[int] = []
+        with together(ranks, "reserving space for the checkpoint"):
+            for path, nbytes in zip(paths, layout.sizes, strict=True):
+                plain.append(files.create(path))
+                descriptors.callback(os.close, plain[-1])
+                files.reserve(plain[-1], nbytes)
+        with together(ranks, "writing the checkpoint"):
+            with opened(paths, writable=True) as handles:
+                sums = Writer(files, handles, report).write(layout.headers, layout.places)
+            for fd in plain:
+                files.sync_data(fd)
+            if paths:
+                names.sync_directory(files, paths[0].parent)
+    return sums
+
+
+def _parts_saved(
+    collected: Collected, layout: Layout, sums: Sequence[int], paths: Sequence[Path]
+) -> tuple[list[SavedTensor], dict[str, str], list[SavedFile]]:
+    """What this rank has saved: its pieces, the other names of tensors, and its files."""
+    pieces: dict[str, list[Piece]] = {}
+    for place, crc in zip(layout.places, sums, strict=True):
+        piece = Piece(place.elements.start, len(place.elements), place.file, place.offset, crc)
+        pieces.setdefault(place.run.name, []).append(piece)
+    tensors = []
+    for name, holding in collected.tensors.items():
+        box = SavedBox(holding.box.offsets, holding.box.shape, tuple(pieces.get(name, ())))
+        tensors.append(SavedTensor(name, holding.dtype, holding.shape, (box,)))
+    files = [SavedFile(path.name, nbytes) for path, nbytes in zip(paths, layout.sizes, strict=True)]
+    return tensors, collected.same, files
+
+
+def _manifest(
+    found: Sequence[tuple[list[SavedTensor], dict[str, str], list[SavedFile]]], values: dict[str, Any]
+) -> Manifest:
+    """That of a checkpoint, from what each rank saved."""
+    tensors: list[SavedTensor] = []
+    same: dict[str, str] = {}
+    files: list[SavedFile] = []
+    for parts, others, its_files in found:
+        tensors += (_moved(part, len(files)) for part in parts)
+        same |= others
+        files += its_files
+    return Manifest(
+        made_by=f"zinf_fx {version('zinf-fx')}, torch {torch.__version__}",
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        ranks=len(found),
+        files=tuple(files),
+        tensors=merged(tensors),
+        same=tuple(same.items()),
+        values=values,
+    )
+
+
+def _moved(tensor: SavedTensor, first: int) -> SavedTensor:
+    """The same, when files are counted from `first` on."""
+    boxes = (
+        replace(box, pieces=tuple(replace(piece, file=piece.file + first) for piece in box.pieces))
+        for box in tensor.boxes
+    )
+    return replace(tensor, boxes=tuple(boxes))
+
+
+def _remove(files: Files, paths: Sequence[Path]) -> None:
+    """Remove files that are no part of a checkpoint; what stays is removed by the next save."""
+    for path in paths:
+        try:
+            files.remove(path)
+        except OSError as error:
+            log.warning("%s can't be removed (%s), and is removed by the next save", path, error)

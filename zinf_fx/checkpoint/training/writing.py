@@ -1,0 +1,126 @@
+"""Pieces flow from where tensors live to data files: some are read while others are summed and written."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from zinf_fx.checkpoint.training.files import Files
+from zinf_fx.checkpoint.training.holdings import OrdinaryElements
+from zinf_fx.checkpoint.training.layout import Place
+from zinf_fx.errors import StoreError
+from zinf_fx.interrupts import let_through
+from zinf_fx.native.engine import File, FileTicket, crc32c_at
+from zinf_fx.runtime.memory.buffers import aligned_empty
+from zinf_fx.runtime.memory.freelist import round_up
+from zinf_fx.runtime.tensor.windows import Window
+from zinf_fx.sizes import PAGE
+
+IN_FLIGHT = 32 << 20
+"""Bytes that are read ahead, and as many that are on their way to the disk, about."""
+
+
+class _Piece(NamedTuple):
+    """A piece under way: the window over its elements, and what writes them."""
+
+    place: Place
+    window: Window | OrdinaryElements
+    ticket: FileTicket | None = None
+
+
+class Writer:
+    """Writes pieces to data files."""
+
+    def __init__(self, files: Files, opened: Sequence[File], report: Callable[[int], object]) -> None:
+        """`report` is told of bytes that were written."""
+        self._files, self._opened, self._report = files, opened, report
+        self._reading: deque[_Piece] = deque()
+        self._writing: deque[_Piece] = deque()
+        self._sums: list[int] = []
+
+    def write(self, headers: Sequence[bytes], places: Sequence[Place]) -> list[int]:
+        """Write the headers of the files and all pieces. Returns the checksum of each piece.
+
+        Raises: StoreError; some is written then.
+        """
+        self._sums = []
+        try:
+            for file, header in zip(self._opened, headers, strict=True):
+                memory = aligned_empty(len(header))
+                memory[:] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+                self._files.start_write(file, memory.data_ptr(), 0, len(header), memory).wait()
+            for place in places:
+                let_through()
+                self._make_room(self._reading, place.nbytes, self._write_first)
+                self._reading.append(_Piece(place, self._open(place)))
+            while self._reading:
+                self._write_first()
+            while self._writing:
+                self._end_first()
+        except BaseException:
+            self._give_up()
+            raise
+        return self._sums
+
+    def _open(self, place: Place) -> Window | OrdinaryElements:
+        """A window, for which there may be room only when those that are open are gone."""
+        while True:
+            try:
+                return place.run.holding.open_for_reading(place.elements)
+            except StoreError:
+                if self._writing:
+                    self._end_first()
+                elif self._reading:
+                    self._write_first()
+                else:
+                    raise
+
+    def _write_first(self) -> None:
+        place, window, _ = self._reading[0]
+        memory = window.wait()
+        self._sums.append(crc32c_at(memory.data_ptr(), place.nbytes))
+        if memory.data_ptr() % PAGE or place.nbytes % PAGE:
+            memory = _in_pages(memory, place.nbytes)
+        self._make_room(self._writing, place.nbytes, self._end_first)
+        file, nbytes = self._opened[place.file], round_up(place.nbytes, PAGE)
+        ticket = self._files.start_write(file, memory.data_ptr(), place.offset, nbytes, memory)
+        self._writing.append(_Piece(place, window, ticket))
+        self._reading.popleft()
+
+    def _end_first(self) -> None:
+        self._writing[0].ticket.wait()
+        place, window, _ = self._writing.popleft()
+        window.close()
+        self._report(place.nbytes)
+
+    def _make_room(self, pieces: deque[_Piece], nbytes: int, end_first: Callable[[], None]) -> None:
+        while pieces and sum(one.place.nbytes for one in pieces) + nbytes > IN_FLIGHT:
+            end_first()
+
+    def _give_up(self) -> None:
+        """Give back the windows, once nothing is written from them."""
+        for piece in (*self._writing, *self._reading):
+            if piece.ticket is not None:
+                _ended(piece.ticket)
+            piece.window.close()
+        self._writing.clear()
+        self._reading.clear()
+
+
+def _ended(ticket: FileTicket) -> None:
+    """Wait for a transfer that may fail: another failure is on its way to the caller."""
+    try:
+        ticket.wait()
+    except StoreError:
+        return
+
+
+def _in_pages(memory: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """A copy in whole pages, with zeros behind the bytes."""
+    pages = aligned_empty(nbytes)
+    pages[:nbytes] = memory.contiguous().view(torch.uint8)
+    pages[nbytes:] = 0
+    return pages
