@@ -29,7 +29,7 @@ from zinf_fx.plan.sharding import Owners, shards_of
 from zinf_fx.runtime.gradients.accumulate import add_gradient, reserve_gradients
 from zinf_fx.runtime.memory.device import device_of
 from zinf_fx.runtime.memory.heap import trim_heap
-from zinf_fx.runtime.memory.mapped import MappedCheckpoints
+from zinf_fx.runtime.memory.mapped import MappedCheckpoints, place_in_file
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.home import Home
 from zinf_fx.runtime.tensor.local_parameter import LocalParameter, local_part, placed_as, stored_parameter
@@ -134,7 +134,7 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
             return
         before = module._parameters.get(name)
         if before is not None and before.is_meta:  # its value comes from a checkpoint, and is final
-            store(parameter)
+            store(parameter, loaded=True)
             mapped.trim()
         else:
             present.append(weakref.ref(parameter))
@@ -149,7 +149,7 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
             if (parameter := present.pop()()) is not None:
                 store(parameter)
 
-    def store(parameter: torch.nn.Parameter) -> None:
+    def store(parameter: torch.nn.Parameter, loaded: bool = False) -> None:
         nonlocal freed
         if stored_parameter(parameter) is not None or is_lazy(parameter) or parameter.is_meta:
             return
@@ -158,8 +158,9 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
             return
         check_storable(parameter, f"a parameter of shape {tuple(parameter.shape)}")
         check_ranks(config, [parameter])
+        twins = _all_reserved({"": parameter}, tiers, config, owners)
         # The twin gets the memory of `parameter`, and must not be kept.
-        replace_in_place(parameter, _written(parameter, _all_reserved({"": parameter}, tiers, config, owners)[0]))
+        replace_in_place(parameter, _written(parameter, twins.pop(), loaded))
         freed += parameter.nbytes
         if freed >= _TRIM_EVERY:
             freed = 0
@@ -268,10 +269,16 @@ def _reserved(
         return as_parameter(twin)
 
 
-def _written(parameter: torch.nn.Parameter, twin: StoredTensor) -> StoredTensor:
-    """`twin`, with the value and gradient of `parameter` in it or on their way. The value is the first rank's."""
-    value = local_part(parameter.detach())
-    twin.storage.share.ranks.broadcast(value, f"a parameter of shape {tuple(parameter.shape)}")
+def _written(parameter: torch.nn.Parameter, twin: StoredTensor, loaded: bool = False) -> StoredTensor:
+    """`twin`, with the value and gradient of `parameter` in it or on their way. The value is the first rank's; one that
+    was `loaded` is each rank's, where all have it at one place in one file, of which each reads its own part alone."""
+    value, ranks = local_part(parameter.detach()), twin.storage.share.ranks
+    what = f"a parameter of shape {tuple(parameter.shape)}"
+    places = ranks.of_all(place_in_file(value), what) if loaded and ranks.size > 1 else [None]
+    if places[0] is None or len(set(places)) > 1:
+        if ranks.rank and place_in_file(value) is not None:
+            value = torch.empty_like(value)  # a mapped file's memory would keep what is written to it
+        ranks.broadcast(value, what)
     replace(twin.storage, value)
     if twin.grad is not None:
         gradient = parameter.grad

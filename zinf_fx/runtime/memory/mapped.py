@@ -11,13 +11,17 @@ import mmap
 import os
 import re
 from pathlib import Path
+from typing import NamedTuple
 
-_SMAPS, _STATM = Path("/proc/self/smaps"), Path("/proc/self/statm")
+import torch
+
+_SMAPS, _STATM, _MAPS = Path("/proc/self/smaps"), Path("/proc/self/statm"), Path("/proc/self/maps")
 
 # A private mapping of a checkpoint: from where to where, the file, and lines that say how much of it is what.
 _MAPPING = re.compile(
     r"^([0-9a-f]+)-([0-9a-f]+) ...p [0-9a-f]+ \S+ \d+ +/.*\.safetensors\n((?:[A-Z]\w+: .*\n)+)", re.MULTILINE
 )
+_FILE = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) ...p ([0-9a-f]+) \S+ \d+ +(/.*\.safetensors)$", re.MULTILINE)
 _NUMBER = re.compile(r"^(\w+): +(\d+) kB$", re.MULTILINE)
 
 
@@ -34,6 +38,26 @@ class MappedCheckpoints:
         if _bytes_of_files() - self._before >= self._every:
             _let_go()
             self._before = _bytes_of_files()
+
+
+class InFile(NamedTuple):
+    """Where in a checkpoint's file a value begins."""
+
+    name: str
+    file_bytes: int
+    offset: int
+
+
+def place_in_file(value: torch.Tensor) -> InFile | None:
+    """Where the elements of a tensor on the CPU are in a checkpoint that is mapped, if they are there, in order."""
+    if value.device.type != "cpu" or not value.is_contiguous() or not value.numel():
+        return None
+    address = value.data_ptr()
+    for first, end, offset, path in _FILE.findall(_MAPS.read_text()):
+        start = int(first, 16)
+        if start <= address and address + value.nbytes <= int(end, 16):
+            return InFile(os.path.basename(path), os.stat(path).st_size, int(offset, 16) + address - start)
+    return None
 
 
 def _let_go() -> None:

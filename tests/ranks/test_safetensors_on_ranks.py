@@ -1,0 +1,137 @@
+"""Weights from and to safetensors files where ranks have parts of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from ranks.launching import on_ranks
+from ranks.training import model
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import zinf_fx
+from zinf_fx.errors import CheckpointError
+
+SOON = 20.0
+PLACEMENTS = ["infinity-nvme", "infinity-cpu", "zero-2", "dp"]
+
+
+def exported_and_loaded(rank: int, folder: Path) -> list[str]:
+    """Names of parameters that an export and a load of it changed."""
+    wrong = []
+    for placement in PLACEMENTS:
+        trained = zinf_fx.offload(model(), placement=placement, collective_timeout=SOON)
+        optimizer = zinf_fx.optim.AdamW(trained.parameters(), lr=1e-2)
+        trained(*torch.randint(97, (2, 3, 16))).backward()
+        optimizer.step()
+        zinf_fx.export_safetensors(trained, folder / placement, max_shard_size="20KB")
+        other = zinf_fx.offload(model(seed=1), placement=placement, collective_timeout=SOON)
+        zinf_fx.load_safetensors(other, folder / placement)
+        for (name, one), two in zip(trained.named_parameters(), other.parameters(), strict=True):
+            if not torch.equal(one.full_tensor(), two.full_tensor()):
+                wrong.append(f"{placement}: {name}")
+    return wrong
+
+
+def test_ranks_export_together_and_load_their_parts(tmp_path: Path):
+    assert on_ranks(2, exported_and_loaded, tmp_path) == [[], []]
+    for placement in PLACEMENTS:
+        plain = model(seed=2)
+        zinf_fx.load_safetensors(plain, tmp_path / placement)
+        assert len(list((tmp_path / placement).iterdir())) > 3
+
+
+def divided(rank: int, folder: Path) -> list[str]:
+    """As `exported_and_loaded`, of a model of tensor parallelism."""
+
+    def parallel(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6))
+        plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+        return zinf_fx.offload(parallelize_module(net, mesh, plan), placement="nvme")
+
+    mesh = init_device_mesh("cpu", (2,))
+    one, two = parallel(0), parallel(1)
+    assert isinstance(one[0].weight, DTensor)
+    zinf_fx.export_safetensors(one, folder)
+    zinf_fx.load_safetensors(two, folder)
+    with zinf_fx.gathered([*one.parameters(), *two.parameters()]) as values:
+        half = len(values) // 2
+        same = [torch.equal(a, b) for a, b in zip(values[:half], values[half:], strict=True)]
+    return [name for (name, _), equal in zip(one.named_parameters(), same, strict=True) if not equal]
+
+
+def test_parts_of_tensor_parallelism_are_exported_and_loaded(tmp_path: Path):
+    assert on_ranks(2, divided, tmp_path) == [[], []]
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6)).state_dict()
+    found = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert found.keys() == plain.keys() and all(torch.equal(found[name], plain[name]) for name in plain)
+
+
+def one_fails(rank: int, folder: Path) -> list[str]:
+    """What is raised where one rank alone finds something wrong."""
+    trained = zinf_fx.offload(model(), placement="infinity-nvme", collective_timeout=SOON)
+    found = []
+    (folder / "file").write_text("") if rank == 0 else None
+    attempts = [
+        lambda: zinf_fx.export_safetensors(trained, folder / "file"),
+        lambda: zinf_fx.load_safetensors(trained, folder / f"of{rank}"),
+    ]
+    zinf_fx.export_safetensors(trained, folder / "of0")
+    for attempt in attempts:
+        with pytest.raises(CheckpointError) as raised:
+            attempt()
+        found.append(str(raised.value))
+    return found
+
+
+def test_what_one_rank_finds_is_an_error_on_every_rank(tmp_path: Path):
+    first, second = on_ranks(2, one_fails, tmp_path)
+    assert "could not write" in first[0] and second[0].startswith("another rank failed: could not write")
+    assert "of1' has no weights" in second[1] and first[1].startswith("another rank failed: ")
+
+
+def _resident() -> tuple[int, int]:
+    """Bytes of mapped checkpoints that this process has in memory, and that it has changed."""
+    text = Path("/proc/self/smaps").read_text()
+    blocks = re.findall(r"\.safetensors\n((?:[A-Z]\w+: .*\n)+)", text)
+    numbers = [dict(re.findall(r"(\w+): +(\d+) kB", block)) for block in blocks]
+    return tuple(sum(int(one[name]) for one in numbers) << 10 for name in ("Rss", "Anonymous"))
+
+
+def loaded(rank: int, folder: Path, alike: bool) -> tuple[float, tuple[int, int]]:
+    """The value of a parameter that is assigned in the place of one on the meta device, as transformers does; and what
+    of its file is in memory then."""
+    name = "file" if alike else f"file{rank}"
+    with safetensors.safe_open(folder / f"{name}.safetensors", framework="pt") as file:
+        with zinf_fx.offloading(placement="infinity-nvme", collective_timeout=SOON):
+            with torch.device("meta"):
+                net = nn.Linear(4096, 2048, bias=False)
+            net.weight = nn.Parameter(file.get_slice("weight")[...])
+            resident = _resident()
+        assert isinstance(net.weight, zinf_fx.StoredTensor)
+        return net.weight.full_tensor().unique().item(), resident
+
+
+def test_ranks_read_their_parts_of_a_file_that_all_have(tmp_path: Path):
+    value = torch.full((2048, 4096), 3.0)
+    safetensors.torch.save_file({"weight": value}, tmp_path / "file.safetensors")
+    for found, (resident, changed) in on_ranks(2, loaded, tmp_path, True):
+        assert found == 3.0 and 0.4 < resident / value.nbytes < 0.7 and not changed
+
+
+def test_ranks_with_other_files_take_the_values_of_the_first(tmp_path: Path):
+    for rank in range(2):
+        safetensors.torch.save_file(
+            {"weight": torch.full((2048, 4096), rank + 1.0)}, tmp_path / f"file{rank}.safetensors"
+        )
+    for found, (_, changed) in on_ranks(2, loaded, tmp_path, False):
+        assert found == 1.0 and not changed
