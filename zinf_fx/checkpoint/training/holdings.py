@@ -133,7 +133,9 @@ class Holding:
     @property
     def own(self) -> list[range]:
         """The elements, by number in the box, that this rank is to save, if others have the rest."""
-        parts = self.tensor.storage.share.own if isinstance(self.tensor, StoredTensor) else (range(self.box.numel),)
+        parts = (range(self.box.numel),)
+        if isinstance(self.tensor, StoredTensor) and not self.tensor.storage.share.unreduced:
+            parts = self.tensor.storage.share.own
         return [part for part in parts if part]
 
     @property

@@ -1,0 +1,237 @@
+"""What some ranks saved, any number of ranks load, in any placement, and with tensor parallelism or without."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import tensor_parallel as tp
+from ranks.launching import on_ranks
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import zinf_fx
+from zinf_fx.errors import CheckpointError
+
+Values = dict[str, tuple[str, bytes]]
+"""The dtype and the bytes of tensors."""
+
+
+class Job:
+    """A training of a GPT with masters, by all ranks that there are."""
+
+    def __init__(self, placement: str, tensor_parallel: bool = False, **fields: Any) -> None:
+        torch.manual_seed(int(fields.pop("seed", 0)))
+        self.model = tp.GPT(tied=True).bfloat16()
+        self.model.register_buffer("count", torch.zeros(3))
+        if tensor_parallel:
+            mesh = tp.mesh_of(1, dist.get_world_size())
+            self.model = tp.parallel(self.model, mesh["tp"])
+        zinf_fx.offload(self.model, placement=placement, **fields)
+        self.adam = zinf_fx.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.adam, 0.9)
+
+    def train(self, steps: int) -> None:
+        for (micro,) in tp.batches(steps, 4, 1):
+            self.model(*micro[0]).backward()
+            self.model.count += 1
+            self.adam.step()
+            self.schedule.step()
+            self.adam.zero_grad()
+
+    def save(self, directory: Path, **extra: Any) -> None:
+        zinf_fx.save_checkpoint(directory, self.model, self.adam, schedule=self.schedule, **extra)
+
+    def load(self, directory: Path, **extra: Any) -> dict[str, Any]:
+        return zinf_fx.load_checkpoint(directory, self.model, self.adam, schedule=self.schedule, **extra)
+
+    def values(self) -> Values:
+        """Whole tensors of the model, its gradients and its optimizer, and the schedule."""
+        found = dict(self.model.state_dict())
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        found |= {f"{name}.grad": p.grad for p, name in names.items() if p.grad is not None}
+        for parameter, entry in self.adam.state.items():
+            found |= {f"{names[parameter]}.{name}": value for name, value in entry.items()}
+        whole = {}
+        for name, tensor in found.items():
+            with zinf_fx.gathered(tensor) as value:
+                value = value.full_tensor() if isinstance(value, DTensor) else value
+                octets = value.detach().contiguous().view(-1).view(torch.uint8)
+                whole[name] = str(value.dtype), octets.numpy().tobytes()
+        return whole | {"lr": ("", str(self.schedule.get_last_lr()).encode())}
+
+
+def took_up(rank: int, source: Path | None, target: Path, how: dict[str, Any]) -> tuple[Values, Values]:
+    """Load a checkpoint, if there is one, train, and save another. Returns the values after loading and saving."""
+    job = Job(**how, seed=rank + 5)
+    if source is not None:
+        job.load(source)
+    before = job.values()
+    job.train(2)
+    for (micro,) in tp.batches(1, 4, 1):
+        job.model(*micro[1]).backward()  # accumulated, and not consumed yet
+    job.save(target)
+    return before, job.values()
+
+
+def chain(tmp_path: Path, links: list[tuple[int, dict[str, Any]]]) -> None:
+    source, expected = None, None
+    for number, (size, how) in enumerate(links):
+        target = tmp_path / str(number)
+        for before, after in on_ranks(size, took_up, source, target, how):
+            if expected is not None:
+                assert before.keys() == expected.keys()
+                assert [name for name, one in before.items() if one != expected[name]] == []
+            found = after
+        source, expected = target, found
+
+
+TILED = {"placement": "infinity-nvme", "tile": "4KiB"}
+
+
+def test_two_three_one_and_two_ranks(tmp_path: Path):
+    parallel = {"placement": "infinity-cpu", "tensor_parallel": True}
+    chain(tmp_path, [(2, TILED), (3, {"placement": "zero-2"}), (1, {"placement": "host"}), (2, parallel), (1, TILED)])
+
+
+@pytest.mark.slow
+def test_all_placements(tmp_path: Path):
+    parallel = {"placement": "infinity-nvme", "tensor_parallel": True}
+    ends = [(4, {"placement": preset}) for preset in ("dp", "zero-1", "zero-3", "zero-offload")]
+    owners = {"placement": "infinity-cpu", "partition": "owner"}
+    chain(tmp_path, [(2, parallel), (4, parallel), *ends, (3, owners), (2, TILED), (1, {"placement": "nvme"})])
+
+
+def shares(rank: int, directory: Path) -> tuple[int, list[int]]:
+    model = zinf_fx.offload(nn.Linear(256, 256), placement="infinity-nvme")
+    zinf_fx.save_checkpoint(directory, model, zinf_fx.optim.AdamW(model.parameters()))
+    dist.barrier()
+    manifest = json.loads((directory / "manifest.json").read_text())
+    return manifest["ranks"], [file["nbytes"] for file in manifest["files"]]
+
+
+def test_each_rank_writes_its_share(tmp_path: Path):
+    for ranks, sizes in on_ranks(2, shares, tmp_path):
+        assert ranks == 2 and len(sizes) == 2 and max(sizes) < 1.2 * min(sizes)
+
+
+def of_each_rank(rank: int, directory: Path) -> dict[str, Any]:
+    """Plain values and tensors that differ between ranks, and random states."""
+    job, generator = Job("infinity-cpu"), torch.Generator().manual_seed(rank)
+    sampler = Sampler(torch.arange(5000) + rank)
+    torch.manual_seed(rank)
+    job.save(directory, sampler=sampler, generator=generator, number=rank, text="same")
+    expected = torch.rand(2), torch.rand(3, generator=generator)
+    sampler.order, generator = torch.zeros(1), torch.Generator()
+    found = job.load(directory, sampler=sampler, generator=generator)
+    drawn = torch.rand(2), torch.rand(3, generator=generator)
+    return found | {
+        "order": bool(torch.equal(sampler.order, torch.arange(5000) + rank)),
+        "drawn": all(map(torch.equal, drawn, expected)),
+    }
+
+
+class Sampler:
+    def __init__(self, order: torch.Tensor) -> None:
+        self.order = order
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.order}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order = state["order"]
+
+
+def test_what_differs_between_ranks_comes_back_to_each(tmp_path: Path):
+    found = on_ranks(2, of_each_rank, tmp_path)
+    assert found == [{"number": n, "text": "same", "order": True, "drawn": True} for n in range(2)]
+
+
+def refusal(rank: int, directory: Path) -> str:
+    job = Job("infinity-cpu")
+    try:
+        job.load(directory, sampler=Sampler(torch.zeros(1)))
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_of_another_number_of_ranks_nobody_knows_which_has_what(tmp_path: Path):
+    on_ranks(2, of_each_rank, tmp_path)
+    (text,) = on_ranks(1, refusal, tmp_path)
+    assert "'sampler' was another one on each of 2 ranks, and 1 are here" in text and "sampler=None" in text
+
+
+def under_no_sync(rank: int, directory: Path, load: bool) -> str | bool:
+    """Gradients of each rank alone."""
+    job = Job("infinity-nvme")
+    if load:
+        try:
+            job.load(directory)
+        except CheckpointError as error:
+            return str(error)
+    ((micro,),) = tp.batches(1, 4, 1)
+    with zinf_fx.no_sync():
+        job.model(*micro[rank]).backward()
+    job.save(directory)
+    expected = [p.grad.full_tensor() for p in job.model.parameters()]
+    job.adam.zero_grad()
+    job.load(directory)
+    same = all(map(torch.equal, [p.grad.full_tensor() for p in job.model.parameters()], expected))
+    job.model(*micro[rank]).backward()
+    return same and not any(p.grad.storage.share.unreduced for p in job.model.parameters())
+
+
+def test_gradients_that_each_rank_has_alone(tmp_path: Path):
+    assert on_ranks(2, under_no_sync, tmp_path, False) == [True, True]
+    (text,) = on_ranks(1, under_no_sync, tmp_path, True)
+    assert "accumulated on each of 2 ranks alone, under no_sync, and 1 are here" in text
+
+
+def failing(rank: int, directory: Path, how: str) -> tuple[str, list[str]]:
+    """One rank fails; both are told, and the checkpoint before stays."""
+    job = Job("infinity-cpu")
+    job.save(directory)
+    before = sorted(path.name for path in directory.iterdir())
+    extra: dict[str, Any] = {}
+    if rank == 1 and how == "value":
+        extra["value"] = object()
+    if rank == 1 and how == "torn":
+        job.adam.torn = "torn here"
+    try:
+        job.save(directory, **extra)
+    except Exception as error:
+        dist.barrier()
+        assert sorted(path.name for path in directory.iterdir()) == before
+        job.adam.torn = None
+        job.load(directory)
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(("how", "why"), [("value", "can't be saved without pickling"), ("torn", "torn here")])
+def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path, how: str, why: str):
+    first, second = on_ranks(2, failing, tmp_path, how)
+    assert first.startswith("CheckpointError: collecting what is to be saved failed on rank 1 of 2: ") and why in first
+    assert why in second and "on rank" not in second
+
+
+def with_another_name(rank: int, directory: Path) -> str:
+    Job("infinity-cpu").save(directory)
+    model = nn.Linear(3, 4)
+    zinf_fx.offload(model, placement="infinity-cpu")
+    try:
+        zinf_fx.load_checkpoint(directory, model, schedule=None)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_that_does_not_fit_is_refused_on_all_ranks(tmp_path: Path):
+    for text in on_ranks(2, with_another_name, tmp_path):
+        assert "'model/weight' is not in the checkpoint; 'model/bias' is not in the checkpoint" in text
+        assert "'model/tokens.weight' is in the checkpoint alone" in text
