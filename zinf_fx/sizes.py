@@ -12,6 +12,11 @@ byte offsets suit direct I/O for every dtype, and vectorised kernels cut a tenso
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
+def blocks(nbytes: int) -> int:
+    """So many bytes, in whole pages: what they take in the store."""
+    return -(-nbytes // PAGE) * PAGE
+
+
 def in_words(nbytes: int) -> str:
     """`1536` -> "1.5 KiB"."""
     power = _power_of(nbytes)

@@ -23,8 +23,7 @@ from zinf_fx.errors import ConfigError, StoredTensorError, ZinfError
 from zinf_fx.frontend.auto_placement import placed_by_rule
 from zinf_fx.frontend.graph_inputs import bytes_in_memory
 from zinf_fx.interrupts import held_back
-from zinf_fx.plan.memory.accounting import blocks
-from zinf_fx.plan.packs import in_packs, moves, pack_limit, starts_of
+from zinf_fx.plan.packs import in_packs, moves, nbytes_in_pack, pack_limit, starts_of
 from zinf_fx.plan.sharding import Owners, shards_of
 from zinf_fx.runtime.gradients.accumulate import add_gradient, reserve_gradients
 from zinf_fx.runtime.memory.device import device_of
@@ -220,10 +219,11 @@ def _all_reserved(
 ) -> list[StoredTensor]:
     """Of each parameter, what `_reserved` gives: those side by side that may move together."""
     homes: dict[str, tuple[Home, int]] = {}
-    together = _together(parameters, config)
+    ranks = Ranks.of(config)
+    together = _together(parameters, config, ranks.shards)
     for names in together:
         first = parameters[names[0]]
-        *starts, end = starts_of((parameters[name].numel() for name in names), first.dtype)
+        *starts, end = starts_of((_held_of(parameters[name], config, ranks) for name in names), first.dtype)
         home = Home(tiers, config.placement.parameters, end, first.dtype, device_of(first.device))
         homes |= {name: (home, start) for name, start in zip(names, starts, strict=True)}
     twins = {name: _reserved(one, tiers, config, owners, homes.get(name)) for name, one in parameters.items()}
@@ -232,17 +232,26 @@ def _all_reserved(
     return list(twins.values())
 
 
-def _together(parameters: Mapping[str, torch.nn.Parameter], config: Config) -> list[list[str]]:
-    """The names of those that are to live side by side: small ones of one kind, in the order in which they come."""
+def _together(parameters: Mapping[str, torch.nn.Parameter], config: Config, ranks: int) -> list[list[str]]:
+    """The names of those that are to live side by side: small ones of one kind, in the order in which they come.
+    `ranks`: over which a parameter is divided."""
     tier, limit = config.placement.parameters, pack_limit(config)
-    if limit is None or Ranks.of(config).size > 1:
+    if limit is None or config.partition == "owner":
         return []
-    kinds = (
-        (name, (one.dtype, one.device, one.requires_grad, one.grad is None), blocks(one.nbytes))
-        for name, one in parameters.items()
-        if moves(tier, one.device.type) and not isinstance(one, DTensor)
-    )
-    return in_packs(kinds, limit)
+    found = []
+    for name, one in parameters.items():
+        if moves(tier, one.device.type) and not isinstance(one, DTensor):
+            shards = shards_of(one.shape, one.dtype, ranks, config)
+            kind = (one.dtype, one.device, one.requires_grad, one.grad is None, len(shards.segments))
+            found.append((name, kind, nbytes_in_pack(one.numel(), one.dtype, shards.padded)))
+    return in_packs((one for one in found if one[1][-1] == 1), limit)
+
+
+def _held_of(parameter: torch.nn.Parameter, config: Config, ranks: Ranks) -> int:
+    """How many elements of a parameter that no rank owns this rank is to hold."""
+    if config.placement.stage < 3:
+        return parameter.numel()
+    return shards_of(parameter.shape, parameter.dtype, ranks.shards, config).held_by(ranks.shard)
 
 
 def _reserved(

@@ -46,9 +46,9 @@ class KeptStates:
     def _make_room(self, together: Sequence[tuple[StoredTensor, StateLayout]]) -> None:
         first, layout = together[0]
         storages = [parameter.storage for parameter, _ in together]
-        tier, dtype = first.storage.placement.optimizer, self.dtype(first)
+        dtype = self.dtype(first)
         names = {**({MASTER: dtype} if dtype != first.dtype else {}), **layout.tensors}
-        rows = {name: TensorStorage.side_by_side(storages, tier, kept_in) for name, kept_in in names.items()}
+        rows = {name: TensorStorage.states_side_by_side(storages, kept_in) for name, kept_in in names.items()}
         for number, (parameter, _) in enumerate(together):
             self._spaces[parameter] = {name: row[number] for name, row in rows.items()}
 

@@ -11,7 +11,7 @@ import torch
 
 from zinf_fx.config import Config, Tier
 from zinf_fx.plan.schedule import Member, Tile
-from zinf_fx.sizes import PAGE
+from zinf_fx.sizes import blocks
 
 # Of a pack, by default, and the part of a budget that it may be: one request of the engine moves so many.
 _LARGEST = 4 << 20
@@ -51,9 +51,28 @@ def moves(tier: Tier, device: str) -> bool:
     return tier == "nvme" or (tier == "host" and device != "cpu")
 
 
+def may_be_packed(tile: Tile, device: str, trained: bool) -> bool:
+    """Whether a parameter may move in a pack: its value does something to move, or what backward `trained` does.
+
+    Of many ranks, parameters of an owner, of several segments, without elements, and of a dtype of one byte, whose
+    shards are no whole blocks of the store, move by themselves.
+    """
+    if tile.ranks * tile.replicas == 1:
+        return moves(tile.tier, device)
+    if tile.owned or tile.segment or not tile.numel or tile.dtype.itemsize < 2:
+        return False
+    return moves(tile.tier, device) or tile.partitioned or trained
+
+
+def nbytes_in_pack(numel: int, dtype: torch.dtype, padded: int = 0) -> int:
+    """Bytes that a parameter is counted with towards the limit of a pack. `padded`: elements of all shards together,
+    where it is divided over ranks."""
+    return blocks(max(numel, padded) * dtype.itemsize)
+
+
 def spaced(count: int, dtype: torch.dtype) -> int:
     """Elements from the begin of a tensor of `count` to that of the one behind it: whole blocks of the store."""
-    return -(-count * dtype.itemsize // PAGE) * PAGE // dtype.itemsize
+    return blocks(count * dtype.itemsize) // dtype.itemsize
 
 
 def starts_of(counts: Iterable[int], dtype: torch.dtype) -> list[int]:
@@ -65,6 +84,6 @@ def pack_of(tiles: Sequence[Tile]) -> Tile:
     """The tile that the tiles of some parameters are together."""
     first, others = tiles[0], len(tiles) - 1
     *starts, end = starts_of((tile.numel for tile in tiles), first.dtype)
-    members = tuple(Member(tile.name, tile.shape, start) for tile, start in zip(tiles, starts, strict=True))
+    members = tuple(Member(tile.name, tile.shape, start, tile.shard) for tile, start in zip(tiles, starts, strict=True))
     name = f"{first.name} and {others} other{'s' if others > 1 else ''}"
-    return replace(first, name=name, shape=(end,), members=members)
+    return replace(first, name=name, shape=(end,), shard=sum(tile.shard for tile in tiles), members=members)

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from zinf_fx.config import Natural, Positive, Tier
+from zinf_fx.sizes import blocks
 
 GraphKind = Literal["forward", "backward", "inference"]
 EventKind = Literal[
@@ -22,11 +23,12 @@ HEAD = -1
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter in a pack: its qualified name, its shape, and its first element there."""
+    """A parameter in a pack: its qualified name, its shape, its first element there, and as of a tile, its `shard`."""
 
     name: str
     shape: tuple[Natural, ...]
     start: Natural
+    shard: Natural = 0
 
     @property
     def numel(self) -> int:
@@ -52,7 +54,14 @@ class Tile:
             parameter is not made of any.
         owned: whether one of the ranks has all of it, and the others nothing; `shard` is the average then.
         partitioned: whether each rank has no more than its shard of the parameter between uses.
-        members: the parameters of a pack, which lie in whole blocks of the store each; its shape is that of all.
+        members: the parameters of a pack, which lie in whole blocks of the store each; its shape is that of all. See
+            [Note: packs over ranks].
+
+    [Note: packs over ranks]
+    Each parameter of a pack is divided over the ranks by itself, as any other, and a rank's shard of the pack is its
+    shards of them in a row. So one collective gathers the pack, or reduces its gradients. What it gathers are the
+    shards of one rank after the other: a parameter of which the first rank has all elements lies in one piece there,
+    and the others are copied behind it.
     """
 
     index: Natural
@@ -93,18 +102,31 @@ class Tile:
 
     @property
     def shard_nbytes(self) -> int:
-        """Of one rank's shard, in bytes; of all with one rank."""
-        return self.shard * self.dtype.itemsize if self.ranks > 1 else self.nbytes
+        """Of one rank's shard, in bytes; with one rank, of all elements, without what lies between those of a pack."""
+        if self.ranks > 1:
+            return self.shard * self.dtype.itemsize
+        return sum(member.numel for member in self.members) * self.dtype.itemsize if self.members else self.nbytes
+
+    @property
+    def _shard_held_nbytes(self) -> int:
+        """What a rank's shard takes where it lives, in bytes: in a pack, each parameter's whole blocks."""
+        if self.ranks > 1 and self.members:
+            return sum(blocks(member.shard * self.dtype.itemsize) for member in self.members)
+        return self.shard_nbytes if self.ranks > 1 else self.nbytes
 
     @property
     def held_nbytes(self) -> int:
         """What a rank has of the parameter between uses, in bytes."""
-        return self.shard_nbytes if self.partitioned else self.nbytes
+        return self._shard_held_nbytes if self.partitioned else self.nbytes
 
     @property
     def gathered_nbytes(self) -> int:
-        """What a rank has of it while it is in use, in bytes: of a partitioned parameter, all shards with padding."""
-        return self.ranks * self.shard_nbytes if self.partitioned else self.nbytes
+        """What a rank has of it while it is in use, in bytes: of a partitioned parameter, all shards with padding, and
+        those of a pack's parameters that no rank has all of, copied (see [Note: packs over ranks])."""
+        if not self.partitioned:
+            return self.nbytes
+        copied = sum(member.shard for member in self.members if member.numel > member.shard)
+        return self.ranks * (self.shard + copied) * self.dtype.itemsize
 
     @property
     def needs_buffer(self) -> bool:
@@ -113,7 +135,7 @@ class Tile:
 
     def gradient_nbytes(self, stage: int) -> int:
         """What a rank keeps of the gradient, in bytes, at a stage of ZeRO."""
-        return self.shard_nbytes if stage >= 2 else self.nbytes
+        return self._shard_held_nbytes if stage >= 2 else self.nbytes
 
     def gradient_nbytes_at_once(self, stage: int) -> int:
         """What of the gradient leaves a rank at once, in bytes: an owner's, all of it."""
@@ -122,7 +144,8 @@ class Tile:
     def updated_elements(self, stage: int) -> list[int]:
         """Of how many elements of each parameter a rank has the optimizer's states, at a stage of ZeRO."""
         if self.members:
-            return [member.numel for member in self.members]
+            divided = stage >= 1 and self.ranks > 1
+            return [member.shard if divided else member.numel for member in self.members]
         return [(self.shard_nbytes if stage >= 1 else self.nbytes) // self.dtype.itemsize]
 
     @property

@@ -11,8 +11,7 @@ from zinf_fx import ops
 from zinf_fx.passes.ir.framework import GraphContext, Pass, gathers_in
 from zinf_fx.passes.ir.gradient_parts import gradient_outputs
 from zinf_fx.passes.ir.rewriting import emit, set_results
-from zinf_fx.plan.memory.accounting import blocks
-from zinf_fx.plan.packs import in_packs, moves, pack_of
+from zinf_fx.plan.packs import in_packs, may_be_packed, nbytes_in_pack, pack_of
 from zinf_fx.plan.schedule import Tile
 
 
@@ -21,7 +20,7 @@ class PackParameters(Pass):
     """Put small parameters of one kind together in packs of at most `limit` bytes, in the order of their first use.
 
     Of one kind are those with the same dtype, device and tier, of which the graph computes gradients for the same tier,
-    or none. What is alone stays as it is; so does what doesn't move, is divided over ranks, or is written to by the
+    or none. What is alone stays as it is; so does what doesn't move (see `may_be_packed`), or is written to by the
     graph. A pack is gathered as one tile, of which each parameter is a `member`, and its gradients leave together.
     """
 
@@ -44,9 +43,10 @@ class PackParameters(Pass):
         several = []
         for token, (gather, *_) in gathers.items():
             tile, device = context.tiles[token], gather.args[3]
-            if tile.ranks * tile.replicas == 1 and token not in context.written and moves(tile.tier, device.type):
-                kind = (tile.dtype, tile.tier, device, tile.gradient_tier, token in differentiated)
-                several.append((token, kind, blocks(tile.nbytes)))
+            trained = token in differentiated
+            if token not in context.written and may_be_packed(tile, device.type, trained):
+                kind = (tile.dtype, tile.tier, device, tile.gradient_tier, trained)
+                several.append((token, kind, nbytes_in_pack(tile.numel, tile.dtype, tile.ranks * tile.shard)))
         return in_packs(several, self.limit)
 
 

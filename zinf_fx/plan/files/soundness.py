@@ -89,15 +89,23 @@ def _check_tile(number: int, tile: Tile) -> None:
             raise PlanError(f"{where} has more bytes than any memory")
     if tile.ranks * tile.shard * tile.dtype.itemsize > LARGEST:
         raise PlanError(f"{where} has {tile.ranks} shards of {tile.shard} elements, more than any memory")
-    if tile.ranks > 1 and tile.ranks * tile.shard * tile.dtype.itemsize < nbytes:
+    if tile.ranks > 1 and not tile.members and tile.ranks * tile.shard * tile.dtype.itemsize < nbytes:
         raise PlanError(f"{where} has more elements than its {tile.ranks} shards of {tile.shard} together")
-    if tile.members:
-        *starts, total = starts_of((member.numel for member in tile.members), tile.dtype)
-        if [member.start for member in tile.members] != starts or tile.shape != (total,) or tile.ranks > 1 or tile.rows:
-            raise PlanError(f"{where} is no pack of the parameters that it has as members")
+    if tile.members and not _is_pack(tile):
+        raise PlanError(f"{where} is no pack of the parameters that it has as members")
     if tile.rows is not None:
         first, end = tile.rows
         if first >= end or not tile.shape or end - first != tile.shape[0]:
             raise PlanError(f"{where} has the rows {first} to {end}, and the shape {list(tile.shape)}")
         if end * (nbytes // max(tile.shape[0], 1)) > LARGEST:
             raise PlanError(f"{where} begins behind the end of any memory")
+
+
+def _is_pack(tile: Tile) -> bool:
+    """Whether a tile's members are what it consists of, and its shard their shards."""
+    *starts, total = starts_of((member.numel for member in tile.members), tile.dtype)
+    if [member.start for member in tile.members] != starts or tile.shape != (total,) or tile.rows or tile.owned:
+        return False
+    if tile.ranks > 1 and any(tile.ranks * member.shard < member.numel for member in tile.members):
+        return False
+    return sum(member.shard for member in tile.members) == tile.shard

@@ -18,7 +18,7 @@ from zinf_fx.adam import STATE_BYTES, has_master, state_bytes
 from zinf_fx.plan.intervals import merged, sums
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import HEAD, GraphSchedule, Tile
-from zinf_fx.sizes import PAGE
+from zinf_fx.sizes import PAGE, blocks
 
 # Chunks of an optimizer's step whose reads are under way while one is updated.
 CHUNKS_AHEAD = 1
@@ -215,8 +215,3 @@ def bytes_stored(tile: Tile) -> int:
 def in_blocks(tile: Tile, nbytes: int) -> int:
     """Bytes of the blocks that so many bytes of the tile, or of its gradient, lie in."""
     return blocks(tile.start * tile.dtype.itemsize % PAGE + nbytes)
-
-
-def blocks(nbytes: int) -> int:
-    """So many bytes, in whole blocks of the store."""
-    return -(-nbytes // PAGE) * PAGE

@@ -16,9 +16,10 @@ from typing import Literal
 
 from zinf_fx.plan.intervals import sums
 from zinf_fx.plan.journeys import At
-from zinf_fx.plan.memory.accounting import blocks, bytes_read, in_blocks
+from zinf_fx.plan.memory.accounting import bytes_read, in_blocks
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import EventKind, Tile
+from zinf_fx.sizes import blocks
 
 
 @dataclass(frozen=True)

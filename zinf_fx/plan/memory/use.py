@@ -14,11 +14,11 @@ from typing import Literal, NamedTuple
 from zinf_fx.adam import STATE_BYTES, has_master, state_bytes
 from zinf_fx.config import Config, Placement, Tier
 from zinf_fx.plan.intervals import sums
-from zinf_fx.plan.memory.accounting import AT_A_TIME, CHUNKS_IN_MEMORY, blocks, trained_in, whole_parameters
+from zinf_fx.plan.memory.accounting import AT_A_TIME, CHUNKS_IN_MEMORY, trained_in, whole_parameters
 from zinf_fx.plan.memory.lifetimes import Clock, host_buffers, profile
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import HEAD, GraphSchedule, Tile
-from zinf_fx.sizes import WINDOW_ALIGNMENT
+from zinf_fx.sizes import WINDOW_ALIGNMENT, blocks
 
 # Writes on their way to NVMe, whatever the model, as far as one tensor is not larger (ZeRO, section 6.2).
 _WRITE_BUFFER = 64 << 20

@@ -13,10 +13,11 @@ from zinf_fx.errors import RanksError, StoreError
 from zinf_fx.interrupts import finalizing, sealed
 from zinf_fx.plan.schedule import Tile
 from zinf_fx.plan.sharding import Segment
+from zinf_fx.runtime.execute.packs import PackedTile, ShardedPack
 from zinf_fx.runtime.memory.leases import Buffer, Ticket
 from zinf_fx.runtime.ranks import Collective
 from zinf_fx.runtime.recorder import RECORDER
-from zinf_fx.runtime.tensor.pack import Pack, Stored
+from zinf_fx.runtime.tensor.pack import Pack, Stored, key_of
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
 
@@ -164,75 +165,14 @@ class ShardedTile:
             self._buffer.release()
 
 
-class PackedTile:
-    """A pack of parameters in flight, as `StagedTile`: all that lives side by side comes in one transfer."""
-
-    def __init__(self, pack: Pack, planned: Tile, offset: int | None = None) -> None:
-        self.key = key_of(pack, planned)
-        self.holds = 0
-        self._planned, self._counters = planned, pack.tiers.counters
-        self._windows: list[Window | DeviceWindow] = []  # of each part
-        # Where the parts begin, in bytes, and the elements of the members in them; a part itself keeps its home alive.
-        self._starts = [part.start * planned.dtype.itemsize for part in pack.parts]
-        self._members = [part.members for part in pack.parts]
-        try:
-            for part, start in zip(pack.parts, self._starts, strict=True):
-                at = None if offset is None else offset + start
-                self._windows.append(part.bytes.device_window(offset=at).read_only())
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def version(self) -> int | None:
-        """Of where the parameters live, that which the tile has."""
-        versions = [window.version for window in self._windows]
-        return None if None in versions else sum(versions)
-
-    def upload(self, offset: int | None = None) -> None:
-        """Start to copy it to the device, to `offset` in the region that is planned there."""
-        for window, start in zip(self._windows, self._starts, strict=True):
-            window.upload(None if offset is None else offset + start)
-
-    def allgather(self, name: str) -> None:
-        """This rank has all of it."""
-
-    def follow(self, pack: Pack) -> None:
-        """From now on, take over what is written to the storages."""
-        for part, window in zip(pack.parts, self._windows, strict=True):
-            window.follow(part.bytes)
-
-    def wait(self) -> list[torch.Tensor]:
-        """The parameters; counts the time for which compute had to wait."""
-        started = time.perf_counter()
-        found: list[torch.Tensor | None] = [None] * len(self._planned.members)
-        for window, members in zip(self._windows, self._members, strict=True):
-            elements = window.wait()
-            for number, own in members.items():
-                found[number] = elements[own.start : own.stop].view(self._planned.members[number].shape)
-        self._counters.stall_seconds += RECORDER.waited(started)
-        self._counters.gathered_bytes += self._planned.nbytes
-        return found
-
-    def close(self) -> None:
-        """Give the buffers back."""
-        for window in self._windows:
-            window.close()
-
-
-FlyingTile = StagedTile | ShardedTile | PackedTile
+FlyingTile = StagedTile | ShardedTile | PackedTile | ShardedPack
 """A tile in flight."""
-
-
-def key_of(storage: Stored, planned: Tile) -> tuple[int, int, int]:
-    """What tells a tile from all others: the storage, the first element, and how many there are."""
-    return storage.key, planned.start, planned.numel
 
 
 def _kind_of(storage: Stored) -> type[FlyingTile]:
     """How tiles of this come."""
     if isinstance(storage, Pack):
-        return PackedTile
+        return ShardedPack if storage.partitioned else PackedTile
     return ShardedTile if storage.share.partitioned else StagedTile
 
 

@@ -20,7 +20,7 @@ from zinf_fx.runtime.gradients.plain import (
     noted,
     plain_copy,
 )
-from zinf_fx.runtime.gradients.reduction import Reduction, synchronises
+from zinf_fx.runtime.gradients.reduction import PackReduction, Reduced, ReducedMember, Reduction, synchronises
 from zinf_fx.runtime.tensor.arrival import implement_arrival
 from zinf_fx.runtime.tensor.gradient_state import GradientState
 from zinf_fx.runtime.tensor.local_parameter import stored_parameter
@@ -47,7 +47,7 @@ def reserve_gradients(parameters: Sequence[StoredTensor]) -> None:
     first = parameters[0]
     if not first.requires_grad or first.grad is not None or storages[0].placement.gradients != "nvme":
         return
-    spaces = TensorStorage.side_by_side(storages, "nvme") if len(storages) > 1 else [storages[0].for_gradient()]
+    spaces = TensorStorage.gradients_side_by_side(storages) if len(storages) > 1 else [storages[0].for_gradient()]
     for storage, space in zip(storages, spaces, strict=True):
         storage.gradient.space = space
 
@@ -102,21 +102,48 @@ def reduction_of_part(
     parameter: StoredTensor, start: int, gradient: torch.Tensor, name: str, before: StoredTensor | None
 ) -> torch.Tensor | Reduction:
     """As `reduction_of`, for the elements from `start` on. `before`: a gradient to which it is to be added."""
+    if not _is_reduced_now(parameter):
+        return gradient
+    return Reduction(parameter.storage, _with(before, gradient, start), name, start)
+
+
+def reduction_of_pack(
+    parameters: Sequence[StoredTensor | None], gradients: Sequence[torch.Tensor], name: str
+) -> tuple[list[torch.Tensor | ReducedMember], PackReduction | None]:
+    """As `reduction_of`, for the parameters of a pack, in one collective; and that, if there is something to reduce.
+    None in the place of a parameter: nobody is to get its gradient."""
+    taken = [None if parameter is None else take_unreduced(parameter) for parameter in parameters]
+    found: list[torch.Tensor | ReducedMember] = list(gradients)
+    now = [number for number, one in enumerate(parameters) if one is not None and _is_reduced_now(one)]
+    if not now:
+        return found, None
+    sums = [_with(taken[number], gradients[number], 0) for number in now]
+    reduction = PackReduction([parameters[number].storage for number in now], sums, name)
+    for number, member in zip(now, reduction.members, strict=True):
+        found[number] = member
+    return found, reduction
+
+
+def _is_reduced_now(parameter: StoredTensor) -> bool:
+    """Whether a gradient that arrives now is reduced over the ranks at once."""
     share = parameter.storage.share
     adds_to_reduced = parameter.grad is not None and _unreduced(parameter) is None
-    if share.ranks.size == 1 or not (synchronises(share) or adds_to_reduced):
+    return share.ranks.size > 1 and (synchronises(share) or adds_to_reduced)
+
+
+def _with(before: StoredTensor | None, gradient: torch.Tensor, start: int) -> torch.Tensor:
+    """The sum of a gradient, which is of the elements from `start` on, and what was accumulated before it."""
+    if before is None:
         return gradient
-    if before is not None:
-        window = before.storage.settled().device_window(start, gradient.numel()).read_only()
-        try:
-            gradient = gradient + window.wait().view(gradient.shape)
-        finally:
-            window.close()
-    return Reduction(parameter.storage, gradient, name, start)
+    window = before.storage.settled().device_window(start, gradient.numel()).read_only()
+    try:
+        return gradient + window.wait().view(gradient.shape)
+    finally:
+        window.close()
 
 
 @torch.no_grad()
-def accumulate_gradient(parameter: StoredTensor, gradient: torch.Tensor | Reduction, offset: int | None = None) -> None:
+def accumulate_gradient(parameter: StoredTensor, gradient: torch.Tensor | Reduced, offset: int | None = None) -> None:
     """Add `gradient` to the parameter's `grad`, as autograd would, on the tier of gradients. `offset`: where in the
     host arena's region it passes through, on its way to NVMe.
 
@@ -129,7 +156,7 @@ def accumulate_gradient(parameter: StoredTensor, gradient: torch.Tensor | Reduct
         with noted(parameter.storage, gradient.nbytes):
             parameter.grad = plain_copy(parameter, parameter.storage, gradient)
         return
-    reduced = isinstance(gradient, Reduction)
+    reduced = isinstance(gradient, Reduced)
     value = gradient.wait() if reduced else gradient
     stored = _new_stored(parameter, value.dtype, reduced=reduced)
     storage = stored.storage
@@ -144,13 +171,17 @@ def accumulate_gradient(parameter: StoredTensor, gradient: torch.Tensor | Reduct
 
 @torch.no_grad()
 def accumulate_side_by_side(
-    parameters: Sequence[StoredTensor], gradients: Sequence[torch.Tensor], offset: int | None
+    parameters: Sequence[StoredTensor], gradients: Sequence[torch.Tensor | ReducedMember], offset: int | None
 ) -> bool:
-    """As `accumulate_gradient`, for the parameters of a pack on one rank, in one transfer. Returns whether that can be:
-    the gradients that are there, or that are to be made, live side by side."""
+    """As `accumulate_gradient`, for the parameters of a pack, in one transfer. Returns whether that can be: the
+    gradients that are there, or that are to be made, live side by side, and this rank gets all that it has of them."""
     pairs = sorted(zip(parameters, gradients, strict=True), key=lambda pair: pair[0].storage.key)
     parameters, gradients = zip(*pairs, strict=True)
-    first, dtype = parameters[0].storage, gradients[0].dtype
+    first = parameters[0].storage
+    if not all(_is_all_held(parameter, gradient) for parameter, gradient in pairs):
+        return False
+    gradients = [one.wait() if isinstance(one, ReducedMember) else one for one in gradients]
+    dtype = gradients[0].dtype
     new = all(parameter.grad is None for parameter in parameters)
     if new:
         spaces = [_free_space(parameter.storage, dtype) for parameter in parameters]
@@ -161,9 +192,7 @@ def accumulate_side_by_side(
     if None in spaces:
         if not new or first.placement.gradients == "nvme":
             return False
-        spaces = TensorStorage.side_by_side(
-            [parameter.storage for parameter in parameters], first.placement.gradients, dtype
-        )
+        spaces = TensorStorage.gradients_side_by_side([parameter.storage for parameter in parameters], dtype)
     held = [space.bytes if new else space.settled() for space in spaces]
     starts = starts_of((gradient.numel() for gradient in gradients), held[0].dtype)
     if not all(one.follows(held[0], start) for one, start in zip(held, starts, strict=False)):
@@ -183,6 +212,13 @@ def accumulate_side_by_side(
     for parameter, space in zip(parameters, spaces if new else (), strict=new):
         parameter.grad = StoredTensor.of(space, parameter.shape, parameter.device)
     return True
+
+
+def _is_all_held(parameter: StoredTensor, gradient: torch.Tensor | ReducedMember) -> bool:
+    """Whether a gradient that leaves is all that this rank has of it."""
+    if isinstance(gradient, ReducedMember):
+        return gradient.whole or parameter.storage.placement.stage >= 2
+    return parameter.storage.share.ranks.size == 1
 
 
 def add_gradient(parameter: StoredTensor, gradient: torch.Tensor) -> None:
@@ -231,12 +267,12 @@ def _add_elements(storage: TensorStorage, start: int, values: torch.Tensor, firs
 
 @torch.no_grad()
 def accumulate_gradient_part(
-    parameter: StoredTensor, start: int, gradient: torch.Tensor | Reduction, *, first: bool, offset: int | None = None
+    parameter: StoredTensor, start: int, gradient: torch.Tensor | Reduced, *, first: bool, offset: int | None = None
 ) -> None:
     """Add `gradient` to the elements of the parameter's `grad` from `start` on, or if `first`, write them; `offset` as
     for `accumulate_gradient`."""
     grad = parameter.grad
-    if isinstance(gradient, Reduction):
+    if isinstance(gradient, Reduced):
         value = gradient.wait()
         if not gradient.whole:
             _add_share(_storage_of_shares(parameter), gradient.segments, value, first, offset)

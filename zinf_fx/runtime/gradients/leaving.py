@@ -17,12 +17,13 @@ from zinf_fx.runtime.gradients.accumulate import (
     accumulate_side_by_side,
     new_gradient,
     reduction_of,
+    reduction_of_pack,
     reduction_of_part,
     take_unreduced,
 )
 from zinf_fx.runtime.gradients.leaf import accumulates, leaves_of_node
 from zinf_fx.runtime.gradients.plain import leave_copy, noted
-from zinf_fx.runtime.gradients.reduction import Reduction
+from zinf_fx.runtime.gradients.reduction import PackReduction, ReducedMember, Reduction
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.recorder import GRADIENT, RECORDER
 from zinf_fx.runtime.tensor.gradient_state import GradientConsumer
@@ -47,7 +48,7 @@ class LeavingGradients:
         """`storages`: of each tile. `last_uses`: of each parameter's tile, how many releases and offloads of it the
         graph has, if anybody is to know when they are over; `gradients`: how many offloads alone."""
         self._plan, self._tiles, self._storages, self._last_uses = plan, tiles, storages, last_uses
-        self._reducing: Reduction | None = None  # the gradient that began last
+        self._reducing: Reduction | PackReduction | None = None  # the gradient that began last
         self._begun: dict[int, _PartialGradient] = {}
         self._unreduced: dict[int, _PartialGradient] = {}
         self._leaves = leaves_of_node()  # the parameters that gradients go to
@@ -58,17 +59,23 @@ class LeavingGradients:
             self._uses_left[storages[tile].key] += uses
             self._gradients_left[storages[tile].key] += gradients[tile]
 
-    def reduce_scatter(self, tile: int, gradient: torch.Tensor) -> torch.Tensor | Reduction:
-        """Start to average a gradient over the ranks. One rank's is the average."""
+    def reduce_scatter(
+        self, tile: int, gradient: torch.Tensor | list[torch.Tensor]
+    ) -> torch.Tensor | Reduction | list[torch.Tensor | ReducedMember]:
+        """Start to average a gradient, or those of a pack, over the ranks. One rank's is the average."""
         storage, planned = self._storages[tile], self._tiles[tile]
-        if planned.members or storage.share.ranks.size == 1:
+        if storage.ranks.size == 1:
             return gradient
-        parameter = self._accumulating(storage)
-        if parameter is None:
+        parameters = [self._accumulating(member) for member in storage.members]
+        if not any(parameter is not None for parameter in parameters):
             return gradient
         if self._reducing is not None:
             self._reducing.advance()  # by now, its group has summed it while operators computed
         with RECORDER.about(planned.label, GRADIENT):
+            if planned.members:
+                found, self._reducing = reduction_of_pack(parameters, gradient, planned.label)
+                return found
+            (parameter,) = parameters
             if planned.rows is None:
                 found = reduction_of(parameter, gradient, planned.label)
             else:
@@ -77,7 +84,10 @@ class LeavingGradients:
         return found
 
     def offload(
-        self, tile: int, shard: torch.Tensor | Reduction | list[torch.Tensor], offset: int | None = None
+        self,
+        tile: int,
+        shard: torch.Tensor | Reduction | list[torch.Tensor | ReducedMember],
+        offset: int | None = None,
     ) -> None:
         """Move a gradient, or those of a pack, to its tier and add it to the parameter's `.grad`, as autograd would."""
         storage, planned = self._storages[tile], self._tiles[tile]
@@ -169,7 +179,9 @@ class LeavingGradients:
         else:
             self._offload_part(storage.key, parameter, self._tiles[tile], shard, offset)
 
-    def _accumulate_pack(self, pack: Pack, tile: int, gradients: list[torch.Tensor], offset: int | None) -> None:
+    def _accumulate_pack(
+        self, pack: Pack, tile: int, gradients: list[torch.Tensor | ReducedMember], offset: int | None
+    ) -> None:
         found = [
             (parameter, gradient)
             for storage, gradient, member in zip(pack.members, gradients, self._tiles[tile].members, strict=True)
@@ -189,7 +201,11 @@ class LeavingGradients:
             storage.tiers.limit_writes(max(self._plan.gradient_buffer - nbytes, 0))
 
     def _keep_for_consumer(
-        self, storage: TensorStorage, parameter: StoredTensor, shard: torch.Tensor | Reduction, left: int
+        self,
+        storage: TensorStorage,
+        parameter: StoredTensor,
+        shard: torch.Tensor | Reduction | ReducedMember,
+        left: int,
     ) -> bool:
         """Keep a gradient in memory that needs no place on its tier: whole, it is consumed when this graph has used the
         tile. `left`: gradients of the tile that are to come, with this one. Returns whether it is such."""

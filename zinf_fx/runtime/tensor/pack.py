@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
+from zinf_fx.errors import RanksError
 from zinf_fx.plan.packs import spaced
 from zinf_fx.plan.schedule import Tile
+from zinf_fx.runtime.recorder import RECORDER, REFRESH
+from zinf_fx.runtime.tensor.share import PackRefresh, Refresh
 from zinf_fx.runtime.tensor.storage import TensorStorage, new_key
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes, side_by_side
 
 
 class Part(NamedTuple):
-    """Members of a pack that live side by side: the bytes of all, where they begin among those of the pack, and by
-    number, which elements of this part each member is."""
+    """Members of a pack, or a rank's shards of them, that live side by side: the bytes of all, where they begin among
+    those of the pack, and by number, which elements of this part each member is."""
 
     bytes: StoredBytes
     start: int
     members: dict[int, range]
+
+    def slots(self, starts: Sequence[int]) -> list[tuple[range, int]]:
+        """Elements of this part, and where they belong in memory in which the members begin at `starts`: as few
+        ranges as possible."""
+        found: list[tuple[range, int]] = []
+        for number, own in self.members.items():
+            if found and found[-1][0].stop == own.start and found[-1][1] + len(found[-1][0]) == starts[number]:
+                found[-1] = range(found[-1][0].start, own.stop), found[-1][1]
+            else:
+                found.append((own, starts[number]))
+        return found
 
 
 class Pack:
@@ -28,14 +43,21 @@ class Pack:
 
     Attributes:
         key: that no storage and no other pack has.
-        tiers, device: those of the first.
+        tiers, device, ranks: those of the first.
+        partitioned: whether each rank has its shard of the members alone.
     """
 
     in_place = False
 
     def __init__(self, storages: Sequence[TensorStorage], planned: Tile) -> None:
+        """Raises: RanksError for parameters that different ranks train."""
+        if len({storage.share.ranks for storage in storages}) > 1:
+            raise RanksError(
+                f"{planned.label} move together, and different process groups train them: offload them with pack=None"
+            )
         self.key = new_key()
         self.tiers, self.device = storages[0].tiers, storages[0].device
+        self.ranks, self.partitioned = storages[0].share.ranks, storages[0].share.partitioned
         self._every_tiers = {storage.tiers for storage in storages}
         self._storages = [weakref.ref(storage) for storage in storages]
         self.parts = list(_parts([storage.bytes for storage in storages], planned))
@@ -74,6 +96,28 @@ class Pack:
             if tiers.background is not None:
                 for storage in self.members:
                     tiers.background.settle(storage.key)
+        for storage in self.members if self.ranks.shards > 1 else ():
+            storage.share.settle()
+
+    def begin_refresh(self, name: str) -> list[Refresh | PackRefresh]:
+        """As that of a storage, for all members in one collective. `name`: for errors."""
+        if self.ranks.shards == 1 or self.partitioned:
+            return []
+        members = self.members
+        stale = [storage for storage in members if storage.share.stale]
+        if stale:
+            for storage in stale:
+                storage.share.stale = False
+            with RECORDER.about(kinds=REFRESH):
+                refresh = PackRefresh([(storage.share, storage.bytes.in_memory) for storage in stale], name)
+            for storage in stale:
+                storage.share.refreshing = refresh
+        return list(dict.fromkeys(one.share.refreshing for one in members if one.share.refreshing is not None))
+
+
+def shard_starts(planned: Tile) -> list[int]:
+    """Where the members' shards begin in a rank's shard of a pack."""
+    return list(accumulate((member.shard for member in planned.members), initial=0))
 
 
 def _parts(held: Sequence[StoredBytes], planned: Tile) -> Iterator[Part]:
@@ -88,10 +132,9 @@ def _parts(held: Sequence[StoredBytes], planned: Tile) -> Iterator[Part]:
             yield Part(side_by_side([held[one] for one in together]), start, members)
             together, members, start, count = [], {}, start + count, 0
         if number is not None:
-            numel = planned.members[number].numel
             together.append(number)
-            members[number] = range(count, count + numel)
-            count += spaced(numel, planned.dtype)
+            members[number] = range(count, count + held[number].count)
+            count += spaced(held[number].count, planned.dtype)
 
 
 _PACKS: weakref.WeakKeyDictionary[TensorStorage, list[Pack]] = weakref.WeakKeyDictionary()
@@ -99,3 +142,8 @@ _PACKS: weakref.WeakKeyDictionary[TensorStorage, list[Pack]] = weakref.WeakKeyDi
 
 Stored = TensorStorage | Pack
 """What a tile is of: one parameter or activation, or several parameters."""
+
+
+def key_of(storage: Stored, planned: Tile) -> tuple[int, int, int]:
+    """What tells a tile from all others: the storage, the first element, and how many there are."""
+    return storage.key, planned.start, planned.numel

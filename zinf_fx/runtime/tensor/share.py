@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -41,7 +43,7 @@ class Share:
         self.partitioned = partitioned and ranks.shards > 1
         self.held = self.shards.held_by(ranks.shard) if self.partitioned else numel
         self.stale = False
-        self.refreshing: Refresh | None = None
+        self.refreshing: Refresh | PackRefresh | None = None
         self.agreed = True
         self.unreduced = False
         self.part_of: tuple[dist.ProcessGroup, ...] = ()
@@ -118,6 +120,39 @@ class Refresh:
         while self._copies:
             target, full = self._copies.pop()
             target.copy_(full[: target.numel()])
+
+
+class PackRefresh:
+    """As `Refresh`, for several tensors of one segment each, in one collective."""
+
+    def __init__(self, several: Sequence[tuple[Share, torch.Tensor]], name: str) -> None:
+        """Start to gather the elements of each, by its share. `name`: for errors."""
+        shares = [share for share, _ in several]
+        ranks, rank = shares[0].ranks, shares[0].ranks.shard
+        *starts, end = accumulate((share.shards.size for share in shares), initial=0)
+        self._full: torch.Tensor | None = several[0][1].new_empty(ranks.shards, end)
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for (share, elements), start in zip(several, starts, strict=True):
+            (own,) = share.own
+            self._full[rank, start : start + len(own)].copy_(elements[own.start : own.stop])
+            self._copies += by_ranks(elements, self._full[:, start : start + share.shards.size])
+        self._collective = ranks.all_gather(self._full.view(-1), self._full[rank], name)
+
+    def wait(self) -> None:
+        """Return when every share is there."""
+        self._collective.wait()
+        while self._copies:
+            target, gathered = self._copies.pop()
+            target.copy_(gathered)
+        self._full = None
+
+
+def by_ranks(elements: torch.Tensor, shards: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Parts of a tensor's elements, flat, and the same parts of its shards `[ranks, shard]`, without padding."""
+    full, rest = divmod(elements.numel(), shards.shape[1])
+    whole = full * shards.shape[1]
+    found = [(elements[:whole].view(full, -1), shards[:full])] if full else []
+    return [*found, (elements[whole:], shards[full, :rest])] if rest else found
 
 
 def _padded(elements: torch.Tensor, size: int) -> torch.Tensor:

@@ -144,6 +144,11 @@ class TensorStorage:
         return (self,)
 
     @property
+    def ranks(self) -> Ranks:
+        """Those that train the model, this one among them."""
+        return self.share.ranks
+
+    @property
     def version(self) -> int:
         """How often anything was written where it lives."""
         return self.bytes.home.version
@@ -202,19 +207,18 @@ class TensorStorage:
         return self.like(self.placement.optimizer, dtype, self.placement.stage >= 1)
 
     @staticmethod
-    def side_by_side(
-        several: Sequence[TensorStorage], tier: Tier, dtype: torch.dtype | None = None
+    def gradients_side_by_side(
+        several: Sequence[TensorStorage], dtype: torch.dtype | None = None
     ) -> list[TensorStorage]:
-        """New, uninitialised storages for tensors with as many elements as these, of one model on one rank, in one home
-        on `tier`."""
-        first = several[0]
-        dtype = dtype or first.dtype
-        *starts, end = starts_of((one.numel for one in several), dtype)
-        home = Home(first.usable_tiers(), tier, end, dtype, first.device)
-        return [
-            TensorStorage(home.tiers, tier, one.config, one.numel, dtype, home.device, at=(home, start))
-            for one, start in zip(several, starts, strict=True)
-        ]
+        """As `for_gradient`, of parameters of one model, in one home."""
+        placement = several[0].placement
+        return _side_by_side(several, placement.gradients, dtype, placement.stage >= 2)
+
+    @staticmethod
+    def states_side_by_side(several: Sequence[TensorStorage], dtype: torch.dtype | None = None) -> list[TensorStorage]:
+        """As `for_state`, of parameters of one model, in one home."""
+        placement = several[0].placement
+        return _side_by_side(several, placement.optimizer, dtype, placement.stage >= 1)
 
     def like(self, tier: Tier, dtype: torch.dtype | None = None, partitioned: bool = False) -> TensorStorage:
         """New, uninitialised storage for a tensor of as many elements."""
@@ -328,6 +332,23 @@ class TensorStorage:
     def size(self) -> int:
         """The number of elements, as of any typed storage."""
         return self.numel
+
+
+def _side_by_side(
+    several: Sequence[TensorStorage], tier: Tier, dtype: torch.dtype | None, partitioned: bool
+) -> list[TensorStorage]:
+    """New, uninitialised storages for tensors with as many elements as these, in one home on `tier`."""
+    first, dtype = several[0], dtype or several[0].dtype
+    shares = [Share(one.numel, one.share.ranks, partitioned, one.share.shards) for one in several]
+    *starts, end = starts_of((share.held for share in shares), dtype)
+    home = Home(first.usable_tiers(), tier, end, dtype, first.device)
+    found = []
+    for one, share, start in zip(several, shares, starts, strict=True):
+        how = (one.config, one.numel, dtype, home.device, share.ranks, partitioned, share.shards)
+        storage = TensorStorage(home.tiers, tier, *how, at=(home, start))
+        storage.share.part_of = one.share.part_of
+        found.append(storage)
+    return found
 
 
 class AbstractStorage(TensorStorage):
