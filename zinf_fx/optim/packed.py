@@ -12,7 +12,7 @@ from zinf_fx.optim.chunks import charged
 from zinf_fx.optim.elements import moved
 from zinf_fx.optim.opened import OpenWindows, begin_update, end_update, take_over_written
 from zinf_fx.optim.recipe import Recipe, Update
-from zinf_fx.optim.states import MASTER, State
+from zinf_fx.optim.states import MASTER, ParameterStates, State
 from zinf_fx.plan.memory.accounting import AT_A_TIME
 from zinf_fx.plan.packs import starts_of
 from zinf_fx.runtime.memory.device import CPU, Device
@@ -29,7 +29,7 @@ class PackedStates:
     def __init__(self, updates: Sequence[Update]) -> None:
         self.updates = updates
         self.parameter = updates[0][1].parameter  # the first
-        self.count = sum(charged(states.parameter.numel()) for _, states in updates)
+        self.count = sum(charged(_count(states)) for _, states in updates)
         self.updated = (range(self.count),)
         self.scratch_rows = max(states.scratch_rows for _, states in updates)
 
@@ -40,7 +40,7 @@ def packed(updates: Sequence[Update], elements: int) -> Iterator[list[Update]]:
     together: list[Update] = []
     room = elements
     for update in updates:
-        count = charged(update[1].parameter.numel())
+        count = charged(_count(update[1]))
         if together and (count > room or not _joins(together[-1], update)):
             yield together
             together, room = [], elements
@@ -51,28 +51,38 @@ def packed(updates: Sequence[Update], elements: int) -> Iterator[list[Update]]:
 
 
 def _joins(one: Update, other: Update) -> bool:
-    """Whether the second parameter's tensors live behind the first one's, and the same is done with both: at once."""
+    """Whether the second parameter's tensors live behind the first one's, and the same is done with both: at once.
+    Tensors that live so are of one segment."""
     recipe, next_recipe = one[0], other[0]
     if recipe.whole or not (recipe is next_recipe or recipe.is_like(next_recipe)):
         return False
-    at_once = all(states.parameter.numel() <= AT_A_TIME for _, states in (one, other))
+    at_once = all(_count(states) <= AT_A_TIME for _, states in (one, other))
     return at_once and other[1].follow(one[1])
+
+
+def _count(states: ParameterStates) -> int:
+    """How many elements of a parameter this rank updates."""
+    return sum(len(part) for part in states.updated)
 
 
 class _Row:
     """One tensor of each parameter, in one window."""
 
-    def __init__(self, tensors: Sequence[StoredTensor], place: Device, load: bool) -> None:
+    def __init__(self, tensors: Sequence[StoredTensor], updated: Sequence[range], place: Device, load: bool) -> None:
+        """`updated`: which elements of each."""
         held = side_by_side([tensor.storage.bytes for tensor in tensors])
         self.window: Window | DeviceWindow = (held.window if place.in_host_memory else held.device_window)(load=load)
-        self._counts = [tensor.numel() for tensor in tensors]
-        self._dtype = held.dtype
+        shares = [tensor.storage.share for tensor in tensors]
+        starts = starts_of((share.held for share in shares), held.dtype)
+        self._elements: list[slice] = []
+        for share, start, elements in zip(shares, starts, updated, strict=False):
+            first = start + share.position(elements.start)
+            self._elements.append(slice(first, first + len(elements)))
 
     def elements(self) -> list[torch.Tensor]:
-        """The elements of each, 1-D, once they are there."""
+        """The elements of each that are updated, 1-D, once they are there."""
         memory = self.window.wait()
-        starts = starts_of(self._counts, self._dtype)
-        return [memory[start : start + count] for start, count in zip(starts, self._counts, strict=False)]
+        return [memory[elements] for elements in self._elements]
 
 
 class OpenPack(OpenWindows):
@@ -84,6 +94,7 @@ class OpenPack(OpenWindows):
         recipe, first = self.updates[0]
         members = [one for _, one in self.updates]
         self._place, present = recipe.place, recipe.present
+        self._updated = [part for one in members for part in one.updated]  # one of each: see `_joins`
         super().__init__()
         try:
             gradients = [one.gradient for one in members]
@@ -109,7 +120,8 @@ class OpenPack(OpenWindows):
     @property
     def states_nbytes(self) -> int:
         """Bytes of the states that the update changes."""
-        return sum(tensor.nbytes for _, states in self.updates for tensor in states.tensors.values())
+        several = zip(self.updates, self._updated, strict=True)
+        return sum(len(part) * t.dtype.itemsize for (_, states), part in several for t in states.tensors.values())
 
     def wait(self) -> None:
         """After the reads, take over what others wrote to the parameters: see `OpenPart.wait`."""
@@ -134,7 +146,8 @@ class OpenPack(OpenWindows):
             gradients = self._gradient.elements()
         else:
             place = self._place.torch_device
-            gradients = [one.gradient.detach().reshape(-1).to(place) for _, one in self.updates]
+            flat = [one.gradient.detach().reshape(-1).to(place) for _, one in self.updates]
+            gradients = [one[part.start : part.stop] for one, part in zip(flat, self._updated, strict=True)]
         for numbers in self._together(AT_A_TIME if self._place is CPU else None):
             recipe = self.updates[numbers[0]][0]
             inner = borrowed(recipe.group, self._place)
@@ -167,7 +180,7 @@ class OpenPack(OpenWindows):
             numbers: list[int] = []
             room = elements
             for number in several:
-                count = charged(self.updates[number][1].parameter.numel())
+                count = charged(len(self._updated[number]))
                 if numbers and room is not None and count > room:
                     yield numbers
                     numbers, room = [], elements
@@ -183,6 +196,6 @@ class OpenPack(OpenWindows):
                 window.store()
 
     def _open(self, tensors: Sequence[StoredTensor], load: bool) -> _Row:
-        row = _Row(tensors, self._place, load)
+        row = _Row(tensors, self._updated, self._place, load)
         self._keep(row.window)
         return row

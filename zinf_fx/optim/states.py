@@ -152,11 +152,10 @@ class ParameterStates:
             tensor.storage.bytes.flush()
 
     def follow(self, other: ParameterStates) -> bool:
-        """Whether all that is updated lives behind that of `other`, on one rank."""
+        """Whether all that is updated lives behind that of `other`."""
         if self._behind is None or self._behind[0] is not other or self._behind[1] != self.parameter.storage.key:
             joined = (
-                not (self.in_shares or other.in_shares)
-                and self.tensors.keys() == other.tensors.keys()
+                self.tensors.keys() == other.tensors.keys()
                 and follows(self.parameter, other.parameter)
                 and all(follows(tensor, other.tensors[name]) for name, tensor in self.tensors.items())
             )
@@ -336,7 +335,7 @@ class ParameterStates:
 
 def follows(one: StoredTensor, other: StoredTensor) -> bool:
     """Whether the first tensor lives right behind the second."""
-    distance = spaced(other.numel(), other.dtype)
+    distance = spaced(other.storage.share.held, other.dtype)
     return not (one.views or other.views) and one.storage.bytes.follows(other.storage.bytes, distance)
 
 
