@@ -127,9 +127,10 @@ def decided(rank: int) -> list[str]:
         return mock.patch("zinf_fx.frontend.auto_placement.physical_memory", lambda: nbytes)
 
     with memory(6_000_000):  # a rank's states take 5,263,360 bytes
-        model = zinf_fx.offload(wide(), chunk="64KiB")
+        options = {"chunk": "64KiB", "pack": None}  # what else would be there at a time
+        model = zinf_fx.offload(wide(), **options)
         compiled = wide()
-        torch.compile(compiled, backend="zinf", options={"chunk": "64KiB"})(x)
+        torch.compile(compiled, backend="zinf", options=options)(x)
     placements = [str(next(one.parameters()).storage.placement) for one in (model, compiled)]
     with memory(64):
         error = first_error(lambda: torch.compile(wide(), backend="zinf")(x))

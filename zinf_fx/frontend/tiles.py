@@ -23,10 +23,12 @@ def placed(config: Config, placement: Placement | None) -> Config:
 
 def tiles_of(
     graph: fx.Graph, inputs: Sequence[GraphInput], groups: Groups, placement: Placement | None
-) -> dict[str, Tile]:
-    """The tiles of a graph by the name of their token's placeholder. `placement`: in the place of their own."""
+) -> tuple[dict[str, Tile], tuple[str, ...]]:
+    """The tiles of a graph by the name of their token's placeholder; and these names in the order in which the
+    parameters were made. `placement`: in the place of their own."""
     gathered = {node.args[0].name for node in nodes_calling(graph, ops.gather, ops.write)}
     tiles: dict[str, Tile] = {}
+    keys: dict[str, int] = {}
     ranks = groups.shards
     for token in graph.find_nodes(op="placeholder"):
         if token.name not in gathered:
@@ -38,6 +40,7 @@ def tiles_of(
         if not isinstance(tensor, StoredTensor):
             raise PlanError(f"'{token}' is gathered, but input {origin} of the captured graph is {tensor!r}")
         base = tensor.base
+        keys[token.name] = tensor.storage.key
         # Hooks on a gradient are autograd's to run: such a gradient stays an output.
         moves = tensor.is_leaf and tensor.requires_grad and not tensor.views and not tensor.has_gradient_hooks
         config = placed(base.config, placement)
@@ -57,7 +60,7 @@ def tiles_of(
             segment=shards.segment if shards and len(shards.segments) > 1 else 0,
             owned=ranks > 1 and owner is not None,
         )
-    return tiles
+    return tiles, tuple(sorted(keys, key=keys.__getitem__))
 
 
 def gradient_positions(joint: fx.Graph, tiles: dict[str, Tile], num_fwd_outputs: int) -> dict[int, str]:

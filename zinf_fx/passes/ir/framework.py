@@ -60,6 +60,7 @@ class GraphContext:
         config: the options in force.
         tiles: each parameter as one tile, by the name of the placeholder that carries its token; and each pack, and
             each activation that leaves, by the name of the node that is its token.
+        made: the tokens of parameters in the order in which these were made: so small ones lie side by side.
         gradients: joint and backward: by position among the outputs of backward, the token of the parameter whose
             gradient it is.
         backward_outputs: joint only: how many of its last outputs are those of backward.
@@ -81,6 +82,7 @@ class GraphContext:
     kind: Literal["joint", "forward", "backward", "inference"]
     config: Config
     tiles: Mapping[str, Tile]
+    made: tuple[str, ...] = ()
     gradients: Mapping[int, str] = field(default_factory=dict)
     backward_outputs: int = 0
     successor_head: tuple[HeadTransfer, ...] = ()
