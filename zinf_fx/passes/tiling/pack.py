@@ -17,8 +17,8 @@ from zinf_fx.plan.schedule import Tile
 
 @dataclass(frozen=True)
 class PackParameters(Pass):
-    """Put small parameters of one kind together in packs of at most `limit` bytes, in the order of their first use; in
-    a pack, in the order in which they were made.
+    """Put small parameters of one kind together in packs of at most `limit` bytes, in the order of their first use. In
+    a pack that is divided over ranks, they come in the order in which they were made, in which their shards are read.
 
     Of one kind are those with the same dtype, device and tier, of which the graph computes gradients for the same tier,
     or none. What is alone stays as it is; so does what doesn't move (see `may_be_packed`), or is written to by the
@@ -48,8 +48,9 @@ class PackParameters(Pass):
             if token not in context.written and may_be_packed(tile, device.type, trained):
                 kind = (tile.dtype, tile.tier, device, tile.gradient_tier, trained)
                 several.append((token, kind, nbytes_in_pack(tile.numel, tile.dtype, tile.ranks * tile.shard)))
-        made = {token: number for number, token in enumerate(context.made)}
-        return [sorted(pack, key=lambda token: made.get(token, 0)) for pack in in_packs(several, self.limit)]
+        packs = in_packs(several, self.limit)
+        made = {token: number for number, token in enumerate(context.made) if context.tiles[token].ranks > 1}
+        return [sorted(pack, key=lambda token: made.get(token, 0)) for pack in packs]
 
 
 def _pack(
