@@ -56,7 +56,7 @@ def load(directory: Path, parts: Parts, left_out: list[str], report: Report = la
             plain = _match(manifest, parts, left_out, matching)
         wanted = set().union(*ranks.of_all(matching.wanted, "which tensors are to be loaded"))
         with together(ranks, f"loading the checkpoint in {directory}"):
-            if differences := [*matching.differences, *matching.unexpected(wanted)]:
+            if differences := matching.all_differences(wanted):
                 raise CheckpointError(
                     f"the checkpoint in {directory} doesn't fit what is to be loaded: {listed(differences)}; nothing "
                     "was changed: build the model, its optimizer and what else there was as they were when it was saved"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from zinf_fx.config import LARGEST
-from zinf_fx.errors import CheckpointError
+from zinf_fx.errors import CheckpointError, ZinfError
 from zinf_fx.plan.codec import dtypes
 
 INLINE = 8192
@@ -101,7 +101,9 @@ def decode(value: Any, find: Find) -> Any:
         return {key: decode(one, find) for key, one in value.items()}
     try:
         return _decode(name[1:], content, find)
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except ZinfError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"a value of the checkpoint, of kind {name[:60]!r}, can't be read: {error}") from error
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from zinf_fx.checkpoint.training.manifest import SavedTensor
 from zinf_fx.checkpoint.training.parts.part import Collected, Matching
 from zinf_fx.checkpoint.training.values import decode, encode
+from zinf_fx.errors import OptimizerError
 from zinf_fx.optim.streamed import Streamed
 from zinf_fx.optim.torn import TornStep
 from zinf_fx.runtime.tensor.local_parameter import stored_parameter
@@ -51,34 +52,38 @@ class OptimizerPart:
         if values["class"] != self._class:
             matching.differences.append(f"{self.name} is a {self._class}, and {values['class']} in the checkpoint")
             return
-        numbers = {name: number for number, name in enumerate(self._names)}
-        mine = self.optimizer.param_groups
-        saved = values["groups"]
-        if len(mine) != len(saved):
-            matching.differences.append(f"{self.name} has {len(mine)} groups, and {len(saved)} in the checkpoint")
+        groups = self._groups(values["groups"], matching)
+        if groups is None:
             return
-        groups, at = [], 0
-        for number, (group, other) in enumerate(zip(mine, saved, strict=True)):
-            names = self._names[at : at + len(group["params"])]
-            at += len(names)
-            matching.compare(f"parameter in group {number} of {self.name}:", names, other["params"])
-            if sorted(names) == sorted(other["params"]):
-                options = decode(other["options"], matching.in_memory)
-                groups.append({**options, "params": [numbers[name] for name in names]})
-        if len(groups) < len(mine):
-            return
-        owners = {number: group for group in groups for number in group["params"]}
-        state = {
-            numbers[name]: self._entry(numbers[name], entry, owners[numbers[name]], matching)
-            for name, entry in values["state"].items()
-            if name in numbers
-        }
-        matching.compare(f"states of {self.name}:", numbers.keys() & values["state"].keys(), values["state"])
         matching.prefixes.append(f"{self.name}/")
+        options_of = {number: group for group in groups for number in group["params"]}
+        numbers = {name: number for number, name in enumerate(self._names)}
+        state: dict[int, dict[str, Any]] = {}
+        for name, entry in values["state"].items():
+            number = numbers[name]
+            try:
+                state[number] = self._entry(self._parameters[number], entry, options_of[number], matching)
+            except OptimizerError as error:
+                matching.differences.append(f"{self.name} can't have states of '{name}': {error}")
         rest = decode(values["rest"], matching.in_memory)
         matching.begin.append(partial(self._load, {**rest, "state": state, "param_groups": groups}))
         if isinstance(self.optimizer, Streamed):
             matching.end.append(self._whole)
+
+    def _groups(self, saved: Sequence[Mapping[str, Any]], matching: Matching) -> list[dict[str, Any]] | None:
+        """The groups as a state dict has them, with saved options; None: those that were saved are others."""
+        mine = self.optimizer.param_groups
+        if len(mine) != len(saved):
+            matching.differences.append(f"{self.name} has {len(mine)} groups, and {len(saved)} in the checkpoint")
+            return None
+        groups, first = [], 0
+        for number, (group, other) in enumerate(zip(mine, saved, strict=True)):
+            params = range(first, first + len(group["params"]))
+            names, first = [self._names[one] for one in params], params.stop
+            matching.compare(f"parameter in group {number} of {self.name}:", names, other["params"])
+            if set(names) == set(other["params"]):
+                groups.append({**decode(other["options"], matching.in_memory), "params": list(params)})
+        return groups if len(groups) == len(mine) else None
 
     @property
     def _class(self) -> str:
@@ -86,10 +91,9 @@ class OptimizerPart:
         return f"{kind.__module__}.{kind.__qualname__}"
 
     def _entry(
-        self, number: int, entry: Mapping[str, Any], group: Mapping[str, Any], matching: Matching
+        self, parameter: torch.Tensor, entry: Mapping[str, Any], group: Mapping[str, Any], matching: Matching
     ) -> dict[str, Any]:
         """The state of a parameter, with tensors into which the saved ones are to be read."""
-        parameter = self._parameters[number]
         stored = stored_parameter(parameter)
         is_streamed = stored is not None and isinstance(self.optimizer, Streamed)
         present: Mapping[str, Any] = self.optimizer.state.get(parameter, {})

@@ -77,7 +77,7 @@ class Matching:
         rank, ranks: this one's number, and how many there are; `ranks_then`: how many there were.
         targets: what is to be read, and for what.
         begin, end: what is done before and after the tensors are read; what can fail is done before.
-        differences: between the checkpoint and what is to be loaded, in words.
+        differences: between the checkpoint and what is to be loaded, in words, besides those of tensors.
         wanted: the names of tensors that were asked for; `prefixes`: how those begin of which all have to be.
     """
 
@@ -87,6 +87,7 @@ class Matching:
         self.begin: list[Callable[[], None]] = []
         self.end: list[Callable[[], None]] = []
         self.differences: list[str] = []
+        self._of_tensors: list[str] = []
         self.wanted: set[str] = set()
         self.prefixes: list[str] = []
         self._saved = saved
@@ -98,10 +99,11 @@ class Matching:
             raise CheckpointError(f"the checkpoint names a tensor '{name}' that it doesn't have: it is damaged")
         return self._saved[name]
 
-    def unexpected(self, wanted: Collection[str]) -> list[str]:
-        """Differences: the tensors of the checkpoint that nobody wants. `wanted`: what all ranks do."""
+    def all_differences(self, wanted: Collection[str]) -> list[str]:
+        """Those of tensors, which others follow from, first. `wanted`: the names that any rank wants."""
         of_parts = (name for name in self._saved if name.startswith(tuple(self.prefixes)))
-        return [f"'{name}' is in the checkpoint alone" for name in of_parts if name not in wanted]
+        unexpected = (f"'{name}' is in the checkpoint alone" for name in of_parts if name not in wanted)
+        return [*self._of_tensors, *unexpected, *self.differences]
 
     def in_memory(self, name: str) -> torch.Tensor:
         """An ordinary tensor into which the saved one of this name is read."""
@@ -114,19 +116,19 @@ class Matching:
         """Let the saved tensor `name` be read into `tensor`, if it fits."""
         self.wanted.add(name)
         if name not in self._saved:
-            self.differences.append(f"'{name}' is not in the checkpoint")
+            self._of_tensors.append(f"'{name}' is not in the checkpoint")
             return
         saved, holding = self._saved[name], Holding.of(tensor, name)
         if saved.shape != holding.shape:
-            self.differences.append(f"'{name}' has shape {holding.shape}, and {saved.shape} in the checkpoint")
+            self._of_tensors.append(f"'{name}' has shape {holding.shape}, and {saved.shape} in the checkpoint")
         elif saved.dtype != holding.dtype:
-            self.differences.append(f"'{name}' has dtype {holding.dtype}, and {saved.dtype} in the checkpoint")
+            self._of_tensors.append(f"'{name}' has dtype {holding.dtype}, and {saved.dtype} in the checkpoint")
         else:
             other, source = self._taken.setdefault(holding.identity, (name, saved.name))
             if other == name:
                 self.targets.append((saved, holding))
             elif source != saved.name:
-                self.differences.append(f"'{name}' and '{other}' are one tensor, and two in the checkpoint")
+                self._of_tensors.append(f"'{name}' and '{other}' are one tensor, and two in the checkpoint")
 
     def compare(self, what: str, mine: Iterable[str], saved: Iterable[str]) -> None:
         """Note which names are on one side only."""

@@ -1,0 +1,94 @@
+"""Plain values through JSON and back."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter, OrderedDict, deque
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zinf_fx.checkpoint.training.values import INLINE, decode, encode
+from zinf_fx.errors import CheckpointError
+
+
+def there_and_back(value: Any) -> Any:
+    kept: dict[str, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor, what: str) -> str:
+        kept[what] = tensor
+        return what
+
+    return decode(json.loads(json.dumps(encode(value, "value", keep), allow_nan=False)), kept.__getitem__)
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | st.integers(), inner),
+    max_leaves=12,
+)
+
+
+@given(plain)
+def test_any_plain_value(value: Any):
+    found = there_and_back(value)
+    assert found == value and repr(found) == repr(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        random.getstate(),
+        Counter({30: 1, 80: 2}),
+        OrderedDict([("b", 1), ("a", 2)]),
+        deque([1.5, 2.5]),
+        {1, 2, 3},
+        frozenset("ab"),
+        torch.Size([2, 3]),
+        {"$tuple": 1},
+        {("a", 1): 2, None: 3},
+        1 + 2j,
+        [math.inf, -math.inf],
+        torch.bfloat16,
+        torch.device("cuda:1"),
+        2**200,
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_values_of_other_types(value: Any):
+    found = there_and_back(value)
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 5), (INLINE + 1,)])
+def test_tensors(dtype: torch.dtype, shape: tuple[int, ...]):
+    value = (torch.randn(shape) * 3).to(dtype)
+    found = there_and_back({"x": value})["x"]
+    assert found.dtype == dtype and found.shape == value.shape
+    assert torch.equal(
+        found.view(torch.uint8) if shape else found.float(), value.view(torch.uint8) if shape else value.float()
+    )
+
+
+def test_nan_and_numpy():
+    assert math.isnan(there_and_back(math.nan))
+    state = numpy.random.get_state()
+    found = there_and_back(state)
+    assert found[0] == state[0] and (found[1] == state[1]).all() and found[1].dtype == state[1].dtype
+    assert type(there_and_back(numpy.float32(1.5))) is numpy.float32
+    numpy.random.set_state(found)
+
+
+@pytest.mark.parametrize(
+    "value", [{"$code": "print()"}, {"$tensor": ["float32", [2], "AAAA"]}, {"$dtype": "load"}, {"$tensor": 3}]
+)
+def test_what_is_no_value_is_refused(value: Any):
+    with pytest.raises(CheckpointError, match="can't be read"):
+        decode(value, {}.__getitem__)
