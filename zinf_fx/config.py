@@ -151,7 +151,7 @@ class Config:
             consist of tiles, and the option is for where the model is offloaded.
         pack: bytes, or a text such as "4MiB", up to which small parameters of one kind move together, as one tile
             (ZeRO, section 6.2: constant-size buffers); "auto": 4 MiB, or less where a budget is below 256 MiB. None:
-            each parameter moves by itself, as do those that are divided over ranks.
+            each parameter moves by itself. Over ranks, one collective moves a pack.
         activations: "keep": what eager PyTorch saves; "recompute": backward computes them again from a few checkpoints,
             chosen for the least peak; a number: from a checkpoint before every so many layers (ZeRO-Infinity,
             equation 3: ci); "offload": what eager PyTorch saves leaves the device; "auto": each is kept, recomputed or

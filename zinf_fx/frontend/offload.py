@@ -240,11 +240,11 @@ def _together(parameters: Mapping[str, torch.nn.Parameter], config: Config, rank
         return []
     found = []
     for name, one in parameters.items():
-        if moves(tier, one.device.type) and not isinstance(one, DTensor):
-            shards = shards_of(one.shape, one.dtype, ranks, config)
-            kind = (one.dtype, one.device, one.requires_grad, one.grad is None, len(shards.segments))
+        shards = shards_of(one.shape, one.dtype, ranks, config)
+        if moves(tier, one.device.type) and not isinstance(one, DTensor) and len(shards.segments) == 1:
+            kind = (one.dtype, one.device, one.requires_grad, one.grad is None)
             found.append((name, kind, nbytes_in_pack(one.numel(), one.dtype, shards.padded)))
-    return in_packs((one for one in found if one[1][-1] == 1), limit)
+    return in_packs(found, limit)
 
 
 def _held_of(parameter: torch.nn.Parameter, config: Config, ranks: Ranks) -> int:
