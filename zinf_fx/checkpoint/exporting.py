@@ -9,14 +9,15 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from zinf_fx.checkpoint import commit
+from zinf_fx.checkpoint.commit import appear, unfinished
 from zinf_fx.checkpoint.elements import octets, pieces_of
+from zinf_fx.checkpoint.files import FILES, LOCK, Files, refusals
 from zinf_fx.checkpoint.naming import Everyone, names_of_tied, tensors_of, unwrapped
 from zinf_fx.checkpoint.safetensors_file import Kind, Place, check_dtype, layout
 from zinf_fx.config import parse_bytes
@@ -61,8 +62,11 @@ def export_safetensors(model: torch.nn.Module, directory: str | Path, max_shard_
 
     Raises: CheckpointError on every rank, and what was there is as before.
     """
-    limit = parse_bytes(max_shard_size, "max_shard_size")
-    model, directory = unwrapped(model), Path(directory)
+    export(unwrapped(model), Path(directory), parse_bytes(max_shard_size, "max_shard_size"))
+
+
+def export(model: torch.nn.Module, directory: Path, limit: int, files: Files = FILES) -> None:
+    """As `export_safetensors`, with `limit` bytes in a file."""
     tensors = tensors_of(model)
     everyone = Everyone(tensors.values())
     written = {names[0]: tensors[names[0]] for names in names_of_tied(model, tensors)}
@@ -72,17 +76,19 @@ def export_safetensors(model: torch.nn.Module, directory: str | Path, max_shard_
     groups = _in_groups(kinds, limit)
     with ExitStack() as stack:
         with everyone.told("whether there is room for an export"):
-            folder = stack.enter_context(commit.unfinished(directory)) if everyone.is_first else directory
+            folder = stack.enter_context(unfinished(directory, files)) if everyone.is_first else directory
             shards = _shards(groups, folder, directory)
             if everyone.is_first:
-                _reserve(shards)
-        with everyone.told("an export"):
+                _reserve(shards, files)
+        with everyone.told("an export"), closing(_Writer(files)) as writer:
             for shard in shards:
-                with _Writer(shard if everyone.is_first else None) as writer:
-                    for name, place in shard.places.items():
-                        writer.write(written[name], place)
+                if everyone.is_first:
+                    writer.begin(shard)
+                for name in shard.places:
+                    writer.write(written[name])
+            writer.finish()
             if everyone.is_first:
-                _commit(model, shards, folder, directory)
+                _commit(model, shards, folder, directory, files)
 
 
 def _in_groups(kinds: Mapping[str, Kind], limit: int) -> list[dict[str, Kind]]:
@@ -114,56 +120,62 @@ def _names_in(directory: Path) -> list[str]:
     return os.listdir(directory) if directory.is_dir() else []
 
 
-def _reserve(shards: list[Shard]) -> None:
+def _reserve(shards: list[Shard], files: Files) -> None:
     total = sum(shard.nbytes for shard in shards)
-    with commit.refusals(f"reserve {in_words(total)} in '{shards[0].path.parent.parent}'"):
-        for shard in shards:
-            commit.reserve(shard.path, shard.nbytes)
+    for shard in shards:
+        with refusals(f"reserving {in_words(total)} for weights", shard.path):
+            fd = files.create(shard.path)
+            try:
+                files.reserve(fd, shard.nbytes)
+            finally:
+                os.close(fd)
 
 
 class _Writer:
-    """Writes a file, whose room is reserved; without one, only takes part in gathering what others write.
+    """Writes files, whose room is reserved; where none was begun, only takes part in gathering what others write.
 
-    A failure is raised at the end of the block: until then, other ranks count on this one in their gathers.
+    A failure is raised by `finish`: until then, other ranks count on this one in their gathers.
     """
 
-    def __init__(self, shard: Shard | None) -> None:
-        self._shard = shard
-        self._file: int | None = None
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._fd: int | None = None
+        self._path: Path | None = None
         self._failure: OSError | None = None
 
-    def __enter__(self) -> _Writer:
-        if self._shard is not None:
-            self._file = os.open(self._shard.path, os.O_WRONLY | os.O_CLOEXEC)
-            self._put(memoryview(self._shard.begin), 0)
-        return self
+    def begin(self, shard: Shard) -> None:
+        """Write to this file from now on."""
+        self.close()
+        if self._failure is None:
+            self._path, self._fd = shard.path, os.open(shard.path, os.O_WRONLY | os.O_CLOEXEC)
+            self._put(memoryview(shard.begin))
 
-    def __exit__(self, *raised: object) -> None:
-        if self._file is not None:
-            os.close(self._file)
+    def write(self, tensor: torch.Tensor) -> None:
+        """Write all elements of the tensor that comes next in the file."""
+        for piece in pieces_of(tensor):
+            self._put(octets(piece))
+
+    def _put(self, content: memoryview) -> None:
+        if self._fd is not None and self._failure is None:
+            try:
+                self._files.write(self._fd, content)
+            except OSError as error:
+                self._failure = error
+
+    def finish(self) -> None:
+        """Raises: CheckpointError if anything failed."""
         if self._failure is not None:
-            with commit.refusals(f"write '{self._shard.path}'"):
+            with refusals("writing weights", self._path):
                 raise self._failure
 
-    def write(self, tensor: torch.Tensor, place: Place) -> None:
-        """Write all elements of a tensor to a place in the file."""
-        offset = place.offset
-        for piece in pieces_of(tensor):
-            self._put(octets(piece), offset)
-            offset += piece.nbytes
-
-    def _put(self, left: memoryview, offset: int) -> None:
-        if self._file is None or self._failure is not None:
-            return
-        try:
-            while left:
-                count = os.pwrite(self._file, left, offset)
-                left, offset = left[count:], offset + count
-        except OSError as error:
-            self._failure = error
+    def close(self) -> None:
+        """Close the file that was begun, if any."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
 
 
-def _commit(model: torch.nn.Module, shards: list[Shard], folder: Path, directory: Path) -> None:
+def _commit(model: torch.nn.Module, shards: list[Shard], folder: Path, directory: Path, files: Files) -> None:
     """Let the new weights appear in the place of those that are there."""
     paths = [shard.path for shard in shards]
     last = paths[0]
@@ -172,20 +184,20 @@ def _commit(model: torch.nn.Module, shards: list[Shard], folder: Path, directory
         last.write_text(json.dumps(_index(shards), indent=2, sort_keys=True) + "\n")
     new = {last.name, *(path.name for path in paths)}
     _write_configuration(model, folder)
-    first = [path for path in folder.iterdir() if path != last]
-    with commit.refusals(f"rename files into '{directory}'"):
+    first = [path for path in folder.iterdir() if path.name not in (last.name, LOCK)]
+    with refusals("renaming files with weights", directory):
         try:
-            commit.appear(first, directory)
-            commit.appear([last], directory)
+            appear(first, directory, files)
+            appear([last], directory, files)
         except BaseException:
             for path in paths:
                 if path != last:
-                    (directory / path.name).unlink(missing_ok=True)
+                    files.remove(directory / path.name)
             raise
         # The index counts only where there is no model in one file.
         for name in sorted({*_names_in(directory)} - new, key=lambda name: name != WHOLE):
             if name in (WHOLE, INDEX) or _SHARD.fullmatch(name):
-                (directory / name).unlink()
+                files.remove(directory / name)
 
 
 def _index(shards: list[Shard]) -> dict[str, object]:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zinf_fx.checkpoint.files import refusals
 from zinf_fx.checkpoint.training.agreement import all_ranks, together
 from zinf_fx.checkpoint.training.contents import OPTIMIZER, Parts, between_steps, parts_of
-from zinf_fx.checkpoint.training.files import MANIFEST, read_manifest, refusals
+from zinf_fx.checkpoint.training.files import MANIFEST, read_manifest
 from zinf_fx.checkpoint.training.holdings import Holding
 from zinf_fx.checkpoint.training.manifest import Manifest, SavedTensor, from_text
 from zinf_fx.checkpoint.training.open_files import opened

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from zinf_fx.checkpoint.training.files import refusals
+from zinf_fx.checkpoint.files import refusals
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import READ, Engine, File, direct_alignment, is_direct
 from zinf_fx.runtime.disk.probe import FATAL_FOR_EVERY_PROVIDER, candidates, listed

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zinf_fx.checkpoint.files import FILES, Files, locked, refusals, sync_directory
 from zinf_fx.checkpoint.training import files as names
 from zinf_fx.checkpoint.training.agreement import all_ranks, together
 from zinf_fx.checkpoint.training.contents import Parts, between_steps, parts_of
 from zinf_fx.checkpoint.training.dividing import divided, equal_or_by_rank, merged
-from zinf_fx.checkpoint.training.files import FILES, Files, refusals
 from zinf_fx.checkpoint.training.layout import Layout, laid_out
 from zinf_fx.checkpoint.training.manifest import (
     FORMAT,
@@ -108,7 +108,7 @@ def _prepared(directory: Path, files: Files) -> Iterator[None]:
     """A block in which the directory is this process's to save to, without what is left of other saves."""
     with refusals("making a directory for a checkpoint", directory):
         files.make_directory(directory)
-    with names.locked(directory):
+    with locked(directory):
         path = directory / names.MANIFEST
         if path.exists():
             content = names.read_manifest(directory)
@@ -140,7 +140,7 @@ def _written(ranks: Ranks, layout: Layout, paths: Sequence[Path], files: Files, 
             for fd in plain:
                 files.sync_data(fd)
             if paths:
-                names.sync_directory(files, paths[0].parent)
+                sync_directory(files, paths[0].parent)
     return sums
 
 

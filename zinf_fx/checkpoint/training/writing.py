@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from zinf_fx.checkpoint.training.files import Files
+from zinf_fx.checkpoint.files import Files
 from zinf_fx.checkpoint.training.holdings import OrdinaryElements
 from zinf_fx.checkpoint.training.layout import Place
 from zinf_fx.errors import StoreError

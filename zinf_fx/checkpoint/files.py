@@ -1,0 +1,118 @@
+"""What is done to files that outlive the job, in an order that a crash can't turn into a mixture of old and new."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from zinf_fx.errors import CheckpointError, ZinfError
+from zinf_fx.native.engine import WRITE, File, FileTicket
+
+LOCK = "lock"
+
+_HINTS = {
+    errno.ENOSPC: "the file system is full: free space, or choose another directory",
+    errno.EDQUOT: "the disk quota is used up: free space, or choose another directory",
+    errno.EFBIG: "the file would exceed the limit on file sizes (`ulimit -f`, or the file system's own)",
+    errno.EACCES: "it is not accessible for this user: change its mode, or choose another directory",
+    errno.EROFS: "the file system is read-only: choose another directory",
+    errno.ENOENT: "it is not there: name a directory with a checkpoint",
+    errno.ENOTDIR: "a part of the path is no directory: name a directory",
+    errno.EEXIST: "it is there, and no directory: choose another name",
+}
+
+
+class Files:
+    """What is done to files while a checkpoint is written, in the order in which it is done. Tests put others, which
+    fail or forget, in its place."""
+
+    def make_directory(self, path: Path) -> None:
+        """Make it, and those above it, if they are not there."""
+        path.mkdir(parents=True, exist_ok=True)
+
+    def create(self, path: Path) -> int:
+        """Open a new file for reading and writing."""
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+
+    def reserve(self, fd: int, nbytes: int) -> None:
+        """Give the file so many bytes of the disk."""
+        if nbytes:
+            os.posix_fallocate(fd, 0, nbytes)
+
+    def start_write(self, file: File, address: int, offset: int, nbytes: int, owner: object) -> FileTicket:
+        """Start writing memory to a data file."""
+        return file.submit(WRITE, address, offset, nbytes, owner)
+
+    def write(self, fd: int, content: bytes | memoryview) -> None:
+        """Write all of it, behind what was written."""
+        view = memoryview(content)
+        while view:
+            view = view[os.write(fd, view) :]
+
+    def sync_data(self, fd: int) -> None:
+        """Wait until the bytes of a file are on the device."""
+        os.fdatasync(fd)
+
+    def sync(self, fd: int) -> None:
+        """Wait until a file is on the device, or the names in a directory."""
+        os.fsync(fd)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Give a file the name of another one, which is gone then."""
+        os.rename(old, new)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file, if it is there."""
+        path.unlink(missing_ok=True)
+
+
+FILES = Files()
+
+
+@contextmanager
+def refusals(attempt: str, path: Path) -> Iterator[None]:
+    """Errors of the operating system in the block are raised as CheckpointErrors: what was attempted at `path`, what
+    was found, and what to do."""
+    try:
+        yield
+    except ZinfError:
+        raise
+    except OSError as error:
+        hint = _HINTS.get(error.errno or 0, "see the system's log")
+        reason = error.strerror or str(error)
+        raise CheckpointError(f"{attempt} failed at {path}: {reason}; {hint}") from error
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """A block in which no other process saves to the directory. Raises: CheckpointError when one does."""
+    path = directory / LOCK
+    with refusals("saving a checkpoint", path):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(
+                f"saving a checkpoint to {directory} was refused: another process saves to it now; choose another "
+                "directory, or wait"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):  # a file system without locks
+                raise
+        yield
+    finally:
+        os.close(fd)
+
+
+def sync_directory(files: Files, directory: Path) -> None:
+    """Wait until the names in a directory are on the device."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        files.sync(fd)
+    finally:
+        os.close(fd)
