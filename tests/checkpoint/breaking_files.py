@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from zinf_fx.checkpoint.training.files import Files
+from zinf_fx.checkpoint.files import Files
 
 OPERATIONS = [name for name, value in vars(Files).items() if callable(value)]
 

@@ -14,8 +14,8 @@ from breaking_files import Failing, Killed, LosingPower
 from torch import nn
 
 import zinf_fx
+from zinf_fx.checkpoint.files import FILES, Files
 from zinf_fx.checkpoint.training.contents import parts_of
-from zinf_fx.checkpoint.training.files import FILES, Files
 from zinf_fx.checkpoint.training.saving import save
 from zinf_fx.errors import CheckpointError, StoreError
 
