@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from zinf_fx.checkpoint.exporting import export_safetensors
     from zinf_fx.checkpoint.importing import load_safetensors
     from zinf_fx.checkpoint.training.loading import load_checkpoint
+    from zinf_fx.checkpoint.training.manager import CheckpointManager
     from zinf_fx.checkpoint.training.saving import save_checkpoint
     from zinf_fx.frontend.explain import explain
     from zinf_fx.frontend.export import export_plan
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 __all__ = [
+    "CheckpointManager",
     "Config",
     "Placement",
     "Plan",
@@ -66,6 +68,7 @@ _LATER = {
     "no_sync": "zinf_fx.runtime.gradients.reduction",
     "StoredTensor": "zinf_fx.runtime.tensor.stored_tensor",
     "stats": "zinf_fx.observe.stats",
+    "CheckpointManager": "zinf_fx.checkpoint.training.manager",
     "load_checkpoint": "zinf_fx.checkpoint.training.loading",
     "save_checkpoint": "zinf_fx.checkpoint.training.saving",
 }

@@ -39,6 +39,10 @@ class CheckpointError(ZinfError):
     """A checkpoint that can't be written, is damaged, or doesn't fit the model at hand."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint that is not what was saved: a file is missing, or has other bytes."""
+
+
 class RanksError(ZinfError):
     """Ranks that train together disagree, or one of them is gone."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -235,3 +236,26 @@ def test_a_model_that_does_not_fit_is_refused_on_all_ranks(tmp_path: Path):
     for text in on_ranks(2, with_another_name, tmp_path):
         assert "'model/weight' is not in the checkpoint; 'model/bias' is not in the checkpoint" in text
         assert "'model/tokens.weight' is in the checkpoint alone" in text
+
+
+def managed(rank: int, directory: Path) -> list[object]:
+    """One rank is told to end: all save, and end."""
+    job = Job("infinity-cpu")
+    manager = zinf_fx.CheckpointManager(directory, job.model, job.adam, every_steps=2, keep=1, schedule=job.schedule)
+    found: list[object] = [manager.resume()]
+    with manager:
+        try:
+            for step in range(1, 9):
+                job.train(1)
+                if rank == 1 and step == 5:
+                    signal.raise_signal(signal.SIGTERM)
+                found.append(manager.after_step(step) is not None)
+        except SystemExit as ended:
+            found.append(ended.code)
+    return [*found, manager.resume()]
+
+
+def test_all_ranks_end_when_one_is_told_to(tmp_path: Path):
+    expected = [0, False, True, False, True, 143, 5]
+    assert on_ranks(2, managed, tmp_path) == [expected, expected]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]

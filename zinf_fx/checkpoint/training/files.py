@@ -54,11 +54,16 @@ def _instead(directory: Path) -> str:
     return f"there is no {MANIFEST} in it; name a directory that save_checkpoint() wrote"
 
 
+def is_ours(name: str) -> bool:
+    """Whether a file's name is one that makes a checkpoint, or is left of one."""
+    return name in (MANIFEST, NEW_MANIFEST) or _DATA.fullmatch(name) is not None
+
+
 def leftovers(directory: Path, named: tuple[str, ...]) -> list[Path]:
     """What saves left in a directory that were cut off: files with our names that the manifest doesn't name."""
     with refusals("looking for what is left of a save", directory):
         found = sorted(os.listdir(directory))
-    return [directory / name for name in found if name not in named and (name == NEW_MANIFEST or _DATA.fullmatch(name))]
+    return [directory / name for name in found if name not in (MANIFEST, *named) and is_ours(name)]
 
 
 def commit(files: Files, directory: Path, manifest: bytes) -> None:
@@ -77,3 +82,17 @@ def commit(files: Files, directory: Path, manifest: bytes) -> None:
         os.close(fd)
     files.rename(new, directory / MANIFEST)
     sync_directory(files, directory)
+
+
+def discard(directory: Path, files: Files = FILES) -> None:
+    """Remove a checkpoint, or what is left of a save: first what makes it one. What is not ours in the directory stays.
+
+    Raises: CheckpointError when another process saves to it, or it can't be removed.
+    """
+    with refusals("removing a checkpoint", directory), locked(directory):
+        files.remove(directory / MANIFEST)
+        sync_directory(files, directory)
+        for path in (*leftovers(directory, ()), directory / LOCK):
+            files.remove(path)
+        if not os.listdir(directory):
+            os.rmdir(directory)

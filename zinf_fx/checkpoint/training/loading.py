@@ -23,7 +23,7 @@ from zinf_fx.checkpoint.training.parts.randomness import RandomPart
 from zinf_fx.checkpoint.training.parts.state import ValuePart
 from zinf_fx.checkpoint.training.reading import Reader
 from zinf_fx.checkpoint.training.values import decode
-from zinf_fx.errors import CheckpointError
+from zinf_fx.errors import CheckpointError, DamagedCheckpointError
 
 Report = Callable[[int], object]
 
@@ -83,14 +83,14 @@ def check_files(directory: Path, manifest: Manifest) -> None:
         try:
             found = path.stat().st_size
         except FileNotFoundError:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"the checkpoint in {directory} is damaged: its file {file.path} is missing; use another one"
             ) from None
         except OSError as error:
             with refusals("looking for a data file", path):
                 raise error
         if found != file.nbytes:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"the checkpoint in {directory} is damaged: its file {file.path} has {found} bytes, and {file.nbytes} "
                 "when it was saved; use another one"
             )
@@ -104,7 +104,7 @@ def _match(manifest: Manifest, parts: Parts, left_out: list[str], matching: Matc
         part = parts.get(name)
         if values is None or name in left_out:
             continue
-        if part is None and saved["kind"] == ValuePart.kind:
+        if saved["kind"] == ValuePart.kind and (part is None or part.kind == ValuePart.kind):
             plain[name] = decode(values["value"], matching.in_memory)
         elif part is None:
             matching.differences.append(f"'{name}' is in the checkpoint alone: give it, or {name}=None to leave it out")

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import torch
 
 from zinf_fx.checkpoint.training.boxes import Box
-from zinf_fx.errors import CheckpointError
+from zinf_fx.errors import CheckpointError, DamagedCheckpointError
 from zinf_fx.native.engine import crc32c
 from zinf_fx.plan.codec import decode, encode
 from zinf_fx.plan.files.parsing import parsed
@@ -142,7 +142,7 @@ def from_text(content: bytes, what: str) -> Manifest:
     """
     length = len(_SUM.format(0))
     if content[-length:] != _SUM.format(crc32c(content[:-length])).encode():
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{what} is damaged, or no manifest of a checkpoint: its last {length} bytes are not the checksum of the "
             "others; use another checkpoint"
         )

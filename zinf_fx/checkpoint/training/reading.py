@@ -12,7 +12,7 @@ import torch
 from zinf_fx.checkpoint.training.boxes import Box, copy_common
 from zinf_fx.checkpoint.training.holdings import Holding, OrdinaryElements
 from zinf_fx.checkpoint.training.manifest import Piece, SavedBox, SavedTensor
-from zinf_fx.errors import CheckpointError
+from zinf_fx.errors import DamagedCheckpointError
 from zinf_fx.interrupts import let_through
 from zinf_fx.native.engine import READ, File, crc32c_at
 from zinf_fx.runtime.memory.buffers import aligned_empty
@@ -42,7 +42,7 @@ class Reading:
         if self._elements is None:
             self._ticket.wait()
             if crc32c_at(self._memory.data_ptr() + self._skip, self.nbytes) != self.piece.crc32c:
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{self._file.path} is damaged: the {self.nbytes} bytes at offset {self.piece.offset}, of "
                     f"'{self._tensor.name}', have another checksum than when they were saved; use another checkpoint"
                 )

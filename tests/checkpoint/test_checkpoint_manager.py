@@ -1,0 +1,170 @@
+"""A run's checkpoints: when they are saved, which stay, and from which one a run goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from forked import Running
+from torch import nn
+
+import zinf_fx
+from zinf_fx.errors import CheckpointError, ConfigError
+
+
+class Run:
+    """A training whose only weight counts its steps."""
+
+    def __init__(self, directory: Path, **options: object) -> None:
+        self.model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(self.model.weight)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.checkpoints = zinf_fx.CheckpointManager(directory, self.model, self.optimizer, **options)
+
+    @property
+    def steps(self) -> int:
+        return int(self.model.weight)
+
+    def train(self, until: int) -> None:
+        while self.steps < until:
+            self.model(-torch.ones(1)).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.checkpoints.after_step(self.steps)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_every_so_many_steps_the_last_are_kept_and_those_with_names(tmp_path: Path):
+    run = Run(tmp_path, every_steps=2, keep=2)
+    assert run.checkpoints.resume() == 0
+    run.train(5)
+    run.checkpoints.save(5, name="best")
+    run.train(11)
+    assert names(tmp_path) == ["best", "step-00000008", "step-00000010"]
+    again = Run(tmp_path, every_steps=2, keep=2)
+    assert again.checkpoints.resume() == again.steps == 10
+    again.train(13)
+    assert names(tmp_path) == ["best", "step-00000010", "step-00000012"]
+
+
+def test_the_newest_may_have_a_name(tmp_path: Path):
+    run = Run(tmp_path, every_steps=4, text="of the run")
+    run.train(5)
+    run.checkpoints.save(5, name="by.hand")
+    again = Run(tmp_path, text="another one")
+    assert again.checkpoints.resume() == 5 and again.checkpoints.values == {"text": "of the run"}
+
+
+def test_every_so_many_minutes(tmp_path: Path):
+    run = Run(tmp_path, every_minutes=0.005)
+    run.train(1)
+    assert not tmp_path.joinpath("step-00000001").exists()
+    time.sleep(0.31)
+    run.train(3)
+    assert names(tmp_path) == ["step-00000002"]
+
+
+def test_what_is_damaged_is_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    run = Run(tmp_path, every_steps=1, keep=4)
+    run.train(4)
+    (tmp_path / "step-00000004" / "manifest.json").unlink()
+    (data,) = (tmp_path / "step-00000003").glob("data-*")
+    content = bytearray(data.read_bytes())
+    content[-4096] ^= 1
+    data.write_bytes(content)
+    again = Run(tmp_path, every_steps=1, keep=4)
+    assert again.checkpoints.resume() == again.steps == 2
+    assert "not resumed from" in caplog.text and "step-00000003" in caplog.text
+    again.train(3)
+    assert names(tmp_path) == [f"step-0000000{step}" for step in (1, 2, 3)]  # what was cut off is gone
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path):
+    run = Run(tmp_path, every_steps=1)
+    run.train(2)
+    for path in tmp_path.glob("*/data-*"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole.*is missing"):
+        run.checkpoints.resume()
+    other = zinf_fx.CheckpointManager(tmp_path / "step-00000001" / "none", run.model)
+    assert other.resume() == 0
+
+
+def test_a_checkpoint_that_does_not_fit_is_no_reason_to_take_an_older_one(tmp_path: Path):
+    Run(tmp_path, every_steps=1).train(2)
+    with pytest.raises(CheckpointError, match="doesn't fit"):
+        zinf_fx.CheckpointManager(tmp_path, nn.Linear(1, 2, bias=False)).resume()
+
+
+@pytest.mark.parametrize("options", [{"every_steps": 0}, {"every_minutes": -1}, {"keep": 0}, {"step": 3}])
+def test_options_that_can_not_be_meant(tmp_path: Path, options: dict[str, object]):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        Run(tmp_path, **options)
+
+
+@pytest.mark.parametrize("name", ["step-7", "a/b", ".", ""])
+def test_names_that_are_none(tmp_path: Path, name: str):
+    with pytest.raises(ConfigError, match="is no name for a checkpoint"):
+        Run(tmp_path).checkpoints.save(1, name=name)
+
+
+def test_foreign_files_stay(tmp_path: Path):
+    run = Run(tmp_path, every_steps=1, keep=1)
+    run.train(1)
+    (tmp_path / "step-00000001" / "notes.txt").write_text("mine")
+    (tmp_path / "step-elsewhere").mkdir()
+    run.train(2)
+    assert names(tmp_path) == ["step-00000001", "step-00000002", "step-elsewhere"]
+    assert names(tmp_path / "step-00000001") == ["notes.txt"]
+
+
+PROGRAM = """
+import sys, time, torch, zinf_fx
+from torch import nn
+model = nn.Linear(1, 1, bias=False)
+nn.init.zeros_(model.weight)
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+with zinf_fx.CheckpointManager(sys.argv[1], model, optimizer, every_steps=1000) as checkpoints:
+    for step in range(checkpoints.resume(), 10_000):
+        model(-torch.ones(1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(step + 1, flush=True)
+        time.sleep(0.02)
+        checkpoints.after_step(step + 1)
+"""
+
+
+def test_sigterm_saves_and_ends(tmp_path: Path):
+    running = Running(PROGRAM, tmp_path)
+    assert running.stdout.readline() == "1\n"
+    os.kill(running.pid, signal.SIGTERM)
+    ended = running.end()
+    last = int(("1\n" + ended.stdout).split()[-1])
+    assert ended.returncode == 143, ended.stderr
+    run = Run(tmp_path)
+    assert run.checkpoints.resume() == run.steps == last
+
+
+def test_sigterm_where_no_step_follows_is_not_lost(tmp_path: Path):
+    calls = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: calls.append(number))
+    try:
+        with Run(tmp_path).checkpoints:
+            signal.raise_signal(signal.SIGTERM)
+            assert not calls
+        assert calls == [signal.SIGTERM]
+        with Run(tmp_path).checkpoints:
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+            assert len(calls) == 2  # the second one is the program's
+        assert len(calls) == 3
+    finally:
+        signal.signal(signal.SIGTERM, before)

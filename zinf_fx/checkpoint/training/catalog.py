@@ -1,0 +1,93 @@
+"""The checkpoints in a directory: one, or several in directories of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from zinf_fx.checkpoint.training.files import MANIFEST, is_ours, refusals
+from zinf_fx.checkpoint.training.loading import check_files, manifest_of
+from zinf_fx.checkpoint.training.manifest import Manifest
+from zinf_fx.errors import CheckpointError
+
+STEP = "step"
+"""Under which name the number of a checkpoint's step is saved."""
+
+_NUMBERED = re.compile(r"step-(\d+)")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A directory with a checkpoint, or with what is left of one: why it can't be loaded, as far as that shows."""
+
+    path: Path
+    manifest: Manifest | None
+    damage: str | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all files are there, as long as they were."""
+        return self.damage is None
+
+    @property
+    def is_left_over(self) -> bool:
+        """Whether a save was cut off here before there was a checkpoint."""
+        return not (self.path / MANIFEST).exists()
+
+    @property
+    def step(self) -> int | None:
+        """The number of its step, if that was saved."""
+        value = self.manifest.values.get(STEP, {}).get("value") if self.manifest is not None else None
+        return value if type(value) is int else None
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether its directory has a number and not a name, so that newer ones replace it."""
+        return _NUMBERED.fullmatch(self.path.name) is not None
+
+    @property
+    def age(self) -> tuple[str, int]:
+        """What orders checkpoints from the oldest to the newest."""
+        return (self.manifest.time, self.step or 0) if self.manifest is not None else ("", 0)
+
+
+def name_of(step: int) -> str:
+    """The directory of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
+def checkpoints_in(directory: Path) -> list[Found]:
+    """That which a directory is, or those in the directories in it, from the oldest to the newest.
+
+    Raises: CheckpointError for a directory that can't be read.
+    """
+    with refusals("looking for checkpoints", directory):
+        names = sorted(os.listdir(directory))
+    if _looks_like_one(names):
+        return [look_at(directory)]
+    found = []
+    for path in (directory / name for name in names):
+        if (
+            path.is_dir()
+            and not path.is_symlink()
+            and (_looks_like_one(os.listdir(path)) or _NUMBERED.fullmatch(path.name))
+        ):
+            found.append(look_at(path))
+    return sorted(found, key=lambda one: one.age)
+
+
+def look_at(directory: Path) -> Found:
+    """What is in the directory of a checkpoint."""
+    manifest = None
+    try:
+        manifest = manifest_of(directory)
+        check_files(directory, manifest)
+    except CheckpointError as error:
+        return Found(directory, manifest, str(error))
+    return Found(directory, manifest)
+
+
+def _looks_like_one(names: list[str]) -> bool:
+    return any(map(is_ours, names))

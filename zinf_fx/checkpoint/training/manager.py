@@ -1,0 +1,189 @@
+"""The checkpoints of a run: saved now and then, the last ones kept, and the newest taken up again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zinf_fx.checkpoint.training.agreement import all_ranks, together
+from zinf_fx.checkpoint.training.catalog import STEP, Found, checkpoints_in, name_of
+from zinf_fx.checkpoint.training.contents import parts_of
+from zinf_fx.checkpoint.training.files import discard
+from zinf_fx.checkpoint.training.loading import load_checkpoint
+from zinf_fx.checkpoint.training.saving import save
+from zinf_fx.errors import CheckpointError, ConfigError, DamagedCheckpointError
+
+log = logging.getLogger("zinf_fx")
+
+_NAME = re.compile(r"(?!step-\d+$)[A-Za-z0-9][\w.-]*")
+
+
+class CheckpointManager:
+    """Saves a training every so many steps or minutes, each time to a directory of its own, and keeps the last ones.
+
+    ```
+    with zinf_fx.CheckpointManager("runs/gpt", model, optimizer, every_steps=500, scheduler=scheduler) as checkpoints:
+        for step in range(checkpoints.resume(), 100_000):
+            ...
+            checkpoints.after_step(step + 1)
+    ```
+
+    In the `with` block, SIGTERM lets the step under way end: `after_step` saves then, and raises SystemExit(143). A
+    second SIGTERM ends the process as it would outside.
+
+    All ranks of torch.distributed call all of it at the same points. With several, `after_step` asks each time whether
+    any of them was told to end.
+
+    Attributes:
+        values: the plain values of the checkpoint that was resumed from.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        model: torch.nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        every_steps: int | None = None,
+        every_minutes: float | None = None,
+        keep: int = 3,
+        **extra: object,
+    ) -> None:
+        """`keep`: how many there are at most, besides those with names. `extra`: as of `save_checkpoint`.
+
+        Raises: ConfigError for numbers that can't be meant.
+        """
+        for name, value in (("every_steps", every_steps), ("every_minutes", every_minutes), ("keep", keep)):
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name}={value} is not accepted: give a number above 0")
+        if STEP in extra:
+            raise ConfigError(f"'{STEP}' is what the manager saves the number of steps as: choose another name")
+        self.directory = Path(directory)
+        self.values: dict[str, Any] = {}
+        self._model, self._optimizer, self._extra = model, optimizer, extra
+        self._every_steps, self._every_minutes, self._keep = every_steps, every_minutes, keep
+        self._saved_at = time.monotonic()
+        self._saved_step: int | None = None
+        self._terminated = False
+        self._handler: Any = None
+
+    def resume(self) -> int:
+        """Load the newest whole checkpoint, whatever its name, and return the number of its step; 0: there is none.
+
+        Where bytes of one turn out to be damaged, the one before is taken, and a warning says so.
+
+        Raises: CheckpointError for one that doesn't fit the training, and when there are some, but none is whole.
+        """
+        ranks = all_ranks()
+        with together(ranks, f"looking for checkpoints in {self.directory}"):
+            found = self._found() if ranks.rank == 0 else []
+        there = [(str(one.path), one.step, one.damage) for one in reversed(found) if one.step is not None or one.damage]
+        damaged = None
+        for path, step, damage in ranks.of_first(there, "the checkpoints to resume from"):
+            damage = damage or self._load(path)
+            if damage is None:
+                log.info("resumed from %s, after step %d", path, step)
+                self._saved_step, self._saved_at = step, time.monotonic()
+                return step
+            log.warning("not resumed from %s: %s", path, damage)
+            damaged = damaged or damage
+        if damaged is not None:
+            raise CheckpointError(
+                f"no checkpoint in {self.directory} is whole, so training can't be resumed. Of the newest: {damaged}. To "
+                "begin anew, choose another directory"
+            )
+        return 0
+
+    def after_step(self, step: int) -> Path | None:
+        """Say that so many steps are done. Saves if it is time to; returns the directory then.
+
+        Raises: as `save_checkpoint`; SystemExit when the process was told to end, once that is saved.
+        """
+        is_due, ends = self._agreed(self._is_due(step))
+        path = None
+        if is_due or (ends and step != self._saved_step):
+            path = self.save(step)
+        if ends:
+            log.warning("ended by SIGTERM after step %d, which is saved", step)
+            raise SystemExit(128 + signal.SIGTERM)
+        return path
+
+    def save(self, step: int, name: str | None = None) -> Path:
+        """Save what there is after so many steps; under a name, it stays until somebody removes it. Returns the
+        directory. Raises: as `save_checkpoint`; ConfigError for what is no name."""
+        if name is not None and not _NAME.fullmatch(name):
+            raise ConfigError(f"{name!r} is no name for a checkpoint: give letters, digits, '_', '.' and '-'")
+        path = self.directory / (name or name_of(step))
+        save(path, parts_of(self._model, self._optimizer, {**self._extra, STEP: step}))
+        self._saved_step, self._saved_at = step, time.monotonic()
+        ranks = all_ranks()
+        with together(ranks, f"removing old checkpoints from {self.directory}"):
+            if ranks.rank == 0:
+                self._remove_old()
+        return path
+
+    def __enter__(self) -> CheckpointManager:
+        if threading.current_thread() is threading.main_thread():
+            self._handler = signal.signal(signal.SIGTERM, self._terminate)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._handler is None:
+            return
+        self._restore()
+        if self._terminated and error is None:  # no step ended meanwhile
+            signal.raise_signal(signal.SIGTERM)
+
+    def _found(self) -> list[Found]:
+        """The checkpoints of the run, from the oldest to the newest; not what was never one."""
+        if not self.directory.exists():
+            return []
+        return [one for one in checkpoints_in(self.directory) if not one.is_left_over]
+
+    def _load(self, path: str) -> str | None:
+        """Load a checkpoint. Returns what is damaged in it."""
+        try:
+            self.values = load_checkpoint(path, self._model, self._optimizer, **self._extra)
+        except DamagedCheckpointError as error:
+            return str(error)
+        self.values.pop(STEP)
+        return None
+
+    def _is_due(self, step: int) -> bool:
+        if self._every_steps is not None and step % self._every_steps == 0:
+            return True
+        return self._every_minutes is not None and time.monotonic() - self._saved_at >= 60 * self._every_minutes
+
+    def _agreed(self, is_due: bool) -> tuple[bool, bool]:
+        """Whether it is time to save, as the first rank finds, and whether any was told to end."""
+        found = all_ranks().of_all((is_due, self._terminated), "whether to save a checkpoint")
+        return found[0][0], any(ends for _, ends in found)
+
+    def _remove_old(self) -> None:
+        numbered = [one for one in checkpoints_in(self.directory) if one.is_numbered]
+        whole = [one for one in numbered if one.is_whole]
+        for one in (*(one for one in numbered if one.is_left_over), *whole[: -self._keep]):
+            try:
+                discard(one.path)
+            except CheckpointError as error:
+                log.warning("an old checkpoint stays: %s", error)
+
+    def _terminate(self, number: int, frame: FrameType | None) -> None:
+        """Handle SIGTERM."""
+        self._restore()  # the next one ends the process
+        self._terminated = True
+
+    def _restore(self) -> None:
+        signal.signal(signal.SIGTERM, self._handler)
