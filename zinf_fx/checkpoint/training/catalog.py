@@ -7,7 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from zinf_fx.checkpoint.training.files import MANIFEST, is_ours, refusals
+from zinf_fx.checkpoint.files import refusals
+from zinf_fx.checkpoint.training.files import MANIFEST, is_ours
 from zinf_fx.checkpoint.training.loading import check_files, manifest_of
 from zinf_fx.checkpoint.training.manifest import Manifest
 from zinf_fx.errors import CheckpointError

@@ -14,7 +14,7 @@ import os
 import re
 from pathlib import Path
 
-from zinf_fx.checkpoint.files import Files, refusals, sync_directory
+from zinf_fx.checkpoint.files import FILES, LOCK, Files, locked, refusals, sync_directory
 from zinf_fx.errors import CheckpointError
 
 MANIFEST, NEW_MANIFEST = "manifest.json", "manifest.json.new"

@@ -99,8 +99,8 @@ class CheckpointManager:
             damaged = damaged or damage
         if damaged is not None:
             raise CheckpointError(
-                f"no checkpoint in {self.directory} is whole, so training can't be resumed. Of the newest: {damaged}. To "
-                "begin anew, choose another directory"
+                f"no checkpoint in {self.directory} is whole, and training can't be resumed. Of the newest: {damaged}. "
+                "To begin anew, choose another directory"
             )
         return 0
 
@@ -115,6 +115,7 @@ class CheckpointManager:
             path = self.save(step)
         if ends:
             log.warning("ended by SIGTERM after step %d, which is saved", step)
+            self._terminated = False  # no more than that was asked for
             raise SystemExit(128 + signal.SIGTERM)
         return path
 
