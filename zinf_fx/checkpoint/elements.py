@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Iterator
 
@@ -11,6 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zinf_fx.checkpoint.safetensors_file import Place
 from zinf_fx.errors import CheckpointError
+from zinf_fx.runtime.memory.buffers import octets
 from zinf_fx.runtime.tensor.gathered import gathered
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes
@@ -27,8 +27,12 @@ def pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
     Of a tensor that several ranks have parts of, every rank asks for all pieces, and gets the same.
     """
-    if isinstance(tensor, StoredTensor) and not tensor.views and not tensor.storage.share.in_shares:
-        yield from _in_windows(tensor.storage.settled())
+    if isinstance(tensor, StoredTensor) and not tensor.views:
+        storage, share = tensor.storage, tensor.storage.share
+        if share.in_shares:
+            share.ranks.meet(f"the gather of {storage.name}")
+        held = storage.refreshed()
+        yield from _of_all_ranks(storage, held) if share.partitioned else _in_windows(held)
         return
     with gathered(tensor) as value:
         value = value.full_tensor() if isinstance(value, DTensor) else value
@@ -49,6 +53,22 @@ def _in_windows(held: StoredBytes) -> Iterator[torch.Tensor]:
     finally:
         for window in windows:
             window.close()
+
+
+def _of_all_ranks(storage: TensorStorage, held: StoredBytes) -> Iterator[torch.Tensor]:
+    """All elements, in order: each rank sends the pieces of its parts to the others."""
+    share = storage.share
+    parts = [(rank, segment.of_rank(rank)) for segment in share.shards.segments for rank in range(share.ranks.shards)]
+    for rank, part in ((rank, part) for rank, whole in parts for part in ranges(whole, storage.dtype)):
+        full = torch.empty(len(part), dtype=storage.dtype, device=storage.device.torch_device)
+        window = held.device_window(share.position(part.start), len(part)) if rank == share.ranks.shard else None
+        try:
+            own = full if window is None else window.wait()
+            share.ranks.all_gather(full, own, storage.name, owner=rank).wait()
+        finally:
+            if window is not None:
+                window.close()
+        yield full.cpu()
 
 
 @torch.no_grad()
@@ -127,9 +147,3 @@ def _read(memory: torch.Tensor, file: int, place: Place, first: int) -> None:
         if not count:
             raise CheckpointError(f"'{place.path}' ends at byte {offset}, within a tensor: it was changed meanwhile")
         left, offset = left[count:], offset + count
-
-
-def octets(memory: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, which the caller keeps alive."""
-    array = (ctypes.c_char * memory.nbytes).from_address(memory.data_ptr())
-    return memoryview(array).cast("B")

@@ -16,11 +16,12 @@ from pathlib import Path
 import torch
 
 from zinf_fx.checkpoint.commit import appear, unfinished
-from zinf_fx.checkpoint.elements import octets, pieces_of
+from zinf_fx.checkpoint.elements import pieces_of
 from zinf_fx.checkpoint.files import FILES, LOCK, Files, refusals
 from zinf_fx.checkpoint.naming import Everyone, names_of_tied, tensors_of, unwrapped
 from zinf_fx.checkpoint.safetensors_file import Kind, Place, check_dtype, layout
 from zinf_fx.config import parse_bytes
+from zinf_fx.runtime.memory.buffers import octets
 from zinf_fx.sizes import in_words
 
 WHOLE = "model.safetensors"
@@ -54,8 +55,8 @@ def export_safetensors(model: torch.nn.Module, directory: str | Path, max_shard_
     with `model.safetensors.index.json`. One tensor that is larger is in a file by itself. Tied weights are written
     once. Of a model of transformers, its configuration is written too, so that `from_pretrained` reads the directory.
 
-    At most 32 MiB of a stored tensor are in memory at a time; of one that several ranks have parts of, all of it, on
-    each rank. All ranks call this, and the first writes.
+    At most 32 MiB of a stored tensor are in memory at a time; of a DTensor, all of it. All ranks call this, and the
+    first writes.
 
     Room for everything is reserved before anything is written. What was in the directory stays valid until all of the
     new weights are on the disk, and is then removed: after a crash, the one or the other is there.

@@ -173,3 +173,9 @@ def aligned_empty(nbytes: int) -> torch.Tensor:
 
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def octets(memory: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, which the caller keeps alive."""
+    array = (ctypes.c_char * memory.nbytes).from_address(memory.data_ptr())
+    return memoryview(array).cast("B")

@@ -23,6 +23,7 @@ from zinf_fx.runtime.recorder import RECORDER, REFRESH
 from zinf_fx.runtime.tensor.gradient_state import GradientState
 from zinf_fx.runtime.tensor.home import Home
 from zinf_fx.runtime.tensor.share import Refresh, Share
+from zinf_fx.runtime.tensor.spill import SMALLEST, spilled
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes
 from zinf_fx.runtime.tensor.tiers import Tiers
 from zinf_fx.runtime.tensor.token import token_of
@@ -306,9 +307,18 @@ class TensorStorage:
         """`value()`, in the same memory for all who hold it at a time, until the bytes are written. To be read only."""
         value = self._present_snapshot()
         if value is None:
-            value = self.value()
+            value = self._spilled() if self._spills else self.value()
             self._snapshot = weakref.ref(value), self.bytes.version
         return value
+
+    @property
+    def _spills(self) -> bool:
+        """Whether a snapshot is in a file that is mapped."""
+        return self.tier == "nvme" and self.device.in_host_memory and self.numel * self.dtype.itemsize >= SMALLEST
+
+    @held_back
+    def _spilled(self) -> torch.Tensor:
+        return spilled(self.value() if self.share.in_shares else self.settled(), self.config.stores[0])
 
     def _present_snapshot(self) -> torch.Tensor | None:
         if self._snapshot is None or self._snapshot[1] != self.bytes.version:
