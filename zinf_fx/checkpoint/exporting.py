@@ -3,49 +3,20 @@
 from __future__ import annotations
 
 import copy
-import itertools
-import json
-import os
-import re
 import sys
-from collections.abc import Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from zinf_fx.checkpoint.commit import appear, unfinished
+from zinf_fx.checkpoint.commit import unfinished
 from zinf_fx.checkpoint.elements import pieces_of
-from zinf_fx.checkpoint.files import FILES, LOCK, Files, refusals
+from zinf_fx.checkpoint.files import FILES, Files
 from zinf_fx.checkpoint.naming import Everyone, names_of_tied, tensors_of, unwrapped
-from zinf_fx.checkpoint.safetensors_file import Kind, Place, check_dtype, layout
+from zinf_fx.checkpoint.safetensors_file import Kind, check_dtype
+from zinf_fx.checkpoint.weight_files import ShardWriter, commit, in_groups, reserve, shards_for
 from zinf_fx.config import parse_bytes
 from zinf_fx.runtime.memory.buffers import octets
-from zinf_fx.sizes import in_words
-
-WHOLE = "model.safetensors"
-"""The file of a model that is in one. Where there is one, it is read, and not the index."""
-
-INDEX = "model.safetensors.index.json"
-"""Says which file has which tensor, where there are several."""
-
-# The files of a model that is in several; with a number in front where names without one are taken.
-_SHARD = re.compile(r"model(?:-(\d+))?-\d{5}-of-\d{5}\.safetensors")
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A file to be: what it begins with, and where each tensor is in it."""
-
-    path: Path
-    begin: bytes
-    places: Mapping[str, Place]
-
-    @property
-    def nbytes(self) -> int:
-        """Of the file."""
-        return len(self.begin) + sum(place.kind.nbytes for place in self.places.values())
 
 
 def export_safetensors(model: torch.nn.Module, directory: str | Path, max_shard_size: int | str = "5GB") -> None:
@@ -74,137 +45,24 @@ def export(model: torch.nn.Module, directory: Path, limit: int, files: Files = F
     kinds = {name: Kind(tensor.dtype, tuple(tensor.shape)) for name, tensor in written.items()}
     for name, kind in kinds.items():
         check_dtype(kind.dtype, f"'{name}'")
-    groups = _in_groups(kinds, limit)
+    groups = in_groups(kinds, limit)
     with ExitStack() as stack:
         with everyone.told("whether there is room for an export"):
             folder = stack.enter_context(unfinished(directory, files)) if everyone.is_first else directory
-            shards = _shards(groups, folder, directory)
+            shards = shards_for(groups, folder, directory)
             if everyone.is_first:
-                _reserve(shards, files)
-        with everyone.told("an export"), closing(_Writer(files)) as writer:
+                reserve(shards, files)
+        with everyone.told("an export"), closing(ShardWriter(files)) as writer:
             for shard in shards:
                 if everyone.is_first:
                     writer.begin(shard)
                 for name in shard.places:
-                    writer.write(written[name])
+                    for piece in pieces_of(written[name]):
+                        writer.write(octets(piece))
             writer.finish()
             if everyone.is_first:
-                _commit(model, shards, folder, directory, files)
-
-
-def _in_groups(kinds: Mapping[str, Kind], limit: int) -> list[dict[str, Kind]]:
-    """Tensors, in their order, as many in a file as are within the limit together."""
-    groups: list[dict[str, Kind]] = [{}]
-    nbytes = 0
-    for name, kind in kinds.items():
-        if groups[-1] and nbytes + kind.nbytes > limit:
-            groups.append({})
-            nbytes = 0
-        groups[-1][name] = kind
-        nbytes += kind.nbytes
-    return groups
-
-
-def _shards(groups: list[dict[str, Kind]], folder: Path, directory: Path) -> list[Shard]:
-    """The files, in `folder`, under names that no file of several has in `directory`."""
-    taken = {int(found[1] or 1) for found in map(_SHARD.fullmatch, _names_in(directory)) if found}
-    number = next(number for number in itertools.count(1) if number not in taken)
-    prefix = "model" if number == 1 else f"model-{number}"
-    names = [f"{prefix}-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
-    if len(groups) == 1:
-        names = [WHOLE]
-    paths = [folder / name for name in names]
-    return [Shard(path, *layout(group, path)) for path, group in zip(paths, groups, strict=True)]
-
-
-def _names_in(directory: Path) -> list[str]:
-    return os.listdir(directory) if directory.is_dir() else []
-
-
-def _reserve(shards: list[Shard], files: Files) -> None:
-    total = sum(shard.nbytes for shard in shards)
-    for shard in shards:
-        with refusals(f"reserving {in_words(total)} for weights", shard.path):
-            fd = files.create(shard.path)
-            try:
-                files.reserve(fd, shard.nbytes)
-            finally:
-                os.close(fd)
-
-
-class _Writer:
-    """Writes files, whose room is reserved; where none was begun, only takes part in gathering what others write.
-
-    A failure is raised by `finish`: until then, other ranks count on this one in their gathers.
-    """
-
-    def __init__(self, files: Files) -> None:
-        self._files = files
-        self._fd: int | None = None
-        self._path: Path | None = None
-        self._failure: OSError | None = None
-
-    def begin(self, shard: Shard) -> None:
-        """Write to this file from now on."""
-        self.close()
-        if self._failure is None:
-            self._path, self._fd = shard.path, os.open(shard.path, os.O_WRONLY | os.O_CLOEXEC)
-            self._put(memoryview(shard.begin))
-
-    def write(self, tensor: torch.Tensor) -> None:
-        """Write all elements of the tensor that comes next in the file."""
-        for piece in pieces_of(tensor):
-            self._put(octets(piece))
-
-    def _put(self, content: memoryview) -> None:
-        if self._fd is not None and self._failure is None:
-            try:
-                self._files.write(self._fd, content)
-            except OSError as error:
-                self._failure = error
-
-    def finish(self) -> None:
-        """Raises: CheckpointError if anything failed."""
-        if self._failure is not None:
-            with refusals("writing weights", self._path):
-                raise self._failure
-
-    def close(self) -> None:
-        """Close the file that was begun, if any."""
-        fd, self._fd = self._fd, None
-        if fd is not None:
-            os.close(fd)
-
-
-def _commit(model: torch.nn.Module, shards: list[Shard], folder: Path, directory: Path, files: Files) -> None:
-    """Let the new weights appear in the place of those that are there."""
-    paths = [shard.path for shard in shards]
-    last = paths[0]
-    if len(paths) > 1:
-        last = folder / INDEX
-        last.write_text(json.dumps(_index(shards), indent=2, sort_keys=True) + "\n")
-    new = {last.name, *(path.name for path in paths)}
-    _write_configuration(model, folder)
-    first = [path for path in folder.iterdir() if path.name not in (last.name, LOCK)]
-    with refusals("renaming files with weights", directory):
-        try:
-            appear(first, directory, files)
-            appear([last], directory, files)
-        except BaseException:
-            for path in paths:
-                if path != last:
-                    files.remove(directory / path.name)
-            raise
-        # The index counts only where there is no model in one file.
-        for name in sorted({*_names_in(directory)} - new, key=lambda name: name != WHOLE):
-            if name in (WHOLE, INDEX) or _SHARD.fullmatch(name):
-                files.remove(directory / name)
-
-
-def _index(shards: list[Shard]) -> dict[str, object]:
-    kinds = [place.kind for shard in shards for place in shard.places.values()]
-    counts = {"total_parameters": sum(kind.numel for kind in kinds), "total_size": sum(kind.nbytes for kind in kinds)}
-    return {"metadata": counts, "weight_map": {name: shard.path.name for shard in shards for name in shard.places}}
+                _write_configuration(model, folder)
+                commit(shards, folder, directory, files)
 
 
 def _write_configuration(model: torch.nn.Module, folder: Path) -> None:

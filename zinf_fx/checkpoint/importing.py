@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from zinf_fx.checkpoint.elements import fill
-from zinf_fx.checkpoint.exporting import INDEX, WHOLE
 from zinf_fx.checkpoint.naming import Everyone, names_of_tied, tensors_of, unwrapped
 from zinf_fx.checkpoint.safetensors_file import Place, places_in
+from zinf_fx.checkpoint.weight_files import INDEX, WHOLE
 from zinf_fx.errors import CheckpointError
 
 _SHOWN = 3  # of many names, in an error

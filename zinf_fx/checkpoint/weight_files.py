@@ -1,0 +1,150 @@
+"""Files with a model's weights: which tensor is in which, and how they appear in a directory."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from zinf_fx.checkpoint.commit import appear
+from zinf_fx.checkpoint.files import LOCK, Files, refusals
+from zinf_fx.checkpoint.safetensors_file import Kind, Place, layout
+from zinf_fx.sizes import in_words
+
+WHOLE = "model.safetensors"
+"""The file of a model that is in one. Where there is one, it is read, and not the index."""
+
+INDEX = "model.safetensors.index.json"
+"""Says which file has which tensor, where there are several."""
+
+# The files of a model that is in several; with a number in front where names without one are taken.
+_SHARD = re.compile(r"model(?:-(\d+))?-\d{5}-of-\d{5}\.safetensors")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file to be: what it begins with, and where each tensor is in it."""
+
+    path: Path
+    begin: bytes
+    places: Mapping[str, Place]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the file."""
+        return len(self.begin) + sum(place.kind.nbytes for place in self.places.values())
+
+
+def in_groups(kinds: Mapping[str, Kind], limit: int) -> list[dict[str, Kind]]:
+    """Tensors, in their order, as many in a file as are within the limit together."""
+    groups: list[dict[str, Kind]] = [{}]
+    nbytes = 0
+    for name, kind in kinds.items():
+        if groups[-1] and nbytes + kind.nbytes > limit:
+            groups.append({})
+            nbytes = 0
+        groups[-1][name] = kind
+        nbytes += kind.nbytes
+    return groups
+
+
+def shards_for(groups: list[dict[str, Kind]], folder: Path, directory: Path) -> list[Shard]:
+    """The files, in `folder`, under names that no file of several has in `directory`."""
+    taken = {int(found[1] or 1) for found in map(_SHARD.fullmatch, _names_in(directory)) if found}
+    number = next(number for number in itertools.count(1) if number not in taken)
+    prefix = "model" if number == 1 else f"model-{number}"
+    names = [f"{prefix}-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
+    if len(groups) == 1:
+        names = [WHOLE]
+    paths = [folder / name for name in names]
+    return [Shard(path, *layout(group, path)) for path, group in zip(paths, groups, strict=True)]
+
+
+def _names_in(directory: Path) -> list[str]:
+    return os.listdir(directory) if directory.is_dir() else []
+
+
+def reserve(shards: list[Shard], files: Files) -> None:
+    """Make the files, with room for all that is to be in them. Raises: CheckpointError."""
+    total = sum(shard.nbytes for shard in shards)
+    for shard in shards:
+        with refusals(f"reserving {in_words(total)} for weights", shard.path):
+            fd = files.create(shard.path)
+            try:
+                files.reserve(fd, shard.nbytes)
+            finally:
+                os.close(fd)
+
+
+class ShardWriter:
+    """Writes files, whose room is reserved; where none was begun, only takes part in gathering what others write.
+
+    A failure is raised by `finish`: until then, other ranks count on this one in their gathers.
+    """
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._fd: int | None = None
+        self._path: Path | None = None
+        self._failure: OSError | None = None
+
+    def begin(self, shard: Shard) -> None:
+        """Write to this file from now on."""
+        self.close()
+        if self._failure is None:
+            self._path, self._fd = shard.path, os.open(shard.path, os.O_WRONLY | os.O_CLOEXEC)
+            self.write(memoryview(shard.begin))
+
+    def write(self, content: memoryview) -> None:
+        """Write the bytes that come next in the file."""
+        if self._fd is not None and self._failure is None:
+            try:
+                self._files.write(self._fd, content)
+            except OSError as error:
+                self._failure = error
+
+    def finish(self) -> None:
+        """Raises: CheckpointError if anything failed."""
+        if self._failure is not None:
+            with refusals("writing weights", self._path):
+                raise self._failure
+
+    def close(self) -> None:
+        """Close the file that was begun, if any."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+
+def commit(shards: list[Shard], folder: Path, directory: Path, files: Files) -> None:
+    """Let the new weights, and what else is in the folder, appear in the place of those that are in the directory."""
+    paths = [shard.path for shard in shards]
+    last = paths[0]
+    if len(paths) > 1:
+        last = folder / INDEX
+        last.write_text(json.dumps(_index(shards), indent=2, sort_keys=True) + "\n")
+    new = {last.name, *(path.name for path in paths)}
+    first = [path for path in folder.iterdir() if path.name not in (last.name, LOCK)]
+    with refusals("renaming files with weights", directory):
+        try:
+            appear(first, directory, files)
+            appear([last], directory, files)
+        except BaseException:
+            for path in paths:
+                if path != last:
+                    files.remove(directory / path.name)
+            raise
+        # The index counts only where there is no model in one file.
+        for name in sorted({*_names_in(directory)} - new, key=lambda name: name != WHOLE):
+            if name in (WHOLE, INDEX) or _SHARD.fullmatch(name):
+                files.remove(directory / name)
+
+
+def _index(shards: list[Shard]) -> dict[str, object]:
+    kinds = [place.kind for shard in shards for place in shard.places.values()]
+    counts = {"total_parameters": sum(kind.numel for kind in kinds), "total_size": sum(kind.nbytes for kind in kinds)}
+    return {"metadata": counts, "weight_map": {name: shard.path.name for shard in shards for name in shard.places}}
