@@ -12,7 +12,7 @@ from zinf_fx.optim.chunks import charged
 from zinf_fx.optim.elements import moved
 from zinf_fx.optim.opened import OpenWindows, begin_update, end_update, take_over_written
 from zinf_fx.optim.recipe import Recipe, Update
-from zinf_fx.optim.states import MASTER, ParameterStates, State
+from zinf_fx.optim.states import MASTER, State
 from zinf_fx.plan.memory.accounting import AT_A_TIME
 from zinf_fx.plan.packs import starts_of
 from zinf_fx.runtime.memory.device import CPU, Device
@@ -29,7 +29,7 @@ class PackedStates:
     def __init__(self, updates: Sequence[Update]) -> None:
         self.updates = updates
         self.parameter = updates[0][1].parameter  # the first
-        self.count = sum(charged(_count(states)) for _, states in updates)
+        self.count = sum(charged(states.count) for _, states in updates)
         self.updated = (range(self.count),)
         self.scratch_rows = max(states.scratch_rows for _, states in updates)
 
@@ -40,7 +40,7 @@ def packed(updates: Sequence[Update], elements: int) -> Iterator[list[Update]]:
     together: list[Update] = []
     room = elements
     for update in updates:
-        count = charged(_count(update[1]))
+        count = charged(update[1].count)
         if together and (count > room or not _joins(together[-1], update)):
             yield together
             together, room = [], elements
@@ -56,13 +56,8 @@ def _joins(one: Update, other: Update) -> bool:
     recipe, next_recipe = one[0], other[0]
     if recipe.whole or not (recipe is next_recipe or recipe.is_like(next_recipe)):
         return False
-    at_once = all(_count(states) <= AT_A_TIME for _, states in (one, other))
+    at_once = all(states.count <= AT_A_TIME for _, states in (one, other))
     return at_once and other[1].follow(one[1])
-
-
-def _count(states: ParameterStates) -> int:
-    """How many elements of a parameter this rank updates."""
-    return sum(len(part) for part in states.updated)
 
 
 class _Row:
@@ -70,13 +65,14 @@ class _Row:
 
     def __init__(self, tensors: Sequence[StoredTensor], updated: Sequence[range], place: Device, load: bool) -> None:
         """`updated`: which elements of each."""
-        held = side_by_side([tensor.storage.bytes for tensor in tensors])
+        storages = [tensor.storage for tensor in tensors]
+        several = [storage.bytes for storage in storages]
+        held = side_by_side(several)
         self.window: Window | DeviceWindow = (held.window if place.in_host_memory else held.device_window)(load=load)
-        shares = [tensor.storage.share for tensor in tensors]
-        starts = starts_of((share.held for share in shares), held.dtype)
+        starts = starts_of([one.count for one in several], held.dtype)
         self._elements: list[slice] = []
-        for share, start, elements in zip(shares, starts, updated, strict=False):
-            first = start + share.position(elements.start)
+        for storage, start, elements in zip(storages, starts, updated, strict=False):
+            first = start if storage.share.partitioned else start + elements.start
             self._elements.append(slice(first, first + len(elements)))
 
     def elements(self) -> list[torch.Tensor]:

@@ -97,7 +97,11 @@ class ParameterStates:
         version: of the parameter's bytes when the master last agreed with them; None when that isn't known.
         refresh: whether this step takes over into the master what the parameter holds.
         gradient: what this step consumes; None between steps. The parameter's `grad` may be another one by then.
+        updated: the elements that this rank updates, all, or its share; `count`: how many they are.
     """
+
+    updated: tuple[range, ...]
+    count: int
 
     def __init__(
         self, parameter: StoredTensor, dtype: torch.dtype, spaces: dict[str, TensorStorage] | None = None
@@ -190,12 +194,6 @@ class ParameterStates:
         return shown
 
     @property
-    def updated(self) -> tuple[range, ...]:
-        """The elements that this rank updates: all, or its share."""
-        storage = self.parameter.storage
-        return storage.share.own if self.in_shares else (range(storage.numel),)
-
-    @property
     def has_master(self) -> bool:
         """Whether the parameter's own bytes are too coarse to be updated."""
         return self.parameter.dtype != self.dtype
@@ -241,6 +239,9 @@ class ParameterStates:
         """
         if self._reserved is not None and self._reserved == (layout, dtype, self.parameter.storage.key):
             return
+        share = self.parameter.storage.share
+        self.updated = share.own if self.in_shares else (range(self.parameter.numel()),)
+        self.count = sum(map(len, self.updated))
         if dtype != self.dtype:
             raise OptimizerError(
                 f"a parameter of shape {tuple(self.parameter.shape)} was converted to {self.parameter.dtype} after its "

@@ -11,7 +11,7 @@ import torch
 
 from zinf_fx.config import Config, Tier
 from zinf_fx.plan.schedule import Member, Tile
-from zinf_fx.sizes import blocks
+from zinf_fx.sizes import PAGE, blocks
 
 # Of a pack, by default, and the part of a budget that it may be: one request of the engine moves so many.
 _LARGEST = 4 << 20
@@ -72,7 +72,7 @@ def nbytes_in_pack(numel: int, dtype: torch.dtype, padded: int = 0) -> int:
 
 def spaced(count: int, dtype: torch.dtype) -> int:
     """Elements from the begin of a tensor of `count` to that of the one behind it: whole blocks of the store."""
-    return blocks(count * dtype.itemsize) // dtype.itemsize
+    return -(-count * dtype.itemsize // PAGE) * PAGE // dtype.itemsize
 
 
 def starts_of(counts: Iterable[int], dtype: torch.dtype) -> list[int]:

@@ -178,9 +178,10 @@ def accumulate_side_by_side(
     pairs = sorted(zip(parameters, gradients, strict=True), key=lambda pair: pair[0].storage.key)
     parameters, gradients = zip(*pairs, strict=True)
     first = parameters[0].storage
-    if not all(_is_all_held(parameter, gradient) for parameter, gradient in pairs):
-        return False
-    gradients = [one.wait() if isinstance(one, ReducedMember) else one for one in gradients]
+    if first.share.ranks.size > 1:
+        if not _are_all_held(first, gradients):
+            return False
+        gradients = [one.wait() for one in gradients]
     dtype = gradients[0].dtype
     new = all(parameter.grad is None for parameter in parameters)
     if new:
@@ -214,11 +215,11 @@ def accumulate_side_by_side(
     return True
 
 
-def _is_all_held(parameter: StoredTensor, gradient: torch.Tensor | ReducedMember) -> bool:
-    """Whether a gradient that leaves is all that this rank has of it."""
-    if isinstance(gradient, ReducedMember):
-        return gradient.whole or parameter.storage.placement.stage >= 2
-    return parameter.storage.share.ranks.size == 1
+def _are_all_held(storage: TensorStorage, gradients: Sequence[torch.Tensor | ReducedMember]) -> bool:
+    """Of many ranks, whether gradients that leave are reduced, and all that this rank has of them. `storage`: of one of
+    the parameters."""
+    reduced = all(isinstance(gradient, ReducedMember) for gradient in gradients)
+    return reduced and (gradients[0].whole or storage.placement.stage >= 2)
 
 
 def add_gradient(parameter: StoredTensor, gradient: torch.Tensor) -> None:
