@@ -22,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
         prog="zinf-fx", description="Plans of models whose states live in device memory, host memory and NVMe."
     )
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_show_schedule, _export_plan, _simulate, _estimate, _bench_io, _doctor, _clean):
+    for add in (_show_schedule, _export_plan, _simulate, _estimate, _checkpoint, _bench_io, _doctor, _clean):
         add(commands)
     return made
 
@@ -157,6 +157,32 @@ def _estimate(commands: argparse._SubParsersAction) -> None:
         "--reproduce", action="store_true", help="print the papers' tables beside the formulas' figures"
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, in bytes and seconds")
+
+
+def _checkpoint(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "checkpoint",
+        help="what checkpoints there are, what is in them, and whether they are whole",
+        description="Looks at checkpoints that save_checkpoint() or a CheckpointManager wrote. Needs neither the model "
+        "nor memory for it.",
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    several = "a checkpoint, or a directory with several"
+    for action, what, help_ in (
+        ("list", several, "the checkpoints, from the oldest to the newest"),
+        ("inspect", "a checkpoint", "what is in one: its parts, plain values and files"),
+        ("verify", several, "read all bytes and compare them with their checksums; exit code 1 when any differ"),
+        ("convert", "a checkpoint", "write a part of one to safetensors files with whole tensors"),
+    ):
+        added = actions.add_parser(action, help=help_, description=f"{help_[0].upper()}{help_[1:]}.")
+        added.add_argument("directory", metavar="DIR", type=Path, help=what)
+        if action == "inspect":
+            added.add_argument("--tensors", action="store_true", help="each tensor, with its dtype, shape and bytes")
+        if action == "convert":
+            added.add_argument("-o", "--output", metavar="DIR", type=Path, required=True, help="where to write")
+            added.add_argument("--part", default="model", metavar="NAME", help="what of it (default: model)")
+            added.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="bytes in a file (default: 5GB)")
+        added.add_argument("--json", action="store_true", help="print as JSON")
 
 
 def _bench_io(commands: argparse._SubParsersAction) -> None:

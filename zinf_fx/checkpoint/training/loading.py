@@ -16,7 +16,7 @@ from zinf_fx.checkpoint.training.agreement import all_ranks, together
 from zinf_fx.checkpoint.training.contents import OPTIMIZER, Parts, between_steps, parts_of
 from zinf_fx.checkpoint.training.files import MANIFEST, read_manifest
 from zinf_fx.checkpoint.training.holdings import Holding
-from zinf_fx.checkpoint.training.manifest import Manifest, SavedTensor, from_text
+from zinf_fx.checkpoint.training.manifest import Manifest, SavedFile, SavedTensor, from_text
 from zinf_fx.checkpoint.training.open_files import opened
 from zinf_fx.checkpoint.training.parts.part import Matching, listed
 from zinf_fx.checkpoint.training.parts.randomness import RandomPart
@@ -79,21 +79,26 @@ def manifest_of(directory: Path) -> Manifest:
 def check_files(directory: Path, manifest: Manifest) -> None:
     """Raises: CheckpointError for a file of a checkpoint that is missing, or has another size."""
     for file in manifest.files:
-        path = directory / file.path
-        try:
-            found = path.stat().st_size
-        except FileNotFoundError:
-            raise DamagedCheckpointError(
-                f"the checkpoint in {directory} is damaged: its file {file.path} is missing; use another one"
-            ) from None
-        except OSError as error:
-            with refusals("looking for a data file", path):
-                raise error
-        if found != file.nbytes:
-            raise DamagedCheckpointError(
-                f"the checkpoint in {directory} is damaged: its file {file.path} has {found} bytes, and {file.nbytes} "
-                "when it was saved; use another one"
-            )
+        check_file(directory, file)
+
+
+def check_file(directory: Path, file: SavedFile) -> None:
+    """The same, for one."""
+    path = directory / file.path
+    try:
+        found = path.stat().st_size
+    except FileNotFoundError:
+        raise DamagedCheckpointError(
+            f"the checkpoint in {directory} is damaged: its file {file.path} is missing; use another one"
+        ) from None
+    except OSError as error:
+        with refusals("looking for a data file", path):
+            raise error
+    if found != file.nbytes:
+        raise DamagedCheckpointError(
+            f"the checkpoint in {directory} is damaged: its file {file.path} has {found} bytes, and {file.nbytes} when "
+            "it was saved; use another one"
+        )
 
 
 def _match(manifest: Manifest, parts: Parts, left_out: list[str], matching: Matching) -> dict[str, Any]:

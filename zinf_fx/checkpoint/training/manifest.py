@@ -8,6 +8,7 @@ doesn't matter. The manifest ends with the crc32c of its own text before that.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -74,6 +75,11 @@ class SavedTensor:
     dtype: torch.dtype
     shape: tuple[Annotated[int, 0], ...]
     boxes: tuple[SavedBox, ...]
+
+    @property
+    def part(self) -> str:
+        """The name of the part that it is of."""
+        return re.split(r"[/.\[@]", self.name, maxsplit=1)[0]
 
     @property
     def nbytes(self) -> int:

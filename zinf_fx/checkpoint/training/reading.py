@@ -6,18 +6,17 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from zinf_fx.checkpoint.training.boxes import Box, copy_common
-from zinf_fx.checkpoint.training.holdings import Holding, OrdinaryElements
 from zinf_fx.checkpoint.training.manifest import Piece, SavedBox, SavedTensor
 from zinf_fx.errors import DamagedCheckpointError
 from zinf_fx.interrupts import let_through
 from zinf_fx.native.engine import READ, File, crc32c_at
 from zinf_fx.runtime.memory.buffers import aligned_empty
 from zinf_fx.runtime.memory.freelist import round_up
-from zinf_fx.runtime.tensor.windows import Window
 from zinf_fx.sizes import PAGE
 
 IN_FLIGHT = 32 << 20
@@ -53,11 +52,42 @@ class Reading:
         return self._elements
 
 
+class Elements(Protocol):
+    """Memory for some elements, 1-D: wait, set them all, then `store` or `close`, once."""
+
+    def wait(self) -> torch.Tensor:
+        """The memory."""
+
+    def store(self) -> None:
+        """Send the elements to where they belong."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+
+
+class Target(Protocol):
+    """What elements of a tensor are read into: see `Holding`."""
+
+    @property
+    def box(self) -> Box:
+        """Which elements of the tensor there are here."""
+
+    @property
+    def held(self) -> list[range]:
+        """Those that are wanted."""
+
+    def chunks(self, elements: range) -> list[range]:
+        """Some of them, in parts that are read at a time."""
+
+    def open_for_writing(self, elements: range) -> Elements:
+        """Memory for a part. The parts come in order."""
+
+
 @dataclass(eq=False)
 class _Chunk:
-    """Elements of a tensor of this rank, and how many of the pieces that it is made of are still to come."""
+    """Elements that are wanted somewhere, and how many of the pieces that they are made of are still to come."""
 
-    holding: Holding
+    target: Target
     elements: range
     left: int
 
@@ -70,14 +100,14 @@ class Reader:
         self._opened, self._report = opened, report
         self._known: weakref.WeakValueDictionary[tuple[int, int], Reading] = weakref.WeakValueDictionary()
         self._queue: deque[tuple[_Chunk, Box, Reading]] = deque()
-        self._window: Window | OrdinaryElements | None = None  # over the chunk that comes first
+        self._window: Elements | None = None  # over the chunk that comes first
 
-    def read(self, saved: SavedTensor, holding: Holding) -> None:
-        """Start to fill what this rank has of a tensor; it is full when `end` has returned."""
-        for elements in (part for held in holding.held for part in holding.chunks(held)):
+    def read(self, saved: SavedTensor, target: Target) -> None:
+        """Start to fill a target; it is full when `end` has returned."""
+        for elements in (part for held in target.held for part in target.chunks(held)):
             let_through()
-            needed = list(needed_for(saved, holding.box, elements))
-            chunk = _Chunk(holding, elements, len(needed))
+            needed = list(needed_for(saved, target.box, elements))
+            chunk = _Chunk(target, elements, len(needed))
             for box, piece in needed:
                 self._queue.append((chunk, box, self._start(saved, piece)))
                 while len(self._queue) > 1 and sum(reading.nbytes for *_, reading in self._queue) > IN_FLIGHT:
@@ -106,14 +136,14 @@ class Reader:
         chunk, box, reading = self._queue[0]
         source = reading.wait()
         if self._window is None:
-            self._window = chunk.holding.open_for_writing(chunk.elements)
-        copy_common(self._window.wait(), chunk.holding.box, chunk.elements, source, box, reading.piece.elements)
+            self._window = chunk.target.open_for_writing(chunk.elements)
+        copy_common(self._window.wait(), chunk.target.box, chunk.elements, source, box, reading.piece.elements)
         self._queue.popleft()
         chunk.left -= 1
         if not chunk.left:
             window, self._window = self._window, None
             window.store()
-            self._report(len(chunk.elements) * chunk.holding.dtype.itemsize)
+            self._report(len(chunk.elements) * source.dtype.itemsize)
 
 
 def needed_for(saved: SavedTensor, box: Box, elements: range) -> Iterator[tuple[Box, Piece]]:

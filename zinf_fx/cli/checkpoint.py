@@ -1,0 +1,162 @@
+"""`zinf-fx checkpoint list | inspect | verify | convert`: what checkpoints there are, and what is in them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from tqdm import tqdm
+
+from zinf_fx.checkpoint.training.catalog import Found, checkpoints_in
+from zinf_fx.checkpoint.training.converting import to_safetensors
+from zinf_fx.checkpoint.training.loading import manifest_of
+from zinf_fx.checkpoint.training.manifest import Manifest, SavedTensor
+from zinf_fx.checkpoint.training.verifying import damages_of
+from zinf_fx.config import parse_bytes
+from zinf_fx.errors import CheckpointError
+from zinf_fx.sizes import in_words
+from zinf_fx.tables import counted, table
+
+
+def run(options: argparse.Namespace) -> int | None:
+    """Do what is asked for; 1 when a checkpoint turns out to be damaged. Raises: CheckpointError."""
+    return {"list": _list, "inspect": _inspect, "verify": _verify, "convert": _convert}[options.action](options)
+
+
+def _list(options: argparse.Namespace) -> None:
+    found = _checkpoints_in(options.directory)
+    if options.json:
+        print(json.dumps([_described(one) for one in found], indent=1))
+        return
+    rows = []
+    for one in found:
+        manifest = one.manifest
+        size, ranks = (in_words(manifest.nbytes), str(manifest.ranks)) if manifest is not None else ("", "")
+        step = "" if one.step is None else f"{one.step:,}"
+        rows.append([one.path.name, step, manifest.time if manifest else "", size, ranks, one.damage or "whole"])
+    print(table(rows, ("checkpoint", "step", "saved", "size", "ranks", "state"), left=(0, 2, 5)))
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    manifest = manifest_of(options.directory)
+    if options.json:
+        print(json.dumps(_contents(manifest), indent=1))
+        return
+    print(
+        f"{options.directory}: {in_words(manifest.nbytes)} in {counted(len(manifest.tensors), 'tensor')}, saved "
+        f"{manifest.time} by {counted(manifest.ranks, 'rank')} of {manifest.made_by}\n"
+    )
+    parts = _parts(manifest)
+    rows = [[name, part["kind"], f"{part['tensors']:,}", in_words(part["nbytes"])] for name, part in parts.items()]
+    print(table(rows, ("part", "kind", "tensors", "bytes"), left=(0, 1)))
+    if plain := _plain_values(manifest):
+        print()
+        print(table([[name, json.dumps(value)] for name, value in plain.items()], ("value", ""), left=(0, 1)))
+    print()
+    print(table([[file.path, in_words(file.nbytes)] for file in manifest.files], ("file", "size")))
+    if options.tensors:
+        print()
+        print(
+            table([_row(tensor) for tensor in manifest.tensors], ("tensor", "dtype", "shape", "bytes"), left=(0, 1, 2))
+        )
+
+
+def _verify(options: argparse.Namespace) -> int:
+    damages: dict[str, list[str]] = {}
+    for one in _checkpoints_in(options.directory):
+        if one.manifest is None:
+            damages[str(one.path)] = [one.damage]
+            continue
+        with _progress(one.manifest.nbytes, one.path, options) as bar:
+            damages[str(one.path)] = damages_of(one.path, one.manifest, bar.update)
+    if options.json:
+        print(json.dumps(damages, indent=1))
+    else:
+        for path, found in damages.items():
+            print(f"{path}: {'whole' if not found else 'DAMAGED'}")
+            for damage in found:
+                print(f"  {damage}")
+    return int(any(damages.values()))
+
+
+def _convert(options: argparse.Namespace) -> None:
+    limit = parse_bytes(options.max_shard_size, "max-shard-size")
+    manifest = manifest_of(options.directory)
+    nbytes = sum(tensor.nbytes for tensor in manifest.tensors if tensor.name.startswith(f"{options.part}/"))
+    with _progress(nbytes, options.directory, options) as bar:
+        written = to_safetensors(options.directory, manifest, options.part, options.output, limit, bar.update)
+    if options.json:
+        print(json.dumps([str(path) for path in written], indent=1))
+    for path in () if options.json else written:
+        print(f"{path}: {in_words(path.stat().st_size)}")
+
+
+def _checkpoints_in(directory: Path) -> list[Found]:
+    """Those in a directory. Raises: CheckpointError when there is none."""
+    found = checkpoints_in(directory)
+    if not found:
+        raise CheckpointError(f"{directory} has no checkpoints: name a directory that one or several were saved to")
+    return found
+
+
+@contextmanager
+def _progress(nbytes: int, path: Path, options: argparse.Namespace) -> Iterator[tqdm]:
+    """A bar on stderr, which is gone in the end."""
+    shown = {"unit": "B", "unit_scale": True, "unit_divisor": 1024, "desc": path.name}
+    hidden = True if options.json else None  # None: where stderr is no terminal
+    with tqdm(total=nbytes, disable=hidden, file=sys.stderr, leave=False, **shown) as bar:
+        yield bar
+
+
+def _described(found: Found) -> dict[str, object]:
+    manifest = found.manifest
+    known = {} if manifest is None else {"saved": manifest.time, "nbytes": manifest.nbytes, "ranks": manifest.ranks}
+    return {"path": str(found.path), "step": found.step, **known, "damage": found.damage}
+
+
+def _contents(manifest: Manifest) -> dict[str, object]:
+    return {
+        "made_by": manifest.made_by,
+        "saved": manifest.time,
+        "ranks": manifest.ranks,
+        "parts": _parts(manifest),
+        "values": _plain_values(manifest),
+        "files": [asdict(file) for file in manifest.files],
+        "tensors": [
+            dict(zip(("name", "dtype", "shape", "nbytes"), _facts(one), strict=True)) for one in manifest.tensors
+        ],
+        "same": dict(manifest.same),
+    }
+
+
+def _parts(manifest: Manifest) -> dict[str, dict]:
+    """By name, the kind of each part, and what it has of tensors. Plain values are none."""
+    parts = {
+        name: {"kind": values["kind"], "tensors": 0, "nbytes": 0}
+        for name, values in manifest.values.items()
+        if values["kind"] != "value"
+    }
+    for tensor in manifest.tensors:
+        if (part := parts.get(tensor.part)) is not None:
+            part["tensors"] += 1
+            part["nbytes"] += tensor.nbytes
+    return parts
+
+
+def _plain_values(manifest: Manifest) -> dict[str, object]:
+    values = {name: one for name, one in manifest.values.items() if one["kind"] == "value"}
+    return {name: one.get("value", one.get("ranks")) for name, one in values.items()}
+
+
+def _facts(tensor: SavedTensor) -> tuple[str, str, list[int], int]:
+    return tensor.name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.nbytes
+
+
+def _row(tensor: SavedTensor) -> list[str]:
+    name, dtype, shape, nbytes = _facts(tensor)
+    return [name, dtype, str(shape), in_words(nbytes)]
