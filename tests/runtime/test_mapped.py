@@ -8,7 +8,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from zinf_fx.runtime.memory.mapped import MappedCheckpoints, _bytes_of_files
+from zinf_fx.runtime.memory.mapped import MappedFiles, _bytes_of_files
 
 
 def _written(tmp_path: Path) -> Path:
@@ -19,7 +19,7 @@ def _written(tmp_path: Path) -> Path:
 
 def test_pages_that_were_read_go_back(tmp_path: Path):
     file = safetensors.safe_open(_written(tmp_path), framework="pt")
-    mapped = MappedCheckpoints(16 << 20)
+    mapped = MappedFiles(16 << 20, tmp_path)
     before = _bytes_of_files()
     one = file.get_tensor("one")
     assert one.sum() == (4 << 20) * ((4 << 20) - 1) // 2
@@ -31,7 +31,7 @@ def test_pages_that_were_read_go_back(tmp_path: Path):
 
 def test_pages_that_were_changed_stay(tmp_path: Path):
     file = safetensors.safe_open(_written(tmp_path), framework="pt")
-    mapped = MappedCheckpoints(16 << 20)
+    mapped = MappedFiles(16 << 20, tmp_path)
     one, other = file.get_tensor("one"), file.get_tensor("other")
     other[7] = -1
     assert one.sum() == (4 << 20) * ((4 << 20) - 1) // 2
@@ -41,7 +41,7 @@ def test_pages_that_were_changed_stay(tmp_path: Path):
 
 def test_nothing_happens_before_it_is_time(tmp_path: Path):
     file = safetensors.safe_open(_written(tmp_path), framework="pt")
-    mapped = MappedCheckpoints(1 << 30)
+    mapped = MappedFiles(1 << 30, tmp_path)
     before = _bytes_of_files()
     file.get_tensor("one").sum()
     mapped.trim()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,6 @@ def test_no_room_for_a_file_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(28, "No space left on device")
 
     layer = zinf_fx.offload(nn.Linear(700, 1000), store=tmp_path, placement="nvme")
-    monkeypatch.setattr(spill.os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(StoreError, match=r"store map failed: .*free space there"):
         layer.weight.data_ptr()

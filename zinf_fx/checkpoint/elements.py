@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -115,8 +115,9 @@ _IN_FLIGHT = 64 << 20
 
 
 @torch.no_grad()
-def replace(storage: TensorStorage, value: torch.Tensor) -> None:
-    """As `TensorStorage.set`; to a disk piece by piece, so that not all of the value is in memory once more."""
+def replace(storage: TensorStorage, value: torch.Tensor, after_piece: Callable[[], None] | None = None) -> None:
+    """As `TensorStorage.set`; to a disk piece by piece, so that not all of the value is in memory once more.
+    `after_piece` is called after each."""
     if storage.tier != "nvme":
         storage.set(value)
         return
@@ -130,6 +131,8 @@ def replace(storage: TensorStorage, value: torch.Tensor) -> None:
             raise
         window.store(after=copy)
         held.tiers.limit_writes(_IN_FLIGHT)
+        if after_piece is not None:
+            after_piece()
     storage.share.stale = False
 
 

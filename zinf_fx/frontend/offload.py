@@ -21,6 +21,7 @@ from zinf_fx.checkpoint.elements import replace
 from zinf_fx.config import Config, Placement
 from zinf_fx.errors import ConfigError, StoredTensorError, ZinfError
 from zinf_fx.frontend.auto_placement import placed_by_rule
+from zinf_fx.frontend.converting import Converting
 from zinf_fx.frontend.graph_inputs import bytes_in_memory
 from zinf_fx.interrupts import held_back
 from zinf_fx.plan.packs import in_packs, moves, nbytes_in_pack, pack_limit, starts_of
@@ -28,7 +29,7 @@ from zinf_fx.plan.sharding import Owners, shards_of
 from zinf_fx.runtime.gradients.accumulate import add_gradient, reserve_gradients
 from zinf_fx.runtime.memory.device import device_of
 from zinf_fx.runtime.memory.heap import trim_heap
-from zinf_fx.runtime.memory.mapped import MappedCheckpoints, place_in_file
+from zinf_fx.runtime.memory.mapped import MappedFiles, place_in_file
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.home import Home
 from zinf_fx.runtime.tensor.local_parameter import LocalParameter, local_part, placed_as, stored_parameter
@@ -122,7 +123,7 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
     staying: dict[int, weakref.ref[torch.nn.Parameter]] = {}
     current: weakref.ref[torch.nn.Module] | None = None
     freed = 0
-    mapped = MappedCheckpoints(_TRIM_EVERY)
+    mapped = MappedFiles(_TRIM_EVERY, config.stores[0])
 
     def register(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
         nonlocal current
@@ -159,7 +160,7 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
         check_ranks(config, [parameter])
         twins = _all_reserved({"": parameter}, tiers, config, owners)
         # The twin gets the memory of `parameter`, and must not be kept.
-        replace_in_place(parameter, _written(parameter, twins.pop(), loaded))
+        replace_in_place(parameter, _written(parameter, twins.pop(), mapped if loaded else None))
         freed += parameter.nbytes
         if freed >= _TRIM_EVERY:
             freed = 0
@@ -172,7 +173,8 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
     before = os.environ.get(_LOADS_IN_TURN)
     try:
         os.environ.setdefault(_LOADS_IN_TURN, "1")
-        yield
+        with Converting(mapped):
+            yield
         leave()
         tiers.drain()
         left = [parameter for parameter in (ref() for ref in staying.values()) if parameter is not None]
@@ -278,17 +280,18 @@ def _reserved(
         return as_parameter(twin)
 
 
-def _written(parameter: torch.nn.Parameter, twin: StoredTensor, loaded: bool = False) -> StoredTensor:
+def _written(parameter: torch.nn.Parameter, twin: StoredTensor, loaded: MappedFiles | None = None) -> StoredTensor:
     """`twin`, with the value and gradient of `parameter` in it or on their way. The value is the first rank's; one that
-    was `loaded` is each rank's, where all have it at one place in one file, of which each reads its own part alone."""
+    was `loaded`, from files that are mapped, is each rank's, where all have it at one place in one file, of which each
+    reads its own part alone."""
     value, ranks = local_part(parameter.detach()), twin.storage.share.ranks
     what = f"a parameter of shape {tuple(parameter.shape)}"
-    places = ranks.of_all(place_in_file(value), what) if loaded and ranks.size > 1 else [None]
+    places = ranks.of_all(place_in_file(value), what) if loaded is not None and ranks.size > 1 else [None]
     if places[0] is None or len(set(places)) > 1:
         if ranks.rank and place_in_file(value) is not None:
             value = torch.empty_like(value)  # a mapped file's memory would keep what is written to it
         ranks.broadcast(value, what)
-    replace(twin.storage, value)
+    replace(twin.storage, value, after_piece=None if loaded is None else loaded.trim)
     if twin.grad is not None:
         gradient = parameter.grad
         twin.grad.storage.set(placed_as(parameter, gradient) if isinstance(gradient, DTensor) else gradient)

@@ -1,19 +1,26 @@
-"""Memory that files take which other libraries have mapped.
+"""Memory that is mapped from files: of checkpoints, which safetensors maps, and of files without a name.
 
-safetensors maps a checkpoint, and pages that were read stay resident until the system is short of memory, or the
-mapping ends. So a process that reads a checkpoint tensor by tensor looks as large as the checkpoint in the end.
+Pages that were read or written stay resident until the system is short of memory, or the mapping ends. So a process
+that reads a checkpoint tensor by tensor looks as large as the checkpoint in the end.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import math
 import mmap
 import os
 import re
+import tempfile
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+from zinf_fx.errors import StoreError
 
 _SMAPS, _STATM, _MAPS = Path("/proc/self/smaps"), Path("/proc/self/statm"), Path("/proc/self/maps")
 
@@ -25,19 +32,51 @@ _FILE = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) ...p ([0-9a-f]+) \S+ \d+ +(/.*\.sa
 _NUMBER = re.compile(r"^(\w+): +(\d+) kB$", re.MULTILINE)
 
 
-class MappedCheckpoints:
-    """Lets go of what the mappings of checkpoints hold, whenever this process has so much more of files in memory."""
+class MappedFiles:
+    """Lets go of what the mappings of checkpoints hold, and those of files that were made here, whenever this process
+    has so much more of files in memory."""
 
-    def __init__(self, every: int) -> None:
-        """`every`: bytes."""
-        self._every = every
+    def __init__(self, every: int, directory: Path) -> None:
+        """`every`: bytes; `directory`: for new files."""
+        self._every, self._directory = every, directory
         self._before = _bytes_of_files()
+        self._made: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
     def trim(self) -> None:
         """Let go if it is time. Whoever looks at the pages again reads them from the file, or the system's cache."""
         if _bytes_of_files() - self._before >= self._every:
             _let_go()
+            for mapping in self._made:
+                mapping.madvise(mmap.MADV_DONTNEED)  # what was written is in the file
             self._before = _bytes_of_files()
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in the memory of a new file, which ends with it. Raises: StoreError where there is no room."""
+        mapping = memory_of_file(self._directory, math.prod(shape) * dtype.itemsize)
+        self._made.add(mapping)
+        return torch.frombuffer(mapping, dtype=dtype).view(tuple(shape))
+
+    def has(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether all these are in the memory of files that are let go."""
+        addresses = [range(int(first, 16), int(end, 16)) for first, end, _, _ in _FILE.findall(_MAPS.read_text())]
+        for mapping in self._made:
+            start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+            addresses.append(range(start, start + len(mapping)))
+        return all(any(tensor.data_ptr() in one for one in addresses) for tensor in tensors)
+
+
+def memory_of_file(directory: Path, nbytes: int) -> mmap.mmap:
+    """The memory of a new file without a name, which ends with it: the system can write it to the disk, and drop it.
+
+    Raises: StoreError where there is no room.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            return mmap.mmap(file.fileno(), nbytes)
+    except OSError as error:
+        hint = "free space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "no file to map"
+        raise StoreError("map", directory, hint, length=nbytes, errno=error.errno) from error
 
 
 class InFile(NamedTuple):

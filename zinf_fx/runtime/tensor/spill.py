@@ -6,17 +6,14 @@ much as the model. In a file that is mapped, the system writes pages to the disk
 
 from __future__ import annotations
 
-import errno
 import mmap
-import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
-from zinf_fx.errors import StoreError
 from zinf_fx.runtime.memory.buffers import octets
+from zinf_fx.runtime.memory.mapped import memory_of_file
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes
 from zinf_fx.sizes import WINDOW_ALIGNMENT
 
@@ -31,20 +28,12 @@ def spilled(value: StoredBytes | torch.Tensor, directory: Path) -> torch.Tensor:
 
     Raises: StoreError where there is no room for it.
     """
-    pieces = _pieces(value) if isinstance(value, StoredBytes) else [value]
-    try:
-        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
-            os.posix_fallocate(file.fileno(), 0, value.nbytes)
-            for piece in pieces:
-                left = octets(piece)
-                while left:
-                    left = left[file.write(left) :]
-            memory = mmap.mmap(file.fileno(), value.nbytes)
-    except StoreError:
-        raise
-    except OSError as error:
-        hint = "free space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "no file to map"
-        raise StoreError("map", directory, hint, length=value.nbytes, errno=error.errno) from error
+    memory = memory_of_file(directory, value.nbytes)
+    start = 0
+    for piece in _pieces(value) if isinstance(value, StoredBytes) else [value]:
+        memory[start : start + piece.nbytes] = octets(piece)
+        start += piece.nbytes
+    memory.madvise(mmap.MADV_DONTNEED)  # what was written is in the file
     return torch.frombuffer(memory, dtype=value.dtype)
 
 

@@ -1,0 +1,91 @@
+"""What is made of a checkpoint's tensors while a model is built has the values that it always has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from torch import nn
+
+import zinf_fx
+from zinf_fx.frontend import converting
+from zinf_fx.runtime.memory.mapped import MappedFiles
+
+CASES: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {
+    "stack": torch.stack,
+    "stack in the middle": lambda ts: torch.stack(ts, dim=1),
+    "stack at the end": lambda ts: torch.stack(ts, -1),
+    "cat": torch.cat,
+    "cat along another": lambda ts: torch.cat(ts, dim=1),
+    "cat of stacks": lambda ts: torch.cat([torch.stack(ts[:2]), torch.stack(ts[2:])], dim=-1),
+    "one": lambda ts: torch.cat(ts[:1]),
+    "transposed": lambda ts: torch.stack([t.t() for t in ts]),
+    "slices": lambda ts: torch.cat([ts[0][3:5], ts[1][1:2]]),
+}
+
+
+@pytest.fixture
+def tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Of a file that is mapped."""
+    monkeypatch.setattr(converting, "_LARGE", 1)
+    monkeypatch.setattr(converting, "_PIECE", 100)
+    safetensors.torch.save_file({str(n): torch.randn(6, 10) for n in range(4)}, tmp_path / "file.safetensors")
+    with safetensors.safe_open(tmp_path / "file.safetensors", framework="pt") as file:
+        return [file.get_slice(name)[...] for name in file.keys()]  # noqa: SIM118
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_results_are_in_files_and_the_same(case: str, tensors: list[torch.Tensor], tmp_path: Path):
+    expected = CASES[case](tensors)
+    mapped = MappedFiles(0, tmp_path)
+    with converting.Converting(mapped):
+        found = CASES[case](tensors)
+    assert torch.equal(found, expected) and found.dtype == expected.dtype
+    assert mapped.has([found]) and not mapped.has([expected])
+
+
+def test_results_become_stored_parameters(tensors: list[torch.Tensor], tmp_path: Path):
+    with zinf_fx.offloading(store=tmp_path, placement="nvme"):
+        with torch.device("meta"):
+            net = nn.Linear(10, 24, bias=False)
+        net.weight = nn.Parameter(torch.cat(tensors))
+        other = torch.cat(tensors)
+    assert isinstance(net.weight, zinf_fx.StoredTensor)
+    assert torch.equal(net.weight.full_tensor(), torch.cat([one.clone() for one in tensors]))
+    other.zero_()  # is the caller's, as always
+    assert torch.equal(other, torch.zeros(24, 10))
+
+
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda ts: torch.cat([ts[0], torch.zeros(6, 10)]),  # one of them is in ordinary memory
+        lambda ts: torch.cat([ts[0], ts[1].double()]),
+        lambda ts: torch.cat(ts, out=torch.empty(24, 10)),
+        lambda ts: torch.stack([ts[0].to("meta")]),
+        lambda ts: torch.cat([ts[0].requires_grad_()]),
+    ],
+)
+def test_what_is_not_of_files_alone_is_made_as_always(join: Callable, tensors: list[torch.Tensor], tmp_path: Path):
+    mapped = MappedFiles(0, tmp_path)
+    with converting.Converting(mapped):
+        found = join(tensors)
+    assert found.is_meta or not mapped.has([found])
+
+
+def test_refusals_are_those_of_torch(tensors: list[torch.Tensor], tmp_path: Path):
+    with converting.Converting(MappedFiles(0, tmp_path)):
+        for join in (lambda: torch.cat([tensors[0], tensors[1][:, :3]]), lambda: torch.stack([tensors[0]], 7)):
+            with pytest.raises((RuntimeError, IndexError)):
+                join()
+
+
+def test_graphs_compile_while_a_model_is_built(tmp_path: Path):
+    with zinf_fx.offloading(store=tmp_path, placement="nvme"):
+        compiled = torch.compile(lambda x: torch.cat([x, x + 1]).sum(), backend="eager", fullgraph=True)
+        assert compiled(torch.ones(3)) == 9
+    assert compiled(torch.ones(3)) == 9

@@ -1,0 +1,81 @@
+"""Large tensors that a library makes of a checkpoint's, before a model takes them over.
+
+transformers puts the experts of a layer together: all of them, then what it made of them once more. Where these are in
+memory that is mapped from files, neither takes memory that the system can't have back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from zinf_fx.runtime.memory.mapped import MappedFiles
+
+# Bytes of a result that is worth a file, and that are copied before what was mapped is let go.
+_LARGE, _PIECE = 64 << 20, 16 << 20
+
+
+class Converting(TorchFunctionMode):
+    """What `torch.cat` and `torch.stack` make of tensors that are mapped from files, if it is large, is so, too."""
+
+    def __init__(self, mapped: MappedFiles) -> None:
+        super().__init__()
+        self._mapped = mapped
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.cat or func is torch.stack:
+            joined = self._joined(func is torch.stack, *args, **kwargs)
+            if joined is not None:
+                return joined
+        return func(*args, **kwargs)
+
+    def _joined(
+        self, new_dim: bool, tensors: Sequence[torch.Tensor] = (), dim: int = 0, **others: Any
+    ) -> torch.Tensor | None:
+        """The result; None where it is to be made as always."""
+        if others or not tensors or not all(_is_plain(one, tensors[0]) for one in tensors):
+            return None
+        if sum(one.nbytes for one in tensors) < _LARGE or not self._mapped.has(tensors):
+            return None
+        if new_dim:
+            tensors = [one.unsqueeze(dim) for one in tensors]
+        first = tensors[0]
+        dim %= first.dim()
+        shape = list(first.shape)
+        shape[dim] = sum(one.shape[dim] for one in tensors)
+        if any(one.shape[:dim] + one.shape[dim + 1 :] != first.shape[:dim] + first.shape[dim + 1 :] for one in tensors):
+            return None  # is refused
+        joined = self._mapped.empty(shape, first.dtype)
+        start = 0
+        for one in tensors:
+            self._copy(joined.narrow(dim, start, one.shape[dim]), one)
+            start += one.shape[dim]
+        return joined
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        while source.dim() > 1 and source.shape[0] == 1:
+            target, source = target[0], source[0]
+        rows = max(_PIECE * source.shape[0] // source.nbytes, 1)
+        for start in range(0, source.shape[0], rows):
+            target[start : start + rows].copy_(source[start : start + rows])
+            self._mapped.trim()
+
+
+def _is_plain(tensor: object, first: object) -> bool:
+    """Whether this is an ordinary tensor with values on the CPU, of the dtype and dimensions of the first, that nobody
+    differentiates."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and not tensor.requires_grad
+        and (tensor.dtype, tensor.dim()) == (first.dtype, first.dim())
+        and tensor.dim() > 0
+        and tensor.numel() > 0
+    )
