@@ -24,6 +24,8 @@ CASES: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {
     "cat of stacks": lambda ts: torch.cat([torch.stack(ts[:2]), torch.stack(ts[2:])], dim=-1),
     "one": lambda ts: torch.cat(ts[:1]),
     "transposed": lambda ts: torch.stack([t.t() for t in ts]),
+    "converted": lambda ts: ts[1].to(dtype=torch.bfloat16, device="cpu"),
+    "converted and joined": lambda ts: torch.stack([t.to(dtype=torch.float64) for t in ts]),
     "slices": lambda ts: torch.cat([ts[0][3:5], ts[1][1:2]]),
 }
 
@@ -67,6 +69,8 @@ def test_results_become_stored_parameters(tensors: list[torch.Tensor], tmp_path:
         lambda ts: torch.cat([ts[0], ts[1].double()]),
         lambda ts: torch.cat(ts, out=torch.empty(24, 10)),
         lambda ts: torch.stack([ts[0].to("meta")]),
+        lambda ts: ts[0].to(dtype=torch.float64, copy=True),
+        lambda ts: torch.ones(5).to(dtype=torch.float64),
         lambda ts: torch.cat([ts[0].requires_grad_()]),
     ],
 )

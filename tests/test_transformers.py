@@ -190,6 +190,22 @@ def test_pretrained_models_are_loaded_into_the_store(
     assert torch.equal(model(**(batch := inputs())).loss, plain(**batch).loss)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "tied llama", "mixtral", "bert", "t5", "vit"])
+def test_exported_models_are_read_by_plain_transformers(name: str, tmp_path: Path):
+    torch.manual_seed(0)
+    build, inputs = MODELS.get(name, (lambda: _llama(tie_word_embeddings=True), _text))
+    model = build()
+    (tmp_path / "store").mkdir()
+    zinf_fx.offload(model, store=tmp_path / "store", placement="nvme")
+    for limit in ("5GB", "20KB"):
+        zinf_fx.export_safetensors(model, tmp_path / "out", max_shard_size=limit)
+        plain, found = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+        assert not any(found.values()), found
+        _assert_same_parameters(model, plain)
+        assert torch.equal(model.eval()(**(batch := inputs())).loss, plain(**batch).loss)
+        assert plain.config.architectures == [type(model).__name__]
+
+
 @pytest.mark.parametrize("mean_resizing", [False, True])
 @pytest.mark.parametrize("built", ["offloaded", "offloading", "resized within"])
 @pytest.mark.parametrize("tied", [False, True])

@@ -19,7 +19,8 @@ _LARGE, _PIECE = 64 << 20, 16 << 20
 
 
 class Converting(TorchFunctionMode):
-    """What `torch.cat` and `torch.stack` make of tensors that are mapped from files, if it is large, is so, too."""
+    """What `torch.cat`, `torch.stack` and `Tensor.to(dtype=...)` make of tensors that are mapped from files, if it is
+    large, is so, too."""
 
     def __init__(self, mapped: MappedFiles) -> None:
         super().__init__()
@@ -33,6 +34,10 @@ class Converting(TorchFunctionMode):
             joined = self._joined(func is torch.stack, *args, **kwargs)
             if joined is not None:
                 return joined
+        if func is torch.Tensor.to and len(args) == 1:
+            converted = self._converted(args[0], **kwargs)
+            if converted is not None:
+                return converted
         return func(*args, **kwargs)
 
     def _joined(
@@ -57,6 +62,18 @@ class Converting(TorchFunctionMode):
             self._copy(joined.narrow(dim, start, one.shape[dim]), one)
             start += one.shape[dim]
         return joined
+
+    def _converted(
+        self, tensor: torch.Tensor, dtype: torch.dtype | None = None, device: object = None, **others: Any
+    ) -> torch.Tensor | None:
+        """As `_joined`."""
+        if others or dtype in (None, tensor.dtype) or device not in (None, "cpu", torch.device("cpu")):
+            return None
+        if not _is_plain(tensor, tensor) or tensor.numel() * dtype.itemsize < _LARGE or not self._mapped.has([tensor]):
+            return None
+        converted = self._mapped.empty(tensor.shape, dtype)
+        self._copy(converted, tensor)
+        return converted
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         while source.dim() > 1 and source.shape[0] == 1:
