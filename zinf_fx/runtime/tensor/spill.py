@@ -1,6 +1,6 @@
 """The value of a large stored tensor for code that wants its address, in memory that the system can take away.
 
-Libraries that save a model hold the addresses of many tensors at a time. In memory of their own, these would take as
+Libraries that save a model hold the values of many tensors at a time. In memory of their own, these would take as
 much as the model. In a file that is mapped, the system writes pages to the disk, and drops them, when it is short.
 """
 

@@ -307,17 +307,18 @@ class TensorStorage:
         """`value()`, in the same memory for all who hold it at a time, until the bytes are written. To be read only."""
         value = self._present_snapshot()
         if value is None:
-            value = self._spilled() if self._spills else self.value()
+            value = self.spilled() if self.spills else self.value()
             self._snapshot = weakref.ref(value), self.bytes.version
         return value
 
     @property
-    def _spills(self) -> bool:
-        """Whether a snapshot is in a file that is mapped."""
+    def spills(self) -> bool:
+        """Whether who saves the value is to have it in a file that is mapped."""
         return self.tier == "nvme" and self.device.in_host_memory and self.numel * self.dtype.itemsize >= SMALLEST
 
     @held_back
-    def _spilled(self) -> torch.Tensor:
+    def spilled(self) -> torch.Tensor:
+        """`value()`, in the memory of a file that is the caller's."""
         return spilled(self.value() if self.share.in_shares else self.settled(), self.config.stores[0])
 
     def _present_snapshot(self) -> torch.Tensor | None:

@@ -157,7 +157,10 @@ class StoredTensor(torch.Tensor):
         torch.multiprocessing would share an ordinary tensor's memory with a process that is being spawned, but this
         value's is gone before that begins: its bytes are sent.
         """
-        value = self.full_tensor()
+        if self.storage.spills and not self.views:
+            value = self.storage.spilled().view(self.base.shape)  # torch.save keeps all until it has pickled the last
+        else:
+            value = self.full_tensor()
         if value.untyped_storage().nbytes() > value.nbytes:  # padding of shards, which would be written too
             value = value.clone()
         value.requires_grad_(self.requires_grad)
