@@ -3,10 +3,11 @@
 python examples/bigger_than_memory.py                                  # twice the memory, in at most 4 GiB of it
 python examples/bigger_than_memory.py --memory 2GiB --resident 1GiB    # as if there were only 2 GiB: minutes less
 systemd-run --user --scope -p MemoryMax=4G python examples/bigger_than_memory.py   # the kernel holds it to that
+python examples/bigger_than_memory.py --memory 2GiB --resident 1GiB --checkpoint DIR   # kill it, and start it again
 
 The limit is that of this process's control group or, without one, the machine's memory. Parameters, gradients and
 optimizer states are on disk, 16 bytes per parameter: they need as much free space. Exit code 1: more was resident than
-`--resident` allows.
+`--resident` allows. With `--checkpoint`, every step is saved there, and training goes on behind the last one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import torch
 from corpus import CorpusError, batches, load_corpus
-from fitting import BYTES, KINDS, Fit, RefusedError, fit, room_on
+from fitting import BYTES, BYTES_PER_PARAMETER, KINDS, Fit, RefusedError, fit, room_on
 from gpt import GPT, default_dtype
 from memory_limit import MemoryLimit, memory_limit
 from resident import peak_resident_bytes, resident_bytes
@@ -42,7 +43,7 @@ RESIDENT = 4 << 30
 ARENA_SHARE = 0.25
 # What of it must be free when training begins.
 FREE_SHARE = 0.5
-CONSTRUCT, FORWARD, BACKWARD, OPTIMIZER = "construct", "forward", "backward", "optimizer"
+CONSTRUCT, FORWARD, BACKWARD, OPTIMIZER, SAVE = "construct", "forward", "backward", "optimizer", "keep"
 
 
 @dataclass
@@ -50,6 +51,7 @@ class Progress:
     """A bar on a terminal; elsewhere a line per step. It follows the timeline, whose phases it sets."""
 
     steps: int
+    first: int = 0
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
@@ -66,11 +68,17 @@ class Progress:
         else:
             self._bar.write(text, file=sys.stdout)
 
+    def resumed(self, done: int) -> None:
+        """So many steps were done before."""
+        self.first = done
+        self._bar.update(done)
+        self.note(f"resumed after step {done}")
+
     def step(self, loss: float, seconds: float) -> None:
         self.losses.append(loss)
         self.seconds.append(seconds)
         self._bar.update()
-        done = len(self.losses)
+        done = self.first + len(self.losses)
         resident = in_words(resident_bytes())
         self.note(f"step {done}/{self.steps}  loss {loss:.3f}  {seconds:.1f} s  resident {resident}")
 
@@ -92,7 +100,10 @@ class Outcome:
     after: zinf_fx.Stats
 
 
-def train(fitted: Fit, config: zinf_fx.Config, data: Iterator, lr: float, progress: Progress) -> Outcome:
+def train(
+    fitted: Fit, config: zinf_fx.Config, data: Iterator, lr: float, progress: Progress, directory: Path | None
+) -> Outcome:
+    """Train, saving each step to `directory`, if any, and going on from what is there."""
     progress.phase(CONSTRUCT)
     started = time.perf_counter()
     with default_dtype(torch.bfloat16), zinf_fx.offloading(config):
@@ -102,8 +113,15 @@ def train(fitted: Fit, config: zinf_fx.Config, data: Iterator, lr: float, progre
     progress.note(f"built in {built:.1f} s, never whole in memory: resident {in_words(resident_bytes())}")
     loss_of = torch.compile(model, backend="zinf")
 
+    checkpoints = None
+    if directory is not None:
+        checkpoints = zinf_fx.CheckpointManager(directory, model, optimizer, every_steps=1, keep=1)
+        if done := checkpoints.resume():
+            progress.resumed(done)
+            for _ in range(done):
+                next(data)
     before = zinf_fx.stats(model)
-    for _ in range(progress.steps):
+    for step in range(progress.first, progress.steps):
         begin = time.perf_counter()
         progress.phase(FORWARD)
         loss = loss_of(*next(data))
@@ -113,9 +131,12 @@ def train(fitted: Fit, config: zinf_fx.Config, data: Iterator, lr: float, progre
         progress.phase(OPTIMIZER)
         optimizer.step()
         optimizer.zero_grad()
-        if len(progress.losses) + 1 == progress.steps:
+        if step + 1 == progress.steps:
             optimizer.finish()  # the other steps go on during the next forward
         progress.step(value, time.perf_counter() - begin)
+        if checkpoints is not None:
+            progress.phase(SAVE)
+            checkpoints.after_step(step + 1)
     return Outcome(progress.losses, progress.seconds, before, zinf_fx.stats(model))
 
 
@@ -184,6 +205,9 @@ def parser() -> argparse.ArgumentParser:
         "--lr", type=positive_float, help="learning rate (default: 0.1 / width / layers, which needs no warm-up)"
     )
     parser.add_argument("--seed", type=not_negative, default=0, help="(default: 0)")
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="save each step there, and go on behind the last one that is"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also write the timeline there, as SVG")
     parser.add_argument("--ascii", action="store_true", help="no block characters in the chart")
     return parser
@@ -213,6 +237,8 @@ def prepared(args: argparse.Namespace) -> tuple[MemoryLimit, int, zinf_fx.Config
     )
     room = room_on(config.stores)
     room = room if args.disk is None else min(args.disk, room)
+    if args.checkpoint is not None:  # the new one, and the one before
+        room = room * BYTES_PER_PARAMETER // (BYTES_PER_PARAMETER + 2 * (BYTES["parameters"] + BYTES["optimizer"]))
     return limit, resident, config, fit(states, limit.nbytes, room, args.context)
 
 
@@ -234,12 +260,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with progress.timeline.running():
             lr = 0.1 / (fitted.config.hidden * fitted.config.layers) if args.lr is None else args.lr
-            outcome = train(fitted, config, data, lr, progress)
+            outcome = train(fitted, config, data, lr, progress, args.checkpoint)
     except ZinfError as error:
         options.error(str(error))
     finally:
         progress.close()
 
+    if not outcome.losses:
+        print(f"all {args.steps} steps are done; --steps for more")
+        return 0
     terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if terminal else 100
     glyphs = BLOCKS if terminal and not args.ascii else ASCII

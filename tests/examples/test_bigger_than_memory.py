@@ -68,6 +68,34 @@ def test_a_run_on_a_disk_that_is_a_little_larger_than_the_memory(tmp_path: Path)
     assert list(store.iterdir()) == []
 
 
+@pytest.mark.slow
+def test_what_was_killed_goes_on(tmp_path: Path) -> None:
+    options = ["--memory", "1GiB", "--resident", "1GiB", "--disk", "3GiB", "--steps", "3", "--context", "64"]
+    stores = [tmp_path / name for name in ("a", "b", "c")]
+    for store in stores:
+        store.mkdir()
+
+    def command(store: Path, checkpoint: str) -> list[str]:
+        places = ["--store", str(store), "--checkpoint", str(tmp_path / checkpoint)]
+        return [sys.executable, bigger_than_memory.__file__, *options, *places]
+
+    whole = subprocess.run(command(stores[0], "whole"), capture_output=True, text=True, timeout=280)
+    assert whole.returncode == 0, whole.stderr
+    with subprocess.Popen(command(stores[1], "killed"), stdout=subprocess.PIPE, text=True) as killed:
+        for line in killed.stdout:
+            if line.startswith("step 2/3"):
+                killed.kill()
+    rest = subprocess.run(command(stores[2], "killed"), capture_output=True, text=True, timeout=280)
+    assert rest.returncode == 0, rest.stderr
+    steps = {
+        output: re.findall(r"^step (\d)/3  loss (\S+)", output, re.MULTILINE) for output in (whole.stdout, rest.stdout)
+    }
+    assert len(steps[whole.stdout]) == 3 and re.search("^resumed after step [12]$", rest.stdout, re.MULTILINE)
+    assert steps[rest.stdout] and steps[rest.stdout] == steps[whole.stdout][-len(steps[rest.stdout]) :]
+    done = subprocess.run(command(stores[2], "killed"), capture_output=True, text=True, timeout=280)
+    assert done.stdout.endswith("all 3 steps are done; --steps for more\n"), done.stdout + done.stderr
+
+
 def row(output: str, name: str) -> str:
     """The cell beside a name in the table."""
     (cell,) = re.findall(rf"^{re.escape(name)}  +(.*)$", output, flags=re.MULTILINE)

@@ -96,7 +96,8 @@ TILED = {"placement": "infinity-nvme", "tile": "4KiB"}
 
 def test_two_three_one_and_two_ranks(tmp_path: Path):
     parallel = {"placement": "infinity-cpu", "tensor_parallel": True}
-    chain(tmp_path, [(2, TILED), (3, {"placement": "zero-2"}), (1, {"placement": "host"}), (2, parallel), (1, TILED)])
+    packs = {"placement": "infinity-nvme", "pack": "auto"}
+    chain(tmp_path, [(2, TILED), (3, {"placement": "zero-2"}), (1, {"placement": "host"}), (2, parallel), (2, packs)])
 
 
 @pytest.mark.slow
