@@ -93,3 +93,16 @@ def test_graphs_compile_while_a_model_is_built(tmp_path: Path):
         compiled = torch.compile(lambda x: torch.cat([x, x + 1]).sum(), backend="eager", fullgraph=True)
         assert compiled(torch.ones(3)) == 9
     assert compiled(torch.ones(3)) == 9
+
+
+def test_models_in_host_memory_need_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(converting, "_LARGE", 1)
+    safetensors.torch.save_file({"weight": torch.ones(6, 10)}, tmp_path / "file.safetensors")
+    with (
+        safetensors.safe_open(tmp_path / "file.safetensors", framework="pt") as file,
+        zinf_fx.offloading(store=tmp_path / "nowhere", placement="host"),
+    ):
+        with torch.device("meta"):
+            net = nn.Linear(10, 12, bias=False)
+        net.weight = nn.Parameter(torch.cat([file.get_tensor("weight")] * 2))
+    assert torch.equal(net.weight.full_tensor(), torch.ones(12, 10))

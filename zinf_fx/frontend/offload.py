@@ -7,7 +7,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -173,7 +173,7 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
     before = os.environ.get(_LOADS_IN_TURN)
     try:
         os.environ.setdefault(_LOADS_IN_TURN, "1")
-        with Converting(mapped):
+        with Converting(mapped) if config.placement.parameters == "nvme" else nullcontext():
             yield
         leave()
         tiers.drain()

@@ -100,10 +100,12 @@ def place_in_file(value: torch.Tensor) -> InFile | None:
 
 
 def _let_go() -> None:
+    if not _SMAPS.exists():
+        return
     libc = ctypes.CDLL(None)
     for first, end, numbers in _MAPPING.findall(_SMAPS.read_text()):
         kilobytes = {name: int(number) for name, number in _NUMBER.findall(numbers)}
-        if kilobytes["Anonymous"] or kilobytes["Swap"]:
+        if kilobytes.get("Anonymous", 1) or kilobytes.get("Swap", 0):
             continue  # pages that somebody wrote to are nowhere else
         start, length = int(first, 16), int(end, 16) - int(first, 16)
         libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
