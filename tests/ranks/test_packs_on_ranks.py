@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +14,13 @@ import torch
 from followed import followed_plans
 from ranks import training
 from ranks.launching import on_ranks
+from runtime.late_device import install
 from torch import nn
 
 import zinf_fx
+from zinf_fx.plan.packs import may_be_packed
 from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import Tile
 from zinf_fx.plan.simulation.communication import all_gathered, communication, refreshed_tiles
 
 Outcome = tuple[list, nn.Module, torch.optim.Optimizer]
@@ -158,3 +163,64 @@ def built_and_loaded(rank: int, options: dict[str, Any]) -> Outcome:
 )
 def test_single_parameters_of_packs_are_what_they_are_without(scenario: Scenario, preset: str):
     assert on_ranks(2, same_as_without, scenario, preset) == [(True, True)] * 2
+
+
+def on_device_with_memory(rank: int, presets: Sequence[str]) -> list[bool]:
+    """Whether training on a device that has memory of its own gives the same losses and parameters."""
+    found = []
+    for preset in presets:
+        torch._dynamo.reset()
+        losses, parameters, _ = training.train_zinf(preset, steps=4)
+        torch._dynamo.reset()
+        with pytest.MonkeyPatch.context() as patch:
+            late = install(patch)
+            theirs, others, _ = training.train_zinf(preset, steps=4, pack="auto")
+        same = losses == theirs and all(torch.equal(parameters[name], others[name]) for name in parameters)
+        found.append(same and late.downloads > 0)
+    return found
+
+
+@pytest.mark.slow
+def test_packs_on_a_device_with_memory_of_its_own():
+    assert on_ranks(2, on_device_with_memory, ["zero-offload", "infinity-cpu", "nvme"]) == [[True] * 3] * 2
+
+
+def followed(rank: int, path: Path) -> list[float]:
+    """Losses with the plan that is made here, and with the one of a file."""
+    losses = []
+    for options in ({}, {"plan": path}):
+        torch._dynamo.reset()
+        model = zinf_fx.offload(training.model(), placement="infinity-nvme", pack="auto")
+        run, optimizer = torch.compile(model, backend="zinf", options=options), made(model)
+        for batch in micro_batches(rank)[:2]:
+            loss = run(*batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+def test_an_exported_plan_has_the_packs_of_many_ranks(tmp_path: Path):
+    with torch.device("meta"):
+        model, tokens = training.Model(), torch.empty(3, 16, dtype=torch.long)
+    options = {"placement": "infinity-nvme", "pack": "auto"}
+    plan = zinf_fx.export_plan(model, (tokens, tokens), world_size=2, **options)
+    (pack,) = (tile for tile in plan.tiles if tile.members)
+    assert pack.shard == sum(member.shard for member in pack.members) and pack.gathered_nbytes > 2 * pack.shard_nbytes
+    plan.save(tmp_path / "plan.json")
+    assert zinf_fx.load_plan(tmp_path / "plan.json") == plan
+    for own, given in on_ranks(2, followed, tmp_path / "plan.json"):
+        assert own == given
+
+
+def test_what_no_pack_of_many_ranks_has():
+    alike = {"dtype": torch.float32, "tier": "nvme", "gradient_tier": "nvme", "ranks": 2, "partitioned": True}
+    one = Tile(0, "one", (64,), shard=2048, **alike)
+    assert may_be_packed(one, "cpu", trained=False)
+    for other in ({"owned": True}, {"segment": 32}, {"dtype": torch.int8}, {"shape": (0,)}):
+        assert not may_be_packed(replace(one, **other), "cpu", trained=True)
+    resident = replace(one, tier="device", partitioned=False)
+    assert may_be_packed(resident, "cpu", trained=True) and not may_be_packed(resident, "cpu", trained=False)
+    assert not may_be_packed(replace(resident, ranks=1, shard=0), "cpu", trained=True)
