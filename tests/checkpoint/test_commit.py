@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 import zinf_fx
+from zinf_fx.checkpoint.exporting import export
+from zinf_fx.checkpoint.files import Files
 from zinf_fx.errors import CheckpointError
 
 SEVERAL, ONE = 700, "5GB"  # limits
@@ -84,6 +86,46 @@ def test_killed_exports_leave_the_old_weights_or_the_new(
         if not died:
             break
     assert len(found) > 5 and found == sorted(found) and {*found} == {1.0, 2.0}
+
+
+class Recorded(Files):
+    """Notes what is synced, renamed and removed, by name."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, str]] = []
+
+    def sync(self, fd: int) -> None:
+        super().sync(fd)
+        self.done.append(("sync", Path(os.readlink(f"/proc/self/fd/{fd}")).name))
+
+    def rename(self, old: Path, new: Path) -> None:
+        super().rename(old, new)
+        self.done.append(("rename", new.name))
+
+    def remove(self, path: Path) -> None:
+        if path.exists() and path.name != "lock":
+            self.done.append(("remove", path.name))
+        super().remove(path)
+
+
+@pytest.mark.parametrize(("before", "after"), [(10**9, 10**9), (10**9, SEVERAL), (SEVERAL, 10**9), (SEVERAL, SEVERAL)])
+def test_nothing_relies_on_what_a_power_failure_could_undo(before: int, after: int, tmp_path: Path):
+    export(net(1.0), tmp_path, before)
+    files = Recorded()
+    export(net(2.0), tmp_path, after, files)
+    last = "model.safetensors" if after > SEVERAL else "model.safetensors.index.json"
+    renamed = [name for what, name in files.done if what == "rename"]
+    assert renamed[-1] == last and len(renamed) == (1 if after > SEVERAL else 4)
+    for name in renamed:
+        assert files.done.index(("sync", name)) < files.done.index(("rename", name))
+    names_synced = [number for number, one in enumerate(files.done) if one == ("sync", tmp_path.name)]
+    committed = files.done.index(("rename", last))
+    if renamed[:-1]:  # their names are on the disk before the one that makes them count
+        assert any(files.done.index(("rename", renamed[-2])) < number < committed for number in names_synced)
+    removed = [number for number, (what, _) in enumerate(files.done) if what == "remove"]
+    assert any(committed < number for number in names_synced)
+    assert all(any(committed < synced < number for synced in names_synced) for number in removed)
+    assert value_in(tmp_path) == 2.0
 
 
 def test_a_full_disk_leaves_the_old_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

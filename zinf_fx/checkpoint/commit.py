@@ -26,7 +26,10 @@ def unfinished(directory: Path, files: Files) -> Iterator[Path]:
     """
     folder = directory / _FOLDER
     with refusals("making a folder for new files", folder):
+        new = not directory.exists()
         files.make_directory(folder)
+        if new:
+            sync_directory(files, directory.parent)
     with locked(folder):
         _empty(folder, files)
         try:
