@@ -69,6 +69,7 @@ def test_a_run_on_a_disk_that_is_a_little_larger_than_the_memory(tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_what_was_killed_goes_on(tmp_path: Path) -> None:
     options = ["--memory", "1GiB", "--resident", "1GiB", "--disk", "3GiB", "--steps", "3", "--context", "64"]
     stores = [tmp_path / name for name in ("a", "b", "c")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,15 +11,13 @@ import torch
 
 from zinf_fx.checkpoint.training.boxes import Box, copy_common
 from zinf_fx.checkpoint.training.manifest import Piece, SavedBox, SavedTensor
+from zinf_fx.checkpoint.training.under_way import UnderWay
 from zinf_fx.errors import DamagedCheckpointError
 from zinf_fx.interrupts import let_through
 from zinf_fx.native.engine import READ, File, crc32c_at
 from zinf_fx.runtime.memory.buffers import aligned_empty
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.sizes import PAGE
-
-IN_FLIGHT = 32 << 20
-"""Bytes that are read ahead, about."""
 
 
 class Reading:
@@ -99,7 +96,7 @@ class Reader:
         """`report` is told of bytes that are where they belong."""
         self._opened, self._report = opened, report
         self._known: weakref.WeakValueDictionary[tuple[int, int], Reading] = weakref.WeakValueDictionary()
-        self._queue: deque[tuple[_Chunk, Box, Reading]] = deque()
+        self._queue: UnderWay[tuple[_Chunk, Box, Reading]] = UnderWay()
         self._window: Elements | None = None  # over the chunk that comes first
 
     def read(self, saved: SavedTensor, target: Target) -> None:
@@ -109,9 +106,10 @@ class Reader:
             needed = list(needed_for(saved, target.box, elements))
             chunk = _Chunk(target, elements, len(needed))
             for box, piece in needed:
-                self._queue.append((chunk, box, self._start(saved, piece)))
-                while len(self._queue) > 1 and sum(reading.nbytes for *_, reading in self._queue) > IN_FLIGHT:
+                nbytes = piece.count * saved.dtype.itemsize
+                while not self._queue.has_room(nbytes):
                     self._take_first()
+                self._queue.add((chunk, box, self._start(saved, piece)), nbytes)
 
     def end(self) -> None:
         """Wait until all is filled. Raises: CheckpointError, StoreError."""
@@ -133,12 +131,12 @@ class Reader:
         return reading
 
     def _take_first(self) -> None:
-        chunk, box, reading = self._queue[0]
+        chunk, box, reading = self._queue.first
         source = reading.wait()
         if self._window is None:
             self._window = chunk.target.open_for_writing(chunk.elements)
         copy_common(self._window.wait(), chunk.target.box, chunk.elements, source, box, reading.piece.elements)
-        self._queue.popleft()
+        self._queue.end_first()
         chunk.left -= 1
         if not chunk.left:
             window, self._window = self._window, None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
 from zinf_fx.checkpoint.training.loading import check_file
 from zinf_fx.checkpoint.training.manifest import Manifest
 from zinf_fx.checkpoint.training.open_files import opened
-from zinf_fx.checkpoint.training.reading import IN_FLIGHT, Reading
+from zinf_fx.checkpoint.training.reading import Reading
+from zinf_fx.checkpoint.training.under_way import UnderWay
 from zinf_fx.errors import CheckpointError, StoreError
 
 
@@ -24,22 +24,25 @@ def damages_of(directory: Path, manifest: Manifest, report: Callable[[int], obje
             damages.append(str(error))
         else:
             usable[number] = len(usable)
-    under_way: deque[Reading] = deque()
+    under_way: UnderWay[Reading] = UnderWay()
 
     def end_first() -> None:
-        reading = under_way.popleft()
+        reading = under_way.first
         try:
             reading.wait()
         except (CheckpointError, StoreError) as error:
             damages.append(str(error))
         report(reading.nbytes)
+        under_way.end_first()
 
     with opened([directory / manifest.files[number].path for number in usable], writable=False) as handles:
         for tensor, piece in manifest.pieces():
-            if piece.file in usable:
-                under_way.append(Reading(handles[usable[piece.file]], tensor, piece))
-            while len(under_way) > 1 and sum(reading.nbytes for reading in under_way) > IN_FLIGHT:
+            if piece.file not in usable:
+                continue
+            nbytes = piece.count * tensor.dtype.itemsize
+            while not under_way.has_room(nbytes):
                 end_first()
+            under_way.add(Reading(handles[usable[piece.file]], tensor, piece), nbytes)
         while under_way:
             end_first()
     return damages

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -11,6 +10,7 @@ import torch
 from zinf_fx.checkpoint.files import Files
 from zinf_fx.checkpoint.training.holdings import OrdinaryElements
 from zinf_fx.checkpoint.training.layout import Place
+from zinf_fx.checkpoint.training.under_way import UnderWay
 from zinf_fx.errors import StoreError
 from zinf_fx.interrupts import let_through
 from zinf_fx.native.engine import File, FileTicket, crc32c_at
@@ -18,9 +18,6 @@ from zinf_fx.runtime.memory.buffers import aligned_empty
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.tensor.windows import Window
 from zinf_fx.sizes import PAGE
-
-IN_FLIGHT = 32 << 20
-"""Bytes that are read ahead, and as many that are on their way to the disk, about."""
 
 
 class _Piece(NamedTuple):
@@ -37,8 +34,8 @@ class Writer:
     def __init__(self, files: Files, opened: Sequence[File], report: Callable[[int], object]) -> None:
         """`report` is told of bytes that were written."""
         self._files, self._opened, self._report = files, opened, report
-        self._reading: deque[_Piece] = deque()
-        self._writing: deque[_Piece] = deque()
+        self._reading: UnderWay[_Piece] = UnderWay()
+        self._writing: UnderWay[_Piece] = UnderWay()
         self._sums: list[int] = []
 
     def write(self, headers: Sequence[bytes], places: Sequence[Place]) -> list[int]:
@@ -54,8 +51,9 @@ class Writer:
                 self._files.start_write(file, memory.data_ptr(), 0, len(header), memory).wait()
             for place in places:
                 let_through()
-                self._make_room(self._reading, place.nbytes, self._write_first)
-                self._reading.append(_Piece(place, self._open(place)))
+                while not self._reading.has_room(place.nbytes):
+                    self._write_first()
+                self._reading.add(_Piece(place, self._open(place)), place.nbytes)
             while self._reading:
                 self._write_first()
             while self._writing:
@@ -79,26 +77,24 @@ class Writer:
                     raise
 
     def _write_first(self) -> None:
-        place, window, _ = self._reading[0]
+        place, window, _ = self._reading.first
         memory = window.wait()
         self._sums.append(crc32c_at(memory.data_ptr(), place.nbytes))
         if memory.data_ptr() % PAGE or place.nbytes % PAGE:
             memory = _in_pages(memory, place.nbytes)
-        self._make_room(self._writing, place.nbytes, self._end_first)
+        while not self._writing.has_room(place.nbytes):
+            self._end_first()
         file, nbytes = self._opened[place.file], round_up(place.nbytes, PAGE)
         ticket = self._files.start_write(file, memory.data_ptr(), place.offset, nbytes, memory)
-        self._writing.append(_Piece(place, window, ticket))
-        self._reading.popleft()
+        self._writing.add(_Piece(place, window, ticket), place.nbytes)
+        self._reading.end_first()
 
     def _end_first(self) -> None:
-        self._writing[0].ticket.wait()
-        place, window, _ = self._writing.popleft()
+        place, window, ticket = self._writing.first
+        ticket.wait()
+        self._writing.end_first()
         window.close()
         self._report(place.nbytes)
-
-    def _make_room(self, pieces: deque[_Piece], nbytes: int, end_first: Callable[[], None]) -> None:
-        while pieces and sum(one.place.nbytes for one in pieces) + nbytes > IN_FLIGHT:
-            end_first()
 
     def _give_up(self) -> None:
         """Give back the windows, once nothing is written from them."""
