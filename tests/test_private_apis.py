@@ -47,6 +47,10 @@ FUNCTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "torch.utils._pytree.tree_leaves": (("tree",), "passes/ir/timing.py"),
     "torch.utils._pytree.tree_map_only": (("type_or_types_or_pred", "func", "tree"), "runtime/tensor/writes.py"),
     "torch.utils._pytree.tree_iter": (("tree",), "runtime/tensor/writes.py"),
+    "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": (
+        ("global_shape", "mesh", "placements"),
+        "checkpoint/training/holdings.py",
+    ),
 }
 
 # Private names without a signature to look at.

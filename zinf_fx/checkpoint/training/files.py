@@ -49,7 +49,7 @@ def read_manifest(directory: Path) -> bytes:
 def _instead(directory: Path) -> str:
     if not directory.exists():
         return "there is no such directory; name one that save_checkpoint() wrote"
-    if leftovers(directory, ()):
+    if leftovers(directory, b""):
         return f"a save was cut off before it wrote {MANIFEST}, and what it left is no checkpoint; use another one"
     return f"there is no {MANIFEST} in it; name a directory that save_checkpoint() wrote"
 
@@ -59,11 +59,12 @@ def is_ours(name: str) -> bool:
     return name in (MANIFEST, NEW_MANIFEST) or _DATA.fullmatch(name) is not None
 
 
-def leftovers(directory: Path, named: tuple[str, ...]) -> list[Path]:
-    """What saves left in a directory that were cut off: files with our names that the manifest doesn't name."""
+def leftovers(directory: Path, manifest: bytes) -> list[Path]:
+    """What saves left in a directory that were cut off: files with our names that are nowhere in the manifest's text,
+    which may be empty, or damaged."""
     with refusals("looking for what is left of a save", directory):
         found = sorted(os.listdir(directory))
-    return [directory / name for name in found if name not in (MANIFEST, *named) and is_ours(name)]
+    return [directory / name for name in found if name != MANIFEST and is_ours(name) and name.encode() not in manifest]
 
 
 def commit(files: Files, directory: Path, manifest: bytes) -> None:
@@ -92,7 +93,7 @@ def discard(directory: Path, files: Files = FILES) -> None:
     with refusals("removing a checkpoint", directory), locked(directory):
         files.remove(directory / MANIFEST)
         sync_directory(files, directory)
-        for path in (*leftovers(directory, ()), directory / LOCK):
+        for path in (*leftovers(directory, b""), directory / LOCK):
             files.remove(path)
         if not os.listdir(directory):
             os.rmdir(directory)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
@@ -32,7 +31,6 @@ from zinf_fx.checkpoint.training.manifest import (
     SavedFile,
     SavedTensor,
     check_sound,
-    from_text,
     to_text,
 )
 from zinf_fx.checkpoint.training.open_files import opened
@@ -96,9 +94,10 @@ def save(directory: Path, parts: Parts, files: Files = FILES, report: Report = l
         with together(ranks, f"committing the checkpoint in {directory}"):
             if ranks.rank == 0:
                 check_sound(manifest, "the checkpoint to write")
+                text = to_text(manifest)
                 with refusals("committing a checkpoint", directory):
-                    names.commit(files, directory, to_text(manifest))
-                    _remove(files, names.leftovers(directory, tuple(file.path for file in manifest.files)))
+                    names.commit(files, directory, text)
+                    _remove(files, names.leftovers(directory, text))
     seconds = time.perf_counter() - started
     log.info("checkpoint of %s saved to %s in %.1f s", in_words(manifest.nbytes), directory, seconds)
 
@@ -109,19 +108,13 @@ def _prepared(directory: Path, files: Files) -> Iterator[None]:
     with refusals("making a directory for a checkpoint", directory):
         files.make_directory(directory)
     with locked(directory):
-        path = directory / names.MANIFEST
-        if path.exists():
-            content = names.read_manifest(directory)
-            if not content.startswith(f'{{"format":"{FORMAT}"'.encode()):
-                raise CheckpointError(
-                    f"saving a checkpoint to {directory} was refused: its {names.MANIFEST} is another program's; "
-                    "choose another directory"
-                )
-            with contextlib.suppress(CheckpointError):  # a damaged one is replaced, and what it named goes behind that
-                named = tuple(file.path for file in from_text(content, str(path)).files)
-                _remove(files, names.leftovers(directory, named))
-        else:
-            _remove(files, names.leftovers(directory, ()))
+        before = names.read_manifest(directory) if (directory / names.MANIFEST).exists() else b""
+        if before and not before.startswith(f'{{"format":"{FORMAT}"'.encode()):
+            raise CheckpointError(
+                f"saving a checkpoint to {directory} was refused: its {names.MANIFEST} is another program's; choose "
+                "another directory"
+            )
+        _remove(files, names.leftovers(directory, before))
         yield
 
 
