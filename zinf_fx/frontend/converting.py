@@ -44,7 +44,7 @@ class Converting(TorchFunctionMode):
         self, new_dim: bool, tensors: Sequence[torch.Tensor] = (), dim: int = 0, **others: Any
     ) -> torch.Tensor | None:
         """The result; None where it is to be made as always."""
-        if others or not tensors or not all(_is_plain(one, tensors[0]) for one in tensors):
+        if others or not tensors or type(dim) is not int or not all(_is_plain(one, tensors[0]) for one in tensors):
             return None
         if sum(one.nbytes for one in tensors) < _LARGE or not self._mapped.has(tensors):
             return None
