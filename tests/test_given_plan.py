@@ -228,7 +228,7 @@ def test_other_options_than_the_plans_are_refused(tmp_path: Path, offload: dict,
 
 
 def test_a_changed_schedule_is_refused_by_its_first_event(tmp_path: Path):
-    plan = exported(meta(), prefetch=None)
+    plan = exported(meta(), prefetch=None, pack="64KiB")
     forward, backward = plan.graphs
     events = list(forward.events)
     number = next(n for n, e in enumerate(events) if e.kind == "release" and e.operator == 1)

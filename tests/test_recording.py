@@ -110,8 +110,8 @@ def assert_operators_are_in_order(step: Step, plan: Plan) -> None:
 
 @pytest.fixture(scope="module")
 def steady(tmp_path_factory: pytest.TempPathFactory) -> Training:
-    """With everything on NVMe, after some steps. Tests that share it come first in this file."""
-    training = Training(tmp_path_factory.mktemp("store"))
+    """With everything on NVMe, in several packs, after some steps. Tests that share it come first in this file."""
+    training = Training(tmp_path_factory.mktemp("store"), pack="64KiB")
     for _ in range(3):
         training.step()
     return training
@@ -263,7 +263,7 @@ def test_recording_changes_no_bit(tmp_path: Path):
 
 
 def test_the_optimizer_goes_on_in_the_next_steps_time_and_belongs_to_its_own(tmp_path: Path):
-    training = Training(tmp_path, layers=3, chunk="64KiB")
+    training = Training(tmp_path, layers=3, chunk="64KiB", pack="64KiB")
     for _ in range(3):
         training.step()
     store = next(training.stored.parameters()).storage.tiers.store
@@ -287,7 +287,7 @@ def test_the_optimizer_goes_on_in_the_next_steps_time_and_belongs_to_its_own(tmp
 
 
 def test_an_error_in_a_step_ends_what_had_begun(tmp_path: Path):
-    training = Training(tmp_path, prefetch=None)
+    training = Training(tmp_path, prefetch=None, pack=None)
     training.step()
     training.optimizer.finish()
     store = next(training.stored.parameters()).storage.tiers.store

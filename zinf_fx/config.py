@@ -143,13 +143,13 @@ class Config:
         prefetch: how many operators ahead of its use a tile's all-gather, upload and fetch start (ZeRO-Infinity,
             section 6.2). None: each starts when it is needed.
         residency: keep tiles in memory between uses where the budgets leave room, those first that are used next;
-            without a budget, norms and biases only. False: every use moves its tile again.
+            without a budget, tiles of norms and biases alone. False: every use moves its tile again.
         chunk: bytes of fp32 master weights per chunk of the optimizer step.
         tile: bytes, or a text such as "64MiB", above which a parameter is divided into tiles (ZeRO-Infinity, section
             5.1.3: memory-centric tiling). "auto": tiles as large as fit the budgets; without a budget, or where one
             tile per parameter fits it, as None: one tile per parameter. Where parameters are divided over ranks, shards
             consist of tiles, and the option is for where the model is offloaded.
-        pack: bytes, or a text such as "4MiB", up to which small parameters of one kind move together, as one tile
+        pack: bytes, or a text such as "16MiB", up to which small parameters of one kind move together, as one tile
             (ZeRO, section 6.2: constant-size buffers); "auto": 4 MiB, or less where a budget is below 256 MiB. None:
             each parameter moves by itself. Over ranks, one collective moves a pack.
         activations: "keep": what eager PyTorch saves; "recompute": backward computes them again from a few checkpoints,
@@ -184,7 +184,7 @@ class Config:
     residency: bool = True
     chunk: Annotated[int, LEAST_CHUNK] = 32 << 20
     tile: Positive | Literal["auto"] | None = "auto"
-    pack: Positive | Literal["auto"] | None = None
+    pack: Positive | Literal["auto"] | None = "auto"
     activations: Activations | Positive = "keep"
     partition_activations: bool = False
     compute: Literal["eager"] = "eager"

@@ -22,12 +22,13 @@ from zinf_fx.plan import hardware
 TARGET = str(Path(__file__).parent / "two_layers.py") + ":gpt"
 SMALL = str(Path(__file__).parents[2] / "examples" / "gpt.py") + ":small"
 
+OPTIONS = ["--placement", "nvme", "--prefetch", "0,1,2", "--pack", "32KiB"]  # all of the model would be one pack
+
 
 @pytest.fixture(scope="module")
 def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plan") / "plan.json"
-    options = ["--placement", "nvme", "--prefetch", "0,1,2", "--hardware", "dgx-a100"]
-    assert main(["export-plan", TARGET, "-o", str(path), *options]) == 0
+    assert main(["export-plan", TARGET, "-o", str(path), *OPTIONS, "--hardware", "dgx-a100"]) == 0
     return path
 
 
@@ -38,9 +39,8 @@ def test_export_plan_writes_what_the_options_say(plan_file: Path):
 
 
 def test_a_plan_file_is_shown_as_its_model_is(plan_file: Path, capsys: pytest.CaptureFixture):
-    options = ["--placement", "nvme", "--prefetch", "0,1,2"]
     shown = []
-    for target in ([TARGET, *options], [str(plan_file)]):
+    for target in ([TARGET, *OPTIONS], [str(plan_file)]):
         assert main(["show-schedule", *target, "--operators", "1:3"]) == 0
         shown.append(capsys.readouterr().out)
     assert shown[0] == shown[1] and "tokens: embedding" not in shown[0]

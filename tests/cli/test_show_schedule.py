@@ -14,6 +14,7 @@ from zinf_fx.cli import main
 
 ROOT = Path(__file__).parents[2]
 GPT = f"{ROOT / 'examples' / 'gpt.py'}:small"
+BY_PARAMETER = [GPT, "--placement", "infinity-nvme", "--pack", "none"]
 HEAD = -1
 
 TARGETS = """
@@ -77,7 +78,7 @@ def test_while_an_operator_computes_the_next_ones_are_on_their_way(
     capsys: pytest.CaptureFixture[str], option: list[str], distances: dict[str, int]
 ):
     """Operator i computes; the all-gather of i + 1, the upload of i + 2 and the fetch of i + 3 are started."""
-    (plan,) = data(capsys, GPT, "--placement", "infinity-nvme", "--no-residency", *option)
+    (plan,) = data(capsys, *BY_PARAMETER, "--no-residency", *option)
     forward, backward = (Starts(graph) for graph in plan["graphs"])
     assert forward.count >= 16 and backward.count >= 16
     for kind, distance in distances.items():
@@ -95,7 +96,7 @@ def test_while_an_operator_computes_the_next_ones_are_on_their_way(
 
 def test_gradients_leave_behind_the_operator_that_computes_them(capsys: pytest.CaptureFixture[str]):
     """The reduce-scatter of operator i runs while i + 1 computes, and the offload while i + 2 does."""
-    (plan,) = data(capsys, GPT, "--placement", "infinity-nvme")
+    (plan,) = data(capsys, *BY_PARAMETER)
     events, count = plan["graphs"][1]["events"], len(plan["graphs"][1]["operators"])
     scattered = {e["tile"]: e["operator"] for e in events if e["kind"] == "reduce_scatter"}
     offloaded = {e["tile"]: e["operator"] for e in events if e["kind"] == "offload"}
@@ -123,7 +124,7 @@ class Starts:
 
 
 def test_golden_of_the_gpt_example(golden, capsys: pytest.CaptureFixture[str]):
-    assert main(["show-schedule", GPT, "--placement", "infinity-nvme"]) == 0
+    assert main(["show-schedule", GPT, "--placement", "infinity-nvme", "--pack", "32KiB"]) == 0
     golden("show_schedule_gpt_small.txt", capsys.readouterr().out)
 
 

@@ -75,7 +75,7 @@ def compiled(model: nn.Module, config: Config | None = None, dynamic: bool | Non
 
     The model is changed: its parameters become stored tensors without bytes.
     """
-    config = config or Config(placement="infinity-nvme")
+    config = config or Config(placement="infinity-nvme", pack=None)
     record = Record(
         parameters={name: p.detach().clone() for name, p in model.named_parameters()},
         trainable=frozenset(name for name, p in model.named_parameters() if p.requires_grad),

@@ -116,7 +116,7 @@ def planned(**options: object) -> Plan:
 
 
 def test_a_plan_in_which_buffers_collide_is_refused() -> None:
-    plan = planned()
+    plan = planned(pack=None)
     check_buffers(plan)
     forward, backward = plan.graphs
     two = [n for n, event in enumerate(forward.events) if event.kind == "fetch"][:2]

@@ -252,7 +252,7 @@ def layers(count: int, **options: object) -> Record:
     torch.manual_seed(0)
     stack = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(count)))
     model = Expression(lambda m, x: m.stack(x).relu().sum(), stack=stack)
-    return train(model, torch.randn(4, 16), config=Config(placement="infinity-nvme", **options))
+    return train(model, torch.randn(4, 16), config=Config(placement="infinity-nvme", pack=None, **options))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])

@@ -14,9 +14,8 @@ from zinf_fx.passes.ir.printer import type_text
 
 
 def segments_of(model: nn.Module, *inputs: torch.Tensor) -> Segments:
-    stage = train(model, *inputs, config=Config(placement="nvme", activations="recompute")).stage(
-        "recompute_activations"
-    )
+    config = Config(placement="nvme", activations="recompute", pack=None)
+    stage = train(model, *inputs, config=config).stage("recompute_activations")
     return Segments(stage.before, stage.context_before)
 
 

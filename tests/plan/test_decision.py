@@ -60,7 +60,7 @@ def as_options(placement: Placement) -> dict[str, str]:
 
 @cache
 def plans(batch: int, placement: Placement) -> Sequence[Plan]:
-    return plan_model(model(), inputs(batch), placement=as_options(placement), prefetch=None).plans
+    return plan_model(model(), inputs(batch), placement=as_options(placement), prefetch=None, pack=None).plans
 
 
 def decision(hardware: Hardware, batch: int = 32, parameters: int = LAYERS, **options: object) -> Decision:
@@ -170,7 +170,7 @@ def test_what_cannot_be_simulated_is_placed_by_the_rule_alone():
 
 def test_export_plan_decides_for_the_hardware():
     hardware = of_parameters_and_activations_one_leaves()
-    plan = zinf_fx.export_plan(model(), inputs(32), hardware=hardware, prefetch=None)
+    plan = zinf_fx.export_plan(model(), inputs(32), hardware=hardware, prefetch=None, pack=None)
     placement = plan.config.placement
     assert placement == decision(hardware).placement != Placement()
     assert [plan] == plans(32, placement)

@@ -166,7 +166,7 @@ BROKEN: dict[str, tuple[Callable[[dict], object], str]] = {
     ),
     "a tile less in backward": (
         lambda p: p["graphs"][1]["tiles"].pop(),
-        "the backward graph has 8, and the first 9|is of tile 8, and there are 8",
+        "the backward graph has 7, and the first 8|is of tile 7, and there are 7",
     ),
     "indices exchanged": (lambda p: p["graphs"][0]["tiles"][0].update(index=1), "has the index 1"),
     "missing wait": (lambda p: p["graphs"][0]["events"].remove(event("wait")(p)), "comes where wait is due"),

@@ -89,10 +89,11 @@ def test_golden_of_a_hand_made_plan(golden):
 def test_golden_of_a_tiny_model(golden):
     with torch.device("meta"):
         model, tokens = Tiny(), torch.zeros(2, 8, dtype=torch.int64)
-    (plan,) = plan_model(model, (tokens,), placement="infinity-nvme").plans
+    (plan,) = plan_model(model, (tokens,), placement="infinity-nvme", pack=None).plans
     golden("table_tiny_training.txt", render(plan))
+    options = {"placement": "infinity-cpu", "prefetch": None, "host_memory": "1MiB", "pack": None}
     with torch.no_grad():
-        (plan,) = plan_model(model, (tokens,), placement="infinity-cpu", prefetch=None, host_memory="1MiB").plans
+        (plan,) = plan_model(model, (tokens,), **options).plans
     golden("table_tiny_inference.txt", render(plan, width=100))
 
 

@@ -228,7 +228,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device-memory", metavar="SIZE", help="budget of the device, such as 4GiB")
     parser.add_argument("--host-memory", metavar="SIZE", help="budget of the host tier, such as 16GiB")
     parser.add_argument("--tile", metavar="SIZE", help="largest tile, such as 64MiB; auto (default), or none")
-    parser.add_argument("--pack", metavar="SIZE", help="largest pack of small parameters; auto, or none (default)")
+    parser.add_argument("--pack", metavar="SIZE", help="largest pack of small parameters; auto (default), or none")
     parser.add_argument(
         "--activations",
         metavar="POLICY",

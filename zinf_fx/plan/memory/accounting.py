@@ -99,7 +99,7 @@ def traffic(plan: Plan, graph: GraphSchedule) -> Traffic:
     return Traffic(
         nvme_to_host=sum(flow.fetched for flow in flows(plan, graph)),
         host_to_device=sum(t.held_nbytes for t in uploads if t.tier != "device"),
-        device_to_host=sum(t.gradient_nbytes(plan.stage) for t in offloads if t.gradient_tier != "device")
+        device_to_host=sum(gradient_copied(plan, t) for t in offloads if t.gradient_tier != "device")
         + sum(t.held_nbytes for t in leaving if t.tier != "device"),
         host_to_nvme=sum(in_blocks(t, t.gradient_nbytes(plan.stage)) for t in offloads if t.gradient_tier == "nvme")
         + sum(bytes_stored(t) for t in leaving if t.tier == "nvme"),
@@ -210,6 +210,14 @@ def bytes_stored(tile: Tile) -> int:
     """Bytes of the blocks that the tile, or this rank's shard of it, lies in: its ends may share them with its
     neighbours."""
     return in_blocks(tile, tile.held_nbytes)
+
+
+def gradient_copied(plan: Plan, tile: Tile) -> int:
+    """Bytes of a gradient that are copied from where it was computed to its tier: those of a pack at once from a device
+    with memory of its own, with what lies between them, and one by one within host memory."""
+    if not tile.members or any(graph.separate_device for graph in plan.graphs):
+        return tile.gradient_nbytes(plan.stage)
+    return sum(tile.updated_elements(plan.stage if plan.stage >= 2 else 0)) * tile.dtype.itemsize
 
 
 def in_blocks(tile: Tile, nbytes: int) -> int:

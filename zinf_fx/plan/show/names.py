@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from zinf_fx.plan.plan import Plan
@@ -13,6 +13,11 @@ from zinf_fx.plan.schedule import EventKind, GraphSchedule, Tile
 def module_of(name: str) -> str:
     """The module that a parameter belongs to: `blocks.0.mlp.up` for `blocks.0.mlp.up.weight`; a root's is itself."""
     return name.rpartition(".")[0] or name
+
+
+def first_parameter(tile: Tile) -> str:
+    """The parameter that a tile is named after: of a pack, the first."""
+    return tile.members[0].name if tile.members else tile.name
 
 
 def abbreviate(paths: Iterable[str]) -> dict[str, str]:
@@ -42,16 +47,22 @@ def _shortened(path: str, telling: frozenset[str]) -> str:
 
 def short_names(plan: Plan) -> dict[str, str]:
     """By path, the short names of a plan's modules, the same in all its tables."""
-    return abbreviate(module_of(tile.name) for tile in plan.tiles)
+    return abbreviate(module_of(first_parameter(tile)) for tile in plan.tiles)
 
 
 class _Group(NamedTuple):
-    """Events of one sort that the tiles of a module have in common."""
+    """Events of one sort that the tiles of a module have in common. `others`: parameters of a pack besides the first,
+    whose module it is."""
 
     kind: EventKind
     ahead: bool
     kept: bool
     module: str
+    others: int
+
+    def name(self, short: Mapping[str, str]) -> str:
+        """What stands in a cell, with the short names of modules."""
+        return short[self.module] + (f"&{self.others}" if self.others else "")
 
 
 class GraphNames:
@@ -64,9 +75,9 @@ class GraphNames:
         for number, event in enumerate(graph.events):
             self._together.setdefault(self._group(number), set()).add(event.tile)
 
-    def short(self, name: str) -> str:
-        """The short name of the module of a parameter."""
-        return self._short[module_of(name)]
+    def module(self, tile: Tile) -> str:
+        """The short name of the module of a tile's first parameter."""
+        return self._short[module_of(first_parameter(tile))]
 
     def groups(self, numbers: Iterable[int]) -> list[str]:
         """The names for the tiles of events of one kind, given by their numbers: a module's tiles together, most bytes
@@ -77,7 +88,7 @@ class GraphNames:
         sized = []
         for group, together in members.items():
             if {self._graph.events[number].tile for number in together} == self._together[group]:
-                sized.append((self._nbytes(together), self._short[group.module] + self._mark(together[0])))
+                sized.append((self._nbytes(together), group.name(self._short) + self._mark(together[0])))
             else:
                 sized += [(self._nbytes([one]), self._full(one) + self._mark(one)) for one in together]
         return [name for _, name in sorted(sized, key=lambda item: -item[0])]
@@ -86,14 +97,18 @@ class GraphNames:
         kind, stay = self._graph.events[number].kind, self._journeys.stay_of(self._number, number)
         ahead = stay is not None and stay.graph != self._number
         kept = stay is not None and (stay.kept if kind == "release" else kind != "wait" and stay.found == "kept")
-        return _Group(kind, ahead, kept, module_of(self._tile(number).name))
+        tile = self._tile(number)
+        return _Group(kind, ahead, kept, module_of(first_parameter(tile)), max(len(tile.members) - 1, 0))
 
     def _tile(self, number: int) -> Tile:
         return self._graph.tiles[self._graph.events[number].tile]
 
     def _full(self, number: int) -> str:
         tile = self._tile(number)
-        module = module_of(tile.name)
+        first = first_parameter(tile)
+        module = module_of(first)
+        if tile.members:
+            return f"{self._short[module]}{first[len(module) :]}&{len(tile.members) - 1}"
         return self._short[module] + tile.label[len(module) :]
 
     def _mark(self, number: int) -> str:

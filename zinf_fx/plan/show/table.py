@@ -15,7 +15,7 @@ from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import HEAD, GraphSchedule
 from zinf_fx.plan.show.curve import ASCII, Glyphs
 from zinf_fx.plan.show.memory_curve import render_curves
-from zinf_fx.plan.show.names import GraphNames, short_names
+from zinf_fx.plan.show.names import GraphNames, first_parameter, module_of, short_names
 from zinf_fx.plan.simulation.communication import communication
 from zinf_fx.sizes import in_words
 from zinf_fx.tables import counted, table
@@ -135,7 +135,7 @@ def _operator(graph: GraphSchedule, number: int, names: GraphNames, limit: int, 
     opening = [e.tile for e in graph.at(number, "wait") if graph.tiles[e.tile].opens_operator]
     if not opening:
         return str(number), _end_cut(label, max(limit, 8))
-    module = names.short(graph.tiles[opening[0]].name)
+    module = names.module(graph.tiles[opening[0]])
     if not detailed or not label:
         return str(number), _middle_cut(module, limit)
     limit = max(limit, 26)
@@ -243,6 +243,9 @@ def _legend(plan: Plan, short: Mapping[str, str]) -> str:
     path, name = max(short.items(), key=lambda item: len(item[0]) - len(item[1]), default=("", ""))
     if path != name:
         lines.append(f"{name} stands for {path}.")
+    if pack := next((tile for tile in plan.tiles if tile.members), None):
+        name, others = short[module_of(first_parameter(pack))], len(pack.members) - 1
+        lines.append(f"{name}&{others} is a pack: a parameter of {name} and {others} more.")
     lines.append("head: what starts before operator 0. fetched: bytes of which the read from NVMe starts here.")
     if any("keep" in _columns(plan, graph).values() for graph in plan.graphs):
         lines.append("keeps: what stays in memory for its next use, and is not moved again for it.")

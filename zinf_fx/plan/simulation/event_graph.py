@@ -23,7 +23,15 @@ from zinf_fx.config import Tier
 from zinf_fx.errors import PlanError
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.journeys import TRANSFERS, Stay
-from zinf_fx.plan.memory.accounting import CHUNKS_AHEAD, Chunk, bytes_read, chunks, in_blocks
+from zinf_fx.plan.memory.accounting import (
+    CHUNKS_AHEAD,
+    Chunk,
+    bytes_read,
+    bytes_stored,
+    chunks,
+    gradient_copied,
+    in_blocks,
+)
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import HEAD, Event, EventKind, GraphKind, Tile
 from zinf_fx.plan.simulation.communication import (
@@ -138,7 +146,7 @@ class _Builder:
                 elif event.kind == "offload":
                     self._offload(tile)
                 else:
-                    self._left.append(self._leave(tile, tile.tier, tile.held_nbytes, self._program))
+                    self._left.append(self._leave(tile, tile.tier, tile.held_nbytes, bytes_stored(tile), self._program))
 
     def add_optimizer(self) -> None:
         """Adam's step, when all gradients are there: chunk by chunk, with reads ahead of the update and writes behind
@@ -225,11 +233,13 @@ class _Builder:
         """A gradient, to its tier; a device that computes in host memory copies it in any case."""
         if tile.gradient_tier is not None and (tile.gradient_tier != "device" or self._hardware.unified):
             after = (*self._program, *self._leaving.get(tile.label, ()))
-            nbytes = tile.gradient_nbytes(self._plan.stage)
-            self._leaving[tile.label] = (self._leave(tile, tile.gradient_tier, nbytes, after),)
+            copied = gradient_copied(self._plan, tile)
+            stored = in_blocks(tile, tile.gradient_nbytes(self._plan.stage))
+            self._leaving[tile.label] = (self._leave(tile, tile.gradient_tier, copied, stored, after),)
 
-    def _leave(self, tile: Tile, tier: Tier, nbytes: int, after: tuple[int, ...]) -> int:
-        """To host memory, where the device itself copies it if it computes there, and on to the disk."""
+    def _leave(self, tile: Tile, tier: Tier, nbytes: int, stored: int, after: tuple[int, ...]) -> int:
+        """To host memory, where the device itself copies it if it computes there, and on to the disk, where it takes
+        `stored` bytes."""
         hardware = self._hardware
         if hardware.unified:
             job = self._add(f"offload {tile.label}", "compute", hardware.host.seconds(nbytes, nbytes), after, nbytes)
@@ -237,7 +247,6 @@ class _Builder:
         else:
             job = self._add(f"offload {tile.label}", "download", hardware.download.seconds(nbytes), after, nbytes)
         if tier == "nvme":
-            stored = in_blocks(tile, nbytes)
             job = self._add(f"write {tile.label}", "disk", self._disk(0, stored), (job,), stored)
         return job
 
