@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from followed import followed_plans
-from planned_shapes import SHAPES, Wide, rows
+from planned_shapes import GPT, SHAPES, GPTConfig, Wide, rows, tokens
 
 import zinf_fx
 from zinf_fx.errors import BudgetError
@@ -102,6 +102,23 @@ def test_the_arena_takes_what_is_planned_and_every_buffer_has_its_place(
     stats = zinf_fx.stats(model)
     assert stats.peak_host_bytes == pytest.approx(stats.planned_host_bytes, rel=TOLERANCE), str(stats)
     assert stats.displaced_buffers == 0 and (stats.placed_buffers > 100 or "in host memory" in name), str(stats)
+
+
+def test_packs_of_parameters_that_live_apart_take_what_is_planned(tmp_path: Path) -> None:
+    """Their gradients leave one by one, each to its place in the buffer of all."""
+    with zinf_fx.offloading(store=tmp_path, placement="nvme", chunk="1MiB"):
+        model = GPT(GPTConfig(layers=2, hidden=256, heads=4, context=32, vocabulary=1000))
+    compiled, optimizer = torch.compile(model, backend="zinf"), zinf_fx.optim.AdamW(model.parameters())
+    with followed_plans(model) as plans:
+        for _ in range(3):
+            compiled(*tokens()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (plan,) = plans
+    stats = zinf_fx.stats(model)
+    assert any(tile.members for tile in plan.tiles)
+    assert stats.peak_host_bytes == pytest.approx(stats.planned_host_bytes, rel=TOLERANCE), str(stats)
+    assert stats.displaced_buffers == 0, str(stats)
 
 
 @pytest.mark.parametrize("name", shapes(STEPS_IN_BACKWARD))

@@ -41,6 +41,8 @@ def recorded(rank: int, placement: str) -> dict:
     with zinf_fx.record(compiled) as recording:
         step()
         step()
+        for parameter in stored.parameters():
+            parameter.storage.settled()  # what was begun for the next step is over
     sent = ranks.sent_bytes - sent
     (plan,) = recording.plans
     hardware = load("rtx-4090").with_ranks(2)

@@ -80,6 +80,13 @@ def starts_of(counts: Iterable[int], dtype: torch.dtype) -> list[int]:
     return list(accumulate((spaced(count, dtype) for count in counts), initial=0))
 
 
+def gradient_offsets(pack: Tile, stage: int) -> list[int]:
+    """Where the gradient of each parameter begins, in bytes, in the buffer of those of a pack, at a stage of ZeRO."""
+    divided = pack.ranks > 1 and stage >= 2
+    counts = (member.shard if divided else member.numel for member in pack.members)
+    return [start * pack.dtype.itemsize for start in starts_of(counts, pack.dtype)[:-1]]
+
+
 def pack_of(tiles: Sequence[Tile]) -> Tile:
     """The tile that the tiles of some parameters are together."""
     first, others = tiles[0], len(tiles) - 1

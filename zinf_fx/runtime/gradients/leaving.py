@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from zinf_fx.errors import StoredTensorError
+from zinf_fx.plan.packs import gradient_offsets
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import Tile
 from zinf_fx.runtime.gradients.accumulate import (
@@ -182,17 +183,22 @@ class LeavingGradients:
     def _accumulate_pack(
         self, pack: Pack, tile: int, gradients: list[torch.Tensor | ReducedMember], offset: int | None
     ) -> None:
+        planned = self._tiles[tile]
+        starts = gradient_offsets(planned, self._plan.stage)
         found = [
-            (parameter, gradient)
-            for storage, gradient, member in zip(pack.members, gradients, self._tiles[tile].members, strict=True)
+            (parameter, gradient, start)
+            for storage, gradient, member, start in zip(pack.members, gradients, planned.members, starts, strict=True)
             if (parameter := self._taking(storage, member.name)) is not None
             and not self._keep_for_consumer(storage, parameter, gradient, self._gradients_left[pack.key])
         ]
-        if found:
-            self._limit_writes(pack, tile)
-        if len(found) < len(gradients) or not accumulate_side_by_side(*zip(*found, strict=True), offset):
-            for parameter, gradient in found:
-                accumulate_gradient(parameter, gradient)
+        if not found:
+            return
+        self._limit_writes(pack, tile)
+        parameters, shards, _ = zip(*found, strict=True)
+        if len(found) == len(gradients) and accumulate_side_by_side(parameters, shards, offset):
+            return
+        for parameter, shard, start in found:
+            accumulate_gradient(parameter, shard, None if offset is None else offset + start)
 
     def _limit_writes(self, storage: Stored, tile: int) -> None:
         """Wait until there is room for the gradient's buffer."""
