@@ -20,18 +20,40 @@ from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.sizes import PAGE
 
 
-class Reading:
-    """A piece that is being read: once it is there and its checksum is right, its elements."""
+class Memory:
+    """What pieces are read into: that of one that is gone is there for the next, and not given back and taken anew."""
 
-    def __init__(self, file: File, tensor: SavedTensor, piece: Piece) -> None:
+    def __init__(self) -> None:
+        self._free: dict[int, list[torch.Tensor]] = {}
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """At least so many bytes, in whole pages."""
+        size = max(1 << (nbytes - 1).bit_length(), PAGE)
+        free = self._free.get(size)
+        return free.pop() if free else aligned_empty(size)
+
+    def give(self, memory: torch.Tensor) -> None:
+        """Nobody uses what was taken any more."""
+        self._free.setdefault(memory.numel(), []).append(memory)
+
+
+class Reading:
+    """A piece that is being read. Once it is there, and its checksum is right, it has its elements, as long as it lives."""
+
+    def __init__(self, file: File, tensor: SavedTensor, piece: Piece, memory: Memory) -> None:
         self.piece, self._tensor, self._file = piece, tensor, file
         self.nbytes = piece.count * tensor.dtype.itemsize
         first = piece.offset // PAGE * PAGE
         length = round_up(piece.offset + self.nbytes - first, PAGE)
-        self._memory = aligned_empty(length)
+        self._room, self._memory = memory, memory.take(length)
         self._skip = piece.offset - first
         self._ticket = file.submit(READ, self._memory.data_ptr(), first, length, self._memory)
         self._elements: torch.Tensor | None = None
+
+    def __del__(self) -> None:
+        ticket = getattr(self, "_ticket", None)
+        if ticket is not None and ticket.done():
+            self._room.give(self._memory)
 
     def wait(self) -> torch.Tensor:
         """The elements, flat. Raises: CheckpointError for other bytes than were saved; StoreError."""
@@ -94,7 +116,7 @@ class Reader:
 
     def __init__(self, opened: Sequence[File], report: Callable[[int], object]) -> None:
         """`report` is told of bytes that are where they belong."""
-        self._opened, self._report = opened, report
+        self._opened, self._report, self._memory = opened, report, Memory()
         self._known: weakref.WeakValueDictionary[tuple[int, int], Reading] = weakref.WeakValueDictionary()
         self._queue: UnderWay[tuple[_Chunk, Box, Reading]] = UnderWay()
         self._window: Elements | None = None  # over the chunk that comes first
@@ -127,7 +149,7 @@ class Reader:
         place = piece.file, piece.offset
         reading = self._known.get(place)
         if reading is None:
-            reading = self._known[place] = Reading(self._opened[piece.file], saved, piece)
+            reading = self._known[place] = Reading(self._opened[piece.file], saved, piece, self._memory)
         return reading
 
     def _take_first(self) -> None:

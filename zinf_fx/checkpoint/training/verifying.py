@@ -8,7 +8,7 @@ from pathlib import Path
 from zinf_fx.checkpoint.training.loading import check_file
 from zinf_fx.checkpoint.training.manifest import Manifest
 from zinf_fx.checkpoint.training.open_files import opened
-from zinf_fx.checkpoint.training.reading import Reading
+from zinf_fx.checkpoint.training.reading import Memory, Reading
 from zinf_fx.checkpoint.training.under_way import UnderWay
 from zinf_fx.errors import CheckpointError, StoreError
 
@@ -25,6 +25,7 @@ def damages_of(directory: Path, manifest: Manifest, report: Callable[[int], obje
         else:
             usable[number] = len(usable)
     under_way: UnderWay[Reading] = UnderWay()
+    memory = Memory()
 
     def end_first() -> None:
         reading = under_way.first
@@ -42,7 +43,7 @@ def damages_of(directory: Path, manifest: Manifest, report: Callable[[int], obje
             nbytes = piece.count * tensor.dtype.itemsize
             while not under_way.has_room(nbytes):
                 end_first()
-            under_way.add(Reading(handles[usable[piece.file]], tensor, piece), nbytes)
+            under_way.add(Reading(handles[usable[piece.file]], tensor, piece, memory), nbytes)
         while under_way:
             end_first()
     return damages
