@@ -38,7 +38,7 @@ class Memory:
 
 
 class Reading:
-    """A piece that is being read. Once it is there, and its checksum is right, it has its elements, as long as it lives."""
+    """A piece that is being read, and its elements when they are there and have the right checksum."""
 
     def __init__(self, file: File, tensor: SavedTensor, piece: Piece, memory: Memory) -> None:
         self.piece, self._tensor, self._file = piece, tensor, file
