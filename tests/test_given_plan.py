@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from gate import named
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
@@ -199,7 +200,7 @@ def changed(plan: Plan, **fields: str) -> Plan:
     return dataclasses.replace(plan, fingerprint=dataclasses.replace(plan.fingerprint, **fields))
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", named(REFUSED, REFUSED.keys() - {"wider", "another dtype"}))
 def test_refused_before_anything_is_changed(tmp_path: Path, name: str):
     make, difference = REFUSED[name]
     model = gpt()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from followed import followed_plans
+from gate import named
 from planned_shapes import GPT, SHAPES, GPTConfig, Wide, rows, tokens
 
 import zinf_fx
@@ -30,7 +31,7 @@ def nothing_left() -> Iterator[None]:
 
 # Of the shapes, one of each arrangement of the host arena: buffers of tiles, of gradients, of chunks, of activations,
 # and of states that live there; the peaks are of more.
-ARRANGEMENTS = ("deep", "broad", "in host memory", "within a host budget", "activations on disk, within a host budget")
+ARRANGEMENTS = ("deep", "in host memory", "activations on disk, within a host budget")
 PEAKS = (
     *ARRANGEMENTS,
     "wide, tiled",
@@ -39,14 +40,10 @@ PEAKS = (
     "activations on disk, within a device budget",
     "activations in host memory",
 )
-STEPS_IN_BACKWARD = ("deep", "in host memory", "activations on disk, within a host budget")
+STEPS_IN_BACKWARD = ("deep",)
 
 
-def shapes(of_the_gate: Collection[str]) -> list[object]:
-    return [name if name in of_the_gate else pytest.param(name, marks=pytest.mark.slow) for name in SHAPES]
-
-
-@pytest.mark.parametrize("name", shapes(PEAKS))
+@pytest.mark.parametrize("name", named(SHAPES, PEAKS))
 def test_predicted_peaks_are_the_measured_ones(tmp_path: Path, name: str) -> None:
     shape = SHAPES[name]
     torch.manual_seed(0)
@@ -86,7 +83,7 @@ def test_predicted_peaks_are_the_measured_ones(tmp_path: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("name", shapes(ARRANGEMENTS))
+@pytest.mark.parametrize("name", named(SHAPES, ARRANGEMENTS))
 def test_the_arena_takes_what_is_planned_and_every_buffer_has_its_place(
     tmp_path: Path, name: str, overlap: bool
 ) -> None:
@@ -121,7 +118,7 @@ def test_packs_of_parameters_that_live_apart_take_what_is_planned(tmp_path: Path
     assert stats.displaced_buffers == 0, str(stats)
 
 
-@pytest.mark.parametrize("name", shapes(STEPS_IN_BACKWARD))
+@pytest.mark.parametrize("name", named(SHAPES, STEPS_IN_BACKWARD))
 def test_a_step_in_backward_takes_its_chunks_besides_at_most(tmp_path: Path, name: str) -> None:
     """The plan has room for chunks after backward, and gradients have places that they may not need."""
     shape = SHAPES[name]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from gate import slow
 from test_transformers import _gpt2, _llama
 
 import zinf_fx
@@ -52,7 +53,7 @@ def _fresh_dynamo():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(("name", "placement"), [("gpt2", "nvme"), ("llama", "infinity-nvme")])
+@pytest.mark.parametrize(("name", "placement"), [("gpt2", "nvme"), slow("llama", "infinity-nvme")])
 def test_logs_and_weights_equal_the_plain_run_also_from_a_checkpoint_on(tmp_path: Path, name: str, placement: str):
     make, plain_options = MODELS[name]
     runs = []

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gate import slow
 
 import zinf_fx
 
@@ -143,7 +144,7 @@ def test_clipping_and_a_schedule(tmp_path: Path) -> None:
     assert_equal(model, results, plain, expected)
 
 
-@pytest.mark.parametrize(("placement", "accumulate"), [("host", 2), ("nvme", 1), ("infinity-nvme", 2)])
+@pytest.mark.parametrize(("placement", "accumulate"), [slow("host", 2), ("nvme", 1), ("infinity-nvme", 2)])
 def test_bf16_equals_a_loop_with_an_fp32_master(tmp_path: Path, placement: str, accumulate: int) -> None:
     plain = build(torch.bfloat16)
     parameters = list(plain.parameters())

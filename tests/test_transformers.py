@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from gate import named
 from torch import Tensor, nn
 
 import zinf_fx
@@ -148,7 +149,7 @@ def _assert_same_parameters(model: nn.Module, plain: nn.Module) -> None:
         assert isinstance(parameter, StoredTensor) and torch.equal(parameter, other[1]) and name == other[0], name
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", named(MODELS, MODELS.keys() - {"llama, gradient checkpointing"}))
 def test_offloaded_models_train_as_in_eager_pytorch(name: str, tmp_path: Path):
     build, inputs = MODELS[name]
     torch.manual_seed(0)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from building import Builder, aten
 from capturing import assert_trains_like_eager
+from gate import named
 from models import CASES
 
 from zinf_fx.config import Config
@@ -118,9 +119,7 @@ IN_THE_GATE = (
 )
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in IN_THE_GATE else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", named(CASES, IN_THE_GATE))
 def test_every_model_trains_like_eager_in_packs(name: str) -> None:
     model, inputs = CASES[name]()
     assert_trains_like_eager(model, *inputs, config=Config(placement="infinity-nvme", pack="auto"))

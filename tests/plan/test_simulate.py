@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from gate import slow
 from hypothesis import example, given
 from hypothesis import strategies as st
 from planned_shapes import gpt, wide
@@ -391,12 +392,12 @@ def captured(placement: str, **options: object) -> tuple[Plan, int]:
 
 # Every placement and every option; how bytes are counted depends on a tile's tier, whatever the other options are.
 CAPTURED = [
-    ("nvme", {}),
+    slow("nvme", {}),
     ("nvme", {"activations": "offload"}),
     ("infinity-nvme", {"residency": False}),
     ("infinity-nvme", {"tile": "16KiB"}),
     ("infinity-cpu", {"prefetch": None, "residency": False}),
-    ("zero-offload", {}),
+    slow("zero-offload", {}),
     ("zero-offload", {"activations": "offload"}),
 ]
 
@@ -424,7 +425,7 @@ def test_plans_and_machines_must_belong_together():
         event_graph(training(), TWO, {("forward", 0): 1.0})
 
 
-@pytest.mark.parametrize("placement", ["dp", "zero-1", "zero-2", "zero-3"])
+@pytest.mark.parametrize("placement", [slow("dp"), slow("zero-1"), "zero-2", "zero-3"])
 def test_the_link_is_busy_with_what_ranks_send(placement: str):
     plan, parameters = captured(placement, world_size=16)
     hardware = replace(load("dgx-2"), in_node=Link(1e9, 0.0))

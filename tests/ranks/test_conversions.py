@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import tensor_parallel as tp
@@ -88,6 +89,7 @@ def converted_in_parallel(rank: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_tensor_parallel_models_train_on_after_conversions_as_plain_ones():
     for wrong in on_ranks(2, converted_in_parallel):
         assert not wrong

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gate import slow
 from injecting import Fault, clear_faults, inject
 from late_device import LateCopy, LateDevice, install
 from torch import nn
@@ -99,7 +100,7 @@ def test_training(tmp_path: Path, device: LateDevice, placement: object, accumul
     assert bool(zinf_fx.stats(model).peak_device_arena_bytes) != in_place
 
 
-@pytest.mark.parametrize("name", ["device", "infinity-nvme", "zero-offload", "updated there from memory"])
+@pytest.mark.parametrize("name", ["infinity-nvme", "updated there from memory", slow("device"), slow("zero-offload")])
 def test_training_with_a_plain_optimizer(tmp_path: Path, name: str) -> None:
     """Its states on each tier, updated on the CPU and on the device."""
     model = zinf_fx.offload(build(), store=tmp_path, placement=PLACEMENTS[name])
@@ -109,7 +110,7 @@ def test_training_with_a_plain_optimizer(tmp_path: Path, name: str) -> None:
     assert_equal(model, plain)
 
 
-@pytest.mark.parametrize("placement", ["zero-offload", "infinity-nvme", "device"])
+@pytest.mark.parametrize("placement", ["zero-offload", "infinity-nvme", slow("device")])
 def test_training_in_bf16(tmp_path: Path, placement: str) -> None:
     plain, model = build(torch.bfloat16), build(torch.bfloat16)
     zinf_fx.offload(model, store=tmp_path, placement=placement)
@@ -130,7 +131,7 @@ def test_training_in_bf16(tmp_path: Path, placement: str) -> None:
     assert_equal(model, plain)
 
 
-@pytest.mark.parametrize("tier", ["host", "nvme"])
+@pytest.mark.parametrize("tier", [slow("host"), "nvme"])
 def test_tiles_and_no_prefetch(tmp_path: Path, tier: str) -> None:
     _, expected = plainly_trained(2)
     model = zinf_fx.offload(build(), store=tmp_path, placement=tier, tile=2500, prefetch=None)
@@ -163,7 +164,7 @@ def test_copies_and_writes(tmp_path: Path, tier: str) -> None:
     assert_equal(model.to(torch.bfloat16), plain.to(torch.bfloat16))
 
 
-@pytest.mark.parametrize("tier", ["host", "nvme"])
+@pytest.mark.parametrize("tier", [slow("host"), "nvme"])
 def test_nothing_is_left_behind(tmp_path: Path, tier: str) -> None:
     model = zinf_fx.offload(build(), store=tmp_path, placement=tier)
     tiers = model.head.weight.storage.tiers

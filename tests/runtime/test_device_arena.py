@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from followed import followed_plans
+from gate import named
 from late_device import LateDevice, install
 from planned_shapes import SHAPES
 from twins import Net, assert_same_gradients
@@ -39,7 +40,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDevice]:
 # Of the shapes, those that differ in what lies in the device's region: whole tiles or ranges of them, of parameters
 # from disk and from host memory, and what comes back of activations that left.
 ON_DEVICE = ("wide, tiled", "untied, bf16", "in host memory", "recomputed", "activations on disk")
-IN_THE_GATE = [name if name in ON_DEVICE else pytest.param(name, marks=pytest.mark.slow) for name in SHAPES]
+IN_THE_GATE = named(SHAPES, ON_DEVICE)
 
 
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
