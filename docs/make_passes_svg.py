@@ -53,7 +53,7 @@ def main() -> None:
             170,
             "Joint graph",
             [
-                "tile, tile_cross_entropy",
+                "pack, tile, tile_cross_entropy",
                 "keep, recompute or",
                 "choose_activations",
                 "recompute_gathers",

@@ -185,9 +185,8 @@ def _header(plan: Plan) -> str:
         f"({dtypes}, {in_words(total)}), {counted(plan.world_size, 'rank')}"
     ]
     if packed:
-        lines.append(
-            f"packs      {sum(packed)} small parameters in {counted(len(packed), 'pack')}, each of which is a tile"
-        )
+        tiles_of_packs = "which is a tile" if len(packed) == 1 else "each of which is a tile"
+        lines.append(f"packs      {sum(packed)} small parameters in {counted(len(packed), 'pack')}, {tiles_of_packs}")
     if config.placement != "auto":
         lines.append(f"placement  {words(config.placement)}")
         if plan.world_size > 1:
@@ -203,8 +202,8 @@ def _header(plan: Plan) -> str:
         )
     budgets = [f"{n} {in_words(v)}" for n in ("device_memory", "host_memory") if (v := getattr(config, n)) is not None]
     lines.append("budgets    " + (", ".join(budgets) or "none"))
-    tile = in_words(config.tile) if isinstance(config.tile, int) else config.tile
-    lines.append(f"options    compute {config.compute}, activations {config.activations}, tile {tile}")
+    tile, pack = (in_words(size) if isinstance(size, int) else size for size in (config.tile, config.pack))
+    lines.append(f"options    compute {config.compute}, activations {config.activations}, tile {tile}, pack {pack}")
     if plan.kept or leaving:
         gone = sum(tile.held_nbytes for tile in leaving)
         text = f"saved      {in_words(plan.kept)} of activations stay on the device from forward to backward"
