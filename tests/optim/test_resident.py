@@ -23,7 +23,7 @@ def called(monkeypatch) -> list[int]:
     run = ResidentCall.run
 
     def counting(call: ResidentCall, inner: torch.optim.Optimizer) -> None:
-        counts.append(len(call.residents))
+        counts.append(len(call.together.residents))
         run(call, inner)
 
     monkeypatch.setattr(ResidentCall, "run", counting)

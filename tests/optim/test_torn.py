@@ -10,9 +10,8 @@ from injecting import Fault, clear_faults, inject
 
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError, StoreError
-from zinf_fx.optim.chunk import Recipe
+from zinf_fx.optim.batch import Batch
 from zinf_fx.optim.chunk_queue import ChunkQueue
-from zinf_fx.optim.states import ParameterStates
 from zinf_fx.runtime.tensor.windows import Window
 
 SHAPES = ((16384,), (3 * 16384,), (2 * 16384,))
@@ -127,12 +126,9 @@ def test_parameters_without_names_are_numbered(twins, monkeypatch):
 def test_a_step_that_ends_while_parameters_are_added_is_taken_again(twins, monkeypatch, error):
     """And whole: that it began in backward is not believed."""
     pair, optimizer, reference = prepared(twins)
-    add = ChunkQueue.add
 
-    def failing(queue: ChunkQueue, recipe: Recipe, states: ParameterStates) -> None:
-        if queue:
-            raise error
-        add(queue, recipe, states)
+    def failing(queue: ChunkQueue, batch: Batch) -> None:
+        raise error
 
     with monkeypatch.context() as patch:
         patch.setattr(ChunkQueue, "add", failing)

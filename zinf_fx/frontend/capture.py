@@ -247,7 +247,8 @@ class Capture:
         context = self._contexts[kind]
         tokens = [key.token for key in context.keys]
         operators = {node.name: operator_of(node) for node in module.graph.nodes if is_compute(node)}
-        left_alone = gradients_left_alone(module.graph)
+        position_of = {token: position for position, token in context.gradients.items()}
+        left_alone = {tile: position_of[tokens[tile]] for tile in gradients_left_alone(module.graph)}
         program = Program(module, self.plan, kind, tokens, operators, self._together.tensor_ranks, left_alone)
 
         # A caller that compiles its whole training step must not trace into the runtime.

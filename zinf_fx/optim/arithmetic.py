@@ -6,7 +6,9 @@ import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from numbers import Number
+from operator import is_
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +22,9 @@ _CHECKED_ONCE = {"_need_device_dtype_check_for_fused"}
 
 Group = dict[str, Any]
 """One of an optimizer's `param_groups`: its options, and the parameters under "params"."""
+
+State = dict[str, Any]
+"""What an optimizer's `state` has for one parameter: tensors and numbers by name."""
 
 
 def snapshot(group: Group) -> Group:
@@ -71,6 +76,37 @@ def step_without_hooks(inner: Optimizer) -> None:
     if isinstance(inner, torch.optim.Adagrad):
         _give_first_states(inner)
     step(inner)
+
+
+def step_together(
+    inner: Optimizer,
+    weights: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    state: defaultdict[torch.Tensor, State],
+) -> bool:
+    """A step of `inner`, borrowed without parameters, over `weights` and their `state`. Returns whether all values of
+    the state are the same objects as before."""
+    inner.param_groups[0]["params"] = list(weights)
+    inner.state = state
+    before = values_of(state.values())
+    try:
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient
+        step_without_hooks(inner)
+    finally:
+        for weight in weights:
+            weight.grad = None
+    return same_objects(values_of(state.values()), before)
+
+
+def values_of(states: Iterable[State]) -> list[object]:
+    """All values of some entries."""
+    return list(chain.from_iterable(map(dict.values, states)))
+
+
+def same_objects(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether they are the same objects in the same order."""
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _give_first_states(inner: torch.optim.Adagrad) -> None:

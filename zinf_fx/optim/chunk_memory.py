@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from zinf_fx.optim.batch import Batch, Bytes
 from zinf_fx.optim.chunk import OpenChunk
 from zinf_fx.optim.chunks import Piece, chunk_elements, in_turn
 from zinf_fx.optim.recipe import Recipe
@@ -34,12 +35,14 @@ class ChunkMemory:
         self._scratch: dict[Device, torch.Tensor] = {}
         self._close = ExitStack()
 
-    def plan(self, chunk: int) -> None:
-        """Decide how large chunks are: of `chunk` bytes of fp32 weights, unless other room is planned."""
-        states = self._stored.values()
-        self.elements = chunk_elements(chunk, max(each.bytes_per_element for each in states), self.tiers)
-        self._bytes_writing = self.elements * max(each.bytes_written for each in states)
-        self._chunk_bytes = self.elements * max(each.bytes_opened for each in states)
+    def plan(self, batch: Batch) -> None:
+        """Decide how large the chunks of `batch`, and of all that may come, are: as configured, unless other room is
+        planned."""
+        more = len(self._stored) > len(batch.parameters)
+        each = Bytes.of(self._stored.values()) if more else batch.bytes_per_element
+        self.elements = chunk_elements(batch.chunk_bytes, each.all, self.tiers)
+        self._bytes_writing = self.elements * each.written
+        self._chunk_bytes = self.elements * each.opened
 
     @contextmanager
     def turn(self, recipe: Recipe, pieces: Sequence[Piece[ParameterStates]]) -> Iterator[None]:

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 
+from zinf_fx.optim.batch import Batch, Chunk
 from zinf_fx.optim.chunk import OpenChunk
 from zinf_fx.optim.chunk_memory import ChunkMemory
-from zinf_fx.optim.chunks import Piece, all_of, cut
-from zinf_fx.optim.packed import PackedStates, packed
 from zinf_fx.optim.progress import Progress
-from zinf_fx.optim.recipe import Recipe
-from zinf_fx.optim.states import ParameterStates
 from zinf_fx.plan.memory.accounting import CHUNKS_AHEAD
-
-Owner = ParameterStates | PackedStates
-"""What a piece is of."""
 
 
 class ChunkQueue:
@@ -26,46 +20,31 @@ class ChunkQueue:
 
     def __init__(self, memory: ChunkMemory, progress: Progress) -> None:
         self._memory, self._progress = memory, progress
-        self._loose: dict[Recipe, list[ParameterStates]] = {}  # not cut into chunks yet
-        self._unopened: deque[tuple[Recipe, tuple[Piece[Owner], ...]]] = deque()
+        self._loose: list[Batch] = []  # not cut into chunks yet
+        self._unopened: deque[Chunk] = deque()
         self._opened: deque[OpenChunk] = deque()
 
     def __bool__(self) -> bool:
         """Whether any chunk is to be updated still."""
         return bool(self._opened or self._unopened or self._loose)
 
-    def add(self, recipe: Recipe, states: ParameterStates) -> None:
-        """A parameter came."""
-        self._loose.setdefault(recipe, []).append(states)
+    def add(self, batch: Batch) -> None:
+        """Parameters came."""
+        self._loose.append(batch)
 
     @property
     def fills_a_chunk(self) -> bool:
         """Whether the parameters that came have the elements of a chunk, or nothing says how many that are."""
-        loose = (states for several in self._loose.values() for states in several)
-        elements = sum(len(part) for states in loose for part in states.updated)
-        return elements >= self._memory.elements
+        return sum(batch.elements for batch in self._loose) >= self._memory.elements
 
     def cut(self) -> None:
         """Cut what came into chunks."""
         if not self._loose:
             return
+        batch = Batch.of(self._loose)
         if not self._memory.elements:
-            every = (states.parameter.storage for loose in self._loose.values() for states in loose)
-            self._memory.plan(min(storage.config.chunk for storage in every))
-        chunks: list[tuple[Recipe, tuple[Piece[Owner], ...]]] = []
-        every = ((recipe, states) for recipe, loose in self._loose.items() for states in loose)
-        owners: dict[Recipe, list[Owner]] = {}
-        for updates in packed(sorted(every, key=lambda update: update[1].parameter.storage.key), self._memory.elements):
-            recipe, states = updates[0]
-            owners.setdefault(recipe, []).append(states if len(updates) == 1 else PackedStates(updates))
-        for recipe, loose in owners.items():
-            if recipe.whole:
-                chunks += [(recipe, (all_of(states, states.parameter.numel()),)) for states in loose]
-                continue
-            shares = [(states, states.updated) for states in loose]
-            cuts = cut(shares, self._memory.elements, whole=lambda owner: isinstance(owner, PackedStates))
-            chunks += [(recipe, pieces) for pieces in cuts]
-        chunks.sort(key=lambda chunk: chunk[1][0].owner.parameter.storage.key)
+            self._memory.plan(batch)
+        chunks = batch.chunks(self._memory.elements)
         with self._progress.changing():
             self._loose.clear()
             self._unopened += chunks

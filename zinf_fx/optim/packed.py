@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch.optim import Optimizer
 
-from zinf_fx.optim.arithmetic import Group, step_without_hooks
+from zinf_fx.optim.arithmetic import Group, State, same_objects, step_together
 from zinf_fx.optim.chunks import charged
 from zinf_fx.optim.elements import moved
 from zinf_fx.optim.opened import OpenWindows, begin_update, end_update, take_over_written
 from zinf_fx.optim.recipe import Recipe, Update
-from zinf_fx.optim.states import MASTER, State
+from zinf_fx.optim.states import MASTER
 from zinf_fx.plan.memory.accounting import AT_A_TIME
 from zinf_fx.plan.packs import starts_of
+from zinf_fx.runtime.memory.cut import Cut
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.tensor.stored_bytes import side_by_side
@@ -24,14 +27,91 @@ from zinf_fx.sizes import WINDOW_ALIGNMENT
 
 
 class PackedStates:
-    """The states of parameters that live side by side, in the place of those of one."""
+    """The states of parameters that live side by side, in the place of those of one.
+
+    What their update needs to know is worked out once, and serves for as long as the same tensors are updated.
+    """
 
     def __init__(self, updates: Sequence[Update]) -> None:
         self.updates = updates
-        self.parameter = updates[0][1].parameter  # the first
-        self.count = sum(charged(states.count) for _, states in updates)
+        self.members = [states for _, states in updates]
+        self.parameters = [states.parameter for states in self.members]
+        self.parameter = self.parameters[0]
+        self.elements = [part for states in self.members for part in states.updated]  # one of each: see `_joins`
+        self.count = sum(charged(states.count) for states in self.members)
         self.updated = (range(self.count),)
-        self.scratch_rows = max(states.scratch_rows for _, states in updates)
+        self.scratch_rows = max(states.scratch_rows for states in self.members)
+        # Over which elements the last update was, and by which calls.
+        self._last: tuple[list[Elements], list[_Call]] | None = None
+
+    @cached_property
+    def parameter_row(self) -> _Row:
+        """The parameters."""
+        return _Row(self.parameters, self.elements)
+
+    @cached_property
+    def gradient_row(self) -> _Row | None:
+        """The gradients, if they are stored."""
+        gradients = [states.gradient for states in self.members]
+        return _Row(gradients, self.elements) if isinstance(gradients[0], StoredTensor) else None
+
+    @cached_property
+    def state_rows(self) -> dict[str, _Row]:
+        """By name, the states and the masters."""
+        names = self.members[0].tensors
+        return {name: _Row([states.tensors[name] for states in self.members], self.elements) for name in names}
+
+    @cached_property
+    def touched(self) -> frozenset[int]:
+        """Keys of the storages that the update reads and writes."""
+        return frozenset(key for states in self.members for key in states.touched)
+
+    def calls(
+        self,
+        weights: Elements,
+        gradients: Elements,
+        states: Mapping[str, Elements],
+        shown: Mapping[torch.Tensor, State],
+        scratch: torch.Tensor | None,
+    ) -> Iterator[_Call]:
+        """The calls of the torch class that update the parameters, over these elements of each, to run one after the
+        other. `shown`, `scratch`: as of `OpenPack.update`."""
+        over = [weights, gradients, *states.values()]
+        if self._last is not None and same_objects(self._last[0], over):
+            calls = self._last[1]
+            yield from calls
+        else:
+            calls = []
+            for numbers in self._together(AT_A_TIME if self.updates[0][0].place is CPU else None):
+                updates = [self.updates[number] for number in numbers]
+                calls.append(_Call(updates, numbers, weights, gradients, states, shown, scratch))
+                yield calls[-1]
+        lasts = not self.scratch_rows and all(call.lasts and call.recipe.place is CPU for call in calls)
+        self._last = (over, calls) if lasts else None
+
+    def let_go_of_gradients(self) -> None:
+        """They are consumed: hold nothing that their memory is to go with."""
+        row = self.__dict__.get("gradient_row")
+        if row is None or not row.holds_no_memory:
+            self.__dict__.pop("gradient_row", None)
+            self._last = None
+
+    def _together(self, elements: int | None) -> Iterator[list[int]]:
+        """The numbers of parameters that one call of the class updates: of one group, and at most so many elements."""
+        by_recipe: dict[Recipe, list[int]] = {}
+        for number, (recipe, _) in enumerate(self.updates):
+            by_recipe.setdefault(recipe, []).append(number)
+        for several in by_recipe.values():
+            numbers: list[int] = []
+            room = elements
+            for number in several:
+                count = charged(len(self.elements[number]))
+                if numbers and room is not None and count > room:
+                    yield numbers
+                    numbers, room = [], elements
+                numbers.append(number)
+                room = None if room is None else room - count
+            yield numbers
 
 
 def packed(updates: Sequence[Update], elements: int) -> Iterator[list[Update]]:
@@ -61,24 +141,83 @@ def _joins(one: Update, other: Update) -> bool:
 
 
 class _Row:
-    """One tensor of each parameter, in one window."""
+    """One tensor of each parameter, side by side."""
 
-    def __init__(self, tensors: Sequence[StoredTensor], updated: Sequence[range], place: Device, load: bool) -> None:
+    def __init__(self, tensors: Sequence[StoredTensor], updated: Sequence[range]) -> None:
         """`updated`: which elements of each."""
-        storages = [tensor.storage for tensor in tensors]
-        several = [storage.bytes for storage in storages]
-        held = side_by_side(several)
-        self.window: Window | DeviceWindow = (held.window if place.in_host_memory else held.device_window)(load=load)
-        starts = starts_of([one.count for one in several], held.dtype)
-        self._elements: list[slice] = []
-        for storage, start, elements in zip(storages, starts, updated, strict=False):
-            first = start if storage.share.partitioned else start + elements.start
-            self._elements.append(slice(first, first + len(elements)))
+        self._held = held = side_by_side([tensor.storage.bytes for tensor in tensors])
+        shares = [tensor.storage.share for tensor in tensors]
+        starts = starts_of((share.held for share in shares), held.dtype)
+        parts: list[slice] = []
+        for share, start, elements in zip(shares, starts, updated, strict=False):
+            first = start + share.position(elements.start)
+            parts.append(slice(first, first + len(elements)))
+        self._cut = Cut(parts)
 
-    def elements(self) -> list[torch.Tensor]:
+    @property
+    def holds_no_memory(self) -> bool:
+        """Whether it is all the same to the memories how long this is there."""
+        return self._held.tier == "nvme" or self._held.home.is_lent
+
+    def open(self, place: Device, load: bool) -> Window | DeviceWindow:
+        """A window with all of them."""
+        return (self._held.window if place.in_host_memory else self._held.device_window)(load=load)
+
+    def of(self, window: Window | DeviceWindow) -> Elements:
         """The elements of each that are updated, 1-D, once they are there."""
-        memory = self.window.wait()
-        return [memory[elements] for elements in self._elements]
+        return self._cut.of(window.wait(), self._held.tiers.host)
+
+
+Elements = list[torch.Tensor]
+"""Those of each parameter of a pack, 1-D: the same list when they lie where they lay before."""
+
+
+class _Call:
+    """A call of the torch class: some parameters of one group, with their gradients and states.
+
+    Attributes:
+        numbers: of the parameters in their pack.
+        lasts: whether the class worked on what is stored, and left it there, so that the next call may be the same.
+    """
+
+    def __init__(
+        self,
+        updates: Sequence[Update],
+        numbers: Sequence[int],
+        weights: Elements,
+        gradients: Elements,
+        states: Mapping[str, Elements],
+        shown: Mapping[torch.Tensor, State],
+        scratch: torch.Tensor | None,
+    ) -> None:
+        """`updates`: those of the parameters."""
+        self.numbers, self.recipe = numbers, updates[0][0]
+        self.lasts = False
+        self._parameters = [states.parameter.whole for _, states in updates]
+        self._weights = [weights[number] for number in numbers]
+        self._memory = [{name: elements[number] for name, elements in states.items()} for number in numbers]
+        self._gradients: list[torch.Tensor] = []
+        self._state: defaultdict[torch.Tensor, State] = defaultdict(dict)
+        counts_at = self.recipe.place if self.recipe.group.get("fused") else CPU
+        rows, offset = None if scratch is None else scratch.flatten(1).view(self.recipe.dtype), 0
+        for (_, one), number, memory in zip(updates, numbers, self._memory, strict=True):
+            entry = shown[one.parameter.whole]
+            scalars = {k: moved(v, counts_at) for k, v in entry.items() if k not in one.tensors}
+            room = None if rows is None else rows[:, offset:]
+            weight = weights[number]
+            state = begin_update(weight, gradients[number], memory, self.recipe.present, one.rounded, room)
+            self._gradients.append(weight.grad)
+            self._state[weight] = scalars | state
+            offset += round_up(weight.numel(), WINDOW_ALIGNMENT)
+
+    def run(self, inner: Optimizer, shown: Mapping[torch.Tensor, State]) -> None:
+        """Run the class, borrowed as `inner`."""
+        entries = zip((self._state[weight] for weight in self._weights), self._memory, strict=True)
+        in_place = all(state.get(name) is elements for state, memory in entries for name, elements in memory.items())
+        self.lasts = step_together(inner, self._weights, self._gradients, self._state) and in_place
+        if not self.lasts:
+            for parameter, weight, memory in zip(self._parameters, self._weights, self._memory, strict=True):
+                shown[parameter].update(end_update(weight, memory, self._state[weight]))
 
 
 class OpenPack(OpenWindows):
@@ -86,24 +225,19 @@ class OpenPack(OpenWindows):
 
     def __init__(self, states: PackedStates) -> None:
         """Raises: StoreError; no window is open then."""
-        self.updates = states.updates
-        recipe, first = self.updates[0]
-        members = [one for _, one in self.updates]
+        self.states = states
+        recipe, _ = states.updates[0]
         self._place, present = recipe.place, recipe.present
-        self._updated = [part for one in members for part in one.updated]  # one of each: see `_joins`
         super().__init__()
         try:
-            gradients = [one.gradient for one in members]
-            self._gradient = self._open(gradients, True) if isinstance(gradients[0], StoredTensor) else None
+            self._gradient = None if states.gradient_row is None else self._open(states.gradient_row, True)
             self._master = None
-            if first.has_master:
-                self._master = self._open([one.tensors[MASTER] for one in members], MASTER in present)
+            if states.members[0].has_master:
+                self._master = self._open(states.state_rows[MASTER], MASTER in present)
             self._has_masters = MASTER in present
-            self._refresh = any(one.refresh for one in members)
-            self._parameter = self._open([one.parameter for one in members], self._master is None or self._refresh)
-            self._states = {
-                name: self._open([one.tensors[name] for one in members], name in present) for name in recipe.names
-            }
+            self._refresh = self._master is not None and any(one.refresh for one in states.members)
+            self._parameter = self._open(states.parameter_row, self._master is None or self._refresh)
+            self._states = {name: self._open(states.state_rows[name], name in present) for name in recipe.names}
         except BaseException:
             self.close()
             raise
@@ -111,20 +245,21 @@ class OpenPack(OpenWindows):
     @property
     def parameters(self) -> list[StoredTensor]:
         """Those that are updated."""
-        return [states.parameter for _, states in self.updates]
+        return self.states.parameters
 
     @property
     def states_nbytes(self) -> int:
         """Bytes of the states that the update changes."""
-        several = zip(self.updates, self._updated, strict=True)
-        return sum(len(part) * t.dtype.itemsize for (_, states), part in several for t in states.tensors.values())
+        several = zip(self.states.members, self.states.elements, strict=True)
+        return sum(len(part) * t.dtype.itemsize for states, part in several for t in states.tensors.values())
 
     def wait(self) -> None:
         """After the reads, take over what others wrote to the parameters: see `OpenPart.wait`."""
         for window in self._windows:
             window.wait()
-        if self._master is not None and self._refresh:
-            for weights, parameter in zip(self._master.elements(), self._parameter.elements(), strict=True):
+        if self._refresh:
+            masters, parameters = self.states.state_rows[MASTER].of(self._master), self._parameters()
+            for weights, parameter in zip(masters, parameters, strict=True):
                 take_over_written(weights, parameter, self._has_masters)
 
     def update(
@@ -135,63 +270,29 @@ class OpenPack(OpenWindows):
     ) -> None:
         """Run the torch class, once for each group of options and some elements. `borrowed`: the class under a group's
         options; `shown`: the optimizer's state, which gets what isn't stored; `scratch`: as `OpenPiece.begin`."""
-        parameters = self._parameter.elements()
-        weights = parameters if self._master is None else self._master.elements()
-        states = {name: row.elements() for name, row in self._states.items()}
-        if self._gradient is not None:
-            gradients = self._gradient.elements()
-        else:
-            place = self._place.torch_device
-            flat = [one.gradient.detach().reshape(-1).to(place) for _, one in self.updates]
-            gradients = [one[part.start : part.stop] for one, part in zip(flat, self._updated, strict=True)]
-        for numbers in self._together(AT_A_TIME if self._place is CPU else None):
-            recipe = self.updates[numbers[0]][0]
-            inner = borrowed(recipe.group, self._place)
-            counts_at = self._place if recipe.group.get("fused") else CPU
-            rows, offset = None if scratch is None else scratch.flatten(1).view(recipe.dtype), 0
-            inner.param_groups[0]["params"] = [weights[number] for number in numbers]
-            for number in numbers:
-                one, count = self.updates[number][1], weights[number].numel()
-                entry = shown[one.parameter.whole]
-                scalars = {k: moved(v, counts_at) for k, v in entry.items() if k not in one.tensors}
-                memory = {name: elements[number] for name, elements in states.items()}
-                room = None if rows is None else rows[:, offset:]
-                state = begin_update(weights[number], gradients[number], memory, recipe.present, one.rounded, room)
-                inner.state[weights[number]] = scalars | state
-                offset += round_up(count, WINDOW_ALIGNMENT)
-            step_without_hooks(inner)
-            for number in numbers:
-                memory = {name: elements[number] for name, elements in states.items()}
-                scalars = end_update(weights[number], memory, inner.state[weights[number]])
-                shown[self.updates[number][1].parameter.whole].update(scalars)
+        parameters = self._parameters()
+        weights = parameters if self._master is None else self.states.state_rows[MASTER].of(self._master)
+        states = {name: self.states.state_rows[name].of(window) for name, window in self._states.items()}
+        for call in self.states.calls(weights, self._gradients(), states, shown, scratch):
+            call.run(borrowed(call.recipe.group, self._place), shown)
             if self._master is not None:
-                torch._foreach_copy_([parameters[n] for n in numbers], [weights[n] for n in numbers])
+                torch._foreach_copy_([parameters[n] for n in call.numbers], [weights[n] for n in call.numbers])
 
-    def _together(self, elements: int | None) -> Iterator[list[int]]:
-        """The numbers of parameters that one call of the class updates: of one group, and at most so many elements."""
-        by_recipe: dict[Recipe, list[int]] = {}
-        for number, (recipe, _) in enumerate(self.updates):
-            by_recipe.setdefault(recipe, []).append(number)
-        for several in by_recipe.values():
-            numbers: list[int] = []
-            room = elements
-            for number in several:
-                count = charged(len(self._updated[number]))
-                if numbers and room is not None and count > room:
-                    yield numbers
-                    numbers, room = [], elements
-                numbers.append(number)
-                room = None if room is None else room - count
-            yield numbers
+    def _parameters(self) -> Elements:
+        return self.states.parameter_row.of(self._parameter)
+
+    def _gradients(self) -> Elements:
+        if self._gradient is not None:
+            return self.states.gradient_row.of(self._gradient)
+        place = self._place.torch_device
+        flat = [one.gradient.detach().reshape(-1).to(place) for one in self.states.members]
+        return [one[part.start : part.stop] for one, part in zip(flat, self.states.elements, strict=True)]
 
     def store(self, unscaled: bool) -> None:
         """Start writing what was updated; with `unscaled`, the gradients are part of that."""
-        gradient = None if self._gradient is None else self._gradient.window
         for window in self._windows:
-            if window is not gradient or unscaled:
+            if window is not self._gradient or unscaled:
                 window.store()
 
-    def _open(self, tensors: Sequence[StoredTensor], load: bool) -> _Row:
-        row = _Row(tensors, self._updated, self._place, load)
-        self._keep(row.window)
-        return row
+    def _open(self, row: _Row, load: bool) -> Window | DeviceWindow:
+        return self._keep(row.open(self._place, load))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +12,12 @@ from zinf_fx.optim.states import MASTER, ParameterStates
 from zinf_fx.runtime.memory.device import Device
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Recipe:
     """What parameters have in common that may share a chunk: a group, the states present, place and dtype.
 
     Attributes:
-        group: its options when the step took them.
+        group: its options when the latest step took them.
         place: what updates them.
         names: the states that are streamed.
         present: those of them, and of the master, that hold values; the torch class makes the others.
@@ -46,10 +47,16 @@ Update = tuple[Recipe, ParameterStates]
 
 
 class Recipes:
-    """Those of one step."""
+    """Those of one optimizer, from step to step."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple, Recipe] = {}
+        self._known: dict[tuple, Recipe] = {}  # by the number of the group, and more
+
+    def begin_step(self, groups: Sequence[Group]) -> None:
+        """Take over the options that the optimizer's groups have now. No earlier step is under way."""
+        self._known = {key: recipe for key, recipe in self._known.items() if key[0] < len(groups)}
+        for (number, *_), recipe in self._known.items():
+            recipe.group = snapshot(groups[number])
 
     def of(self, number: int, group: Group, states: ParameterStates, layout: StateLayout, present: frozenset) -> Recipe:
         """That of a parameter in the group of this number. `present`: the states that hold values."""

@@ -10,17 +10,17 @@ states, and what somebody has put in their place is brought to where they live.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import is_
 
 import torch
 from torch.optim import Optimizer
 
-from zinf_fx.optim.arithmetic import Group, StateLayout, step_without_hooks
+from zinf_fx.optim.arithmetic import Group, State, StateLayout, same_objects, step_together, values_of
 from zinf_fx.optim.layouts import GroupLayouts
-from zinf_fx.optim.states import ParameterStates, State
+from zinf_fx.optim.states import ParameterStates
 from zinf_fx.plan.memory.accounting import AT_A_TIME
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
@@ -90,6 +90,49 @@ class Resident:
                 self.state[name] = memory
 
 
+@dataclass(frozen=True)
+class Together:
+    """Residents that the class updates in one call, and lists of what they have.
+
+    Attributes:
+        place: what updates them.
+        written: what autograd sees the writes of an update by.
+        moving: those whose bytes are copied to a device for compute.
+        state: as the class keeps it, by the weights.
+    """
+
+    place: Device
+    residents: Sequence[Resident]
+    parameters: Sequence[StoredTensor]
+    weights: Sequence[torch.Tensor]
+    dtypes: Sequence[torch.dtype]
+    written: Sequence[torch.Tensor]
+    moving: Sequence[Resident]
+    state: defaultdict[torch.Tensor, State]
+
+    @staticmethod
+    def of(residents: Sequence[Resident]) -> Together:
+        """Those of one place."""
+        weights = [one.weights for one in residents]
+        return Together(
+            residents[0].place,
+            residents,
+            [one.parameter for one in residents],
+            weights,
+            [weight.dtype for weight in weights],
+            list(chain.from_iterable(one.written for one in residents)),
+            [one for one in residents if one.moves],
+            defaultdict(dict, zip(weights, (one.state for one in residents), strict=True)),
+        )
+
+    def gradients(self) -> list[torch.Tensor] | None:
+        """Those of the parameters, if all are ordinary tensors that the class can work on as they are."""
+        found = [parameter.grad for parameter in self.parameters]
+        plain = all(type(one) is torch.Tensor and one.layout is torch.strided for one in found)
+        fit = plain and [one.dtype for one in found] == self.dtypes and all(map(torch.Tensor.is_contiguous, found))
+        return found if fit else None
+
+
 class ResidentGroup:
     """The residents among the parameters of a group, when they were last seen.
 
@@ -110,12 +153,19 @@ class ResidentGroup:
         self._layouts = {one.weights.dtype: one.layout for one in self._present}
         self.tiers = {one.parameter.storage.tiers for one in self._present}
         self._of_optimizer = shown
+        self._together: list[Together] | None = None
         self.look()
+
+    def together(self, group: Group) -> list[Together] | None:
+        """How all parameters of the group are updated, if all are residents."""
+        if self._together is None and len(self._present) == len(self.residents):
+            self._together = list(_together(group, self._present))
+        return self._together
 
     def look(self) -> None:
         """See what the optimizer shows."""
         self._entries = list(self._of_optimizer.values())  # of all its parameters
-        self._shown = _values([one.entry for one in self._present])
+        self._shown = values_of([one.entry for one in self._present])
 
     def is_as_seen(
         self, parameters: Sequence[torch.Tensor], shown: Mapping[torch.Tensor, State], layouts: GroupLayouts
@@ -124,21 +174,12 @@ class ResidentGroup:
         present = self._present
         return (
             shown is self._of_optimizer
-            and _same(parameters, self._parameters)
+            and same_objects(parameters, self._parameters)
             and all(layouts.of_pieces(dtype) is layout for dtype, layout in self._layouts.items())
-            and _same([one.parameter.token for one in present], [one.token for one in present])
-            and _same(list(shown.values()), self._entries)
-            and _same(_values([one.entry for one in present]), self._shown)
+            and same_objects([one.parameter.token for one in present], [one.token for one in present])
+            and same_objects(list(shown.values()), self._entries)
+            and same_objects(values_of([one.entry for one in present]), self._shown)
         )
-
-
-def _values(states: Sequence[State]) -> list[object]:
-    return list(chain.from_iterable(map(dict.values, states)))
-
-
-def _same(some: Sequence[object], others: Sequence[object]) -> bool:
-    """Whether they are the same objects in the same order."""
-    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _memory_of(tensor: StoredTensor, place: Device) -> torch.Tensor | None:
@@ -156,30 +197,18 @@ class ResidentCall:
 
     group: ResidentGroup
     options: Group
-    place: Device
-    residents: Sequence[Resident]
+    together: Together
     gradients: Sequence[torch.Tensor]
 
     @property
     def states_nbytes(self) -> int:
         """Bytes of the states that it changes."""
-        return sum(one.states_nbytes for one in self.residents)
+        return sum(one.states_nbytes for one in self.together.residents)
 
     def run(self, inner: Optimizer) -> None:
         """`inner`: the class with its options, and no parameters yet."""
-        weights, states = [one.weights for one in self.residents], [one.state for one in self.residents]
-        inner.param_groups[0]["params"] = weights
-        inner.state.update(zip(weights, states, strict=True))
-        before = _values(states)
-        try:
-            for parameter, gradient in zip(weights, self.gradients, strict=True):
-                parameter.grad = gradient
-            step_without_hooks(inner)
-        finally:
-            for parameter in weights:
-                parameter.grad = None
-        if not _same(_values(states), before):
-            for one in self.residents:
+        if not step_together(inner, self.together.weights, self.gradients, self.together.state):
+            for one in self.together.residents:
                 one.show()
             self.group.look()
 
@@ -207,23 +236,24 @@ class Residents:
         others: list[Group] = []
         for number, group in enumerate(optimizer.param_groups):
             rest: list[torch.Tensor] = []
-            found: dict[Device, tuple[list[Resident], list[torch.Tensor]]] = {}
+            taken: dict[Resident, torch.Tensor] = {}  # gradients
             seen = self._see(number, group, shown, stored, layouts_of)
+            options = {name: value for name, value in group.items() if name != "params"}
+            everything = _all_of(seen, group)
+            if everything is not None:
+                calls += [ResidentCall(seen, options, some, gradients) for some, gradients in everything]
+                others.append({**group, "params": []})
+                continue
             for parameter, one in zip(group["params"], seen.residents, strict=True):
                 gradient = parameter.grad
-                taken = None if one is None or gradient is None else one.gradient(gradient, unscales)
-                if taken is not None:
-                    residents, gradients = found.setdefault(one.place, ([], []))
-                    residents.append(one)
-                    gradients.append(taken)
+                usable = None if one is None or gradient is None else one.gradient(gradient, unscales)
+                if usable is not None:
+                    taken[one] = usable
                 elif gradient is not None or not isinstance(parameter, StoredTensor):
                     rest.append(parameter)
             others.append({**group, "params": rest})
-            options = {name: value for name, value in group.items() if name != "params"}
-            for place, (residents, gradients) in found.items():
-                for some in _calls(group, place, residents):
-                    call = ResidentCall(seen, options, place, residents[some], gradients[some])
-                    calls.append(call)
+            for some in _together(group, list(taken)):
+                calls.append(ResidentCall(seen, options, some, [taken[one] for one in some.residents]))
         return calls, others
 
     def _see(
@@ -265,6 +295,8 @@ def _find(
     """A parameter as the class may step it from now on, if all that its update needs is in memory."""
     if states is None or entry is None or states.has_master or states.rounded:
         return None
+    if states.place.in_host_memory and states.bytes_written:  # it goes to the store
+        return None
     weights = _memory_of(parameter, states.place)
     if weights is None or not (group.get("fused") or weights.numel() <= _elements(parameter, states.place)):
         return None
@@ -285,18 +317,28 @@ def _elements(parameter: StoredTensor, place: Device) -> int:
     return AT_A_TIME if place is CPU else parameter.storage.config.chunk // parameter.dtype.itemsize
 
 
-def _calls(group: Group, place: Device, residents: Sequence[Resident]) -> Iterator[slice]:
-    """Which residents of one group are updated together, call by call."""
-    if group.get("fused"):
-        yield slice(0, len(residents))
-        return
-    first = room = 0
-    for number, one in enumerate(residents):
-        count = one.weights.numel()
-        if number == first:
-            room = _elements(one.parameter, place)
-        elif count > room:
-            yield slice(first, number)
-            first, room = number, _elements(one.parameter, place)
-        room -= count
-    yield slice(first, len(residents))
+def _all_of(seen: ResidentGroup, group: Group) -> list[tuple[Together, list[torch.Tensor]]] | None:
+    """All parameters of a group, call by call, with their gradients, if the class can step all as they are."""
+    together = seen.together(group)
+    if together is None:
+        return None
+    found = [(some, some.gradients()) for some in together]
+    return None if any(gradients is None for _, gradients in found) else found
+
+
+def _together(group: Group, residents: Sequence[Resident]) -> Iterator[Together]:
+    """Residents of one group in the calls that update them."""
+    by_place: dict[Device, list[Resident]] = {}
+    for one in residents:
+        by_place.setdefault(one.place, []).append(one)
+    for place, several in by_place.items():
+        first = room = 0
+        for number, one in enumerate(several if not group.get("fused") else ()):
+            count = one.weights.numel()
+            if number == first:
+                room = _elements(one.parameter, place)
+            elif count > room:
+                yield Together.of(several[first:number])
+                first, room = number, _elements(one.parameter, place)
+            room -= count
+        yield Together.of(several[first:])

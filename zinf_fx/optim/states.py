@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
 
 import torch
 
 from zinf_fx.errors import OptimizerError, StoreError
-from zinf_fx.optim.arithmetic import StateLayout
+from zinf_fx.optim.arithmetic import State, StateLayout
 from zinf_fx.optim.elements import copy_into
 from zinf_fx.plan.packs import spaced
 from zinf_fx.runtime.memory.device import CPU, Device
@@ -16,9 +15,6 @@ from zinf_fx.runtime.tensor.home import Home
 from zinf_fx.runtime.tensor.local_parameter import local_part
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
-
-State = dict[str, Any]
-"""What an optimizer's `state` has for one parameter: tensors and numbers by name."""
 
 MASTER = "master"
 """Name of the fp32 copy of a low-precision parameter among its states."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import chain
-from operator import attrgetter
 from threading import get_ident
 
 import torch
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 from zinf_fx.errors import StoreError
 from zinf_fx.interrupts import finalizing, held_back, let_through, sealed, taking
 from zinf_fx.optim.arithmetic import Group, borrow, step_without_hooks
+from zinf_fx.optim.batch import Batch
 from zinf_fx.optim.chunk import OpenChunk
 from zinf_fx.optim.chunk_memory import ChunkMemory
 from zinf_fx.optim.chunk_queue import ChunkQueue
@@ -24,7 +24,7 @@ from zinf_fx.optim.elements import moved
 from zinf_fx.optim.packed import OpenPack
 from zinf_fx.optim.part import OpenPart
 from zinf_fx.optim.progress import Progress
-from zinf_fx.optim.recipe import Recipe, Update
+from zinf_fx.optim.recipe import Recipe
 from zinf_fx.optim.resident import ResidentCall
 from zinf_fx.optim.states import MASTER, ParameterStates, State
 from zinf_fx.optim.torn import TornStep
@@ -69,6 +69,7 @@ class StreamedStep:
         self._progress = Progress(optimizer)
         self._memory = ChunkMemory(stored)
         self._queue = ChunkQueue(self._memory, self._progress)
+        self._batches: list[Batch] = []
         self.parameters: dict[StoredTensor, ParameterStates] = {}  # in the order in which they came
         self._pending: set[int] = set()  # keys of the storages that are not final yet
         self._held: dict[StoredTensor, int] = {}  # bytes of gradients in memory that nobody else has
@@ -80,18 +81,15 @@ class StreamedStep:
         self.closed = False
         self.seconds = 0.0
 
-    def add(self, updates: Sequence[Update], *, owned: bool = False) -> None:
-        """Take over the updates of parameters: their gradients are in the states, and with `owned`, nobody else's any
-        more.
+    def add(self, batch: Batch, *, owned: bool = False) -> None:
+        """Take over updates of parameters: their gradients are in the states, and with `owned`, nobody else's any more.
 
         Raises: StoreError when a step failed that is still under way on the same tiers; this one takes nothing then.
         """
-        storages = [states.parameter.storage for _, states in updates]
-        several = {storage.tiers: storage for storage in storages}
-        for storage in several.values():
-            storage.usable_tiers()
+        for tiers in batch.tiers:
+            tiers.check_process()
         with taking(self._lock):
-            for tiers in several:
+            for tiers in batch.tiers:
                 if tiers.background is not self:
                     if tiers.background is not None:
                         tiers.background.finish()
@@ -100,40 +98,40 @@ class StreamedStep:
                     self._memory.tiers.append(tiers)
             self._progress.final |= owned
             # Let autograd notice at once, as after any in-place update.
-            torch.autograd.graph.increment_version([states.parameter.whole for _, states in updates])
-            announce_writes([storage.bytes for storage in storages])
-            for (recipe, states), storage in zip(updates, storages, strict=True):
-                gradient = states.gradient
-                self._overlaps &= owned or (isinstance(gradient, StoredTensor) and not gradient.views)
-                if states.in_shares:
-                    storage.share.stale |= not (storage.share.partitioned or recipe.whole)
-                    self._overlaps &= not recipe.whole  # what is collective has its turn
-                self._pending.update(states.touched)
-                self.parameters[states.parameter] = states
-                self._queue.add(recipe, states)
-                if owned and not isinstance(gradient, StoredTensor):
-                    self._held[states.parameter] = gradient.nbytes
+            torch.autograd.graph.increment_version(batch.wholes)
+            announce_writes(batch.bytes)
+            self._overlaps &= owned or batch.streams_gradients
+            for recipe, states in batch.in_shares:
+                share = states.parameter.storage.share
+                share.stale |= not (share.partitioned or recipe.whole)
+                self._overlaps &= not recipe.whole  # what is collective has its turn
+            self._pending |= batch.touched
+            self.parameters |= batch.parameters
+            self._batches.append(batch)
+            self._queue.add(batch)
+            for states in batch.states if owned else ():
+                if not isinstance(states.gradient, StoredTensor):
+                    self._held[states.parameter] = states.gradient.nbytes
 
     def update_residents(self, calls: Sequence[ResidentCall]) -> None:
         """Update parameters that nothing has to be moved for, before the others: see [Note: resident updates].
 
         Raises: StoreError when a step failed that is still under way on the same tiers; nothing is changed then.
         """
-        residents = [one for call in calls for one in call.residents]
         for tiers in set().union(*(call.group.tiers for call in calls)):
             tiers.check_process()
             if tiers.background is not None:
                 tiers.background.finish()
         with taking(self._lock), self._working(), self._progress.changing():
-            for one in residents:
-                if one.moves:
-                    one.before_write()
-            self._progress.resident = [one.parameter for one in residents]
-            torch.autograd.graph.increment_version(list(chain.from_iterable(map(attrgetter("written"), residents))))
+            for one in chain.from_iterable(call.together.moving for call in calls):
+                one.before_write()
+            self._progress.resident = list(chain.from_iterable(call.together.parameters for call in calls))
+            torch.autograd.graph.increment_version(chain.from_iterable(call.together.written for call in calls))
             for call in calls:
                 nbytes = call.states_nbytes if RECORDER.log is not None else 0
-                with RECORDER.work("update", nbytes, call.place.torch_device):
-                    call.run(self._borrowed(call.options, call.place))
+                place = call.together.place
+                with RECORDER.work("update", nbytes, place.torch_device):
+                    call.run(self._borrowed(call.options, place))
             self._progress.resident_updated = True
 
     def make_room(self, nbytes: int, limit: int) -> None:
@@ -162,7 +160,7 @@ class StreamedStep:
         Raises: StoreError; the step is torn unless nothing was changed, and no gradient consumed.
         """
         self.closed = True
-        reads = any(states.bytes_per_element for states in self.parameters.values())
+        reads = any(batch.reads for batch in self._batches)
         if not self._can_be_continued:
             with sealed:
                 self.finish()
@@ -190,13 +188,13 @@ class StreamedStep:
         finally:
             self._lock.release()
 
-    def settle(self, key: int) -> None:
-        """Update chunks until the storage of this key is final."""
-        if key in self._pending and not self._works_here:
+    def settle(self, keys: Collection[int]) -> None:
+        """Update chunks until the storages of these keys are final."""
+        if not (self._pending.isdisjoint(keys) or self._works_here):
             with taking(self._lock):
-                if key in self._pending:
+                if not self._pending.isdisjoint(keys):
                     with self._working():
-                        while key in self._pending:
+                        while not self._pending.isdisjoint(keys):
                             self._update_next()
 
     @held_back
@@ -314,7 +312,7 @@ class StreamedStep:
     def _end(self) -> None:
         for tiers in self._memory.tiers:
             tiers.drain()
-        for home in {home for states in self.parameters.values() for home in states.homes}:
+        for home in {home for batch in self._batches for home in batch.homes}:
             home.settle(range(home.count))
         with self._progress.changing():
             self._over = True
@@ -325,8 +323,8 @@ class StreamedStep:
         """The step is over, well or not."""
         self._pending.clear()
         self._held.clear()
-        for states in self.parameters.values():
-            states.gradient = None
+        for batch in self._batches:
+            batch.let_go_of_gradients()
         for tiers in self._memory.tiers:
             if tiers.background is self:
                 tiers.background = None
@@ -340,10 +338,11 @@ class StreamedStep:
         for pack in [part for part in chunk.parts if isinstance(part, OpenPack)]:
             pack.update(self._borrowed, self._state, scratch)
             pack.store(unscaled=self._unscales)
-            for recipe, states in pack.updates:
+            for recipe, states in pack.states.updates:
                 if recipe.is_first or states.has_master:
                     self._finish(states, recipe.names, {})
-            self._finished([states for _, states in pack.updates])
+            self._finished(pack.states.members, pack.states.touched)
+            pack.states.let_go_of_gradients()
         parts = [(part, (range(part.piece.count),)) for part in chunk.parts if isinstance(part, OpenPart)]
         inner = self._borrowed(chunk.recipe.group, chunk.recipe.place)
         if chunk.recipe.whole:
@@ -385,7 +384,7 @@ class StreamedStep:
                 part.store(unscaled=self._unscales)
                 if part.piece.last:
                     self._finish(part.piece.owner, part.names, scalars)
-                    self._finished([part.piece.owner])
+                    self._finished([part.piece.owner], part.piece.owner.touched)
 
     def _finish(self, states: ParameterStates, names: Iterable[str], scalars: State) -> None:
         """All pieces are updated: show the states."""
@@ -397,10 +396,10 @@ class StreamedStep:
             entry[MASTER] = parameter.shown(states.tensors[MASTER])
             states.version = parameter.storage.bytes.version
 
-    def _finished(self, several: Sequence[ParameterStates]) -> None:
-        """Let others see the parameters."""
+    def _finished(self, several: Sequence[ParameterStates], touched: Iterable[int]) -> None:
+        """Let others see the parameters. `touched`: keys of the storages that are final."""
+        self._pending.difference_update(touched)
         for states in several:
             self._progress.finished.add(states.parameter)
-            self._pending.difference_update(states.touched)
             self._held.pop(states.parameter, None)
             states.gradient = None

@@ -8,6 +8,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from zinf_fx.errors import OptimizerError
 from zinf_fx.interrupts import held_back, sealed
 from zinf_fx.optim.arithmetic import Group, StateLayout, as_groups, skips, step_groups, without_hooks
+from zinf_fx.optim.batch import Batch, RecurringBatch
 from zinf_fx.optim.in_backward import GRADIENT_BUFFER, check_steps_in_backward, follow, gone, second_gradient
 from zinf_fx.optim.kept import KeptStates
 from zinf_fx.optim.layouts import GroupLayouts, Layouts
@@ -156,8 +158,8 @@ class Streamed(Optimizer):
         self._finishes_when_dropped = weakref.finalize(self, bool)
         self.torn: TornStep | None = None
         self._kept = KeptStates(masters=self._has_masters)
-        self._layouts, self._residents = Layouts(self._arithmetic), Residents()
-        self._recipes = Recipes()  # of the step that is being made
+        self._layouts, self._residents, self._recipes = Layouts(self._arithmetic), Residents(), Recipes()
+        self._recurring: RecurringBatch | None = None  # that of the last step
         self._groups: dict[torch.Tensor, int] = {}  # of each parameter, the number of its group then
         self._stage = Stage()
         self._constructed = True
@@ -213,10 +215,10 @@ class Streamed(Optimizer):
             with RUNNING.turn():
                 resident, others = self._divided()
                 step = self._begun_in_backward or self._new_step(others)
-                updates = self._updates(step)
+                batch = self._batch(step, others)
                 self._step_ordinary(others)
                 self._ordinary_seconds = time.perf_counter() - started
-                self._step_stored(step, resident, updates)
+                self._step_stored(step, resident, batch)
 
     def share(self, optimizer: Optimizer) -> None:
         """Be what steps the stored parameters of `optimizer`, by its options, groups and states as they are now."""
@@ -246,7 +248,7 @@ class Streamed(Optimizer):
             with RUNNING.turn():
                 resident, others = self._divided()
                 step = self._new_step(others)
-                self._step_stored(step, resident, self._updates(step))
+                self._step_stored(step, resident, self._batch(step, others))
                 self.finish()
 
     @held_back
@@ -268,11 +270,12 @@ class Streamed(Optimizer):
             self.finish()
             step = self._new_step(self.param_groups)
         with torch.no_grad():
-            updates = [self._update_of(parameter, {}) for parameter in parameters if parameter in self._groups]
+            layouts = cache(lambda number: self._layouts_of(self.param_groups[number]))
+            updates = [self._update_of(parameter, layouts) for parameter in parameters if parameter in self._groups]
         for _, states in updates:
             states.parameter.grad = gone(states.parameter, states.gradient)
         if updates:
-            step.add(updates, owned=True)
+            step.add(Batch(updates), owned=True)
             step.advance()
 
     def make_room(self, nbytes: int) -> None:
@@ -379,8 +382,8 @@ class Streamed(Optimizer):
         step = self._last_step
         return step if step is not None and step.takes_more else None
 
-    def _step_stored(self, step: StreamedStep, resident: list[ResidentCall], updates: list[Update]) -> None:
-        if not (resident or updates or step.parameters):
+    def _step_stored(self, step: StreamedStep, resident: list[ResidentCall], batch: Batch | None) -> None:
+        if not (resident or batch or step.parameters):
             self._last_step = None
             return
         EXECUTOR.begin(self._stage)
@@ -388,8 +391,8 @@ class Streamed(Optimizer):
         try:
             if resident:
                 step.update_residents(resident)
-            if updates:
-                step.add(updates)
+            if batch is not None:
+                step.add(batch)
             step.close(overlap=self.overlap)
             if self.step_in_backward:
                 for parameter in map(stored_parameter, self._groups):
@@ -411,29 +414,35 @@ class Streamed(Optimizer):
                 optimizer.torn = torn
 
         self._last_step = None
-        self._recipes = Recipes()
-        numbered = enumerate(groups)
-        self._groups = {local_input(p): number for number, group in numbered for p in group["params"]}
+        self._recipes.begin_step(self.param_groups)
+        numbered = ((number, p) for number, group in enumerate(groups) for p in group["params"])
+        self._groups = {p if type(p) is StoredTensor else local_input(p): number for number, p in numbered}
         step = self._last_step = StreamedStep(self, self._arithmetic, self._state, self._kept.states, tear)
         self._finishes_when_dropped.detach()
         self._finishes_when_dropped = weakref.finalize(self, step.finish_when_dropped)
         self._finishes_when_dropped.atexit = False
         return step
 
-    def _updates(self, step: StreamedStep) -> list[Update]:
-        """Those of stored parameters whose gradients `step` has not taken."""
-        layouts: dict[int, GroupLayouts] = {}
+    def _batch(self, step: StreamedStep, groups: Sequence[Group]) -> Batch | None:
+        """The updates of stored parameters in `groups` whose gradients `step` has not taken, if there are any."""
+        several = [group["params"] for group in groups]
+        layouts = cache(lambda number: self._layouts_of(self.param_groups[number]))
+        recurring, self._recurring = None if step.parameters else self._recurring, None
+        if recurring is not None and recurring.comes_again(several, self._state, layouts):
+            self._recurring = recurring
+            return recurring.batch
         stored = (p for p in self._groups if isinstance(p, StoredTensor) and p not in step.parameters)
-        return [self._update_of(parameter, layouts) for parameter in stored if parameter.grad is not None]
+        updates = [self._update_of(parameter, layouts) for parameter in stored if parameter.grad is not None]
+        batch = Batch(updates) if updates else None
+        self._recurring = batch and RecurringBatch.of(batch, several, self._state, layouts)
+        return batch
 
-    def _update_of(self, parameter: StoredTensor, layouts: dict[int, GroupLayouts]) -> Update:
-        """That of a parameter, with space for its states. `layouts`: those found already, by the numbers of groups."""
+    def _update_of(self, parameter: StoredTensor, layouts: Callable[[int], GroupLayouts]) -> Update:
+        """That of a parameter, with space for its states. `layouts`: of a group, by its number."""
         number = self._groups[parameter]
         group = self.param_groups[number]
         check_gradient(parameter)
-        if number not in layouts:
-            layouts[number] = self._layouts_of(group)
-        layout = layouts[number].of(parameter, self._kept.dtype(parameter))
+        layout = layouts(number).of(parameter, self._kept.dtype(parameter))
         states = self._kept.reserve(parameter, layout, self._state)
         present = states.take_over_shown(self._state[parameter.whole])
         states.gradient = parameter.grad

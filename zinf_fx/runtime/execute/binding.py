@@ -13,7 +13,7 @@ from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule
 
 _TAKE_A_VALUE = (ops.reduce_scatter, ops.offload, ops.write)
 # What is called for the events of a tile that is where the graph computes, where it isn't named as the event is.
-_METHODS_IN_PLACE = {"fetch": None, "upload": None, "allgather": None, "wait": "value", "release": "passed"}
+_METHODS_IN_PLACE = {"fetch": None, "upload": None, "allgather": None, "release": "passed"}
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Here:
 
     Attributes:
         tiles: those of parameters.
-        gradients: those whose gradients are ordinary tensors (see [Note: plain gradients]); of them, `kept` may stay as
+        gradients: those whose gradients are ordinary tensors (see [Note: plain gradients]); of them, `kept` stay as
             they are computed.
         followed: whether somebody is to know when the graph has used a parameter.
     """
@@ -33,12 +33,20 @@ class Here:
     followed: bool
 
 
-def bind(module: fx.GraphModule, operators: Mapping[str, int], here: Here, packs: Collection[int]) -> fx.GraphModule:
+def bind(
+    module: fx.GraphModule,
+    operators: Mapping[str, int],
+    here: Here,
+    packs: Collection[int],
+    gradients: Mapping[int, int],
+) -> fx.GraphModule:
     """The graph as a function of (run, arguments): its `zinf` nodes become calls of the run's methods, which is told
     when the head ends, and when an operator begins and ends, too.
 
     `operators`: by the names of the nodes that compute, which operator they belong to. `packs`: the tiles whose value
     is a list of the parameters in them, and whose gradient a list of theirs: nothing is put together in memory.
+    `gradients`: by tile, which output of the graph takes a gradient that is kept: autograd leaves it in the parameter's
+    `grad`, or adds it to what is there.
     `arguments` is a reversed list from which each input is popped, so that inputs die with their last use.
     """
     bound = fx.Graph()
@@ -47,6 +55,8 @@ def bind(module: fx.GraphModule, operators: Mapping[str, int], here: Here, packs
     copies: dict[fx.Node, fx.Node] = {}
     last = {number: name for name, number in operators.items()}
     begun: set[int] = set()
+    kept: dict[int, fx.Node] = {}  # by their positions among the results
+    in_place: fx.Node | None = None  # the values of tiles that are where the graph computes
     in_head = True
     for node in module.graph.nodes:
         number = operators.get(node.name, HEAD)
@@ -64,9 +74,15 @@ def bind(module: fx.GraphModule, operators: Mapping[str, int], here: Here, packs
             if event.tile in here.gradients and event.kind == "reduce_scatter":
                 copies[node] = copies[node.args[1]]
                 continue
+            if event.tile in here.kept and event.kind == "offload":
+                kept[gradients[event.tile]] = copies[node.args[1]]
+                continue
             if event.tile in here.gradients and event.kind == "offload":
-                method = "keep_gradient" if event.tile in here.kept else "copy_gradient"
-                bound.call_method(method, (run, event.tile, copies[node.args[1]]))
+                bound.call_method("copy_gradient", (run, event.tile, copies[node.args[1]]))
+                continue
+            if event.tile in here.tiles and event.kind == "wait":
+                in_place = in_place or bound.call_function(getattr, (run, "values"))
+                copies[node] = bound.call_function(operator.getitem, (in_place, event.tile))
                 continue
             method = _METHODS_IN_PLACE.get(event.kind, event.kind) if event.tile in here.tiles else method_of(event)
             if method is None or (method == "passed" and not here.followed):
@@ -83,6 +99,9 @@ def bind(module: fx.GraphModule, operators: Mapping[str, int], here: Here, packs
             copies[node] = bound.call_function(operator.getitem, (copies[node.args[0]], node.kwargs["number"]))
         elif node.target is ops.together:
             copies[node] = fx.node.map_arg(node.args[0], copies.__getitem__)
+        elif node.op == "output":
+            results = fx.node.map_arg(node.args[0], copies.__getitem__)
+            bound.output(tuple(kept.get(position, one) for position, one in enumerate(results)))
         else:
             copies[node] = bound.node_copy(node, copies.__getitem__)
         if last.get(number) == node.name:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -17,6 +18,7 @@ from zinf_fx.plan.schedule import GraphKind, Tile
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.execute.activations import ActivationSlots
 from zinf_fx.runtime.execute.binding import Here, bind, head_fetches
+from zinf_fx.runtime.execute.inputs import Inputs
 from zinf_fx.runtime.execute.transfers import FlyingTile, Staging
 from zinf_fx.runtime.gradients.leaving import LeavingGradients
 from zinf_fx.runtime.gradients.reduction import Reduction
@@ -26,7 +28,7 @@ from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.recorder import RECORDER, Note
 from zinf_fx.runtime.remains import give_back_remains
 from zinf_fx.runtime.tensor.gradient_state import GradientState
-from zinf_fx.runtime.tensor.pack import Pack, Stored
+from zinf_fx.runtime.tensor.pack import Stored
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.tiers import Tiers
 from zinf_fx.sizes import PAGE
@@ -76,10 +78,11 @@ class Program(Stage):
         tokens: Sequence[str],
         operators: Mapping[str, int],
         tensor_ranks: Ranks = ALONE,
-        left_alone: Collection[int] = (),
+        left_alone: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         """`operators`: by the names of the nodes that compute, which operator they belong to. `tensor_ranks`: over
-        which activations are divided. `left_alone`: the tiles whose gradients may be kept as they are computed."""
+        which activations are divided. `left_alone`: the tiles whose gradients may be kept as they are computed, and
+        the positions that these have among the results of backward."""
         super().__init__()
         self.plan = plan
         self.schedule = schedule = plan.graph(kind)
@@ -88,20 +91,15 @@ class Program(Stage):
         placeholders = [node.name for node in module.graph.find_nodes(op="placeholder")]
         # Those of activations that leave are made as the graph runs.
         used = {event.tile for event in schedule.events}
-        self._token_positions = [
+        positions = [
             placeholders.index(token) if tile in used and token in placeholders else None
             for tile, token in enumerate(tokens)
         ]
-        # By the tile of a pack, where the tokens of its parameters are.
         packs = module.graph.find_nodes(op="call_function", target=ops.pack)
         self._packed = {
             tokens.index(pack.name): [placeholders.index(token.name) for token in pack.args[0]] for pack in packs
         }
-        self._parameters = [
-            tile.index
-            for tile, position in zip(schedule.tiles, self._token_positions, strict=True)
-            if (position is not None and not tile.activation) or tile.index in self._packed
-        ]
+        self._inputs = Inputs(schedule.tiles, positions, self._packed)
         leaving = module.graph.find_nodes(op="call_function", target=ops.offload_activation)
         devices = {n.meta[ops.EVENT].tile: n.args[0].meta["val"].device for n in leaving}
         self.slots = ActivationSlots(plan, devices, tensor_ranks)
@@ -113,7 +111,6 @@ class Program(Stage):
         self._module: fx.GraphModule | None = None  # for the storages of the last run
         self._here: Here | None = None  # with them
         self._head = head_fetches(schedule)
-        self._last_storages: list[weakref.ref[Stored]] = []  # of parameters
         self.values: dict[int, weakref.ref[torch.Tensor]] = {}  # of tiles that are where the graph computes
         self.gathered: list[tuple[int, int]] = []  # tiles, and bytes of such values with the tiers of each
         # After so many events of a tile, this graph needs neither its value nor its gradient any more.
@@ -126,19 +123,16 @@ class Program(Stage):
             return self._run(arguments)
 
     def _run(self, arguments: list) -> tuple:
-        storages = [p if p is None else TensorStorage.of_token(arguments[p]) for p in self._token_positions]
-        for tile, positions in self._packed.items():
-            members = [TensorStorage.of_token(arguments[position]) for position in positions]
-            storages[tile] = Pack.of(members, self.schedule.tiles[tile])
-        parameters = [storages[tile] for tile in self._parameters]
-        members = (member for storage in parameters for member in storage.members)
-        followed = {member for member in members if member.gradient.followed} if GradientState.any_followed else set()
-        same = [reference() for reference in self._last_storages] == parameters
-        if self._module is None or not same:
+        storages, same = self._inputs.storages(arguments)
+        followed: set[TensorStorage] = set()
+        if GradientState.any_followed:
+            parameters = [storages[tile] for tile in self._inputs.parameters]
+            members = (member for storage in parameters for member in storage.members)
+            followed = {member for member in members if member.gradient.followed}
+        if not same:
             EXECUTOR.staging.drop_staying()
-            self._last_storages = [weakref.ref(storage) for storage in parameters]
         if self._module is None or not same or self.is_followed != bool(followed):
-            self._bind_to(dict(zip(self._parameters, parameters, strict=True)), bool(followed))
+            self._bind_to({tile: storages[tile] for tile in self._inputs.parameters}, bool(followed))
         EXECUTOR.begin(self, self.plan)
         RECORDER.graph_begins(self.plan, self.schedule.kind)
         run = Run(self, storages)
@@ -169,7 +163,7 @@ class Program(Stage):
         kept = frozenset(tile for tile in kept if parameters[tile].placement.gradients == "device")
         self._here = Here(frozenset(in_place), plain, kept, followed)
         if self._here not in self._bound:
-            self._bound[self._here] = bind(self._planned, self._operators, self._here, self._packed)
+            self._bound[self._here] = bind(self._planned, self._operators, self._here, self._packed, self._left_alone)
         self._module = self._bound[self._here]
         waits = [event.tile for event in self.schedule.events if event.kind == "wait" and event.tile in in_place]
         tiles = {tile: self.schedule.tiles[tile] for tile in waits}
@@ -186,11 +180,8 @@ class Program(Stage):
         return self._here.followed
 
     def head_tiles(self) -> list[tuple[Stored, Tile, int | None]]:
-        if not self._last_storages:
-            return []
-        last = dict(zip(self._parameters, self._last_storages, strict=True))
-        found = ((last[tile](), self.schedule.tiles[tile], offset) for tile, offset in self._head)
-        return [(storage, tile, offset) for storage, tile, offset in found if storage is not None]
+        last = self._inputs.last()
+        return [(last[tile], self.schedule.tiles[tile], offset) for tile, offset in self._head if tile in last]
 
 
 class Executor:
@@ -292,7 +283,7 @@ class Run:
         if program.schedule.kind == "backward":
             last_uses = program.last_uses if program.is_followed else {}
             self._gradients = LeavingGradients(program.plan, self._tiles, storages, last_uses, program.gradients)
-            self.keep_gradient, self.copy_gradient = self._gradients.keep_gradient, self._gradients.copy_gradient
+            self.copy_gradient = self._gradients.copy_gradient
 
     def end(self) -> None:
         """The graph has computed all."""
@@ -340,12 +331,13 @@ class Run:
         with RECORDER.about(self._tiles[tile].label):
             return self._held[tile].wait()
 
-    def value(self, tile: int) -> torch.Tensor:
-        """The full tile, of a parameter that is where the graph computes."""
-        storage = self._storages[tile]
-        if storage.tiers.background is not None:
-            storage.settled()
-        return self._program.values[tile]()
+    @property
+    def values(self) -> Mapping[int, torch.Tensor] | SettledValues:
+        """By tile, the parameters that are where the graph computes."""
+        values = {tile: value() for tile, value in self._program.values.items()}
+        # Work in the background begins in a step, or in a backward pass whose parameters are followed.
+        changes = self._program.is_followed or any(tiers.background is not None for tiers in self._tiers)
+        return SettledValues(values, self._storages) if changes else values
 
     def release(self, tile: int) -> None:
         """The tile's buffers are free, unless another run or the turn holds them."""
@@ -437,3 +429,17 @@ class Run:
         while self._held:
             EXECUTOR.staging.release(self._held.popitem()[1])
         EXECUTOR.reset()
+
+
+class SettledValues:
+    """Parameters that are where the graph computes, each once nothing in the background is about to change it."""
+
+    def __init__(self, values: Mapping[int, torch.Tensor], storages: Sequence[Stored | None]) -> None:
+        """Both by tile."""
+        self._values, self._storages = values, storages
+
+    def __getitem__(self, tile: int) -> torch.Tensor:
+        storage = self._storages[tile]
+        if storage.tiers.background is not None:
+            storage.settled()
+        return self._values[tile]

@@ -27,7 +27,8 @@ class PackedTile:
         self._windows: list[Window | DeviceWindow] = []  # of each part
         # Where the parts begin, in bytes, and the elements of the members in them; a part itself keeps its home alive.
         self._starts = [part.start * planned.dtype.itemsize for part in pack.parts]
-        self._members = [part.members for part in pack.parts]
+        self._members = [(part.members, part.cut) for part in pack.parts]
+        self._arena = pack.tiers.host
         if any(part.bytes.on_device is None for part in pack.parts):
             for refresh in self._refreshes:
                 refresh.wait()  # what is uploaded from host memory has to be there
@@ -64,10 +65,9 @@ class PackedTile:
         for refresh in self._refreshes:
             refresh.wait()
         found: list[torch.Tensor | None] = [None] * len(self._planned.members)
-        for window, members in zip(self._windows, self._members, strict=True):
-            elements = window.wait()
-            for number, own in members.items():
-                found[number] = elements[own.start : own.stop].view(self._planned.members[number].shape)
+        for window, (members, cut) in zip(self._windows, self._members, strict=True):
+            for number, value in zip(members, cut.of(window.wait(), self._arena), strict=True):
+                found[number] = value
         self._counters.stall_seconds += RECORDER.waited(started)
         self._counters.gathered_bytes += self._planned.nbytes
         return found

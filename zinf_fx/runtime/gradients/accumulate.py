@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Sequence
+from operator import itemgetter
 from types import NotImplementedType
 
 import torch
@@ -21,12 +23,15 @@ from zinf_fx.runtime.gradients.plain import (
     plain_copy,
 )
 from zinf_fx.runtime.gradients.reduction import PackReduction, Reduced, ReducedMember, Reduction, synchronises
+from zinf_fx.runtime.memory.cut import Cut
+from zinf_fx.runtime.remains import when_gone
 from zinf_fx.runtime.tensor.arrival import implement_arrival
 from zinf_fx.runtime.tensor.gradient_state import GradientState
 from zinf_fx.runtime.tensor.local_parameter import stored_parameter
 from zinf_fx.runtime.tensor.operations import handle
+from zinf_fx.runtime.tensor.pack import Pack
 from zinf_fx.runtime.tensor.storage import TensorStorage
-from zinf_fx.runtime.tensor.stored_bytes import side_by_side
+from zinf_fx.runtime.tensor.stored_bytes import StoredBytes, side_by_side
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 aten = torch.ops.aten
@@ -171,48 +176,123 @@ def accumulate_gradient(parameter: StoredTensor, gradient: torch.Tensor | Reduce
 
 @torch.no_grad()
 def accumulate_side_by_side(
-    parameters: Sequence[StoredTensor], gradients: Sequence[torch.Tensor | ReducedMember], offset: int | None
+    pack: Pack,
+    parameters: Sequence[StoredTensor],
+    gradients: Sequence[torch.Tensor | ReducedMember],
+    offset: int | None,
 ) -> bool:
-    """As `accumulate_gradient`, for the parameters of a pack, in one transfer. Returns whether that can be: the
+    """As `accumulate_gradient`, for all parameters of a pack, in one transfer. Returns whether that can be: the
     gradients that are there, or that are to be made, live side by side, and this rank gets all that it has of them."""
-    pairs = sorted(zip(parameters, gradients, strict=True), key=lambda pair: pair[0].storage.key)
-    parameters, gradients = zip(*pairs, strict=True)
-    first = parameters[0].storage
-    if first.share.ranks.size > 1:
-        if not _are_all_held(first, gradients):
+    if pack.ranks.size > 1:
+        if not _are_all_held(parameters[0].storage, gradients):
             return False
         gradients = [one.wait() for one in gradients]
-    dtype = gradients[0].dtype
-    new = all(parameter.grad is None for parameter in parameters)
+    grads = [parameter.grad for parameter in parameters]
+    new = all(grad is None for grad in grads)
     if new:
-        spaces = [_free_space(parameter.storage, dtype) for parameter in parameters]
+        spaces = _new_spaces(pack, gradients[0].dtype)
     else:
-        grads = [parameter.grad for parameter in parameters]
         stored = all(isinstance(grad, StoredTensor) and not grad.views for grad in grads)
         spaces = [grad.storage for grad in grads] if stored else [None]
     if None in spaces:
-        if not new or first.placement.gradients == "nvme":
-            return False
-        spaces = TensorStorage.gradients_side_by_side([parameter.storage for parameter in parameters], dtype)
-    held = [space.bytes if new else space.settled() for space in spaces]
-    starts = starts_of((gradient.numel() for gradient in gradients), held[0].dtype)
-    if not all(one.follows(held[0], start) for one, start in zip(held, starts, strict=False)):
         return False
-    together = side_by_side(held)
-    window = together.device_window(load=not new, offset=offset)
+    if not new:
+        for space in spaces:
+            space.settled()
+    beside = _beside(pack, spaces, gradients)
+    if beside is None:
+        return False
+    window = beside.together.device_window(load=not new, offset=offset)
     try:
-        elements = window.wait()
-        with together.noted(sum(gradient.nbytes for gradient in gradients)):
-            for start, gradient in zip(starts, gradients, strict=False):
-                part = elements[start : start + gradient.numel()].view(gradient.shape)
-                part.copy_(gradient) if new else part.add_(gradient)
+        parts = beside.cut.of(window.wait(), pack.tiers.host)
+        inorder = [gradients[number] for number in pack.order]
+        with beside.together.noted(beside.nbytes):
+            torch._foreach_copy_(parts, inorder) if new else torch._foreach_add_(parts, inorder)
     except BaseException:
         window.close()
         raise
     window.store()
-    for parameter, space in zip(parameters, spaces if new else (), strict=new):
-        parameter.grad = StoredTensor.of(space, parameter.shape, parameter.device)
+    if new:
+        lease = beside.lend()
+        for parameter, space in zip(parameters, spaces, strict=True):
+            gradient = StoredTensor.of(space, parameter.shape, parameter.device)
+            gradient.lease, parameter.grad = lease, gradient
     return True
+
+
+class _Lease:
+    """What all gradients have that live side by side in host memory: it goes back when nobody has any of them."""
+
+
+class _Beside:
+    """The gradients of a pack that live side by side, in the order in which their parameters were made.
+
+    Attributes:
+        spaces: of each, where they are used again.
+        together: all of them; `nbytes` without what lies between them, and cut by `cut`.
+    """
+
+    def __init__(
+        self,
+        spaces: Sequence[TensorStorage],
+        together: StoredBytes,
+        starts: Sequence[int],
+        gradients: Sequence[torch.Tensor],
+    ) -> None:
+        self.together = together
+        lends = together.tier == "host" and all(space.share.ranks.size == 1 for space in spaces)
+        self.spaces = spaces if lends else ()
+        self._lease: weakref.ref[_Lease] | None = None
+        self.nbytes = sum(gradient.nbytes for gradient in gradients)
+        parts = [slice(start, start + one.numel()) for start, one in zip(starts, gradients, strict=False)]
+        self.cut = Cut(parts, [gradient.shape for gradient in gradients])
+
+    def lend(self) -> _Lease | None:
+        """For new gradients in host memory, what is to end with them."""
+        if not self.spaces:
+            return None
+        lease = _Lease()
+        self.together.home.is_lent = True
+        when_gone(lease, self.together.home.vacate)
+        self._lease = weakref.ref(lease)
+        return lease
+
+    def is_free_again(self, dtype: torch.dtype) -> bool:
+        """Whether the memory that the last gradients had, of this dtype, is there for new ones; takes it, then."""
+        gone = self._lease is not None and self._lease() is None
+        return gone and self.together.dtype == dtype and self.together.home.occupy()
+
+
+def _new_spaces(pack: Pack, dtype: torch.dtype) -> Sequence[TensorStorage | None]:
+    """For gradients of all parameters of a pack, which have none: what is reserved on disk if it is free, or memory."""
+    storages = pack.members
+    if storages[0].placement.gradients == "nvme":
+        return [_free_space(storage, dtype) for storage in storages]
+    known = _BESIDE.get(pack)
+    if known is not None and known[1].is_free_again(dtype):
+        return known[1].spaces
+    made = TensorStorage.gradients_side_by_side([storages[number] for number in pack.order], dtype)
+    return [space for _, space in sorted(zip(pack.order, made, strict=True), key=itemgetter(0))]
+
+
+def _beside(pack: Pack, spaces: Sequence[TensorStorage], gradients: Sequence[torch.Tensor]) -> _Beside | None:
+    """For the gradients of all parameters, by where they live; None: not side by side. Found once for the same."""
+    keys = tuple(space.key for space in spaces)
+    known = _BESIDE.get(pack)
+    if known is not None and known[0] == keys:
+        return known[1]
+    held, gradients = ([several[number] for number in pack.order] for several in ([s.bytes for s in spaces], gradients))
+    starts = starts_of((gradient.numel() for gradient in gradients), held[0].dtype)
+    if not all(one.follows(held[0], start) for one, start in zip(held, starts, strict=False)):
+        return None
+    beside = _Beside(spaces, side_by_side(held), starts, gradients)
+    if beside.spaces or beside.together.tier == "nvme":  # other memory goes with the gradients
+        _BESIDE[pack] = keys, beside
+    return beside
+
+
+_BESIDE: weakref.WeakKeyDictionary[Pack, tuple[tuple[int, ...], _Beside]] = weakref.WeakKeyDictionary()
+"""By pack, the space of its gradients that was used last, and the keys of what is in it."""
 
 
 def _are_all_held(storage: TensorStorage, gradients: Sequence[torch.Tensor | ReducedMember]) -> bool:

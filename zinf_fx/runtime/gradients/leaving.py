@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -22,12 +23,12 @@ from zinf_fx.runtime.gradients.accumulate import (
     reduction_of_part,
     take_unreduced,
 )
-from zinf_fx.runtime.gradients.leaf import accumulates, leaves_of_node
+from zinf_fx.runtime.gradients.leaf import Leaf, accumulates, leaves_of_node
 from zinf_fx.runtime.gradients.plain import leave_copy, noted
 from zinf_fx.runtime.gradients.reduction import PackReduction, ReducedMember, Reduction
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.recorder import GRADIENT, RECORDER
-from zinf_fx.runtime.tensor.gradient_state import GradientConsumer
+from zinf_fx.runtime.tensor.gradient_state import GradientConsumer, GradientState
 from zinf_fx.runtime.tensor.pack import Pack, Stored
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
@@ -52,13 +53,17 @@ class LeavingGradients:
         self._reducing: Reduction | PackReduction | None = None  # the gradient that began last
         self._begun: dict[int, _PartialGradient] = {}
         self._unreduced: dict[int, _PartialGradient] = {}
-        self._leaves = leaves_of_node()  # the parameters that gradients go to
         # What is to come of releases and offloads, and of offloads alone.
         self._uses_left: Counter[int] = Counter()
         self._gradients_left: Counter[int] = Counter()
         for tile, uses in last_uses.items():
             self._uses_left[storages[tile].key] += uses
             self._gradients_left[storages[tile].key] += gradients[tile]
+
+    @cached_property
+    def _leaves(self) -> dict[int, Leaf]:
+        """The parameters that gradients go to."""
+        return leaves_of_node()
 
     def reduce_scatter(
         self, tile: int, gradient: torch.Tensor | list[torch.Tensor]
@@ -101,17 +106,9 @@ class LeavingGradients:
             self._gradients_left[storage.key] -= 1
         self.passed(tile)
 
-    def keep_gradient(self, tile: int, gradient: torch.Tensor) -> None:
-        """Leave a gradient that nobody else holds in the parameter's `.grad`, or add it to what is there: it lives
-        where it was computed."""
-        parameter = self._taking(self._storages[tile], self._tiles[tile].name)
-        if parameter is not None and parameter.grad is None and gradient.is_contiguous():
-            parameter.grad = gradient
-        elif parameter is not None:
-            leave_copy(parameter, self._storages[tile], gradient)
-
     def copy_gradient(self, tile: int, gradient: torch.Tensor) -> None:
-        """As `keep_gradient`, where somebody may hold the gradient, or it lives somewhere else in the same memory."""
+        """Add a copy of a gradient to the parameter's `.grad`, an ordinary tensor of the same device: somebody may hold
+        the gradient, or it lives somewhere else in its memory."""
         storage, planned = self._storages[tile], self._tiles[tile]
         parameter = self._taking(storage, planned.name)
         if parameter is None:
@@ -184,21 +181,24 @@ class LeavingGradients:
         self, pack: Pack, tile: int, gradients: list[torch.Tensor | ReducedMember], offset: int | None
     ) -> None:
         planned = self._tiles[tile]
-        starts = gradient_offsets(planned, self._plan.stage)
         found = [
-            (parameter, gradient, start)
-            for storage, gradient, member, start in zip(pack.members, gradients, planned.members, starts, strict=True)
-            if (parameter := self._taking(storage, member.name)) is not None
-            and not self._keep_for_consumer(storage, parameter, gradient, self._gradients_left[pack.key])
+            (number, parameter, gradient)
+            for number, (storage, gradient) in enumerate(zip(pack.members, gradients, strict=True))
+            if (parameter := self._taking(storage, planned.members[number].name)) is not None
+            and not (
+                GradientState.any_followed
+                and self._keep_for_consumer(storage, parameter, gradient, self._gradients_left[pack.key])
+            )
         ]
         if not found:
             return
         self._limit_writes(pack, tile)
-        parameters, shards, _ = zip(*found, strict=True)
-        if len(found) == len(gradients) and accumulate_side_by_side(parameters, shards, offset):
+        _, parameters, shards = zip(*found, strict=True)
+        if len(found) == len(gradients) and accumulate_side_by_side(pack, parameters, shards, offset):
             return
-        for parameter, shard, start in found:
-            accumulate_gradient(parameter, shard, None if offset is None else offset + start)
+        starts = gradient_offsets(planned, self._plan.stage)
+        for number, parameter, shard in found:
+            accumulate_gradient(parameter, shard, None if offset is None else offset + starts[number])
 
     def _limit_writes(self, storage: Stored, tile: int) -> None:
         """Wait until there is room for the gradient's buffer."""

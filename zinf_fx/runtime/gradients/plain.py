@@ -38,6 +38,8 @@ def is_there(parameter: StoredTensor) -> bool:
     gradient = parameter.grad
     if gradient is None:
         return True
+    if isinstance(gradient, StoredTensor):
+        return not gradient.storage.share.unreduced
     storage = parameter.storage
     if not storage.has_plain_gradient or storage.gradient.followed or type(gradient) is not torch.Tensor:
         return False

@@ -91,6 +91,12 @@ class Arena(Lessor):
         offset = self._space.take(size, PAGE, range(start + room.start, min(start + room.stop, self._region.stop)))
         return None if offset is None else self._buffer(offset, nbytes, size)
 
+    def lease_again(self, buffer: Buffer) -> Buffer | None:
+        """The place of a buffer that was released, if it is free."""
+        offset = buffer.address - self._address
+        free = self._space.take(buffer.capacity, PAGE, range(offset, offset + buffer.capacity))
+        return None if free is None else self._buffer(free, buffer.nbytes, buffer.capacity)
+
     def lies_in(self, room: range, buffer: Buffer) -> bool:
         """Whether any of a buffer lies in a part of the region."""
         start = buffer.address - self._address - self._region.start

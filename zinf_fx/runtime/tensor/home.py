@@ -13,6 +13,7 @@ import torch
 
 from zinf_fx.config import Tier
 from zinf_fx.errors import StoreError
+from zinf_fx.runtime.memory.buffers import Arena
 from zinf_fx.runtime.memory.device import Device
 from zinf_fx.runtime.memory.leases import Buffer, Ticket
 from zinf_fx.runtime.remains import when_gone
@@ -28,6 +29,7 @@ class Home:
         reads: the transfers under way from here.
         followers: windows for reading that stay in memory, and which every write to the store changes too.
         version: how often anything here was written.
+        is_lent: whether somebody else decides when there is memory: see `vacate`.
     """
 
     def __init__(self, tiers: Tiers, tier: Tier, count: int, dtype: torch.dtype, device: Device) -> None:
@@ -36,6 +38,7 @@ class Home:
         self.count, self.dtype = count, dtype
         self.followers: weakref.WeakSet[Window] = weakref.WeakSet()
         self.version = 0
+        self.is_lent = False
         self.reads: Under = []
         self._writes: Under = []
         self._order = threading.RLock()  # while a transfer finds out what it is to follow, until others see it
@@ -48,14 +51,23 @@ class Home:
             self.extent = tiers.store.allocate(count * dtype.itemsize)
             self._at_end(tiers.store.free, self.extent)
         elif tier == "host":
-            buffer = tiers.lease(count * dtype.itemsize)
-            self._in_host = buffer.tensor((count,), dtype)
-            self._at_end(buffer.release)
+            self._leased = _Leased(tiers.lease(count * dtype.itemsize))
+            self._in_host = self._leased.buffer.tensor((count,), dtype)
+            self._at_end(self._leased.give_back)
         else:
             with torch.inference_mode(False):
                 self._on_device = torch.empty(count, dtype=dtype, device=device.torch_device)
         if device.in_host_memory:
             self._in_host = self._on_device = self._in_host if tier == "host" else self._on_device
+
+    def vacate(self) -> None:
+        """Give the memory in the host arena back until `occupy`. Nobody may look at the elements meanwhile."""
+        _await(ticket for _, ticket in (*self.reads, *self._writes))
+        self._leased.give_back()
+
+    def occupy(self) -> bool:
+        """After `vacate`, have the same memory again, with undefined elements. Returns whether it was free."""
+        return self._leased.take_again(self.tiers.host)
 
     def in_host(self, elements: range) -> torch.Tensor | None:
         """Some elements where the CPU can work on them, if they live there: see `_part`."""
@@ -145,6 +157,26 @@ class Home:
         not be overtaken. Not at exit, when the whole scratch directory goes, nor in a process made by fork, where
         nothing is to be given back."""
         when_gone(self, partial(_release, os.getpid(), self._writes, self.reads, release, *arguments))
+
+
+class _Leased:
+    """The memory of a home in the host arena."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer, self._is_there = buffer, True
+
+    def give_back(self) -> None:
+        """Release it, if that has not been done."""
+        if self._is_there:
+            self._is_there = False
+            self.buffer.release()
+
+    def take_again(self, arena: Arena) -> bool:
+        """Lease what was given back. Returns whether it was free."""
+        buffer = None if self._is_there else arena.lease_again(self.buffer)
+        if buffer is not None:
+            self.buffer, self._is_there = buffer, True
+        return buffer is not None
 
 
 def _overlap(one: range, other: range) -> bool:

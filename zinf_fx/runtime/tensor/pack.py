@@ -10,6 +10,7 @@ from typing import NamedTuple
 from zinf_fx.errors import RanksError
 from zinf_fx.plan.packs import spaced
 from zinf_fx.plan.schedule import Tile
+from zinf_fx.runtime.memory.cut import Cut
 from zinf_fx.runtime.recorder import RECORDER, REFRESH
 from zinf_fx.runtime.tensor.share import PackRefresh, Refresh
 from zinf_fx.runtime.tensor.storage import TensorStorage, new_key
@@ -18,11 +19,13 @@ from zinf_fx.runtime.tensor.stored_bytes import StoredBytes, side_by_side
 
 class Part(NamedTuple):
     """Members of a pack, or a rank's shards of them, that live side by side: the bytes of all, where they begin among
-    those of the pack, and by number, which elements of this part each member is."""
+    those of the pack, and by number, which elements of this part each member is. `cut` makes the members of memory
+    with all of this part, if they are whole."""
 
     bytes: StoredBytes
     start: int
     members: dict[int, range]
+    cut: Cut
 
     def slots(self, starts: Sequence[int]) -> list[tuple[range, int]]:
         """Elements of this part, and where they belong in memory in which the members begin at `starts`: as few
@@ -43,6 +46,7 @@ class Pack:
 
     Attributes:
         key: that no storage and no other pack has.
+        order: of the members, by number: as their parameters were made.
         tiers, device, ranks: those of the first.
         partitioned: whether each rank has its shard of the members alone.
     """
@@ -60,6 +64,8 @@ class Pack:
         self.ranks, self.partitioned = storages[0].share.ranks, storages[0].share.partitioned
         self._every_tiers = {storage.tiers for storage in storages}
         self._storages = [weakref.ref(storage) for storage in storages]
+        self.order = sorted(range(len(storages)), key=lambda number: storages[number].key)
+        self._keys = frozenset(storage.key for storage in storages)
         self.parts = list(_parts([storage.bytes for storage in storages], planned))
 
     @classmethod
@@ -94,8 +100,7 @@ class Pack:
         for tiers in self._every_tiers:
             tiers.check_process()
             if tiers.background is not None:
-                for storage in self.members:
-                    tiers.background.settle(storage.key)
+                tiers.background.settle(self._keys)
         for storage in self.members if self.ranks.shards > 1 else ():
             storage.share.settle()
 
@@ -129,7 +134,9 @@ def _parts(held: Sequence[StoredBytes], planned: Tile) -> Iterator[Part]:
     members: dict[int, range] = {}
     for number in (*order, None):
         if together and (number is None or not held[number].follows(held[together[0]], count)):
-            yield Part(side_by_side([held[one] for one in together]), start, members)
+            shapes = [planned.members[one].shape for one in members]
+            cut = Cut([slice(own.start, own.stop) for own in members.values()], shapes)
+            yield Part(side_by_side([held[one] for one in together]), start, members, cut)
             together, members, start, count = [], {}, start + count, 0
         if number is not None:
             together.append(number)

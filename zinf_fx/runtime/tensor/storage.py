@@ -128,7 +128,7 @@ class TensorStorage:
         Raises: StoredTensorError when there are none, StoreError in another process.
         """
         if (background := self.usable_tiers().background) is not None:
-            background.settle(self.key)
+            background.settle((self.key,))
         if self.share.refreshing is not None:
             self.share.settle()
         return self.bytes

@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import ClassVar, Protocol
@@ -32,8 +32,8 @@ class Background(Protocol):
     def advance(self) -> None:
         """Do what can be done without waiting."""
 
-    def settle(self, key: int) -> None:
-        """Wait until the storage of this key has its final value; nothing when the work itself asks."""
+    def settle(self, keys: Collection[int]) -> None:
+        """Wait until the storages of these keys have their final values; nothing when the work itself asks."""
 
     def finish(self) -> bool:
         """Do all that is left. Returns whether there was any; nothing is done when the work itself asks."""

@@ -1,0 +1,204 @@
+"""Updates that come together, and what a step has to know of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+
+from zinf_fx.optim.arithmetic import State, StateLayout, same_objects, values_of
+from zinf_fx.optim.chunks import Piece, all_of, cut
+from zinf_fx.optim.layouts import GroupLayouts
+from zinf_fx.optim.packed import PackedStates, packed
+from zinf_fx.optim.recipe import Recipe, Update
+from zinf_fx.optim.states import ParameterStates
+from zinf_fx.runtime.tensor.home import Home
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+
+Owner = ParameterStates | PackedStates
+"""What a piece is of."""
+
+Chunk = tuple[Recipe, tuple[Piece[Owner], ...]]
+"""Pieces that are updated together."""
+
+
+class Bytes(NamedTuple):
+    """What the update of an element takes at most: of all memory, of writes to the store, and of windows."""
+
+    all: int
+    written: int
+    opened: int
+
+    @staticmethod
+    def of(several: Collection[ParameterStates]) -> Bytes:
+        """That of some parameters."""
+        return Bytes(
+            max(each.bytes_per_element for each in several),
+            max(each.bytes_written for each in several),
+            max(each.bytes_opened for each in several),
+        )
+
+
+class Batch:
+    """Updates that come together. What is known of all of them is worked out once, and serves again in the next step
+    when the same tensors come again.
+
+    Attributes:
+        updates: each parameter's.
+        parameters: with their states.
+        wholes: the parameters that users have.
+        bytes: where the parameters live.
+        tiers: in which they live.
+        touched: keys of the storages that the updates read and write.
+        streams_gradients: whether all gradients are stored tensors, which nobody can change unseen.
+    """
+
+    def __init__(self, updates: Sequence[Update]) -> None:
+        self.updates = updates
+        self.states = [states for _, states in updates]
+        self.parameters = {states.parameter: states for states in self.states}
+        self.wholes = [states.parameter.whole for states in self.states]
+        storages = [states.parameter.storage for states in self.states]
+        self.bytes = [storage.bytes for storage in storages]
+        self.tiers = list(dict.fromkeys(storage.tiers for storage in storages))
+        self.touched = frozenset(chain.from_iterable(states.touched for states in self.states))
+        gradients = [states.gradient for states in self.states]
+        self.streams_gradients = all(isinstance(one, StoredTensor) and not one.views for one in gradients)
+        self._chunks: tuple[int, list[Chunk]] | None = None
+
+    @staticmethod
+    def of(several: Sequence[Batch]) -> Batch:
+        """One of all updates in several."""
+        return several[0] if len(several) == 1 else Batch([update for one in several for update in one.updates])
+
+    @cached_property
+    def elements(self) -> int:
+        """That this rank updates."""
+        return sum(len(part) for states in self.states for part in states.updated)
+
+    @cached_property
+    def chunk_bytes(self) -> int:
+        """Of the fp32 weights of a chunk, as configured."""
+        return min(states.parameter.storage.config.chunk for states in self.states)
+
+    @cached_property
+    def bytes_per_element(self) -> Bytes:
+        """Of the updates, at most."""
+        return Bytes.of(self.states)
+
+    @cached_property
+    def reads(self) -> bool:
+        """Whether anything of them is moved."""
+        return any(states.bytes_per_element for states in self.states)
+
+    @cached_property
+    def homes(self) -> set[Home]:
+        """Where the parameters and their states live."""
+        return {home for states in self.states for home in states.homes}
+
+    @cached_property
+    def in_shares(self) -> list[Update]:
+        """Those of parameters of which each of many ranks updates its own share only."""
+        return [update for update in self.updates if update[1].in_shares]
+
+    def chunks(self, elements: int) -> list[Chunk]:
+        """The updates in chunks of at most so many elements, in the order in which their tensors were made."""
+        if self._chunks is None or self._chunks[0] != elements:
+            self._chunks = elements, self._cut(elements)
+        return self._chunks[1]
+
+    def let_go_of_gradients(self) -> None:
+        """The updates are over, well or not."""
+        for states in self.states:
+            states.gradient = None
+        for _, pieces in self._chunks[1] if self._chunks is not None else ():
+            for owner in {piece.owner for piece in pieces if isinstance(piece.owner, PackedStates)}:
+                owner.let_go_of_gradients()
+
+    def _cut(self, elements: int) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        owners: dict[Recipe, list[Owner]] = {}
+        for updates in packed(sorted(self.updates, key=lambda update: update[1].parameter.storage.key), elements):
+            recipe, states = updates[0]
+            owners.setdefault(recipe, []).append(states if len(updates) == 1 else PackedStates(updates))
+        for recipe, several in owners.items():
+            if recipe.whole:
+                chunks += [(recipe, (all_of(states, states.parameter.numel()),)) for states in several]
+                continue
+            shares = [(states, states.updated) for states in several]
+            cuts = cut(shares, elements, whole=lambda owner: isinstance(owner, PackedStates))
+            chunks += [(recipe, pieces) for pieces in cuts]
+        return sorted(chunks, key=lambda chunk: chunk[1][0].owner.parameter.storage.key)
+
+
+class RecurringBatch:
+    """The batch of a whole step, which comes again in the next one while nobody has changed anything that matters."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        groups: Sequence[Sequence[torch.Tensor]],
+        shown: Mapping[torch.Tensor, State],
+        layouts: Callable[[int], GroupLayouts],
+    ) -> None:
+        """`groups`: the parameters in `batch`, those of each of the optimizer's groups. `shown`: the optimizer's state.
+        `layouts`: of a group, by its number."""
+        self.batch = batch
+        self._groups, self._of_optimizer = groups, shown
+        self._layouts: dict[tuple[int, torch.dtype], StateLayout] = {}
+        for number, parameters in enumerate(groups):
+            for dtype in {batch.parameters[parameter].dtype for parameter in parameters}:
+                self._layouts[number, dtype] = layouts(number).of_pieces(dtype)
+        self._parameters = list(chain.from_iterable(groups))
+        states = [batch.parameters[parameter] for parameter in self._parameters]
+        self._states, self._mastered = states, [one for one in states if one.has_master]
+        self._tokens = [parameter.token for parameter in self._parameters]
+        self._spaces = [one.gradient.storage.key for one in states]  # by key: who holds a space keeps it from reuse
+        self._entries = [shown[parameter] for parameter in self._parameters]
+        self._shown = values_of(self._entries)
+
+    @staticmethod
+    def of(
+        batch: Batch,
+        groups: Sequence[Sequence[torch.Tensor]],
+        shown: Mapping[torch.Tensor, State],
+        layouts: Callable[[int], GroupLayouts],
+    ) -> RecurringBatch | None:
+        """As the constructor; None where `groups` have other parameters too, or something else can't be known again."""
+        kinds = [type(parameter) for parameter in chain.from_iterable(groups)]
+        if kinds != [StoredTensor] * len(batch.parameters) or not batch.streams_gradients:
+            return None
+        if any(recipe.whole for recipe, _ in batch.updates):
+            return None
+        return RecurringBatch(batch, groups, shown, layouts)
+
+    def comes_again(
+        self,
+        groups: Sequence[Sequence[torch.Tensor]],
+        shown: Mapping[torch.Tensor, State],
+        layouts: Callable[[int], GroupLayouts],
+    ) -> bool:
+        """Whether it does, for the gradients that the parameters have now; takes them, then."""
+        if shown is not self._of_optimizer or len(groups) != len(self._groups):
+            return False
+        if not all(map(same_objects, groups, self._groups)):
+            return False
+        gradients = [parameter.grad for parameter in self._parameters]
+        if any(type(gradient) is not StoredTensor or gradient.views for gradient in gradients):
+            return False
+        same = (
+            [gradient.storage.key for gradient in gradients] == self._spaces
+            and same_objects([parameter.token for parameter in self._parameters], self._tokens)
+            and same_objects([shown.get(parameter) for parameter in self._parameters], self._entries)
+            and same_objects(values_of(self._entries), self._shown)
+            and all(layouts(n).of_pieces(dtype) is layout for (n, dtype), layout in self._layouts.items())
+        )
+        if same:
+            for states, gradient in zip(self._states, gradients, strict=True):
+                states.gradient = gradient
+            for states in self._mastered:
+                states.refresh = states.version != states.parameter.storage.bytes.version
+        return same
