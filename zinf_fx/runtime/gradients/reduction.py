@@ -143,9 +143,12 @@ class PackReduction(_OverRanks):
         counts = [gradient.numel() if self.whole else one.size for gradient, one in zip(gradients, shards, strict=True)]
         *starts, end = accumulate(counts, initial=0)
         rows = gradients[0].new_zeros((self._ranks.shards, end), dtype=self._summed_in)
-        for gradient, start, count in zip(gradients, starts, counts, strict=True):
-            for part, place in by_ranks(gradient.reshape(-1), rows[:, start : start + count]):
-                place.copy_(part)
+        copies = [
+            both
+            for gradient, start, count in zip(gradients, starts, counts, strict=True)
+            for both in by_ranks(gradient.reshape(-1), rows[:, start : start + count])
+        ]
+        torch._foreach_copy_([place for _, place in copies], [part for part, _ in copies])
         self._divide(rows)
         self.members = [
             ReducedMember(self, range(start, start + count), gradient.shape, one)

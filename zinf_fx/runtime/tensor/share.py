@@ -141,10 +141,9 @@ class PackRefresh:
     def wait(self) -> None:
         """Return when every share is there."""
         self._collective.wait()
-        while self._copies:
-            target, gathered = self._copies.pop()
-            target.copy_(gathered)
-        self._full = None
+        if self._copies:
+            torch._foreach_copy_([target for target, _ in self._copies], [gathered for _, gathered in self._copies])
+            self._copies, self._full = [], None
 
 
 def by_ranks(elements: torch.Tensor, shards: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
