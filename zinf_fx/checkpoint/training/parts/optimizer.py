@@ -116,10 +116,11 @@ class OptimizerPart:
             shown = self.optimizer.state[self._parameters[number]]
             for name, value in entry.items():
                 mine = shown.get(name)
-                if not isinstance(value, torch.Tensor) or mine is value or not isinstance(mine, torch.Tensor):
+                if not isinstance(value, torch.Tensor) or not isinstance(mine, torch.Tensor) or mine is value:
                     continue
-                if mine.dtype != value.dtype or mine.numel() > 1:  # torch casts states to the parameter's dtype
-                    shown[name] = value
+                # A copy, which will not be read into, or cast: torch gives states the parameter's dtype.
+                if mine.device == value.device or mine.dtype != value.dtype:
+                    shown[name] = value.to(mine.device)
 
     def _whole(self) -> None:
         self.optimizer.torn = None
