@@ -89,6 +89,25 @@ def test_steps_move_packs(tmp_path: Path, placement: str, in_backward: bool) -> 
     assert_nothing_leaked(model)
 
 
+@pytest.mark.parametrize("placement", ["nvme", "infinity-nvme"])
+def test_what_is_kept_of_a_gradient_keeps_its_values(tmp_path: Path, placement: str) -> None:
+    """A view of it, too, while the next gradients are made; and the memory is free when it goes."""
+    _, model = twins(tmp_path, placement=placement)
+    call = torch.compile(model, backend="zinf")
+    kept, values = [], []
+    for _ in range(3):
+        call(x()).backward()
+        kept += [model.layers[0].weight.grad.detach(), model.layers[1].bias.grad[:3]]
+        values += [one.full_tensor() for one in kept[-2:]]
+        model.zero_grad()
+    assert all(map(torch.equal, (one.full_tensor() for one in kept), values))
+    assert not torch.equal(values[0], values[2])
+    kept.clear()
+    call(x()).backward()
+    model.zero_grad()
+    assert_nothing_leaked(model)
+
+
 def test_the_schedule_shows_packs(tmp_path: Path) -> None:
     _, model = twins(tmp_path)
     call = torch.compile(model, backend="zinf")

@@ -215,8 +215,8 @@ def accumulate_side_by_side(
     if new:
         lease = beside.lend()
         for parameter, space in zip(parameters, spaces, strict=True):
-            gradient = StoredTensor.of(space, parameter.shape, parameter.device)
-            gradient.lease, parameter.grad = lease, gradient
+            parameter.grad = StoredTensor.of(space, parameter.shape, parameter.device)
+        del lease  # which the gradients hold, and what is made of them
     return True
 
 
@@ -255,6 +255,8 @@ class _Beside:
         self.together.home.is_lent = True
         when_gone(lease, self.together.home.vacate)
         self._lease = weakref.ref(lease)
+        for space in self.spaces:
+            space.lease = self._lease
         return lease
 
     def is_free_again(self, dtype: torch.dtype) -> bool:

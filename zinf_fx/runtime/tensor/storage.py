@@ -55,7 +55,10 @@ class TensorStorage:
         share: what this rank has of the elements.
         gradient: where that of a parameter goes.
         label: what users know the tensor by.
+        lease: what every tensor with these bytes holds, where their memory goes back with the last of them.
     """
+
+    lease: weakref.ref[object] | None = None
 
     _by_key: ClassVar[weakref.WeakValueDictionary[int, TensorStorage]] = weakref.WeakValueDictionary()
 

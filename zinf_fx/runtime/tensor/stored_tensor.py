@@ -49,7 +49,7 @@ class StoredTensor(torch.Tensor):
     _aside: torch.Tensor | None = None
     _local_of: StoredTensor | None = None  # of the local tensor of a DTensor: what stands for it
     _context: tuple | None = None  # for __tensor_flatten__
-    lease: object = None  # of a gradient: memory that goes back with it
+    _lease: object = None  # that of its storage
     expects_gradient = False  # becomes true on an object, and goes where its implementation goes
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -76,6 +76,8 @@ class StoredTensor(torch.Tensor):
         )
         tensor.token, tensor.base, tensor.views = token, base, views
         tensor._storage = storage  # keeps the bytes alive; a fake token has none
+        if storage is not None and storage.lease is not None:
+            tensor._lease = storage.lease()
         return tensor
 
     @classmethod
