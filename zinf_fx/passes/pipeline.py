@@ -217,7 +217,8 @@ def _with_buffers(scheduled: Sequence[Planned]) -> list[Planned]:
     spare = 0
     for left in reversed(range(_TRIES + 1)):
         for (module, _), graph in zip(scheduled, before, strict=True):
-            module.graph = copied(graph) if is_limited else graph
+            if is_limited:
+                module.graph = copied(graph)
         graphs = [(module.graph, context) for module, context in scheduled]
         graphs = _run_each(graphs, choose_residency(graphs, spare))
         graphs = _run_each(graphs, place_buffers(plan_of(graphs)))

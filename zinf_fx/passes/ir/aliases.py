@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from functools import cache
 
 import torch
 from torch import fx
@@ -25,13 +26,23 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
         return []  # arithmetic on sizes
     if node.target is WAIT:  # of a collective it is the result that is there now; of anything else, that itself
         return [source for source in node.all_input_nodes if not is_collective(_started(source))]
-    returned = [r.alias_info.before_set for r in node.target._schema.returns if r.alias_info]
     shared = []
-    for argument in node.target._schema.arguments:
-        if argument.alias_info and any(_overlap(argument.alias_info.before_set, r) for r in returned):
-            value = argument_of(node, argument.name)
-            shared += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node)]
+    for name in _shared_arguments(node.target):
+        value = argument_of(node, name)
+        shared += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node)]
     return shared
+
+
+@cache
+def _shared_arguments(target: torch._ops.OpOverload) -> tuple[str, ...]:
+    """The arguments whose memory results may share, by the operator's schema."""
+    schema = target._schema
+    returned = [r.alias_info.before_set for r in schema.returns if r.alias_info]
+    return tuple(
+        argument.name
+        for argument in schema.arguments
+        if argument.alias_info and any(_overlap(argument.alias_info.before_set, r) for r in returned)
+    )
 
 
 def _overlap(one: set[str], other: set[str]) -> bool:

@@ -109,7 +109,7 @@ class GraphContext:
         """Whether there is a budget."""
         return self.config.device_memory is not None or self.config.host_memory is not None
 
-    @property
+    @cached_property
     def limit(self) -> int | None:
         """Bytes for all that is moved: of the memories, what lives in them leaves; None: no limit."""
         device, host = self.config.device_memory, self.config.host_memory

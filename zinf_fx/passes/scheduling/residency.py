@@ -124,7 +124,7 @@ def free_bytes(graphs: Sequence[tuple[fx.Graph, GraphContext]], spare: int = 0) 
     for graph, context in graphs:
         count = operators_in(graph)
         ledger = Ledger(spans(graph, context), count, context.budget)
-        free += [context.budget - ledger.at(operator) for operator in range(-1, count)]
+        free += [ledger.budget - ledger.at(operator) for operator in range(-1, count)]
     context = graphs[-1][1]
     trained = [context.tiles[token] for token in context.gradients.values()]
     free.append(context.budget + context.gradient_buffer - chunk_buffers(context.config, trained).total)
@@ -133,11 +133,11 @@ def free_bytes(graphs: Sequence[tuple[fx.Graph, GraphContext]], spare: int = 0) 
 
 def take(free: list[int], gap: Gap) -> bool:
     """Whether the tile can stay in this gap; if so, it has taken its room of the `free_bytes`."""
-    if any(free[position] < gap.nbytes for part in gap.positions for position in part):
+    parts = [slice(part.start, part.stop) for part in gap.positions]
+    if any(min(free[part], default=gap.nbytes) < gap.nbytes for part in parts):
         return False
-    for part in gap.positions:
-        for position in part:
-            free[position] -= gap.nbytes
+    for part in parts:
+        free[part] = [nbytes - gap.nbytes for nbytes in free[part]]
     return True
 
 
