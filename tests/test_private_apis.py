@@ -82,6 +82,7 @@ NAMES: dict[str, str] = {
     "torch.Tensor._backward_hooks": "runtime/tensor/stored_tensor.py knows an object's hooks",
     "torch.Tensor._post_accumulate_grad_hooks": "runtime/tensor/stored_tensor.py tells an implementation of the hooks",
     "torch.autocast_increment_nesting": "runtime/tensor/operations.py asks whether an autocast context is open",
+    "torch.fx.experimental.proxy_tensor.get_proxy_mode": "ops.py asks whether operators are recorded",
     "torch._C._disabled_torch_function_impl": "runtime/tensor/stored_tensor.py is dispatched below autograd only",
     "torch._disable_dynamo": "optim/streamed.py keeps Dynamo out of the optimizer's step",
     "torch._fused_sgd_": "optim/plain.py tries whether it updates parameters of 16 bits",

@@ -33,6 +33,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 _library = torch.library.Library("zinf", "DEF")
 _library.define(
@@ -69,6 +70,15 @@ write = torch.ops.zinf.write.default
 
 TRANSFERS = (fetch, upload, allgather)
 LOWERED = (*TRANSFERS, wait, release, reduce_scatter, offload, offload_activation, write)
+
+
+def gathered(token: torch.Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What `gather` gives. Where a model is only tried with fake tensors, and nobody records operators, it is a fake
+    tensor without the operator, which costs much more."""
+    if type(token) is torch.Tensor or get_proxy_mode() is not None:
+        return gather(token, shape, dtype, device)
+    return token.new_empty(shape, dtype=dtype, device=device)
+
 
 # What each of them is called, in schedules and as a method of the runtime.
 KINDS = {op: op._schema.name.removeprefix("zinf::") for op in LOWERED}

@@ -332,7 +332,7 @@ class StoredTensor(torch.Tensor):
         self.expect_gradient()
         if self.captured:
             view_writes.note_gathered(self)
-        return self.replayed(ops.gather(self.token, self.base.shape, self.base.dtype, self.base.device))
+        return self.replayed(ops.gathered(self.token, self.base.shape, self.base.dtype, self.base.device))
 
     def replayed(self, value: torch.Tensor) -> torch.Tensor:
         """The views of this tensor, on `value`, which is that of the base."""
