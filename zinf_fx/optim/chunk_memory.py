@@ -10,7 +10,7 @@ import torch
 
 from zinf_fx.optim.batch import Batch, Bytes
 from zinf_fx.optim.chunk import OpenChunk
-from zinf_fx.optim.chunks import Piece, chunk_elements, in_turn
+from zinf_fx.optim.chunks import Piece, chunk_elements, in_turn, part_of
 from zinf_fx.optim.recipe import Recipe
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.plan.memory.accounting import AT_A_TIME
@@ -50,10 +50,15 @@ class ChunkMemory:
         converts = not recipe.whole and any(piece.owner.scratch_rows for piece in pieces)
         if converts and recipe.place not in self._scratch:
             self._scratch[recipe.place] = self._lease_scratch(recipe.place)
-        scratch = self._scratch[CPU].nbytes if CPU in self._scratch else 0
-        with in_turn(self.tiers, self._chunks_opened, self._chunk_bytes, behind=scratch):
+        with in_turn(self.tiers, self._next_part):
             yield
         self._chunks_opened += 1
+
+    @property
+    def _next_part(self) -> range:
+        """Of the room that is planned for chunks, what is the next one's."""
+        scratch = self._scratch[CPU].nbytes if CPU in self._scratch else 0
+        return part_of(self._chunks_opened, self._chunk_bytes, behind=scratch)
 
     def _lease_scratch(self, place: Device) -> torch.Tensor:
         """Memory for what chunks have in other dtypes than that of the update."""
@@ -74,8 +79,9 @@ class ChunkMemory:
 
     @property
     def has_room(self) -> bool:
-        """Whether `wait_for_room` would return at once."""
-        return not self.behind or all(tiers.writes.at_most(self._bytes_writing) for tiers in self.tiers)
+        """Whether the next chunk can be opened without waiting for writes."""
+        few = not self.behind or all(tiers.writes.at_most(self._bytes_writing) for tiers in self.tiers)
+        return few and all(tiers.is_vacant(self._next_part) for tiers in self.tiers)
 
     def wait_for_room(self) -> None:
         """Wait until the writes before the last update's are done."""

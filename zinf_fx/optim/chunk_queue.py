@@ -52,32 +52,37 @@ class ChunkQueue:
     @property
     def ready(self) -> bool:
         """Whether a chunk can be updated without waiting for reads, or for writes to make room."""
-        if not self._memory.has_room:
-            return False
-        self._open_ahead()
+        self.open_ahead()
         return bool(self._opened) and self._opened[0].ready
 
     def first(self) -> OpenChunk:
-        """The chunk that is next, opened."""
+        """The chunk that is next, opened; waits for writes to make room for it, if need be."""
         if not self._opened and not self._unopened:
             self.cut()
-        self._open_ahead()
+        self.open_ahead()
+        if not self._opened:
+            self._open_next()
         return self._opened[0]
 
     def take_first(self) -> None:
         """It is not in the queue any more."""
         self._opened.popleft()
 
-    def _open_ahead(self) -> None:
-        """Open chunks until CHUNKS_AHEAD follow the next one, when the writes before the last update's are done."""
-        self._memory.wait_for_room()
-        while self._unopened and len(self._opened) <= CHUNKS_AHEAD:
+    def open_ahead(self) -> None:
+        """Open chunks until CHUNKS_AHEAD follow the next one, as far as there is room."""
+        while self._unopened and len(self._opened) <= CHUNKS_AHEAD and self._memory.has_room:
             recipe, pieces = self._unopened[0]
             if recipe.whole and self._opened and pieces[0].count > self._memory.elements:
                 break  # what is larger than a chunk comes alone
-            with self._memory.turn(recipe, pieces):
-                self._opened.append(OpenChunk(recipe, pieces))
-            self._unopened.popleft()
+            self._open_next()
+
+    def _open_next(self) -> None:
+        """Open a chunk, once there is room for it."""
+        self._memory.wait_for_room()
+        recipe, pieces = self._unopened[0]
+        with self._memory.turn(recipe, pieces):
+            self._opened.append(OpenChunk(recipe, pieces))
+        self._unopened.popleft()
 
     def close(self) -> None:
         """Forget what is left, and give the memory back."""

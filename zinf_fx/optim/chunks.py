@@ -95,14 +95,19 @@ class Opened(Protocol):
 
 
 @contextmanager
-def in_turn(tiers: Iterable[Tiers], number: int, nbytes: int, behind: int = 0) -> Iterator[None]:
-    """Leases in the block are for chunk `number`, of at most `nbytes`: behind the first bytes of the room that is
-    planned for them, chunks take turns in equal parts, so that each finds its part free."""
-    first = behind + number % TOGETHER * nbytes
+def in_turn(tiers: Iterable[Tiers], part: range) -> Iterator[None]:
+    """Leases in the block are for the chunk that has this part of the room that is planned for chunks."""
     with ExitStack() as rooms:
         for each in tiers:
-            rooms.enter_context(each.stepping(range(first, first + nbytes)))
+            rooms.enter_context(each.stepping(part))
         yield
+
+
+def part_of(number: int, nbytes: int, behind: int = 0) -> range:
+    """The part of the planned room that chunk `number`, of at most `nbytes`, has: behind the first bytes, chunks take
+    turns in equal parts, so that each finds its part free."""
+    first = behind + number % TOGETHER * nbytes
+    return range(first, first + nbytes)
 
 
 Chunk = TypeVar("Chunk")

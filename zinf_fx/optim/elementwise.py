@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 import torch
 
 from zinf_fx.interrupts import sealed
-from zinf_fx.optim.chunks import Piece, chunk_elements, cut, in_turn, opened_ahead
+from zinf_fx.optim.chunks import Piece, chunk_elements, cut, in_turn, opened_ahead, part_of
 from zinf_fx.optim.elements import open_window
 from zinf_fx.runtime.memory.device import Device
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
@@ -62,7 +62,7 @@ def update_in_chunks(
 
     def open_pieces(numbered: tuple[int, tuple[Piece[StoredTensor], ...]]) -> OpenPieces:
         number, pieces = numbered
-        with in_turn(tiers, number, elements * bytes_per_element):
+        with in_turn(tiers, part_of(number, elements * bytes_per_element)):
             return OpenPieces(pieces, place)
 
     try:

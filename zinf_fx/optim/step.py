@@ -137,7 +137,7 @@ class StreamedStep:
     def make_room(self, nbytes: int, limit: int) -> None:
         """Update chunks until so many bytes more of gradients fit `limit`, or none are held."""
         with taking(self._lock):
-            if not self._works_here and self.bytes_held > max(limit - nbytes, 0):
+            if not self.asks and self.bytes_held > max(limit - nbytes, 0):
                 with self._working():
                     while self.bytes_held > max(limit - nbytes, 0):
                         self._update_next()
@@ -173,7 +173,7 @@ class StreamedStep:
     @held_back
     def advance(self) -> None:
         """Do what can be done without waiting."""
-        if self._works_here or not self._lock.acquire(blocking=False):
+        if self.asks or not self._lock.acquire(blocking=False):
             return
         try:
             if self._over:
@@ -190,7 +190,7 @@ class StreamedStep:
 
     def settle(self, keys: Collection[int]) -> None:
         """Update chunks until the storages of these keys are final."""
-        if not (self._pending.isdisjoint(keys) or self._works_here):
+        if not (self._pending.isdisjoint(keys) or self.asks):
             with taking(self._lock):
                 if not self._pending.isdisjoint(keys):
                     with self._working():
@@ -208,7 +208,7 @@ class StreamedStep:
         for tiers in self._memory.tiers:
             tiers.check_process()
         with taking(self._lock):
-            if self._works_here or self._over or not (self.closed or self._queue):
+            if self.asks or self._over or not (self.closed or self._queue):
                 return False
             with self._working():
                 while self._queue:
@@ -239,8 +239,8 @@ class StreamedStep:
                     self.finish()
 
     @property
-    def _works_here(self) -> bool:
-        """Whether it is the step itself that asks."""
+    def asks(self) -> bool:
+        """Whether it is the step itself that asks: see `Background`."""
         return self._worker == get_ident()
 
     @property
@@ -306,6 +306,7 @@ class StreamedStep:
             with closing(chunk), RECORDER.work("update", nbytes, chunk.recipe.place.torch_device):
                 self._update(chunk, self._memory.scratch_at(chunk.recipe.place))
             self._memory.behind = True
+        self._queue.open_ahead()
         if chunk.recipe.is_first:
             trim_heap()
 

@@ -54,10 +54,10 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
-class StripedTicket:
-    """Transfers under way on several files, as one."""
+class JoinedTicket:
+    """Several transfers under way, as one."""
 
-    tickets: list[FileTicket]
+    tickets: Sequence[Ticket]
 
     def done(self) -> bool:
         """Whether all are over, well or not."""
@@ -274,7 +274,7 @@ class Store:
                     ticket.wait()
             raise
         RECORDER.stored("fetch" if operation == READ else "write", length, tickets)
-        return tickets[0] if len(tickets) == 1 else StripedTicket(tickets)
+        return tickets[0] if len(tickets) == 1 else JoinedTicket(tickets)
 
     def _check_usable(self, operation: str) -> None:
         if os.getpid() != self._resources.pid:

@@ -13,6 +13,8 @@ import torch
 
 from zinf_fx.config import Tier
 from zinf_fx.errors import StoreError
+from zinf_fx.interrupts import sealed
+from zinf_fx.runtime.disk.store import JoinedTicket
 from zinf_fx.runtime.memory.buffers import Arena
 from zinf_fx.runtime.memory.device import Device
 from zinf_fx.runtime.memory.leases import Buffer, Ticket
@@ -20,6 +22,10 @@ from zinf_fx.runtime.remains import when_gone
 from zinf_fx.runtime.tensor.tiers import Tiers
 from zinf_fx.runtime.tensor.windows import Under, Window, forget_what_is_done
 from zinf_fx.runtime.tensor.write_queue import DelayedWrite
+from zinf_fx.sizes import PAGE
+
+Leaving = tuple[range, Ticket, torch.Tensor]
+"""Elements on their way to the store, the write, and the memory that it is made from."""
 
 
 class Home:
@@ -41,6 +47,7 @@ class Home:
         self.is_lent = False
         self.reads: Under = []
         self._writes: Under = []
+        self._leaving: list[Leaving] = []
         self._order = threading.RLock()  # while a transfer finds out what it is to follow, until others see it
         self.extent = None
         self._in_host: torch.Tensor | None = None  # the elements, where the CPU can work on them
@@ -92,17 +99,51 @@ class Home:
         return [follower for follower in self.followers if follower.open and follower.version == self.version]
 
     def read(self, first: int, memory: torch.Tensor, owner: object) -> Ticket:
-        """Start reading the elements from `first` on, which are in the store, into `memory`, in `owner`'s buffer."""
-        elements = range(first, first + memory.numel())
-        itemsize = self.dtype.itemsize
+        """Start reading the elements from `first` on into `memory`, in `owner`'s buffer. What a step in the background
+        is writing is copied instead, so that who waits for the step need not wait for the disk, too."""
+        tickets: list[Ticket] = []
         with self._order:
-            self.settle(elements)
-            ticket = self.tiers.store.read(
-                self.extent, memory.data_ptr(), first * itemsize, len(elements) * itemsize, owner=owner
-            )
             forget_what_is_done(self.reads)
-            self.reads.append((elements, ticket))
+            background = self.tiers.background
+            others = [range(first, first + memory.numel())]
+            if background is not None and not background.asks:
+                others = self._copy_leaving(first, memory)
+            try:
+                for elements in others:
+                    part = memory[elements.start - first : elements.stop - first]
+                    tickets.append(self._read_from_store(elements, part, owner))
+            except BaseException:
+                with sealed:
+                    _await(tickets)  # the caller gives their memory back
+                raise
+        return tickets[0] if len(tickets) == 1 else JoinedTicket(tickets)
+
+    def _read_from_store(self, elements: range, memory: torch.Tensor, owner: object) -> Ticket:
+        self.settle(elements)
+        offset = elements.start * self.dtype.itemsize
+        ticket = self.tiers.store.read(self.extent, memory.data_ptr(), offset, memory.nbytes, owner=owner)
+        self.reads.append((elements, ticket))
         return ticket
+
+    def _copy_leaving(self, first: int, memory: torch.Tensor) -> list[range]:
+        """Copy what is on its way to the store of the elements from `first` on into `memory`. Returns the others, in
+        whole blocks."""
+        per_block = PAGE // self.dtype.itemsize
+        end = first + memory.numel()
+        others, start = [], first
+        with self.tiers.writes.lock:  # who has it gives buffers back
+            self._leaving = _under_way(self._leaving)
+            for elements, _, source in sorted(self._leaving, key=lambda one: one[0].start):
+                begin, stop = max(elements.start, first), min(elements.stop, end)
+                if begin >= stop:
+                    continue
+                memory[begin - first : stop - first].copy_(source[begin - elements.start : stop - elements.start])
+                if start < begin:
+                    others.append(range(start, begin))
+                start = -(-stop // per_block) * per_block  # of its last block, a write has no more to lose
+        if start < end:
+            others.append(range(start, end))
+        return others
 
     def write(self, first: int, memory: torch.Tensor, buffer: Buffer, after: Ticket | None) -> None:
         """Start writing elements to the store from their memory, `buffer`, once `after` is done; takes over that."""
@@ -115,6 +156,9 @@ class Home:
                 self.await_reads(elements)
                 ticket: Ticket = write() if after is None or after.done() else DelayedWrite(after, write)
                 self._writes.append((elements, ticket))
+                self._leaving = _under_way(self._leaving)
+                if not isinstance(ticket, DelayedWrite):
+                    self._leaving.append((elements, ticket, memory))
         except BaseException:
             buffer.release()
             raise
@@ -177,6 +221,10 @@ class _Leased:
         if buffer is not None:
             self.buffer, self._is_there = buffer, True
         return buffer is not None
+
+
+def _under_way(several: list[Leaving]) -> list[Leaving]:
+    return [one for one in several if not one[1].done()]
 
 
 def _overlap(one: range, other: range) -> bool:

@@ -29,6 +29,10 @@ from zinf_fx.sizes import PAGE
 class Background(Protocol):
     """Work that changes stored tensors between the operators of graphs. Whoever looks at one of them waits for it."""
 
+    @property
+    def asks(self) -> bool:
+        """Whether it is the work itself that asks."""
+
     def advance(self) -> None:
         """Do what can be done without waiting."""
 
@@ -149,7 +153,7 @@ class Tiers:
 
         Or in part of it, once nothing is written from there any more: leases in the gaps between writes leave gaps.
         """
-        room = self._chunks if part is None else range(part.start, min(part.stop, self._chunks.stop))
+        room = self._chunks if part is None else self._planned(part)
         if part is not None:
             self.writes.vacate(partial(self.host.lies_in, room))
         before, self._room = self._room, room or None
@@ -157,6 +161,14 @@ class Tiers:
             yield
         finally:
             self._room = before
+
+    def is_vacant(self, part: range) -> bool:
+        """Whether nothing is written from a part of the room for chunks, so that `stepping` would not wait."""
+        return self.writes.is_vacant(partial(self.host.lies_in, self._planned(part)))
+
+    def _planned(self, part: range) -> range:
+        """What of a part of the room for chunks is planned."""
+        return range(part.start, min(part.stop, self._chunks.stop))
 
     def lease(self, nbytes: int, offset: int | None = None) -> Buffer:
         """A buffer of the host arena; where there is no room, waits for writes to the store and for background work.

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 
 from zinf_fx.errors import StoreError
 from zinf_fx.runtime.memory.counters import Counters
@@ -138,9 +139,23 @@ class WriteQueue:
     def vacate(self, lies_there: Callable[[Buffer], bool]) -> None:
         """Wait for the writes whose buffers lie in a place, and for those before them."""
         with self.lock:
-            found = [number for number, (_, buffer) in enumerate(self._writes, start=1) if lies_there(buffer)]
-            for _ in range(found[-1] if found else 0):
+            if not (count := self._until(lies_there)):
+                return
+            started = time.perf_counter()
+            for _ in range(count):
                 self.retire()
+            self._counters.write_stall_seconds += RECORDER.waited(started, "writes")
+
+    def is_vacant(self, lies_there: Callable[[Buffer], bool]) -> bool:
+        """Whether `vacate` would return at once."""
+        with self.lock:
+            self._begin_delayed()
+            return all(ticket.done() for ticket, _ in islice(self._writes, self._until(lies_there)))
+
+    def _until(self, lies_there: Callable[[Buffer], bool]) -> int:
+        """How many writes there are up to the last one whose buffer lies in a place."""
+        found = [number for number, (_, buffer) in enumerate(self._writes, start=1) if lies_there(buffer)]
+        return found[-1] if found else 0
 
     def retire(self) -> None:
         """Wait for the first write, and give its buffer back. Raises: StoreError when it failed."""

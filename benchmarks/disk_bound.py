@@ -1,0 +1,348 @@
+"""A training step that the disk bounds, beside the disk's limit: a large model, few tokens, all model states on NVMe.
+
+    python benchmarks/disk_bound.py                                       # the 303 M-parameter GPT, minutes
+    python benchmarks/disk_bound.py --layers 4 --hidden 256 --heads 4
+
+The limit is the engine alone: it moves the very bytes of a recorded step once more, request by request in the same
+order, both directions at once, through as much memory as the plan has for buffers, without waiting for anything but
+room. Where plain PyTorch takes longer to compute the same step in memory, that is the limit. Steps, the engine and
+PyTorch take turns, and ratios are taken within each round. What remains open when the optimizer's ``step`` returns is
+done in the next forward, and counted there. The training runs in one thread by default, so that the engine has a
+processor; `--threads` gives it more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+from tabulate import tabulate
+from tqdm import tqdm
+
+import zinf_fx
+from zinf_fx.observe.recording import Recording
+from zinf_fx.plan.intervals import merged
+from zinf_fx.plan.memory.accounting import phases
+from zinf_fx.runtime.disk.store import Store, Ticket
+from zinf_fx.runtime.memory.buffers import aligned_empty
+from zinf_fx.runtime.memory.freelist import round_up
+from zinf_fx.runtime.recorder import RECORDER
+from zinf_fx.runtime.tensor.tiers import Tiers
+from zinf_fx.sizes import PAGE
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from gpt import GPT, GPTConfig, default_dtype, example_batch
+from master_adamw import adamw
+from optimizer import Request, recorded, seconds
+from train_step import machine
+from train_step_variant import OPTIONS
+
+MODES = {"default": {}, "step_in_backward": {"step_in_backward": True}}
+PHASES = ("forward", "backward", "step")
+DISK = ("fetch", "read", "write", "read_states", "write_states")
+"""First words of the recorded slices in which the disk moves something."""
+
+
+class EngineAlone:
+    """The requests of a step to extents of their own, through a ring of memory, and nothing else.
+
+    All pages hold the same bytes, so that a read which overtakes a write of the same page finds what it should.
+    """
+
+    def __init__(self, store: Store, requests: Sequence[Request], memory: int) -> None:
+        self._store, self._requests = store, requests
+        largest = max(round_up(request.nbytes, PAGE) for request in requests)
+        self._memory = aligned_empty(max(round_up(memory, PAGE), 2 * largest))
+        self._memory.view(-1, PAGE).copy_(torch.randint(0, 256, (PAGE,), dtype=torch.uint8))
+        sizes = {request.extent.generation: request.extent.nbytes for request in requests}
+        self._extents = {generation: store.allocate(nbytes) for generation, nbytes in sizes.items()}
+        self._move(dict.fromkeys((one.extent.generation, one.offset, one.nbytes, True) for one in requests))
+
+    def run(self) -> None:
+        """Returns when everything is moved."""
+        self._move((one.extent.generation, one.offset, one.nbytes, one.write) for one in self._requests)
+
+    def _move(self, requests: Iterable[tuple[int, int, int, bool]]) -> None:
+        under_way: deque[tuple[Ticket, range]] = deque()
+        position = 0
+        for generation, offset, nbytes, write in requests:
+            if position + round_up(nbytes, PAGE) > len(self._memory):
+                position = 0
+            part = range(position, position + round_up(nbytes, PAGE))
+            while any(other.start < part.stop and part.start < other.stop for _, other in under_way):
+                under_way.popleft()[0].wait()
+            start = self._store.write if write else self._store.read
+            address = self._memory.data_ptr() + part.start
+            under_way.append((start(self._extents[generation], address, offset, nbytes), part))
+            position = part.stop
+        for ticket, _ in under_way:
+            ticket.wait()
+
+    def close(self) -> None:
+        """Give the extents back."""
+        for extent in self._extents.values():
+            self._store.free(extent)
+
+
+class Subject:
+    """The model, trained in one mode from `store`, and the engine that moves the bytes of its step.
+
+    Attributes:
+        seconds: of each phase of each measured step, and for which the thread was ready and had no processor.
+        planned, moved: bytes per step read and written, by the plan, and by a step that was recorded.
+    """
+
+    def __init__(self, args: argparse.Namespace, mode: str, store: str) -> None:
+        config = GPTConfig(layers=args.layers, hidden=args.hidden, heads=args.heads, context=args.context)
+        torch.manual_seed(0)
+        with default_dtype(torch.bfloat16), zinf_fx.offloading(store=store, placement=args.placement, pack="auto"):
+            self.model = GPT(config)
+        self._optimizer = zinf_fx.optim.AdamW(self.model.parameters(), **MODES[mode], **OPTIONS)
+        self._loss = torch.compile(self.model, backend="zinf")
+        self._batch = example_batch(config, args.batch)
+        self.tiers: Tiers = next(self.model.parameters()).storage.tiers
+        self.seconds: list[dict[str, float]] = []
+        self._marks: list[float] = []
+        with zinf_fx.record(self.model) as recording:
+            self._step()
+        self._step()
+        traffic = [each for plan in recording.plans for _, each in phases(plan)]
+        self.planned = sum(one.nvme_to_host for one in traffic), sum(one.host_to_nvme for one in traffic)
+        self._step()
+        with recorded(self.tiers) as requests:
+            self._step()
+        sizes = [(round_up(one.nbytes, PAGE), one.write) for one in requests.requests]
+        self.moved = tuple(sum(nbytes for nbytes, write in sizes if write == which) for which in (False, True))
+        self._optimizer.finish()
+        self.engine = EngineAlone(self.tiers.store, requests.requests, self.tiers.planned_peak)
+
+    def train(self, steps: int) -> None:
+        """Measure some steps, after one."""
+        self._step()
+        self.seconds += [self._step() for _ in range(steps)]
+        self._optimizer.finish()
+
+    def recorded(self) -> dict[str, dict[str, float]]:
+        """Where a step's time goes: by phase, seconds of what the training thread does, and with nothing under way to
+        or from the disk."""
+        self._step()
+        with zinf_fx.record(self.model) as recording:
+            began = RECORDER.log.began
+            self._step()
+            marks = [mark - began for mark in self._marks]
+            self._step()  # what was asked for in the first one is over
+        self._optimizer.finish()
+        return {
+            phase: shares_of(recording, start, end) for phase, start, end in zip(PHASES, marks, marks[1:], strict=False)
+        }
+
+    def _step(self) -> dict[str, float]:
+        waited = seconds_without_processor()
+        self._marks = [time.perf_counter()]
+        loss = self._loss(*self._batch)
+        loss.item()
+        self._marks.append(time.perf_counter())
+        loss.backward()
+        self._marks.append(time.perf_counter())
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._marks.append(time.perf_counter())
+        phases = dict(zip(PHASES, (b - a for a, b in zip(self._marks, self._marks[1:], strict=False)), strict=True))
+        return phases | {"all": self._marks[-1] - self._marks[0], "ready": seconds_without_processor() - waited}
+
+
+def seconds_without_processor() -> float:
+    """For which this thread was ready to run, and others ran; 0 where the kernel doesn't say."""
+    path = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+    return int(path.read_text().split()[1]) / 1e9 if path.exists() else 0.0
+
+
+def shares_of(recording: Recording, start: float, end: float) -> dict[str, float]:
+    """Seconds between two moments of a recording, by what the training thread does and, of those, idle ones of the
+    disk."""
+    kinds = {
+        "computes": ("forward", "backward"),
+        "updates": ("update",),
+        "waits": ("wait",),
+        "disk": DISK,
+    }
+    slices = [one for step in recording.steps for one in step.slices]
+
+    def during(kinds: Sequence[str]) -> list[range]:
+        chosen = (one for one in slices if one.name.partition(" ")[0] in kinds)
+        found = ((max(one.start, start), min(one.end, end)) for one in chosen)
+        return merged(range(round(first * 1e9), round(last * 1e9)) for first, last in found)
+
+    times = {name: sum(map(len, during(words))) / 1e9 for name, words in kinds.items()}
+    # Operators wait and update, too, before they compute.
+    apart = sum(map(len, during((*kinds["computes"], *kinds["updates"], *kinds["waits"])))) / 1e9
+    times["computes"] = apart - times["updates"] - times["waits"]
+    return times | {"idle": end - start - times.pop("disk"), "all": end - start}
+
+
+class InMemory:
+    """The same step in plain PyTorch, with everything in memory."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        config = GPTConfig(layers=args.layers, hidden=args.hidden, heads=args.heads, context=args.context)
+        with default_dtype(torch.bfloat16):
+            self._model = GPT(config)
+        self._optimizer = adamw(self._model.parameters(), torch.bfloat16, **OPTIONS)
+        self._batch = example_batch(config, args.batch)
+        self.run()
+
+    def run(self) -> None:
+        """One step."""
+        self._model(*self._batch).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def measure(args: argparse.Namespace, store: str) -> list[dict]:
+    """A row for each mode."""
+    in_memory = InMemory(args)
+    rows = []
+    with tqdm(total=len(args.modes) * args.rounds, unit="round", disable=not sys.stderr.isatty()) as bar:
+        for mode in args.modes:
+            subject = Subject(args, mode, store)
+            rounds: list[dict[str, float]] = []
+            for number in range(args.rounds):
+                bar.set_postfix_str(mode)
+                limits: dict[str, float] = {}
+                for turn in ("before", "after") if number % 2 == 0 else ("after", "before"):
+                    if turn == "before":
+                        subject.train(args.steps)
+                    else:
+                        limits = {"engine": seconds(subject.engine.run), "memory": seconds(in_memory.run)}
+                step = median(one["all"] for one in subject.seconds[-args.steps :])
+                rounds.append(limits | {"step": step, "limit": max(limits.values())})
+                bar.update()
+            rows.append(row(mode, subject, rounds))
+            subject.engine.close()
+            del subject
+            torch.compiler.reset()
+            gc.collect()
+    return rows
+
+
+def row(mode: str, subject: Subject, rounds: Sequence[dict[str, float]]) -> dict:
+    """What is printed of a mode. Ratios are taken within each round."""
+    return {
+        "mode": mode,
+        "parameters": sum(p.numel() for p in subject.model.parameters()),
+        **{name: median(one[name] for one in subject.seconds) for name in ("all", *PHASES, "ready")},
+        "planned": subject.planned,
+        "moved": subject.moved,
+        **{name: median(one[name] for one in rounds) for name in ("engine", "memory")},
+        "ratio_to_engine": median(one["engine"] / one["step"] for one in rounds),
+        "ratio": median(one["limit"] / one["step"] for one in rounds),
+        "where": subject.recorded(),
+        "rounds": list(rounds),
+    }
+
+
+def table(rows: Sequence[dict]) -> str:
+    headers = ["mode", "s per\nstep", *PHASES, "ready, no\nprocessor", "B/param read\nplanned, moved"]
+    headers += [
+        "B/param written\nplanned, moved",
+        "engine\nalone, s",
+        "engine\n/ step",
+        "in memory\ns",
+        "limit\n/ step",
+    ]
+
+    def bytes_of(row: dict, number: int) -> str:
+        return ", ".join(f"{row[name][number] / row['parameters']:.2f}" for name in ("planned", "moved"))
+
+    cells = [
+        [
+            r["mode"],
+            *(f"{r[name]:.3f}" for name in ("all", *PHASES, "ready")),
+            bytes_of(r, 0),
+            bytes_of(r, 1),
+            f"{r['engine']:.3f}",
+            f"{r['ratio_to_engine']:.2f}",
+            f"{r['memory']:.3f}",
+            f"{r['ratio']:.2f}",
+        ]
+        for r in rows
+    ]
+    return tabulate(cells, headers, disable_numparse=True, colalign=("left", *["right"] * (len(headers) - 1)))
+
+
+def where(rows: Sequence[dict]) -> str:
+    """Of one recorded step of each mode."""
+    headers = ["mode", "phase", "seconds", "computes", "updates", "waits for\nthe disk", "else", "the queue\nis empty"]
+    cells = []
+    for r in rows:
+        for phase, times in r["where"].items():
+            known = [times[name] for name in ("computes", "updates", "waits")]
+            values = [times["all"], *known, times["all"] - sum(known), times["idle"]]
+            cells.append([r["mode"], phase, *(f"{value:.3f}" for value in values)])
+    return tabulate(cells, headers, disable_numparse=True, colalign=("left", "left", *["right"] * (len(headers) - 2)))
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="A training step that the disk bounds, beside the disk's limit.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--placement", choices=("nvme", "infinity-nvme"), default="nvme", help="of the model states")
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES), help="of the optimizer")
+    parser.add_argument("--rounds", type=int, default=5, help="of steps, the engine alone, and PyTorch in memory")
+    parser.add_argument("--steps", type=int, default=2, help="measured steps of a round")
+    parser.add_argument("--threads", type=int, default=1, help="that compute")
+    parser.add_argument("--store", metavar="DIR", help="on the disk to use; default a temporary directory")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser()
+    args = options.parse_args(arguments)
+    for name in ("layers", "hidden", "heads", "context", "batch", "rounds", "steps", "threads"):
+        if getattr(args, name) < 1:
+            options.error(f"--{name} must be at least 1, not {getattr(args, name)}")
+    if args.hidden % args.heads:
+        options.error(f"--hidden ({args.hidden}) must be a multiple of --heads ({args.heads})")
+    before = torch.get_num_threads()
+    torch.set_num_threads(args.threads)
+    try:
+        with tempfile.TemporaryDirectory(prefix="disk-bound-") as directory:
+            rows = measure(args, args.store or directory)
+    finally:
+        torch.set_num_threads(before)
+    if args.json:
+        print(json.dumps({"machine": machine(), "torch": torch.__version__, "rows": rows}))
+        return 0
+    print(f"{machine()}; torch {torch.__version__}, {args.threads} thread(s)")
+    print(
+        f"GPT {args.layers} x {args.hidden}, {rows[0]['parameters']:,} parameters, bfloat16 with fp32 AdamW, "
+        f"batch {args.batch} x {args.context}; {args.placement}, pack='auto'"
+    )
+    print(f"medians of {args.rounds} rounds of {args.steps} steps; ratios within each round\n")
+    print(table(rows))
+    print("\nwhere one recorded step went, in seconds of the training thread; and with nothing to do for the disk\n")
+    print(where(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
