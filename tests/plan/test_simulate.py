@@ -427,7 +427,7 @@ def test_plans_and_machines_must_belong_together():
 
 @pytest.mark.parametrize("placement", [slow("dp"), slow("zero-1"), "zero-2", "zero-3"])
 def test_the_link_is_busy_with_what_ranks_send(placement: str):
-    plan, parameters = captured(placement, world_size=16)
+    plan, parameters = captured(placement, world_size=16, pack=None)
     hardware = replace(load("dgx-2"), in_node=Link(1e9, 0.0))
     found = simulate_plan(plan, hardware)
     sent = sum(one.total for one in communication(plan))
