@@ -106,6 +106,7 @@ def _fill_stored(tensor: StoredTensor, file: int, place: Place) -> None:
             window.close()
             raise
         window.store()
+        held.tiers.limit_writes(_IN_FLIGHT)
     share.stale = False
     share.agreed = share.ranks.size == 1
 

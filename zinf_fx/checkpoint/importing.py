@@ -23,8 +23,9 @@ def load_safetensors(model: torch.nn.Module, path: str | Path) -> None:
     in the files that an index names.
 
     Names and shapes have to be those of the model's state dict; of tied weights, one name is enough. Values are
-    converted to the model's dtypes, as `load_state_dict` does. Stored tensors take them piece by piece, 16 MiB at a
-    time; of many ranks, each reads its own parts, of files that all of them find under the path.
+    converted to the model's dtypes, as `load_state_dict` does. Stored tensors take them in pieces of 16 MiB, with
+    64 MiB on their way to the disk; of many ranks, each reads its own parts, of files that all of them find under the
+    path.
 
     Raises: CheckpointError on every rank when the files don't fit the model, which is as before then, or when they
     can't be read to their end; StoreError.
