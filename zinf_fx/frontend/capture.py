@@ -70,6 +70,7 @@ class Capture:
         self._module = module
         given = list(inputs)
         self._inputs = graph_inputs(module, given, given if seen is None else seen)
+        self._standing_in = frozenset(one.name for one in self._inputs if one.taken is not one.given)  # for DTensors
         self._together = Agreement(config, groups, self._inputs)
         self._contexts: dict[str, GraphContext] = {}
         self._rates = rates
@@ -243,12 +244,20 @@ class Capture:
                 EXECUTOR.staging.drop_staying()  # what stays would keep regions that are about to be replaced
                 tiers.plan(plan.regions, most(plan), devices)
 
+    def _left_alone(self, module: fx.GraphModule, context: GraphContext) -> dict[int, int]:
+        """The tiles whose gradients may be kept as backward computes them, and their positions among its results.
+
+        Autograd leaves a result with the graph's own input, and not in the `grad` of a DTensor that this stands for.
+        """
+        position_of = {token: position for position, token in context.gradients.items()}
+        tokens = {tile: context.keys[tile].token for tile in gradients_left_alone(module.graph)}
+        return {t: position_of[one] for t, one in tokens.items() if context.tiles[one].name not in self._standing_in}
+
     def _bind(self, module: fx.GraphModule, kind: GraphKind) -> Callable[[list], Any]:
         context = self._contexts[kind]
         tokens = [key.token for key in context.keys]
         operators = {node.name: operator_of(node) for node in module.graph.nodes if is_compute(node)}
-        position_of = {token: position for position, token in context.gradients.items()}
-        left_alone = {tile: position_of[tokens[tile]] for tile in gradients_left_alone(module.graph)}
+        left_alone = self._left_alone(module, context)
         program = Program(module, self.plan, kind, tokens, operators, self._together.tensor_ranks, left_alone)
 
         # A caller that compiles its whole training step must not trace into the runtime.
