@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import zinf_fx
+from zinf_fx.checkpoint import exporting
 from zinf_fx.checkpoint.exporting import export
 from zinf_fx.checkpoint.files import Files
 from zinf_fx.errors import CheckpointError
@@ -161,6 +162,47 @@ def test_a_failing_disk_leaves_the_old_weights(call: str, tmp_path: Path, monkey
         with pytest.raises(CheckpointError, match="Input/output error"):
             zinf_fx.export_safetensors(net(2.0), tmp_path, SEVERAL)
     assert {path.name for path in tmp_path.iterdir()} == names and value_in(tmp_path) == 1.0
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, os.strerror(errno.EIO)), KeyboardInterrupt()])
+def test_a_failure_behind_the_index_leaves_whole_weights(error: BaseException, tmp_path: Path):
+    class Failing(Recorded):
+        def sync(self, fd: int) -> None:
+            if ("rename", "model.safetensors.index.json") in self.done:
+                raise error
+            super().sync(fd)
+
+    zinf_fx.export_safetensors(net(1.0), tmp_path, SEVERAL)
+    with pytest.raises((CheckpointError, KeyboardInterrupt)):
+        export(net(2.0), tmp_path, SEVERAL, Failing())
+    assert value_in(tmp_path) == 2.0
+    zinf_fx.export_safetensors(net(3.0), tmp_path, SEVERAL)
+    assert value_in(tmp_path) == 3.0 and len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.parametrize(("before", "after"), [(10**9, 10**9), (10**9, SEVERAL), (SEVERAL, 10**9)])
+def test_a_configuration_appears_behind_the_weights(
+    before: int, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        exporting, "_write_configuration", lambda model, folder: (folder / "config.json").write_text("")
+    )
+    export(net(1.0), tmp_path, before)
+    files = Recorded()
+    export(net(2.0), tmp_path, after, files)
+    changed = [(what, name) for what, name in files.done if what != "sync"]
+    weights = [number for number, (_, name) in enumerate(changed) if name.startswith("model")]
+    assert changed.index(("rename", "config.json")) > max(weights)
+
+
+def test_an_index_that_can_not_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(CheckpointError, match=r"writing the index of weights failed at .*No space left"):
+        zinf_fx.export_safetensors(net(2.0), tmp_path, SEVERAL)
+    assert not list(tmp_path.iterdir())
 
 
 def test_other_files_stay(tmp_path: Path):

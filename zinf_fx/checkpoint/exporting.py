@@ -32,7 +32,8 @@ def export_safetensors(model: torch.nn.Module, directory: str | Path, max_shard_
     Room for everything is reserved before anything is written. What was in the directory stays valid until all of the
     new weights are on the disk, and is then removed: after a crash, the one or the other is there.
 
-    Raises: CheckpointError on every rank, and what was there is as before.
+    Raises: CheckpointError on every rank, and what was there is as before; or, where the disk fails after all of the
+    new weights appeared, they are there.
     """
     export(unwrapped(model), Path(directory), parse_bytes(max_shard_size, "max_shard_size"))
 

@@ -121,27 +121,33 @@ class ShardWriter:
 
 
 def commit(shards: list[Shard], folder: Path, directory: Path, files: Files) -> None:
-    """Let the new weights, and what else is in the folder, appear in the place of those that are in the directory."""
-    paths = [shard.path for shard in shards]
-    last = paths[0]
-    if len(paths) > 1:
-        last = folder / INDEX
-        last.write_text(json.dumps(_index(shards), indent=2, sort_keys=True) + "\n")
-    new = {last.name, *(path.name for path in paths)}
-    first = [path for path in folder.iterdir() if path.name not in (last.name, LOCK)]
+    """Let the new weights appear in the place of those that are in the directory, and then what else is in the folder.
+
+    Raises: CheckpointError, and the old weights are there, or the new ones where all of them had appeared.
+    """
+    first = [shard.path for shard in shards]
+    last = folder / INDEX if len(first) > 1 else first.pop()
+    new = {last.name, *(path.name for path in first)}
+    if first:
+        with refusals("writing the index of weights", last):
+            last.write_text(json.dumps(_index(shards), indent=2, sort_keys=True) + "\n")
     with refusals("renaming files with weights", directory):
+        others = [path for path in folder.iterdir() if path.name not in (*new, LOCK)]
         try:
-            appear(first, directory, files)
+            if first:
+                appear(first, directory, files)
             appear([last], directory, files)
         except BaseException:
-            for path in paths:
-                if path != last:
+            if last.exists():  # else the new weights count, and nothing of them may go
+                for path in first:
                     files.remove(directory / path.name)
             raise
         # The index counts only where there is no model in one file.
         for name in sorted({*_names_in(directory)} - new, key=lambda name: name != WHOLE):
             if name in (WHOLE, INDEX) or _SHARD.fullmatch(name):
                 files.remove(directory / name)
+        if others:
+            appear(others, directory, files)
 
 
 def _index(shards: list[Shard]) -> dict[str, object]:
