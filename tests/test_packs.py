@@ -324,6 +324,20 @@ def test_states_are_saved_and_loaded(tmp_path: Path) -> None:
     assert_same_states(optimizer, plainly)
 
 
+def test_counts_that_are_copied_for_the_update_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where they were loaded to the device, and the CPU updates."""
+    monkeypatch.setattr("zinf_fx.optim.packed.moved", lambda value, place: value.clone())
+    plain, model = twins(tmp_path)
+    theirs, ours = optimizers(plain, model)
+    call = torch.compile(model, backend="zinf")
+    for _ in range(4):
+        batch = x()
+        one_step(plain, plain, theirs, batch)
+        one_step(model, call, ours, batch)
+    assert_equal(model, plain)
+    assert_same_states(ours, theirs)
+
+
 def test_a_budget_that_packs_fit(tmp_path: Path) -> None:
     """A pack is at most a part of the budget; what is planned is enough."""
     plain, model = twins(tmp_path, Net(64, 12), host_memory="2MiB", chunk="64KiB")

@@ -198,11 +198,13 @@ class _Call:
         self._memory = [{name: elements[number] for name, elements in states.items()} for number in numbers]
         self._gradients: list[torch.Tensor] = []
         self._state: defaultdict[torch.Tensor, State] = defaultdict(dict)
+        self._counts_are_shown = True
         counts_at = self.recipe.place if self.recipe.group.get("fused") else CPU
         rows, offset = None if scratch is None else scratch.flatten(1).view(self.recipe.dtype), 0
         for (_, one), number, memory in zip(updates, numbers, self._memory, strict=True):
             entry = shown[one.parameter.whole]
             scalars = {k: moved(v, counts_at) for k, v in entry.items() if k not in one.tensors}
+            self._counts_are_shown &= all(value is entry[name] for name, value in scalars.items())
             room = None if rows is None else rows[:, offset:]
             weight = weights[number]
             state = begin_update(weight, gradients[number], memory, self.recipe.present, one.rounded, room)
@@ -214,7 +216,8 @@ class _Call:
         """Run the class, borrowed as `inner`."""
         entries = zip((self._state[weight] for weight in self._weights), self._memory, strict=True)
         in_place = all(state.get(name) is elements for state, memory in entries for name, elements in memory.items())
-        self.lasts = step_together(inner, self._weights, self._gradients, self._state) and in_place
+        stays = step_together(inner, self._weights, self._gradients, self._state)
+        self.lasts = stays and in_place and self._counts_are_shown
         if not self.lasts:
             for parameter, weight, memory in zip(self._parameters, self._weights, self._memory, strict=True):
                 shown[parameter].update(end_update(weight, memory, self._state[weight]))
