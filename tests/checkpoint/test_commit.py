@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from torch import nn
 import zinf_fx
 from zinf_fx.checkpoint import exporting
 from zinf_fx.checkpoint.exporting import export
-from zinf_fx.checkpoint.files import Files
+from zinf_fx.checkpoint.files import Files, locked
 from zinf_fx.errors import CheckpointError
 
 SEVERAL, ONE = 700, "5GB"  # limits
@@ -226,6 +227,44 @@ def test_two_jobs_do_not_write_to_one_directory(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(os, "posix_fallocate", lambda *a: (found or within(*a), fallocate(*a)))
     zinf_fx.export_safetensors(net(1.0), tmp_path)
     assert found and value_in(tmp_path) == 1.0
+
+
+def test_a_lock_is_that_of_the_file_that_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, flock, calls = tmp_path / "lock", fcntl.flock, 0
+
+    def late(fd: int, how: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls < 3:  # who had it goes between the opening of its file and the lock
+            path.unlink()
+        if calls == 2:
+            path.write_text("")
+        flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with locked(tmp_path):
+        assert calls == 3
+        with pytest.raises(CheckpointError, match="another process saves to it now"), locked(tmp_path):
+            pass
+
+
+def test_a_link_in_the_place_of_the_folder_for_new_files_is_refused(tmp_path: Path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("kept")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".zinf-unfinished").symlink_to(tmp_path / "mine")
+    with pytest.raises(CheckpointError, match=r"zinf-unfinished is a link to another place"):
+        zinf_fx.export_safetensors(net(1.0), tmp_path / "out")
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["file"]
+
+
+def test_a_directory_among_unfinished_files_is_refused(tmp_path: Path):
+    (tmp_path / ".zinf-unfinished" / "mine").mkdir(parents=True)
+    with pytest.raises(
+        CheckpointError, match=r"removing what is left .*zinf-unfinished/mine: Is a directory; .* move it"
+    ):
+        zinf_fx.export_safetensors(net(1.0), tmp_path)
+    assert (tmp_path / ".zinf-unfinished" / "mine").is_dir()
 
 
 def test_a_directory_that_can_not_be_written_is_refused(tmp_path: Path):

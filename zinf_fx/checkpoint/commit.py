@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zinf_fx.checkpoint.files import LOCK, Files, locked, refusals, sync_directory
+from zinf_fx.errors import CheckpointError
 
 _FOLDER = ".zinf-unfinished"
 
@@ -28,6 +29,11 @@ def unfinished(directory: Path, files: Files) -> Iterator[Path]:
     with refusals("making a folder for new files", folder):
         new = not directory.exists()
         files.make_directory(folder)
+        if folder.is_symlink():
+            raise CheckpointError(
+                f"making a folder for new files was refused: {folder} is a link to another place, whose files would be "
+                "removed; remove the link"
+            )
         if new:
             sync_directory(files, directory.parent)
     with locked(folder):
@@ -57,4 +63,5 @@ def appear(paths: list[Path], directory: Path, files: Files) -> None:
 def _empty(folder: Path, files: Files) -> None:
     for left in folder.iterdir():
         if left.name != LOCK:
-            files.remove(left)
+            with refusals("removing what is left of an export", left):
+                files.remove(left)

@@ -22,6 +22,7 @@ _HINTS = {
     errno.EROFS: "the file system is read-only: choose another directory",
     errno.ENOENT: "it is not there: name a directory with a checkpoint",
     errno.ENOTDIR: "a part of the path is no directory: name a directory",
+    errno.EISDIR: "a directory is where a file belongs: move it elsewhere",
     errno.EEXIST: "it is there, and no directory: choose another name",
 }
 
@@ -91,22 +92,37 @@ def refusals(attempt: str, path: Path) -> Iterator[None]:
 def locked(directory: Path) -> Iterator[None]:
     """A block in which no other process saves to the directory. Raises: CheckpointError when one does."""
     path = directory / LOCK
-    with refusals("saving a checkpoint", path):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-    try:
+    while True:
+        with refusals("saving a checkpoint", path):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(
-                f"saving a checkpoint to {directory} was refused: another process saves to it now; choose another "
-                "directory, or wait"
-            ) from None
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):  # a file system without locks
-                raise
-        yield
-    finally:
-        os.close(fd)
+            _lock(fd, directory)
+            if _is_at(fd, path):  # else who had the lock has removed its file, and another one may have made it anew
+                yield
+                return
+        finally:
+            os.close(fd)
+
+
+def _lock(fd: int, directory: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise CheckpointError(
+            f"saving a checkpoint to {directory} was refused: another process saves to it now; choose another "
+            "directory, or wait"
+        ) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):  # a file system without locks
+            raise
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether an open file still has the name."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
 
 
 def sync_directory(files: Files, directory: Path) -> None:
