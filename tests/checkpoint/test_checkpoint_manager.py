@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from forked import Running
 from torch import nn
 
 import zinf_fx
+from zinf_fx.checkpoint.training import manager, saving
 from zinf_fx.errors import CheckpointError, ConfigError
 
 
@@ -113,6 +115,31 @@ def test_options_that_can_not_be_meant(tmp_path: Path, options: dict[str, object
 def test_names_that_are_none(tmp_path: Path, name: str):
     with pytest.raises(ConfigError, match="is no name for a checkpoint"):
         Run(tmp_path).checkpoints.save(1, name=name)
+
+
+def test_a_clock_that_was_set_back_changes_no_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Before(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:
+            return datetime.now(tz) - timedelta(days=1)
+
+    run = Run(tmp_path, every_steps=1, keep=1)
+    run.train(1)
+    run.checkpoints.save(1, name="best")
+    monkeypatch.setattr(saving, "datetime", Before)
+    run.train(3)
+    assert names(tmp_path) == ["best", "step-00000003"]
+    assert Run(tmp_path).checkpoints.resume() == 3
+
+
+def test_what_was_cut_off_is_gone_before_the_next_needs_its_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = Run(tmp_path, every_steps=1)
+    run.train(2)
+    (tmp_path / "step-00000002" / "manifest.json").unlink()
+    there: list[str] = []
+    monkeypatch.setattr(manager, "save", lambda *_, **__: there.extend(names(tmp_path)))
+    run.checkpoints.save(3)
+    assert there == ["step-00000001"]
 
 
 def test_foreign_files_stay(tmp_path: Path):

@@ -158,7 +158,8 @@ def refusal(rank: int, directory: Path) -> str:
     try:
         job.load(directory, sampler=Sampler(torch.zeros(1)))
     except CheckpointError as error:
-        return str(error)
+        found = job.load(directory, sampler=None, number=None, generator=None)
+        return f"{error}; {found}"
     return ""
 
 
@@ -166,6 +167,7 @@ def test_of_another_number_of_ranks_nobody_knows_which_has_what(tmp_path: Path):
     on_ranks(2, of_each_rank, tmp_path)
     (text,) = on_ranks(1, refusal, tmp_path)
     assert "'sampler' was another one on each of 2 ranks, and 1 are here" in text and "sampler=None" in text
+    assert text.endswith("{'text': 'same'}")
 
 
 def under_no_sync(rank: int, directory: Path, load: bool) -> str | bool:

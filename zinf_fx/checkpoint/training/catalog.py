@@ -46,7 +46,7 @@ class Found:
     @property
     def is_numbered(self) -> bool:
         """Whether its directory has a number and not a name, so that newer ones replace it."""
-        return _NUMBERED.fullmatch(self.path.name) is not None
+        return is_numbered(self.path)
 
     @property
     def age(self) -> tuple[str, int]:
@@ -57,6 +57,11 @@ class Found:
 def name_of(step: int) -> str:
     """The directory of a step's checkpoint."""
     return f"step-{step:08d}"
+
+
+def is_numbered(directory: Path) -> bool:
+    """Whether `name_of` may have named it."""
+    return _NUMBERED.fullmatch(directory.name) is not None
 
 
 def checkpoints_in(directory: Path) -> list[Found]:
@@ -70,11 +75,7 @@ def checkpoints_in(directory: Path) -> list[Found]:
         return [look_at(directory)]
     found = []
     for path in (directory / name for name in names):
-        if (
-            path.is_dir()
-            and not path.is_symlink()
-            and (_looks_like_one(os.listdir(path)) or _NUMBERED.fullmatch(path.name))
-        ):
+        if path.is_dir() and not path.is_symlink() and (_looks_like_one(os.listdir(path)) or is_numbered(path)):
             found.append(look_at(path))
     return sorted(found, key=lambda one: one.age)
 

@@ -105,9 +105,11 @@ def _match(manifest: Manifest, parts: Parts, left_out: list[str], matching: Matc
     """Match all parts. Returns the plain values."""
     plain: dict[str, Any] = {}
     for name, saved in manifest.values.items():
+        if name in left_out:
+            continue
         values = _of_rank(name, saved, matching)
         part = parts.get(name)
-        if values is None or name in left_out:
+        if values is None:
             continue
         if saved["kind"] == ValuePart.kind and (part is None or part.kind == ValuePart.kind):
             plain[name] = decode(values["value"], matching.in_memory)

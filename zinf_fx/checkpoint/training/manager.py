@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_fx.checkpoint.training.agreement import all_ranks, together
-from zinf_fx.checkpoint.training.catalog import STEP, Found, checkpoints_in, name_of
+from zinf_fx.checkpoint.training.catalog import STEP, Found, checkpoints_in, is_numbered, name_of
 from zinf_fx.checkpoint.training.contents import parts_of
 from zinf_fx.checkpoint.training.files import discard
 from zinf_fx.checkpoint.training.loading import load_checkpoint
@@ -125,12 +125,13 @@ class CheckpointManager:
         if name is not None and not _NAME.fullmatch(name):
             raise ConfigError(f"{name!r} is no name for a checkpoint: give letters, digits, '_', '.' and '-'")
         path = self.directory / (name or name_of(step))
-        save(path, parts_of(self._model, self._optimizer, {**self._extra, STEP: step}))
+        parts, ranks = parts_of(self._model, self._optimizer, {**self._extra, STEP: step}), all_ranks()
+        with together(ranks, f"looking for checkpoints in {self.directory}"):
+            before = self._swept() if ranks.rank == 0 else []
+        save(path, parts, newest=max((one.manifest.time for one in before if one.manifest), default=None))
         self._saved_step, self._saved_at = step, time.monotonic()
-        ranks = all_ranks()
         with together(ranks, f"removing old checkpoints from {self.directory}"):
-            if ranks.rank == 0:
-                self._remove_old()
+            self._remove_old(before, path)
         return path
 
     def __enter__(self) -> CheckpointManager:
@@ -149,9 +150,16 @@ class CheckpointManager:
 
     def _found(self) -> list[Found]:
         """The checkpoints of the run, from the oldest to the newest; not what was never one."""
-        if not self.directory.exists():
-            return []
-        return [one for one in checkpoints_in(self.directory) if not one.is_left_over]
+        return [one for one in self._directories() if not one.is_left_over]
+
+    def _swept(self) -> list[Found]:
+        """The same, once what is left of saves that were cut off is removed."""
+        found = self._directories()
+        _discard([one for one in found if one.is_numbered and one.is_left_over])
+        return [one for one in found if not one.is_left_over]
+
+    def _directories(self) -> list[Found]:
+        return checkpoints_in(self.directory) if self.directory.exists() else []
 
     def _load(self, path: str) -> str | None:
         """Load a checkpoint. Returns what is damaged in it."""
@@ -172,14 +180,11 @@ class CheckpointManager:
         found = all_ranks().of_all((is_due, self._terminated), "whether to save a checkpoint")
         return found[0][0], any(ends for _, ends in found)
 
-    def _remove_old(self) -> None:
-        numbered = [one for one in checkpoints_in(self.directory) if one.is_numbered]
-        whole = [one for one in numbered if one.is_whole]
-        for one in (*(one for one in numbered if one.is_left_over), *whole[: -self._keep]):
-            try:
-                discard(one.path)
-            except CheckpointError as error:
-                log.warning("an old checkpoint stays: %s", error)
+    def _remove_old(self, before: list[Found], saved: Path) -> None:
+        """Keep as many as are to be kept, of those that were there before one was saved, and that one."""
+        others = [one for one in before if one.is_numbered and one.is_whole and one.path != saved]
+        kept = self._keep - is_numbered(saved)
+        _discard(others[: max(0, len(others) - kept)])
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
         """Handle SIGTERM."""
@@ -188,3 +193,11 @@ class CheckpointManager:
 
     def _restore(self) -> None:
         signal.signal(signal.SIGTERM, self._handler)
+
+
+def _discard(found: list[Found]) -> None:
+    for one in found:
+        try:
+            discard(one.path)
+        except CheckpointError as error:
+            log.warning("an old checkpoint stays: %s", error)

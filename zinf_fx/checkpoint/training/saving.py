@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -66,8 +66,15 @@ def save_checkpoint(
     save(Path(directory), parts_of(model, optimizer, extra))
 
 
-def save(directory: Path, parts: Parts, files: Files = FILES, report: Report = lambda nbytes: None) -> None:
-    """As `save_checkpoint`. `report` is told of bytes that were written."""
+def save(
+    directory: Path,
+    parts: Parts,
+    files: Files = FILES,
+    report: Report = lambda nbytes: None,
+    newest: str | None = None,
+) -> None:
+    """As `save_checkpoint`. `report` is told of bytes that were written; `newest`: the time in the manifest of the
+    checkpoint that this one is to come after, whatever the clock says."""
     ranks, started = all_ranks(), time.perf_counter()
     with ExitStack() as rooms:
         with together(ranks, "collecting what is to be saved"):
@@ -90,7 +97,7 @@ def save(directory: Path, parts: Parts, files: Files = FILES, report: Report = l
             _remove(files, paths)
             raise
         found = ranks.of_all(_parts_saved(collected, layout, sums, paths), "what each rank saved")
-        manifest = _manifest(found, values)
+        manifest = _manifest(found, values, _time_after(newest))
         with together(ranks, f"committing the checkpoint in {directory}"):
             if ranks.rank == 0:
                 check_sound(manifest, "the checkpoint to write")
@@ -154,7 +161,7 @@ def _parts_saved(
 
 
 def _manifest(
-    found: Sequence[tuple[list[SavedTensor], dict[str, str], list[SavedFile]]], values: dict[str, Any]
+    found: Sequence[tuple[list[SavedTensor], dict[str, str], list[SavedFile]]], values: dict[str, Any], time: str
 ) -> Manifest:
     """That of a checkpoint, from what each rank saved."""
     tensors: list[SavedTensor] = []
@@ -166,13 +173,21 @@ def _manifest(
         files += its_files
     return Manifest(
         made_by=f"zinf_fx {version('zinf-fx')}, torch {torch.__version__}",
-        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        time=time,
         ranks=len(found),
         files=tuple(files),
         tensors=merged(tensors),
         same=tuple(same.items()),
         values=values,
     )
+
+
+def _time_after(newest: str | None) -> str:
+    """Now, or the second after `newest` where the clock was set back: checkpoints have the order of their times."""
+    now = datetime.now(UTC)
+    if newest is not None:
+        now = max(now, datetime.fromisoformat(newest) + timedelta(seconds=1))
+    return now.isoformat(timespec="seconds")
 
 
 def _moved(tensor: SavedTensor, first: int) -> SavedTensor:
