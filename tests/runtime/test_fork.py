@@ -118,6 +118,28 @@ def test_a_child_that_drops_its_parents_model_leaves_it_alone(tmp_path: Path) ->
         assert torch.equal(one, other)
 
 
+def test_a_child_that_drops_its_parents_gradients_gives_no_memory_back(tmp_path: Path) -> None:
+    """They live side by side, and have the same memory in every step."""
+    layers = [nn.Linear(8, 8) for _ in range(3)]
+    placement = {**HOST, "parameters": "nvme"}
+    model = zinf_fx.offload(nn.Sequential(*layers), store=tmp_path, placement=placement, pack="auto")
+    torch.compile(model, backend="zinf")(torch.randn(4, 8)).sum().backward()
+    before = [p.grad.full_tensor() for p in model.parameters()]
+    home = model[0].weight.grad.storage.bytes.home
+    assert home.is_lent and home is model[2].bias.grad.storage.bytes.home
+
+    def drop() -> None:
+        model.zero_grad()
+        gc.collect()
+        assert home._leased._is_there
+
+    assert _in_child(drop) == ""
+    assert all(map(torch.equal, before, [p.grad.full_tensor() for p in model.parameters()]))
+    model.zero_grad()
+    gc.collect()
+    assert not home._leased._is_there
+
+
 def test_a_child_waits_for_no_lock_of_another_thread(tmp_path: Path) -> None:
     training = Training(tmp_path, "nvme", compiled=True)
     held, over = threading.Event(), threading.Event()

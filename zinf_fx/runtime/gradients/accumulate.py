@@ -24,7 +24,6 @@ from zinf_fx.runtime.gradients.plain import (
 )
 from zinf_fx.runtime.gradients.reduction import PackReduction, Reduced, ReducedMember, Reduction, synchronises
 from zinf_fx.runtime.memory.cut import Cut
-from zinf_fx.runtime.remains import when_gone
 from zinf_fx.runtime.tensor.arrival import implement_arrival
 from zinf_fx.runtime.tensor.gradient_state import GradientState
 from zinf_fx.runtime.tensor.local_parameter import stored_parameter
@@ -253,7 +252,7 @@ class _Beside:
             return None
         lease = _Lease()
         self.together.home.is_lent = True
-        when_gone(lease, self.together.home.vacate)
+        self.together.home.vacate_with(lease)
         self._lease = weakref.ref(lease)
         for space in self.spaces:
             space.lease = self._lease

@@ -35,7 +35,7 @@ class Home:
         reads: the transfers under way from here.
         followers: windows for reading that stay in memory, and which every write to the store changes too.
         version: how often anything here was written.
-        is_lent: whether somebody else decides when there is memory: see `vacate`.
+        is_lent: whether somebody else decides when there is memory: see `vacate_with`.
     """
 
     def __init__(self, tiers: Tiers, tier: Tier, count: int, dtype: torch.dtype, device: Device) -> None:
@@ -56,24 +56,27 @@ class Home:
             tiers.host.serve(device)
         if tier == "nvme":
             self.extent = tiers.store.allocate(count * dtype.itemsize)
-            self._at_end(tiers.store.free, self.extent)
+            self._at_end(self, tiers.store.free, self.extent)
         elif tier == "host":
             self._leased = _Leased(tiers.lease(count * dtype.itemsize))
             self._in_host = self._leased.buffer.tensor((count,), dtype)
-            self._at_end(self._leased.give_back)
+            self._at_end(self, self._leased.give_back)
         else:
             with torch.inference_mode(False):
                 self._on_device = torch.empty(count, dtype=dtype, device=device.torch_device)
         if device.in_host_memory:
             self._in_host = self._on_device = self._in_host if tier == "host" else self._on_device
 
-    def vacate(self) -> None:
-        """Give the memory in the host arena back until `occupy`. Nobody may look at the elements meanwhile."""
-        _await(ticket for _, ticket in (*self.reads, *self._writes))
+    def vacate_with(self, owner: object) -> None:
+        """Give the memory in the host arena back when `owner` is gone, until `occupy`, and stay until then. Nobody may
+        look at the elements meanwhile."""
+        self._at_end(owner, self._vacate)
+
+    def _vacate(self) -> None:
         self._leased.give_back()
 
     def occupy(self) -> bool:
-        """After `vacate`, have the same memory again, with undefined elements. Returns whether it was free."""
+        """After `vacate_with`, have the same memory again, with undefined elements. Returns whether it was free."""
         return self._leased.take_again(self.tiers.host)
 
     def in_host(self, elements: range) -> torch.Tensor | None:
@@ -196,11 +199,11 @@ class Home:
                     with contextlib.suppress(ValueError):  # another thread waited too
                         self._writes.remove(one)
 
-    def _at_end(self, release: Callable[..., None], *arguments: object) -> None:
-        """Call `release` when this is gone, and nothing is under way to or from it: what comes next in its place must
-        not be overtaken. Not at exit, when the whole scratch directory goes, nor in a process made by fork, where
+    def _at_end(self, owner: object, release: Callable[..., None], *arguments: object) -> None:
+        """Call `release` when `owner` is gone, and nothing is under way to or from this: what comes next in its place
+        must not be overtaken. Not at exit, when the whole scratch directory goes, nor in a process made by fork, where
         nothing is to be given back."""
-        when_gone(self, partial(_release, os.getpid(), self._writes, self.reads, release, *arguments))
+        when_gone(owner, partial(_release, os.getpid(), self._writes, self.reads, release, *arguments))
 
 
 class _Leased:
