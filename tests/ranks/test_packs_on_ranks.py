@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from followed import followed_plans
 from ranks import training
 from ranks.launching import on_ranks
@@ -172,6 +173,61 @@ def built_and_loaded(rank: int, options: dict[str, Any]) -> Outcome:
 )
 def test_single_parameters_of_packs_are_what_they_are_without(scenario: Scenario, preset: str):
     assert on_ranks(2, same_as_without, scenario, preset) == [(True, True)] * 2
+
+
+class Apart(nn.Module):
+    """Two modules of small parameters, each offloaded by itself, in one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (nn.Sequential(nn.Linear(24, 24), nn.LayerNorm(24)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)).pow(2).mean()
+
+
+def apart(second: dict[str, Any], pack: object) -> tuple[list, list[set[str]]]:
+    """Gradients and trained parameters of `Apart`, of which the second is offloaded with other options; and of which
+    modules parameters are in one pack, for each pack."""
+    torch._dynamo.reset()
+    model = Apart()
+    zinf_fx.offload(model.first, placement="zero-3", pack=pack)
+    zinf_fx.offload(model.second, **{"placement": "zero-3", "pack": pack, **second})
+    run, optimizer = torch.compile(model, backend="zinf"), zinf_fx.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(dist.get_rank())
+    found = []
+    with followed_plans(model) as plans:
+        for _ in range(3):
+            run(torch.randn(5, 24)).backward()
+            found += [p.grad.full_tensor() for p in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+    found += [p.full_tensor() for p in model.parameters()]
+    packs = [{member.name.split(".")[-3] for member in tile.members} for tile in plans[0].tiles if tile.members]
+    return found, packs
+
+
+def treated_apart(rank: int) -> dict[str, bool]:
+    """By how the second module differs: whether training with packs is that without them, and no pack has both."""
+    others = {
+        "reduction": {"gradient_reduction": "sum"},
+        "dtype": {"reduce_dtype": torch.bfloat16},
+        "stage": {"placement": "zero-1"},
+        "stage 2": {"placement": "zero-2"},
+        "ranks": {"process_group": dist.new_group([0, 1])},
+    }
+    found = {}
+    for what, options in others.items():
+        (values, none), (packed_values, packs) = (apart(options, pack) for pack in (None, "auto"))
+        same = all(map(torch.equal, values, packed_values))
+        found[what] = same and none == [] and sorted(map(sorted, packs)) == [["first"], ["second"]]
+    return found
+
+
+def test_parameters_that_are_treated_otherwise_are_in_packs_of_their_own():
+    for found in on_ranks(2, treated_apart):
+        assert all(found.values()), found
 
 
 def on_device_with_memory(rank: int, presets: Sequence[str]) -> list[bool]:

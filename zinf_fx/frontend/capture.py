@@ -164,12 +164,13 @@ class Capture:
         `training`; or inference. `placement`: as if this were that of the parameters."""
         graph, groups = module.graph, self._together.groups
         written = noted_writes(graph, groups)
-        tiles, made = tiles_of(graph, self._inputs, groups, placement)
+        tiles, made, treatments = tiles_of(graph, self._inputs, groups, placement)
         context = GraphContext(
             "inference",
             placed(self.config, placement),
             tiles,
             made=made,
+            treatments=treatments,
             unmoved=unmoved_bytes(self._inputs),
             written=written,
             rates=self._rates or NOMINAL,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from torch import fx
 
@@ -13,6 +13,7 @@ from zinf_fx.frontend.graph_inputs import GraphInput, origin_of
 from zinf_fx.passes.ir.framework import nodes_calling
 from zinf_fx.plan.schedule import Tile
 from zinf_fx.plan.sharding import Groups, Owners, shards_of
+from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 
@@ -23,12 +24,14 @@ def placed(config: Config, placement: Placement | None) -> Config:
 
 def tiles_of(
     graph: fx.Graph, inputs: Sequence[GraphInput], groups: Groups, placement: Placement | None
-) -> tuple[dict[str, Tile], tuple[str, ...]]:
-    """The tiles of a graph by the name of their token's placeholder; and these names in the order in which the
-    parameters were made. `placement`: in the place of their own."""
+) -> tuple[dict[str, Tile], tuple[str, ...], dict[str, Hashable]]:
+    """The tiles of a graph by the name of their token's placeholder; these names in the order in which the parameters
+    were made; and by name, how each is treated: see `GraphContext`. `placement`: in the place of their own."""
     gathered = {node.args[0].name for node in nodes_calling(graph, ops.gather, ops.write)}
     tiles: dict[str, Tile] = {}
     keys: dict[str, int] = {}
+    treatments: dict[str, Hashable] = {}
+    numbers: dict[Ranks, int] = {}  # which are the same on every rank
     ranks = groups.shards
     for token in graph.find_nodes(op="placeholder"):
         if token.name not in gathered:
@@ -44,6 +47,8 @@ def tiles_of(
         # Hooks on a gradient are autograd's to run: such a gradient stays an output.
         moves = tensor.is_leaf and tensor.requires_grad and not tensor.views and not tensor.has_gradient_hooks
         config = placed(base.config, placement)
+        trained_by = numbers.setdefault(tensor.storage.share.ranks, len(numbers))
+        treatments[token.name] = (_treated(config), trained_by)
         owner = Owners(config, ranks).next(0)  # whichever: a plan is the same for all
         shards = shards_of(base.shape, base.dtype, ranks, config, owner) if ranks > 1 else None
         tiles[token.name] = Tile(
@@ -60,7 +65,12 @@ def tiles_of(
             segment=shards.segment if shards and len(shards.segments) > 1 else 0,
             owned=ranks > 1 and owner is not None,
         )
-    return tiles, tuple(sorted(keys, key=keys.__getitem__))
+    return tiles, tuple(sorted(keys, key=keys.__getitem__)), treatments
+
+
+def _treated(config: Config) -> Hashable:
+    """The options that say what becomes of a parameter's gradients and states, besides what its tile says."""
+    return config.placement.stage, config.placement.optimizer, config.gradient_reduction, config.reduce_dtype
 
 
 def gradient_positions(joint: fx.Graph, tiles: dict[str, Tile], num_fwd_outputs: int) -> dict[int, str]:

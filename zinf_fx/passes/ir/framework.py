@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple
@@ -61,6 +61,8 @@ class GraphContext:
         tiles: each parameter as one tile, by the name of the placeholder that carries its token; and each pack, and
             each activation that leaves, by the name of the node that is its token.
         made: the tokens of parameters in the order in which these were made: so small ones lie side by side.
+        treatments: by token, what parameters that move together have alike besides what their tiles say: their options
+            over ranks, and the number of their group of ranks.
         gradients: joint and backward: by position among the outputs of backward, the token of the parameter whose
             gradient it is.
         backward_outputs: joint only: how many of its last outputs are those of backward.
@@ -83,6 +85,7 @@ class GraphContext:
     config: Config
     tiles: Mapping[str, Tile]
     made: tuple[str, ...] = ()
+    treatments: Mapping[str, Hashable] = field(default_factory=dict)
     gradients: Mapping[int, str] = field(default_factory=dict)
     backward_outputs: int = 0
     successor_head: tuple[HeadTransfer, ...] = ()
