@@ -83,7 +83,12 @@ def test_what_is_not_of_files_alone_is_made_as_always(join: Callable, tensors: l
 
 def test_refusals_are_those_of_torch(tensors: list[torch.Tensor], tmp_path: Path):
     with converting.Converting(MappedFiles(0, tmp_path)):
-        for join in (lambda: torch.cat([tensors[0], tensors[1][:, :3]]), lambda: torch.stack([tensors[0]], 7)):
+        for join in (
+            lambda: torch.cat([tensors[0], tensors[1][:, :3]]),
+            lambda: torch.stack([tensors[0]], 7),
+            lambda: torch.cat(tensors, 2),
+            lambda: torch.cat(tensors, -3),
+        ):
             with pytest.raises((RuntimeError, IndexError)):
                 join()
 

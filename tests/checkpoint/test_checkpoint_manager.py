@@ -152,6 +152,17 @@ def test_foreign_files_stay(tmp_path: Path):
     assert names(tmp_path / "step-00000001") == ["notes.txt"]
 
 
+@pytest.mark.parametrize("where", [".", "page"])
+def test_a_manifest_of_another_program_is_no_checkpoint(where: str, tmp_path: Path):
+    (tmp_path / where).mkdir(exist_ok=True)
+    (tmp_path / where / "manifest.json").write_text('{"name": "a web page"}')
+    run = Run(tmp_path, every_steps=1)
+    assert run.checkpoints.resume() == 0
+    run.train(2)
+    again = Run(tmp_path, every_steps=1)
+    assert again.checkpoints.resume() == again.steps == 2
+
+
 PROGRAM = """
 import sys, time, torch, zinf_fx
 from torch import nn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,26 @@ def newer(directory: Path) -> None:
     path.write_bytes(text + _SUM.format(crc32c(text)).encode())
 
 
+def naming(path: str) -> Callable[[Path], None]:
+    """A manifest whose data file has another path."""
+
+    def change(directory: Path) -> None:
+        from zinf_fx.checkpoint.training.manifest import _SUM
+        from zinf_fx.native.engine import crc32c
+
+        manifest = directory / "manifest.json"
+        text = manifest.read_bytes()[: -len(_SUM.format(0))].replace(data_of(directory).name.encode(), path.encode())
+        manifest.write_bytes(text + _SUM.format(crc32c(text)).encode())
+
+    return change
+
+
+def pipe(directory: Path) -> None:
+    data = data_of(directory)
+    data.unlink()
+    os.mkfifo(data)
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
@@ -67,6 +88,9 @@ def newer(directory: Path) -> None:
         (remove_data, r"its file data-\w+-0-0.safetensors is missing"),
         (lambda d: flip(d / "manifest.json", 300), "manifest.json is damaged, or no manifest of a checkpoint"),
         (foreign, "manifest.json is damaged, or no manifest of a checkpoint"),
+        (naming("/etc/passwd"), "names the file '/etc/passwd', which is not in its directory"),
+        (naming("../other"), "names the file '../other', which is not in its directory"),
+        (pipe, r"data-\w+-0-0.safetensors is no file"),
         (newer, "has schema 2, and this version of zinf_fx reads 1"),
         (remove_manifest, "a save was cut off before it wrote manifest.json"),
         (lambda d: (remove_data(d), remove_manifest(d)), "there is no manifest.json in it"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -202,6 +203,19 @@ def _bad_index(directory: Path) -> Path:
     return directory
 
 
+def _naming(file: object) -> Callable[[Path], Path]:
+    def change(directory: Path) -> Path:
+        index = directory / "model.safetensors.index.json"
+        content = json.loads(index.read_text())
+        content["weight_map"]["scale"] = str(directory / "a") if file == "absolute" else file
+        index.write_text(json.dumps(content))
+        if file == "pipe":
+            os.mkfifo(directory / "pipe")
+        return directory
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -211,6 +225,10 @@ def _bad_index(directory: Path) -> Path:
         (_of_another, "which the files don't have"),
         (_no_index, "has no weights"),
         (_bad_index, "is no index"),
+        (_naming(5), "names 5, which is no file in its directory"),
+        (_naming("../out/other"), "names '../out/other', which is no file in its directory"),
+        (_naming("absolute"), "names '/.*', which is no file in its directory"),
+        (_naming("pipe"), "names 'pipe', which is no file: "),
     ],
 )
 def test_damaged_exports_are_refused_by_name(damage: Callable, message: str, tmp_path: Path, stored: Callable):

@@ -88,6 +88,11 @@ def refusals(attempt: str, path: Path) -> Iterator[None]:
         raise CheckpointError(f"{attempt} failed at {path}: {reason}; {hint}") from error
 
 
+def lies_within(path: str) -> bool:
+    """Whether a path is relative, and leads nowhere above the directory that it begins in."""
+    return path != "" and "\0" not in path and not os.path.isabs(path) and ".." not in Path(path).parts
+
+
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """A block in which no other process saves to the directory. Raises: CheckpointError when one does."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from zinf_fx.checkpoint.elements import fill
+from zinf_fx.checkpoint.files import lies_within
 from zinf_fx.checkpoint.naming import Everyone, names_of_tied, tensors_of, unwrapped
 from zinf_fx.checkpoint.safetensors_file import Place, places_in
 from zinf_fx.checkpoint.weight_files import INDEX, WHOLE
@@ -60,16 +61,26 @@ def _places(path: Path) -> dict[str, Place]:
         return places_in(found)
     try:
         weight_map: Mapping[str, str] = json.loads(found.read_text())["weight_map"]
-        files = sorted(set(weight_map.values()))
+        files = list(dict.fromkeys(weight_map.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"'{found}' is no index of safetensors files: {error!r}. Give one, or a file") from error
-    by_file = {name: places_in(found.parent / name) for name in files}
+    by_file = {name: places_in(_file_of(found, name)) for name in files}
     missing = [name for name, file in weight_map.items() if name not in by_file[file]]
     if missing:
         raise CheckpointError(
             f"'{found}' names {_some(missing)}, which the files don't have: they are not of one checkpoint"
         )
     return {name: by_file[file][name] for name, file in weight_map.items()}
+
+
+def _file_of(index: Path, name: object) -> Path:
+    """The file that an index names. Raises: CheckpointError for what is none of its directory."""
+    if not isinstance(name, str) or not lies_within(name):
+        raise CheckpointError(f"'{index}' names {name!r}, which is no file in its directory: give another index")
+    file = index.parent / name
+    if file.exists() and not file.is_file():
+        raise CheckpointError(f"'{index}' names '{name}', which is no file: copy it anew")
+    return file
 
 
 def _check_fit(

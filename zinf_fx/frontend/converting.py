@@ -48,6 +48,9 @@ class Converting(TorchFunctionMode):
             return None
         if sum(one.nbytes for one in tensors) < _LARGE or not self._mapped.has(tensors):
             return None
+        dims = tensors[0].dim() + new_dim
+        if not -dims <= dim < dims:
+            return None  # is refused
         if new_dim:
             tensors = [one.unsqueeze(dim) for one in tensors]
         first = tensors[0]

@@ -10,7 +10,7 @@ from pathlib import Path
 from zinf_fx.checkpoint.files import refusals
 from zinf_fx.checkpoint.training.files import MANIFEST, is_ours
 from zinf_fx.checkpoint.training.loading import check_files, manifest_of
-from zinf_fx.checkpoint.training.manifest import Manifest
+from zinf_fx.checkpoint.training.manifest import Manifest, begins_manifest
 from zinf_fx.errors import CheckpointError
 
 STEP = "step"
@@ -71,11 +71,11 @@ def checkpoints_in(directory: Path) -> list[Found]:
     """
     with refusals("looking for checkpoints", directory):
         names = sorted(os.listdir(directory))
-    if _looks_like_one(names):
+    if _looks_like_one(directory, names):
         return [look_at(directory)]
     found = []
     for path in (directory / name for name in names):
-        if path.is_dir() and not path.is_symlink() and (_looks_like_one(os.listdir(path)) or is_numbered(path)):
+        if path.is_dir() and not path.is_symlink() and (_looks_like_one(path, os.listdir(path)) or is_numbered(path)):
             found.append(look_at(path))
     return sorted(found, key=lambda one: one.age)
 
@@ -91,5 +91,10 @@ def look_at(directory: Path) -> Found:
     return Found(directory, manifest)
 
 
-def _looks_like_one(names: list[str]) -> bool:
-    return any(map(is_ours, names))
+def _looks_like_one(directory: Path, names: list[str]) -> bool:
+    """Whether these files of a directory make a checkpoint, or are left of one. Other programs have a manifest.json."""
+    if any(is_ours(name) for name in names if name != MANIFEST):
+        return True
+    manifest = directory / MANIFEST
+    with refusals("looking for checkpoints", manifest):
+        return manifest.is_file() and begins_manifest(manifest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -86,7 +87,7 @@ def check_file(directory: Path, file: SavedFile) -> None:
     """The same, for one."""
     path = directory / file.path
     try:
-        found = path.stat().st_size
+        found = path.stat()
     except FileNotFoundError:
         raise DamagedCheckpointError(
             f"the checkpoint in {directory} is damaged: its file {file.path} is missing; use another one"
@@ -94,10 +95,14 @@ def check_file(directory: Path, file: SavedFile) -> None:
     except OSError as error:
         with refusals("looking for a data file", path):
             raise error
-    if found != file.nbytes:
+    if not stat.S_ISREG(found.st_mode):
         raise DamagedCheckpointError(
-            f"the checkpoint in {directory} is damaged: its file {file.path} has {found} bytes, and {file.nbytes} when "
-            "it was saved; use another one"
+            f"the checkpoint in {directory} is damaged: {file.path} is no file; use another one"
+        )
+    if found.st_size != file.nbytes:
+        raise DamagedCheckpointError(
+            f"the checkpoint in {directory} is damaged: its file {file.path} has {found.st_size} bytes, and "
+            f"{file.nbytes} when it was saved; use another one"
         )
 
 

@@ -1,8 +1,8 @@
 """The manifest of a checkpoint: which elements of which tensor are where in which file, and all plain values.
 
 A tensor is divided into boxes, and the elements of a box, in row-major order, into pieces, each of consecutive bytes in
-one file, with the crc32c of these bytes. Files are named relative to the manifest, or absolutely; what else is in them
-doesn't matter. The manifest ends with the crc32c of its own text before that.
+one file, with the crc32c of these bytes. Files are named relative to the manifest, and lie in its directory; what else
+is in them doesn't matter. The manifest ends with the crc32c of its own text before that.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 
+from zinf_fx.checkpoint.files import lies_within
 from zinf_fx.checkpoint.training.boxes import Box
 from zinf_fx.errors import CheckpointError, DamagedCheckpointError
 from zinf_fx.native.engine import crc32c
@@ -24,6 +26,15 @@ from zinf_fx.plan.files.parsing import parsed
 
 FORMAT, SCHEMA = "zinf_fx checkpoint", 1
 _SUM = ',"crc32c":"{:08x}"}}\n'
+
+
+_BEGIN = f'{{"format":"{FORMAT}"'.encode()
+
+
+def begins_manifest(file: Path) -> bool:
+    """Whether a file begins as manifests do; what comes behind that may be damaged. Raises: OSError."""
+    with file.open("rb") as opened:
+        return opened.read(len(_BEGIN)) == _BEGIN
 
 
 def _as_it_is(value: object, name: str) -> object:
@@ -89,7 +100,7 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class SavedFile:
-    """A file with pieces: its path, relative to the manifest's directory or absolute, and its size in bytes."""
+    """A file with pieces: its path within the manifest's directory, and its size in bytes."""
 
     path: str
     nbytes: Annotated[int, 0]
@@ -166,7 +177,11 @@ def from_text(content: bytes, what: str) -> Manifest:
 
 
 def check_sound(manifest: Manifest, what: str) -> None:
-    """Raises: CheckpointError where pieces lie outside of their files, or boxes are not all of their tensor."""
+    """Raises: CheckpointError where pieces lie outside of their files, files outside of the directory, or boxes are not
+    all of their tensor."""
+    for file in manifest.files:
+        if not lies_within(file.path):
+            raise CheckpointError(f"{what} names the file {file.path!r}, which is not in its directory: use another")
     names = [tensor.name for tensor in manifest.tensors]
     known = set(names)
     if len(known) != len(names) or any(name in known or other not in known for name, other in manifest.same):

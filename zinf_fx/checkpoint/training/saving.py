@@ -24,12 +24,12 @@ from zinf_fx.checkpoint.training.contents import Parts, between_steps, parts_of
 from zinf_fx.checkpoint.training.dividing import divided, equal_or_by_rank, merged
 from zinf_fx.checkpoint.training.layout import Layout, laid_out
 from zinf_fx.checkpoint.training.manifest import (
-    FORMAT,
     Manifest,
     Piece,
     SavedBox,
     SavedFile,
     SavedTensor,
+    begins_manifest,
     check_sound,
     to_text,
 )
@@ -116,7 +116,7 @@ def _prepared(directory: Path, files: Files) -> Iterator[None]:
         files.make_directory(directory)
     with locked(directory):
         before = names.read_manifest(directory) if (directory / names.MANIFEST).exists() else b""
-        if before and not before.startswith(f'{{"format":"{FORMAT}"'.encode()):
+        if before and not begins_manifest(directory / names.MANIFEST):
             raise CheckpointError(
                 f"saving a checkpoint to {directory} was refused: its {names.MANIFEST} is another program's; choose "
                 "another directory"
