@@ -69,6 +69,15 @@ class Training:
                 (step or self.step)()
         return recording
 
+    def recorded_in_turn(self, steps: int) -> Recording:
+        """Of steps that end before the next begins: from one in the background, the next forward takes what is on its
+        way to the store, and reads less."""
+        self.optimizer.finish()
+        self.optimizer.overlap = False
+        recording = self.recorded(steps)
+        self.optimizer.overlap = True
+        return recording
+
     def unrecorded(self, steps: int, step: Callable[[], object]) -> None:
         for _ in range(steps):
             step()
@@ -146,12 +155,7 @@ def test_the_trace_has_both_side_by_side(steady: Training, tmp_path: Path):
 
 
 def test_the_table_compares_lanes(steady: Training):
-    def alone() -> None:
-        steady.step()
-        steady.optimizer.finish()  # a step in the background lets forward read less than is planned
-
-    steady.optimizer.finish()
-    recording = steady.recorded(2, alone)
+    recording = steady.recorded_in_turn(2)
     lines = str(recording).splitlines()
     assert lines[0].startswith("2 step(s) of 0.") and "planned for RTX 4090 desktop: 0." in lines[0]
     rows = {line.split("  ")[0]: line.split()[1:] for line in lines[3:-1]}
@@ -228,12 +232,8 @@ def test_a_steady_step_is_the_planned_one_wherever_states_live(tmp_path: Path, p
 
 
 def assert_as_planned(training: Training) -> None:
-    """Of steps that end before the next begins: from one in the background, the next forward takes what is on its way
-    to the store, and reads less."""
     before = training.moved()
-    training.optimizer.overlap = False
-    recording = training.recorded(3)
-    training.optimizer.overlap = True
+    recording = training.recorded_in_turn(3)
     read, written = (after - earlier for after, earlier in zip(training.moved(), before, strict=True))
     (plan,) = recording.plans
     expected = planned_slices(plan)
