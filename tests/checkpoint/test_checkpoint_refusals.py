@@ -269,3 +269,22 @@ def test_a_torn_step_is_not_saved(job: Job, tmp_path: Path):
     with pytest.raises(OptimizerError, match="a torn step"):
         job.save(tmp_path / "saved")
     assert {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()} == before
+
+
+class Refusing:
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": [1, 2]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise ValueError("another order")
+
+
+def test_no_step_follows_where_the_last_of_a_load_failed(job: Job, tmp_path: Path):
+    more = {**job.extra, "sampler": Refusing()}
+    zinf_fx.save_checkpoint(tmp_path / "more", job.model, job.adam, **more)
+    with pytest.raises(ValueError, match="another order"):
+        zinf_fx.load_checkpoint(tmp_path / "more", job.model, job.adam, **more)
+    with pytest.raises(OptimizerError, match="a checkpoint was loaded in part"):
+        job.adam.step()
+    job.load(tmp_path / "saved")
+    job.adam.step()

@@ -60,6 +60,12 @@ def _check(model: object, optimizer: object, extra: Mapping[str, object]) -> Non
             raise CheckpointError(f"'{name}' is no name for what else is saved: choose another one")
 
 
+def streamed_in(parts: Parts) -> list[Streamed]:
+    """The optimizers of `zinf_fx.optim`."""
+    optimizers = [part.optimizer for part in parts.values() if isinstance(part, OptimizerPart)]
+    return [one for one in optimizers if isinstance(one, Streamed)]
+
+
 @contextmanager
 def between_steps(parts: Parts, *, whole: bool) -> Iterator[None]:
     """A block in which nothing else changes the training. With `whole`, no step has been torn.
@@ -68,10 +74,9 @@ def between_steps(parts: Parts, *, whole: bool) -> Iterator[None]:
     """
     with ExitStack() as rooms:
         rooms.enter_context(RUNNING.turn())
-        for part in parts.values():
-            if isinstance(part, OptimizerPart) and isinstance(part.optimizer, Streamed):
-                if whole:
-                    rooms.enter_context(part.optimizer.between_steps())
-                elif part.optimizer.torn is None:
-                    part.optimizer.finish()
+        for optimizer in streamed_in(parts):
+            if whole:
+                rooms.enter_context(optimizer.between_steps())
+            elif optimizer.torn is None:
+                optimizer.finish()
         yield

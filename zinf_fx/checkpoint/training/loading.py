@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 
 from zinf_fx.checkpoint.files import refusals
 from zinf_fx.checkpoint.training.agreement import all_ranks, together
-from zinf_fx.checkpoint.training.contents import OPTIMIZER, Parts, between_steps, parts_of
+from zinf_fx.checkpoint.training.contents import OPTIMIZER, Parts, between_steps, parts_of, streamed_in
 from zinf_fx.checkpoint.training.files import MANIFEST, read_manifest
 from zinf_fx.checkpoint.training.holdings import Holding
 from zinf_fx.checkpoint.training.manifest import Manifest, SavedFile, SavedTensor, from_text
 from zinf_fx.checkpoint.training.open_files import opened
+from zinf_fx.checkpoint.training.parts.optimizer import LOADED_IN_PART
 from zinf_fx.checkpoint.training.parts.part import Matching, listed
 from zinf_fx.checkpoint.training.parts.randomness import RandomPart
 from zinf_fx.checkpoint.training.parts.state import ValuePart
@@ -64,11 +65,15 @@ def load(directory: Path, parts: Parts, left_out: list[str], report: Report = la
                     "was changed: build the model, its optimizer and what else there was as they were when it was saved"
                 )
         with together(ranks, f"loading the checkpoint in {directory}"):
+            for optimizer in streamed_in(parts):
+                optimizer.torn = LOADED_IN_PART
             try:
                 _read(directory, manifest, matching, report)
             except BaseException as error:
                 error.add_note("some of the model is loaded, and some is not: load a whole checkpoint before training")
                 raise
+        for optimizer in streamed_in(parts):
+            optimizer.torn = None
     return plain
 
 

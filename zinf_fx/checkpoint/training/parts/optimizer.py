@@ -18,6 +18,8 @@ from zinf_fx.optim.torn import TornStep
 from zinf_fx.runtime.tensor.local_parameter import stored_parameter
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
+LOADED_IN_PART = TornStep("a checkpoint was loaded in part", (), (), ())
+
 
 class OptimizerPart:
     """An optimizer of `zinf_fx.optim` or of PyTorch. Parameters have the names that models give them, others their
@@ -67,8 +69,6 @@ class OptimizerPart:
                 matching.differences.append(f"{self.name} can't have states of '{name}': {error}")
         rest = decode(values["rest"], matching.in_memory)
         matching.begin.append(partial(self._load, {**rest, "state": state, "param_groups": groups}))
-        if isinstance(self.optimizer, Streamed):
-            matching.end.append(self._whole)
 
     def _groups(self, saved: Sequence[Mapping[str, Any]], matching: Matching) -> list[dict[str, Any]] | None:
         """The groups as a state dict has them, with saved options; None: those that were saved are others."""
@@ -109,9 +109,11 @@ class OptimizerPart:
         return {key: decode(value, partial(find, key)) for key, value in entry.items()}
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state_dict)
-        if isinstance(self.optimizer, Streamed):
-            self.optimizer.torn = TornStep("a checkpoint was loaded in part", (), (), ())
+        try:
+            self.optimizer.load_state_dict(state_dict)
+        finally:
+            if isinstance(self.optimizer, Streamed):
+                self.optimizer.torn = LOADED_IN_PART  # it takes itself for whole then
         for number, entry in state_dict["state"].items():
             shown = self.optimizer.state[self._parameters[number]]
             for name, value in entry.items():
@@ -121,9 +123,6 @@ class OptimizerPart:
                 # A copy, which will not be read into, or cast: torch gives states the parameter's dtype.
                 if mine.device == value.device or mine.dtype != value.dtype:
                     shown[name] = value.to(mine.device)
-
-    def _whole(self) -> None:
-        self.optimizer.torn = None
 
 
 def _alike(space: torch.Tensor, saved: SavedTensor) -> bool:
