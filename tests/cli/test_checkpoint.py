@@ -63,7 +63,7 @@ def test_list(run: Path, capsys: pytest.CaptureFixture[str]):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["checkpoint", "step", "saved", "size", "ranks", "state"]
     rows = {line.split()[0]: line for line in lines[2:]}
-    assert list(rows) == ["step-00000009", "step-00000001", "best", "step-00000002"]
+    assert list(rows) == ["step-00000009", "step-00000001", "step-00000002", "best"]
     assert re.search(r"2  20\S+  +\d+\.\d KiB +1  whole$", rows["best"])
     assert "is missing; use another one" in rows["step-00000001"]
     assert "there is no manifest.json in it" in rows["step-00000009"]
@@ -100,7 +100,7 @@ def test_inspect(run: Path, capsys: pytest.CaptureFixture[str]):
 def test_verify(run: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["checkpoint", "verify", str(run)]) == 0
     out = capsys.readouterr().out
-    assert out == "".join(f"{run / name}: whole\n" for name in ("step-00000001", "best", "step-00000002"))
+    assert out == "".join(f"{run / name}: whole\n" for name in ("step-00000001", "step-00000002", "best"))
     name = damage(run / "best")
     (run / "step-00000001" / "manifest.json").write_text("{}")
     assert main(["checkpoint", "verify", str(run), "--json"]) == 1
