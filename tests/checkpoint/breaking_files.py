@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -14,11 +15,12 @@ from zinf_fx.checkpoint.files import Files
 OPERATIONS = [name for name, value in vars(Files).items() if callable(value)]
 
 
-class _Seen(Files):
+class _Seen(Files, ABC):
     """Calls `before` with the name of each operation, and what it gets, before it is done."""
 
+    @abstractmethod
     def before(self, operation: str, arguments: tuple) -> None:
-        raise NotImplementedError
+        """The operation is about to be done."""
 
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)

@@ -35,10 +35,15 @@ def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
                 f"'{name}' in the state dict is a {type(value).__name__}, and safetensors files have tensors only: "
                 "save it by itself, with torch.save or as JSON"
             )
-        if value.is_meta or value.layout != torch.strided:
-            which = "on the meta device" if value.is_meta else f"of layout {value.layout}"
-            raise CheckpointError(f"'{name}' in the state dict is {which}: only strided ones with values can be saved")
+        check_has_values(value, f"'{name}' in the state dict")
     return dict(found)
+
+
+def check_has_values(tensor: torch.Tensor, what: str) -> None:
+    """Raises: CheckpointError unless each element of the tensor lies somewhere, at a stride. `what`: the tensor."""
+    if tensor.is_meta or tensor.layout != torch.strided:
+        found = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
+        raise CheckpointError(f"{what} is {found}: only tensors with strided values are saved and loaded")
 
 
 def names_of_tied(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> list[list[str]]:

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from zinf_fx.checkpoint.naming import check_has_values
 from zinf_fx.checkpoint.training.boxes import Box, view_of
 from zinf_fx.errors import CheckpointError
 from zinf_fx.optim.elements import open_window
@@ -93,9 +94,7 @@ class Holding:
                 f"{what} is a {type(local).__qualname__}, whose bytes say nothing without its class: save what it was "
                 "made of by your own means"
             )
-        if local.is_meta or local.layout != torch.strided:
-            found = "on the meta device" if local.is_meta else f"of layout {local.layout}"
-            raise CheckpointError(f"{what} is {found}: only tensors with strided values are saved and loaded")
+        check_has_values(local, what)
         return cls(local, tuple(tensor.shape), box)
 
     @property
