@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -60,20 +61,23 @@ class Killed(_Seen):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+Image = dict[str, bytes | None]
+"""What is in a directory, by the paths there: the content of a file; of a directory, None."""
+
+
 class LosingPower(_Seen):
     """A disk that has for certain what was synced, and perhaps, in any order, what was done since.
 
-    After each operation, `images` has what a directory could have if power failed then: the content of each name.
-    `ignores`: an operation that does nothing on this disk.
+    After each operation, `images` has what a directory could have if power failed then. `ignores`: an operation that
+    does nothing on this disk.
     """
 
-    def __init__(self, directory: Path, ignores: str = "") -> None:
-        self._directory, self._ignores = directory, ignores
-        files = {path.name: path for path in directory.iterdir()} if directory.exists() else {}
-        self._durable_names = {name: self._inode(path) for name, path in files.items()}
-        self._durable_content = {self._inode(path): path.read_bytes() for path in files.values()}
-        self._pending: list[tuple[str, str | None, int]] = []  # the name that comes, that goes, and of which file
-        self.images: list[dict[str, bytes]] = []
+    def __init__(self, root: Path, ignores: str = "") -> None:
+        self._root, self._ignores = root, ignores
+        self._durable_names = {str(path.relative_to(root)): self._inode(path) for path in self._paths()}
+        self._durable_content = self._present()
+        self._pending: list[tuple[Path | None, Path | None, int]] = []  # the path that comes, that goes, of which inode
+        self.images: list[Image] = []
 
     def before(self, operation: str, arguments: tuple) -> None:
         self.remember()
@@ -81,34 +85,48 @@ class LosingPower(_Seen):
             return
         if operation in ("sync", "sync_data"):
             path = Path(os.readlink(f"/proc/self/fd/{arguments[0]}"))
-            if path == self._directory:
-                self._durable_names = self._names(self._pending)
-                self._pending = []
+            if path.is_dir():
+                durable = [one for one in self._pending if (one[0] or one[1]).parent == path]
+                self._durable_names = self._names(durable)
+                self._pending = [one for one in self._pending if one not in durable]
             else:
                 self._durable_content[self._inode(path)] = path.read_bytes()
         elif operation == "rename":
             old, new = arguments
-            self._pending.append((new.name, old.name, self._inode(old)))
+            self._pending.append((new, old, self._inode(old)))
         elif operation == "remove" and arguments[0].exists():
-            self._pending.append(("", arguments[0].name, self._inode(arguments[0])))
+            self._pending.append((None, arguments[0], self._inode(arguments[0])))
 
     def create(self, path: Path) -> int:
         fd = super().create(path)
-        self._pending.append((path.name, None, self._inode(path)))
+        self._pending.append((path, None, self._inode(path)))
         return fd
 
+    def make_directory(self, path: Path) -> None:
+        is_new = not path.exists()
+        super().make_directory(path)
+        if is_new:
+            self._pending.append((path, None, self._inode(path)))
+            self._durable_content[self._inode(path)] = None
+
     def remember(self) -> None:
-        """Note what a directory could have now."""
-        present = {self._inode(path): path.read_bytes() for path in self._directory.iterdir()}
+        """Note what there could be now."""
+        self.images += (image for image in self.after() if image not in self.images)
+
+    def after(self) -> list[Image]:
+        """What there could be if power failed now."""
+        images: list[Image] = []
+        present = self._present()
         contents = [{}, present, *({inode: content} for inode, content in present.items())]
         for kept, written in product(self._subsets(), contents):
             names = self._names(kept)
             content = {**self._durable_content, **written}
-            image = {name: content.get(inode, b"") for name, inode in names.items()}
-            if image not in self.images:
-                self.images.append(image)
+            image = {name: content.get(inode, b"") for name, inode in names.items() if self._is_within(name, names)}
+            if image not in images:
+                images.append(image)
+        return images
 
-    def _subsets(self) -> Iterator[list[tuple[str, str | None, int]]]:
+    def _subsets(self) -> Iterator[list[tuple[Path | None, Path | None, int]]]:
         """None of the operations on names that are not synced, all, all but one, and one alone."""
         every = self._pending
         yield []
@@ -117,15 +135,38 @@ class LosingPower(_Seen):
             yield [one]
             yield every[:number] + every[number + 1 :]
 
-    def _names(self, done: list[tuple[str, str | None, int]]) -> dict[str, int]:
+    def _names(self, done: list[tuple[Path | None, Path | None, int]]) -> dict[str, int]:
         names = dict(self._durable_names)
         for comes, goes, inode in done:
             if goes is not None:
-                names.pop(goes, None)
-            if comes:
-                names[comes] = inode
+                names.pop(str(goes.relative_to(self._root)), None)
+            if comes is not None:
+                names[str(comes.relative_to(self._root))] = inode
         return names
+
+    @staticmethod
+    def _is_within(name: str, names: dict[str, int]) -> bool:
+        """Whether the directories that a path leads through are there."""
+        return all(str(above) in names for above in Path(name).parents[:-1])
+
+    def _paths(self) -> list[Path]:
+        return list(self._root.rglob("*"))
+
+    def _present(self) -> dict[int, bytes | None]:
+        return {self._inode(path): None if path.is_dir() else path.read_bytes() for path in self._paths()}
 
     @staticmethod
     def _inode(path: Path) -> int:
         return path.stat().st_ino
+
+
+def put(image: Image, target: Path) -> Path:
+    """Make a directory what it is in an image."""
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
+    for name, content in sorted(image.items()):
+        if content is None:
+            (target / name).mkdir()
+        else:
+            (target / name).write_bytes(content)
+    return target

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from breaking_files import Failing, Killed, LosingPower
+from breaking_files import Failing, Killed, LosingPower, put
 from torch import nn
 
 import zinf_fx
@@ -98,36 +98,29 @@ def test_kills_of_the_first_save(tmp_path: Path):
     assert not died and loaded > 1
 
 
-def put(content: dict[str, bytes], image: Path) -> None:
-    shutil.rmtree(image, ignore_errors=True)
-    image.mkdir()
-    for name, octets in content.items():
-        (image / name).write_bytes(octets)
-
-
 @pytest.mark.parametrize("is_first", [True, False])
 def test_power_fails_at_every_operation(tmp_path: Path, is_first: bool):
-    directory, image = tmp_path / "saved", tmp_path / "image"
-    if is_first:
-        directory.mkdir()
-    else:
-        save_net(directory, 1.0)
-    disk = LosingPower(directory)
-    save_net(directory, 2.0, disk)
+    """Of a save that makes its directory and one above it, and of one that replaces a checkpoint."""
+    root = tmp_path / "disk"
+    root.mkdir()
+    if not is_first:
+        save_net(root / "runs" / "saved", 1.0)
+    disk = LosingPower(root)
+    save_net(root / "runs" / "saved", 2.0, disk)
     disk.remember()
     found = []
     for content in disk.images:
-        put(content, image)
+        directory = put(content, tmp_path / "image") / "runs" / "saved"
         try:
-            found.append(value_in(image))
+            found.append(value_in(directory))
         except CheckpointError:
-            assert is_first and "manifest.json" not in content
-        save_net(image, 3.0)
-        assert_only_one(image)
-        assert value_in(image) == 3.0
+            assert is_first and "runs/saved/manifest.json" not in content
+        save_net(directory, 3.0)
+        assert_only_one(directory)
+        assert value_in(directory) == 3.0
     assert len(disk.images) > 6 and set(found) == ({2.0} if is_first else {1.0, 2.0})
-    put(disk.images[-1], image)  # power fails when save has returned
-    assert value_in(image) == 2.0
+    for content in disk.after():
+        assert value_in(put(content, tmp_path / "image") / "runs" / "saved") == 2.0
 
 
 @pytest.mark.parametrize("ignores", ["sync", "sync_data"])
@@ -137,9 +130,8 @@ def test_a_disk_that_does_not_sync_shows_why_saves_do(tmp_path: Path, ignores: s
     save_net(tmp_path / "saved", 2.0, disk)
     damaged = 0
     for content in disk.images:
-        put(content, tmp_path / "image")
         try:
-            value_in(tmp_path / "image")
+            value_in(put(content, tmp_path / "image"))
         except CheckpointError:
             damaged += 1
     assert damaged

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from breaking_files import LosingPower, put
 from torch import nn
 
 import zinf_fx
@@ -128,6 +129,16 @@ def test_nothing_relies_on_what_a_power_failure_could_undo(before: int, after: i
     assert any(committed < number for number in names_synced)
     assert all(any(committed < synced < number for synced in names_synced) for number in removed)
     assert value_in(tmp_path) == 2.0
+
+
+@pytest.mark.parametrize("limit", [SEVERAL, 10**9])
+def test_power_fails_when_an_export_to_a_new_directory_has_returned(limit: int, tmp_path: Path):
+    root = tmp_path / "disk"
+    root.mkdir()
+    disk = LosingPower(root)
+    export(net(2.0), root / "models" / "net", limit, disk)
+    for content in disk.after():
+        assert value_in(put(content, tmp_path / "image") / "models" / "net") == 2.0
 
 
 def test_a_full_disk_leaves_the_old_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

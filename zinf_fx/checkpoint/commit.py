@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from zinf_fx.checkpoint.files import LOCK, Files, locked, refusals, sync_directory
+from zinf_fx.checkpoint.files import LOCK, Files, locked, make_directory, refusals, sync_directory
 from zinf_fx.errors import CheckpointError
 
 _FOLDER = ".zinf-unfinished"
@@ -27,15 +27,12 @@ def unfinished(directory: Path, files: Files) -> Iterator[Path]:
     """
     folder = directory / _FOLDER
     with refusals("making a folder for new files", folder):
-        new = not directory.exists()
-        files.make_directory(folder)
+        make_directory(files, folder)
         if folder.is_symlink():
             raise CheckpointError(
                 f"making a folder for new files was refused: {folder} is a link to another place, whose files would be "
                 "removed; remove the link"
             )
-        if new:
-            sync_directory(files, directory.parent)
     with locked(folder):
         _empty(folder, files)
         try:

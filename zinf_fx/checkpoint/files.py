@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,8 +33,8 @@ class Files:
     fail or forget, in its place."""
 
     def make_directory(self, path: Path) -> None:
-        """Make it, and those above it, if they are not there."""
-        path.mkdir(parents=True, exist_ok=True)
+        """Make it, if it is not there, in one that is."""
+        path.mkdir(exist_ok=True)
 
     def create(self, path: Path) -> int:
         """Open a new file for reading and writing."""
@@ -128,6 +129,16 @@ def _is_at(fd: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:
         return False
+
+
+def make_directory(files: Files, directory: Path) -> None:
+    """Make a directory, and those above it, as far as they are not there: the names of those that were made are on the
+    device then."""
+    missing = list(itertools.takewhile(lambda one: not one.exists(), (directory, *directory.parents)))
+    for one in reversed(missing or [directory]):
+        files.make_directory(one)
+        if missing:
+            sync_directory(files, one.parent)
 
 
 def sync_directory(files: Files, directory: Path) -> None:

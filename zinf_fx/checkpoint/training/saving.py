@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zinf_fx.checkpoint.files import FILES, Files, locked, refusals, sync_directory
+from zinf_fx.checkpoint.files import FILES, Files, locked, make_directory, refusals, sync_directory
 from zinf_fx.checkpoint.training import files as names
 from zinf_fx.checkpoint.training.agreement import all_ranks, together
 from zinf_fx.checkpoint.training.contents import Parts, between_steps, parts_of
@@ -113,7 +113,7 @@ def save(
 def _prepared(directory: Path, files: Files) -> Iterator[None]:
     """A block in which the directory is this process's to save to, without what is left of other saves."""
     with refusals("making a directory for a checkpoint", directory):
-        files.make_directory(directory)
+        make_directory(files, directory)
     with locked(directory):
         before = names.read_manifest(directory) if (directory / names.MANIFEST).exists() else b""
         if before and not begins_manifest(directory / names.MANIFEST):
