@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 from pathlib import Path
@@ -10,12 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from breaking_files import Failing
 from ranks import tensor_parallel as tp
 from ranks.launching import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zinf_fx
+from zinf_fx.checkpoint.files import FILES
+from zinf_fx.checkpoint.training.contents import parts_of
+from zinf_fx.checkpoint.training.saving import save
 from zinf_fx.errors import CheckpointError
 
 Values = dict[str, tuple[str, bytes]]
@@ -206,8 +211,10 @@ def failing(rank: int, directory: Path, how: str) -> tuple[str, list[str]]:
         extra["value"] = object()
     if rank == 1 and how == "torn":
         job.adam.torn = "torn here"
+    parts = parts_of(job.model, job.adam, {"schedule": job.schedule, **extra})
+    full = Failing(1, OSError(errno.ENOSPC, "No space left"), ("rename",)) if how == "full" else FILES
     try:
-        job.save(directory, **extra)
+        save(directory, parts, full)
     except Exception as error:
         dist.barrier()
         assert sorted(path.name for path in directory.iterdir()) == before
@@ -215,6 +222,11 @@ def failing(rank: int, directory: Path, how: str) -> tuple[str, list[str]]:
         job.load(directory)
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def test_a_commit_that_fails_leaves_no_rank_s_files(tmp_path: Path):
+    first, second = on_ranks(2, failing, tmp_path, "full")
+    assert "No space left" in first and "failed on rank 0 of 2: CheckpointError: committing" in second
 
 
 @pytest.mark.parametrize(("how", "why"), [("value", "can't be saved without pickling"), ("torn", "torn here")])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -44,17 +44,19 @@ def unfinished(directory: Path, files: Files) -> Iterator[Path]:
                 folder.rmdir()
 
 
-def appear(paths: list[Path], directory: Path, files: Files) -> None:
-    """Rename whole files into a directory. When this returns, a power failure can't undo it. Raises: OSError."""
-    for path in paths:
+def appear(renamed: Mapping[Path, Path], files: Files) -> None:
+    """Rename whole files, each to what it maps to, all in one directory. When this returns, a power failure can't undo
+    it. Raises: OSError."""
+    for path in renamed:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             files.sync(fd)
         finally:
             os.close(fd)
-    for path in paths:
-        files.rename(path, directory / path.name)
-    sync_directory(files, directory)
+    for old, new in renamed.items():
+        files.rename(old, new)
+    for directory in {new.parent for new in renamed.values()}:
+        sync_directory(files, directory)
 
 
 def _empty(folder: Path, files: Files) -> None:

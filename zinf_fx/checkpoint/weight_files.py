@@ -125,6 +125,10 @@ def commit(shards: list[Shard], folder: Path, directory: Path, files: Files) -> 
 
     Raises: CheckpointError, and the old weights are there, or the new ones where all of them had appeared.
     """
+
+    def into(paths: list[Path]) -> dict[Path, Path]:
+        return {path: directory / path.name for path in paths}
+
     first = [shard.path for shard in shards]
     last = folder / INDEX if len(first) > 1 else first.pop()
     new = {last.name, *(path.name for path in first)}
@@ -134,9 +138,8 @@ def commit(shards: list[Shard], folder: Path, directory: Path, files: Files) -> 
     with refusals("renaming files with weights", directory):
         others = [path for path in folder.iterdir() if path.name not in (*new, LOCK)]
         try:
-            if first:
-                appear(first, directory, files)
-            appear([last], directory, files)
+            appear(into(first), files)
+            appear(into([last]), files)
         except BaseException:
             if last.exists():  # else the new weights count, and nothing of them may go
                 for path in first:
@@ -146,8 +149,7 @@ def commit(shards: list[Shard], folder: Path, directory: Path, files: Files) -> 
         for name in sorted({*_names_in(directory)} - new, key=lambda name: name != WHOLE):
             if name in (WHOLE, INDEX) or _SHARD.fullmatch(name):
                 files.remove(directory / name)
-        if others:
-            appear(others, directory, files)
+        appear(into(others), files)
 
 
 def _index(shards: list[Shard]) -> dict[str, object]:

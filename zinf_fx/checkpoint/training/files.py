@@ -9,11 +9,11 @@ whatever order they reach the device. What the manifest doesn't name is removed 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from pathlib import Path
 
+from zinf_fx.checkpoint.commit import appear
 from zinf_fx.checkpoint.files import FILES, LOCK, Files, locked, refusals, sync_directory
 from zinf_fx.errors import CheckpointError
 
@@ -46,6 +46,11 @@ def read_manifest(directory: Path) -> bytes:
     return content
 
 
+def manifest_in(directory: Path) -> bytes:
+    """The same, of a directory that may have none: nothing then."""
+    return read_manifest(directory) if (directory / MANIFEST).exists() else b""
+
+
 def _instead(directory: Path) -> str:
     if not directory.exists():
         return "there is no such directory; name one that save_checkpoint() wrote"
@@ -67,6 +72,12 @@ def leftovers(directory: Path, manifest: bytes) -> list[Path]:
     return [directory / name for name in found if name != MANIFEST and is_ours(name) and name.encode() not in manifest]
 
 
+def of_failed_save(directory: Path, save: str) -> list[Path]:
+    """What a save that failed wrote: none of it when its manifest is that of the directory, in spite of the failure."""
+    left = leftovers(directory, manifest_in(directory))
+    return [path for path in left if path.name == NEW_MANIFEST or path.name.startswith(f"data-{save}-")]
+
+
 def commit(files: Files, directory: Path, manifest: bytes) -> None:
     """Make the manifest that of the directory: see [Note: commits]. Its data files are on the device."""
     new = directory / NEW_MANIFEST
@@ -74,15 +85,9 @@ def commit(files: Files, directory: Path, manifest: bytes) -> None:
     fd = files.create(new)
     try:
         files.write(fd, manifest)
-        files.sync(fd)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            files.remove(new)
-        raise
     finally:
         os.close(fd)
-    files.rename(new, directory / MANIFEST)
-    sync_directory(files, directory)
+    appear({new: directory / MANIFEST}, files)
 
 
 def discard(directory: Path, files: Files = FILES) -> None:

@@ -85,17 +85,13 @@ def save(
         layout = laid_out(divided(ranks, collected.tensors))
         for tiers in {holding.tiers for holding in collected.tensors.values()} - {None}:
             rooms.enter_context(tiers.stepping())
+        token = ranks.of_first(secrets.token_hex(4), "the name of a checkpoint's files")
         with together(ranks, f"preparing {directory}"):
             if ranks.rank == 0:
-                rooms.enter_context(_prepared(directory, files))
-        token = ranks.of_first(secrets.token_hex(4), "the name of a checkpoint's files")
+                rooms.enter_context(_prepared(directory, files, token))
         paths = [directory / names.data_name(token, ranks.rank, number) for number in range(len(layout.sizes))]
-        try:
-            with refusals(f"saving a checkpoint of {in_words(sum(layout.sizes))}", directory):
-                sums = _written(ranks, layout, paths, files, report)
-        except BaseException:
-            _remove(files, paths)
-            raise
+        with refusals(f"saving a checkpoint of {in_words(sum(layout.sizes))}", directory):
+            sums = _written(ranks, layout, paths, files, report)
         found = ranks.of_all(_parts_saved(collected, layout, sums, paths), "what each rank saved")
         manifest = _manifest(found, values, _time_after(newest))
         with together(ranks, f"committing the checkpoint in {directory}"):
@@ -110,19 +106,24 @@ def save(
 
 
 @contextmanager
-def _prepared(directory: Path, files: Files) -> Iterator[None]:
-    """A block in which the directory is this process's to save to, without what is left of other saves."""
+def _prepared(directory: Path, files: Files, token: str) -> Iterator[None]:
+    """A block in which the directory is this process's to save to, without what is left of other saves. Where the block
+    fails, what all ranks wrote under this save's token is removed: other ranks can't know whether it was committed."""
     with refusals("making a directory for a checkpoint", directory):
         make_directory(files, directory)
     with locked(directory):
-        before = names.read_manifest(directory) if (directory / names.MANIFEST).exists() else b""
+        before = names.manifest_in(directory)
         if before and not begins_manifest(directory / names.MANIFEST):
             raise CheckpointError(
                 f"saving a checkpoint to {directory} was refused: its {names.MANIFEST} is another program's; choose "
                 "another directory"
             )
         _remove(files, names.leftovers(directory, before))
-        yield
+        try:
+            yield
+        except BaseException:
+            _remove(files, names.of_failed_save(directory, token))
+            raise
 
 
 def _written(ranks: Ranks, layout: Layout, paths: Sequence[Path], files: Files, report: Report) -> list[int]:
