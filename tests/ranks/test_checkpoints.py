@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import zinf_fx
 from zinf_fx.checkpoint.files import FILES
 from zinf_fx.checkpoint.training.contents import parts_of
 from zinf_fx.checkpoint.training.saving import save
-from zinf_fx.errors import CheckpointError
+from zinf_fx.errors import CheckpointError, StoreError
 
 Values = dict[str, tuple[str, bytes]]
 """The dtype and the bytes of tensors."""
@@ -145,11 +146,14 @@ def of_each_rank(rank: int, directory: Path) -> dict[str, Any]:
 class Sampler:
     def __init__(self, order: torch.Tensor) -> None:
         self.order = order
+        self.error: Exception | None = None
 
     def state_dict(self) -> dict[str, Any]:
         return {"order": self.order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.error is not None:
+            raise self.error
         self.order = state["order"]
 
 
@@ -234,6 +238,69 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path, how: str, why: str)
     first, second = on_ranks(2, failing, tmp_path, how)
     assert first.startswith("CheckpointError: collecting what is to be saved failed on rank 1 of 2: ") and why in first
     assert why in second and "on rank" not in second
+
+
+def loading_fails(rank: int, directory: Path, how: str) -> str:
+    """One rank alone can't load, or loads another checkpoint."""
+    job = Job("infinity-cpu")
+    for number in range(2):
+        job.save(directory / str(number) / "saved")
+        job.train(1)
+    job.adam.finish()
+    if rank == 1 and how == "step":
+
+        def failing() -> None:
+            raise StoreError("write", "somewhere", "the device failed")
+
+        job.adam.finish = failing
+    try:
+        os.chdir(directory / str(rank if how == "other" else 0))  # what a path leads to may be another place on each
+        job.load(Path("saved"))
+    except (CheckpointError, StoreError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_step_that_fails_on_one_rank_before_a_load_fails_on_all(tmp_path: Path):
+    first, second = on_ranks(2, loading_fails, tmp_path, "step")
+    assert first.startswith("CheckpointError: matching") and "rank 1 of 2: StoreError: store write failed" in first
+    assert second.startswith("StoreError: store write failed")
+
+
+def test_ranks_do_not_load_different_checkpoints(tmp_path: Path):
+    for text in on_ranks(2, loading_fails, tmp_path, "other"):
+        assert text.startswith("CheckpointError: loading saved was refused: ranks have different checkpoints there (")
+
+
+def damaged_and_refused(rank: int, directory: Path) -> tuple[str, str]:
+    """The bytes that one rank reads of the newest checkpoint are damaged, and what another one loads refuses them."""
+    job, sampler = Job("infinity-cpu"), Sampler(torch.zeros(1))
+    parts = {"schedule": job.schedule, "sampler": sampler}
+    manager = zinf_fx.CheckpointManager(directory, job.model, job.adam, every_steps=1, **parts)
+    for step in (1, 2):
+        manager.after_step(step)
+    if rank == 1:
+        (path,) = (directory / "step-00000002").glob("data-*-1-0.safetensors")
+        content = bytearray(path.read_bytes())
+        content[8192] ^= 1
+        path.write_bytes(content)
+    dist.barrier()
+    found = []
+    for error in (None, ValueError("another order")):
+        if rank == 0:
+            sampler.error = error
+        try:
+            found.append(str(manager.resume()))
+        except (CheckpointError, ValueError) as raised:
+            found.append(f"{type(raised).__name__}: {raised}")
+    return tuple(found)
+
+
+def test_all_ranks_resume_from_the_checkpoint_before_or_none(tmp_path: Path):
+    first, second = on_ranks(2, damaged_and_refused, tmp_path)
+    assert first[0] == second[0] == "1"
+    assert first[1] == "ValueError: another order"
+    assert second[1].startswith("CheckpointError: loading") and "rank 0 of 2: ValueError: another order" in second[1]
 
 
 def with_another_name(rank: int, directory: Path) -> str:

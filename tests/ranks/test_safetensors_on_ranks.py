@@ -95,8 +95,10 @@ def one_fails(rank: int, folder: Path) -> list[str]:
 
 def test_what_one_rank_finds_is_an_error_on_every_rank(tmp_path: Path):
     first, second = on_ranks(2, one_fails, tmp_path)
-    assert "making a folder" in first[0] and second[0].startswith("another rank failed: making a folder")
-    assert "of1' has no weights" in second[1] and first[1].startswith("another rank failed: ")
+    failed = "reserving room for weights failed on rank 0 of 2: CheckpointError: making a folder"
+    assert first[0].startswith("making a folder") and second[0].startswith(failed)
+    failed = "comparing weights with the model failed on rank 1 of 2: CheckpointError: "
+    assert "of1' has no weights" in second[1] and first[1] == failed + second[1]
 
 
 def _resident() -> tuple[int, int]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from zinf_fx.checkpoint.agreement import together
 from zinf_fx.checkpoint.commit import unfinished
 from zinf_fx.checkpoint.elements import pieces_of
 from zinf_fx.checkpoint.files import FILES, Files
@@ -48,12 +49,12 @@ def export(model: torch.nn.Module, directory: Path, limit: int, files: Files = F
         check_dtype(kind.dtype, f"'{name}'")
     groups = in_groups(kinds, limit)
     with ExitStack() as stack:
-        with everyone.told("whether there is room for an export"):
+        with together("reserving room for weights", *everyone.ranks):
             folder = stack.enter_context(unfinished(directory, files)) if everyone.is_first else directory
             shards = shards_for(groups, folder, directory)
             if everyone.is_first:
                 reserve(shards, files)
-        with everyone.told("an export"), closing(ShardWriter(files)) as writer:
+        with together("writing weights", *everyone.ranks), closing(ShardWriter(files)) as writer:
             for shard in shards:
                 if everyone.is_first:
                     writer.begin(shard)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from zinf_fx.checkpoint.agreement import together
 from zinf_fx.checkpoint.elements import fill
 from zinf_fx.checkpoint.files import lies_within
 from zinf_fx.checkpoint.naming import Everyone, names_of_tied, tensors_of, unwrapped
@@ -34,10 +35,10 @@ def load_safetensors(model: torch.nn.Module, path: str | Path) -> None:
     model, path = unwrapped(model), Path(path)
     tensors = tensors_of(model)
     everyone = Everyone(tensors.values())
-    with everyone.told("whether a checkpoint fits"):
+    with together("comparing weights with the model", *everyone.ranks):
         places = _places(path)
         _check_fit(model, tensors, places, path)
-    with everyone.told("the loading of a checkpoint"):
+    with together("loading weights", *everyone.ranks):
         by_file: dict[Path, list[str]] = {}
         for name, place in places.items():
             by_file.setdefault(place.path, []).append(name)

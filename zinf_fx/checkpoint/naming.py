@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import torch
 from torch._dynamo import OptimizedModule
@@ -57,31 +56,19 @@ def names_of_tied(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> l
 
 
 class Everyone:
-    """The ranks that have parts of some tensors: all of them act upon what any of them found."""
+    """The ranks that have parts of some tensors.
+
+    Attributes:
+        ranks: this one's groups of them.
+        is_first: whether this is the first of all.
+    """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         tensors = list(tensors)
         stored = [one for one in map(stored_parameter, tensors) if one is not None]
         config = stored[0].storage.config if stored else Config()
-        self._ranks = list(dict.fromkeys(one.storage.share.ranks for one in stored))
-        self.is_first = all(ranks.rank == 0 for ranks in self._ranks)
+        self.ranks = list(dict.fromkeys(one.storage.share.ranks for one in stored))
+        self.is_first = all(ranks.rank == 0 for ranks in self.ranks)
         for mesh in dict.fromkeys(one.device_mesh for one in tensors if isinstance(one, DTensor)):
             self.is_first = self.is_first and not any(mesh.get_coordinate() or ())
-            self._ranks += [tensor_ranks(config, group) for group in mesh.get_all_groups()]
-
-    @contextmanager
-    def told(self, what: str) -> Iterator[None]:
-        """What fails in the block on one rank is raised on all, at its end. All ranks have such a block."""
-        failure = None
-        try:
-            yield
-        except Exception as error:
-            failure = error
-        text = None if failure is None else str(failure)
-        for ranks in self._ranks:
-            found: list[str | None] = ranks.of_all(text, what)
-            text = next((one for one in found if one is not None), None)
-        if failure is not None:
-            raise failure
-        if text is not None:
-            raise CheckpointError(f"another rank failed: {text}")
+            self.ranks += [tensor_ranks(config, group) for group in mesh.get_all_groups()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from collections.abc import Callable, Mapping
@@ -12,8 +13,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zinf_fx.checkpoint.agreement import all_ranks, together
 from zinf_fx.checkpoint.files import refusals
-from zinf_fx.checkpoint.training.agreement import all_ranks, together
 from zinf_fx.checkpoint.training.contents import OPTIMIZER, Parts, between_steps, parts_of, streamed_in
 from zinf_fx.checkpoint.training.files import MANIFEST, read_manifest
 from zinf_fx.checkpoint.training.holdings import Holding
@@ -26,6 +27,7 @@ from zinf_fx.checkpoint.training.parts.state import ValuePart
 from zinf_fx.checkpoint.training.reading import Reader
 from zinf_fx.checkpoint.training.values import decode
 from zinf_fx.errors import CheckpointError, DamagedCheckpointError
+from zinf_fx.runtime.ranks import Ranks
 
 Report = Callable[[int], object]
 
@@ -50,21 +52,24 @@ def load_checkpoint(
 def load(directory: Path, parts: Parts, left_out: list[str], report: Report = lambda nbytes: None) -> dict[str, Any]:
     """As `load_checkpoint`. `report` is told of bytes that are where they belong."""
     ranks = all_ranks()
-    with together(ranks, f"looking at the checkpoint in {directory}"):
-        manifest = manifest_of(directory)
+    with together(f"looking at the checkpoint in {directory}", ranks):
+        content = read_manifest(directory)
+        manifest = from_text(content, str(directory / MANIFEST))
         check_files(directory, manifest)
-    with between_steps(parts, whole=False):
-        with together(ranks, f"matching the checkpoint in {directory} with what is to be loaded"):
+    _check_same(ranks, directory, f"that of {manifest.time}, {hashlib.sha256(content).hexdigest()[:16]}")
+    with ExitStack() as rooms:
+        with together(f"matching the checkpoint in {directory} with what is to be loaded", ranks):
+            rooms.enter_context(between_steps(parts, whole=False))
             matching = Matching(manifest.by_name(), ranks.rank, ranks.size, manifest.ranks)
             plain = _match(manifest, parts, left_out, matching)
         wanted = set().union(*ranks.of_all(matching.wanted, "which tensors are to be loaded"))
-        with together(ranks, f"loading the checkpoint in {directory}"):
+        with together(f"loading the checkpoint in {directory}", ranks):
             if differences := matching.all_differences(wanted):
                 raise CheckpointError(
                     f"the checkpoint in {directory} doesn't fit what is to be loaded: {listed(differences)}; nothing "
                     "was changed: build the model, its optimizer and what else there was as they were when it was saved"
                 )
-        with together(ranks, f"loading the checkpoint in {directory}"):
+        with together(f"loading the checkpoint in {directory}", ranks):
             for optimizer in streamed_in(parts):
                 optimizer.torn = LOADED_IN_PART
             try:
@@ -75,6 +80,17 @@ def load(directory: Path, parts: Parts, left_out: list[str], report: Report = la
         for optimizer in streamed_in(parts):
             optimizer.torn = None
     return plain
+
+
+def _check_same(ranks: Ranks, directory: Path, mine: str) -> None:
+    """Raises: CheckpointError, on all ranks, when they have different checkpoints before them. `mine`: this one's."""
+    found = ranks.of_all(mine, "which checkpoint is loaded")
+    if len(set(found)) > 1:
+        by_rank = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(found))
+        raise CheckpointError(
+            f"loading {directory} was refused: ranks have different checkpoints there ({by_rank}); give a directory "
+            "that is the same for all of them, and let none save to it meanwhile"
+        )
 
 
 def manifest_of(directory: Path) -> Manifest:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zinf_fx.checkpoint.training.agreement import all_ranks, together
+from zinf_fx.checkpoint.agreement import all_ranks, together
 from zinf_fx.checkpoint.training.catalog import STEP, Found, checkpoints_in, is_numbered, name_of
 from zinf_fx.checkpoint.training.contents import parts_of
 from zinf_fx.checkpoint.training.files import discard
@@ -85,7 +85,7 @@ class CheckpointManager:
         Raises: CheckpointError for one that doesn't fit the training, and when there are some, but none is whole.
         """
         ranks = all_ranks()
-        with together(ranks, f"looking for checkpoints in {self.directory}"):
+        with together(f"looking for checkpoints in {self.directory}", ranks):
             found = self._found() if ranks.rank == 0 else []
         there = [(str(one.path), one.step, one.damage) for one in reversed(found) if one.step is not None or one.damage]
         damaged = None
@@ -126,11 +126,11 @@ class CheckpointManager:
             raise ConfigError(f"{name!r} is no name for a checkpoint: give letters, digits, '_', '.' and '-'")
         path = self.directory / (name or name_of(step))
         parts, ranks = parts_of(self._model, self._optimizer, {**self._extra, STEP: step}), all_ranks()
-        with together(ranks, f"looking for checkpoints in {self.directory}"):
+        with together(f"looking for checkpoints in {self.directory}", ranks):
             before = self._swept() if ranks.rank == 0 else []
         save(path, parts, newest=max((one.manifest.time for one in before if one.manifest), default=None))
         self._saved_step, self._saved_at = step, time.monotonic()
-        with together(ranks, f"removing old checkpoints from {self.directory}"):
+        with together(f"removing old checkpoints from {self.directory}", ranks):
             self._remove_old(before, path)
         return path
 

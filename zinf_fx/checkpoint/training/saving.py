@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zinf_fx.checkpoint.agreement import all_ranks, together
 from zinf_fx.checkpoint.files import FILES, Files, locked, make_directory, refusals, sync_directory
 from zinf_fx.checkpoint.training import files as names
-from zinf_fx.checkpoint.training.agreement import all_ranks, together
 from zinf_fx.checkpoint.training.contents import Parts, between_steps, parts_of
 from zinf_fx.checkpoint.training.dividing import divided, equal_or_by_rank, merged
 from zinf_fx.checkpoint.training.layout import Layout, laid_out
@@ -77,16 +77,16 @@ def save(
     checkpoint that this one is to come after, whatever the clock says."""
     ranks, started = all_ranks(), time.perf_counter()
     with ExitStack() as rooms:
-        with together(ranks, "collecting what is to be saved"):
+        with together("collecting what is to be saved", ranks):
             rooms.enter_context(between_steps(parts, whole=True))
             collected = Collected(ranks.rank, ranks.size)
             mine = {name: {"kind": part.kind, **part.collect(collected)} for name, part in parts.items()}
+            for tiers in {holding.tiers for holding in collected.tensors.values()} - {None}:
+                rooms.enter_context(tiers.stepping())
         values = equal_or_by_rank(ranks, mine)
         layout = laid_out(divided(ranks, collected.tensors))
-        for tiers in {holding.tiers for holding in collected.tensors.values()} - {None}:
-            rooms.enter_context(tiers.stepping())
         token = ranks.of_first(secrets.token_hex(4), "the name of a checkpoint's files")
-        with together(ranks, f"preparing {directory}"):
+        with together(f"preparing {directory}", ranks):
             if ranks.rank == 0:
                 rooms.enter_context(_prepared(directory, files, token))
         paths = [directory / names.data_name(token, ranks.rank, number) for number in range(len(layout.sizes))]
@@ -94,7 +94,7 @@ def save(
             sums = _written(ranks, layout, paths, files, report)
         found = ranks.of_all(_parts_saved(collected, layout, sums, paths), "what each rank saved")
         manifest = _manifest(found, values, _time_after(newest))
-        with together(ranks, f"committing the checkpoint in {directory}"):
+        with together(f"committing the checkpoint in {directory}", ranks):
             if ranks.rank == 0:
                 check_sound(manifest, "the checkpoint to write")
                 text = to_text(manifest)
@@ -130,12 +130,12 @@ def _written(ranks: Ranks, layout: Layout, paths: Sequence[Path], files: Files, 
     """Write this rank's data files. Returns the checksums of its pieces."""
     with ExitStack() as descriptors:
         plain: list[int] = []
-        with together(ranks, "reserving space for the checkpoint"):
+        with together("reserving space for the checkpoint", ranks):
             for path, nbytes in zip(paths, layout.sizes, strict=True):
                 plain.append(files.create(path))
                 descriptors.callback(os.close, plain[-1])
                 files.reserve(plain[-1], nbytes)
-        with together(ranks, "writing the checkpoint"):
+        with together("writing the checkpoint", ranks):
             with opened(paths, writable=True) as handles:
                 sums = Writer(files, handles, report).write(layout.headers, layout.places)
             for fd in plain:
