@@ -34,7 +34,7 @@ CASES: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {
 def tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Of a file that is mapped."""
     monkeypatch.setattr(converting, "_LARGE", 1)
-    monkeypatch.setattr(converting, "_PIECE", 100)
+    monkeypatch.setattr(converting, "PIECE", 100)
     safetensors.torch.save_file({str(n): torch.randn(6, 10) for n in range(4)}, tmp_path / "file.safetensors")
     with safetensors.safe_open(tmp_path / "file.safetensors", framework="pt") as file:
         return [file.get_slice(name)[...] for name in file.keys()]  # noqa: SIM118

@@ -9,12 +9,21 @@ WINDOW_ALIGNMENT = 4096
 """Elements: windows, and as far as they can the tiles and the optimizer's chunks, begin at multiples of so many. Their
 byte offsets suit direct I/O for every dtype, and vectorised kernels cut a tensor where they would without windows."""
 
+PIECE = 16 << 20
+"""Bytes of a tensor that are in memory at a time, where it is moved piece by piece."""
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def blocks(nbytes: int) -> int:
     """So many bytes, in whole pages: what they take in the store."""
     return -(-nbytes // PAGE) * PAGE
+
+
+def pieces_of(elements: range, itemsize: int, nbytes: int = PIECE) -> list[range]:
+    """Consecutive elements of so many bytes each, in parts of `nbytes` at most that windows may be over."""
+    each = max(nbytes // itemsize // WINDOW_ALIGNMENT, 1) * WINDOW_ALIGNMENT
+    return [elements[start : start + each] for start in range(0, len(elements), each)]
 
 
 def in_words(nbytes: int) -> str:

@@ -15,6 +15,7 @@ from torch import nn
 import zinf_fx
 from zinf_fx.checkpoint import elements
 from zinf_fx.errors import CheckpointError
+from zinf_fx.sizes import PIECE, pieces_of
 
 PLACEMENTS = ["nvme", "host", "device", "infinity-nvme"]
 
@@ -95,12 +96,12 @@ def test_the_index_counts_what_there_is(tmp_path: Path, stored: Callable):
     assert index["metadata"]["total_parameters"] == sum(value.numel() for value in values)
 
 
-@pytest.mark.parametrize("piece", [elements.PIECE, 4096])
+@pytest.mark.parametrize("piece", [PIECE, 4096])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_models_are_loaded_from_what_the_library_writes(
     placement: str, piece: int, tmp_path: Path, stored: Callable, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(elements, "PIECE", piece)
+    monkeypatch.setattr(elements, "pieces_of", lambda elements, itemsize: pieces_of(elements, itemsize, piece))
     plain, model = net(1), stored(0, placement)
     parameters = list(model.parameters())
     safetensors.torch.save_model(plain, tmp_path / "plain.safetensors")

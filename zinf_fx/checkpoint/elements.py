@@ -15,14 +15,11 @@ from zinf_fx.runtime.tensor.gathered import gathered
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
-from zinf_fx.sizes import WINDOW_ALIGNMENT
-
-PIECE = 16 << 20
-"""Bytes of a tensor that are in memory at a time, where they can be had one after the other."""
+from zinf_fx.sizes import pieces_of
 
 
 @torch.no_grad()
-def pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def values_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """All elements of a tensor in order, flat, on the CPU; each piece is valid until the next is asked for.
 
     Of a tensor that several ranks have parts of, every rank asks for all pieces, and gets the same.
@@ -41,7 +38,7 @@ def pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _in_windows(held: StoredBytes) -> Iterator[torch.Tensor]:
     """All elements, in order: the next piece is on its way while one is looked at."""
-    parts = ranges(range(held.count), held.dtype)
+    parts = pieces_of(range(held.count), held.dtype.itemsize)
     windows = [held.window(part.start, len(part)) for part in parts[:1]]
     try:
         for number in range(len(parts)):
@@ -59,7 +56,7 @@ def _of_all_ranks(storage: TensorStorage, held: StoredBytes) -> Iterator[torch.T
     """All elements, in order: each rank sends the pieces of its parts to the others."""
     share = storage.share
     parts = [(rank, segment.of_rank(rank)) for segment in share.shards.segments for rank in range(share.ranks.shards)]
-    for rank, part in ((rank, part) for rank, whole in parts for part in ranges(whole, storage.dtype)):
+    for rank, part in ((rank, part) for rank, whole in parts for part in pieces_of(whole, storage.dtype.itemsize)):
         full = torch.empty(len(part), dtype=storage.dtype, device=storage.device.torch_device)
         window = held.device_window(share.position(part.start), len(part)) if rank == share.ranks.shard else None
         try:
@@ -92,7 +89,7 @@ def _fill_stored(tensor: StoredTensor, file: int, place: Place) -> None:
     storage, share = tensor.storage, tensor.storage.share
     held = storage.settled()
     owned = share.own if share.partitioned else (range(storage.numel),)
-    for part in (part for own in owned for part in ranges(own, storage.dtype)):
+    for part in (part for own in owned for part in pieces_of(own, storage.dtype.itemsize)):
         window = held.window(share.position(part.start), len(part), load=False)
         try:
             memory = window.wait()
@@ -123,7 +120,7 @@ def replace(storage: TensorStorage, value: torch.Tensor, after_piece: Callable[[
         storage.set(value)
         return
     held, elements = storage.settled(), storage.share.cut(value).reshape(-1)
-    for part in ranges(range(held.count), held.dtype):
+    for part in pieces_of(range(held.count), held.dtype.itemsize):
         window = held.window(part.start, len(part), load=False)
         try:
             copy = held.device.download(elements[part.start : part.stop], window.wait())
@@ -135,12 +132,6 @@ def replace(storage: TensorStorage, value: torch.Tensor, after_piece: Callable[[
         if after_piece is not None:
             after_piece()
     storage.share.stale = False
-
-
-def ranges(elements: range, dtype: torch.dtype) -> list[range]:
-    """Consecutive elements in parts of a piece each."""
-    each = max(PIECE // dtype.itemsize // WINDOW_ALIGNMENT, 1) * WINDOW_ALIGNMENT
-    return [range(start, min(start + each, elements.stop)) for start in range(elements.start, elements.stop, each)]
 
 
 def _read(memory: torch.Tensor, file: int, place: Place, first: int) -> None:

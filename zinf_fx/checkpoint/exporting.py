@@ -11,7 +11,7 @@ import torch
 
 from zinf_fx.checkpoint.agreement import together
 from zinf_fx.checkpoint.commit import unfinished
-from zinf_fx.checkpoint.elements import pieces_of
+from zinf_fx.checkpoint.elements import values_of
 from zinf_fx.checkpoint.files import FILES, Files
 from zinf_fx.checkpoint.naming import Everyone, names_of_tied, tensors_of, unwrapped
 from zinf_fx.checkpoint.safetensors_file import Kind, check_dtype
@@ -59,7 +59,7 @@ def export(model: torch.nn.Module, directory: Path, limit: int, files: Files = F
                 if everyone.is_first:
                     writer.begin(shard)
                 for name in shard.places:
-                    for piece in pieces_of(written[name]):
+                    for piece in values_of(written[name]):
                         writer.write(octets(piece))
             writer.finish()
             if everyone.is_first:

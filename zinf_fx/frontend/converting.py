@@ -13,9 +13,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from zinf_fx.runtime.memory.mapped import MappedFiles
+from zinf_fx.sizes import PIECE
 
-# Bytes of a result that is worth a file, and that are copied before what was mapped is let go.
-_LARGE, _PIECE = 64 << 20, 16 << 20
+# Bytes of a result that is worth a file.
+_LARGE = 64 << 20
 
 
 class Converting(TorchFunctionMode):
@@ -81,7 +82,7 @@ class Converting(TorchFunctionMode):
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         while source.dim() > 1 and source.shape[0] == 1:
             target, source = target[0], source[0]
-        rows = max(_PIECE * source.shape[0] // source.nbytes, 1)
+        rows = max(PIECE * source.shape[0] // source.nbytes, 1)
         for start in range(0, source.shape[0], rows):
             target[start : start + rows].copy_(source[start : start + rows])
             self._mapped.trim()

@@ -13,7 +13,7 @@ from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
-from zinf_fx.sizes import WINDOW_ALIGNMENT
+from zinf_fx.sizes import pieces_of
 
 
 class OrdinaryWindow:
@@ -94,11 +94,9 @@ def fill(target: StoredTensor, value: float) -> None:
 def current_chunks(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
     """First element and number of elements of each part that takes about `Config.chunk` bytes, of those that this rank
     has the present version of."""
-    elements = tensor.storage.config.chunk // tensor.dtype.itemsize
-    elements = max(elements // WINDOW_ALIGNMENT, 1) * WINDOW_ALIGNMENT
-    for part in tensor.storage.share.current:
-        for start in range(part.start, part.stop, elements):
-            yield start, min(elements, part.stop - start)
+    for current in tensor.storage.share.current:
+        for part in pieces_of(current, tensor.dtype.itemsize, tensor.storage.config.chunk):
+            yield part.start, len(part)
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from zinf_fx.checkpoint.commit import unfinished
 from zinf_fx.checkpoint.files import FILES, Files
 from zinf_fx.checkpoint.safetensors_file import Kind, check_dtype
 from zinf_fx.checkpoint.training.boxes import Box
-from zinf_fx.checkpoint.training.holdings import CHUNK
 from zinf_fx.checkpoint.training.loading import check_files
 from zinf_fx.checkpoint.training.manifest import Manifest, SavedTensor
 from zinf_fx.checkpoint.training.open_files import opened
@@ -21,6 +20,7 @@ from zinf_fx.checkpoint.training.reading import Reader
 from zinf_fx.checkpoint.weight_files import ShardWriter, commit, in_groups, reserve, shards_for
 from zinf_fx.errors import CheckpointError
 from zinf_fx.runtime.memory.buffers import octets
+from zinf_fx.sizes import pieces_of
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,7 @@ class _InFile:
         return [range(self.box.numel)] if self.box.numel else []
 
     def chunks(self, elements: range) -> list[range]:
-        each = CHUNK // self.saved.dtype.itemsize
-        starts = range(elements.start, elements.stop, each)
-        return [range(start, min(start + each, elements.stop)) for start in starts]
+        return pieces_of(elements, self.saved.dtype.itemsize)
 
     def open_for_writing(self, elements: range) -> _Elements:
         return _Elements(torch.empty(len(elements), dtype=self.saved.dtype), self.writer)

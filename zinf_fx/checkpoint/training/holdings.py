@@ -17,10 +17,7 @@ from zinf_fx.runtime.tensor.local_parameter import local_part
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.tiers import Tiers
 from zinf_fx.runtime.tensor.windows import Window
-from zinf_fx.sizes import WINDOW_ALIGNMENT
-
-CHUNK = 16 << 20
-"""Bytes that are read or written at a time, at most."""
+from zinf_fx.sizes import PIECE, pieces_of
 
 
 class OrdinaryElements:
@@ -121,15 +118,6 @@ class Holding:
         return self.tensor.storage.usable_tiers() if isinstance(self.tensor, StoredTensor) else None
 
     @property
-    def chunk(self) -> int:
-        """How many elements to read or write at a time: no more than the optimizer's step does."""
-        nbytes, tiers = CHUNK, self.tiers
-        if tiers is not None:
-            planned = None if tiers.chunk_elements is None else tiers.chunk_elements * self.dtype.itemsize
-            nbytes = min(nbytes, self.tensor.storage.config.chunk, planned or nbytes)
-        return max(nbytes // self.dtype.itemsize // WINDOW_ALIGNMENT, 1) * WINDOW_ALIGNMENT
-
-    @property
     def own(self) -> list[range]:
         """The elements, by number in the box, that this rank is to save, if others have the rest."""
         parts = (range(self.box.numel),)
@@ -145,9 +133,12 @@ class Holding:
         return [range(self.box.numel)] if self.box.numel else []
 
     def chunks(self, elements: range) -> list[range]:
-        """Consecutive elements, in parts that are read or written at a time."""
-        starts = range(elements.start, elements.stop, self.chunk)
-        return [range(start, min(start + self.chunk, elements.stop)) for start in starts]
+        """Consecutive elements, in parts that are read or written at a time: no more than the optimizer's step does."""
+        nbytes, tiers = PIECE, self.tiers
+        if tiers is not None:
+            planned = None if tiers.chunk_elements is None else tiers.chunk_elements * self.dtype.itemsize
+            nbytes = min(nbytes, self.tensor.storage.config.chunk, planned or nbytes)
+        return pieces_of(elements, self.dtype.itemsize, nbytes)
 
     def open_for_reading(self, elements: range) -> Window | OrdinaryElements:
         """A window in host memory over some elements of one range. Their read starts now."""
@@ -156,7 +147,7 @@ class Holding:
     def open_for_writing(self, elements: range) -> Window | OrdinaryElements:
         """The same, over elements that are all to be set, and stored then; few others are on their way to the store."""
         if (tiers := self.tiers) is not None:
-            tiers.limit_writes(CHUNK)
+            tiers.limit_writes(PIECE)
         return self._open(elements, load=False)
 
     def _open(self, elements: range, *, load: bool) -> Window | OrdinaryElements:

@@ -15,12 +15,10 @@ import torch
 from zinf_fx.runtime.memory.buffers import octets
 from zinf_fx.runtime.memory.mapped import memory_of_file
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes
-from zinf_fx.sizes import WINDOW_ALIGNMENT
+from zinf_fx.sizes import pieces_of
 
 SMALLEST = 1 << 20
 """Bytes of a value that is worth a file of its own."""
-
-_PIECE = 16 << 20  # bytes
 
 
 def spilled(value: StoredBytes | torch.Tensor, directory: Path) -> torch.Tensor:
@@ -39,9 +37,8 @@ def spilled(value: StoredBytes | torch.Tensor, directory: Path) -> torch.Tensor:
 
 def _pieces(held: StoredBytes) -> Iterable[torch.Tensor]:
     """All elements in order; each piece is valid until the next is asked for."""
-    each = _PIECE // held.dtype.itemsize // WINDOW_ALIGNMENT * WINDOW_ALIGNMENT
-    for start in range(0, held.count, each):
-        window = held.window(start, min(each, held.count - start)).read_only()
+    for part in pieces_of(range(held.count), held.dtype.itemsize):
+        window = held.window(part.start, len(part)).read_only()
         try:
             yield window.wait()
         finally:
