@@ -115,8 +115,24 @@ def test_two_ranks_accumulate(row: Row, tmp_path: Path) -> None:
     row.compare(found["stored"], found["plain"], to=DDP)
 
 
-@pytest.mark.row("transformers", 'the same with `save_strategy="epoch"`, where the first rank alone saves')
+@pytest.mark.row(
+    "transformers",
+    '`zinf_fx.integrations.transformers.Trainer`, 2 ranks: `save_strategy="epoch"`, `resume_from_checkpoint`',
+)
+def test_two_ranks_resume(row: Row, tmp_path: Path) -> None:
+    expected = results_of("with_trainer.py", 2, "plain", tmp_path, "2", "no")
+    row.compare(results_of("with_trainer.py", 2, "stored", tmp_path, "2", "epoch"), expected, to=DDP)
+    found = results_of("with_trainer.py", 2, "stored", tmp_path, "2", "epoch", "resumed")
+    row.compare(found, expected, to=DDP)
+    assert not list(tmp_path.rglob("optimizer.pt"))
+    saved = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "stored" / "checkpoint-4")
+    row.compare(saved.parameters(), expected[-len(list(saved.parameters())) :], to=DDP)
+
+
+@pytest.mark.row(
+    "transformers", 'transformers\' own `Trainer`, 2 ranks, `save_strategy="epoch"`: the first rank alone saves'
+)
 def test_one_rank_saves(row: Row, tmp_path: Path) -> None:
-    (told,) = results_of("with_trainer.py", 2, "stored", tmp_path, "1", "epoch", ends=False)
+    (told,) = results_of("with_trainer.py", 2, "stored", tmp_path, "1", "epoch", "theirs", ends=False)
     assert "must ask for it at the same point" in told and "rank 1 in torch.distributed.all_gather()" in told
     row.add("refused: " + re.sub(r"/\S*/site-packages/", "", told))

@@ -18,7 +18,7 @@ def trained(rank: int, folder: str) -> dict[str, object]:
     from test_transformers import _gpt2
 
     import zinf_fx
-    import zinf_fx.integrations.accelerate
+    from zinf_fx.integrations.transformers import Trainer
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1")
     runs = {}
@@ -33,12 +33,8 @@ def trained(rank: int, folder: str) -> dict[str, object]:
         if options:
             zinf_fx.offload(model, placement="zero-3", collective_timeout=60)
             torch._dynamo.reset()
-        runs[name] = run = transformers.Trainer(
-            model=model, args=arguments, train_dataset=texts(), eval_dataset=texts(4)
-        )
-        if options:
-            run.model_wrapped = run.accelerator.prepare_model(run.model, evaluation_mode=True)
-            run.model_wrapped.no_sync = zinf_fx.no_sync
+        kind = Trainer if options else transformers.Trainer
+        runs[name] = run = kind(model=model, args=arguments, train_dataset=texts(), eval_dataset=texts(4))
         run.train()
     plain, stored = runs.values()
     same = [

@@ -1,8 +1,9 @@
 """transformers' Trainer, as users write it for `torchrun`: plainly (DistributedDataParallel), or with zinf.
 
-torchrun --standalone --nproc-per-node 2 with_trainer.py plain|stored DIRECTORY MICRO_BATCHES no|epoch
+torchrun --standalone --nproc-per-node 2 with_trainer.py plain|stored DIRECTORY MICRO_BATCHES no|epoch [resumed|theirs]
 
-The last two are how many micro-batches a step accumulates, and the Trainer's `save_strategy`.
+How many micro-batches a step accumulates, and the Trainer's `save_strategy`. `resumed`: from the first epoch's
+checkpoint; `theirs`: a stored model with transformers' own Trainer.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import vision  # noqa: F401
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+from transformers import Trainer as TheirTrainer
 
 import zinf_fx
 import zinf_fx.errors
-import zinf_fx.integrations.accelerate
+from zinf_fx.integrations.transformers import Trainer
 
 how, directory, micro_batches, saves = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+resumed, theirs = sys.argv[5:] == ["resumed"], how == "plain" or sys.argv[5:] == ["theirs"]
 compiled = {"torch_compile": True, "torch_compile_backend": "zinf"} if how == "stored" else {}
 arguments = TrainingArguments(  # first of all: this is what initialises torch.distributed
     output_dir=str(directory / how), per_device_train_batch_size=2, gradient_accumulation_steps=micro_batches,
@@ -39,9 +42,11 @@ if how == "stored":  # then the model: it is divided over the ranks that there a
 
 tokens = torch.randint(3, 64, (20, 12), generator=torch.Generator().manual_seed(1))
 texts = [{"input_ids": row, "labels": row} for row in tokens]
-trainer = Trainer(model=model, args=arguments, train_dataset=texts[:16], eval_dataset=texts[16:])
+trainer = (TheirTrainer if theirs else Trainer)(
+    model=model, args=arguments, train_dataset=texts[:16], eval_dataset=texts[16:]
+)
 try:
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resumed and str(directory / how / f"checkpoint-{4 // micro_batches}"))
 except zinf_fx.errors.RanksError as error:
     torch.save([str(error)], directory / f"{how}.pt")
     raise

@@ -1,0 +1,122 @@
+"""transformers' Trainer for stored models: all ranks save and resume, by the checkpoints of zinf_fx, in bounded memory.
+
+transformers' own Trainer writes all states of an optimizer to one file, on its first rank alone. Here all ranks save,
+each its shares. A folder `checkpoint-N` has the weights as safetensors files, which `from_pretrained` reads, a
+checkpoint of the optimizer and the scheduler in `zinf/`, and beside them what the Trainer writes for any model.
+
+[Note: the Trainer's methods]
+`train` and `save_model` are public. What of an optimizer is saved, and how anything is loaded, the Trainer leaves to
+methods whose names begin with an underscore; tests/integrations/test_saving_in_trainer.py looks for them.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+
+import zinf_fx.integrations.accelerate  # noqa: F401  (so that the Trainer's arguments accept this backend)
+from zinf_fx.checkpoint.exporting import export_safetensors
+from zinf_fx.checkpoint.importing import load_safetensors
+from zinf_fx.checkpoint.training.beside_weights import load_beside_weights, save_beside_weights
+from zinf_fx.checkpoint.weight_files import INDEX, WHOLE
+from zinf_fx.integrations.saving import STATES, is_stored
+from zinf_fx.runtime.gradients.reduction import no_sync
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+class ForStoredModels:
+    """Makes a Trainer of any library one for stored models: `class Mine(ForStoredModels, SFTTrainer)`.
+
+    All ranks call `save_model`. Compiled models are trained without DistributedDataParallel, which would hold memory
+    for all gradients. Of a model of which nothing is stored, nothing is done differently.
+    """
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any) -> Any:
+        """As the Trainer's. `resume_from_checkpoint=True` takes the last folder that was saved to its end."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = _last_whole(Path(self.args.output_dir)) or True
+        if self.args.world_size > 1 and self.model_wrapped is self.model and is_stored(self.model):
+            self.model_wrapped = self.accelerator.prepare_model(self.model, evaluation_mode=True)
+            self.model_wrapped.no_sync = no_sync
+        return super().train(resume_from_checkpoint, *arguments, **options)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if not is_stored(self.model):
+            super().save_model(output_dir, _internal_call)
+            return
+        folder = Path(output_dir or self.args.output_dir)
+        if _internal_call and self.args.should_save:  # the Trainer writes it last: until then, nothing here is whole
+            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
+        if _has_adapters(self.model):
+            trained = _with_trained_values(self.model)
+            if self.args.should_save:
+                self._save(str(folder), trained)
+        else:
+            export_safetensors(self.model, folder)
+            if self.args.should_save:
+                self._save_what_reads_texts(folder)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_what_reads_texts(self, folder: Path) -> None:
+        processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if processing is not None:
+            processing.save_pretrained(folder)
+        torch.save(self.args, folder / TRAINING_ARGS_NAME)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if is_stored(self.model):
+            save_beside_weights(Path(output_dir, STATES), self.model, self.optimizer, scheduler=self.lr_scheduler)
+        else:
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        if not self._load_weights(Path(resume_from_checkpoint)):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if not self._load_weights(Path(self.state.best_model_checkpoint)):
+            super()._load_best_model()
+
+    def _load_weights(self, folder: Path) -> bool:
+        """Load the weights in a folder, piece by piece, if it has those of a whole model that is stored."""
+        if not is_stored(self.model) or not any((folder / name).is_file() for name in (WHOLE, INDEX)):
+            return False
+        load_safetensors(self.model, folder)
+        return True
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and (states := Path(checkpoint, STATES)).is_dir():
+            load_beside_weights(states, self.model, self.optimizer, scheduler=self.lr_scheduler)
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+
+class Trainer(ForStoredModels, transformers.Trainer):
+    """transformers' Trainer for stored models, whose ranks save and resume together, each its shares."""
+
+
+def _last_whole(folder: Path) -> str | None:
+    """The last checkpoint's folder that has all that a Trainer writes there."""
+    found = [one.parent for one in folder.glob(f"*/{TRAINER_STATE_NAME}") if _CHECKPOINT.fullmatch(one.parent.name)]
+    return str(max(found, key=lambda one: int(one.name.partition("-")[2]))) if found else None
+
+
+def _has_adapters(model: torch.nn.Module) -> bool:
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def _with_trained_values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict of a model with adapters, in which what is trained has been gathered. All ranks call this."""
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    state = model.state_dict()
+    gathered = {name for name, value in state.items() if name in trained and hasattr(value, "full_tensor")}
+    return {name: value.full_tensor() if name in gathered else value for name, value in state.items()}
