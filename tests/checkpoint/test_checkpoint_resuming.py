@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import Job, assert_equal
+from jobs import Job, assert_equal, value_of
 
 import zinf_fx
 
@@ -117,3 +117,34 @@ def test_a_plain_training(tmp_path: Path):
     zinf_fx.load_checkpoint(tmp_path, *second)
     assert train(*second) == losses
     assert all(map(torch.equal, first[0].parameters(), second[0].parameters()))
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme", None])
+def test_gradients_of_all_models(tmp_path: Path, placement: str | None):
+    """As of a generator and a discriminator, that share a layer."""
+
+    def training(seed: int) -> tuple[torch.nn.Module, torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        shared = torch.nn.Linear(40, 40)
+        models = [torch.nn.Sequential(shared, torch.nn.Linear(40, 30)).bfloat16() for _ in range(2)]
+        if placement is not None:
+            for model in models:
+                zinf_fx.offload(model, store=tmp_path, placement=placement)
+        return (*models, zinf_fx.optim.SGD([*models[0].parameters(), *models[1][1].parameters()], lr=0.1))
+
+    def gradients(*models: torch.nn.Module) -> dict[str, torch.Tensor]:
+        return {f"{n}.{name}": value_of(p.grad) for n, one in enumerate(models) for name, p in one.named_parameters()}
+
+    first, other, optimizer = training(1)
+    for model in (first, other):
+        model(torch.ones(2, 40, dtype=torch.bfloat16)).float().square().sum().backward()
+    zinf_fx.save_checkpoint(tmp_path / "saved", first, optimizer, other=other)
+    expected = gradients(first, other)
+
+    second, another, optimizer = training(2)
+    zinf_fx.load_checkpoint(tmp_path / "saved", second, optimizer, other=another)
+    assert_equal(gradients(second, another), expected)
+
+    third, _, _ = training(3)
+    zinf_fx.load_checkpoint(tmp_path / "saved", third, other=None)
+    assert_equal(gradients(third), {name: one for name, one in expected.items() if name.startswith("0.")})

@@ -34,7 +34,7 @@ def parts_of(model: torch.nn.Module, optimizer: Optimizer | None, extra: Mapping
             prefix = "" if name == MODEL else f"{name}/"
             names = {p: prefix + its_name for p, its_name in parameter_names(one).items()} | names
     parts = {name: _part(name, one, names) for name, one in named.items()}
-    return parts | {GradientsPart.name: GradientsPart(model), RandomPart.name: RandomPart()}
+    return parts | {GradientsPart.name: GradientsPart(names), RandomPart.name: RandomPart()}
 
 
 def _part(name: str, one: object, names: Mapping[torch.Tensor, str]) -> Part | ValuePart:

@@ -60,7 +60,7 @@ def load(directory: Path, parts: Parts, left_out: list[str], report: Report = la
     with ExitStack() as rooms:
         with together(f"matching the checkpoint in {directory} with what is to be loaded", ranks):
             rooms.enter_context(between_steps(parts, whole=False))
-            matching = Matching(manifest.by_name(), ranks.rank, ranks.size, manifest.ranks)
+            matching = Matching(manifest.by_name(), left_out, ranks.rank, ranks.size, manifest.ranks)
             plain = _match(manifest, parts, left_out, matching)
         wanted = set().union(*ranks.of_all(matching.wanted, "which tensors are to be loaded"))
         with together(f"loading the checkpoint in {directory}", ranks):

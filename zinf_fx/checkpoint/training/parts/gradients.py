@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from zinf_fx.checkpoint.training.parts.module import parameter_names
 from zinf_fx.checkpoint.training.parts.part import Collected, Matching
 from zinf_fx.runtime.gradients.accumulate import new_gradient
 from zinf_fx.runtime.tensor.local_parameter import local_part, stored_parameter
@@ -18,24 +17,31 @@ from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 
 class GradientsPart:
-    """The `grad` of each parameter of a model that has one. One that was consumed in backward is none."""
+    """The `grad` of each parameter of all models that has one. One that was consumed in backward is none."""
 
     kind = "gradients"
     name = "gradients"
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._parameters = {name: parameter for parameter, name in parameter_names(module).items()}
+    def __init__(self, names: Mapping[torch.Tensor, str]) -> None:
+        """`names`: those of the parameters."""
+        self._names = names
 
     def collect(self, collected: Collected) -> dict[str, Any]:
-        present = {n: p.grad for n, p in self._parameters.items() if p.grad is not None and not _is_gone(p.grad)}
-        for name, gradient in present.items():
-            collected.add(gradient, self._full_name(name, collected.rank if _is_alone(gradient) else None))
-        return {"of": {name: {"alone": _is_alone(gradient)} for name, gradient in present.items()}}
+        of: dict[str, dict[str, bool]] = {}
+        for parameter, name in self._names.items():
+            gradient = parameter.grad
+            if gradient is not None and not _is_gone(gradient):
+                of[name] = {"alone": _is_alone(gradient)}
+                collected.add(gradient, self._full_name(name, collected.rank if _is_alone(gradient) else None))
+        return {"of": of}
 
     def match(self, values: Mapping[str, Any], matching: Matching) -> None:
+        parameters = {name: parameter for parameter, name in self._names.items()}
         gradients: dict[str, torch.Tensor] = {}
         for name, how in values["of"].items():
-            if name not in self._parameters:
+            if name.startswith(matching.left_out):
+                continue
+            if name not in parameters:
                 matching.differences.append(f"the gradient of '{name}' is in the checkpoint alone")
                 continue
             if how["alone"] and matching.ranks != matching.ranks_then:
@@ -46,9 +52,9 @@ class GradientsPart:
                 continue
             full_name = self._full_name(name, matching.rank if how["alone"] else None)
             dtype = matching.saved(full_name).dtype
-            gradients[name] = _space(self._parameters[name], dtype, reduced=not how["alone"])
+            gradients[name] = _space(parameters[name], dtype, reduced=not how["alone"])
             matching.target(full_name, gradients[name])
-        for name, parameter in self._parameters.items():
+        for name, parameter in parameters.items():
             matching.begin.append(partial(_set, parameter, gradients.get(name)))
 
     def _full_name(self, name: str, rank: int | None) -> str:

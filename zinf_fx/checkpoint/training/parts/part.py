@@ -74,6 +74,7 @@ class Matching:
     """Where the tensors of a checkpoint belong, what is done before and after they are read, and what doesn't fit.
 
     Attributes:
+        left_out: how the names of parameters of models that are left out begin.
         rank, ranks: this one's number, and how many there are; `ranks_then`: how many there were.
         targets: what is to be read, and for what.
         begin, end: what is done before and after the tensors are read; what can fail is done before.
@@ -81,7 +82,11 @@ class Matching:
         wanted: the names of tensors that were asked for; `prefixes`: how those begin of which all have to be.
     """
 
-    def __init__(self, saved: Mapping[str, SavedTensor], rank: int = 0, ranks: int = 1, ranks_then: int = 1) -> None:
+    def __init__(
+        self, saved: Mapping[str, SavedTensor], left_out: Iterable[str], rank: int, ranks: int, ranks_then: int
+    ) -> None:
+        """`left_out`: the names of parts."""
+        self.left_out = tuple(f"{name}/" for name in left_out)
         self.rank, self.ranks, self.ranks_then = rank, ranks, ranks_then
         self.targets: list[tuple[SavedTensor, Holding]] = []
         self.begin: list[Callable[[], None]] = []
