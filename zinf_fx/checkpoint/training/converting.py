@@ -92,7 +92,7 @@ def to_safetensors(
         shards = shards_for(in_groups(kinds, limit), folder, target)
         reserve(shards, files)
         writer = rooms.enter_context(closing(ShardWriter(files)))
-        handles = rooms.enter_context(opened([source / file.path for file in manifest.files], writable=False))
+        handles = rooms.enter_context(opened([source / file.path for file in manifest.files]))
         reader = rooms.enter_context(closing(Reader(handles, report)))
         for shard in shards:
             writer.begin(shard)

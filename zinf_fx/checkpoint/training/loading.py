@@ -172,7 +172,7 @@ def _read(directory: Path, manifest: Manifest, matching: Matching, report: Repor
     with ExitStack() as rooms:
         for tiers in stores:
             rooms.enter_context(tiers.stepping())
-        handles = rooms.enter_context(opened([directory / file.path for file in manifest.files], writable=False))
+        handles = rooms.enter_context(opened([directory / file.path for file in manifest.files]))
         reader = rooms.enter_context(closing(Reader(handles, report)))
         for saved, holding in sorted(matching.targets, key=_first_place):
             reader.read(saved, holding)

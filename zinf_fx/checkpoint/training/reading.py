@@ -11,7 +11,7 @@ import torch
 
 from zinf_fx.checkpoint.training.boxes import Box, copy_common
 from zinf_fx.checkpoint.training.manifest import Piece, SavedBox, SavedTensor
-from zinf_fx.checkpoint.training.under_way import UnderWay
+from zinf_fx.checkpoint.training.under_way import IN_FLIGHT, UnderWay
 from zinf_fx.errors import DamagedCheckpointError
 from zinf_fx.interrupts import let_through
 from zinf_fx.native.engine import READ, File, crc32c_at
@@ -21,19 +21,27 @@ from zinf_fx.sizes import PAGE
 
 
 class Memory:
-    """What pieces are read into: that of one that is gone is there for the next, and not given back and taken anew."""
+    """What pieces are read into: that of one that is gone is there for the next, and not given back and taken anew, as
+    far as all that is free is no more than what may be under way."""
 
     def __init__(self) -> None:
-        self._free: dict[int, list[torch.Tensor]] = {}
+        self._free: dict[int, list[torch.Tensor]] = {}  # by their sizes in bytes
+        self._nbytes = 0
 
     def take(self, nbytes: int) -> torch.Tensor:
         """At least so many bytes, in whole pages."""
         size = max(1 << (nbytes - 1).bit_length(), PAGE)
         free = self._free.get(size)
-        return free.pop() if free else aligned_empty(size)
+        if not free:
+            return aligned_empty(size)
+        self._nbytes -= size
+        return free.pop()
 
     def give(self, memory: torch.Tensor) -> None:
         """Nobody uses what was taken any more."""
+        self._nbytes += memory.numel()
+        if self._nbytes > IN_FLIGHT:  # of sizes that other tensors had
+            self._free, self._nbytes = {}, memory.numel()
         self._free.setdefault(memory.numel(), []).append(memory)
 
 

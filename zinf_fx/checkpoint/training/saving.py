@@ -128,20 +128,18 @@ def _prepared(directory: Path, files: Files, token: str) -> Iterator[None]:
 
 def _written(ranks: Ranks, layout: Layout, paths: Sequence[Path], files: Files, report: Report) -> list[int]:
     """Write this rank's data files. Returns the checksums of its pieces."""
-    with ExitStack() as descriptors:
-        plain: list[int] = []
-        with together("reserving space for the checkpoint", ranks):
-            for path, nbytes in zip(paths, layout.sizes, strict=True):
-                plain.append(files.create(path))
-                descriptors.callback(os.close, plain[-1])
-                files.reserve(plain[-1], nbytes)
-        with together("writing the checkpoint", ranks):
-            with opened(paths, writable=True) as handles:
-                sums = Writer(files, handles, report).write(layout.headers, layout.places)
-            for fd in plain:
-                files.sync_data(fd)
-            if paths:
-                sync_directory(files, paths[0].parent)
+    with together("reserving space for the checkpoint", ranks):
+        for path, nbytes in zip(paths, layout.sizes, strict=True):
+            fd = files.create(path)
+            try:
+                files.reserve(fd, nbytes)
+            finally:
+                os.close(fd)
+    with together("writing the checkpoint", ranks):
+        with opened(paths, files) as handles:
+            sums = Writer(files, handles, report).write(layout.headers, layout.places)
+        if paths:
+            sync_directory(files, paths[0].parent)
     return sums
 
 

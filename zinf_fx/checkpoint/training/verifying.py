@@ -36,7 +36,7 @@ def damages_of(directory: Path, manifest: Manifest, report: Callable[[int], obje
         report(reading.nbytes)
         under_way.end_first()
 
-    with opened([directory / manifest.files[number].path for number in usable], writable=False) as handles:
+    with opened([directory / manifest.files[number].path for number in usable]) as handles:
         for tensor, piece in manifest.pieces():
             if piece.file not in usable:
                 continue

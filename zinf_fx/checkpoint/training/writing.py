@@ -45,12 +45,12 @@ class Writer:
         """
         self._sums = []
         try:
-            for file, header in zip(self._opened, headers, strict=True):
-                memory = aligned_empty(len(header))
-                memory[:] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-                self._files.start_write(file, memory.data_ptr(), 0, len(header), memory).wait()
+            begun = -1
             for place in places:
                 let_through()
+                if place.file != begun:
+                    begun = place.file
+                    self._begin(self._opened[begun], headers[begun])
                 while not self._reading.has_room(place.nbytes):
                     self._write_first()
                 self._reading.add(_Piece(place, self._open(place)), place.nbytes)
@@ -62,6 +62,11 @@ class Writer:
             self._give_up()
             raise
         return self._sums
+
+    def _begin(self, file: File, header: bytes) -> None:
+        memory = aligned_empty(len(header))
+        memory[:] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        self._files.start_write(file, memory.data_ptr(), 0, len(header), memory).wait()
 
     def _open(self, place: Place) -> Window | OrdinaryElements:
         """A window, for which there may be room only when those that are open are gone."""

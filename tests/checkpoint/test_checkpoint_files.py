@@ -1,0 +1,70 @@
+"""What is open and in memory at a time while data files are written and read."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from breaking_files import LosingPower, put
+from torch import nn
+
+from zinf_fx.checkpoint.files import Files
+from zinf_fx.checkpoint.training import open_files, saving
+from zinf_fx.checkpoint.training.catalog import look_at
+from zinf_fx.checkpoint.training.contents import parts_of
+from zinf_fx.checkpoint.training.layout import laid_out
+from zinf_fx.checkpoint.training.loading import load
+from zinf_fx.checkpoint.training.reading import Memory
+from zinf_fx.checkpoint.training.under_way import IN_FLIGHT
+from zinf_fx.checkpoint.training.verifying import damages_of
+
+
+def data_files_open() -> int:
+    links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+    return sum("/data-" in os.readlink(one) for one in links if os.path.lexists(one))
+
+
+def net(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Linear(40, 40) for _ in range(6)))
+
+
+def test_some_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Tensors that lie side by side are in files of their own; a file that was closed is on the device."""
+    monkeypatch.setattr(open_files, "AT_ONCE", 3)
+    monkeypatch.setattr(saving, "laid_out", partial(laid_out, largest=1))
+    seen: list[int] = []
+
+    class Counted(LosingPower):
+        def start_write(self, *arguments: object) -> object:
+            seen.append(data_files_open())
+            return Files.start_write(self, *arguments)
+
+    (root := tmp_path / "disk").mkdir()
+    first, disk = net(1), Counted(root)
+    saving.save(root / "saved", parts_of(first, None, {}), disk)
+    assert len(list((root / "saved").glob("data-*"))) == 12 and max(seen) == 3
+    for image in disk.after():
+        second = net(2)
+        directory = put(image, tmp_path / "image") / "saved"
+        load(directory, parts_of(second, None, {}), ["optimizer"], lambda nbytes: seen.append(data_files_open()))
+        assert all(map(torch.equal, second.parameters(), first.parameters()))
+        assert damages_of(directory, look_at(directory).manifest, lambda nbytes: seen.append(data_files_open())) == []
+    assert max(seen) == 3 and data_files_open() == 0
+
+
+def test_memory_that_is_free_is_bounded_over_all_sizes():
+    memory = Memory()
+    references = []
+    for size in (1 << power for power in range(12, 25)):
+        taken = [memory.take(size) for _ in range(IN_FLIGHT // size)]
+        references += map(weakref.ref, taken)
+        while taken:
+            memory.give(taken.pop())
+        again = memory.take(size)
+        assert any(one() is again for one in references)
+    assert sum(one.nbytes for reference in references if (one := reference()) is not None) <= IN_FLIGHT
