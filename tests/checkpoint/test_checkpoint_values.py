@@ -48,6 +48,9 @@ def test_any_plain_value(value: Any):
         Counter({30: 1, 80: 2}),
         OrderedDict([("b", 1), ("a", 2)]),
         deque([1.5, 2.5]),
+        deque([1, 2], maxlen=2),
+        deque(maxlen=0),
+        bytearray(b"ab"),
         {1, 2, 3},
         frozenset("ab"),
         torch.Size([2, 3]),
@@ -64,6 +67,7 @@ def test_any_plain_value(value: Any):
 def test_values_of_other_types(value: Any):
     found = there_and_back(value)
     assert found == value and type(found) is type(value)
+    assert getattr(found, "maxlen", None) == getattr(value, "maxlen", None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn])
@@ -87,7 +91,14 @@ def test_nan_and_numpy():
 
 
 @pytest.mark.parametrize(
-    "value", [{"$code": "print()"}, {"$tensor": ["float32", [2], "AAAA"]}, {"$dtype": "load"}, {"$tensor": 3}]
+    "value",
+    [
+        {"$code": "print()"},
+        {"$tensor": ["float32", [2], "AAAA"]},
+        {"$dtype": "load"},
+        {"$tensor": 3},
+        {"$bounded": [[1], -1]},
+    ],
 )
 def test_what_is_no_value_is_refused(value: Any):
     with pytest.raises(CheckpointError, match="can't be read"):

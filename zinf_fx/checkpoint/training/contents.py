@@ -13,7 +13,7 @@ from zinf_fx.checkpoint.training.parts.module import ModulePart, parameter_names
 from zinf_fx.checkpoint.training.parts.optimizer import OptimizerPart
 from zinf_fx.checkpoint.training.parts.part import Part
 from zinf_fx.checkpoint.training.parts.randomness import RandomPart
-from zinf_fx.checkpoint.training.parts.state import GeneratorPart, Stateful, StatePart, ValuePart
+from zinf_fx.checkpoint.training.parts.state import Stateful, StatePart, ValuePart
 from zinf_fx.errors import CheckpointError
 from zinf_fx.optim.streamed import Streamed
 from zinf_fx.runtime.exclusive import RUNNING
@@ -42,9 +42,7 @@ def _part(name: str, one: object, names: Mapping[torch.Tensor, str]) -> Part | V
         return ModulePart(name, one)
     if isinstance(one, Optimizer):
         return OptimizerPart(name, one, names)
-    if isinstance(one, torch.Generator):
-        return GeneratorPart(name, one)
-    return StatePart(name, one) if isinstance(one, Stateful) else ValuePart(name, one)
+    return StatePart(name, one) if isinstance(one, (Stateful, torch.Generator)) else ValuePart(name, one)
 
 
 def _check(model: object, optimizer: object, extra: Mapping[str, object]) -> None:

@@ -60,12 +60,14 @@ def encode(value: object, what: str, keep: Keep) -> Any:
         return encode_tensor(value, what, keep)
     if isinstance(value, dict):
         return _encode_mapping(value, what, keep)
+    if kind is deque and value.maxlen is not None:
+        return {"$bounded": [_several(value, what, keep), value.maxlen]}
     for name, made in _SEQUENCES.items():
         if kind is made:
             in_order = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
             return {f"${name}": _several(in_order, what, keep)}
     if kind in (bytes, bytearray):
-        return {"$bytes": base64.b64encode(value).decode()}
+        return {f"${kind.__name__}": base64.b64encode(value).decode()}
     if kind is complex:
         return {"$complex": _several((value.real, value.imag), what, keep)}
     if kind in (torch.dtype, torch.device):
@@ -116,8 +118,11 @@ def _decode(name: str, content: Any, find: Find) -> Any:
         return int(content)
     if name == "float":
         return float(content)
-    if name == "bytes":
-        return base64.b64decode(content, validate=True)
+    if name == "bounded":
+        return deque(decode(content[0], find), content[1])
+    if name in ("bytes", "bytearray"):
+        content = base64.b64decode(content, validate=True)
+        return content if name == "bytes" else bytearray(content)
     if name == "complex":
         return complex(*(decode(one, find) for one in content))
     if name == "dtype":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -23,35 +24,20 @@ class Stateful(Protocol):
 
 
 class StatePart:
-    """What has `state_dict` and `load_state_dict`, made of plain values and tensors."""
+    """What has `state_dict` and `load_state_dict`, made of plain values and tensors, or a random generator."""
 
-    kind = "state"
-
-    def __init__(self, name: str, owner: Stateful) -> None:
-        self.name, self._owner = name, owner
-
-    def collect(self, collected: Collected) -> dict[str, Any]:
-        return {"state": encode(self._owner.state_dict(), self.name, collected.keep)}
-
-    def match(self, values: Mapping[str, Any], matching: Matching) -> None:
-        state = decode(values["state"], matching.in_memory)
-        matching.end.append(lambda: self._owner.load_state_dict(state))
-
-
-class GeneratorPart:
-    """A random generator."""
-
-    kind = "generator"
-
-    def __init__(self, name: str, generator: torch.Generator) -> None:
-        self.name, self._generator = name, generator
+    def __init__(self, name: str, owner: Stateful | torch.Generator) -> None:
+        self.name = name
+        if isinstance(owner, torch.Generator):
+            self.kind, self._get, self._set = "generator", owner.get_state, owner.set_state
+        else:
+            self.kind, self._get, self._set = "state", owner.state_dict, owner.load_state_dict
 
     def collect(self, collected: Collected) -> dict[str, Any]:
-        return {"state": encode(self._generator.get_state(), self.name, collected.keep)}
+        return {"state": encode(self._get(), self.name, collected.keep)}
 
     def match(self, values: Mapping[str, Any], matching: Matching) -> None:
-        state = decode(values["state"], matching.in_memory)
-        matching.end.append(lambda: self._generator.set_state(state))
+        matching.end.append(partial(self._set, decode(values["state"], matching.in_memory)))
 
 
 class ValuePart:
