@@ -27,8 +27,19 @@ def test_two_ranks(row: Row, tmp_path: Path) -> None:
     row.compare(found["stored"], found["plain"], to="to `DistributedDataParallel`")
 
 
-@pytest.mark.row("accelerate", "`save_state`, 2 ranks: the first one alone saves")
+@pytest.mark.row(
+    "accelerate", "`zinf_fx.integrations.accelerate.Accelerator`, 2 ranks: `save_state`, `load_state`, `save_model`"
+)
+def test_two_ranks_save(row: Row, tmp_path: Path) -> None:
+    found = {how: results_of("with_accelerate.py", 2, how, tmp_path, "save") for how in ("plain", "stored")}
+    row.compare(found["stored"], found["plain"], to="to `DistributedDataParallel`")
+    plain, stored = (load_file(tmp_path / how / "model" / "model.safetensors") for how in ("plain", "stored"))
+    row.compare((stored[name] for name in plain), plain.values(), to="to `DistributedDataParallel`")
+    assert not list((tmp_path / "stored").rglob("optimizer.bin"))
+
+
+@pytest.mark.row("accelerate", "accelerate's own `save_state`, 2 ranks: the first one alone saves")
 def test_one_rank_saves(row: Row, tmp_path: Path) -> None:
-    (told,) = results_of("with_accelerate.py", 2, "stored", tmp_path, "save", ends=False)
+    (told,) = results_of("with_accelerate.py", 2, "stored", tmp_path, "save", "theirs", ends=False)
     assert "must ask for it at the same point" in told
     row.add("refused: " + told)

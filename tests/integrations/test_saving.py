@@ -18,7 +18,11 @@ from torch import nn
 import zinf_fx
 from zinf_fx.runtime.tensor.storage import AbstractStorage, TensorStorage
 
-accelerate = pytest.importorskip("accelerate")
+pytest.importorskip("accelerate")
+
+import accelerate
+
+from zinf_fx.integrations.accelerate import Accelerator
 
 
 @pytest.fixture
@@ -94,13 +98,14 @@ def test_files_equal_those_of_the_plain_model(
         assert all(torch.equal(value, stored[file][name]) for name, value in values.items())
 
 
-def test_accelerate_saves_and_loads_states(tmp_path: Path):
+@pytest.mark.parametrize("kind", [accelerate.Accelerator, Accelerator], ids=["accelerate's", "ours"])
+def test_accelerate_saves_and_loads_states(tmp_path: Path, kind: type, monkeypatch: pytest.MonkeyPatch):
     tokens = torch.randint(64, (3, 2, 12))
 
     def prepared(store: str) -> tuple[accelerate.Accelerator, nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = zinf_fx.offload(_gpt2(), store=tmp_path / store, placement="nvme")
-        accelerator = accelerate.Accelerator(cpu=True)
+        accelerator = kind(cpu=True)
         return accelerator, *accelerator.prepare(model, zinf_fx.optim.AdamW(model.parameters(), lr=1e-2))
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> float:
@@ -114,8 +119,17 @@ def test_accelerate_saves_and_loads_states(tmp_path: Path):
         (tmp_path / store).mkdir()
     accelerator, *trained = prepared("first")
     step(*trained, tokens[0])
-    accelerator.save_state(tmp_path / "state")
+    with monkeypatch.context() as patch:
+        if kind is Accelerator:
+            patch.setattr(TensorStorage, "value", lambda storage: pytest.fail("a whole tensor was gathered"))
+        accelerator.save_state(tmp_path / "state")
     expected = [step(*trained, batch) for batch in tokens[1:]]
     accelerator, *resumed = prepared("second")
-    accelerator.load_state(tmp_path / "state")
+    with monkeypatch.context() as patch:
+        if kind is Accelerator:
+            patch.setattr(TensorStorage, "value", lambda storage: pytest.fail("a whole tensor was gathered"))
+        accelerator.load_state(tmp_path / "state")
     assert [step(*resumed, batch) for batch in tokens[1:]] == expected
+    assert (tmp_path / "state" / "optimizer.bin").exists() == (kind is accelerate.Accelerator)
+    read = _gpt2()
+    safetensors.torch.load_model(read, tmp_path / "state" / "model.safetensors")

@@ -34,7 +34,9 @@ log = logging.getLogger("zinf_fx")
 PATIENCE = 1.0
 _ADVICE = (
     "a collective of all ranks: each must ask for it at the same point, also where one alone uses what it gives. What "
-    "saves a model on one rank gathers it there: call full_tensor() of each value of its state_dict on every rank first"
+    "saves a model on one rank gathers it there: use zinf_fx.save_checkpoint() or export_safetensors() on every rank, "
+    "the Trainer of zinf_fx.integrations.transformers, or the Accelerator of zinf_fx.integrations.accelerate; else, "
+    "call full_tensor() of each value of its state_dict on every rank first"
 )
 _ENDED = -1  # in place of the number of collectives: this rank asks for nothing any more
 

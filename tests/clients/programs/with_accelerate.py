@@ -1,6 +1,8 @@
 """A training loop of accelerate, as users write it, plainly or with zinf: prepare, save_state, load_state.
 
-torchrun --standalone --nproc-per-node 2 with_accelerate.py plain|stored DIRECTORY train|save
+torchrun --standalone --nproc-per-node 2 with_accelerate.py plain|stored DIRECTORY train|save [theirs]
+
+`theirs`: a stored model with accelerate's own Accelerator.
 """
 
 from __future__ import annotations
@@ -12,15 +14,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import vision  # noqa: F401
-from accelerate import Accelerator
+from accelerate import Accelerator as TheirAccelerator
 from torch import nn
 
 import zinf_fx
 import zinf_fx.errors
-import zinf_fx.integrations.accelerate
+from zinf_fx.integrations.accelerate import Accelerator
 
 how, directory, saves = sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "save"
-accelerator = Accelerator(  # first of all: this is what initialises torch.distributed
+theirs = how == "plain" or sys.argv[4:] == ["theirs"]
+accelerator = (TheirAccelerator if theirs else Accelerator)(  # first of all: this initialises torch.distributed
     cpu=True, gradient_accumulation_steps=2, dynamo_backend="zinf" if how == "stored" else None
 )
 torch.manual_seed(0)
