@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch import nn
 from twins import Net, assert_same_gradients, fresh_dynamo, pair, x  # noqa: F401
 
 import zinf_fx
+from zinf_fx.sizes import blocks
 
 CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "cpu": lambda m: m.cpu(),
@@ -72,3 +74,23 @@ def test_a_language_model_with_tied_weights(tmp_path: Path, conversion: str) -> 
             CONVERSIONS[conversion](model)
         assert stored.head.weight is stored.tokens.weight
         assert all(p.equal(q) for p, q in zip(stored.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("pack", [None, "auto"])
+@pytest.mark.parametrize("finishes", [True, False])
+def test_the_space_of_the_old_values_is_free_right_after_a_conversion(tmp_path: Path, pack: str | None, finishes: bool):
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)), nn.Linear(64, 1, bias=False))
+    zinf_fx.offload(model, store=tmp_path, placement="nvme", pack=pack)
+    run = torch.compile(model, backend="zinf")
+    optimizer = zinf_fx.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        step(run, optimizer, torch.randn(64))
+    optimizer.zero_grad()
+    if finishes:
+        optimizer.finish()
+    homes = [weakref.ref(p.storage.bytes.home) for p in model.parameters()]
+    store = model[0].weight.storage.tiers.store_in_use
+    model.double()
+    assert [home() for home in homes] == [None] * 9
+    assert store.in_use == sum(blocks(p.nbytes) for p in model.parameters())
+    step(model, zinf_fx.optim.SGD(model.parameters(), lr=0.1), torch.randn(64).double())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
@@ -44,7 +45,7 @@ class Bytes(NamedTuple):
 
 class Batch:
     """Updates that come together. What is known of all of them is worked out once, and serves again in the next step
-    when the same tensors come again.
+    when the same tensors come again. Where a parameter gets another storage, it does not keep what the old one had.
 
     Attributes:
         updates: each parameter's.
@@ -68,6 +69,8 @@ class Batch:
         gradients = [states.gradient for states in self.states]
         self.streams_gradients = all(isinstance(one, StoredTensor) and not one.views for one in gradients)
         self._chunks: tuple[int, list[Chunk]] | None = None
+        mine = weakref.ref(self)
+        self._storages = [weakref.ref(storage, lambda gone: _let_go_of_bytes(mine())) for storage in storages]
 
     @staticmethod
     def of(several: Sequence[Batch]) -> Batch:
@@ -132,6 +135,13 @@ class Batch:
             cuts = cut(shares, elements, whole=lambda owner: isinstance(owner, PackedStates))
             chunks += [(recipe, pieces) for pieces in cuts]
         return sorted(chunks, key=lambda chunk: chunk[1][0].owner.parameter.storage.key)
+
+
+def _let_go_of_bytes(batch: Batch | None) -> None:
+    """A parameter's storage is gone. This batch does not come again: see `RecurringBatch`."""
+    if batch is not None:
+        batch.bytes, batch._chunks = [], None
+        batch.__dict__.pop("homes", None)
 
 
 class RecurringBatch:
