@@ -204,8 +204,10 @@ def apart(second: dict[str, Any], pack: object) -> tuple[list, list[set[str]]]:
             optimizer.step()
             optimizer.zero_grad()
     found += [p.full_tensor() for p in model.parameters()]
-    packs = [{member.name.split(".")[-3] for member in tile.members} for tile in plans[0].tiles if tile.members]
-    return found, packs
+    plans.append(zinf_fx.export_plan(model, (torch.randn(5, 24),), world_size=2))
+    several = [[{m.name.split(".")[-3] for m in tile.members} for tile in plan.tiles if tile.members] for plan in plans]
+    assert all(packs == several[0] for packs in several)
+    return found, several[0]
 
 
 def treated_apart(rank: int) -> dict[str, bool]:

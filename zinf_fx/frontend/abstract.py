@@ -36,6 +36,7 @@ def abstract_parameter(parameter: torch.nn.Parameter, what: str, config: Config)
         raise StoredTensorError(f"{what} is a {type(parameter).__name__}: only plain nn.Parameter can be stored")
     part = local_part(parameter)
     storage = AbstractStorage(tier, config, part.numel(), part.dtype)
+    storage.stands_for = None if stored is None else stored.storage
     device = torch.device("cpu") if part.is_meta else part.device
     twin = StoredTensor.of(storage, part.shape, device)
     if isinstance(parameter, DTensor):

@@ -47,8 +47,9 @@ def tiles_of(
         # Hooks on a gradient are autograd's to run: such a gradient stays an output.
         moves = tensor.is_leaf and tensor.requires_grad and not tensor.views and not tensor.has_gradient_hooks
         config = placed(base.config, placement)
-        trained_by = numbers.setdefault(tensor.storage.share.ranks, len(numbers))
-        treatments[token.name] = (_treated(config), trained_by)
+        known = tensor.storage.stands_for or tensor.storage
+        trained_by = numbers.setdefault(known.share.ranks, len(numbers))
+        treatments[token.name] = (_treated(placed(known.config, placement)), trained_by)
         owner = Owners(config, ranks).next(0)  # whichever: a plan is the same for all
         shards = shards_of(base.shape, base.dtype, ranks, config, owner) if ranks > 1 else None
         tiles[token.name] = Tile(

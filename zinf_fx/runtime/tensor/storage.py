@@ -56,9 +56,11 @@ class TensorStorage:
         gradient: where that of a parameter goes.
         label: what users know the tensor by.
         lease: what every tensor with these bytes holds, where their memory goes back with the last of them.
+        stands_for: the one of an offloaded parameter that this is, without bytes, while a plan is made.
     """
 
     lease: weakref.ref[object] | None = None
+    stands_for: TensorStorage | None = None
 
     _by_key: ClassVar[weakref.WeakValueDictionary[int, TensorStorage]] = weakref.WeakValueDictionary()
 
