@@ -21,6 +21,7 @@ from zinf_fx.errors import StoreError
 from zinf_fx.optim.step import StreamedStep
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.execute.executor import EXECUTOR
+from zinf_fx.runtime.memory.buffers import Arena
 from zinf_fx.runtime.tensor.tiers import Tiers
 
 HOST = {"parameters": "host", "gradients": "host", "activations": "device"}
@@ -138,6 +139,23 @@ def test_a_child_that_drops_its_parents_gradients_gives_no_memory_back(tmp_path:
     model.zero_grad()
     gc.collect()
     assert not home._leased._is_there
+
+
+def test_a_child_that_drops_its_parents_tensors_gives_no_memory_back() -> None:
+    arena = Arena("host memory", 1 << 20)
+    taken = [arena.lease(4096).owning_tensor((1024,), torch.float32)]
+
+    def drop() -> None:
+        taken.clear()
+        assert arena.in_use == 4096
+        own = arena.lease(4096).owning_tensor((1024,), torch.float32)
+        assert arena.in_use == 8192
+        del own
+        assert arena.in_use == 4096
+
+    assert _in_child(drop) == ""
+    taken.clear()
+    assert arena.in_use == 0
 
 
 def test_a_child_waits_for_no_lock_of_another_thread(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import weakref
 from collections.abc import Callable
 
@@ -12,21 +13,23 @@ from zinf_fx.interrupts import finalizing
 class _Remains(weakref.ref):
     """What is to be given back when an owner is gone. (One object: the garbage collector counts them.)"""
 
-    __slots__ = ("give_back",)
+    __slots__ = ("give_back", "pid")
     give_back: Callable[[], None]
+    pid: int
 
 
 _waiting: dict[int, _Remains] = {}  # by their ids: an owner may be nothing that can be hashed
 
 
 def when_gone(owner: object, give_back: Callable[[], None]) -> None:
-    """Call `give_back` when `owner` is gone. Not at exit, when everything goes.
+    """Call `give_back` when `owner` is gone. Not at exit, when everything goes, nor in a process made by fork, where
+    nothing is to be given back.
 
     `weakref.finalize` forgets what to do before it begins to do it. Python drops an exception that comes meanwhile, and
     Ctrl-C would leave memory taken for ever. Here it is left to `give_back_remains`.
     """
     reference = _Remains(owner, _give_back)
-    reference.give_back = give_back
+    reference.give_back, reference.pid = give_back, os.getpid()
     _waiting[id(reference)] = reference
 
 
@@ -39,7 +42,7 @@ def give_back_remains() -> None:
 
 @finalizing
 def _give_back(reference: _Remains) -> None:
-    if _waiting.pop(id(reference), None) is not None:
+    if _waiting.pop(id(reference), None) is not None and os.getpid() == reference.pid:
         reference.give_back()
 
 

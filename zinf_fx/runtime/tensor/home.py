@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -201,9 +200,8 @@ class Home:
 
     def _at_end(self, owner: object, release: Callable[..., None], *arguments: object) -> None:
         """Call `release` when `owner` is gone, and nothing is under way to or from this: what comes next in its place
-        must not be overtaken. Not at exit, when the whole scratch directory goes, nor in a process made by fork, where
-        nothing is to be given back."""
-        when_gone(owner, partial(_release, os.getpid(), self._writes, self.reads, release, *arguments))
+        must not be overtaken."""
+        when_gone(owner, partial(_release, self._writes, self.reads, release, *arguments))
 
 
 class _Leased:
@@ -245,8 +243,6 @@ def _await(tickets: Iterable[Ticket]) -> None:
             ticket.wait()
 
 
-def _release(pid: int, writes: Under, reads: Under, release: Callable[..., None], *arguments: object) -> None:
-    if os.getpid() != pid:
-        return
+def _release(writes: Under, reads: Under, release: Callable[..., None], *arguments: object) -> None:
     _await(ticket for _, ticket in (*reads, *writes))
     release(*arguments)
