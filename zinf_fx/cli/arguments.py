@@ -115,7 +115,8 @@ def _estimate(commands: argparse._SubParsersAction) -> None:
         help="what training a model takes: memory, bandwidth, time, wear",
         description="Estimates training with Adam from the formulas of the ZeRO and ZeRO-Infinity papers: the memory "
         "of each state, which placement is the first to fit, the bandwidth that an efficiency takes, the time of a "
-        "step, and how fast it wears the disks. The model is a TARGET, or a Transformer of given dimensions.",
+        "step, what checkpoints on disk cost, and how fast the disks wear. The model is a TARGET, or a Transformer of "
+        "given dimensions.",
     )
     parser.add_argument("target", metavar="TARGET", nargs="?", help=TARGET_HELP + "; the inputs are one device's")
     model = parser.add_argument_group("a Transformer")
@@ -153,6 +154,8 @@ def _estimate(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--efficiency", metavar="E", nargs="+", default=["0.5", "0.9"], help="to give bandwidths for (0.5 0.9)"
     )
+    parser.add_argument("--save-every", metavar="MINUTES", default="30", help="to save a checkpoint to disk (30)")
+    parser.add_argument("--keep", metavar="N", default="3", help="checkpoints that stay on disk (3)")
     parser.add_argument(
         "--reproduce", action="store_true", help="print the papers' tables beside the formulas' figures"
     )

@@ -34,7 +34,8 @@ def run(options: argparse.Namespace) -> None:
     if options.peak is not None:
         peak = parse_positive(options.peak, "peak") * 1e12
         machine = replace(machine, achievable=1.0, peak={**machine.peak, workload.dtype: peak})
-    found = estimate(workload, machine, wanted=wanted, preset=options.placement)
+    keep, minutes = parse_count(options.keep, "keep"), parse_positive(options.save_every, "save-every")
+    found = estimate(workload, machine, wanted=wanted, preset=options.placement, save_every=60 * minutes, keep=keep)
     print(json.dumps(_data(found), indent=1) + "\n" if options.json else estimate_text(found), end="")
 
 

@@ -17,9 +17,8 @@ from zinf_fx.config import PRESETS
 from zinf_fx.errors import ConfigError
 from zinf_fx.estimate.fitting import Fit, fit
 from zinf_fx.estimate.workload import Workload
-from zinf_fx.plan.hardware import Hardware, Memory
-
-_SECONDS_PER_DAY = 86_400
+from zinf_fx.plan.hardware import SECONDS_PER_DAY, Hardware, Memory
+from zinf_fx.plan.saving import Checkpoints, checkpoints
 
 
 @dataclass(frozen=True)
@@ -76,6 +75,7 @@ class Estimate:
         predictions: by preset, those first that cost less to communicate.
         chosen: the preset that bandwidths are given for: that asked for, else the first to fit; None if none does.
         needs: bandwidths for the chosen preset.
+        saves: what checkpoints on disk cost with the chosen preset.
     """
 
     workload: Workload
@@ -84,6 +84,7 @@ class Estimate:
     predictions: tuple[Prediction, ...]
     chosen: Prediction | None
     needs: tuple[Need, ...]
+    saves: Checkpoints | None
 
     def flops(self, seconds: float) -> float:
         """FLOP per second of one device when a step takes so long."""
@@ -91,13 +92,20 @@ class Estimate:
 
 
 def estimate(
-    workload: Workload, hardware: Hardware, *, wanted: Sequence[float] = (), preset: str | None = None
+    workload: Workload,
+    hardware: Hardware,
+    *,
+    wanted: Sequence[float] = (),
+    preset: str | None = None,
+    save_every: float = 1800.0,
+    keep: int = 3,
 ) -> Estimate:
     """What the workload takes on the hardware.
 
     Args:
         wanted: efficiencies between 0 and 1 to give bandwidths for.
         preset: to give them for this one, not for the first that fits.
+        save_every: seconds from one checkpoint on disk to the next; `keep`: how many there are.
 
     Raises: ConfigError.
     """
@@ -112,7 +120,10 @@ def estimate(
     chosen = by_name[preset] if preset else next((one for one in predictions if one.fits), None)
     states = {state: round(evaluate(per_device((), [state]), values)) for state in STATES}
     needs = tuple(_needs(chosen, workload, hardware, values, wanted)) if chosen else ()
-    return Estimate(workload, hardware, states, predictions, chosen, needs)
+    saved = {state: nbytes for state, nbytes in states.items() if state != "gradients"}
+    in_store = [n for state, n in saved.items() if chosen and getattr(PRESETS[chosen.preset], state) == "nvme"]
+    saves = checkpoints(sum(saved.values()), sum(in_store), hardware, every=save_every, kept=keep) if chosen else None
+    return Estimate(workload, hardware, states, predictions, chosen, needs, saves)
 
 
 def _values(workload: Workload, hardware: Hardware) -> dict[sympy.Symbol, float]:
@@ -152,8 +163,7 @@ def _predict(preset: str, workload: Workload, hardware: Hardware, values: Mappin
     times = step_time(moved)
     overlapped = evaluate(times.overlapped, values)
     disk_written = hardware.ranks * evaluate(moved.disk_written, values)
-    per_day = disk_written / hardware.nodes / overlapped * _SECONDS_PER_DAY
-    endurance = hardware.nvme.endurance
+    per_day = disk_written / hardware.nodes / overlapped * SECONDS_PER_DAY
     return Prediction(
         preset=preset,
         fit=placed,
@@ -163,7 +173,7 @@ def _predict(preset: str, workload: Workload, hardware: Hardware, values: Mappin
         disk_read=round(hardware.ranks * evaluate(moved.disk_read, values)),
         disk_written=round(disk_written),
         written_per_day=per_day,
-        days=endurance / per_day if per_day and endurance is not None else None,
+        days=hardware.nvme.days_until_worn(per_day),
     )
 
 

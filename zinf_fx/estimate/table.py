@@ -6,6 +6,7 @@ import math
 
 from zinf_fx.config import TIERS
 from zinf_fx.estimate.prediction import Estimate, Prediction
+from zinf_fx.plan.saving import Checkpoints
 from zinf_fx.sizes import in_words
 from zinf_fx.tables import counted, table
 
@@ -27,6 +28,7 @@ def estimate_text(estimate: Estimate) -> str:
         parts.append(_lack(estimate))
     else:
         parts += [_bandwidths(estimate, estimate.chosen), _step(estimate, estimate.chosen), _disk(estimate.chosen)]
+        parts.append(_saves(estimate, estimate.chosen, estimate.saves))
     return "\n\n".join(parts) + "\n"
 
 
@@ -132,9 +134,39 @@ def _disk(chosen: Prediction) -> str:
         ["read per step, all nodes", in_words(chosen.disk_read)],
         ["written per step, all nodes", in_words(chosen.disk_written)],
         ["written per day and node", f"{chosen.written_per_day / 1e12:,.1f} TB"],
-        ["days until the drives are worn", "unknown" if chosen.days is None else f"{chosen.days:,.0f}"],
+        ["days until the drives are worn", _days(chosen.written_per_day, chosen.days)],
     ]
     return f"DISK with {chosen.preset}, all overlapped\n\n" + table(rows)
+
+
+def _saves(estimate: Estimate, chosen: Prediction, saves: Checkpoints) -> str:
+    workload, states = estimate.workload, estimate.states
+    ways = {"copied": saves.copied, "by generations": saves.by_generations}
+    if saves.copied == saves.by_generations:
+        del ways["by generations"]
+    several = ways.values()
+    title = f"CHECKPOINTS ON DISK with {chosen.preset}, every {saves.every / 60:,.4g} minutes, {saves.kept:,} kept"
+    has = (
+        f"Each has {in_words(states['parameters'])} of parameters in {workload.dtype}, "
+        f"{in_words(states['optimizer'])} of the\noptimizer's states, and no gradients."
+    )
+    rows = [
+        ["written for one, all nodes", *(in_words(one.written) for one in several)],
+        ["seconds, at the drives' rate", *(_digits(one.seconds) for one in several)],
+        ["on disk besides training, all nodes", *(in_words(one.on_disk) for one in several)],
+        ["written per day and node", *(f"{one.written_per_day / 1e12:,.1f} TB" for one in several)],
+        ["days until they alone wear the drives", *(_days(one.written_per_day, one.days) for one in several)],
+    ]
+    text = f"{title}\n\n{has}\n\n" + table(rows, ["", *ways])
+    if len(ways) > 1:
+        text += "\n\nBy generations: on the store's file system, what is in the store stays there."
+    return text
+
+
+def _days(written_per_day: float, days: float | None) -> str:
+    if not written_per_day:
+        return "never"
+    return "unknown" if days is None else f"{days:,.0f}"
 
 
 def _lack(estimate: Estimate) -> str:

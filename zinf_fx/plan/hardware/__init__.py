@@ -14,6 +14,8 @@ from typing import Annotated, Literal, get_args
 from zinf_fx.config import Positive, parse_bytes, parse_positive, parse_rate, shortened
 from zinf_fx.errors import ConfigError
 
+SECONDS_PER_DAY = 86_400
+
 # -- what a value may be ----------------------------------------------------------------------------------------------
 
 
@@ -77,6 +79,10 @@ class Disks(Memory):
     """
 
     endurance: _Endurance
+
+    def days_until_worn(self, written_per_day: float) -> float | None:
+        """Days until they are, when so many bytes are written per day; None where that isn't known, or none are."""
+        return self.endurance / written_per_day if written_per_day and self.endurance is not None else None
 
 
 @dataclass(frozen=True)
