@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zinf_fx.checkpoint.training.boxes import Box, copy_common
+from zinf_fx.runtime.tensor.boxes import Box, copy_common
 
 
 @st.composite

@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import training
 from ranks.launching import on_ranks
-from torch.distributed.checkpoint.api import CheckpointException
 
 import zinf_fx
 from zinf_fx.errors import RanksError
@@ -34,25 +33,23 @@ def first_error(call: Callable[[], object]) -> Found:
     started = time.monotonic()
     try:
         call()
-    except (RanksError, CheckpointException) as error:
+    except RanksError as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - started, records
     finally:
         logging.getLogger("zinf_fx").removeHandler(handler)
     return "", time.monotonic() - started, records
 
 
-def alone(rank: int, folder: str) -> dict[str, Found]:
+def alone(rank: int) -> dict[str, Found]:
     """What each rank is told, where they do different things. What follows a failure has other ranks' groups."""
     found: dict[str, Found] = {}
     models = {
         timeout: zinf_fx.offload(training.model(), placement="zero-3", collective_timeout=timeout)
-        for timeout in (60.0, 61.0, 5.0, 62.0)
+        for timeout in (60.0, 5.0, 62.0)
     }
-    apart, saving, absent, model = models.values()
+    apart, absent, model = models.values()
     names = [name for name, _ in apart.named_parameters()]
     found["different tensors"] = first_error(lambda: apart.get_parameter(names[rank]).full_tensor())
-    dist.barrier()
-    found["dcp.save"] = first_error(lambda: dcp.save(saving.state_dict(), checkpoint_id=folder))
     dist.barrier()
     if rank:
         time.sleep(7)
@@ -162,14 +159,11 @@ def test_a_rank_is_told_that_the_other_one_ended():
 
 
 @pytest.mark.slow
-def test_one_rank_alone_is_told_what_the_others_do(tmp_path: Path):
-    first, second = on_ranks(2, alone, str(tmp_path))
+def test_one_rank_alone_is_told_what_the_others_do():
+    first, second = on_ranks(2, alone)
     for text, seconds, _ in (first["different tensors"], second["different tensors"]):
         assert text.startswith("RanksError: ranks disagree") and seconds < SOON, text
         assert "'tokens.weight' on rank 0" in text and "'frozen.weight' on rank 1" in text, text
-    for found in (first, second):
-        text, seconds, _ = found["dcp.save"]
-        assert "RanksError: ranks disagree: the gather of parameter" in text and seconds < 2 * SOON, text
     text, seconds, warnings = first["a pause"]
     assert "did not come to it within collective_timeout (5 s)" in text and "'tokens.weight'" in text, text
     assert 5 <= seconds < SOON and any("'tokens.weight', a collective of all ranks" in one for one in warnings)

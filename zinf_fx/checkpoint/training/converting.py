@@ -12,7 +12,6 @@ import torch
 from zinf_fx.checkpoint.commit import unfinished
 from zinf_fx.checkpoint.files import FILES, Files
 from zinf_fx.checkpoint.safetensors_file import Kind, check_dtype
-from zinf_fx.checkpoint.training.boxes import Box
 from zinf_fx.checkpoint.training.loading import check_files
 from zinf_fx.checkpoint.training.manifest import Manifest, SavedTensor
 from zinf_fx.checkpoint.training.open_files import opened
@@ -20,6 +19,7 @@ from zinf_fx.checkpoint.training.reading import Reader
 from zinf_fx.checkpoint.weight_files import ShardWriter, commit, in_groups, reserve, shards_for
 from zinf_fx.errors import CheckpointError
 from zinf_fx.runtime.memory.buffers import octets
+from zinf_fx.runtime.tensor.boxes import Box
 from zinf_fx.sizes import pieces_of
 
 

@@ -9,10 +9,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from zinf_fx.checkpoint.naming import check_has_values
-from zinf_fx.checkpoint.training.boxes import Box, view_of
 from zinf_fx.errors import CheckpointError
 from zinf_fx.optim.elements import open_window
 from zinf_fx.runtime.memory.device import CPU
+from zinf_fx.runtime.tensor.boxes import Box, view_of
 from zinf_fx.runtime.tensor.local_parameter import local_part
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.tiers import Tiers

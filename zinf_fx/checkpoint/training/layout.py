@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from zinf_fx.checkpoint.safetensors_file import name_of
-from zinf_fx.checkpoint.training.boxes import Box
 from zinf_fx.checkpoint.training.holdings import Holding
 from zinf_fx.runtime.memory.freelist import round_up
+from zinf_fx.runtime.tensor.boxes import Box
 from zinf_fx.sizes import PAGE
 
 LARGEST_FILE = 4 << 30

@@ -18,11 +18,11 @@ from typing import Annotated, Any
 import torch
 
 from zinf_fx.checkpoint.files import lies_within
-from zinf_fx.checkpoint.training.boxes import Box
 from zinf_fx.errors import CheckpointError, DamagedCheckpointError
 from zinf_fx.native.engine import crc32c
 from zinf_fx.plan.codec import decode, encode
 from zinf_fx.plan.files.parsing import parsed
+from zinf_fx.runtime.tensor.boxes import Box
 
 FORMAT, SCHEMA = "zinf_fx checkpoint", 1
 _SUM = ',"crc32c":"{:08x}"}}\n'

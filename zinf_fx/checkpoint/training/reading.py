@@ -9,7 +9,6 @@ from typing import Protocol
 
 import torch
 
-from zinf_fx.checkpoint.training.boxes import Box, copy_common
 from zinf_fx.checkpoint.training.manifest import Piece, SavedBox, SavedTensor
 from zinf_fx.checkpoint.training.under_way import IN_FLIGHT, UnderWay
 from zinf_fx.errors import DamagedCheckpointError
@@ -17,6 +16,7 @@ from zinf_fx.interrupts import let_through
 from zinf_fx.native.engine import READ, File, crc32c_at
 from zinf_fx.runtime.memory.buffers import aligned_empty
 from zinf_fx.runtime.memory.freelist import round_up
+from zinf_fx.runtime.tensor.boxes import Box, copy_common
 from zinf_fx.sizes import PAGE
 
 

@@ -28,6 +28,7 @@ from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.memory.device import device_of
 from zinf_fx.runtime.tensor import view_writes
 from zinf_fx.runtime.tensor.arrival import take_gradient
+from zinf_fx.runtime.tensor.distributed_checkpoint import Checkpointable
 from zinf_fx.runtime.tensor.operations import HANDLERS, HORIZONTAL, METADATA_ONLY, SAME_VALUE, in_autocast, is_view
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.views import Base, ViewStep, memory_of
@@ -36,16 +37,14 @@ from zinf_fx.runtime.tensor.writes import foreach, mutated_arguments, write
 aten = torch.ops.aten
 
 
-class StoredTensor(torch.Tensor):
+class StoredTensor(Checkpointable, torch.Tensor):
     """A tensor whose bytes live in the store. Made by `offload`, `offloading`, the executor and the optimizers."""
 
     token: torch.Tensor
     base: Base
     views: tuple[ViewStep, ...]
     _storage: TensorStorage | None
-    _in_memory: tuple[
-        torch.Tensor, torch.UntypedStorage
-    ]  # the whole and this one's memory, once data_ptr() was asked for
+    _in_memory: tuple[torch.Tensor, torch.UntypedStorage]  # whole, and this one's memory, once data_ptr() was called
     _aside: torch.Tensor | None = None
     _local_of: StoredTensor | None = None  # of the local tensor of a DTensor: what stands for it
     _context: tuple | None = None  # for __tensor_flatten__

@@ -41,6 +41,8 @@ def write(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dict, mutate
 @held_back
 def _write_through(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dict, mutated: list[torch.Tensor]) -> Any:
     """Run `func` on gathered values, then write what it changed back to the store."""
+    if func is aten.copy_.default and _is_same(*args[:2]):  # what was loaded in place is given to load_state_dict()
+        return args[0]
     for tensor in mutated:
         _check_writable(tensor, func)
     # `out=` may resize its tensor, which must not happen to resident bytes.
@@ -76,6 +78,11 @@ def _write_through(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dic
             storage.bytes.written() if storage.in_place and not in_scratch else storage.set(base)
     originals = {id(values[id(tensor)]): tensor for tensor in mutated}
     return tree_map_only(torch.Tensor, lambda t: originals.get(id(t), t), result)
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Whether both are the whole of one stored tensor."""
+    return getattr(one, "token", None) is getattr(other, "token", 0) and not (one.views or other.views)
 
 
 def _write_in_graph(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dict, mutated: list[torch.Tensor]) -> Any:

@@ -1,0 +1,216 @@
+"""Stored tensors in torch.distributed.checkpoint: each rank saves and loads its own elements, some at a time.
+
+That library asks a tensor for the boxes of it that a rank writes or wants, and for each of these for a tensor: to
+pickle it, or to copy into it what was read. Here, that tensor has no elements in memory: they are read from the store
+when it is pickled, and go there when it is copied to. So neither saving nor loading gathers anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from zinf_fx.errors import StoredTensorError
+from zinf_fx.interrupts import held_back
+from zinf_fx.runtime.tensor.boxes import Box, view_of
+from zinf_fx.runtime.tensor.storage import TensorStorage
+from zinf_fx.sizes import PIECE, pieces_of
+
+if TYPE_CHECKING:  # it takes long to import, and only programs that have done so call what is here
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+aten = torch.ops.aten
+
+
+class Checkpointable:
+    """What torch.distributed.checkpoint calls of a stored tensor: its protocol `_Checkpointable`.
+
+    Views, and local tensors of DTensors, which don't say where they begin in these, have none of it: they are gathered.
+    """
+
+    __slots__ = ()
+
+    @property
+    def __create_write_items__(self) -> Callable[[str, object], list[WriteItem]]:
+        return self._of_whole(self._write_items)
+
+    @property
+    def __create_chunk_list__(self) -> Callable[[], list[ChunkStorageMetadata]]:
+        return self._of_whole(self._chunk_list)
+
+    @property
+    def __get_tensor_shard__(self) -> Callable[[MetadataIndex], torch.Tensor]:
+        return self._of_whole(self._box_at)
+
+    def _of_whole(self, method: Callable) -> Callable:
+        if self.captured or self.views or self.base.is_part:
+            raise AttributeError("only whole stored tensors are saved and loaded in boxes")
+        return method
+
+    def _write_items(self, name: str, tensor: object) -> list[WriteItem]:
+        """One for each box that this rank is to save."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        share = self.storage.share
+        if share.unreduced:
+            raise StoredTensorError(
+                f"'{name}' is a gradient of this rank alone, which no other rank knows: save after a backward pass "
+                "outside of no_sync()"
+            )
+        pieces = [one for own in share.own for one in pieces_of(own, self.dtype.itemsize, _nbytes(self.storage))]
+        boxes = [box for piece in pieces for box in self._whole.boxes_of(piece)]
+        self._note(boxes if self.numel() else [self._whole])
+        how = TensorProperties(dtype=self.dtype, requires_grad=self.requires_grad)
+        items = []
+        for box in self.__dict__["_boxes"].values():
+            offsets, sizes = torch.Size(box.offsets), torch.Size(box.shape)
+            written = TensorWriteData(ChunkStorageMetadata(offsets, sizes), how, self.size())
+            items.append(WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=written))
+        return items
+
+    def _chunk_list(self) -> list[ChunkStorageMetadata]:
+        """One for each box that this rank is to load."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        share = self.storage.share
+        held = share.own if share.partitioned else (range(self.numel()),)
+        self._note([box for part in held for box in self._whole.boxes_of(part)])
+        boxes = self.__dict__["_boxes"].values()
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.shape)) for box in boxes]
+
+    def _box_at(self, index: MetadataIndex) -> torch.Tensor:
+        """The box, of those that were listed last, that begins there."""
+        return StoredBox(self.storage, self._whole, self.__dict__["_boxes"][tuple(index.offset)])
+
+    def _note(self, boxes: list[Box]) -> None:
+        self.__dict__["_boxes"] = {box.offsets: box for box in boxes}
+
+    @property
+    def _whole(self) -> Box:
+        return Box.whole(self.shape)
+
+
+class StoredBox(torch.Tensor):
+    """A box of a stored tensor, whose elements this rank holds, as a tensor on the CPU without memory.
+
+    What computes with it, or pickles it, reads the elements; `copy_` to it, or to a part of it, writes them.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, storage: TensorStorage, whole: Box, box: Box) -> StoredBox:
+        """`whole`: the box of all elements of the storage."""
+        tensor = torch.Tensor._make_wrapper_subclass(cls, box.shape, dtype=storage.dtype, device="cpu")
+        tensor._stored, tensor._whole, tensor._box = storage, whole, box
+        return tensor
+
+    @held_back
+    @torch.no_grad()
+    def value(self) -> torch.Tensor:
+        """The elements."""
+        found = torch.empty(self._box.shape, dtype=self.dtype)
+        for part in self._parts():
+            with self._in_memory(part, load=True) as elements:
+                self._in(found, part).copy_(elements)
+        return found
+
+    @held_back
+    @torch.no_grad()
+    def write(self, value: torch.Tensor) -> None:
+        """Set the elements. Raises: StoreError."""
+        share = self._stored.share
+        for part in self._parts():
+            with self._in_memory(part, load=False) as elements:
+                elements.copy_(self._in(value, part))
+        share.stale = False
+        share.agreed = share.ranks.size == 1
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        """Pickles as an ordinary tensor."""
+        return self.value().__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"StoredBox(offsets={self._box.offsets}, shape={self._box.shape}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (aten.detach.default, aten.alias.default):
+            return args[0]._of(args[0]._box)
+        if func is aten.slice.Tensor and (len(args) < 5 or args[4] == 1):
+            return args[0]._sliced(*args[1:4])
+        if func is aten.copy_.default and isinstance(args[0], cls):
+            args[0].write(args[1])
+            return args[0]
+        if func._schema.is_mutable:
+            raise StoredTensorError(f"{func} on a box of a stored tensor would be lost: copy_() to it")
+        args, kwargs = tree_map_only(cls, cls.value, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _sliced(self, dim: int = 0, start: int | None = None, end: int | None = None) -> StoredBox:
+        first, last, _ = slice(start, end).indices(self._box.shape[dim])
+        return self._of(_narrowed(self._box, dim, first, max(0, last - first)))
+
+    def _of(self, box: Box) -> StoredBox:
+        return StoredBox(self._stored, self._whole, box)
+
+    def _parts(self) -> Iterator[Box]:
+        """The box, in parts whose elements lie so close together that those from the first to the last of each are read
+        or written at a time."""
+        if self._box.numel:
+            yield from _parts_of(self._box, self._whole, _nbytes(self._stored) // self.dtype.itemsize)
+
+    @contextmanager
+    def _in_memory(self, part: Box, *, load: bool) -> Iterator[torch.Tensor]:
+        """The elements of a part, to be read, or to be set."""
+        storage, elements = self._stored, self._whole.hull(part)
+        held = storage.settled()
+        if not load:
+            held.tiers.limit_writes(PIECE)
+        with held.tiers.stepping():
+            start = storage.share.position(elements.start)
+            window = held.window(start, len(elements), load=load or part.numel < len(elements))
+        try:
+            yield view_of(window.wait(), self._whole, elements.start, part)
+            if not load:
+                window.store()
+        finally:
+            window.close()
+
+    def _in(self, memory: torch.Tensor, part: Box) -> torch.Tensor:
+        """A part of the box in memory that has all of it."""
+        for dim, (offset, size) in enumerate(zip(part.offsets, part.shape, strict=True)):
+            memory = memory.narrow(dim, offset - self._box.offsets[dim], size)
+        return memory
+
+
+def _nbytes(storage: TensorStorage) -> int:
+    """How much of a tensor is in memory at a time: no more than of the optimizer's chunks."""
+    planned = storage.usable_tiers().chunk_elements
+    nbytes = min(PIECE, storage.config.chunk)
+    return nbytes if planned is None else min(nbytes, planned * storage.dtype.itemsize)
+
+
+def _parts_of(box: Box, whole: Box, limit: int) -> Iterator[Box]:
+    """Parts of a box, each of which lies within `limit` consecutive elements of the whole if it has more than one."""
+    dim = next((dim for dim, size in enumerate(box.shape) if size > 1), None)
+    length = len(whole.hull(box))
+    if dim is None or length <= limit:
+        yield box
+        return
+    step = max(1, box.shape[dim] * limit // length)
+    for first in range(0, box.shape[dim], step):
+        yield from _parts_of(_narrowed(box, dim, first, min(step, box.shape[dim] - first)), whole, limit)
+
+
+def _narrowed(box: Box, dim: int, first: int, size: int) -> Box:
+    offsets, shape = list(box.offsets), list(box.shape)
+    offsets[dim], shape[dim] = offsets[dim] + first, size
+    return Box(tuple(offsets), tuple(shape))
