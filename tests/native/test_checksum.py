@@ -7,6 +7,8 @@ import random
 import pytest
 from zinf_fx.native._engine import ffi, lib
 
+from zinf_fx.native.engine import PageSums, crc32c
+
 PAGE = 4096
 
 # RFC 3720, appendix B.4, and the polynomial's usual check value.
@@ -83,3 +85,21 @@ def test_pages_have_the_checksum_of_the_table(pages: int):
 def test_the_seed_contributes_the_same_to_every_content():
     one, other = (random.Random(number).randbytes(PAGE) for number in (4, 5))
     assert page_sums(one)[0] ^ page_sums(one, PAGE)[0] == page_sums(other)[0] ^ page_sums(other, PAGE)[0]
+
+
+@pytest.mark.parametrize("pages", [1, 2, 37])
+def test_checksums_of_pages_are_joined_without_the_data(pages: int):
+    data, offset, generation = random.Random(pages).randbytes(pages * PAGE), 9 * PAGE, 1 << 40 | 3
+    sums = PageSums(pages, generation)
+    lib.zinf_page_sums(data, len(data), offset, generation, sums.table)
+    assert sums.joined(0, pages, offset) == crc32c(data)
+    assert sums.joined(pages - 1, 1, offset + (pages - 1) * PAGE) == crc32c(data[-PAGE:])
+    assert sums.joined(0, pages, offset + PAGE) != crc32c(data)  # others' seeds
+
+
+@pytest.mark.parametrize("unknown", [0, 1])
+def test_a_page_without_a_checksum_of_its_own_has_none_to_join(unknown: int):
+    sums = PageSums(3, 7)
+    lib.zinf_page_sums(bytes(3 * PAGE), 3 * PAGE, 0, 7, sums.table)
+    sums.table[1] = unknown
+    assert sums.joined(0, 3, 0) is None and sums.joined(0, 1, 0) == crc32c(bytes(PAGE))

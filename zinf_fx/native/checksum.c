@@ -1,5 +1,6 @@
 #include "checksum.h"
 
+#include <errno.h>
 #include <pthread.h>
 #include <string.h>
 
@@ -14,6 +15,7 @@ enum {
 
 static const uint32_t POLYNOMIAL = 0x82f63b78; /* bits reflected */
 static uint32_t tables[8][256];
+static uint32_t page_behind[4][256]; /* what a checksum's bytes become when a page of zeros is behind them */
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static bool in_hardware, by_folding;
 
@@ -28,6 +30,16 @@ static void prepare(void)
     for (int k = 1; k < 8; k++)
         for (int i = 0; i < 256; i++)
             tables[k][i] = tables[k - 1][i] >> 8 ^ tables[0][tables[k - 1][i] & 255];
+    uint32_t bits[32]; /* of a checksum, alone; linear, so that the others are sums of these */
+    for (int bit = 0; bit < 32; bit++) {
+        bits[bit] = (uint32_t)1 << bit;
+        for (int i = 0; i < ZINF_PAGE; i++)
+            bits[bit] = bits[bit] >> 8 ^ tables[0][bits[bit] & 255];
+    }
+    for (int byte = 0; byte < 4; byte++)
+        for (int i = 0; i < 256; i++)
+            for (int bit = 0; bit < 8; bit++)
+                page_behind[byte][i] ^= i >> bit & 1 ? bits[8 * byte + bit] : 0;
 #if defined(__x86_64__)
     in_hardware = __builtin_cpu_supports("sse4.2");
 #endif
@@ -160,4 +172,21 @@ size_t zinf_pages_intact(const void *data, size_t length, int64_t offset, uint64
                 return i + k * ZINF_PAGE;
     }
     return length;
+}
+
+/* A page's checksum is that of its content, and what its seed becomes behind a page: so are those of data in two parts
+ * put together. */
+int zinf_joined_sums(const uint32_t *sums, size_t pages, int64_t offset, uint64_t generation, uint32_t *crc)
+{
+    uint32_t joined = 0;
+    pthread_once(&once, prepare);
+    for (size_t i = 0; i < pages; i++) {
+        if (sums[i] <= 1)
+            return -ENODATA;
+        joined ^= seed_of(offset + (int64_t)(i * ZINF_PAGE), generation);
+        joined = page_behind[0][joined & 255] ^ page_behind[1][joined >> 8 & 255] ^
+                 page_behind[2][joined >> 16 & 255] ^ page_behind[3][joined >> 24] ^ sums[i];
+    }
+    *crc = joined;
+    return 0;
 }

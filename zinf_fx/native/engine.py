@@ -225,6 +225,13 @@ class PageSums:
         self.generation = generation
         self.table = ffi.new("uint32_t[]", pages)
 
+    def joined(self, first: int, pages: int, offset: int) -> int | None:
+        """The CRC-32C of consecutive pages that lie at `offset` of the file, as of one piece of data; None where that
+        of a page is not known."""
+        found = ffi.new("uint32_t *")
+        known = lib.zinf_joined_sums(self.table + first, pages, offset, self.generation, found)
+        return None if known else found[0]
+
 
 class File:
     """An open file that an engine works on. Made by `Engine.attach`."""
