@@ -75,6 +75,11 @@ class Scratch:
             self.remove()
             raise
 
+    @property
+    def is_ours(self) -> bool:
+        """False in a process made by fork."""
+        return os.getpid() == self._pid
+
     def create(self, name: str) -> int:
         """Makes a file of mode 0600 in the directory and opens it for reading and writing."""
         assert CONTENT.fullmatch(name), f"{name!r} is no name for a scratch file"
@@ -94,7 +99,7 @@ class Scratch:
     def remove(self) -> None:
         """Deletes the files that this object made, the directory, and the lock; in a forked child nothing. Either way,
         closes this process's descriptor of the lock."""
-        if os.getpid() == self._pid:
+        if self.is_ours:
             for path in [*self._made, self.path / LOCK]:
                 path.unlink(missing_ok=True)
             self._made.clear()
@@ -154,7 +159,8 @@ def _why_it_stays(path: Path, *, remove: bool) -> str | None:
 
 def _is_plain_file(directory: int, name: str) -> bool:
     info = os.stat(name, dir_fd=directory, follow_symlinks=False)
-    return stat.S_ISREG(info.st_mode) and info.st_nlink == 1
+    # A checkpoint may have a data file under another name, too: it keeps that.
+    return stat.S_ISREG(info.st_mode) and (info.st_nlink == 1 or name.startswith("data-"))
 
 
 def _if_unlocked(path: Path, directory: int, names: list[str], *, remove: bool) -> bool:

@@ -18,7 +18,7 @@ from zinf_fx.native.engine import BLOCK, DEPTH, HINTS, READ, WRITE, FileTicket, 
 from zinf_fx.runtime.disk.measure import weights_of
 from zinf_fx.runtime.disk.probe import candidates
 from zinf_fx.runtime.disk.stripes import UNIT, Place, Turns, runs
-from zinf_fx.runtime.disk.volume import Volumes
+from zinf_fx.runtime.disk.volume import Volume, Volumes
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.memory.leases import Ticket
 from zinf_fx.runtime.recorder import RECORDER
@@ -123,7 +123,7 @@ class Store:
         if not self.directories or len({path.resolve() for path in self.directories}) < len(self.directories):
             raise ConfigError(f"store={list(map(str, self.directories))} needs one directory or several different ones")
         self.checksum = checksum
-        self._live: set[int] = set()
+        self._live: dict[int, int] = {}  # by the generation of an extent, bytes of it that were not given back
         self._generations = itertools.count(1)
         self._resources = Volumes(self.directories, names, depth, block)
         self._volumes = self._resources.all
@@ -152,15 +152,25 @@ class Store:
         places = self._place(capacity, unit)
         generation = next(self._generations)
         sums = PageSums(capacity // PAGE, generation) if self.checksum else None
-        self._live.add(generation)
+        self._live[generation] = capacity
         return Extent(nbytes, capacity, unit, places, generation, sums)
 
     @sealed
     def free(self, extent: Extent) -> None:
         """Gives an extent's space back to the store. No request for it may be under way. Safe in a finalizer."""
         assert extent.generation in self._live, f"{extent} is not allocated, or was freed before"
-        self._live.remove(extent.generation)
-        for run in runs(extent.places, extent.unit, 0, extent.capacity):
+        self.give_back(extent, 0, extent.capacity)
+
+    @sealed
+    def give_back(self, extent: Extent, start: int, nbytes: int) -> None:
+        """As `free`, of some pages of an extent. One thread at a time gives back those of an extent."""
+        left = self._live[extent.generation] - nbytes
+        assert left >= 0, f"more of {extent} was given back than it has"
+        if left:
+            self._live[extent.generation] = left
+        else:
+            del self._live[extent.generation]
+        for run in runs(extent.places, extent.unit, start, nbytes):
             self._volumes[run.volume].give(run.offset, run.nbytes)
             self._turns.take_back(run.volume, run.nbytes)
 
@@ -186,6 +196,11 @@ class Store:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def volumes(self) -> Sequence[Volume]:
+        """Of the directories, in order."""
+        return self._volumes
 
     @property
     def path(self) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import BLOCK, DEPTH, HINTS, Engine, File
+from zinf_fx.runtime.disk.links import Links
 from zinf_fx.runtime.disk.probe import reopen, working_engine
 from zinf_fx.runtime.disk.scratch import Scratch
 from zinf_fx.runtime.memory.freelist import Space, round_up
@@ -25,6 +26,7 @@ class Volume:
     Attributes:
         file: for transfers.
         refused: the providers that don't work here, and why.
+        links: other names of the data file, whose bytes stay when the volume is gone.
 
     Args:
         directory: an existing, writable directory.
@@ -43,6 +45,7 @@ class Volume:
         self._space = Space()
         self._descriptors: list[int] = []
         self.file: File | None = None
+        self.links = Links()
         self._scratch = Scratch(directory)
         self.path = self._scratch.path / DATA
         try:
@@ -81,14 +84,25 @@ class Volume:
         """Gives back what `take` returned. Safe in a finalizer."""
         self._space.give(offset, nbytes)
 
+    @property
+    def descriptor(self) -> int:
+        """Of the data file, without direct I/O."""
+        return self._plain
+
+    def gone_links(self) -> set[Path]:
+        """Those of `links` that the data file doesn't have any more."""
+        return self.links.gone(self._plain)
+
     def detach(self) -> None:
         """Waits for what is under way. A forked child leaves it alone."""
         if self.file is not None:
             self.file.detach()
 
     def remove(self) -> None:
-        """Closes and deletes the files, once the engine is closed or they are detached from it. In a forked child, only
-        closes them."""
+        """Closes and deletes the files, once the engine is closed or they are detached from it. Of a data file that has
+        another name, all is given back that is not there for that. In a forked child, only closes them."""
+        if self._descriptors and self._scratch.is_ours:
+            self.links.give_back_others(self._plain)
         while self._descriptors:
             os.close(self._descriptors.pop())
         self.unlink()

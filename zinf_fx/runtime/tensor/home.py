@@ -13,6 +13,7 @@ import torch
 from zinf_fx.config import Tier
 from zinf_fx.errors import StoreError
 from zinf_fx.interrupts import sealed
+from zinf_fx.runtime.disk.copy_on_write import CopyOnWrite
 from zinf_fx.runtime.disk.store import JoinedTicket
 from zinf_fx.runtime.memory.buffers import Arena
 from zinf_fx.runtime.memory.device import Device
@@ -31,6 +32,7 @@ class Home:
     """Where `count` elements live on one tier, until nobody has any of them.
 
     Attributes:
+        in_store: the bytes on disk; None on other tiers.
         reads: the transfers under way from here.
         followers: windows for reading that stay in memory, and which every write to the store changes too.
         version: how often anything here was written.
@@ -48,14 +50,14 @@ class Home:
         self._writes: Under = []
         self._leaving: list[Leaving] = []
         self._order = threading.RLock()  # while a transfer finds out what it is to follow, until others see it
-        self.extent = None
+        self.in_store: CopyOnWrite | None = None
         self._in_host: torch.Tensor | None = None  # the elements, where the CPU can work on them
         self._on_device: torch.Tensor | None = None  # the elements, where the device can
         if not device.in_host_memory:
             tiers.host.serve(device)
         if tier == "nvme":
-            self.extent = tiers.store.allocate(count * dtype.itemsize)
-            self._at_end(self, tiers.store.free, self.extent)
+            self.in_store = CopyOnWrite(tiers.store, count * dtype.itemsize)
+            self._at_end(self, self.in_store.free)
         elif tier == "host":
             self._leased = _Leased(tiers.lease(count * dtype.itemsize))
             self._in_host = self._leased.buffer.tensor((count,), dtype)
@@ -123,7 +125,7 @@ class Home:
     def _read_from_store(self, elements: range, memory: torch.Tensor, owner: object) -> Ticket:
         self.settle(elements)
         offset = elements.start * self.dtype.itemsize
-        ticket = self.tiers.store.read(self.extent, memory.data_ptr(), offset, memory.nbytes, owner=owner)
+        ticket = self.in_store.read(memory.data_ptr(), offset, memory.nbytes, owner=owner)
         self.reads.append((elements, ticket))
         return ticket
 
@@ -152,7 +154,7 @@ class Home:
         elements = range(first, first + memory.numel())
         try:
             offset = first * self.dtype.itemsize
-            write = partial(self.tiers.store.write, self.extent, buffer.address, offset, memory.nbytes)
+            write = partial(self.in_store.write, buffer.address, offset, memory.nbytes)
             with self._order:
                 self.settle(elements)
                 self.await_reads(elements)

@@ -1,0 +1,257 @@
+"""Bytes of a store that can be kept as they are at one moment: what is written from then on goes to other extents."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from zinf_fx.errors import StoreError
+from zinf_fx.interrupts import held_back, sealed
+from zinf_fx.runtime.disk.store import Extent, JoinedTicket, Store
+from zinf_fx.runtime.disk.stripes import FilePart, runs
+from zinf_fx.runtime.memory.freelist import FreeList, round_up
+from zinf_fx.runtime.memory.leases import Ticket
+from zinf_fx.sizes import PAGE
+
+
+class Part(NamedTuple):
+    """The bytes from `start` on, up to `stop`, and the extent that has them, in the same place."""
+
+    start: int
+    stop: int
+    extent: Extent
+
+
+class CopyOnWrite:
+    """Space for so many bytes in a store.
+
+    [Note: generations]
+    Whoever freezes the bytes keeps them as they are then, until the release. A write to what is kept goes to another
+    extent, `ahead`, of the same size, page by page, and reads follow; so what is rewritten anyway costs no byte more
+    that is moved, and what is never rewritten is shared. When all is rewritten, the extents have changed their roles.
+
+    No write may run out of space. So who freezes bytes that will be rewritten reserves the extent ahead at the same
+    time: a new one or, if the new generation replaces another, that one's extent, which is free when it is released.
+    Of all extents, the bytes belong to the store that are neither live, nor kept, nor ahead.
+    """
+
+    def __init__(self, store: Store, nbytes: int) -> None:
+        """Reserve it. Raises: StoreError."""
+        self._store = store
+        self._live = [_whole(store.allocate(nbytes))]
+        self.capacity = self._live[0].stop
+        self._kept: dict[object, list[Part]] = {}  # by who keeps them
+        self._ahead: Extent | None = None
+        self._heir: Extent | None = None  # to be ahead, when those are released who still keep it
+        self._lock = threading.Lock()
+        self._is_gone = False
+
+    @property
+    def extents(self) -> list[Extent]:
+        """Those with the present bytes, in order."""
+        return [part.extent for part in self._live]
+
+    def read(self, address: int, offset: int, nbytes: int, *, owner: object = None) -> Ticket:
+        """As `Store.read`."""
+        parts = _cut(self._live, offset, offset + round_up(nbytes, PAGE))
+        return self._start(self._store.read, parts, address, offset, owner)
+
+    @held_back
+    def write(self, address: int, offset: int, nbytes: int, *, owner: object = None) -> Ticket:
+        """As `Store.write`. Raises: StoreError, too, where what is kept was not to be rewritten, and there is no space."""
+        with self._locked():
+            before = _cut(self._live, offset, offset + round_up(nbytes, PAGE))
+            parts = before if not self._kept else self._free_to_write(before)
+            ticket = self._start(self._store.write, parts, address, offset, owner)
+            if parts is not before:
+                outside = _cut(self._live, 0, offset) + parts + _cut(self._live, parts[-1].stop, self.capacity)
+                self._live = _joined(outside)
+        return ticket
+
+    @held_back
+    def freeze(self, keeper: object, replaced: Sequence[object], *, reserve: bool) -> None:
+        """Keep the bytes as they are for `keeper`. With `reserve`, all of them will be rewritten. `replaced`: others
+        who keep them, and will release them before that.
+
+        Raises: StoreError when there is no space to be rewritten in; nothing is kept then.
+        """
+        with self._locked():
+            if reserve and (self._ahead is None or self._uses(self._ahead)):
+                heir = self._heir_of(replaced)
+                ahead = self._store.allocate(self.capacity) if heir is None else None
+                self._drop_ahead()
+                self._ahead, self._heir = ahead, heir
+            elif self._ahead is not None and self._uses(self._ahead):
+                self._drop_ahead()
+            self._kept[keeper] = list(self._live)
+
+    @held_back
+    def settle(self) -> None:
+        """Whoever was to be replaced has released what it kept, if it ever will. Raises: StoreError when it did not,
+        and there is no other space."""
+        with self._locked():
+            heir, self._heir = self._heir, None
+            if heir is None:
+                return
+            if any(part.extent is heir for parts in self._kept.values() for part in parts):
+                self._ahead = self._store.allocate(self.capacity)
+            else:
+                self._ahead = heir
+
+    @sealed
+    def release(self, keeper: object) -> None:
+        """What is kept for `keeper` alone is free again."""
+        with self._locked():
+            self._give_back(_without(self._kept.pop(keeper), self._owned()))
+            if not _overlapping(self._live, self._all_kept()) and self._heir is None:
+                self._drop_ahead()
+
+    @sealed
+    def thaw(self, keeper: object) -> None:
+        """`freeze` has not been: nobody is replaced."""
+        self._heir = None
+        self.release(keeper)
+
+    def free(self) -> None:
+        """Give back what nobody keeps, now, and the rest when it is released. Safe in a finalizer."""
+        self._is_gone = True
+        self._act_if_gone()
+
+    def places(self, keeper: object, offset: int, nbytes: int) -> Iterator[tuple[FilePart, int | None]]:
+        """Where in files some bytes are that are kept for `keeper`, in whole pages, with the CRC-32C of each part, if
+        that is known."""
+        for part in _cut(self._kept[keeper], offset, offset + round_up(nbytes, PAGE)):
+            extent = part.extent
+            for run in runs(extent.places, extent.unit, part.start, part.stop - part.start):
+                known = extent.sums
+                yield run, known and known.joined(run.start // PAGE, run.nbytes // PAGE, run.offset)
+
+    def _start(
+        self,
+        transfer: Callable[..., Ticket],
+        parts: Sequence[Part],
+        address: int,
+        offset: int,
+        owner: object,
+    ) -> Ticket:
+        tickets: list[Ticket] = []
+        try:
+            for start, stop, extent in parts:
+                tickets.append(transfer(extent, address + start - offset, start, stop - start, owner=owner))
+        except BaseException:
+            for ticket in tickets:  # the caller gives back what they move
+                with sealed, contextlib.suppress(StoreError):
+                    ticket.wait()
+            raise
+        return tickets[0] if len(tickets) == 1 else JoinedTicket(tickets)
+
+    def _free_to_write(self, parts: list[Part]) -> list[Part]:
+        """Where these are to be written: those that nobody keeps where they are, the others ahead."""
+        free = _without(parts, self._all_kept())
+        taken = _without(parts, free)
+        if not taken:
+            return parts
+        if self._ahead is None:
+            self._ahead = self._store.allocate(self.capacity)
+        return _joined(free + [Part(start, stop, self._ahead) for start, stop, _ in taken])
+
+    def _heir_of(self, replaced: Sequence[object]) -> Extent | None:
+        """An extent all of which is kept for those who are replaced, and nothing by anybody else."""
+        theirs = [part for keeper in replaced for part in self._kept.get(keeper, ())]
+        others = [part for keeper, parts in self._kept.items() if keeper not in replaced for part in parts]
+        for extent in {id(part.extent): part.extent for part in theirs}.values():
+            is_free = not any(part.extent is extent for part in (*self._live, *others))
+            if is_free and not _without([_whole(extent)], theirs):
+                return extent
+        return None
+
+    def _uses(self, extent: Extent) -> bool:
+        return any(part.extent is extent for part in self._live)
+
+    def _all_kept(self) -> list[Part]:
+        return [part for parts in self._kept.values() for part in parts]
+
+    def _owned(self) -> list[Part]:
+        """What is not free: of live bytes, of those that are kept, and of what is ahead."""
+        owned = [*self._live, *self._all_kept()]
+        return owned + self._ahead_of(owned)
+
+    def _ahead_of(self, others: Sequence[Part]) -> list[Part]:
+        """What is ahead, or is to be, and none of these."""
+        ahead = [_whole(extent) for extent in (self._ahead, self._heir) if extent is not None]
+        return _without(ahead, others)
+
+    def _drop_ahead(self) -> None:
+        """Nothing more will be written ahead."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            self._give_back(_without([_whole(ahead)], self._owned()))
+
+    def _give_back(self, parts: Iterable[Part]) -> None:
+        for start, stop, extent in parts:
+            self._store.give_back(extent, start, stop - start)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """A block in which the parts don't change otherwise."""
+        with self._lock:
+            yield
+        if self._is_gone:
+            self._act_if_gone()
+
+    def _act_if_gone(self) -> None:
+        """Give everything back; where somebody is in a `_locked` block, it is left to the end of that: the garbage
+        collector may have called this in the middle of it."""
+        if self._live and self._lock.acquire(blocking=False):
+            try:
+                kept = self._all_kept()
+                owned = self._live + self._ahead_of([*self._live, *kept])
+                self._live, self._ahead, self._heir = [], None, None
+                self._give_back(_without(owned, kept))
+            finally:
+                self._lock.release()
+
+
+def _whole(extent: Extent) -> Part:
+    return Part(0, extent.capacity, extent)
+
+
+def _cut(parts: Iterable[Part], start: int, stop: int) -> list[Part]:
+    """What of these lies in a range."""
+    return [
+        Part(max(part.start, start), min(part.stop, stop), part.extent)
+        for part in parts
+        if part.start < stop and start < part.stop
+    ]
+
+
+def _overlapping(some: Iterable[Part], others: Sequence[Part]) -> bool:
+    return any(
+        one.extent is other.extent and one.start < other.stop and other.start < one.stop
+        for one in some
+        for other in others
+    )
+
+
+def _without(parts: Iterable[Part], others: Sequence[Part]) -> list[Part]:
+    """What of these is in none of the others, each extent by itself."""
+    found = []
+    for part in parts:
+        left = FreeList([(part.start, part.stop)])
+        for other in others:
+            if other.extent is part.extent:
+                left.discard(other.start, other.stop)
+        found += [Part(start, stop, part.extent) for start, stop in left]
+    return found
+
+
+def _joined(parts: Iterable[Part]) -> list[Part]:
+    """The same, in order, in as few parts as possible."""
+    found: list[Part] = []
+    for part in sorted(parts, key=lambda one: one.start):
+        if found and found[-1].extent is part.extent and found[-1].stop == part.start:
+            part = Part(found.pop().start, part.stop, part.extent)
+        found.append(part)
+    return found

@@ -1,0 +1,92 @@
+"""Names that a store's data file has elsewhere, and what of the file must stay for whoever has them.
+
+A checkpoint may have the bytes that it is about in the store's own file, under a name of its own (a hard link): then
+they outlive the store without being copied. All else in the file is given back when the store is closed or, after a
+job that was killed, by whoever knows all names that the file has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from zinf_fx.plan.intervals import merged
+from zinf_fx.runtime.memory.freelist import FreeList
+
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
+
+
+class Links:
+    """The links of one data file, each with the bytes that it is there for."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[Path, list[range]] = {}
+
+    def add(self, path: Path, fd: int, content: Iterable[range]) -> None:
+        """The file of `fd` has the name `path` by now, for these bytes of it."""
+        self._bytes[path] = merged(content)
+        with contextlib.suppress(OSError):  # a file system without locks: nobody else gives anything back there
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    def forget(self, path: Path) -> None:
+        """The file has this name no more."""
+        self._bytes.pop(path, None)
+
+    def gone(self, fd: int) -> set[Path]:
+        """The names that the file of `fd`, which has one in its scratch directory besides, doesn't have any more. None,
+        while it has others that are not known: the directory with the link may have been renamed."""
+        info = os.fstat(fd)
+        there = {path for path in self._bytes if _is(path, info)}
+        return self._bytes.keys() - there if info.st_nlink == 1 + len(there) else set()
+
+    def give_back_others(self, fd: int) -> None:
+        """Give back all bytes of the file that no link is there for."""
+        gone = self.gone(fd)
+        content = [part for path, parts in self._bytes.items() if path not in gone for part in parts]
+        if content:
+            give_back(fd, content)
+
+
+def give_back(fd: int, content: Iterable[range]) -> None:
+    """Give back to the file system what an open file has besides some bytes; its size stays. Where the file system
+    can't do that, nothing happens."""
+    others = FreeList([(0, os.fstat(fd).st_size)])
+    for part in content:
+        others.discard(part.start, part.stop)
+    libc = ctypes.CDLL(None, use_errno=True)
+    for start, end in others:
+        arguments = fd, _KEEP_SIZE | _PUNCH_HOLE, ctypes.c_long(start), ctypes.c_long(end - start)
+        if libc.fallocate(*arguments) and ctypes.get_errno() in (errno.EOPNOTSUPP, errno.ENOSYS):
+            return
+
+
+@contextlib.contextmanager
+def abandoned(path: Path) -> Iterator[tuple[int, os.stat_result] | None]:
+    """A block with the data file that a link stands for, open for writing, and what the system knows of it; None where
+    its store is still in use, or the file can't be opened."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        yield None
+        return
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield None
+        else:
+            yield fd, os.fstat(fd)
+    finally:
+        os.close(fd)
+
+
+def _is(path: Path, info: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), info)
+    except OSError:
+        return False
