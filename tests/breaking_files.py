@@ -102,6 +102,10 @@ class LosingPower(_Seen):
         self._pending.append((path, None, self._inode(path)))
         return fd
 
+    def link(self, old: Path, new: Path) -> None:
+        super().link(old, new)
+        self._pending.append((new, None, self._inode(new)))
+
     def make_directory(self, path: Path) -> None:
         is_new = not path.exists()
         super().make_directory(path)

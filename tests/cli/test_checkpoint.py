@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import zinf_fx
+from zinf_fx.checkpoint.training.loading import manifest_of
 from zinf_fx.cli import main
 
 
@@ -46,10 +47,12 @@ def run(made: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> Path:
 
 
 def damage(directory: Path) -> str:
-    """Flip a bit in the only data file; returns its name."""
-    (path,) = directory.glob("data-*")
+    """Flip a bit in the last piece; returns the name of its file."""
+    manifest = manifest_of(directory)
+    *_, (_, piece) = manifest.pieces()
+    path = directory / manifest.files[piece.file].path
     content = bytearray(path.read_bytes())
-    content[-4096] ^= 1
+    content[piece.offset] ^= 1
     path.write_bytes(content)
     return path.name
 
@@ -61,10 +64,10 @@ def test_list(run: Path, capsys: pytest.CaptureFixture[str]):
     (run / "another").mkdir()
     assert main(["checkpoint", "list", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["checkpoint", "step", "saved", "size", "ranks", "state"]
+    assert lines[0].split() == ["checkpoint", "step", "saved", "size", "ranks", "form", "state"]
     rows = {line.split()[0]: line for line in lines[2:]}
     assert list(rows) == ["step-00000009", "step-00000001", "step-00000002", "best"]
-    assert re.search(r"2  20\S+  +\d+\.\d KiB +1  whole$", rows["best"])
+    assert re.search(r"2  20\S+  +\d+\.\d KiB +1  generation  whole$", rows["best"])
     assert "is missing; use another one" in rows["step-00000001"]
     assert "there is no manifest.json in it" in rows["step-00000009"]
 
@@ -86,6 +89,8 @@ def test_inspect(run: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["checkpoint", "inspect", str(run / "best"), "--tensors"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"KiB in 10 tensors, saved 20\S+ by 1 rank of zinf_fx", out)
+    assert re.search(r"; 13\d\.\d KiB are in files of the store that they were in$", out, re.MULTILINE)
+    assert re.search(r"^data-\w+-0-0\.extents +\S+ MiB +1\d\d\.\d KiB$", out, re.MULTILINE)
     assert re.search(r"^model +module +4 +4\d\.\d KiB$", out, re.MULTILINE)
     assert re.search(r"^optimizer +optimizer +6 ", out, re.MULTILINE)
     assert re.search(r'^note +"a trial"$', out, re.MULTILINE) and re.search(r"^rates +\[0.5, 1\]$", out, re.MULTILINE)

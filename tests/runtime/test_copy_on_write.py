@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import crc32c
 from zinf_fx.runtime.disk.copy_on_write import CopyOnWrite
@@ -91,8 +92,8 @@ def test_whatever_is_written_frozen_and_released(tmp_path: Path, seed: int, seve
                     one.in_store.settle()
                 elif action < 0.9:
                     one.freeze(number)
-                    one.in_store.thaw(number)
-                    del one.kept[number]
+                    one.release(number)
+                    one.in_store.settle()
                 elif keepers:
                     one.release(choose.choice(keepers))
                 one.check()

@@ -63,6 +63,10 @@ class Files:
         """Wait until a file is on the device, or the names in a directory."""
         os.fsync(fd)
 
+    def link(self, old: Path, new: Path) -> None:
+        """Give a file one more name."""
+        os.link(old, new, follow_symlinks=False)
+
     def rename(self, old: Path, new: Path) -> None:
         """Give a file the name of another one, which is gone then."""
         os.rename(old, new)

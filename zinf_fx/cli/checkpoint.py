@@ -38,8 +38,9 @@ def _list(options: argparse.Namespace) -> None:
         manifest = one.manifest
         size, ranks = (in_words(manifest.nbytes), str(manifest.ranks)) if manifest is not None else ("", "")
         step = "" if one.step is None else f"{one.step:,}"
-        rows.append([one.path.name, step, manifest.time if manifest else "", size, ranks, one.damage or "whole"])
-    print(table(rows, ("checkpoint", "step", "saved", "size", "ranks", "state"), left=(0, 2, 5)))
+        how = "" if manifest is None else "generation" if manifest.in_store_nbytes else "copy"
+        rows.append([one.path.name, step, manifest.time if manifest else "", size, ranks, how, one.damage or "whole"])
+    print(table(rows, ("checkpoint", "step", "saved", "size", "ranks", "form", "state"), left=(0, 2, 5, 6)))
 
 
 def _inspect(options: argparse.Namespace) -> None:
@@ -47,9 +48,11 @@ def _inspect(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(_contents(manifest), indent=1))
         return
+    kept = manifest.in_store_nbytes
     print(
         f"{options.directory}: {in_words(manifest.nbytes)} in {counted(len(manifest.tensors), 'tensor')}, saved "
-        f"{manifest.time} by {counted(manifest.ranks, 'rank')} of {manifest.made_by}\n"
+        f"{manifest.time} by {counted(manifest.ranks, 'rank')} of {manifest.made_by}"
+        + (f"; {in_words(kept)} are in files of the store that they were in\n" if kept else "\n")
     )
     parts = _parts(manifest)
     rows = [[name, part["kind"], f"{part['tensors']:,}", in_words(part["nbytes"])] for name, part in parts.items()]
@@ -58,7 +61,8 @@ def _inspect(options: argparse.Namespace) -> None:
         print()
         print(table([[name, json.dumps(value)] for name, value in plain.items()], ("value", ""), left=(0, 1)))
     print()
-    print(table([[file.path, in_words(file.nbytes)] for file in manifest.files], ("file", "size")))
+    files = [[file.path, in_words(file.nbytes), in_words(manifest.taken_of(file))] for file in manifest.files]
+    print(table(files, ("file", "size", "of this checkpoint")))
     if options.tensors:
         print()
         print(
@@ -116,6 +120,7 @@ def _progress(nbytes: int, path: Path, options: argparse.Namespace) -> Iterator[
 def _described(found: Found) -> dict[str, object]:
     manifest = found.manifest
     known = {} if manifest is None else {"saved": manifest.time, "nbytes": manifest.nbytes, "ranks": manifest.ranks}
+    known |= {} if manifest is None else {"nbytes_in_store_files": manifest.in_store_nbytes}
     return {"path": str(found.path), "step": found.step, **known, "damage": found.damage}
 
 
@@ -124,6 +129,7 @@ def _contents(manifest: Manifest) -> dict[str, object]:
         "made_by": manifest.made_by,
         "saved": manifest.time,
         "ranks": manifest.ranks,
+        "nbytes_in_store_files": manifest.in_store_nbytes,
         "parts": _parts(manifest),
         "values": _plain_values(manifest),
         "files": [asdict(file) for file in manifest.files],

@@ -17,6 +17,7 @@ from zinf_fx.checkpoint.training.parts.state import Stateful, StatePart, ValuePa
 from zinf_fx.errors import CheckpointError
 from zinf_fx.optim.streamed import Streamed
 from zinf_fx.runtime.exclusive import RUNNING
+from zinf_fx.runtime.tensor.local_parameter import stored_parameter
 
 Parts = Mapping[str, Part | ValuePart]
 
@@ -62,6 +63,13 @@ def streamed_in(parts: Parts) -> list[Streamed]:
     """The optimizers of `zinf_fx.optim`."""
     optimizers = [part.optimizer for part in parts.values() if isinstance(part, OptimizerPart)]
     return [one for one in optimizers if isinstance(one, Streamed)]
+
+
+def unwritten_in(parts: Parts) -> set[int]:
+    """The keys of the storages of frozen parameters, which no step rewrites."""
+    modules = [part.module for part in parts.values() if isinstance(part, ModulePart)]
+    frozen = (stored_parameter(p) for module in modules for p in module.parameters() if not p.requires_grad)
+    return {parameter.storage.key for parameter in frozen if parameter is not None}
 
 
 @contextmanager

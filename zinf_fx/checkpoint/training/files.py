@@ -9,16 +9,20 @@ whatever order they reach the device. What the manifest doesn't name is removed 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from zinf_fx.checkpoint.commit import appear
 from zinf_fx.checkpoint.files import FILES, LOCK, Files, locked, refusals, sync_directory
 from zinf_fx.errors import CheckpointError
 
+log = logging.getLogger("zinf_fx")
+
 MANIFEST, NEW_MANIFEST = "manifest.json", "manifest.json.new"
-_DATA = re.compile(r"data-[0-9a-f]{8}-\d+-\d+\.safetensors")
+_DATA = re.compile(r"data-[0-9a-f]{8}-\d+-\d+\.(safetensors|extents)")
 # Bytes: of a manifest of ten trillion parameters.
 _LARGEST_MANIFEST = 4 << 30
 
@@ -26,6 +30,11 @@ _LARGEST_MANIFEST = 4 << 30
 def data_name(save: str, rank: int, number: int) -> str:
     """The name of a data file: of which save, rank and number."""
     return f"data-{save}-{rank}-{number}.safetensors"
+
+
+def link_name(save: str, rank: int, number: int) -> str:
+    """The name of a store's data file in a checkpoint."""
+    return f"data-{save}-{rank}-{number}.extents"
 
 
 def read_manifest(directory: Path) -> bytes:
@@ -102,3 +111,12 @@ def discard(directory: Path, files: Files = FILES) -> None:
             files.remove(path)
         if not os.listdir(directory):
             os.rmdir(directory)
+
+
+def discard_all(directories: Iterable[Path]) -> None:
+    """The same, of several; where one can't be removed, a warning says so."""
+    for directory in directories:
+        try:
+            discard(directory)
+        except CheckpointError as error:
+            log.warning("an old checkpoint stays: %s", error)

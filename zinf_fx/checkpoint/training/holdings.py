@@ -13,6 +13,7 @@ from zinf_fx.errors import CheckpointError
 from zinf_fx.optim.elements import open_window
 from zinf_fx.runtime.memory.device import CPU
 from zinf_fx.runtime.tensor.boxes import Box, view_of
+from zinf_fx.runtime.tensor.home import Home
 from zinf_fx.runtime.tensor.local_parameter import local_part
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.tiers import Tiers
@@ -116,6 +117,11 @@ class Holding:
     def tiers(self) -> Tiers | None:
         """Those of a stored tensor."""
         return self.tensor.storage.usable_tiers() if isinstance(self.tensor, StoredTensor) else None
+
+    @property
+    def home(self) -> Home | None:
+        """Where a stored tensor lives."""
+        return self.tensor.storage.bytes.home if isinstance(self.tensor, StoredTensor) else None
 
     @property
     def own(self) -> list[range]:

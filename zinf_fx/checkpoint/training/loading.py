@@ -120,7 +120,7 @@ def check_file(directory: Path, file: SavedFile) -> None:
         raise DamagedCheckpointError(
             f"the checkpoint in {directory} is damaged: {file.path} is no file; use another one"
         )
-    if found.st_size != file.nbytes:
+    if found.st_size < file.nbytes or (found.st_size > file.nbytes and not file.of_store):
         raise DamagedCheckpointError(
             f"the checkpoint in {directory} is damaged: its file {file.path} has {found.st_size} bytes, and "
             f"{file.nbytes} when it was saved; use another one"

@@ -18,9 +18,10 @@ from torch.optim import Optimizer
 from zinf_fx.checkpoint.agreement import all_ranks, together
 from zinf_fx.checkpoint.training.catalog import STEP, Found, checkpoints_in, is_numbered, name_of
 from zinf_fx.checkpoint.training.contents import parts_of
-from zinf_fx.checkpoint.training.files import discard
+from zinf_fx.checkpoint.training.files import discard_all
 from zinf_fx.checkpoint.training.loading import load_checkpoint
 from zinf_fx.checkpoint.training.saving import save
+from zinf_fx.checkpoint.training.sweeping import give_back_unnamed
 from zinf_fx.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
 log = logging.getLogger("zinf_fx")
@@ -128,10 +129,10 @@ class CheckpointManager:
         parts, ranks = parts_of(self._model, self._optimizer, {**self._extra, STEP: step}), all_ranks()
         with together(f"looking for checkpoints in {self.directory}", ranks):
             before = self._swept() if ranks.rank == 0 else []
-        save(path, parts, newest=max((one.manifest.time for one in before if one.manifest), default=None))
+        replaced = ranks.of_first([str(one) for one in self._replaced(before, path)], "which checkpoints are replaced")
+        newest = max((one.manifest.time for one in before if one.manifest), default=None)
+        save(path, parts, newest=newest, others=[Path(one) for one in replaced])
         self._saved_step, self._saved_at = step, time.monotonic()
-        with together(f"removing old checkpoints from {self.directory}", ranks):
-            self._remove_old(before, path)
         return path
 
     def __enter__(self) -> CheckpointManager:
@@ -153,10 +154,12 @@ class CheckpointManager:
         return [one for one in self._directories() if not one.is_left_over]
 
     def _swept(self) -> list[Found]:
-        """The same, once what is left of saves that were cut off is removed."""
+        """The same, once what is left of saves that were cut off is removed, and of stores that are gone."""
         found = self._directories()
-        _discard([one for one in found if one.is_numbered and one.is_left_over])
-        return [one for one in found if not one.is_left_over]
+        discard_all(one.path for one in found if one.is_numbered and one.is_left_over)
+        found = [one for one in found if not one.is_left_over]
+        give_back_unnamed(found)
+        return found
 
     def _directories(self) -> list[Found]:
         return checkpoints_in(self.directory) if self.directory.exists() else []
@@ -180,11 +183,11 @@ class CheckpointManager:
         found = all_ranks().of_all((is_due, self._terminated), "whether to save a checkpoint")
         return found[0][0], any(ends for _, ends in found)
 
-    def _remove_old(self, before: list[Found], saved: Path) -> None:
-        """Keep as many as are to be kept, of those that were there before one was saved, and that one."""
-        others = [one for one in before if one.is_numbered and one.is_whole and one.path != saved]
+    def _replaced(self, before: list[Found], saved: Path) -> list[Path]:
+        """Those that are to be removed when there is one more, so that no more stay than are to be kept."""
+        others = [one.path for one in before if one.is_numbered and one.is_whole and one.path != saved]
         kept = self._keep - is_numbered(saved)
-        _discard(others[: max(0, len(others) - kept)])
+        return others[: max(0, len(others) - kept)]
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
         """Handle SIGTERM."""
@@ -193,11 +196,3 @@ class CheckpointManager:
 
     def _restore(self) -> None:
         signal.signal(signal.SIGTERM, self._handler)
-
-
-def _discard(found: list[Found]) -> None:
-    for one in found:
-        try:
-            discard(one.path)
-        except CheckpointError as error:
-            log.warning("an old checkpoint stays: %s", error)

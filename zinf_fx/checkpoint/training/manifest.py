@@ -22,7 +22,10 @@ from zinf_fx.errors import CheckpointError, DamagedCheckpointError
 from zinf_fx.native.engine import crc32c
 from zinf_fx.plan.codec import decode, encode
 from zinf_fx.plan.files.parsing import parsed
+from zinf_fx.plan.intervals import merged
+from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.tensor.boxes import Box
+from zinf_fx.sizes import PAGE
 
 FORMAT, SCHEMA = "zinf_fx checkpoint", 1
 _SUM = ',"crc32c":"{:08x}"}}\n'
@@ -50,6 +53,7 @@ class Piece:
         start, count: which elements.
         file: the number of the file that has them; `offset`: bytes before them there.
         crc32c: of their bytes.
+        padding: bytes behind them that the checksum is of, too.
     """
 
     start: Annotated[int, 0]
@@ -57,6 +61,7 @@ class Piece:
     file: Annotated[int, 0]
     offset: Annotated[int, 0]
     crc32c: Annotated[int, 0]
+    padding: Annotated[int, 0] = 0
 
     @property
     def elements(self) -> range:
@@ -100,10 +105,15 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class SavedFile:
-    """A file with pieces: its path within the manifest's directory, and its size in bytes."""
+    """A file with pieces: its path within the manifest's directory, and its size in bytes.
+
+    One `of_store` is a data file of the store that the tensors were in, where they have stayed: it has other bytes,
+    too, and may have become longer.
+    """
 
     path: str
     nbytes: Annotated[int, 0]
+    of_store: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,6 +140,24 @@ class Manifest:
     def nbytes(self) -> int:
         """Of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def in_store_nbytes(self) -> int:
+        """Of the pieces in files of a store."""
+        in_store = {number for number, file in enumerate(self.files) if file.of_store}
+        return sum(one.count * tensor.dtype.itemsize for tensor, one in self.pieces() if one.file in in_store)
+
+    def taken_of(self, file: SavedFile) -> int:
+        """Bytes of a file that are of this checkpoint: all, but of a store's."""
+        return sum(map(len, self.content_of(file.path))) if file.of_store else file.nbytes
+
+    def content_of(self, path: str) -> list[range]:
+        """Where pieces are in a file, in bytes, in whole pages."""
+        number = [file.path for file in self.files].index(path)
+        ends = (
+            (p.offset, p.offset + p.count * tensor.dtype.itemsize) for tensor, p in self.pieces() if p.file == number
+        )
+        return merged(range(start // PAGE * PAGE, round_up(end, PAGE)) for start, end in ends)
 
     def pieces(self) -> Iterator[tuple[SavedTensor, Piece]]:
         """All pieces, each with its tensor."""
@@ -197,7 +225,7 @@ def check_sound(manifest: Manifest, what: str) -> None:
             if [piece.start for piece in box.pieces] != ends[:-1] or ends[-1] != box.box.numel:
                 raise CheckpointError(f"{what}: the pieces of '{tensor.name}' are not all of it, each element once")
             for piece in box.pieces:
-                end = piece.offset + piece.count * tensor.dtype.itemsize
+                end = piece.offset + piece.count * tensor.dtype.itemsize + piece.padding
                 if piece.file >= len(manifest.files) or end > manifest.files[piece.file].nbytes:
                     raise CheckpointError(f"{what}: a piece of '{tensor.name}' lies behind the end of its file")
 

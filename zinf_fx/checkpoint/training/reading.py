@@ -52,7 +52,7 @@ class Reading:
         self.piece, self._tensor, self._file = piece, tensor, file
         self.nbytes = piece.count * tensor.dtype.itemsize
         first = piece.offset // PAGE * PAGE
-        length = round_up(piece.offset + self.nbytes - first, PAGE)
+        length = round_up(piece.offset + self.nbytes + piece.padding - first, PAGE)
         self._room, self._memory = memory, memory.take(length)
         self._skip = piece.offset - first
         self._ticket = file.submit(READ, self._memory.data_ptr(), first, length, self._memory)
@@ -67,7 +67,8 @@ class Reading:
         """The elements, flat. Raises: CheckpointError for other bytes than were saved; StoreError."""
         if self._elements is None:
             self._ticket.wait()
-            if crc32c_at(self._memory.data_ptr() + self._skip, self.nbytes) != self.piece.crc32c:
+            summed = self.nbytes + self.piece.padding
+            if crc32c_at(self._memory.data_ptr() + self._skip, summed) != self.piece.crc32c:
                 raise DamagedCheckpointError(
                     f"{self._file.path} is damaged: the {self.nbytes} bytes at offset {self.piece.offset}, of "
                     f"'{self._tensor.name}', have another checksum than when they were saved; use another checkpoint"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from torch.optim import Optimizer
 from zinf_fx.checkpoint.agreement import all_ranks, together
 from zinf_fx.checkpoint.files import FILES, Files, locked, make_directory, refusals, sync_directory
 from zinf_fx.checkpoint.training import files as names
-from zinf_fx.checkpoint.training.contents import Parts, between_steps, parts_of
+from zinf_fx.checkpoint.training.contents import Parts, between_steps, parts_of, unwritten_in
 from zinf_fx.checkpoint.training.dividing import divided, equal_or_by_rank, merged
+from zinf_fx.checkpoint.training.generations import KeptInStore
 from zinf_fx.checkpoint.training.layout import Layout, laid_out
 from zinf_fx.checkpoint.training.manifest import (
     Manifest,
@@ -72,10 +74,13 @@ def save(
     files: Files = FILES,
     report: Report = lambda nbytes: None,
     newest: str | None = None,
+    others: Sequence[Path] = (),
 ) -> None:
     """As `save_checkpoint`. `report` is told of bytes that were written; `newest`: the time in the manifest of the
-    checkpoint that this one is to come after, whatever the clock says."""
+    checkpoint that this one is to come after, whatever the clock says; `others`: directories of checkpoints that it
+    replaces, too, which are removed when it is there."""
     ranks, started = all_ranks(), time.perf_counter()
+    replaced = [path.absolute() for path in (directory, *others)]
     with ExitStack() as rooms:
         with together("collecting what is to be saved", ranks):
             rooms.enter_context(between_steps(parts, whole=True))
@@ -84,15 +89,21 @@ def save(
             for tiers in {holding.tiers for holding in collected.tensors.values()} - {None}:
                 rooms.enter_context(tiers.stepping())
         values = equal_or_by_rank(ranks, mine)
-        layout = laid_out(divided(ranks, collected.tensors))
+        runs = divided(ranks, collected.tensors)
         token = ranks.of_first(secrets.token_hex(4), "the name of a checkpoint's files")
+        kept = KeptInStore(directory, partial(names.link_name, token, ranks.rank), files)
+        rooms.callback(kept.settle)
         with together(f"preparing {directory}", ranks):
             if ranks.rank == 0:
                 rooms.enter_context(_prepared(directory, files, token))
+        with together(f"keeping what is in the store for {directory}", ranks), refusals("saving", directory):
+            kept.keep(runs, unwritten_in(parts), replaced)
+        layout = laid_out(kept.others)
         paths = [directory / names.data_name(token, ranks.rank, number) for number in range(len(layout.sizes))]
         with refusals(f"saving a checkpoint of {in_words(sum(layout.sizes))}", directory):
-            sums = _written(ranks, layout, paths, files, report)
-        found = ranks.of_all(_parts_saved(collected, layout, sums, paths), "what each rank saved")
+            sums = _written(ranks, directory, layout, paths, files, report)
+        report(kept.nbytes)
+        found = ranks.of_all(_parts_saved(collected, kept, layout, sums, paths), "what each rank saved")
         manifest = _manifest(found, values, _time_after(newest))
         with together(f"committing the checkpoint in {directory}", ranks):
             if ranks.rank == 0:
@@ -101,8 +112,20 @@ def save(
                 with refusals("committing a checkpoint", directory):
                     names.commit(files, directory, text)
                     _remove(files, names.leftovers(directory, text))
+                names.discard_all(others)
     seconds = time.perf_counter() - started
-    log.info("checkpoint of %s saved to %s in %.1f s", in_words(manifest.nbytes), directory, seconds)
+    size, how = in_words(manifest.nbytes), _in_words(kept, manifest)
+    log.info("checkpoint of %s saved to %s in %.1f s%s", size, directory, seconds, how)
+
+
+def _in_words(kept: KeptInStore, manifest: Manifest) -> str:
+    """How it was saved, if there was a choice."""
+    if kept.why_copied is not None:
+        return f", by copying: {kept.why_copied}"
+    if not manifest.in_store_nbytes:
+        return ""
+    copied = manifest.nbytes - manifest.in_store_nbytes
+    return f", by generations: {in_words(copied)} copied, the others stay in the store's files"
 
 
 @contextmanager
@@ -126,8 +149,10 @@ def _prepared(directory: Path, files: Files, token: str) -> Iterator[None]:
             raise
 
 
-def _written(ranks: Ranks, layout: Layout, paths: Sequence[Path], files: Files, report: Report) -> list[int]:
-    """Write this rank's data files. Returns the checksums of its pieces."""
+def _written(
+    ranks: Ranks, directory: Path, layout: Layout, paths: Sequence[Path], files: Files, report: Report
+) -> list[int]:
+    """Write this rank's data files. Returns the checksums of its pieces. All names are on the device then."""
     with together("reserving space for the checkpoint", ranks):
         for path, nbytes in zip(paths, layout.sizes, strict=True):
             fd = files.create(path)
@@ -138,25 +163,27 @@ def _written(ranks: Ranks, layout: Layout, paths: Sequence[Path], files: Files, 
     with together("writing the checkpoint", ranks):
         with opened(paths, files) as handles:
             sums = Writer(files, handles, report).write(layout.headers, layout.places)
-        if paths:
-            sync_directory(files, paths[0].parent)
+        sync_directory(files, directory)
     return sums
 
 
 def _parts_saved(
-    collected: Collected, layout: Layout, sums: Sequence[int], paths: Sequence[Path]
+    collected: Collected, kept: KeptInStore, layout: Layout, sums: Sequence[int], paths: Sequence[Path]
 ) -> tuple[list[SavedTensor], dict[str, str], list[SavedFile]]:
     """What this rank has saved: its pieces, the other names of tensors, and its files."""
     pieces: dict[str, list[Piece]] = {}
     for place, crc in zip(layout.places, sums, strict=True):
         piece = Piece(place.elements.start, len(place.elements), place.file, place.offset, crc)
         pieces.setdefault(place.run.name, []).append(piece)
+    for stored in kept.pieces:
+        piece = replace(stored.piece, file=stored.piece.file + len(paths))
+        pieces.setdefault(stored.run.name, []).append(piece)
     tensors = []
     for name, holding in collected.tensors.items():
         box = SavedBox(holding.box.offsets, holding.box.shape, tuple(pieces.get(name, ())))
         tensors.append(SavedTensor(name, holding.dtype, holding.shape, (box,)))
     files = [SavedFile(path.name, nbytes) for path, nbytes in zip(paths, layout.sizes, strict=True)]
-    return tensors, collected.same, files
+    return tensors, collected.same, files + kept.files
 
 
 def _manifest(

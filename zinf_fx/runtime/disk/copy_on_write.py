@@ -60,7 +60,7 @@ class CopyOnWrite:
 
     @held_back
     def write(self, address: int, offset: int, nbytes: int, *, owner: object = None) -> Ticket:
-        """As `Store.write`. Raises: StoreError, too, where what is kept was not to be rewritten, and there is no space."""
+        """As `Store.write`. Raises: StoreError where there is no space for what is kept and was not to be rewritten."""
         with self._locked():
             before = _cut(self._live, offset, offset + round_up(nbytes, PAGE))
             parts = before if not self._kept else self._free_to_write(before)
@@ -93,7 +93,7 @@ class CopyOnWrite:
         and there is no other space."""
         with self._locked():
             heir, self._heir = self._heir, None
-            if heir is None:
+            if heir is None or not _overlapping(self._live, self._all_kept()):
                 return
             if any(part.extent is heir for parts in self._kept.values() for part in parts):
                 self._ahead = self._store.allocate(self.capacity)
@@ -105,14 +105,8 @@ class CopyOnWrite:
         """What is kept for `keeper` alone is free again."""
         with self._locked():
             self._give_back(_without(self._kept.pop(keeper), self._owned()))
-            if not _overlapping(self._live, self._all_kept()) and self._heir is None:
+            if not _overlapping(self._live, self._all_kept()):
                 self._drop_ahead()
-
-    @sealed
-    def thaw(self, keeper: object) -> None:
-        """`freeze` has not been: nobody is replaced."""
-        self._heir = None
-        self.release(keeper)
 
     def free(self) -> None:
         """Give back what nobody keeps, now, and the rest when it is released. Safe in a finalizer."""
@@ -185,9 +179,9 @@ class CopyOnWrite:
 
     def _drop_ahead(self) -> None:
         """Nothing more will be written ahead."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            self._give_back(_without([_whole(ahead)], self._owned()))
+        unused = self._ahead_of([*self._live, *self._all_kept()])
+        self._ahead = self._heir = None
+        self._give_back(unused)
 
     def _give_back(self, parts: Iterable[Part]) -> None:
         for start, stop, extent in parts:

@@ -15,6 +15,7 @@ from zinf_fx.config import Config
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import HINTS
 from zinf_fx.plan.schedule import MemoryRegions
+from zinf_fx.runtime.disk.generation import Generation
 from zinf_fx.runtime.disk.store import Store
 from zinf_fx.runtime.memory.buffers import Arena
 from zinf_fx.runtime.memory.counters import Counters
@@ -66,6 +67,8 @@ class Tiers:
         self._chunks = range(0)  # of the region, what is for an optimizer's step
         self._room: range | None = None  # in which leases are to be made
         self._store: Store | None = None
+        self.generations: list[Generation] = []
+        """What of the store checkpoints keep as it was."""
         self.writes = WriteQueue(self.counters)
         self._lock = self.writes.lock
 
@@ -207,6 +210,12 @@ class Tiers:
         else:
             self.counters.placed += 1
         return buffer
+
+    def release_generations(self) -> None:
+        """What nobody has a link to any more is the store's again."""
+        for one in [one for one in self.generations if one.is_gone]:
+            self.generations.remove(one)
+            one.release()
 
     def limit_writes(self, nbytes: int) -> None:
         """Wait until at most `nbytes` are on their way to the store."""

@@ -1,0 +1,186 @@
+"""Checkpoints by generations: what is in the store stays where it is, and the next step is written elsewhere.
+
+[Note: checkpoints by generations]
+A step rewrites parameters and states anyway. So the checkpoint's directory gets a hard link to each data file of the
+store, and the manifest says where in it the pieces are, with checksums that were made when they were written. What is
+written from then on goes to other extents: see [Note: generations] in `runtime.disk.copy_on_write`. Nothing is moved,
+and for twice the disk the step before is there, as often as one likes. It ends with the link: whatever removed that,
+the next save finds it gone, and its extents are the store's again.
+
+That takes a directory on the file system of the store, and checksums in it. Else, and for what isn't in a store, for
+pieces that begin within a page, and for those whose checksum is not known, the bytes are copied.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from zinf_fx.checkpoint.files import Files
+from zinf_fx.checkpoint.training.layout import Run
+from zinf_fx.checkpoint.training.manifest import Piece, SavedFile
+from zinf_fx.errors import CheckpointError, StoreError
+from zinf_fx.runtime.disk.copy_on_write import CopyOnWrite
+from zinf_fx.runtime.disk.generation import Generation
+from zinf_fx.runtime.tensor.tiers import Tiers
+from zinf_fx.sizes import PAGE
+
+log = logging.getLogger("zinf_fx")
+
+_NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """A piece that stays in the store: of which run, in which file of it, by its number among the links."""
+
+    run: Run
+    piece: Piece
+
+    @property
+    def nbytes(self) -> int:
+        """Of its elements."""
+        return self.piece.count * self.run.holding.dtype.itemsize
+
+
+class KeptInStore:
+    """What of a rank's runs stays in its stores for one checkpoint.
+
+    Attributes:
+        pieces: those that stay.
+        others: runs that have to be copied.
+        files: the links, by which pieces are counted.
+        why_copied: why what is in a store is copied all the same; None: it isn't.
+    """
+
+    def __init__(self, directory: Path, name_link: Callable[[int], str], files: Files) -> None:
+        """`name_link`: the name of a link in the directory, by its number."""
+        self._directory, self._name_link, self._files = directory.absolute(), name_link, files
+        self._generations: list[tuple[Tiers, Generation]] = []
+        self.pieces: list[StoredPiece] = []
+        self.others: list[Run] = []
+        self.files: list[SavedFile] = []
+        self.why_copied: str | None = None
+        self._tiers: list[Tiers] = []
+
+    def keep(self, runs: Sequence[Run], unwritten: Collection[int], replaced: Collection[Path]) -> None:
+        """Keep what is in stores. `unwritten`: keys of the storages that nobody will rewrite; `replaced`: directories
+        of checkpoints that will be gone when this one is there.
+
+        Raises: CheckpointError when there is no room for the next step's; OSError, StoreError.
+        """
+        by_tiers: dict[Tiers, list[Run]] = {}
+        for run in runs:
+            home = run.holding.home
+            if home is None or home.in_store is None:
+                self.others.append(run)
+            else:
+                by_tiers.setdefault(home.tiers, []).append(run)
+        for tiers, several in by_tiers.items():
+            self._tiers.append(tiers)
+            tiers.release_generations()
+            why = self._obstacle(tiers) or self._keep_in(tiers, several, unwritten, replaced)
+            if why is not None:
+                self.why_copied = why
+                self.others += several
+
+    def settle(self) -> None:
+        """The save is over, well or not: what has no links is released, and what was replaced."""
+        for tiers in self._tiers:
+            tiers.release_generations()
+        for _, generation in self._generations:
+            try:
+                generation.settle()
+            except StoreError as error:
+                log.warning("a checkpoint that was to be removed is still there, and the next step may fail: %s", error)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the pieces that stay."""
+        return sum(one.nbytes for one in self.pieces)
+
+    def _obstacle(self, tiers: Tiers) -> str | None:
+        """Why nothing of a store can stay in it for a checkpoint."""
+        if not tiers.store.checksum:
+            return "the store keeps no checksums"
+        device = self._directory.stat().st_dev
+        if any(volume.device != device for volume in tiers.store.volumes):
+            return "the store is on another file system"
+        return None
+
+    def _keep_in(
+        self, tiers: Tiers, runs: Sequence[Run], unwritten: Collection[int], replaced: Collection[Path]
+    ) -> str | None:
+        """Keep runs of one store. Returns why that is not possible; nothing is kept then."""
+        tiers.drain()
+        generation, earlier = Generation(tiers.store), [one for one in tiers.generations if one.is_in(replaced)]
+        rewritten: dict[CopyOnWrite, bool] = {}
+        for run in runs:
+            in_store = run.holding.home.in_store
+            rewritten[in_store] = rewritten.get(in_store, False) or run.holding.tensor.storage.key not in unwritten
+        try:
+            generation.freeze(rewritten, earlier)
+        except StoreError as error:
+            raise CheckpointError(
+                f"saving a checkpoint to {self._directory} was refused, because there is no room to write the next "
+                f"step to while this one is kept: {error}"
+            ) from error
+        tiers.generations.append(generation)
+        self._generations.append((tiers, generation))
+        return self._link(tiers, generation, list(_pieces(generation, runs)))
+
+    def _link(self, tiers: Tiers, generation: Generation, found: list[tuple[Run, range, Piece | None]]) -> str | None:
+        """Give the data files their names in the checkpoint. Returns why that is not possible."""
+        numbers: dict[int, int] = {}  # of the links, by volume
+        pieces, others = [], []
+        for run, elements, piece in found:
+            if piece is None:
+                others.append(Run(run.name, run.holding, elements))
+            else:
+                number = numbers.setdefault(piece.file, len(self.files) + len(numbers))
+                pieces.append(StoredPiece(run, replace(piece, file=number)))
+        files = []
+        for volume, number in numbers.items():
+            linked, path = tiers.store.volumes[volume], self._directory / self._name_link(number)
+            here = [one for one in pieces if one.piece.file == number]
+            content = [range(p.piece.offset, p.piece.offset + p.nbytes + p.piece.padding) for p in here]
+            try:
+                generation.link(volume, path, content, self._files.link)
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                for done in files:
+                    self._files.remove(self._directory / done.path)
+                self._generations.remove((tiers, generation))
+                tiers.release_generations()
+                return f"its files can't be linked ({error.strerror})"
+            self._files.sync_data(linked.descriptor)
+            files.append(SavedFile(path.name, linked.size, of_store=True))
+        self.pieces += pieces
+        self.others += others
+        self.files += files
+        return None
+
+
+def _pieces(generation: Generation, runs: Sequence[Run]) -> Iterator[tuple[Run, range, Piece | None]]:
+    """The elements of runs, as they lie in the volumes, whose numbers the pieces have for files; without a piece where
+    they have to be copied."""
+    for run in runs:
+        storage, itemsize = run.holding.tensor.storage, run.holding.dtype.itemsize
+        for elements in run.holding.chunks(run.elements):
+            first = (storage.bytes.first + storage.share.position(elements.start)) * itemsize
+            nbytes = len(elements) * itemsize
+            whole = first % PAGE == 0 and PAGE % itemsize == 0
+            places = list(storage.bytes.home.in_store.places(generation.key, first, nbytes)) if whole else []
+            if not places or any(crc is None for _, crc in places):
+                yield run, elements, None
+                continue
+            for place, crc in places:
+                start = elements.start + (place.start - first) // itemsize
+                count = min(place.nbytes, first + nbytes - place.start) // itemsize
+                padding = place.nbytes - count * itemsize
+                piece = Piece(start, count, place.volume, place.offset, crc, padding)
+                yield run, range(start, start + count), piece

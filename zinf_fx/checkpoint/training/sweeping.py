@@ -1,0 +1,40 @@
+"""What nobody needs any more of data files of stores that jobs have left in checkpoints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from zinf_fx.checkpoint.training.catalog import Found
+from zinf_fx.runtime.disk.links import abandoned, give_back
+from zinf_fx.sizes import PAGE
+
+_BLOCK = 512  # bytes, in which the system counts what a file takes
+
+
+def give_back_unnamed(found: Iterable[Found]) -> None:
+    """Give back to the file system what is in no checkpoint, of each store's file whose names are all among these
+    checkpoints, and whose job is over."""
+    by_file: dict[tuple[int, int], list[tuple[Found, str]]] = {}
+    for one in found:
+        for file in one.manifest.files if one.manifest is not None else ():
+            path = one.path / file.path
+            if file.of_store and path.exists():
+                info = path.stat()
+                by_file.setdefault((info.st_dev, info.st_ino), []).append((one, file.path))
+    for links in by_file.values():
+        _give_back(links)
+
+
+def _give_back(links: list[tuple[Found, str]]) -> None:
+    """The same, of one file by all of its names that are known."""
+    (first, name), *_ = links
+    with abandoned(first.path / name) as file:
+        if file is None:
+            return
+        fd, info = file
+        if info.st_nlink == len(links):
+            content = [part for one, path in links for part in one.manifest.content_of(path)]
+            if info.st_blocks * _BLOCK > sum(map(len, content)) + PAGE:
+                give_back(fd, content)
+                os.fsync(fd)
