@@ -1,11 +1,13 @@
-"""Seconds and memory of saving a training whose states are on disk, beside what the disk can do and beside torch.save.
+"""Seconds, bytes and memory of saving a training whose states are on disk, beside what the disk can do and torch.save.
 
     python benchmarks/checkpoint.py                                    # the 303 M-parameter GPT, minutes
     python benchmarks/checkpoint.py --layers 4 --hidden 256 --heads 4  # seconds
 
-Each way is a process of its own, and a round has one of each, in turns: nothing saved; `zinf_fx.save_checkpoint`; and
-`torch.save` of the state dicts, which is synced, too. A save reads what it writes: its rate counts both, as the
-engine's does, which reads one half of a file while it writes the other, in the same directory.
+Each way is a process of its own, and a round has one of each, in turns: nothing saved; `zinf_fx.save_checkpoint` by
+generations; the same by copying, as to another file system (`--other DIR`: to that one); and `torch.save` of the state
+dicts, which is synced, too. Every step is followed by a save, and the time of both is compared with that of steps
+alone. Then saves follow each other while nothing else runs. One that copies reads what it writes: its rate counts both,
+as the engine's does, which reads one half of a file while it writes the other, in the same directory.
 """
 
 from __future__ import annotations
@@ -27,49 +29,94 @@ from train_step import machine
 from zinf_fx.runtime.disk.measure import Trial
 from zinf_fx.sizes import in_words
 
-WAYS = ("nothing", "save_checkpoint", "torch.save")
+WAYS = ("nothing", "generations", "copies", "torch.save")
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
+HEADERS = (
+    "saved as",
+    "s/step",
+    "/ plain",
+    "moved more",
+    "s/save",
+    "bytes",
+    "of the engine's rate",
+    "peak resident",
+    "more",
+    "s/load",
+)
+
+Rounds = Sequence[dict[str, dict]]
 
 
 def run(way: str, args: argparse.Namespace) -> dict:
     """The answer of a worker, and the engine's rate before it."""
     folder = Path(tempfile.mkdtemp(dir=args.folder))
+    other = Path(tempfile.mkdtemp(dir=args.other if way == "copies" and args.other else folder))
     try:
-        store, target = folder / "store", folder / "target"
+        store = folder / "store"
         store.mkdir()
-        target.mkdir()
         with Trial(folder, nbytes=1 << 30, checksum=True) as trial:
             rate = trial.run("mixed").bytes_per_second
         model = {name: getattr(args, name) for name in ("layers", "hidden", "heads", "context")}
-        request = {"way": way, "model": model, "batch": args.batch, "steps": args.steps}
-        request |= {"store": str(store), "target": str(target)}
+        request = {"way": way, "model": model, "batch": args.batch, "steps": args.steps, "saves": args.saves}
+        request |= {"store": str(store), "target": str(other)}
         command = [sys.executable, str(WORKER), json.dumps(request)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{way} ended with status {done.returncode}:\n{done.stderr.strip()}")
         return {**json.loads(done.stdout.splitlines()[-1]), "rate": rate}
     finally:
-        shutil.rmtree(folder)
+        shutil.rmtree(other)
+        shutil.rmtree(folder, ignore_errors=other.is_relative_to(folder))
 
 
-def rows(rounds: Sequence[dict[str, dict]]) -> list[list[str]]:
+def over_plain(rounds: Rounds, way: str) -> float:
+    """How many times as long a step with a save takes as one without, in the same round."""
+    return median(one[way]["step"] / one["nothing"]["step"] for one in rounds)
+
+
+def more(rounds: Rounds, way: str, what: str) -> float:
+    return median(one[way][what] - one["nothing"][what] for one in rounds)
+
+
+def of_rate(rounds: Rounds, way: str) -> float:
+    """Of the engine's rate, what a save reaches that reads and writes all bytes."""
+    return median(2 * one[way]["nbytes"] / median(one[way]["saves"]) / one[way]["rate"] for one in rounds)
+
+
+def rows(rounds: Rounds) -> list[list[str]]:
     found = []
     for way in WAYS:
         answers = [one[way] for one in rounds]
-        steps = median(second for one in answers for second in one["steps"])
-        ratio = median(median(one[way]["steps"]) / median(one["nothing"]["steps"]) for one in rounds)
-        more = median(one[way]["peak"] - one["nothing"]["peak"] for one in rounds)
-        cells = [way, f"{steps:.1f}", f"{ratio:.2f}"]
+        steps = median(one["step"] for one in answers)
+        cells = [way, f"{steps:.2f}", f"{over_plain(rounds, way):.3f}"]
+        peak = in_words(round(median(one["peak"] for one in answers)))
         if way == "nothing":
-            found.append([*cells, "", "", "", in_words(median(one["peak"] for one in answers)), "", ""])
+            found.append([*cells, "", "", "", "", peak, "", ""])
             continue
         saves = median(second for one in answers for second in one["saves"])
-        of_rate = median(2 * one["nbytes"] / median(one["saves"]) / one["rate"] for one in answers)
         loads = [second for one in answers for second in one["loads"]]
-        cells += [f"{saves:.1f}", in_words(answers[0]["nbytes"]), f"{of_rate:.2f}"]
-        cells += [in_words(round(median(one["peak"] for one in answers))), f"{more / 2**20:+,.0f} MiB"]
+        rate = "" if way == "generations" else f"{of_rate(rounds, way):.2f}"
+        moved = more(rounds, way, "read") + more(rounds, way, "written")
+        cells += [in_words(round(moved)), f"{saves:.2f}", in_words(answers[0]["nbytes"]), rate]
+        cells += [peak, f"{more(rounds, way, 'peak') / 2**20:+,.0f} MiB"]
         found.append([*cells, f"{median(loads):.1f}" if loads else ""])
     return found
+
+
+def verdicts(rounds: Rounds) -> list[str]:
+    """What is asked for, and what was found."""
+    found = [
+        ("by generations, a step with a save / a plain one", over_plain(rounds, "generations"), "<=", 1.05),
+        ("by generations, bytes written more per step", more(rounds, "generations", "written"), "<=", 0),
+        ("by copying, of the engine's rate when nothing else runs", of_rate(rounds, "copies"), ">=", 0.9),
+    ]
+    for way in ("generations", "copies"):
+        found.append((f"{way}: MiB of peak memory more", more(rounds, way, "peak") / 2**20, "<=", 64))
+    lines = []
+    for what, value, sign, bound in found:
+        is_met = value <= bound if sign == "<=" else value >= bound
+        lines.append(f"{what}: {value:.3g}, {'as' if is_met else 'NOT'} {sign} {bound:g}")
+    return lines
 
 
 def parser() -> argparse.ArgumentParser:
@@ -79,9 +126,11 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=2, help="each followed by a save")
+    parser.add_argument("--steps", type=int, default=3, help="each followed by a save")
+    parser.add_argument("--saves", type=int, default=2, help="behind the steps, while nothing else runs")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--folder", type=Path, metavar="DIR", help="for stores and checkpoints, in place of /tmp")
+    parser.add_argument("--other", type=Path, metavar="DIR", help="for copies, on another file system")
     return parser
 
 
@@ -99,18 +148,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rate = median(one["rate"] for each in rounds for one in each.values())
     print(f"{machine()}; {first['parameters']:,} parameters, bf16 with fp32 masters and moments, all on disk")
     print(f"the engine reads and writes {in_words(round(rate))}/s together in this directory, with checksums\n")
-    headers = [
-        "saved by",
-        "s/step",
-        "/ plain",
-        "s/save",
-        "bytes",
-        "of the engine's rate",
-        "peak resident",
-        "more",
-        "s/load",
-    ]
-    print(tabulate(rows(rounds), headers, tablefmt="simple", disable_numparse=True, colalign=["left"] + ["right"] * 8))
+    align = ["left"] + ["right"] * (len(HEADERS) - 1)
+    print(tabulate(rows(rounds), HEADERS, tablefmt="simple", disable_numparse=True, colalign=align))
+    print("\n" + "\n".join(verdicts(rounds)))
     return 0
 
 

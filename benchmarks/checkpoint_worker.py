@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -19,6 +20,17 @@ from resident import peak_resident_bytes
 from train_step_variant import OPTIONS
 
 import zinf_fx
+from zinf_fx.checkpoint.files import FILES, Files
+from zinf_fx.checkpoint.training.contents import parts_of
+from zinf_fx.checkpoint.training.loading import manifest_of
+from zinf_fx.checkpoint.training.saving import save
+
+
+class WithoutLinks(Files):
+    """Files of a directory that is taken for one on another file system than the store, so that all is copied."""
+
+    def link(self, old: Path, new: Path) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
 
 def timed(action: Callable[[], object]) -> float:
@@ -29,12 +41,13 @@ def timed(action: Callable[[], object]) -> float:
 
 def measure(request: dict) -> dict:
     torch.manual_seed(0)
-    config, target = GPTConfig(**request["model"]), Path(request["target"])
+    config, way, target = GPTConfig(**request["model"]), request["way"], Path(request["target"])
     with default_dtype(torch.bfloat16), zinf_fx.offloading(store=request["store"], placement="nvme"):
         model = GPT(config)
     optimizer = zinf_fx.optim.AdamW(model.parameters(), **OPTIONS)
     run = torch.compile(model, backend="zinf")
     data = random.Random(0)
+    store = next(model.parameters()).storage.tiers.store
 
     def step() -> None:
         tokens = torch.tensor([[data.randrange(256) for _ in range(config.context)] for _ in range(request["batch"])])
@@ -42,34 +55,44 @@ def measure(request: dict) -> dict:
         optimizer.step()
         optimizer.zero_grad()
 
-    def save() -> None:
-        if request["way"] == "torch.save":
+    def save_in_this_way() -> None:
+        if way == "torch.save":
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, target / "checkpoint.pt")
             with (target / "checkpoint.pt").open("rb") as file:
                 os.fsync(file.fileno())
-        else:
-            zinf_fx.save_checkpoint(target / "checkpoint", model, optimizer)
+        elif way != "nothing":
+            files = WithoutLinks() if way == "copies" else FILES
+            save(target / "checkpoint", parts_of(model, optimizer, {}), files)
+
+    def steps() -> None:
+        for _ in range(request["steps"]):
+            step()
+            save_in_this_way()
+        optimizer.finish()
 
     step()  # compiles
-    steps, saves, loads = [], [], []
-    for _ in range(request["steps"]):
-        steps.append(timed(step))
-        if request["way"] != "nothing":
-            optimizer.finish()  # what is left of the step is the step's, and not the save's
-            saves.append(timed(save))
-    trained = peak_resident_bytes()
-    if request["way"] == "save_checkpoint":
+    step()
+    optimizer.finish()
+    before = store.counters()
+    seconds = timed(steps) / request["steps"]
+    after = store.counters()
+    saves = [timed(save_in_this_way) for _ in range(request["saves"] if way != "nothing" else 0)]
+    trained, loads, nbytes = peak_resident_bytes(), [], 0
+    if way in ("generations", "copies"):
         loads.append(timed(lambda: zinf_fx.load_checkpoint(target / "checkpoint", model, optimizer)))
-    nbytes = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+        nbytes = manifest_of(target / "checkpoint").nbytes
+    elif way == "torch.save":
+        nbytes = (target / "checkpoint.pt").stat().st_size
     return {
-        "steps": steps,
+        "step": seconds,
+        "read": (after.bytes_read - before.bytes_read) / request["steps"],
+        "written": (after.bytes_written - before.bytes_written) / request["steps"],
         "saves": saves,
         "loads": loads,
         "nbytes": nbytes,
         "peak": trained,
         "peak_with_load": peak_resident_bytes(),
-        "parameters": parameters,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
     }
 
 
