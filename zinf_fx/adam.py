@@ -17,3 +17,8 @@ def has_master(itemsize: int) -> bool:
 def state_bytes(itemsize: int) -> tuple[int, ...]:
     """Bytes per element of each state of a parameter of so many bytes per element."""
     return (max(itemsize, STATE_BYTES),) * (3 if has_master(itemsize) else 2)
+
+
+def state_dtype(dtype: str, itemsize: float) -> str:
+    """That of the states of such a parameter, which has so many bytes per element."""
+    return dtype if itemsize > STATE_BYTES else "float32"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
 from tabulate import tabulate
@@ -18,3 +19,10 @@ def table(rows: Sequence[Sequence[str]], headers: Sequence[str] = (), left: Coll
 def counted(number: int, noun: str) -> str:
     """`1,234 tiles`, or `1 tile`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def digits(value: float) -> str:
+    """Three significant digits, without an exponent: 0.0123, 12.3, 1,230."""
+    rounded = float(f"{value:.3g}")
+    places = max(2 - math.floor(math.log10(rounded)), 0) if rounded else 0
+    return f"{rounded:,.{places}f}"

@@ -74,10 +74,12 @@ def test_wanted_efficiencies_and_placements(capsys: pytest.CaptureFixture[str]):
 
 def test_checkpoints_on_disk(capsys: pytest.CaptureFixture[str]):
     options = [*TRILLION, "--placement", "infinity-nvme", "--save-every", "7.5", "--keep", "2"]
-    assert "CHECKPOINTS ON DISK with infinity-nvme, every 7.5 minutes, 2 kept\n" in text(capsys, *options)
+    assert "CHECKPOINTS ON DISK, every 7.5 minutes, 2 kept\n" in text(capsys, *options)
     found = data(capsys, *options)["saves"]
     parameters = 1_006_632_960_000
-    assert (found["nbytes"], found["every"], found["kept"]) == (14 * parameters, 450, 2)
+    by_dtype = {"parameters": {"float16": 2 * parameters}, "states": {"float32": 12 * parameters}}
+    assert found["of_one"] == {**by_dtype, "in_store": 14 * parameters}
+    assert (found["every"], found["kept"]) == (450, 2)
     copied, by_generations = found["copied"], found["by_generations"]
     assert (copied["written"], copied["on_disk"]) == (14 * parameters, 3 * 14 * parameters)
     assert (by_generations["written"], by_generations["on_disk"]) == (0, 2 * 14 * parameters)

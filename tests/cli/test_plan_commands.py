@@ -18,6 +18,7 @@ import zinf_fx
 from zinf_fx.cli import main
 from zinf_fx.frontend.explain import Planning, plan_model
 from zinf_fx.plan import hardware
+from zinf_fx.sizes import in_words
 
 TARGET = str(Path(__file__).parent / "two_layers.py") + ":gpt"
 SMALL = str(Path(__file__).parents[2] / "examples" / "gpt.py") + ":small"
@@ -73,6 +74,12 @@ def test_simulate_prints_figures_and_a_sweep(plan_file: Path, capsys: pytest.Cap
     assert main(["simulate", str(plan_file), "--json"]) == 0
     one = json.loads(capsys.readouterr().out)
     assert max(each["end"] for each in one["timeline"]) == one["seconds"]
+    assert main(["simulate", str(plan_file), "--json", "--save-every", "60", "--keep", "1"]) == 0
+    saves = json.loads(capsys.readouterr().out)["saves"]
+    nbytes = sum(saves["of_one"]["parameters"].values()) + sum(saves["of_one"]["states"].values())
+    assert (saves["every"], saves["kept"], saves["copied"]["on_disk"]) == (3600, 1, 2 * nbytes)
+    assert saves["copied"]["seconds"] == pytest.approx(nbytes / 6.9e9)
+    assert f"CHECKPOINTS ON DISK, every 30 minutes, 3 kept\nof {in_words(nbytes)}: " in text
     assert main(["simulate", str(plan_file), "--json", "--sweep", "batch=4,8,64"]) == 0
     swept = json.loads(capsys.readouterr().out)
     assert [each["batch"] for each in swept] == [4, 8, 64]

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
-from zinf_fx.config import ACTIVATIONS, PRESETS
+from zinf_fx.config import ACTIVATIONS, PRESETS, parse_count, parse_positive
 from zinf_fx.native.engine import provider_names
 from zinf_fx.plan import hardware
 
@@ -105,8 +106,20 @@ def _simulate(commands: argparse._SubParsersAction) -> None:
         action="store_false",
         help="a step ends with the optimizer's, which otherwise goes on in the next forward pass",
     )
+    _add_saving(parser)
     parser.add_argument("--json", action="store_true", help="print the figures, and the timeline, as JSON")
     _add_planning(parser)
+
+
+def _add_saving(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--save-every", metavar="MINUTES", default="30", help="to save a checkpoint to disk (30)")
+    parser.add_argument("--keep", metavar="N", default="3", help="checkpoints that stay on disk (3)")
+
+
+def saving_of(options: argparse.Namespace) -> dict[str, Any]:
+    """How often checkpoints are saved, in seconds, and how many are kept. Raises: ConfigError."""
+    minutes = parse_positive(options.save_every, "save-every")
+    return {"every": 60 * minutes, "kept": parse_count(options.keep, "keep")}
 
 
 def _estimate(commands: argparse._SubParsersAction) -> None:
@@ -154,8 +167,7 @@ def _estimate(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--efficiency", metavar="E", nargs="+", default=["0.5", "0.9"], help="to give bandwidths for (0.5 0.9)"
     )
-    parser.add_argument("--save-every", metavar="MINUTES", default="30", help="to save a checkpoint to disk (30)")
-    parser.add_argument("--keep", metavar="N", default="3", help="checkpoints that stay on disk (3)")
+    _add_saving(parser)
     parser.add_argument(
         "--reproduce", action="store_true", help="print the papers' tables beside the formulas' figures"
     )

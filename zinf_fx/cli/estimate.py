@@ -10,7 +10,7 @@ from typing import Any
 
 from zinf_fx.analysis.papers import comparisons
 from zinf_fx.analysis.papers.table import comparison_text
-from zinf_fx.cli.arguments import THIS_MACHINE
+from zinf_fx.cli.arguments import THIS_MACHINE, saving_of
 from zinf_fx.cli.machine import hardware_of
 from zinf_fx.cli.target import build, running
 from zinf_fx.config import parse_bytes, parse_count, parse_positive, parse_rate
@@ -34,8 +34,7 @@ def run(options: argparse.Namespace) -> None:
     if options.peak is not None:
         peak = parse_positive(options.peak, "peak") * 1e12
         machine = replace(machine, achievable=1.0, peak={**machine.peak, workload.dtype: peak})
-    keep, minutes = parse_count(options.keep, "keep"), parse_positive(options.save_every, "save-every")
-    found = estimate(workload, machine, wanted=wanted, preset=options.placement, save_every=60 * minutes, keep=keep)
+    found = estimate(workload, machine, wanted=wanted, preset=options.placement, **saving_of(options))
     print(json.dumps(_data(found), indent=1) + "\n" if options.json else estimate_text(found), end="")
 
 

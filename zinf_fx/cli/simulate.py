@@ -10,7 +10,7 @@ from functools import cache
 
 from tabulate import tabulate
 
-from zinf_fx.cli.arguments import THIS_MACHINE
+from zinf_fx.cli.arguments import THIS_MACHINE, saving_of
 from zinf_fx.cli.machine import hardware_of
 from zinf_fx.cli.planning import plans_of_target
 from zinf_fx.config import parse_count, shortened
@@ -18,6 +18,8 @@ from zinf_fx.errors import ConfigError, PlanError
 from zinf_fx.frontend.explain import Planning
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.saving import checkpoints, saved
+from zinf_fx.plan.show.saving import checkpoints_text
 from zinf_fx.plan.simulation.batch import batch_of, with_batch
 from zinf_fx.plan.simulation.simulate import Simulation, Stall, one_after_another, simulate, simulate_plan
 from zinf_fx.plan.simulation.timeline import slices
@@ -42,12 +44,15 @@ def run(options: argparse.Namespace) -> None:
         print(text if options.json else f"{_title(planned, plan, hardware)}\n\n{text}")
         return
     simulation = simulate_plan(plan, hardware, *planned.seconds, **how)
+    saves = checkpoints(saved(plan), hardware, **saving_of(options))
     if options.json:
         decision = {"decision": asdict(planned.decision)} if planned.decision is not None else {}
         timeline = {"timeline": [asdict(one) for one in slices(plan, simulation)]}
-        print(json.dumps(_data(simulation) | decision | timeline))
+        print(json.dumps(_data(simulation) | decision | {"saves": asdict(saves)} | timeline))
     else:
-        print(f"{_title(planned, plan, hardware)}\n\n{_report(simulation)}")
+        parts = [_title(planned, plan, hardware), _report(simulation)]
+        parts += [checkpoints_text(saves)] if saves.of_one.states else []
+        print("\n\n".join(parts))
 
 
 def _title(planned: Planning, plan: Plan, hardware: Hardware) -> str:

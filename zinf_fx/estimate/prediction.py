@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import sympy
 
+from zinf_fx.adam import state_dtype
 from zinf_fx.analysis import efficiency
 from zinf_fx.analysis import symbols as s
 from zinf_fx.analysis.partitioning import PARTITIONED, STATES, per_device
@@ -18,7 +19,7 @@ from zinf_fx.errors import ConfigError
 from zinf_fx.estimate.fitting import Fit, fit
 from zinf_fx.estimate.workload import Workload
 from zinf_fx.plan.hardware import SECONDS_PER_DAY, Hardware, Memory
-from zinf_fx.plan.saving import Checkpoints, checkpoints
+from zinf_fx.plan.saving import Checkpoints, Saved, checkpoints
 
 
 @dataclass(frozen=True)
@@ -97,15 +98,15 @@ def estimate(
     *,
     wanted: Sequence[float] = (),
     preset: str | None = None,
-    save_every: float = 1800.0,
-    keep: int = 3,
+    every: float = 1800.0,
+    kept: int = 3,
 ) -> Estimate:
     """What the workload takes on the hardware.
 
     Args:
         wanted: efficiencies between 0 and 1 to give bandwidths for.
         preset: to give them for this one, not for the first that fits.
-        save_every: seconds from one checkpoint on disk to the next; `keep`: how many there are.
+        every: seconds from one checkpoint on disk to the next; `kept`: how many there are.
 
     Raises: ConfigError.
     """
@@ -120,10 +121,15 @@ def estimate(
     chosen = by_name[preset] if preset else next((one for one in predictions if one.fits), None)
     states = {state: round(evaluate(per_device((), [state]), values)) for state in STATES}
     needs = tuple(_needs(chosen, workload, hardware, values, wanted)) if chosen else ()
-    saved = {state: nbytes for state, nbytes in states.items() if state != "gradients"}
-    in_store = [n for state, n in saved.items() if chosen and getattr(PRESETS[chosen.preset], state) == "nvme"]
-    saves = checkpoints(sum(saved.values()), sum(in_store), hardware, every=save_every, kept=keep) if chosen else None
+    saves = checkpoints(_saved(chosen, workload, states), hardware, every=every, kept=kept) if chosen else None
     return Estimate(workload, hardware, states, predictions, chosen, needs, saves)
+
+
+def _saved(chosen: Prediction, workload: Workload, states: Mapping[str, int]) -> Saved:
+    kept = [state for state in ("parameters", "optimizer") if getattr(PRESETS[chosen.preset], state) == "nvme"]
+    in_store = sum(states[state] for state in kept)
+    dtype = state_dtype(workload.dtype, workload.states.parameters)
+    return Saved({workload.dtype: states["parameters"]}, {dtype: states["optimizer"]}, in_store)
 
 
 def _values(workload: Workload, hardware: Hardware) -> dict[sympy.Symbol, float]:

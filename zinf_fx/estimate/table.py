@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 from zinf_fx.config import TIERS
 from zinf_fx.estimate.prediction import Estimate, Prediction
-from zinf_fx.plan.saving import Checkpoints
+from zinf_fx.plan.show.saving import checkpoints_text, days_text
 from zinf_fx.sizes import in_words
-from zinf_fx.tables import counted, table
+from zinf_fx.tables import counted, digits, table
 
 _PARTS = {
     "compute": "compute",
@@ -28,13 +26,13 @@ def estimate_text(estimate: Estimate) -> str:
         parts.append(_lack(estimate))
     else:
         parts += [_bandwidths(estimate, estimate.chosen), _step(estimate, estimate.chosen), _disk(estimate.chosen)]
-        parts.append(_saves(estimate, estimate.chosen, estimate.saves))
+        parts.append(checkpoints_text(estimate.saves))
     return "\n\n".join(parts) + "\n"
 
 
 def _header(estimate: Estimate) -> str:
     workload, hardware = estimate.workload, estimate.hardware
-    achieved = _digits(hardware.achieved(workload.dtype) / 1e12)
+    achieved = digits(hardware.achieved(workload.dtype) / 1e12)
     return (
         f"{workload.model}\n"
         f"{hardware.name}: {counted(hardware.nodes, 'node')} x {counted(hardware.ranks_per_node, 'device')}, "
@@ -99,7 +97,7 @@ def _range(estimate: Estimate, one: Prediction) -> str:
 
 
 def _teraflops(estimate: Estimate, seconds: float) -> str:
-    return _digits(estimate.flops(seconds) / 1e12)
+    return digits(estimate.flops(seconds) / 1e12)
 
 
 def _bandwidths(estimate: Estimate, chosen: Prediction) -> str:
@@ -107,7 +105,7 @@ def _bandwidths(estimate: Estimate, chosen: Prediction) -> str:
     rows = [
         [
             need.moved,
-            _digits(need.intensity),
+            digits(need.intensity),
             *(_rate(need.bandwidths[one]) for one in wanted),
             _rate(need.available),
         ]
@@ -123,7 +121,7 @@ def _step(estimate: Estimate, chosen: Prediction) -> str:
     rows = [[title, chosen.seconds[part], ""] for part, title in _PARTS.items() if chosen.seconds[part]]
     for title, seconds in (("without overlap", chosen.serial), ("all overlapped", chosen.overlapped)):
         rows.append([title, seconds, f"{_teraflops(estimate, seconds)} TFLOP/s per device"])
-    shown = [[title, _digits(seconds * factor), note] for title, seconds, note in rows]
+    shown = [[title, digits(seconds * factor), note] for title, seconds, note in rows]
     return f"STEP with {chosen.preset}, {unit}\n\n" + table(shown, left=(0, 2))
 
 
@@ -134,39 +132,9 @@ def _disk(chosen: Prediction) -> str:
         ["read per step, all nodes", in_words(chosen.disk_read)],
         ["written per step, all nodes", in_words(chosen.disk_written)],
         ["written per day and node", f"{chosen.written_per_day / 1e12:,.1f} TB"],
-        ["days until the drives are worn", _days(chosen.written_per_day, chosen.days)],
+        ["days until the drives are worn", days_text(chosen.written_per_day, chosen.days)],
     ]
     return f"DISK with {chosen.preset}, all overlapped\n\n" + table(rows)
-
-
-def _saves(estimate: Estimate, chosen: Prediction, saves: Checkpoints) -> str:
-    workload, states = estimate.workload, estimate.states
-    ways = {"copied": saves.copied, "by generations": saves.by_generations}
-    if saves.copied == saves.by_generations:
-        del ways["by generations"]
-    several = ways.values()
-    title = f"CHECKPOINTS ON DISK with {chosen.preset}, every {saves.every / 60:,.4g} minutes, {saves.kept:,} kept"
-    has = (
-        f"Each has {in_words(states['parameters'])} of parameters in {workload.dtype}, "
-        f"{in_words(states['optimizer'])} of the\noptimizer's states, and no gradients."
-    )
-    rows = [
-        ["written for one, all nodes", *(in_words(one.written) for one in several)],
-        ["seconds, at the drives' rate", *(_digits(one.seconds) for one in several)],
-        ["on disk besides training, all nodes", *(in_words(one.on_disk) for one in several)],
-        ["written per day and node", *(f"{one.written_per_day / 1e12:,.1f} TB" for one in several)],
-        ["days until they alone wear the drives", *(_days(one.written_per_day, one.days) for one in several)],
-    ]
-    text = f"{title}\n\n{has}\n\n" + table(rows, ["", *ways])
-    if len(ways) > 1:
-        text += "\n\nBy generations: on the store's file system, what is in the store stays there."
-    return text
-
-
-def _days(written_per_day: float, days: float | None) -> str:
-    if not written_per_day:
-        return "never"
-    return "unknown" if days is None else f"{days:,.0f}"
 
 
 def _lack(estimate: Estimate) -> str:
@@ -179,11 +147,4 @@ def _lack(estimate: Estimate) -> str:
 
 
 def _rate(bytes_per_second: float) -> str:
-    return _digits(bytes_per_second / 1e9)
-
-
-def _digits(value: float) -> str:
-    """Three significant digits, without an exponent: 0.0123, 12.3, 1,230."""
-    rounded = float(f"{value:.3g}")
-    places = max(2 - math.floor(math.log10(rounded)), 0) if rounded else 0
-    return f"{rounded:,.{places}f}"
+    return digits(bytes_per_second / 1e9)

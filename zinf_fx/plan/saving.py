@@ -2,9 +2,51 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from zinf_fx.adam import state_bytes, state_dtype
 from zinf_fx.plan.hardware import SECONDS_PER_DAY, Hardware
+from zinf_fx.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint has, in bytes of all ranks together. It has no gradients: steps consume them.
+
+    Attributes:
+        parameters, states: of the model's parameters, and of the optimizer's states, by dtype.
+        in_store: how many of all live in the store.
+    """
+
+    parameters: Mapping[str, int]
+    states: Mapping[str, int]
+    in_store: int
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return sum(self.parameters.values()) + sum(self.states.values())
+
+
+def saved(plan: Plan) -> Saved:
+    """What a checkpoint has of a plan's parameters, as training with Adam keeps them."""
+    parameters: Counter[str] = Counter()
+    states: Counter[str] = Counter()
+    in_store = 0
+    for tile in plan.tiles:
+        if tile.activation:
+            continue
+        dtype, size = str(tile.dtype).removeprefix("torch."), tile.dtype.itemsize
+        count = sum(member.numel for member in tile.members) or tile.numel
+        parameters[dtype] += count * size
+        in_store += count * size * (tile.tier == "nvme")
+        if tile.gradient_tier is not None:
+            nbytes = count * sum(state_bytes(size))
+            states[state_dtype(dtype, size)] += nbytes
+            in_store += nbytes * (plan.config.placement.optimizer == "nvme")
+    return Saved(dict(parameters), dict(states), in_store)
 
 
 @dataclass(frozen=True)
@@ -33,7 +75,7 @@ class Checkpoints:
     """The checkpoints of a training.
 
     Attributes:
-        nbytes: of one: parameters and the optimizer's states, without gradients, which steps consume.
+        of_one: what each has.
         every: seconds from one to the next.
         kept: how many there are.
         copied: all of it.
@@ -41,18 +83,18 @@ class Checkpoints:
             where checkpoints are on the store's file system.
     """
 
-    nbytes: int
+    of_one: Saved
     every: float
     kept: int
     copied: Saving
     by_generations: Saving
 
 
-def checkpoints(nbytes: int, in_store: int, hardware: Hardware, *, every: float, kept: int) -> Checkpoints:
-    """What checkpoints of so many bytes cost, of which `in_store` live in the store."""
+def checkpoints(of_one: Saved, hardware: Hardware, *, every: float, kept: int) -> Checkpoints:
+    """What checkpoints cost, one every so many seconds, of which so many are kept."""
 
     def saving(stays: int) -> Saving:
-        written = nbytes - stays
+        written = of_one.nbytes - stays
         of_node = written / hardware.nodes
         per_day = of_node * SECONDS_PER_DAY / every
         return Saving(
@@ -63,4 +105,4 @@ def checkpoints(nbytes: int, in_store: int, hardware: Hardware, *, every: float,
             days=hardware.nvme.days_until_worn(per_day),
         )
 
-    return Checkpoints(nbytes, every, kept, copied=saving(0), by_generations=saving(in_store))
+    return Checkpoints(of_one, every, kept, copied=saving(0), by_generations=saving(of_one.in_store))

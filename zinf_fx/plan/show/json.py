@@ -13,6 +13,7 @@ from zinf_fx.plan.memory.accounting import flows
 from zinf_fx.plan.memory.use import arena_by_operator
 from zinf_fx.plan.placement.decision import Decision
 from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.saving import saved
 
 
 def to_json(plans: Sequence[Plan], decision: Decision | None = None) -> str:
@@ -20,14 +21,14 @@ def to_json(plans: Sequence[Plan], decision: Decision | None = None) -> str:
 
     Each graph has `memory` besides, with an object per operator, that of the head (-1) first: bytes that start to be
     read from NVMe (`fetched`), that are in flight (`device`, `host`), and that the host arena holds (`arena`). Where
-    "auto" decided the placement, each plan has `decision`, which tells how.
+    "auto" decided the placement, each plan has `decision`, which tells how. `checkpoint`: bytes of one, by dtype.
     """
     more = {} if decision is None else {"decision": asdict(decision)}
     return json.dumps([_object(plan) | more for plan in plans], indent=1, default=_plain)
 
 
 def _object(plan: Plan) -> dict[str, object]:
-    data = asdict(plan)
+    data = asdict(plan) | {"checkpoint": asdict(saved(plan))}
     for found, graph in zip(data["graphs"], plan.graphs, strict=True):
         both = zip(flows(plan, graph), arena_by_operator(plan, graph), strict=True)
         found["memory"] = [{**asdict(flow), "arena": arena} for flow, arena in both]

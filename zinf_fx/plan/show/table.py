@@ -12,6 +12,7 @@ from zinf_fx.plan.memory.accounting import flows, phases
 from zinf_fx.plan.memory.use import host_arena, living, most
 from zinf_fx.plan.placement.decision import words
 from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.saving import saved
 from zinf_fx.plan.schedule import HEAD, GraphSchedule
 from zinf_fx.plan.show.curve import ASCII, Glyphs
 from zinf_fx.plan.show.memory_curve import render_curves
@@ -49,7 +50,7 @@ def render(plan: Plan, *, width: int = WIDTH, operators: range | None = None, gl
     for graph in plan.graphs:
         names = GraphNames(plan, graph, short)
         parts += [_graph(plan, graph, names, width, operators), *render_curves(plan, graph, glyphs, width)]
-    parts += [_traffic(plan), _peaks(plan), _arena(plan)]
+    parts += [_traffic(plan), _peaks(plan), _arena(plan), *_checkpoint(plan)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -317,6 +318,20 @@ def _arena(plan: Plan) -> str:
     rows = [[what, *map(in_words, sizes)] for what, sizes in parts.items() if any(sizes) or what == "together"]
     headers = ["host arena at most", *(_title(use.phase) for use in uses)]
     return _layout([headers], rows) + _regions(plan)
+
+
+def _checkpoint(plan: Plan) -> list[str]:
+    """What is saved of training, if it is."""
+    of_one = saved(plan)
+    if not of_one.states:
+        return []
+    parts = {"parameters": of_one.parameters, "optimizer states": of_one.states}
+    dtypes = sorted({*of_one.parameters, *of_one.states})
+    rows = [
+        [what, *(in_words(by.get(one, 0)) for one in dtypes), in_words(sum(by.values()))] for what, by in parts.items()
+    ]
+    rows.append(["in the store", *("" for _ in dtypes), in_words(of_one.in_store)])
+    return [_layout([["checkpoint", *dtypes, "total"]], rows)]
 
 
 def _regions(plan: Plan) -> str:

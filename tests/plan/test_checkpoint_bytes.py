@@ -1,0 +1,50 @@
+"""What a plan says of checkpoints is what they have."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zinf_fx
+from zinf_fx.checkpoint.training.loading import manifest_of
+from zinf_fx.plan.saving import saved
+
+
+class Net(nn.Module):
+    """Parameters of two dtypes, small ones and one of several tiles, and one that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(64, 200).bfloat16(), nn.Linear(200, 3).bfloat16()
+        self.norm, self.frozen = nn.LayerNorm(3), nn.Parameter(torch.randn(3).bfloat16(), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm((self.narrow(self.wide(x)) + self.frozen).float()).square().sum()
+
+
+STATES = {"parameters": "host", "gradients": "host", "optimizer": "nvme", "activations": "device"}
+
+
+@pytest.mark.parametrize("placement", ["nvme", "host", STATES], ids=["nvme", "host", "states"])
+@pytest.mark.parametrize("options", [{}, {"pack": "auto"}, {"tile": "4KiB"}], ids=["plain", "packs", "tiles"])
+def test_bytes_of_a_checkpoint(tmp_path: Path, placement: Any, options: dict[str, Any]):
+    x = torch.randn(2, 64).bfloat16()
+    model = zinf_fx.offload(Net(), store=tmp_path, placement=placement, **options)
+    found = saved(zinf_fx.export_plan(model, (x,), **options))
+    optimizer = zinf_fx.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    model(x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    zinf_fx.save_checkpoint(tmp_path / "saved", model, optimizer)
+    parts: dict[str, Counter[str]] = {"model": Counter(), "optimizer": Counter()}
+    for tensor in manifest_of(tmp_path / "saved").tensors:
+        if tensor.part in parts:
+            parts[tensor.part][str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
+    assert found.parameters == parts["model"] and found.states == parts["optimizer"]
+    stored = {"nvme": found.nbytes, "host": 0}.get(str(placement), sum(found.states.values()))
+    assert found.in_store == stored
