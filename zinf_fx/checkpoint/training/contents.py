@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_fx.checkpoint.training.parts.gradients import GradientsPart
+from zinf_fx.checkpoint.training.parts.held import HeldPart
 from zinf_fx.checkpoint.training.parts.module import ModulePart, parameter_names
 from zinf_fx.checkpoint.training.parts.optimizer import OptimizerPart
 from zinf_fx.checkpoint.training.parts.part import Part
@@ -67,7 +68,8 @@ def streamed_in(parts: Parts) -> list[Streamed]:
 
 def unwritten_in(parts: Parts) -> set[int]:
     """The keys of the storages of frozen parameters, which no step rewrites."""
-    modules = [part.module for part in parts.values() if isinstance(part, ModulePart)]
+    present = [part.part if isinstance(part, HeldPart) else part for part in parts.values()]
+    modules = [part.module for part in present if isinstance(part, ModulePart)]
     frozen = (stored_parameter(p) for module in modules for p in module.parameters() if not p.requires_grad)
     return {parameter.storage.key for parameter in frozen if parameter is not None}
 

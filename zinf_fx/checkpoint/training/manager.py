@@ -17,12 +17,13 @@ from torch.optim import Optimizer
 
 from zinf_fx.checkpoint.agreement import all_ranks, together
 from zinf_fx.checkpoint.training.catalog import STEP, Found, checkpoints_in, is_numbered, name_of
-from zinf_fx.checkpoint.training.contents import parts_of
+from zinf_fx.checkpoint.training.contents import Parts, parts_of
 from zinf_fx.checkpoint.training.files import discard_all
+from zinf_fx.checkpoint.training.held import HeldSave, held
 from zinf_fx.checkpoint.training.loading import load_checkpoint
 from zinf_fx.checkpoint.training.saving import save
 from zinf_fx.checkpoint.training.sweeping import give_back_unnamed
-from zinf_fx.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from zinf_fx.errors import CheckpointError, ConfigError, DamagedCheckpointError, ZinfError
 
 log = logging.getLogger("zinf_fx")
 
@@ -77,6 +78,7 @@ class CheckpointManager:
         self._saved_step: int | None = None
         self._terminated = False
         self._handler: Any = None
+        self._held: HeldSave | None = None
 
     def resume(self) -> int:
         """Load the newest whole checkpoint, whatever its name, and return the number of its step; 0: there is none.
@@ -85,6 +87,7 @@ class CheckpointManager:
 
         Raises: CheckpointError for one that doesn't fit the training, and when there are some, but none is whole.
         """
+        self._finish_held()
         ranks = all_ranks()
         with together(f"looking for checkpoints in {self.directory}", ranks):
             found = self._found() if ranks.rank == 0 else []
@@ -108,11 +111,20 @@ class CheckpointManager:
     def after_step(self, step: int) -> Path | None:
         """Say that so many steps are done. Saves if it is time to; returns the directory then.
 
+        In the `with` block, where the step still goes on in the background, the checkpoint is there when the next step
+        begins: see [Note: saves that wait]. It has what there is now; only what is written to stored tensors by other
+        means than steps, until then, is in it, too.
+
         Raises: as `save_checkpoint`; SystemExit when the process was told to end, once that is saved.
         """
+        self._finish_held()
         is_due, ends = self._agreed(self._is_due(step))
         path = None
-        if is_due or (ends and step != self._saved_step):
+        if is_due and not ends and self._handler is not None:
+            self._held = held(self._parts(step), lambda parts: self._save(step, name_of(step), parts))
+        if self._held is not None:
+            path = self.directory / name_of(step)
+        elif is_due or (ends and step != self._saved_step):
             path = self.save(step)
         if ends:
             log.warning("ended by SIGTERM after step %d, which is saved", step)
@@ -125,8 +137,14 @@ class CheckpointManager:
         directory. Raises: as `save_checkpoint`; ConfigError for what is no name."""
         if name is not None and not _NAME.fullmatch(name):
             raise ConfigError(f"{name!r} is no name for a checkpoint: give letters, digits, '_', '.' and '-'")
-        path = self.directory / (name or name_of(step))
-        parts, ranks = parts_of(self._model, self._optimizer, {**self._extra, STEP: step}), all_ranks()
+        self._finish_held()
+        return self._save(step, name or name_of(step), self._parts(step))
+
+    def _parts(self, step: int) -> Parts:
+        return parts_of(self._model, self._optimizer, {**self._extra, STEP: step})
+
+    def _save(self, step: int, name: str, parts: Parts) -> Path:
+        path, ranks = self.directory / name, all_ranks()
         with together(f"looking for checkpoints in {self.directory}", ranks):
             before = self._swept() if ranks.rank == 0 else []
         replaced = ranks.of_first([str(one) for one in self._replaced(before, path)], "which checkpoints are replaced")
@@ -146,8 +164,20 @@ class CheckpointManager:
         if self._handler is None:
             return
         self._restore()
+        try:
+            self._finish_held()
+        except ZinfError as failed:
+            if error is None:
+                raise
+            error.add_note(f"and then the checkpoint that was due could not be saved: {failed}")
         if self._terminated and error is None:  # no step ended meanwhile
             signal.raise_signal(signal.SIGTERM)
+
+    def _finish_held(self) -> None:
+        """Save what was due after an earlier step, if it waits."""
+        waits, self._held = self._held, None
+        if waits is not None:
+            waits.finish()
 
     def _found(self) -> list[Found]:
         """The checkpoints of the run, from the oldest to the newest; not what was never one."""

@@ -26,6 +26,11 @@ class GradientsPart:
         """`names`: those of the parameters."""
         self._names = names
 
+    @property
+    def is_filled(self) -> bool:
+        """Whether there is any gradient."""
+        return any(one.grad is not None and not _is_gone(one.grad) for one in self._names)
+
     def collect(self, collected: Collected) -> dict[str, Any]:
         of: dict[str, dict[str, bool]] = {}
         for parameter, name in self._names.items():

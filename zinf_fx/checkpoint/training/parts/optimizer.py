@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -35,11 +36,17 @@ class OptimizerPart:
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._names = [names.get(parameter, f"#{number}") for number, parameter in enumerate(self._parameters)]
 
+        self._held_options: list[dict[str, Any]] | None = None
+
+    def hold_options(self) -> None:
+        """Collect the options of the groups as they are now, whatever a scheduler does meanwhile."""
+        self._held_options = [copy.deepcopy(_options(group)) for group in self.optimizer.param_groups]
+
     def collect(self, collected: Collected) -> dict[str, Any]:
         found = self.optimizer.state_dict()
         groups = []
         for number, group in enumerate(found["param_groups"]):
-            options = {name: value for name, value in group.items() if name != "params"}
+            options = _options(group) if self._held_options is None else self._held_options[number]
             encoded = encode(options, f"{self.name}.param_groups[{number}]", collected.keep)
             groups.append({"params": [self._names[index] for index in group["params"]], "options": encoded})
         state = {}
@@ -123,6 +130,10 @@ class OptimizerPart:
                 # A copy, which will not be read into, or cast: torch gives states the parameter's dtype.
                 if mine.device == value.device or mine.dtype != value.dtype:
                     shown[name] = value.to(mine.device)
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _alike(space: torch.Tensor, saved: SavedTensor) -> bool:

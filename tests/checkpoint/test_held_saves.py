@@ -1,0 +1,145 @@
+"""A save that waits for the next step has what there was when it was due."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import Job, assert_equal
+from torch import nn
+
+import zinf_fx
+from zinf_fx.checkpoint.training import held
+from zinf_fx.checkpoint.training.parts import held as parts_held
+from zinf_fx.errors import CheckpointError
+
+HOW: dict[str, Any] = {"compiled": True, "scales": False}
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if each step went on in the background for long; of small models, some are over at once."""
+    monkeypatch.setattr(held, "_goes_on", lambda optimizer: True)
+
+
+def managed(job: Job, directory: Path) -> zinf_fx.CheckpointManager:
+    return zinf_fx.CheckpointManager(directory, job.model, job.adam, every_steps=1, keep=9, schedule=job.schedule)
+
+
+@pytest.mark.parametrize("placement", ["nvme", "infinity-nvme", "host"])
+def test_what_is_resumed_goes_on_bit_for_bit(tmp_path: Path, placement: str):
+    """Forward and backward change buffers, random states and gradients before the save is made."""
+    twin, job = (Job(tmp_path / name, seed=1, placement=placement, **HOW) for name in ("twin", "store"))
+    values, losses = {}, {}
+    for step in range(1, STEPS + 1):
+        torch.manual_seed(step)
+        losses[step] = twin.train(2 * step)
+        values[step] = twin.values()
+    with managed(job, tmp_path / "run") as checkpoints:
+        for step in range(1, STEPS + 1):
+            torch.manual_seed(step)
+            assert job.train(2 * step - 1) == losses[step][:1]
+            if step > 1:
+                assert not (tmp_path / "run" / f"step-{step - 1:08d}").exists()
+            assert job.train(2 * step) == losses[step][1:]
+            path = checkpoints.after_step(step)
+            assert not path.exists()
+            if step > 1:
+                assert (tmp_path / "run" / f"step-{step - 1:08d}" / "manifest.json").exists()
+    assert path.exists()
+    for step in range(1, STEPS + 1):
+        second = Job(tmp_path / "other", seed=2, placement=placement, **HOW)
+        again = zinf_fx.load_checkpoint(
+            tmp_path / "run" / f"step-{step:08d}", second.model, second.adam, schedule=second.schedule
+        )
+        assert again["step"] == step
+        second.done = 2 * step
+        assert_equal(second.values(), values[step])
+        for later in range(step + 1, STEPS + 1):
+            torch.manual_seed(later)
+            assert second.train(2 * later) == losses[later]
+        assert_equal(second.values(), values[STEPS])
+
+
+def test_random_states_and_options_are_those_of_then(tmp_path: Path):
+    job = Job(tmp_path / "store", seed=1, **HOW)
+    job.train(2)
+    with managed(job, tmp_path / "run") as checkpoints:
+        expected, rate = torch.get_rng_state(), job.adam.param_groups[0]["lr"]
+        path = checkpoints.after_step(1)
+        torch.rand(7)
+        job.adam.param_groups[0]["lr"] = 123.0
+    zinf_fx.load_checkpoint(path, job.model, job.adam, schedule=job.schedule)
+    assert torch.equal(torch.get_rng_state(), expected) and job.adam.param_groups[0]["lr"] == rate
+
+
+def test_who_asks_for_it_gets_it(tmp_path: Path):
+    job = Job(tmp_path / "store", seed=1, **HOW)
+    job.train(2)
+    with managed(job, tmp_path / "run") as checkpoints:
+        first = checkpoints.after_step(1)
+        assert not first.exists()
+        named = checkpoints.save(1, "named")
+        assert first.exists() and named.exists()
+        job.train(4)
+        second = checkpoints.after_step(2)
+        assert not second.exists()
+        assert checkpoints.resume() == 2 and second.exists()
+        job.done = 4
+        job.train(6)
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(SystemExit):
+            checkpoints.after_step(3)
+        assert (tmp_path / "run" / "step-00000003" / "manifest.json").exists()
+
+
+def test_outside_of_the_block_it_is_made_at_once(tmp_path: Path):
+    job = Job(tmp_path / "store", seed=1, **HOW)
+    job.train(2)
+    assert managed(job, tmp_path / "run").after_step(1).exists()
+
+
+def test_gradients_and_large_tensors_in_memory_are_saved_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    job = Job(tmp_path / "store", seed=1, **HOW)
+    with managed(job, tmp_path / "run") as checkpoints:
+        job.train(3)
+        assert checkpoints.after_step(1).exists()
+        job.train(4)
+        monkeypatch.setattr(parts_held, "LARGEST", 64)
+        assert checkpoints.after_step(2).exists()
+
+
+def test_what_is_loaded_meanwhile_is_not_saved_as_what_was_due(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    job = Job(tmp_path / "store", seed=1, **HOW)
+    job.train(2)
+    job.save(tmp_path / "saved")
+    with managed(job, tmp_path / "run") as checkpoints:
+        job.train(4)
+        path = checkpoints.after_step(2)
+        job.load(tmp_path / "saved")
+        job.train(4)
+    assert not path.exists() and "a checkpoint that was due is not saved" in caplog.text
+
+
+def test_an_error_is_raised_before_the_next_step(tmp_path: Path):
+    model = zinf_fx.offload(nn.Linear(64, 64), store=tmp_path, placement="nvme")
+    optimizer = zinf_fx.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    expected = model.weight.full_tensor()
+    with zinf_fx.CheckpointManager(tmp_path / "run", model, optimizer, every_steps=1) as checkpoints:
+        checkpoints.after_step(1)
+        (tmp_path / "run").write_text("no directory")
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        with pytest.raises(CheckpointError, match="a part of the path is no directory"):
+            optimizer.step()
+        assert torch.equal(model.weight.full_tensor(), expected)
+        optimizer.step()
+        assert not torch.equal(model.weight.full_tensor(), expected)
