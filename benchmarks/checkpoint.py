@@ -3,11 +3,12 @@
     python benchmarks/checkpoint.py                                    # the 303 M-parameter GPT, minutes
     python benchmarks/checkpoint.py --layers 4 --hidden 256 --heads 4  # seconds
 
-Each way is a process of its own, and a round has one of each, in turns: nothing saved; `zinf_fx.save_checkpoint` by
-generations; the same by copying, as to another file system (`--other DIR`: to that one); and `torch.save` of the state
-dicts, which is synced, too. Every step is followed by a save, and the time of both is compared with that of steps
-alone. Then saves follow each other while nothing else runs. One that copies reads what it writes: its rate counts both,
-as the engine's does, which reads one half of a file while it writes the other, in the same directory.
+Each way is a process of its own, and a round has one of each, in turns: nothing saved; a `CheckpointManager` that keeps
+the last one, by generations; `zinf_fx.save_checkpoint` by copying, as to another file system (`--other DIR`: to that
+one); and `torch.save` of the state dicts, which is synced, too. Every step is followed by a save, and the time of both
+is compared with that of steps alone. Then saves follow each other while nothing else runs. One that copies reads what
+it writes: its rate counts both, as the engine's does, which reads one half of a file while it writes the other, in the
+same directory.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ from resident import peak_resident_bytes
 from train_step_variant import OPTIONS
 
 import zinf_fx
-from zinf_fx.checkpoint.files import FILES, Files
+from zinf_fx.checkpoint.files import Files
+from zinf_fx.checkpoint.training.catalog import STEP, name_of
 from zinf_fx.checkpoint.training.contents import parts_of
 from zinf_fx.checkpoint.training.loading import manifest_of
 from zinf_fx.checkpoint.training.saving import save
@@ -55,19 +56,24 @@ def measure(request: dict) -> dict:
         optimizer.step()
         optimizer.zero_grad()
 
+    # Of one checkpoint after the other, the last is kept; saves wait for the steps that go on in the background.
+    manager = zinf_fx.CheckpointManager(target, model, optimizer, every_steps=1, keep=1)
+
     def save_in_this_way() -> None:
         if way == "torch.save":
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, target / "checkpoint.pt")
             with (target / "checkpoint.pt").open("rb") as file:
                 os.fsync(file.fileno())
-        elif way != "nothing":
-            files = WithoutLinks() if way == "copies" else FILES
-            save(target / "checkpoint", parts_of(model, optimizer, {}), files)
+        elif way == "copies":
+            save(target / "checkpoint", parts_of(model, optimizer, {}), WithoutLinks())
+        elif way == "generations":
+            manager.save(request["steps"])
 
     def steps() -> None:
-        for _ in range(request["steps"]):
-            step()
-            save_in_this_way()
+        with manager:
+            for number in range(1, request["steps"] + 1):
+                step()
+                manager.after_step(number) if way == "generations" else save_in_this_way()
         optimizer.finish()
 
     step()  # compiles
@@ -79,8 +85,10 @@ def measure(request: dict) -> dict:
     saves = [timed(save_in_this_way) for _ in range(request["saves"] if way != "nothing" else 0)]
     trained, loads, nbytes = peak_resident_bytes(), [], 0
     if way in ("generations", "copies"):
-        loads.append(timed(lambda: zinf_fx.load_checkpoint(target / "checkpoint", model, optimizer)))
-        nbytes = manifest_of(target / "checkpoint").nbytes
+        saved = target / ("checkpoint" if way == "copies" else name_of(request["steps"]))
+        given = {} if way == "copies" else {STEP: 0}
+        loads.append(timed(lambda: zinf_fx.load_checkpoint(saved, model, optimizer, **given)))
+        nbytes = manifest_of(saved).nbytes
     elif way == "torch.save":
         nbytes = (target / "checkpoint.pt").stat().st_size
     return {
