@@ -46,11 +46,13 @@ def _values(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     return found
 
 
-def trained(rank: int, folder: str, placement: object, optimizer: str, saves: bool) -> Found:
+def trained(rank: int, folder: str, placement: object, optimizer: str, saves: bool | str) -> Found:
     """Three steps and a save, or a load; what there is then, and the losses of two more steps."""
+    import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+    from zinf_fx.integrations.distributed_checkpoint import Stager
     from zinf_fx.runtime.tensor.storage import TensorStorage
 
     torch._dynamo.reset()
@@ -61,7 +63,10 @@ def trained(rank: int, folder: str, placement: object, optimizer: str, saves: bo
     gather = TensorStorage.value
     TensorStorage.value = lambda storage: pytest.fail("a whole tensor was gathered")
     try:
-        if saves:
+        if saves == "later":
+            group = dist.new_group()
+            dcp.async_save(states, checkpoint_id=folder, async_stager=Stager(), process_group=group).result()
+        elif saves:
             dcp.save(states, checkpoint_id=folder)
         else:
             dcp.load(states, checkpoint_id=folder)
@@ -95,3 +100,11 @@ def test_what_one_rank_saved_is_loaded_by_two(tmp_path: Path):
     (saved,) = on_ranks(1, trained, str(tmp_path), "nvme", "zinf", True)
     for loaded in on_ranks(2, trained, str(tmp_path), "infinity-nvme", "zinf", False):
         assert_equal(loaded, saved)
+
+
+@pytest.mark.slow
+def test_what_two_ranks_saved_in_the_background_is_loaded(tmp_path: Path):
+    saved = on_ranks(2, trained, str(tmp_path), "infinity-cpu", "zinf", "later")
+    for before, after in zip(saved, on_ranks(2, trained, str(tmp_path), "zero-3", "zinf", False), strict=True):
+        assert_equal(after, before)
+        assert after["losses"] == before["losses"]

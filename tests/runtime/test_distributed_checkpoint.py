@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from forked import run
 from torch import nn
 
 import zinf_fx
 from zinf_fx.errors import StoredTensorError
+from zinf_fx.integrations.distributed_checkpoint import Stager
+from zinf_fx.runtime.tensor.boxes import Box
 from zinf_fx.runtime.tensor.distributed_checkpoint import StoredBox
 from zinf_fx.runtime.tensor.storage import TensorStorage
 
@@ -33,9 +36,11 @@ def stored(seed: int, store: Path, placement: str, **options: object) -> nn.Para
 def _nothing_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """No value is gathered but by tests."""
     gather = TensorStorage.value
-    monkeypatch.setattr(
-        TensorStorage, "value", lambda storage: pytest.fail("gathered") if storage.numel > 1 else gather(storage)
-    )
+
+    def value(storage: TensorStorage) -> torch.Tensor:
+        return gather(storage) if storage.in_place or storage.numel < 2 else pytest.fail("gathered")
+
+    monkeypatch.setattr(TensorStorage, "value", value)
 
 
 def save(module: nn.Module, folder: Path) -> None:
@@ -85,6 +90,65 @@ def test_dtypes_are_converted_as_those_of_ordinary_tensors(tmp_path: Path):
     assert_equal(module, parameters(1))
 
 
+PROGRAM = """
+import re, sys, torch, zinf_fx
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from zinf_fx.integrations.distributed_checkpoint import Stager
+
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) >> 10
+
+folder = sys.argv[1]
+with zinf_fx.offloading(store=folder, placement="nvme"):
+    model = nn.Sequential(*(nn.Linear(2048, 4096, bias=False) for _ in range(4)))
+optimizer = zinf_fx.optim.AdamW(model.parameters())
+for parameter in model.parameters():
+    parameter.grad = torch.full(parameter.shape, 0.1)
+    optimizer.step()
+    parameter.grad = None
+states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+found = [peak()]
+dcp.save(states, checkpoint_id=folder + "/saved", no_dist=True)
+found.append(peak())
+dcp.async_save(states, checkpoint_id=folder + "/later", no_dist=True, async_stager=Stager()).result()
+found.append(peak())
+dcp.load(states, checkpoint_id=folder + "/saved", no_dist=True)
+print(*found, peak())
+"""
+
+
+@pytest.mark.slow
+def test_peaks(tmp_path: Path):
+    """Of 384 MiB of states."""
+    ended = run(PROGRAM, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    before, *peaks = map(int, ended.stdout.split())
+    assert sum(path.stat().st_size for path in (tmp_path / "later").iterdir()) > 380 << 20
+    assert all(peak - before <= 80 for peak in peaks), (before, peaks)
+
+
+@pytest.mark.parametrize("placement", ["nvme", "host", "device"])
+def test_what_is_saved_in_the_background_is_staged_in_the_store(tmp_path: Path, placement: str, _nothing_whole: None):
+    module = stored(1, tmp_path / "store", placement)
+    module["tied"] = module["rows"]
+    states = {"module": module.state_dict(), "ordinary": torch.ones(3), "steps": 7}
+    saving = dcp.async_save(states, checkpoint_id=tmp_path / "saved", async_stager=Stager())
+    for tensor in (states["ordinary"], *module.parameters()):
+        with torch.no_grad():
+            tensor.copy_(torch.zeros(tensor.shape))
+    saving.result()
+    plain = parameters(2)
+    plain["tied"] = nn.Parameter(torch.zeros(SHAPES["rows"]))
+    loaded = {"module": plain.state_dict(), "ordinary": torch.zeros(3), "steps": 0}
+    dcp.load(loaded, checkpoint_id=tmp_path / "saved", no_dist=True)
+    expected = parameters(1)
+    assert_equal(plain, expected)
+    assert torch.equal(plain["tied"], expected["rows"])
+    assert loaded["steps"] == 7 and torch.equal(loaded["ordinary"], torch.ones(3))
+
+
 class TestStoredBox:
     @pytest.fixture
     def box(self, tmp_path: Path) -> StoredBox:
@@ -92,8 +156,6 @@ class TestStoredBox:
         tmp_path.joinpath("store").mkdir()
         matrix = nn.ParameterList([nn.Parameter(torch.arange(30.0).view(5, 6))])
         self.matrix = zinf_fx.offload(matrix, store=tmp_path / "store", placement="nvme")[0]
-        from zinf_fx.runtime.tensor.boxes import Box
-
         return StoredBox(self.matrix.storage, Box.whole((5, 6)), Box((1, 2), (3, 4)))
 
     def test_it_has_the_values(self, box: StoredBox):

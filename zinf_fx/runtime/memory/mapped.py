@@ -1,4 +1,4 @@
-"""Memory that is mapped from files: of checkpoints, which safetensors maps, and of files without a name.
+"""Memory that is mapped: from files of checkpoints, which safetensors maps, from files without a name, and from none.
 
 Pages that were read or written stay resident until the system is short of memory, or the mapping ends. So a process
 that reads a checkpoint tensor by tensor looks as large as the checkpoint in the end.
@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 
 from zinf_fx.errors import StoreError
+from zinf_fx.sizes import PAGE, blocks
 
 _SMAPS, _STATM, _MAPS = Path("/proc/self/smaps"), Path("/proc/self/statm"), Path("/proc/self/maps")
 
@@ -77,6 +78,13 @@ def memory_of_file(directory: Path, nbytes: int) -> mmap.mmap:
     except OSError as error:
         hint = "free space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "no file to map"
         raise StoreError("map", directory, hint, length=nbytes, errno=error.errno) from error
+
+
+def mapped_empty(nbytes: int) -> torch.Tensor:
+    """Ordinary memory for direct I/O, uint8, page-aligned, with whole pages behind it, which the system has back as
+    soon as nobody has it. Of PyTorch's, what small objects lie beside stays."""
+    mapping = mmap.mmap(-1, max(blocks(nbytes), PAGE), flags=mmap.MAP_PRIVATE)
+    return torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
 
 
 class InFile(NamedTuple):

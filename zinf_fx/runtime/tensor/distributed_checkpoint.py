@@ -7,6 +7,7 @@ when it is pickled, and go there when it is copied to. So neither saving nor loa
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ from torch.utils._pytree import tree_map_only
 
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.interrupts import held_back
+from zinf_fx.runtime.exclusive import RUNNING
+from zinf_fx.runtime.memory.mapped import mapped_empty
 from zinf_fx.runtime.tensor.boxes import Box, view_of
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.sizes import PIECE, pieces_of
@@ -25,6 +28,9 @@ if TYPE_CHECKING:  # it takes long to import, and only programs that have done s
     from torch.distributed.checkpoint.planner import WriteItem
 
 aten = torch.ops.aten
+
+# Bytes that are worth looking for others that nobody has any more.
+_LARGE = 1 << 20
 
 
 class Checkpointable:
@@ -114,11 +120,18 @@ class StoredBox(torch.Tensor):
     @held_back
     @torch.no_grad()
     def value(self) -> torch.Tensor:
-        """The elements."""
-        found = torch.empty(self._box.shape, dtype=self.dtype)
+        """The elements, in memory of their own: whoever saves in the background has no part in the host arena."""
+        memory = (
+            mapped_empty(self.nbytes)[: self.nbytes]
+            if self.nbytes >= _LARGE
+            else torch.empty(self.nbytes, dtype=torch.uint8)
+        )
+        found = memory.view(self.dtype).view(self._box.shape)
         for part in self._parts():
-            with self._in_memory(part, load=True) as elements:
-                self._in(found, part).copy_(elements)
+            elements = self._whole.hull(part)
+            held, start = self._stored.settled(), self._stored.share.position(elements.start)
+            there = held.copied(start, len(elements))
+            self._in(found, part).copy_(view_of(there, self._whole, elements.start, part))
         return found
 
     @held_back
@@ -127,13 +140,15 @@ class StoredBox(torch.Tensor):
         """Set the elements. Raises: StoreError."""
         share = self._stored.share
         for part in self._parts():
-            with self._in_memory(part, load=False) as elements:
+            with RUNNING.turn(), self._to_be_set(part) as elements:
                 elements.copy_(self._in(value, part))
         share.stale = False
         share.agreed = share.ranks.size == 1
 
     def __reduce_ex__(self, protocol: int) -> tuple:
         """Pickles as an ordinary tensor."""
+        if self.nbytes >= _LARGE:
+            gc.collect(1)  # torch.save leaves what it has pickled in a cycle of references
         return self.value().__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -168,19 +183,17 @@ class StoredBox(torch.Tensor):
             yield from _parts_of(self._box, self._whole, _nbytes(self._stored) // self.dtype.itemsize)
 
     @contextmanager
-    def _in_memory(self, part: Box, *, load: bool) -> Iterator[torch.Tensor]:
-        """The elements of a part, to be read, or to be set."""
+    def _to_be_set(self, part: Box) -> Iterator[torch.Tensor]:
+        """The elements of a part, which go to the store at the end of the block."""
         storage, elements = self._stored, self._whole.hull(part)
         held = storage.settled()
-        if not load:
-            held.tiers.limit_writes(PIECE)
+        held.tiers.limit_writes(PIECE)
         with held.tiers.stepping():
             start = storage.share.position(elements.start)
-            window = held.window(start, len(elements), load=load or part.numel < len(elements))
+            window = held.window(start, len(elements), load=part.numel < len(elements))
         try:
             yield view_of(window.wait(), self._whole, elements.start, part)
-            if not load:
-                window.store()
+            window.store()
         finally:
             window.close()
 
@@ -189,6 +202,15 @@ class StoredBox(torch.Tensor):
         for dim, (offset, size) in enumerate(zip(part.offsets, part.shape, strict=True)):
             memory = memory.narrow(dim, offset - self._box.offsets[dim], size)
         return memory
+
+
+def copy_of_own(storage: TensorStorage, shape: torch.Size) -> TensorStorage:
+    """A copy on NVMe of what this rank is to save of a stored tensor; nothing is gathered. Raises: StoreError."""
+    copied, whole = storage.like("nvme", partitioned=True), Box.whole(shape)
+    for box in (box for own in storage.share.own for box in whole.boxes_of(own)):
+        for part in _parts_of(box, whole, _nbytes(storage) // storage.dtype.itemsize):
+            StoredBox(copied, whole, part).write(StoredBox(storage, whole, part).value())
+    return copied
 
 
 def _nbytes(storage: TensorStorage) -> int:

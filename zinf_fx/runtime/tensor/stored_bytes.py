@@ -10,6 +10,7 @@ import torch
 from zinf_fx.interrupts import held_back
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.memory.leases import Buffer, Ticket
+from zinf_fx.runtime.memory.mapped import mapped_empty
 from zinf_fx.runtime.recorder import RECORDER
 from zinf_fx.runtime.tensor.home import Home
 from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
@@ -84,9 +85,7 @@ class StoredBytes:
             self.home.settle(range(first, end))
             begin = self._elements.start
             return Window(self, first, self._in_host[first - begin : end - begin], None, None)
-        per_block = PAGE // self.dtype.itemsize if self.tier == "nvme" else 1
-        opened = first // per_block * per_block
-        closed = min(-(-end // per_block) * per_block, self._elements.stop) if end > first else opened
+        opened, closed = self._in_blocks(first, end)
         shared = opened < first or closed > end
         buffer = self.tiers.lease((closed - opened) * self.dtype.itemsize, offset)
         try:
@@ -110,6 +109,18 @@ class StoredBytes:
             return host
         arena, count = self.tiers.device_arenas.get(self.device), self.count - start if count is None else count
         return DeviceWindow(host, self.device, count, self.dtype, load, arena)
+
+    def copied(self, start: int, count: int) -> torch.Tensor:
+        """`count` of the elements, from `start` on, in host memory, to be read: where they live, or in memory of their
+        own that is in no arena."""
+        if self._in_host is not None:
+            return self.window(start, count).wait()
+        first, end = self._range(start, count)
+        opened, closed = self._in_blocks(first, end)
+        memory = mapped_empty((closed - opened) * self.dtype.itemsize).view(self.dtype)
+        if memory.numel():
+            self._read(opened, memory, memory).wait()
+        return memory[first - opened : end - opened]
 
     def read(self, start: int, memory: torch.Tensor, owner: object) -> Ticket:
         """Start reading the elements from `start` on into `memory`, in `owner`'s buffer."""
@@ -175,6 +186,12 @@ class StoredBytes:
     def flush(self) -> None:
         """Wait for the writes under way. Raises: StoreError when one failed: its bytes are lost."""
         self.home.settle(self._elements)
+
+    def _in_blocks(self, first: int, end: int) -> tuple[int, int]:
+        """From which element of the home to which one the blocks reach that have those from `first` to `end`."""
+        per_block = PAGE // self.dtype.itemsize if self.tier == "nvme" else 1
+        opened = first // per_block * per_block
+        return opened, min(-(-end // per_block) * per_block, self._elements.stop) if end > first else opened
 
     def _range(self, start: int, count: int | None) -> tuple[int, int]:
         """The first element of the home, and the one behind the last, of `count` from `start` on."""
