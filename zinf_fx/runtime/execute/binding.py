@@ -12,6 +12,8 @@ from zinf_fx import ops
 from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule
 
 _TAKE_A_VALUE = (ops.reduce_scatter, ops.offload, ops.write)
+# Bytes of gradients that wait for each other, to be copied to where they live in one call.
+_COPIED_TOGETHER = 1 << 20
 # What is called for the events of a tile that is where the graph computes, where it isn't named as the event is.
 _METHODS_IN_PLACE = {"fetch": None, "upload": None, "allgather": None, "release": "passed"}
 
@@ -57,6 +59,8 @@ def bind(
     begun: set[int] = set()
     kept: dict[int, fx.Node] = {}  # by their positions among the results
     in_place: fx.Node | None = None  # the values of tiles that are where the graph computes
+    copied: dict[int, fx.Node] = {}  # gradients to be copied, by their tiles
+    nbytes = 0  # of these
     in_head = True
     for node in module.graph.nodes:
         number = operators.get(node.name, HEAD)
@@ -78,7 +82,12 @@ def bind(
                 kept[gradients[event.tile]] = copies[node.args[1]]
                 continue
             if event.tile in here.gradients and event.kind == "offload":
-                bound.call_method("copy_gradient", (run, event.tile, copies[node.args[1]]))
+                size = node.args[1].meta["val"].nbytes
+                if copied and (event.tile in copied or nbytes + size > _COPIED_TOGETHER):
+                    bound.call_method("copy_gradients", (run, tuple(copied), tuple(copied.values())))
+                    copied, nbytes = {}, 0
+                copied[event.tile] = copies[node.args[1]]
+                nbytes += size
                 continue
             if event.tile in here.tiles and event.kind == "wait":
                 in_place = in_place or bound.call_function(getattr, (run, "values"))
@@ -100,6 +109,8 @@ def bind(
         elif node.target is ops.together:
             copies[node] = fx.node.map_arg(node.args[0], copies.__getitem__)
         elif node.op == "output":
+            if copied:
+                bound.call_method("copy_gradients", (run, tuple(copied), tuple(copied.values())))
             results = fx.node.map_arg(node.args[0], copies.__getitem__)
             bound.output(tuple(kept.get(position, one) for position, one in enumerate(results)))
         else:

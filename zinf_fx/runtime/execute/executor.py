@@ -283,7 +283,7 @@ class Run:
         if program.schedule.kind == "backward":
             last_uses = program.last_uses if program.is_followed else {}
             self._gradients = LeavingGradients(program.plan, self._tiles, storages, last_uses, program.gradients)
-            self.copy_gradient = self._gradients.copy_gradient
+            self.copy_gradients = self._gradients.copy_gradients
 
     def end(self) -> None:
         """The graph has computed all."""

@@ -24,7 +24,7 @@ from zinf_fx.runtime.gradients.accumulate import (
     take_unreduced,
 )
 from zinf_fx.runtime.gradients.leaf import Leaf, accumulates, leaves_of_node
-from zinf_fx.runtime.gradients.plain import leave_copy, noted
+from zinf_fx.runtime.gradients.plain import leave_copies, noted
 from zinf_fx.runtime.gradients.reduction import PackReduction, ReducedMember, Reduction
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.recorder import GRADIENT, RECORDER
@@ -106,18 +106,23 @@ class LeavingGradients:
             self._gradients_left[storage.key] -= 1
         self.passed(tile)
 
-    def copy_gradient(self, tile: int, gradient: torch.Tensor) -> None:
-        """Add a copy of a gradient to the parameter's `.grad`, an ordinary tensor of the same device: somebody may hold
-        the gradient, or it lives somewhere else in its memory."""
-        storage, planned = self._storages[tile], self._tiles[tile]
-        parameter = self._taking(storage, planned.name)
-        if parameter is None:
-            return
+    def copy_gradients(self, tiles: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+        """Add copies of gradients to their parameters' `.grad`, ordinary tensors of the same device: somebody may hold
+        a gradient, or it lives somewhere else in the device's memory."""
+        found = []
+        for tile, gradient in zip(tiles, gradients, strict=True):
+            storage = self._storages[tile]
+            parameter = self._taking(storage, self._tiles[tile].name)
+            if parameter is not None:
+                found.append((parameter, storage, gradient))
         if RECORDER.log is None:
-            leave_copy(parameter, storage, gradient)
+            leave_copies(found)
             return
-        with RECORDER.about(planned.label, GRADIENT), noted(storage, gradient.nbytes):
-            leave_copy(parameter, storage, gradient)
+        labels = {id(self._storages[tile]): self._tiles[tile].label for tile in tiles}
+        for one in found:
+            _, storage, gradient = one
+            with RECORDER.about(labels[id(storage)], GRADIENT), noted(storage, gradient.nbytes):
+                leave_copies([one])
 
     def passed(self, tile: int) -> None:
         """A release or an offload of a tile is over. After the last of this graph, and when no other graph is to use

@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 
 import torch
 
 from zinf_fx.runtime.memory.device import CPU
+from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.recorder import RECORDER
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+from zinf_fx.runtime.tensor.tiers import Tiers
+
+_ALIGNMENT = 64  # bytes: a cache line
 
 
 def new_plain_gradient(parameter: StoredTensor, storage: TensorStorage, dtype: torch.dtype) -> torch.Tensor:
     """One without values yet, in the memory of its tier. Raises: StoreError when the host arena has no room."""
     if storage.config.placement.gradients == "device":
         return torch.empty(parameter.shape, dtype=dtype, device=storage.device.torch_device)
-    return storage.tiers.lease(storage.numel * dtype.itemsize).owning_tensor(parameter.shape, dtype)
+    (made,) = _side_by_side(storage.tiers, [(parameter.shape, dtype)])
+    return made
+
+
+def _side_by_side(tiers: Tiers, kinds: Sequence[tuple[torch.Size, torch.dtype]]) -> list[torch.Tensor]:
+    """Tensors without values of these shapes and dtypes, in one lease of the host arena, which goes back when nobody
+    has any of them."""
+    sizes = [round_up(shape.numel() * dtype.itemsize, _ALIGNMENT) for shape, dtype in kinds]
+    starts = [0, *accumulate(sizes)]
+    return tiers.lease(starts.pop()).owning_tensors(
+        (start, shape, dtype) for start, (shape, dtype) in zip(starts, kinds, strict=True)
+    )
 
 
 def plain_copy(parameter: StoredTensor, storage: TensorStorage, gradient: torch.Tensor) -> torch.Tensor:
@@ -24,13 +42,27 @@ def plain_copy(parameter: StoredTensor, storage: TensorStorage, gradient: torch.
     return new_plain_gradient(parameter, storage, gradient.dtype).copy_(gradient)
 
 
-def leave_copy(parameter: StoredTensor, storage: TensorStorage, gradient: torch.Tensor) -> None:
-    """Add `gradient` to the parameter's `grad`, which is an ordinary tensor if it is one of ours."""
-    present = parameter.grad
-    if present is None:
-        parameter.grad = plain_copy(parameter, storage, gradient)
-    else:
-        present.add_(gradient)
+def leave_copies(leaving: Sequence[tuple[StoredTensor, TensorStorage, torch.Tensor]]) -> None:
+    """Add gradients to the `grad` of their parameters, which is an ordinary tensor if it is one of ours.
+
+    Those of parameters that have none share one lease of the host's memory, which ends with the last of them.
+    `leaving`: different parameters, their storages, and the gradients. Raises: StoreError when the host arena has no
+    room.
+    """
+    news: defaultdict[Tiers | None, list[tuple[StoredTensor, torch.Tensor]]] = defaultdict(list)
+    for parameter, storage, gradient in leaving:
+        if (present := parameter.grad) is not None:
+            present.add_(gradient)
+        elif storage.placement.gradients == "device":
+            parameter.grad = plain_copy(parameter, storage, gradient)
+        else:
+            news[storage.tiers].append((parameter, gradient))
+    for tiers, several in news.items():
+        parameters, gradients = zip(*several, strict=True)
+        copies = _side_by_side(tiers, [(gradient.shape, gradient.dtype) for gradient in gradients])
+        torch._foreach_copy_(copies, gradients)
+        for parameter, copy in zip(parameters, copies, strict=True):
+            parameter.grad = copy
 
 
 def is_there(parameter: StoredTensor) -> bool:

@@ -6,6 +6,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -128,12 +129,16 @@ class Buffer:
         )
         return self._arena._tensor(self._memory, self._offset, count, dtype).view(shape)
 
-    def owning_tensor(self, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """As `tensor`; the memory goes back when no tensor is over it any more, and nobody else is to release it."""
-        memory = self._arena.whole[:]  # that the tensor holds, and who shares its storage
-        tensor = self._arena._tensor(memory, self._offset, math.prod(shape), dtype).view(shape)
+    def owning_tensors(self, parts: Iterable[tuple[int, torch.Size, torch.dtype]]) -> list[torch.Tensor]:
+        """Tensors over the memory, each from so many bytes on, in this shape and of this dtype. The memory goes back
+        when no tensor is over any of it any more, and nobody else is to release it."""
+        memory = self._arena.whole[:]  # that the tensors hold, and who shares their storages
+        made = [
+            self._arena._tensor(memory, self._offset + start, shape.numel(), dtype).view(shape)
+            for start, shape, dtype in parts
+        ]
         when_gone(memory, self.release)
-        return tensor
+        return made
 
     def release(self) -> None:
         """Gives the memory back to the arena. Tensors over it then show whatever comes next."""
