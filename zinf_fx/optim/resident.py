@@ -55,7 +55,7 @@ class Resident:
         self.state: State = {k: memory.get(k, v) for k, v in entry.items() if k in memory or k not in states.tensors}
         storage = self.parameter.storage
         self._states = tuple(states.tensors[name].storage.bytes for name in memory)
-        self.written = (self.parameter, *chain.from_iterable(each.tokens for each in (storage.bytes, *self._states)))
+        self.written = (self.parameter, *storage.bytes.tokens)
         self.moves = self.place.in_host_memory and not storage.device.in_host_memory
         self.token = self.parameter.token  # another one where the parameter was converted
 
