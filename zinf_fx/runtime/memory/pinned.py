@@ -11,7 +11,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from zinf_fx.runtime.memory.freelist import round_up
@@ -74,7 +74,7 @@ class HostMapping(mmap.mmap):
         """Whether the slab of an address is registered."""
         return address // SLAB * SLAB in self._known
 
-    def __del__(self) -> None:
-        if os.getpid() == self._pid:  # a process made by fork can't talk to the device
+    def __del__(self, getpid: Callable[[], int] = os.getpid) -> None:  # which is no name of the module's at exit
+        if getpid() == self._pid:  # a process made by fork can't talk to the device
             for slab in self._known:
                 self._registry.unregister(slab)
