@@ -93,6 +93,9 @@ def test_checksums_of_pages_are_joined_without_the_data(pages: int):
     sums = PageSums(pages, generation)
     lib.zinf_page_sums(data, len(data), offset, generation, sums.table)
     assert sums.joined(0, pages, offset) == crc32c(data)
+    for first in range(pages):
+        crc = sums.joined(0, first, offset)
+        assert sums.joined(first, pages - first, offset + first * PAGE, crc) == crc32c(data)
     assert sums.joined(pages - 1, 1, offset + (pages - 1) * PAGE) == crc32c(data[-PAGE:])
     assert sums.joined(0, pages, offset + PAGE) != crc32c(data)  # others' seeds
 

@@ -53,6 +53,7 @@ class Written:
 
     def check(self) -> None:
         assert self.read() == self.expected
+        assert self.in_store.checksum(0, len(self.expected)) == crc32c(bytes(self.expected))
         for keeper, expected in self.kept.items():
             found = bytearray(len(expected))
             for run, crc in self.in_store.places(keeper, 0, len(expected)):

@@ -178,7 +178,7 @@ size_t zinf_pages_intact(const void *data, size_t length, int64_t offset, uint64
  * put together. */
 int zinf_joined_sums(const uint32_t *sums, size_t pages, int64_t offset, uint64_t generation, uint32_t *crc)
 {
-    uint32_t joined = 0;
+    uint32_t joined = *crc;
     pthread_once(&once, prepare);
     for (size_t i = 0; i < pages; i++) {
         if (sums[i] <= 1)

@@ -25,8 +25,8 @@ int zinf_crc32c_in_hardware(void);
 /* The checksums of `length` bytes (a multiple of 4096) that lie at `offset` of a file. None of them is 0. */
 void zinf_page_sums(const void *data, size_t length, int64_t offset, uint64_t generation, uint32_t *sums);
 
-/* The plain checksum of consecutive pages from the checksums that they have at `offset` of a file, without the data.
- * -ENODATA where a page's doesn't say: it was never written, or may be a 0 that was replaced. */
+/* Continues the plain checksum `crc` over consecutive pages, from the checksums that they have at `offset` of a file,
+ * without the data. -ENODATA where a page's doesn't say: it was never written, or may be a 0 that was replaced. */
 int zinf_joined_sums(const uint32_t *sums, size_t pages, int64_t offset, uint64_t generation, uint32_t *crc);
 
 /* cdef end */

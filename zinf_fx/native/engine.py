@@ -225,10 +225,10 @@ class PageSums:
         self.generation = generation
         self.table = ffi.new("uint32_t[]", pages)
 
-    def joined(self, first: int, pages: int, offset: int) -> int | None:
-        """The CRC-32C of consecutive pages that lie at `offset` of the file, as of one piece of data; None where that
-        of a page is not known."""
-        found = ffi.new("uint32_t *")
+    def joined(self, first: int, pages: int, offset: int, crc: int = 0) -> int | None:
+        """The CRC-32C of consecutive pages that lie at `offset` of the file, as of one piece of data, behind data with
+        the CRC-32C `crc`; None where that of a page is not known."""
+        found = ffi.new("uint32_t *", crc)
         known = lib.zinf_joined_sums(self.table + first, pages, offset, self.generation, found)
         return None if known else found[0]
 

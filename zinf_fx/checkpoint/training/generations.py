@@ -26,7 +26,6 @@ from zinf_fx.errors import CheckpointError, StoreError
 from zinf_fx.runtime.disk.copy_on_write import CopyOnWrite
 from zinf_fx.runtime.disk.generation import Generation
 from zinf_fx.runtime.tensor.tiers import Tiers
-from zinf_fx.sizes import PAGE
 
 log = logging.getLogger("zinf_fx")
 
@@ -81,6 +80,7 @@ class KeptInStore:
                 by_tiers.setdefault(home.tiers, []).append(run)
         for tiers, several in by_tiers.items():
             self._tiers.append(tiers)
+            tiers.drain()
             tiers.release_generations()
             why = self._obstacle(tiers) or self._keep_in(tiers, several, unwritten, replaced)
             if why is not None:
@@ -115,7 +115,6 @@ class KeptInStore:
         self, tiers: Tiers, runs: Sequence[Run], unwritten: Collection[int], replaced: Collection[Path]
     ) -> str | None:
         """Keep runs of one store. Returns why that is not possible; nothing is kept then."""
-        tiers.drain()
         generation, earlier = Generation(tiers.store), [one for one in tiers.generations if one.is_in(replaced)]
         rewritten: dict[CopyOnWrite, bool] = {}
         for run in runs:
@@ -169,18 +168,16 @@ def _pieces(generation: Generation, runs: Sequence[Run]) -> Iterator[tuple[Run, 
     """The elements of runs, as they lie in the volumes, whose numbers the pieces have for files; without a piece where
     they have to be copied."""
     for run in runs:
-        storage, itemsize = run.holding.tensor.storage, run.holding.dtype.itemsize
+        in_store, itemsize = run.holding.home.in_store, run.holding.dtype.itemsize
         for elements in run.holding.chunks(run.elements):
-            first = (storage.bytes.first + storage.share.position(elements.start)) * itemsize
-            nbytes = len(elements) * itemsize
-            whole = first % PAGE == 0 and PAGE % itemsize == 0
-            places = list(storage.bytes.home.in_store.places(generation.key, first, nbytes)) if whole else []
+            whole = run.holding.in_pages(elements)
+            places = [] if whole is None else list(in_store.places(generation.key, whole.start, len(whole)))
             if not places or any(crc is None for _, crc in places):
                 yield run, elements, None
                 continue
             for place, crc in places:
-                start = elements.start + (place.start - first) // itemsize
-                count = min(place.nbytes, first + nbytes - place.start) // itemsize
+                start = elements.start + (place.start - whole.start) // itemsize
+                count = min(place.nbytes, whole.stop - place.start) // itemsize
                 padding = place.nbytes - count * itemsize
                 piece = Piece(start, count, place.volume, place.offset, crc, padding)
                 yield run, range(start, start + count), piece

@@ -18,7 +18,7 @@ from zinf_fx.runtime.tensor.local_parameter import local_part
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.tiers import Tiers
 from zinf_fx.runtime.tensor.windows import Window
-from zinf_fx.sizes import PIECE, pieces_of
+from zinf_fx.sizes import PAGE, PIECE, pieces_of
 
 
 class OrdinaryElements:
@@ -145,6 +145,19 @@ class Holding:
             planned = None if tiers.chunk_elements is None else tiers.chunk_elements * self.dtype.itemsize
             nbytes = min(nbytes, self.tensor.storage.config.chunk, planned or nbytes)
         return pieces_of(elements, self.dtype.itemsize, nbytes)
+
+    def in_pages(self, elements: range) -> range | None:
+        """The bytes of their home that consecutive elements are, if they begin with a page of the store."""
+        if self.home is None or self.home.in_store is None:
+            return None
+        storage, itemsize = self.tensor.storage, self.dtype.itemsize
+        first = (storage.bytes.first + storage.share.position(elements.start)) * itemsize
+        return None if first % PAGE or PAGE % itemsize else range(first, first + len(elements) * itemsize)
+
+    def checksum(self, elements: range) -> int | None:
+        """The CRC-32C of consecutive elements that are whole pages of the store, and not being written; else None."""
+        place = self.in_pages(elements)
+        return self.home.in_store.checksum(place.start, len(place)) if place and len(place) % PAGE == 0 else None
 
     def open_for_reading(self, elements: range) -> Window | OrdinaryElements:
         """A window in host memory over some elements of one range. Their read starts now."""

@@ -84,7 +84,8 @@ class Writer:
     def _write_first(self) -> None:
         place, window, _ = self._reading.first
         memory = window.wait()
-        self._sums.append(crc32c_at(memory.data_ptr(), place.nbytes))
+        known = place.run.holding.checksum(place.elements)
+        self._sums.append(crc32c_at(memory.data_ptr(), place.nbytes) if known is None else known)
         if memory.data_ptr() % PAGE or place.nbytes % PAGE:
             memory = _in_pages(memory, place.nbytes)
         while not self._writing.has_room(place.nbytes):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from zinf_fx.errors import StoreError
 from zinf_fx.interrupts import held_back, sealed
+from zinf_fx.native.engine import PageSums
 from zinf_fx.runtime.disk.store import Extent, JoinedTicket, Store
 from zinf_fx.runtime.disk.stripes import FilePart, runs
 from zinf_fx.runtime.memory.freelist import FreeList, round_up
@@ -116,11 +117,18 @@ class CopyOnWrite:
     def places(self, keeper: object, offset: int, nbytes: int) -> Iterator[tuple[FilePart, int | None]]:
         """Where in files some bytes are that are kept for `keeper`, in whole pages, with the CRC-32C of each part, if
         that is known."""
-        for part in _cut(self._kept[keeper], offset, offset + round_up(nbytes, PAGE)):
-            extent = part.extent
-            for run in runs(extent.places, extent.unit, part.start, part.stop - part.start):
-                known = extent.sums
-                yield run, known and known.joined(run.start // PAGE, run.nbytes // PAGE, run.offset)
+        for run, sums in _runs(self._kept[keeper], offset, nbytes):
+            yield run, None if sums is None else sums.joined(run.start // PAGE, run.nbytes // PAGE, run.offset)
+
+    def checksum(self, offset: int, nbytes: int) -> int | None:
+        """The CRC-32C of some of the present bytes, whole pages of which none is being written, without reading them;
+        None where it is not known."""
+        crc: int | None = 0
+        for run, sums in _runs(self._live, offset, nbytes):
+            crc = None if sums is None else sums.joined(run.start // PAGE, run.nbytes // PAGE, run.offset, crc)
+            if crc is None:
+                return None
+        return crc
 
     def _start(
         self,
@@ -219,6 +227,13 @@ def _cut(parts: Iterable[Part], start: int, stop: int) -> list[Part]:
         for part in parts
         if part.start < stop and start < part.stop
     ]
+
+
+def _runs(parts: Iterable[Part], offset: int, nbytes: int) -> Iterator[tuple[FilePart, PageSums | None]]:
+    """Where in files some bytes are, in whole pages, and the checksums of the extent that each part is of."""
+    for part in _cut(parts, offset, offset + round_up(nbytes, PAGE)):
+        for run in runs(part.extent.places, part.extent.unit, part.start, part.stop - part.start):
+            yield run, part.extent.sums
 
 
 def _overlapping(some: Iterable[Part], others: Sequence[Part]) -> bool:
