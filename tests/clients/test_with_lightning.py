@@ -9,11 +9,13 @@ from pathlib import Path
 import lightning
 import pytest
 import torch
+from launching_programs import results_of
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rows import Row
 from torch import Tensor, nn
 
 import zinf_fx
+from zinf_fx.integrations.lightning import SingleDevice
 
 Optimizer = Callable[..., torch.optim.Optimizer]
 
@@ -93,6 +95,29 @@ def test_resuming(row: Row, tmp_path: Path) -> None:
         fit(Module(optimizer, stores[0]), tmp_path / name, max_epochs=1)
         found[name] = fit(Module(optimizer, stores[1]), tmp_path / name, tmp_path / name / "last.ckpt")
     row.compare(found["stored"], found["plain"])
+
+
+@pytest.mark.row("lightning", "`zinf_fx.integrations.lightning.SingleDevice`: `fit(ckpt_path=...)`")
+def test_resuming_by_shares(row: Row, tmp_path: Path) -> None:
+    found = []
+    for store, options in (("store", {}), ("other", {"resumed": tmp_path / "saved" / "last.ckpt"})):
+        (tmp_path / store).mkdir(exist_ok=True)
+        epochs = 2 if options else 1
+        module = Module(zinf_fx.optim.AdamW, tmp_path / store)
+        found = fit(module, tmp_path / "saved", max_epochs=epochs, strategy=SingleDevice(), **options)
+    plain = []
+    for resumed in (None, tmp_path / "plain" / "last.ckpt"):
+        plain = fit(Module(fused), tmp_path / "plain", resumed, max_epochs=2 if resumed else 1)
+    row.compare(found, plain)
+    assert (tmp_path / "saved" / "last.ckpt" / "zinf" / "manifest.json").is_file()
+
+
+@pytest.mark.row(
+    "lightning", "`zinf_fx.integrations.lightning.Ranks`, 2 ranks: `fit`, accumulation, `fit(ckpt_path=...)`"
+)
+def test_two_ranks(row: Row, tmp_path: Path) -> None:
+    found = {how: results_of("with_lightning.py", 2, how, tmp_path) for how in ("plain", "stored")}
+    row.compare(found["stored"], found["plain"], to="to `DDPStrategy`")
 
 
 @pytest.mark.row("lightning", '`fit(torch.compile(module, backend="zinf"))`, the whole LightningModule; accumulation')
