@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gate import slow
 from test_trainer import COMPILED, logged, texts
 from test_transformers import _gpt2
 
@@ -52,7 +53,7 @@ def assert_equal(found: transformers.Trainer, expected: transformers.Trainer) ->
     assert all(torch.equal(*pair) for pair in zip(values, expected_values, strict=True))
 
 
-@pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("options", [{}, slow({"bf16": True})], ids=["fp32", "bf16"])
 def test_what_is_resumed_ends_as_what_was_not_interrupted(tmp_path: Path, options: dict[str, object]):
     whole = trainer(tmp_path, **options)
     whole.train()
@@ -92,6 +93,7 @@ def test_old_checkpoints_go_and_the_best_is_loaded(tmp_path: Path):
     assert all(torch.equal(mine, theirs.full_tensor()) for mine, theirs in values)
 
 
+@pytest.mark.slow
 def test_what_was_cut_off_is_not_resumed_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     whole = trainer(tmp_path)
     whole.train()
