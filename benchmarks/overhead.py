@@ -5,10 +5,11 @@ seen, on every placement, beside plain PyTorch.
     python benchmarks/overhead.py --model experts                     # 5,000 parameter tensors of 32 x 32
     python benchmarks/overhead.py --model lora                        # adapters over a frozen base
 
-All variants live in one process with one thread and take a step in turn, so that a machine that slows down for a while
-slows all of them. Ratios are taken within a round, to `aot_eager` with PyTorch's fused AdamW; the table has their
-medians. `events` are the plan's, `calls` the Python functions that are called, `requests` the transfers that the
-operating system was given, each in one step.
+All variants live in one process with one thread and take some steps in turn, so that a machine that slows down for a
+while slows all of them; what goes on behind the last of these is waited for, and counted with the optimizer. Ratios
+are taken within a round, to `aot_eager` with PyTorch's fused AdamW; the table has their medians. `events` are the
+plan's, `calls` the Python functions that are called, `requests` the transfers that the operating system was given, each
+in one step.
 """
 
 from __future__ import annotations
@@ -128,6 +129,14 @@ class Variant:
         marks.append(time.perf_counter())
         return {part: end - begin for part, (begin, end) in zip(PARTS, pairwise(marks), strict=True)}
 
+    def finish(self) -> float:
+        """Seconds for what of the last step still goes on, which would else go on in another variant's."""
+        started = time.perf_counter()
+        if self.name not in IN_MEMORY:
+            with self.optimizer.between_steps():
+                pass
+        return time.perf_counter() - started
+
     def requests(self) -> int:
         """Transfers that the operating system was given so far."""
         if self.name in IN_MEMORY:
@@ -145,6 +154,8 @@ class Variant:
 
     def counts(self) -> dict[str, int]:
         """Events, calls of Python functions and transfers of one step."""
+        self.step()  # after those of other variants
+        self.finish()
         calls, before = 0, self.requests()
 
         def count(frame: object, event: str, argument: object) -> None:
@@ -157,6 +168,7 @@ class Variant:
         finally:
             sys.setprofile(None)
         self.step()
+        self.finish()
         return {"events": self.events(), "calls": calls, "requests": (self.requests() - before) // 2}
 
 
@@ -168,6 +180,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         taken = {}
         for variant in variants if len(rounds) % 2 == 0 else reversed(variants):
             steps = [variant.step() for _ in range(args.steps)]
+            steps[-1]["optimizer"] += variant.finish()
             taken[variant.name] = {part: sum(step[part] for step in steps) / args.steps for part in PARTS}
         rounds.append(taken)
     found = []
@@ -192,7 +205,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="gpt")
     parser.add_argument("--placements", nargs="+", default=list(PLACEMENTS), help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=7, help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=3, help="of each variant in a round (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=5, help="of each variant in a round (default: %(default)s)")
     parser.add_argument(
         "--pack", default="auto", help="largest pack of small parameters, or none (default: %(default)s)"
     )
