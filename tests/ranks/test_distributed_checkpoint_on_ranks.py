@@ -53,12 +53,15 @@ def trained(rank: int, folder: str, placement: object, optimizer: str, saves: bo
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     from zinf_fx.integrations.distributed_checkpoint import Stager
+    from zinf_fx.optim import reserve_states
     from zinf_fx.runtime.tensor.storage import TensorStorage
 
     torch._dynamo.reset()
     model, run, steps = _made(placement, optimizer)
     for number in range(3 if saves else 0):
         _step(run, steps, number, rank)
+    if not saves and optimizer == "bf16":
+        reserve_states(steps)
     states = dict(zip(("model", "optimizer"), get_state_dict(run, steps), strict=True))
     gather = TensorStorage.value
     TensorStorage.value = lambda storage: pytest.fail("a whole tensor was gathered")

@@ -14,6 +14,7 @@ import torch
 import zinf_fx.optim.norms  # registers what clipping needs on many ranks
 import zinf_fx.optim.plain  # registers what plain torch.optim classes need
 import zinf_fx.optim.scaling  # noqa: F401  (registers what GradScaler and clipping need)
+from zinf_fx.optim.reserving import reserve_states
 from zinf_fx.optim.streamed import Streamed
 from zinf_fx.optim.torn import TornStep
 
@@ -33,6 +34,7 @@ __all__ = [
     "Rprop",
     "Streamed",
     "TornStep",
+    "reserve_states",
 ]
 
 

@@ -126,6 +126,17 @@ def step_groups(optimizer: Optimizer, kind: type[Optimizer], groups: list[Group]
         step_without_hooks(inner)
 
 
+def states_of_zeros(
+    optimizer: Optimizer, kind: type[Optimizer], group: Group, parameters: Sequence[torch.Tensor]
+) -> list[State]:
+    """What `kind` has for ordinary parameters of a group after a step with zeros for them and their gradients."""
+    zeros = [torch.zeros_like(parameter, requires_grad=False) for parameter in parameters]
+    inner = borrow(optimizer, kind, group, zeros)
+    with torch.no_grad():
+        step_together(inner, zeros, [torch.zeros_like(zero) for zero in zeros], inner.state)
+    return [inner.state[zero] for zero in zeros]
+
+
 @dataclass(frozen=True)
 class StateLayout:
     """What a class keeps for each parameter under the options of one group.
@@ -151,6 +162,11 @@ class StateLayout:
 
         tensors = {name: narrowed(dtype) for name, dtype in self.tensors.items()}
         return StateLayout(MappingProxyType(tensors), self.scalars)
+
+    def zeros(self) -> State:
+        """Zeros for the states that stay in memory."""
+        shape = self.shapes.get
+        return {n: 0 if dtype is None else torch.zeros(shape(n, ()), dtype=dtype) for n, dtype in self.scalars.items()}
 
 
 class NotElementwise(OptimizerError):

@@ -26,7 +26,7 @@ from zinf_fx.optim.recipe import Recipes, Update
 from zinf_fx.optim.resident import ResidentCall, Residents
 from zinf_fx.optim.states import MASTER, State, check_gradient, fitting
 from zinf_fx.optim.step import StreamedStep
-from zinf_fx.optim.torn import TornStep
+from zinf_fx.optim.torn import ReservedStates, TornStep, check_loaded
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.execute.executor import EXECUTOR, Stage
 from zinf_fx.runtime.tensor.local_parameter import local_input, stored_parameter
@@ -57,8 +57,8 @@ class Streamed(Optimizer):
     there is one backward pass per step, without clipping, GradScaler and closures, and a learning rate that changes
     between backward and `step()` is for the next step.
 
-    Space for the states of trainable parameters is reserved at construction; they appear in `state`, as stored
-    tensors, after the first step. `finish()` waits until everything is in the store.
+    Space for the states of trainable parameters is reserved at construction; they appear in `state`, as stored tensors,
+    after the first step, or `reserve_states`. `finish()` waits until everything is in the store.
 
     Attributes:
         overlap: whether steps go on in the background; may be changed between steps. Steps whose gradients are ordinary
@@ -96,10 +96,8 @@ class Streamed(Optimizer):
         state_dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> None:
-        if state_dtype not in (None, torch.float32, torch.bfloat16):
-            raise OptimizerError(
-                f"state_dtype={state_dtype!r} is not accepted: None, torch.float32 and torch.bfloat16 are"
-            )
+        if state_dtype not in (dtypes := (None, torch.float32, torch.bfloat16)):
+            raise OptimizerError(f"state_dtype={state_dtype!r} is not accepted: {', '.join(map(str, dtypes))} are")
         accepted = inspect.signature(self._arithmetic)
         given = accepted.bind(params, *args, **kwargs).arguments
         if "fused" in accepted.parameters and given.get("fused") is None and not given.get("foreach"):
@@ -292,7 +290,7 @@ class Streamed(Optimizer):
         """As in torch; element-wise states of stored parameters are stored tensors, which `torch.save` writes as
         ordinary ones. It waits and raises as `between_steps` does; where another thread trains, save within that block,
         because the tensors of the result have the values of when they are read."""
-        with self.between_steps():
+        with RUNNING.lock if isinstance(self.torn, ReservedStates) else self.between_steps():
             return super().state_dict()
 
     @contextmanager
@@ -327,6 +325,7 @@ class Streamed(Optimizer):
 
         def fitted(entry: State, saved: Group, parameter: StoredTensor) -> State:
             layout, dtype = self._layout({**self.defaults, **saved}, parameter), self._kept.dtype(parameter)
+            check_loaded(self.torn, entry)
             return fitting(entry, layout, parameter, dtype, type(self).__name__)
 
         with taking_stored(self, fitted) as entries:
@@ -335,11 +334,12 @@ class Streamed(Optimizer):
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
-    def reserved(self, parameter: StoredTensor, group: Group) -> dict[str, torch.Tensor]:
-        """The tensors for the states of a stored parameter under the options of `group`, with room for values. Those of
-        an entry in a state dict that are these are not copied by `load_state_dict`, and may be filled after it."""
-        states = self._kept.reserve(parameter, self._layout({**self.defaults, **group}, parameter), self._state)
-        return {name: parameter.shown(tensor) for name, tensor in states.tensors.items()}
+    def reserved(self, parameter: StoredTensor, group: Group) -> State:
+        """The states of a stored parameter under the options of `group`: zeros, and tensors with room for values, which
+        `load_state_dict` doesn't copy where an entry has them itself, so that they may be filled after it."""
+        layout = self._layout({**self.defaults, **group}, parameter)
+        tensors = self._kept.reserve(parameter, layout, self._state).tensors
+        return layout.zeros() | {name: parameter.shown(tensor) for name, tensor in tensors.items()}
 
     # -- what is kept where ------------------------------------------------------------------------------------------
 

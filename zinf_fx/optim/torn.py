@@ -1,11 +1,16 @@
-"""What is known after a step that was interrupted."""
+"""What is known after a step that was interrupted, and of states without values."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from zinf_fx.errors import OptimizerError
+from zinf_fx.runtime.tensor.local_parameter import local_part
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 NAMES_SHOWN = 8
 
@@ -53,6 +58,31 @@ class TornStep:
             tuple(names[p] for p in concerned if p in begun and p not in updated),
             tuple(names[p] for p in concerned if p not in begun),
         )
+
+
+@dataclass(frozen=True)
+class ReservedStates(TornStep):
+    """No step: states are shown that have no values before they are loaded."""
+
+    def __str__(self) -> str:
+        return (
+            "the optimizer's states were reserved, and have no values yet: load them (dcp.load, then set_state_dict) "
+            "before stepping and saving"
+        )
+
+
+def check_loaded(torn: TornStep | None, entry: Mapping[str, Any]) -> None:
+    """Raises: OptimizerError where states were reserved, and nothing was ever written to one of those to load."""
+    for name, value in entry.items() if isinstance(torn, ReservedStates) else ():
+        mine = local_part(value)
+        if not isinstance(mine, StoredTensor) or mine.storage.bytes.version:
+            continue
+        share = mine.storage.share
+        if any(share.own) if share.partitioned else mine.numel():  # this rank holds elements of it
+            raise OptimizerError(
+                f"the state '{name}' of a parameter of shape {tuple(mine.shape)} has no values: it was reserved, and "
+                "nothing was loaded into it; call dcp.load before set_state_dict"
+            )
 
 
 def _count(names: tuple[str, ...]) -> str:
