@@ -143,12 +143,12 @@ def test_a_child_that_drops_its_parents_gradients_gives_no_memory_back(tmp_path:
 
 def test_a_child_that_drops_its_parents_tensors_gives_no_memory_back() -> None:
     arena = Arena("host memory", 1 << 20)
-    taken = [arena.lease(4096).owning_tensor((1024,), torch.float32)]
+    taken = [*arena.lease(4096).owning_tensors([(0, torch.Size([1024]), torch.float32)])]
 
     def drop() -> None:
         taken.clear()
         assert arena.in_use == 4096
-        own = arena.lease(4096).owning_tensor((1024,), torch.float32)
+        own = arena.lease(4096).owning_tensors([(0, torch.Size([1024]), torch.float32)])
         assert arena.in_use == 8192
         del own
         assert arena.in_use == 4096
