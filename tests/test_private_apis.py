@@ -76,7 +76,7 @@ NAMES: dict[str, str] = {
     "torch.distributed.distributed_c10d.barrier": "runtime/onlooker.py finds calls of this module, by its file",
     "torch.distributed.c10d_logger._exception_logger": "runtime/onlooker.py leaves out the frames of this module",
     "torch.distributed._checkpointable._Checkpointable.__create_write_items__": "runtime/tensor/"
-    "distributed_checkpoint.py has this protocol's methods",
+    "distributed_checkpoint.py and checkpoint/training/distributed.py have this protocol's methods",
     "torch.distributed._checkpointable._Checkpointable.__create_chunk_list__": "likewise",
     "torch.distributed._checkpointable._Checkpointable.__get_tensor_shard__": "likewise",
     "torch.distributed.device_mesh.DeviceMesh._get_root_mesh": "runtime/tensor/tensor_parallel.py: what it is part of",

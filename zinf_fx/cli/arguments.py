@@ -187,7 +187,7 @@ def _checkpoint(commands: argparse._SubParsersAction) -> None:
         ("list", several, "the checkpoints, from the oldest to the newest"),
         ("inspect", "a checkpoint", "what is in one: its parts, plain values and files"),
         ("verify", several, "read all bytes and compare them with their checksums; exit code 1 when any differ"),
-        ("convert", "a checkpoint", "write a part of one to safetensors files with whole tensors"),
+        ("convert", "a checkpoint", "write one in another format: safetensors files, or torch.distributed.checkpoint"),
     ):
         added = actions.add_parser(action, help=help_, description=f"{help_[0].upper()}{help_[1:]}.")
         added.add_argument("directory", metavar="DIR", type=Path, help=what)
@@ -195,8 +195,18 @@ def _checkpoint(commands: argparse._SubParsersAction) -> None:
             added.add_argument("--tensors", action="store_true", help="each tensor, with its dtype, shape and bytes")
         if action == "convert":
             added.add_argument("-o", "--output", metavar="DIR", type=Path, required=True, help="where to write")
-            added.add_argument("--part", default="model", metavar="NAME", help="what of it (default: model)")
-            added.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="bytes in a file (default: 5GB)")
+            added.add_argument(
+                "--format",
+                choices=("safetensors", "dcp"),
+                default="safetensors",
+                help="a part with whole tensors (default), or a directory of torch.distributed.checkpoint",
+            )
+            added.add_argument(
+                "--part", metavar="NAME", help="what of it (default: model; with dcp, all models and optimizers)"
+            )
+            added.add_argument(
+                "--max-shard-size", default="5GB", metavar="SIZE", help="bytes in a safetensors file (default: 5GB)"
+            )
         added.add_argument("--json", action="store_true", help="print as JSON")
 
 

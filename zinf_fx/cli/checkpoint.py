@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from zinf_fx.checkpoint.training.catalog import Found, checkpoints_in
 from zinf_fx.checkpoint.training.converting import to_safetensors
+from zinf_fx.checkpoint.training.distributed import convertible, to_distributed
 from zinf_fx.checkpoint.training.loading import manifest_of
 from zinf_fx.checkpoint.training.manifest import Manifest, SavedTensor
 from zinf_fx.checkpoint.training.verifying import damages_of
@@ -91,9 +92,18 @@ def _verify(options: argparse.Namespace) -> int:
 def _convert(options: argparse.Namespace) -> None:
     limit = parse_bytes(options.max_shard_size, "max-shard-size")
     manifest = manifest_of(options.directory)
-    nbytes = sum(tensor.nbytes for tensor in manifest.tensors if tensor.name.startswith(f"{options.part}/"))
+    if options.format == "dcp":
+        parts = [options.part] if options.part is not None else convertible(manifest)
+        tensors = manifest.by_name()
+    else:
+        parts = [options.part or "model"]
+        tensors = {tensor.name: tensor for tensor in manifest.tensors}
+    nbytes = sum(one.nbytes for name, one in tensors.items() if name.startswith(tuple(f"{part}/" for part in parts)))
     with _progress(nbytes, options.directory, options) as bar:
-        written = to_safetensors(options.directory, manifest, options.part, options.output, limit, bar.update)
+        if options.format == "dcp":
+            written = to_distributed(options.directory, manifest, parts, options.output, bar.update)
+        else:
+            written = to_safetensors(options.directory, manifest, *parts, options.output, limit, bar.update)
     if options.json:
         print(json.dumps([str(path) for path in written], indent=1))
     for path in () if options.json else written:

@@ -102,31 +102,68 @@ class Checkpointable:
         return Box.whole(self.shape)
 
 
-class StoredBox(torch.Tensor):
-    """A box of a stored tensor, whose elements this rank holds, as a tensor on the CPU without memory.
+def own_memory(nbytes: int) -> torch.Tensor:
+    """Bytes that are in no arena, and go back to the system where they are many."""
+    return mapped_empty(nbytes)[:nbytes] if nbytes >= _LARGE else torch.empty(nbytes, dtype=torch.uint8)
 
-    What computes with it, or pickles it, reads the elements; `copy_` to it, or to a part of it, writes them.
+
+class UnreadBox(torch.Tensor):
+    """A box of a tensor whose elements are elsewhere, as a tensor on the CPU without memory.
+
+    What computes with it, or pickles it, reads the elements.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
+    def __new__(cls, dtype: torch.dtype, box: Box) -> UnreadBox:
+        tensor = torch.Tensor._make_wrapper_subclass(cls, box.shape, dtype=dtype, device="cpu")
+        tensor._box = box
+        return tensor
+
+    def value(self) -> torch.Tensor:
+        """The elements, in memory of their own."""
+        raise NotImplementedError
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        """Pickles as an ordinary tensor."""
+        if self.nbytes >= _LARGE:
+            gc.collect(1)  # torch.save leaves what it has pickled in a cycle of references
+        return self.value().__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"{type(self).__name__}(offsets={self._box.offsets}, shape={self._box.shape}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (aten.detach.default, aten.alias.default):
+            return args[0]._of(args[0]._box)
+        if func._schema.is_mutable:
+            raise StoredTensorError(f"{func} on a box of a stored tensor would be lost: copy_() to it")
+        args, kwargs = tree_map_only(UnreadBox, lambda one: one.value(), (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _of(self, box: Box) -> UnreadBox:
+        """Another box of the same tensor."""
+        raise NotImplementedError
+
+
+class StoredBox(UnreadBox):
+    """A box of a stored tensor, whose elements this rank holds: `copy_` to it, or to a part of it, writes them."""
+
+    @staticmethod
     def __new__(cls, storage: TensorStorage, whole: Box, box: Box) -> StoredBox:
         """`whole`: the box of all elements of the storage."""
-        tensor = torch.Tensor._make_wrapper_subclass(cls, box.shape, dtype=storage.dtype, device="cpu")
-        tensor._stored, tensor._whole, tensor._box = storage, whole, box
+        tensor = UnreadBox.__new__(cls, storage.dtype, box)
+        tensor._stored, tensor._whole = storage, whole
         return tensor
 
     @held_back
     @torch.no_grad()
     def value(self) -> torch.Tensor:
         """The elements, in memory of their own: whoever saves in the background has no part in the host arena."""
-        memory = (
-            mapped_empty(self.nbytes)[: self.nbytes]
-            if self.nbytes >= _LARGE
-            else torch.empty(self.nbytes, dtype=torch.uint8)
-        )
-        found = memory.view(self.dtype).view(self._box.shape)
+        found = own_memory(self.nbytes).view(self.dtype).view(self._box.shape)
         for part in self._parts():
             elements = self._whole.hull(part)
             held, start = self._stored.settled(), self._stored.share.position(elements.start)
@@ -145,29 +182,14 @@ class StoredBox(torch.Tensor):
         share.stale = False
         share.agreed = share.ranks.size == 1
 
-    def __reduce_ex__(self, protocol: int) -> tuple:
-        """Pickles as an ordinary tensor."""
-        if self.nbytes >= _LARGE:
-            gc.collect(1)  # torch.save leaves what it has pickled in a cycle of references
-        return self.value().__reduce_ex__(protocol)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"StoredBox(offsets={self._box.offsets}, shape={self._box.shape}, dtype={self.dtype})"
-
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func in (aten.detach.default, aten.alias.default):
-            return args[0]._of(args[0]._box)
         if func is aten.slice.Tensor and (len(args) < 5 or args[4] == 1):
             return args[0]._sliced(*args[1:4])
         if func is aten.copy_.default and isinstance(args[0], cls):
             args[0].write(args[1])
             return args[0]
-        if func._schema.is_mutable:
-            raise StoredTensorError(f"{func} on a box of a stored tensor would be lost: copy_() to it")
-        args, kwargs = tree_map_only(cls, cls.value, (args, kwargs))
-        return func(*args, **kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _sliced(self, dim: int = 0, start: int | None = None, end: int | None = None) -> StoredBox:
         first, last, _ = slice(start, end).indices(self._box.shape[dim])
