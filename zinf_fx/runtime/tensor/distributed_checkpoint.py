@@ -8,6 +8,7 @@ when it is pickled, and go there when it is copied to. So neither saving nor loa
 from __future__ import annotations
 
 import gc
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -121,9 +122,9 @@ class UnreadBox(torch.Tensor):
         tensor._box = box
         return tensor
 
+    @abstractmethod
     def value(self) -> torch.Tensor:
         """The elements, in memory of their own."""
-        raise NotImplementedError
 
     def __reduce_ex__(self, protocol: int) -> tuple:
         """Pickles as an ordinary tensor."""
@@ -144,9 +145,9 @@ class UnreadBox(torch.Tensor):
         args, kwargs = tree_map_only(UnreadBox, lambda one: one.value(), (args, kwargs))
         return func(*args, **kwargs)
 
+    @abstractmethod
     def _of(self, box: Box) -> UnreadBox:
         """Another box of the same tensor."""
-        raise NotImplementedError
 
 
 class StoredBox(UnreadBox):
