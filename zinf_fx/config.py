@@ -24,6 +24,7 @@ TIERS: tuple[Tier, ...] = get_args(Tier)
 Stage = Literal[0, 1, 2, 3]
 Activations = Literal["keep", "recompute", "offload", "auto"]
 ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
+FrozenDtype = Literal["int8", "nf4", "fp8"]
 Partition = Literal["shards", "owner"]
 Reduction = Literal["mean", "sum"]
 LEAST_CHUNK = 1 << 16
@@ -152,6 +153,10 @@ class Config:
         pack: bytes, or a text such as "16MiB", up to which small parameters of one kind move together, as one tile
             (ZeRO, section 6.2: constant-size buffers); "auto": 4 MiB, or less where a budget is below 256 MiB. None:
             each parameter moves by itself. Over ranks, one collective moves a pack.
+        frozen_dtype: format in which frozen matrices are stored, moved and gathered: "int8" (one scale per row), "nf4"
+            (QLoRA, section 3: 4 bits, one scale per 64 values), or "fp8" (e4m3, one scale per row). The graph makes
+            values of them where it uses them. Embedding tables stay as they are. `zinf_fx.offloading` freezes the
+            matrices that it quantises. None: as they are.
         activations: "keep": what eager PyTorch saves; "recompute": backward computes them again from a few checkpoints,
             chosen for the least peak; a number: from a checkpoint before every so many layers (ZeRO-Infinity,
             equation 3: ci); "offload": what eager PyTorch saves leaves the device; "auto": each is kept, recomputed or
@@ -185,6 +190,7 @@ class Config:
     chunk: Annotated[int, LEAST_CHUNK] = 32 << 20
     tile: Positive | Literal["auto"] | None = "auto"
     pack: Positive | Literal["auto"] | None = "auto"
+    frozen_dtype: FrozenDtype | None = None
     activations: Activations | Positive = "keep"
     partition_activations: bool = False
     compute: Literal["eager"] = "eager"
@@ -218,6 +224,7 @@ class Config:
         if type(self.activations) is not int or self.activations < 1:
             self._check("activations", ACTIVATIONS, "the number of layers between two checkpoints")
         self._check("compute", ("eager",))
+        self._check("frozen_dtype", (None, *get_args(FrozenDtype)))
         self._check("partition", get_args(Partition))
         self._check("gradient_reduction", get_args(Reduction))
         if isinstance(self.reduce_dtype, str):

@@ -1,13 +1,15 @@
 """The graph's own operations: their schemas, and what they return when only shapes are known.
 
-`gather` is what capture emits, and runs in eager code too. The passes lower it to the others, which the executor
-binds to its own methods: they have no kernel of their own, so a graph can't run unbound by mistake.
+`gather` is what capture emits, and runs in eager code too. So does `dequantize`. The passes lower `gather` to
+the others, which the executor binds to its own methods: they have no kernel of their own, so a graph can't run unbound
+by mistake.
 
 | op | meaning | ZeRO-Infinity, section 6.2 |
 |---|---|---|
 | gather | the full value of a stored tensor | |
 | pack | the token of a pack: of the parameters with these tokens, which move together | |
 | member | a parameter of a pack that was gathered | |
+| dequantize | the values of a tensor of which the bytes of a quantised format were gathered | |
 | together | the gradients of the parameters of a pack, as they lie in it | |
 | fetch | start the NVMe -> host read of this rank's shard | nc-transfer |
 | upload | start the host -> device copy of the shard | cg-transfer |
@@ -22,9 +24,10 @@ binds to its own methods: they have no kernel of their own, so a graph can't run
 
 An activation that left comes back in backward as any tile does.
 `start` is the tile's first element in its parameter, when that has several tiles, and of a `member`, the parameter's
-first element in its pack; `after`, how many writes of the graph
-to the parameter come before. When an event happens, whether it
-crosses the turn, what it finds in memory and where its buffer lies, the node's `Event` says, and no argument.
+first element in its pack; `after`, how many writes of the graph to the parameter come before; `shape`, of a
+`dequantize`, that of the values behind the first dimension, which the rows of bytes are, too. When an event happens,
+whether it crosses the turn, what it finds in memory and where its buffer lies, the node's `Event` says, and no
+argument.
 """
 
 from __future__ import annotations
@@ -35,12 +38,15 @@ from collections.abc import Sequence
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from zinf_fx.quantisation import dequantised
+
 _library = torch.library.Library("zinf", "DEF")
 _library.define(
     "gather(Tensor token, SymInt[] shape, ScalarType dtype, Device device, *, int start=0, int after=0) -> Tensor"
 )
 _library.define("pack(Tensor[] tokens) -> Tensor")
 _library.define("member(Tensor(a) pack, SymInt[] shape, *, int start, int number) -> Tensor(a)")
+_library.define("dequantize(Tensor packed, int[] shape, str format, ScalarType dtype) -> Tensor")
 _library.define("together(Tensor[] gradients, int[] starts, int numel) -> Tensor")
 _library.define("fetch(Tensor token, *, int start=0) -> ()")
 _library.define("upload(Tensor token, *, int start=0) -> ()")
@@ -56,6 +62,7 @@ _library.define("write(Tensor token, Tensor value, *, int after=0) -> ()")
 gather = torch.ops.zinf.gather.default
 pack = torch.ops.zinf.pack.default
 member = torch.ops.zinf.member.default
+dequantize = torch.ops.zinf.dequantize.default
 together = torch.ops.zinf.together.default
 fetch = torch.ops.zinf.fetch.default
 upload = torch.ops.zinf.upload.default
@@ -102,6 +109,14 @@ def _full_tile(
 @torch.library.register_fake("zinf::member", lib=_library)
 def _member(pack: torch.Tensor, shape: list[int], *, start: int, number: int) -> torch.Tensor:
     return pack[start : start + math.prod(shape)].view(shape)
+
+
+@torch.library.register_fake("zinf::dequantize", lib=_library)
+def _dequantized(packed: torch.Tensor, shape: list[int], format: str, dtype: torch.dtype) -> torch.Tensor:
+    return packed.new_empty((packed.shape[0], *shape), dtype=dtype)
+
+
+_library.impl("dequantize", dequantised, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("zinf::together", lib=_library)

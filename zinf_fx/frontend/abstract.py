@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import fx
@@ -12,15 +12,20 @@ from zinf_fx.config import Config
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.frontend.graph_inputs import input_names
 from zinf_fx.frontend.offload import check_storable, is_ordinary, stays
+from zinf_fx.frontend.quantising import form_of, tables_in
 from zinf_fx.runtime.tensor.local_parameter import LocalParameter, distributed_as, local_part, stored_parameter
+from zinf_fx.runtime.tensor.quantised import Form
 from zinf_fx.runtime.tensor.storage import AbstractStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter
 
 
-def abstract_parameter(parameter: torch.nn.Parameter, what: str, config: Config) -> torch.Tensor:
+def abstract_parameter(
+    parameter: torch.nn.Parameter, what: str, config: Config, tables: Collection[int] = ()
+) -> torch.Tensor:
     """The parameter as it would be once it is offloaded: stored on the tier that the placement says.
 
-    One that offloading leaves in memory is itself. `what` names it in errors.
+    One that offloading leaves in memory is itself. `what` names it in errors; `tables`: ids of those that are looked up
+    by rows.
 
     Raises: StoredTensorError for one that can't be stored.
     """
@@ -35,10 +40,15 @@ def abstract_parameter(parameter: torch.nn.Parameter, what: str, config: Config)
     elif type(parameter) is not torch.nn.Parameter and not isinstance(parameter, DTensor):
         raise StoredTensorError(f"{what} is a {type(parameter).__name__}: only plain nn.Parameter can be stored")
     part = local_part(parameter)
-    storage = AbstractStorage(tier, config, part.numel(), part.dtype)
+    if stored is not None:
+        form = Form(stored.base.shape, stored.base.dtype, stored.quantised)
+    else:
+        form = form_of(parameter, config, tables)
+        form = form if form.quantised is not None else Form.of(part)
+    storage = AbstractStorage(tier, config, form.numel, form.dtype)
     storage.stands_for = None if stored is None else stored.storage
     device = torch.device("cpu") if part.is_meta else part.device
-    twin = StoredTensor.of(storage, part.shape, device)
+    twin = StoredTensor.of(storage, part.shape, device, quantised=form.quantised)
     if isinstance(parameter, DTensor):
         whole = distributed_as(parameter, twin).requires_grad_(parameter.requires_grad)
         LocalParameter.of_whole(whole, twin)
@@ -51,9 +61,9 @@ def abstract_inputs(module: fx.GraphModule, inputs: Sequence[object], config: Co
 
     Raises: StoredTensorError for one that can't be stored, of which meta tensors are.
     """
-    abstract = list(inputs)
+    abstract, tables = list(inputs), tables_in(module, inputs)
     for number, (one, name) in enumerate(zip(inputs, input_names(module), strict=True)):
         if is_ordinary(one):
             check_storable(one, f"parameter '{name}'")
-            abstract[number] = abstract_parameter(one, f"parameter '{name}'", config)
+            abstract[number] = abstract_parameter(one, f"parameter '{name}'", config, tables)
     return abstract

@@ -28,6 +28,7 @@ from zinf_fx.frontend.given_plan import check_offloaded, options_with, plans_giv
 from zinf_fx.frontend.graph_inputs import input_names
 from zinf_fx.frontend.offload import decided, is_ordinary, note_staying, offload_parameters
 from zinf_fx.frontend.placement import at_first_call
+from zinf_fx.frontend.quantising import tables_in, tables_of
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.sharding import Groups
 from zinf_fx.runtime.ranks import Ranks
@@ -128,7 +129,7 @@ def _offloaded(
     for number, (name, value) in enumerate(zip(names, inputs, strict=True)):
         if is_ordinary(value):
             leaving[f"{name} (input {number})" if name in leaving else name] = value
-    offload_parameters(leaving, config)
+    offload_parameters(leaving, config, tables_in(module, inputs))
     return compiled
 
 
@@ -173,17 +174,17 @@ def _store_the_rest(model: torch.nn.Module, backend: object) -> None:
         alone = by_rule_here(config, parameters, ranks.groups, "no captured graph uses them")
         if alone.nothing_moves:
             return
-    nbytes = in_words(sum(parameter.nbytes for parameter in parameters))
+    nbytes, tables = in_words(sum(parameter.nbytes for parameter in parameters)), tables_of(model.modules())
     stored = next((p for p in map(stored_parameter, present.values()) if p is not None), None)
     if stored is not None:
-        offload_parameters(rest, stored.base.config)
+        offload_parameters(rest, stored.base.config, tables)
         log.info(
             "%d parameters, %s, that no captured graph uses are stored too: %s", len(rest), nbytes, ", ".join(rest)
         )
         return
     check_not_sharded(model)
     note_staying(present)
-    offload_parameters(rest, decided(config, parameters))
+    offload_parameters(rest, decided(config, parameters), tables)
     log.warning(
         "Dynamo captured nothing of %s that uses a parameter. Its %d parameters, %s, are stored, and each operation "
         "gathers those it uses, without a plan. TORCH_LOGS=graph_breaks,recompiles shows why: recurrent layers are "

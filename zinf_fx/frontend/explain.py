@@ -24,6 +24,7 @@ from zinf_fx.config import LARGEST, Config, shortened
 from zinf_fx.errors import ConfigError, PlanError, StoredTensorError, ZinfError
 from zinf_fx.frontend.abstract import abstract_parameter
 from zinf_fx.frontend.offload import decided, stays
+from zinf_fx.frontend.quantising import tables_of
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.placement.decision import Decision
 from zinf_fx.plan.plan import Plan
@@ -203,8 +204,9 @@ def _config_in_force(model: torch.nn.Module, config: Config | None, fields: Mapp
 def _twin_of(model: torch.nn.Module, config: Config) -> torch.nn.Module:
     """A copy of `model` for planning. Tied parameters stay tied, and nothing of it is on the meta device."""
     memo: dict[int, Any] = {}
+    tables = tables_of(model.modules())
     for name, parameter in model.named_parameters():
-        memo[id(parameter)] = abstract_parameter(parameter, f"parameter '{name}'", config)
+        memo[id(parameter)] = abstract_parameter(parameter, f"parameter '{name}'", config, tables)
     for module in model.modules():
         for tensor in (*module._buffers.values(), *vars(module).values()):
             if isinstance(tensor, torch.Tensor) and tensor.is_meta:

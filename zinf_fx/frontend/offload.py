@@ -6,7 +6,7 @@ import dataclasses
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -23,9 +23,11 @@ from zinf_fx.errors import ConfigError, StoredTensorError, ZinfError
 from zinf_fx.frontend.auto_placement import placed_by_rule
 from zinf_fx.frontend.converting import Converting
 from zinf_fx.frontend.graph_inputs import bytes_in_memory
+from zinf_fx.frontend.quantising import form_of, is_table, tables_of
 from zinf_fx.interrupts import held_back
 from zinf_fx.plan.packs import in_packs, moves, nbytes_in_pack, pack_limit, starts_of
 from zinf_fx.plan.sharding import Owners, shards_of
+from zinf_fx.quantisation import can_be_quantised
 from zinf_fx.runtime.gradients.accumulate import add_gradient, reserve_gradients
 from zinf_fx.runtime.memory.device import device_of
 from zinf_fx.runtime.memory.heap import trim_heap
@@ -33,6 +35,7 @@ from zinf_fx.runtime.memory.mapped import MappedFiles, place_in_file
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.home import Home
 from zinf_fx.runtime.tensor.local_parameter import LocalParameter, local_part, placed_as, stored_parameter
+from zinf_fx.runtime.tensor.quantised import Form, quantised_bytes
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter, check_device, take_implementation
 from zinf_fx.runtime.tensor.tensor_parallel import (
@@ -60,7 +63,8 @@ def offload(model: torch.nn.Module, config: Config | None = None, **fields: obje
     Every parameter stays the same object, so optimizers and tied weights go on working. Buffers stay where they are.
     Gradients that exist move too, and hooks stay. Of many ranks, all get the parameters and buffers of the first.
 
-    Frozen parameters of classes of their own, such as quantised ones, stay where they are, and a warning says so.
+    With `frozen_dtype`, frozen matrices are quantised, except tables of embeddings. Frozen parameters of classes of
+    their own, such as those of quantising libraries, stay where they are, and a warning says so.
 
     Raises: ConfigError for bad options, and for others than those that a part of the model was offloaded with;
     StoreError when the store can't hold the parameters; StoredTensorError for a parameter that can't be stored. The
@@ -76,7 +80,7 @@ def offload(model: torch.nn.Module, config: Config | None = None, **fields: obje
     note_staying(present)
     parameters = {name: parameter for name, parameter in present.items() if is_ordinary(parameter)}
     config = decided(config, list(parameters.values()))
-    offload_parameters(parameters, config)
+    offload_parameters(parameters, config, tables_of(model.modules()))
     for name, buffer in model.named_buffers():
         if not buffer.is_meta:
             Ranks.of(config).broadcast(local_part(buffer), f"buffer '{name}'")
@@ -121,6 +125,7 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
         _ = tiers.store  # a directory that can't be used shows before anything is built
     present: list[weakref.ref[torch.nn.Parameter]] = []  # those of `current` that have not left
     staying: dict[int, weakref.ref[torch.nn.Parameter]] = {}
+    tables: dict[int, weakref.ref[torch.nn.Parameter]] = {}
     current: weakref.ref[torch.nn.Module] | None = None
     freed = 0
     mapped = MappedFiles(_TRIM_EVERY, config.stores[0])
@@ -132,6 +137,8 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
             current = weakref.ref(module)
         if parameter is None:
             return
+        if is_table(module):
+            tables[id(parameter)] = weakref.ref(parameter)
         before = module._parameters.get(name)
         if before is not None and before.is_meta:  # its value comes from a checkpoint, and is final
             store(parameter, loaded=True)
@@ -158,7 +165,11 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
             return
         check_storable(parameter, f"a parameter of shape {tuple(parameter.shape)}")
         check_ranks(config, [parameter])
-        twins = _all_reserved({"": parameter}, tiers, config, owners)
+        is_looked_up = id(parameter) in tables and tables[id(parameter)]() is parameter
+        if config.frozen_dtype is not None and can_be_quantised(parameter) and not is_looked_up:
+            parameter.requires_grad_(False)
+        form = form_of(parameter, config, {id(parameter)} if is_looked_up else ())
+        twins = _all_reserved({"": parameter}, {"": form}, tiers, config, owners)
         # The twin gets the memory of `parameter`, and must not be kept.
         replace_in_place(parameter, _written(parameter, twins.pop(), mapped if loaded else None))
         freed += parameter.nbytes
@@ -186,8 +197,11 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
             handle.remove()
 
 
-def offload_parameters(parameters: Mapping[str, torch.nn.Parameter], config: Config) -> None:
-    """Move ordinary parameters, by name, and their gradients to their tiers, keeping the objects' identity.
+def offload_parameters(
+    parameters: Mapping[str, torch.nn.Parameter], config: Config, tables: Collection[int] = ()
+) -> None:
+    """Move ordinary parameters, by name, and their gradients to their tiers, keeping the objects' identity. `tables`:
+    ids of those that are looked up by rows.
 
     Space is reserved for all of them first, and what goes to disk has arrived there before any of them changes, so
     that all are as before if this raises. In memory, where nothing can fail then, they move one after the other.
@@ -195,8 +209,9 @@ def offload_parameters(parameters: Mapping[str, torch.nn.Parameter], config: Con
     for name, parameter in parameters.items():
         check_storable(parameter, f"parameter '{name}'")
     _check_disjoint(parameters)
+    forms = {name: form_of(parameter, config, tables) for name, parameter in parameters.items()}
     tiers, owners = Tiers.of(config), Owners(config, Ranks.of(config).shards)
-    twins = _all_reserved(parameters, tiers, config, owners)
+    twins = _all_reserved(parameters, forms, tiers, config, owners)
     to_disk = any(t.base.tier == "nvme" for twin in twins for t in (twin, twin.grad) if t is not None)
     if to_disk:
         try:
@@ -217,24 +232,30 @@ def offload_parameters(parameters: Mapping[str, torch.nn.Parameter], config: Con
 
 
 def _all_reserved(
-    parameters: Mapping[str, torch.nn.Parameter], tiers: Tiers, config: Config, owners: Owners
+    parameters: Mapping[str, torch.nn.Parameter],
+    forms: Mapping[str, Form],
+    tiers: Tiers,
+    config: Config,
+    owners: Owners,
 ) -> list[StoredTensor]:
     """Of each parameter, what `_reserved` gives: those side by side that may move together."""
     homes: dict[str, tuple[Home, int]] = {}
     ranks = Ranks.of(config)
-    together = _together(parameters, config, ranks.shards)
+    together = _together(parameters, forms, config, ranks.shards)
     for names in together:
-        first = parameters[names[0]]
-        *starts, end = starts_of((_held_of(parameters[name], config, ranks) for name in names), first.dtype)
-        home = Home(tiers, config.placement.parameters, end, first.dtype, device_of(first.device))
+        dtype, device = forms[names[0]].dtype, device_of(parameters[names[0]].device)
+        *starts, end = starts_of((_held_of(forms[name], config, ranks) for name in names), dtype)
+        home = Home(tiers, config.placement.parameters, end, dtype, device)
         homes |= {name: (home, start) for name, start in zip(names, starts, strict=True)}
-    twins = {name: _reserved(one, tiers, config, owners, homes.get(name)) for name, one in parameters.items()}
+    twins = {n: _reserved(one, forms[n], tiers, config, owners, homes.get(n)) for n, one in parameters.items()}
     for names in (*together, *([name] for name in parameters if name not in homes)):
         reserve_gradients([twins[name] for name in names])
     return list(twins.values())
 
 
-def _together(parameters: Mapping[str, torch.nn.Parameter], config: Config, ranks: int) -> list[list[str]]:
+def _together(
+    parameters: Mapping[str, torch.nn.Parameter], forms: Mapping[str, Form], config: Config, ranks: int
+) -> list[list[str]]:
     """The names of those that are to live side by side: small ones of one kind, in the order in which they come.
     `ranks`: over which a parameter is divided."""
     tier, limit = config.placement.parameters, pack_limit(config)
@@ -242,36 +263,43 @@ def _together(parameters: Mapping[str, torch.nn.Parameter], config: Config, rank
         return []
     found = []
     for name, one in parameters.items():
-        shards = shards_of(one.shape, one.dtype, ranks, config)
+        form = forms[name]
+        shards = shards_of(form.shape, form.dtype, ranks, config)
         if moves(tier, one.device.type) and not isinstance(one, DTensor) and len(shards.segments) == 1:
-            kind = (one.dtype, one.device, one.requires_grad, one.grad is None)
-            found.append((name, kind, nbytes_in_pack(one.numel(), one.dtype, shards.padded)))
+            kind = (form.dtype, one.device, one.requires_grad, one.grad is None)
+            found.append((name, kind, nbytes_in_pack(form.numel, form.dtype, shards.padded)))
     return in_packs(found, limit)
 
 
-def _held_of(parameter: torch.nn.Parameter, config: Config, ranks: Ranks) -> int:
+def _held_of(form: Form, config: Config, ranks: Ranks) -> int:
     """How many elements of a parameter that no rank owns this rank is to hold."""
     if config.placement.stage < 3:
-        return parameter.numel()
-    return shards_of(parameter.shape, parameter.dtype, ranks.shards, config).held_by(ranks.shard)
+        return form.numel
+    return shards_of(form.shape, form.dtype, ranks.shards, config).held_by(ranks.shard)
 
 
 def _reserved(
-    parameter: torch.nn.Parameter, tiers: Tiers, config: Config, owners: Owners, at: tuple[Home, int] | None = None
+    parameter: torch.nn.Parameter,
+    form: Form,
+    tiers: Tiers,
+    config: Config,
+    owners: Owners,
+    at: tuple[Home, int] | None = None,
 ) -> StoredTensor:
     """A stored parameter without a value yet, to take the place of `parameter`, or of the local tensor of a DTensor.
     `at`: where it is to live."""
     placement, ranks = config.placement, Ranks.of(config)
     requires_grad, gradient, divided_over = parameter.requires_grad, parameter.grad, groups_of(parameter)
     parameter = local_part(parameter)
-    numel, dtype, device = parameter.numel(), parameter.dtype, device_of(parameter.device)
-    shards = shards_of(parameter.shape, dtype, ranks.shards, config, owners.next(parameter.nbytes))
+    form = form if form.quantised is not None else Form.of(parameter)
+    numel, dtype, device = form.numel, form.dtype, device_of(parameter.device)
+    shards = shards_of(form.shape, dtype, ranks.shards, config, owners.next(form.nbytes))
     with torch.inference_mode(False):  # a model may be evaluated before it is trained
         storage = TensorStorage(
             tiers, placement.parameters, config, numel, dtype, device, ranks, placement.stage == 3, shards, at
         )
         storage.share.part_of = divided_over
-        twin = StoredTensor.of(storage, parameter.shape, parameter.device, requires_grad=requires_grad)
+        twin = StoredTensor.of(storage, parameter.shape, parameter.device, requires_grad, form.quantised)
         if gradient is not None:
             # Of many ranks, each has its own: the next backward pass reduces it with what that adds.
             present = storage.for_gradient(gradient.dtype, partitioned=ranks.size == 1)
@@ -291,6 +319,8 @@ def _written(parameter: torch.nn.Parameter, twin: StoredTensor, loaded: MappedFi
         if ranks.rank and place_in_file(value) is not None:
             value = torch.empty_like(value)  # a mapped file's memory would keep what is written to it
         ranks.broadcast(value, what)
+    if (quantised := twin.quantised) is not None:
+        value = quantised_bytes(value, quantised.format)
     replace(twin.storage, value, after_piece=None if loaded is None else loaded.trim)
     if twin.grad is not None:
         gradient = parameter.grad

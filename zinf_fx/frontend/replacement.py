@@ -54,4 +54,5 @@ def _store_like(before: Mapping[str, StoredTensor], now: Mapping[str, torch.nn.P
         if not (is_lazy(parameter) or parameter.is_meta or parameter.layout != torch.strided):
             together.setdefault(storage.config, {})[name] = parameter
     for config, parameters in together.items():
-        offload_parameters(parameters, config)
+        whole = {id(parameter) for name, parameter in parameters.items() if before[name].quantised is None}
+        offload_parameters(parameters, config, whole)

@@ -1,4 +1,4 @@
-"""Which nodes are nothing but tiles, looked at or copied: as cheap to repeat as the gathers that they follow."""
+"""Which nodes are nothing but tiles, looked at, copied or dequantised: to be repeated with the gathers before them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from torch import fx
 from zinf_fx import ops
 from zinf_fx.passes.ir.aliases import is_view_node
 
-# Not views, but no arithmetic either: autocast's cast of a weight, fused projections.
+# Not views, but nothing that saves anything either: a quantised weight's values, autocast's cast, fused projections.
 _COPIES = {
+    ops.dequantize,
     torch.ops.aten._to_copy.default,
     torch.ops.aten.clone.default,
     torch.ops.aten.cat.default,

@@ -1,8 +1,8 @@
 """Where a graph computes with a parameter, and the same computations with one range of its rows at a time.
 
-A use is reached from a gather through transpositions and casts, which make the rows another dimension of the operand
-(`dim`). A matrix product with a range of the operand is either a range of the result, when `dim` stays in it, or a term
-of it, when the product sums over `dim`.
+A use is reached from a gather through dequantisation, transpositions and casts, which make the rows another dimension
+of the operand (`dim`). A matrix product with a range of the operand is either a range of the result, when `dim` stays
+in it, or a term of it, when the product sums over `dim`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from zinf_fx import ops
 from zinf_fx.passes.ir.rewriting import emit, emit_again, repeat_in_backward
 
 aten = torch.ops.aten
 
-_SAME_DIMS = {aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default}
+_SAME_DIMS = {ops.dequantize, aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default}
 _PRODUCTS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1}  # position of the left operand
 
 

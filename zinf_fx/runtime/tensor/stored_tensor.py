@@ -23,15 +23,16 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from zinf_fx import ops
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.interrupts import held_back
-from zinf_fx.plan.sharding import shards_of
+from zinf_fx.quantisation import quantised_shape
 from zinf_fx.runtime.exclusive import RUNNING
-from zinf_fx.runtime.memory.device import device_of
 from zinf_fx.runtime.tensor import view_writes
 from zinf_fx.runtime.tensor.arrival import take_gradient
+from zinf_fx.runtime.tensor.copies import stored_again
 from zinf_fx.runtime.tensor.distributed_checkpoint import Checkpointable
 from zinf_fx.runtime.tensor.operations import HANDLERS, HORIZONTAL, METADATA_ONLY, SAME_VALUE, in_autocast, is_view
+from zinf_fx.runtime.tensor.quantised import Quantised
 from zinf_fx.runtime.tensor.storage import TensorStorage
-from zinf_fx.runtime.tensor.views import Base, ViewStep, memory_of
+from zinf_fx.runtime.tensor.views import Base, ViewStep, memory_of, replayed
 from zinf_fx.runtime.tensor.writes import foreach, mutated_arguments, write
 
 aten = torch.ops.aten
@@ -81,12 +82,21 @@ class StoredTensor(Checkpointable, torch.Tensor):
 
     @classmethod
     def of(
-        cls, storage: TensorStorage, shape: Iterable[int], device: torch.device, requires_grad: bool = False
+        cls,
+        storage: TensorStorage,
+        shape: Iterable[int],
+        device: torch.device,
+        requires_grad: bool = False,
+        quantised: Quantised | None = None,
     ) -> StoredTensor:
-        """The tensor of `shape` whose bytes are `storage`'s."""
-        where = torch.device(device), storage.tier, storage.config
-        base = Base(torch.Size(shape), storage.dtype, *where, is_part=bool(storage.share.part_of))
-        return cls(storage.token, base, storage=storage, requires_grad=requires_grad)
+        """The tensor of `shape` whose bytes are `storage`'s; `quantised`: how these are to be read as its values."""
+        where, is_part = (torch.device(device), storage.tier, storage.config), bool(storage.share.part_of)
+        if quantised is None:
+            base = Base(torch.Size(shape), storage.dtype, *where, is_part)
+            return cls(storage.token, base, storage=storage, requires_grad=requires_grad)
+        like = torch.empty(tuple(shape), dtype=quantised.dtype, device="meta")
+        base = Base(torch.Size(quantised_shape(like.shape, quantised.format)), storage.dtype, *where, is_part)
+        return cls(storage.token, base, (quantised.step(like.shape),), like, storage)
 
     # -- traceable wrapper subclass: identity goes in the token, never in the context -------------------------------
 
@@ -145,7 +155,7 @@ class StoredTensor(Checkpointable, torch.Tensor):
             return memo[id(self)]
         if not self.is_leaf:
             raise StoredTensorError("only leaves can be deep-copied: this stored tensor is the result of a computation")
-        twin = memo[id(self)] = self._stored_again(self.dtype, self.device)
+        twin = memo[id(self)] = stored_again(self, self.dtype, self.device)
         twin.requires_grad_(self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             as_parameter(twin)
@@ -211,7 +221,7 @@ class StoredTensor(Checkpointable, torch.Tensor):
         if self.grad is not None:
             raise StoredTensorError(f"{what} while it has a gradient: set that to None first")
         with torch.inference_mode(False):
-            twin = as_parameter(self._stored_again(value.dtype, self.device, value)).requires_grad_(self.requires_grad)
+            twin = as_parameter(stored_again(self, value.dtype, self.device, value)).requires_grad_(self.requires_grad)
         twin.storage.share.agreed = storage.share.ranks.size == 1
         take_implementation(self, twin)
 
@@ -278,6 +288,20 @@ class StoredTensor(Checkpointable, torch.Tensor):
         """Whether this is a stand-in inside a graph that is being captured."""
         return type(self.token) is not torch.Tensor
 
+    @property
+    def quantised(self) -> Quantised | None:
+        """How the stored bytes become values, where they are of a quantised format."""
+        return Quantised.of(self.views)
+
+    def requires_grad_(self, requires_grad: bool = True) -> StoredTensor:
+        """As of any tensor. Raises: StoredTensorError where a quantised one is to be trained."""
+        if requires_grad and (quantised := self.quantised):
+            raise StoredTensorError(
+                f"a stored tensor of shape {tuple(self.shape)} is quantised as {quantised.format}, which can't be "
+                "trained: train adapters beside it, or offload the model without frozen_dtype"
+            )
+        return super().requires_grad_(requires_grad)
+
     def expect_gradient(self) -> None:
         """Before a use that autograd may record: what arrives as `grad` will go to its tier, after the user's hooks.
 
@@ -335,9 +359,7 @@ class StoredTensor(Checkpointable, torch.Tensor):
 
     def replayed(self, value: torch.Tensor) -> torch.Tensor:
         """The views of this tensor, on `value`, which is that of the base."""
-        for step in self.views:
-            value = step(value)
-        return value
+        return replayed(self.views, value)
 
     def _twin(self) -> StoredTensor:
         twin = StoredTensor(self.token, self.base, self.views, self if self.views else None, self._storage)
@@ -377,32 +399,7 @@ class StoredTensor(Checkpointable, torch.Tensor):
         dtype = kwargs.get("dtype") or self.dtype
         target = torch.device(kwargs.get("device") or self.device)
         check_device(target, "this stored tensor")
-        return self._handed_on(self._stored_again(dtype, target))
-
-    @held_back
-    def _stored_again(
-        self, dtype: torch.dtype, device: torch.device, value: torch.Tensor | None = None
-    ) -> StoredTensor:
-        """A new stored tensor with this value, or with `value` of any shape, on the same tier and partitioned alike."""
-        storage, target = self.storage, device_of(device)
-        shards, shape = storage.share.shards, self.shape if value is None else value.shape
-        if dtype != self.base.dtype or self.views or value is not None:
-            shards = shards_of(shape, dtype, storage.share.ranks.shards, storage.config, shards.owner)
-        twin = TensorStorage(
-            storage.tiers,
-            storage.tier,
-            storage.config,
-            shape.numel(),
-            dtype,
-            target,
-            storage.share.ranks,
-            storage.share.partitioned,
-            shards,
-        )
-        twin.set(self.gathered() if value is None else value)
-        twin.share.take_state(storage.share)
-        twin.label = storage.label
-        return StoredTensor.of(twin, shape, target.torch_device)
+        return self._handed_on(stored_again(self, dtype, target))
 
 
 def _gather_kernel(token: torch.Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

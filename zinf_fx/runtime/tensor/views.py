@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,13 @@ class ViewStep(NamedTuple):
     def __call__(self, value: torch.Tensor) -> torch.Tensor:
         result = self.op(value, *self.args, **dict(self.kwargs))
         return result if self.index is None else result[self.index]
+
+
+def replayed(views: Iterable[ViewStep], value: torch.Tensor) -> torch.Tensor:
+    """What the views show of a value."""
+    for step in views:
+        value = step(value)
+    return value
 
 
 class Base(NamedTuple):

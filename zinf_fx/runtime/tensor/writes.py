@@ -16,6 +16,8 @@ from zinf_fx.errors import StoredTensorError
 from zinf_fx.interrupts import held_back
 from zinf_fx.runtime.tensor import view_writes
 from zinf_fx.runtime.tensor.operations import OVERWRITES
+from zinf_fx.runtime.tensor.quantised import Quantised, quantised_bytes
+from zinf_fx.runtime.tensor.views import replayed
 
 aten = torch.ops.aten
 
@@ -52,15 +54,18 @@ def _write_through(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dic
     values: dict[int, torch.Tensor] = {}  # by tensor
     for tensor in mutated:
         storage = tensor.storage
+        quantised = Quantised.of(tensor.views)
         if storage.key not in bases:
-            if storage.in_place:
+            if quantised is not None:
+                bases[storage.key] = tensor.views[0](storage.value().view(tensor.base.shape))
+            elif storage.in_place:
                 flat = storage.value().clone() if in_scratch else storage.value()
+                bases[storage.key] = flat.view(tensor.base.shape)
             elif overwrites and not tensor.views:
-                flat = torch.empty(storage.numel, dtype=storage.dtype, device=storage.device.torch_device)
+                bases[storage.key] = torch.empty(tensor.base.shape, dtype=storage.dtype, device=tensor.device)
             else:
-                flat = storage.value()
-            bases[storage.key] = flat.view(tensor.base.shape)
-        values[id(tensor)] = tensor.replayed(bases[storage.key])
+                bases[storage.key] = storage.value().view(tensor.base.shape)
+        values[id(tensor)] = replayed(tensor.views[quantised is not None :], bases[storage.key])
 
     def substitute(tensor: torch.Tensor) -> torch.Tensor:
         return values[id(tensor)] if id(tensor) in values else tensor.gathered()
@@ -73,8 +78,10 @@ def _write_through(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dic
     for tensor in mutated:
         storage = tensor.storage
         storage.share.agreed = storage.share.ranks.size == 1
-        base = bases.pop(storage.key, None)
-        if base is not None:
+        base, quantised = bases.pop(storage.key, None), Quantised.of(tensor.views)
+        if base is not None and quantised is not None:
+            storage.set(quantised_bytes(base, quantised.format))
+        elif base is not None:
             storage.bytes.written() if storage.in_place and not in_scratch else storage.set(base)
     originals = {id(values[id(tensor)]): tensor for tensor in mutated}
     return tree_map_only(torch.Tensor, lambda t: originals.get(id(t), t), result)

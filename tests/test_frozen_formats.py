@@ -1,0 +1,207 @@
+"""Adapters over a frozen base in a quantised format train as over the same values in memory."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from twins import fresh_dynamo  # noqa: F401
+
+import zinf_fx
+from zinf_fx import StoredTensor
+from zinf_fx.errors import ConfigError, StoredTensorError
+from zinf_fx.frontend.explain import plan_model
+from zinf_fx.quantisation import FORMATS, quantised
+
+WIDTH = 64
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a low-rank adapter beside it (LoRA)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.down, self.up = nn.Linear(width, 4, bias=False), nn.Linear(4, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, WIDTH).requires_grad_(False)
+        self.layers = nn.ModuleList(Adapted(WIDTH) for _ in range(layers))
+        self.head = nn.Linear(WIDTH, 16, bias=False).requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def base_of(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p for n, p in model.named_parameters() if not p.requires_grad and p.dim() == 2 and "table" not in n}
+
+
+def built(dtype: torch.dtype = torch.float32) -> Model:
+    torch.manual_seed(0)
+    return Model().to(dtype)
+
+
+def in_memory(model: nn.Module, stored: nn.Module) -> nn.Module:
+    """`model` with the values that `stored` has."""
+    with torch.no_grad():
+        for mine, theirs in zip(model.parameters(), stored.parameters(), strict=True):
+            mine.copy_(theirs.full_tensor())
+    return model
+
+
+def trained(model: nn.Module, run, optimizer, steps: int = 3) -> list[Tensor]:
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(steps):
+        loss = run(torch.randint(16, (4, 8)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+OPTIONS = {
+    "nvme": {"placement": "nvme"},
+    "host": {"placement": "host"},
+    "device": {"placement": "device"},
+    "recomputed": {"placement": "nvme", "activations": "recompute"},
+    "each by itself": {"placement": "nvme", "pack": None},
+    "in a budget": {"placement": "nvme", "pack": None, "host_memory": "1MiB"},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("name", "options"), [*(("nf4", o) for o in OPTIONS), ("int8", "nvme"), ("fp8", "nvme")])
+def test_training_over_a_quantised_base_equals_training_over_its_values(tmp_path: Path, name, options, dtype):
+    model = zinf_fx.offload(built(dtype), store=tmp_path, frozen_dtype=name, **OPTIONS[options])
+    base = base_of(model)
+    assert len(base) == 4 and all(tensor.quantised.format == name for tensor in base.values())
+    assert model.table.weight.quantised is None and model.table.weight.dtype == dtype
+    plain = in_memory(built(dtype), model)
+    assert all((tensor.shape, tensor.dtype) == ((plain.get_parameter(n)).shape, dtype) for n, tensor in base.items())
+    before = {n: tensor.full_tensor() for n, tensor in base.items()}
+    mine = zinf_fx.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    theirs = zinf_fx.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=0.05)
+    if dtype == torch.bfloat16:  # with masters, which a stored twin of the adapters has
+        theirs = zinf_fx.optim.AdamW(
+            [p for p in zinf_fx.offload(plain, placement="device").parameters() if p.requires_grad], lr=0.05
+        )
+    losses = trained(model, torch.compile(model, backend="zinf"), mine)
+    expected = trained(plain, torch.compile(plain, backend="aot_eager"), theirs)
+    assert all(map(torch.equal, losses, expected)) and losses[0] != losses[-1]
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(own.full_tensor(), other.full_tensor() if isinstance(other, StoredTensor) else other)
+    assert all(torch.equal(before[n], tensor.full_tensor()) for n, tensor in base.items())
+
+
+def test_tiles_of_rows_are_dequantised_one_after_the_other(tmp_path: Path):
+    model = zinf_fx.offload(built(), store=tmp_path, placement="nvme", frozen_dtype="nf4", pack=None)
+    plain = in_memory(built(), model)
+    run = torch.compile(model, backend="zinf", options={"tile": 1024})
+    tokens = torch.randint(16, (4, 8))
+    loss, expected = run(tokens), plain(tokens)
+    torch.testing.assert_close(loss, expected)
+    loss.backward(), expected.backward()
+    torch.testing.assert_close(model.layers[0].down.weight.grad.full_tensor(), plain.layers[0].down.weight.grad)
+    (plan,) = plan_model(model, (tokens,), config=zinf_fx.Config(tile=1024, pack=None)).plans
+    tiles = [tile for tile in plan.graphs[0].tiles if tile.name.endswith("layers.0.base.weight")]
+    assert [tile.shape for tile in tiles] == [(22, 36), (22, 36), (20, 36)]
+
+
+def test_the_plan_counts_the_bytes_of_the_format(tmp_path: Path):
+    """Without a store: of a model on the meta device."""
+    with torch.device("meta"):
+        model = Model()
+    config = zinf_fx.Config(placement="nvme", frozen_dtype="nf4", store=tmp_path, pack=None)
+    (plan,) = plan_model(model, (torch.randint(16, (4, 8)),), config=config).plans
+    tiles = {tile.name.removeprefix("model."): tile for tile in plan.graphs[0].tiles}
+    assert tiles["layers.1.base.weight"].nbytes == WIDTH * (WIDTH // 2 + 4)
+    assert tiles["layers.1.base.weight"].gradient_tier is None
+    assert tiles["table.weight"].nbytes == 16 * WIDTH * 4
+    offloaded = zinf_fx.offload(built(), config)
+    (same,) = plan_model(offloaded, (torch.randint(16, (4, 8)),)).plans
+    assert [tile.nbytes for tile in same.graphs[0].tiles] == [tile.nbytes for tile in plan.graphs[0].tiles]
+
+
+def test_one_line_quantises_what_offload_would(tmp_path: Path):
+    model = built()
+    options = {"placement": "nvme", "frozen_dtype": "int8", "store": tmp_path}
+    torch.compile(model, backend="zinf", options=options)(torch.randint(16, (4, 8)))
+    assert {n for n, p in model.named_parameters() if p.quantised} == set(base_of(model))
+
+
+def test_a_model_that_is_built_in_a_block_is_quantised_and_frozen(tmp_path: Path):
+    torch.manual_seed(0)
+    with zinf_fx.offloading(store=tmp_path, placement="nvme", frozen_dtype="int8"):
+        model = nn.Sequential(nn.Embedding(16, WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
+        nn.init.normal_(model[1].weight)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(16, WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
+    nn.init.normal_(plain[1].weight)
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert frozen == {name for name, p in model.named_parameters() if p.quantised} == {"1.weight"}
+    stored = model[1].weight.storage.value().view(WIDTH, -1)
+    assert torch.equal(stored, quantised(plain[1].weight, "int8"))
+    assert torch.equal(model[0].weight.full_tensor(), plain[0].weight)
+
+
+WRITES = {
+    "copy_": lambda weight, value: weight.copy_(value),
+    "data": lambda weight, value: setattr(weight, "data", value),
+    "part": lambda weight, value: [weight[row].copy_(value[row]) for row in range(len(value))],
+    "sum": lambda weight, value: weight.zero_().add_(value),
+    "load_state_dict": lambda weight, value: None,
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_what_is_written_is_rounded_to_the_format(tmp_path: Path, how):
+    model = zinf_fx.offload(built(), store=tmp_path, placement="nvme", frozen_dtype="int8")
+    weight, value = model.head.weight, torch.randn(16, WIDTH)
+    with torch.no_grad():
+        WRITES[how](weight, value)
+    if how == "load_state_dict":
+        model.load_state_dict({"head.weight": value}, strict=False)
+    assert torch.equal(weight.storage.value().view(16, -1), quantised(value, "int8"))
+    assert (weight.full_tensor() - value).abs().max() < 0.02
+
+
+def test_copies_have_the_same_bytes(tmp_path: Path):
+    model = zinf_fx.offload(built(torch.bfloat16), store=tmp_path, placement="nvme", frozen_dtype="nf4")
+    weight, twin = model.head.weight, copy.deepcopy(model).head.weight
+    assert twin.quantised == weight.quantised and twin.storage is not weight.storage
+    assert torch.equal(twin.storage.value(), weight.storage.value())
+    wider = model.to(torch.float32).head.weight
+    assert wider.quantised.format == "nf4" and wider.dtype == torch.float32
+    assert torch.equal(wider.full_tensor().bfloat16(), twin.full_tensor())
+
+
+def test_what_can_not_be_honoured_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"frozen_dtype='nf3' is not accepted; accepted: None, 'int8', 'nf4', 'fp8'"):
+        zinf_fx.offload(built(), store=tmp_path, frozen_dtype="nf3")
+    model = built()
+    model.head.weight.data[3, 5] = torch.inf
+    with pytest.raises(StoredTensorError, match=r"shape \(16, 64\) can't be quantised: infinite values and NaN"):
+        zinf_fx.offload(model, store=tmp_path, placement="nvme", frozen_dtype="nf4")
+    assert type(model.head.weight) is nn.Parameter
+    model = zinf_fx.offload(built(), store=tmp_path, placement="nvme", frozen_dtype="nf4")
+    with pytest.raises(StoredTensorError, match="quantised as nf4, which can't be trained: train adapters"):
+        model.requires_grad_()
+    before = model.head.weight.full_tensor()
+    with pytest.raises(StoredTensorError, match="infinite values"), torch.no_grad():
+        model.head.weight.fill_(torch.nan)
+    assert torch.equal(model.head.weight.full_tensor(), before)

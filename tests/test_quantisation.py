@@ -1,0 +1,103 @@
+"""The formats of frozen weights: bytes per value, what comes back, and from which bytes."""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import pytest
+import torch
+
+from zinf_fx import ops
+from zinf_fx.config import FrozenDtype
+from zinf_fx.quantisation import FORMATS, dequantised, quantised, quantised_shape
+
+SHAPES = [(8, 64), (3, 1), (5, 70), (2, 3, 129), (4, 4096)]
+
+
+def test_options_name_the_formats():
+    assert set(get_args(FrozenDtype)) == set(FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "nbytes"),
+    [
+        ("int8", (10, 64), 10 * (64 + 4)),
+        ("int8", (10, 63), 10 * (64 + 4)),
+        ("fp8", (2, 3, 65), 2 * 3 * (68 + 4)),
+        ("nf4", (10, 64), 10 * (32 + 4)),
+        ("nf4", (10, 65), 10 * (64 + 8)),
+        ("nf4", (4096, 4096), 4096 * (2048 + 256)),
+    ],
+)
+def test_bytes(name, shape, nbytes):
+    assert math.prod(quantised_shape(shape, name)) == nbytes
+
+
+# By format, how far a value may be from its own, as a part of its block's largest magnitude: half the widest gap
+# between neighbours of the table, half a step of 1/127, and half of three bits behind the leading one.
+LARGEST_ERRORS = {"int8": 0.5 / 127, "fp8": 2**-4, "nf4": (1.0 - 0.6961928009986877) / 2}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_values_come_back_within_half_a_step(name, shape):
+    torch.manual_seed(0)
+    value = torch.randn(shape) * torch.rand(shape[:-1]).unsqueeze(-1) * 100
+    packed = quantised(value, name)
+    assert packed.dtype == torch.uint8 and packed.shape == quantised_shape(shape, name)
+    back = dequantised(packed, shape[1:], name, torch.float32)
+    block = FORMATS[name].block or shape[-1]
+    padded = torch.nn.functional.pad(value, (0, -shape[-1] % block)).unflatten(-1, (-1, block))
+    largest = padded.abs().amax(-1, keepdim=True).expand_as(padded).flatten(-2)[..., : shape[-1]]
+    assert ((back - value).abs() <= LARGEST_ERRORS[name] * 1.0001 * largest).all()
+    assert (back.abs().amax(-1) - value.abs().amax(-1)).abs().max() < 1e-5 * 100
+    zeros = quantised(torch.zeros(shape), name)
+    assert dequantised(zeros, shape[1:], name, torch.bfloat16).abs().max() == 0
+
+
+def test_the_values_of_each_code_of_nf4():
+    """By hand: the table has 16 values, and the high half of a byte is the first value."""
+    packed = torch.zeros(1, 36, dtype=torch.uint8)
+    packed[0, :8] = torch.tensor([0x01, 0x23, 0x45, 0x67, 0x89, 0xAB, 0xCD, 0xEF], dtype=torch.uint8)
+    packed[0, 32:].view(torch.float32).fill_(2.0)
+    values = dequantised(packed, (16,), "nf4", torch.float32)[0]
+    assert values[0] == -2 and values[7] == 0 and values[15] == 2
+    # QLoRA, appendix E: quantiles of the normal distribution, between 1 - offset and 1/2, on each side of zero.
+    offset = (1 - 1 / 32 + 1 - 1 / 30) / 2
+    normal = torch.distributions.Normal(0.0, 1.0)
+    above = normal.icdf(torch.linspace(0.5, offset, 9)[1:])
+    below = -normal.icdf(torch.linspace(0.5, offset, 8)[1:]).flip(0)
+    expected = torch.cat([below, torch.zeros(1), above]) / above[-1]
+    assert torch.allclose(values / 2, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_are_dequantised_by_themselves(name):
+    torch.manual_seed(0)
+    value = torch.randn(6, 3, 100, dtype=torch.bfloat16)
+    packed = quantised(value, name)
+    whole = ops.dequantize(packed, (3, 100), name, torch.bfloat16)
+    assert torch.equal(whole[2:5], ops.dequantize(packed[2:5], (3, 100), name, torch.bfloat16))
+    assert torch.equal(packed[2:5], quantised(value[2:5], name))
+    again = ops.dequantize(packed, (3, 100), name, torch.float32)
+    assert torch.equal(whole, again.bfloat16())
+
+
+def test_large_matrices_are_done_in_parts_with_the_same_result():
+    torch.manual_seed(0)
+    value = torch.randn(1000, 1024)
+    packed = quantised(value, "nf4")
+    rows = torch.cat([quantised(row[None], "nf4") for row in value[::100]])
+    assert torch.equal(packed[::100], rows)
+    whole = dequantised(packed, (1024,), "nf4", torch.float32)
+    assert torch.equal(whole[::100], dequantised(rows, (1024,), "nf4", torch.float32))
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("name", FORMATS)
+def test_values_that_no_format_has_are_refused(name, bad):
+    value = torch.ones(2, 4)
+    value[1, 2] = bad
+    with pytest.raises(ValueError, match=f"can't be stored as {name}"):
+        quantised(value, name)

@@ -1,0 +1,51 @@
+"""Which parameters are stored in a quantised format, and what is stored of each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import torch
+from torch import fx
+from torch.distributed.tensor import DTensor
+
+from zinf_fx.config import Config
+from zinf_fx.errors import ConfigError
+from zinf_fx.quantisation import can_be_quantised
+from zinf_fx.runtime.tensor.quantised import Form
+
+_LOOKUPS = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag, torch.embedding)
+_TABLES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+
+
+def is_table(module: torch.nn.Module) -> bool:
+    """Whether the weight of a module is looked up by rows. Such stays as it is, as quantising libraries leave it: a
+    lookup takes few rows, and would dequantise all."""
+    return isinstance(module, _TABLES)
+
+
+def tables_of(modules: Iterable[torch.nn.Module]) -> set[int]:
+    """The ids of parameters that these modules look up by rows."""
+    return {id(module.weight) for module in modules if is_table(module)}
+
+
+def tables_in(module: fx.GraphModule, inputs: Iterable[object]) -> set[int]:
+    """The ids of the inputs of Dynamo's graph that it looks up by rows."""
+    looked_up = {node.args[1] for node in module.graph.nodes if node.target in _LOOKUPS and len(node.args) > 1}
+    placeholders = module.graph.find_nodes(op="placeholder")
+    return {id(one) for node, one in zip(placeholders, inputs, strict=True) if node in looked_up}
+
+
+def form_of(parameter: torch.Tensor, config: Config, tables: Collection[int] = ()) -> Form:
+    """What is stored of a parameter, or of this rank's part of one. `tables`: ids of those that are looked up by rows.
+
+    Raises: ConfigError for one that would be quantised, and that tensor parallelism divides.
+    """
+    name = config.frozen_dtype
+    if name is None or parameter.requires_grad or id(parameter) in tables or not can_be_quantised(parameter):
+        return Form.of(parameter)
+    if isinstance(parameter, DTensor):
+        raise ConfigError(
+            f"frozen_dtype='{name}' and a parameter of shape {tuple(parameter.shape)} that tensor parallelism divides: "
+            "such are stored as they are, so leave frozen_dtype out"
+        )
+    return Form.of(parameter, name)

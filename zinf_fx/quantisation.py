@@ -1,0 +1,177 @@
+"""Formats of few bits per weight: how values become bytes, and bytes values again.
+
+A quantised tensor [rows, ..., columns] is a matrix of bytes [rows, row_nbytes]: of each run of `columns` values first
+the codes, padded to whole scales, then one fp32 scale per block. So any rows of the tensor lie in consecutive bytes
+together with their scales, and can be moved and dequantised by themselves.
+
+| format | bits | block | code | source |
+|---|---|---|---|---|
+| int8 | 8 | columns | signed integer, the block's largest magnitude at 127 | LLM.int8 (2022), section 2.1, by rows |
+| fp8 | 8 | columns | float8_e4m3fn, the block's largest magnitude at 448 | OCP 8-bit floating point (2023), E4M3 |
+| nf4 | 4 | 64 | place in the table of NormalFloat, high half of a byte first | QLoRA (2023), section 3 and appendix E |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+# QLoRA, appendix E: the quantiles of a normal distribution, with an exact zero, scaled to [-1, 1].
+_NORMAL_FLOAT = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+_SCALE = torch.float32
+# Values that are dequantised at a time on the CPU: what one operation leaves to the next stays in the cache.
+_AT_A_TIME = 1 << 18
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a run of values lies in bytes.
+
+    Attributes:
+        name: in `Config.frozen_dtype`.
+        dtype: of one code; None: two codes share a byte.
+        largest: the code of a block's largest magnitude.
+        block: values that share a scale; None: all of a row.
+    """
+
+    name: str
+    dtype: torch.dtype | None
+    largest: float
+    block: int | None = None
+
+    def blocks(self, columns: int) -> int:
+        """Scales of a row of so many values."""
+        return 1 if self.block is None else -(-columns // self.block)
+
+    def codes_nbytes(self, columns: int) -> int:
+        """Bytes of the codes of a row, padded to whole blocks and to whole scales."""
+        if self.block is not None:
+            columns = self.blocks(columns) * self.block
+        nbytes = columns if self.dtype is not None else columns // 2
+        return -(-nbytes // _SCALE.itemsize) * _SCALE.itemsize
+
+    def row_nbytes(self, columns: int) -> int:
+        """Bytes of a row: its codes and its scales."""
+        return self.codes_nbytes(columns) + self.blocks(columns) * _SCALE.itemsize
+
+
+FORMATS: dict[str, Format] = {
+    "int8": Format("int8", torch.int8, 127.0),
+    "nf4": Format("nf4", None, 1.0, 64),
+    "fp8": Format("fp8", torch.float8_e4m3fn, torch.finfo(torch.float8_e4m3fn).max),
+}
+
+
+def can_be_quantised(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a matrix of floating-point values, or several (those of experts). Vectors and the kernels of
+    convolutions have too few values per scale."""
+    return tensor.dim() in (2, 3) and tensor.is_floating_point() and tensor.numel() > 0
+
+
+def quantised_shape(shape: Sequence[int], name: str) -> tuple[int, int]:
+    """The matrix of bytes for a tensor [rows, ..., columns]."""
+    rows, *middle, columns = shape
+    return rows, math.prod(middle) * FORMATS[name].row_nbytes(columns)
+
+
+@torch.no_grad()
+def quantised(value: torch.Tensor, name: str) -> torch.Tensor:
+    """The bytes of a tensor [rows, ..., columns] in a format: [rows, nbytes], uint8, on its device.
+
+    Raises: ValueError for values that are not finite, which no format has.
+    """
+    kind, columns = FORMATS[name], value.shape[-1]
+    runs = value.reshape(-1, columns)
+    packed = torch.zeros(len(runs), kind.row_nbytes(columns), dtype=torch.uint8, device=value.device)
+    for part in _runs_at_a_time(len(runs), columns, value.device):
+        _quantise(runs[part].to(torch.float32), packed[part], kind)
+    return packed.view(quantised_shape(value.shape, name))
+
+
+def _quantise(runs: torch.Tensor, packed: torch.Tensor, kind: Format) -> None:
+    """Write the bytes of runs [n, columns] in fp32 to [n, row_nbytes]."""
+    columns = runs.shape[1]
+    blocks = kind.blocks(columns)
+    if kind.block is not None:
+        runs = torch.nn.functional.pad(runs, (0, blocks * kind.block - columns))
+    runs = runs.view(len(runs), blocks, -1)
+    magnitude = runs.abs().amax(-1)
+    if not torch.isfinite(magnitude).all():
+        raise ValueError(f"infinite values and NaN can't be stored as {kind.name}")
+    scales = magnitude / kind.largest
+    codes_nbytes = kind.codes_nbytes(columns)
+    packed[:, codes_nbytes:].view(_SCALE).copy_(scales)
+    scaled = (runs / torch.where(scales > 0, scales, 1.0).unsqueeze(-1)).flatten(1)
+    if kind.dtype is None:
+        high, low = torch.bucketize(scaled, _midpoints(runs.device)).to(torch.uint8).unflatten(1, (-1, 2)).unbind(-1)
+        packed[:, :codes_nbytes] = high << 4 | low
+        return
+    scaled = scaled.round() if kind.dtype is torch.int8 else scaled
+    packed[:, :columns].view(kind.dtype).copy_(scaled.clamp(-kind.largest, kind.largest))
+
+
+def dequantised(packed: torch.Tensor, shape: Sequence[int], name: str, dtype: torch.dtype) -> torch.Tensor:
+    """The values of a quantised tensor: packed [rows, nbytes], uint8 -> [rows, *shape], of `dtype`.
+
+    Each is its code times the scale in fp32, rounded once.
+    """
+    kind, columns = FORMATS[name], shape[-1]
+    runs = packed.reshape(-1, kind.row_nbytes(columns))
+    values = torch.empty(len(runs), columns, dtype=dtype, device=packed.device)
+    for part in _runs_at_a_time(len(runs), columns, packed.device):
+        _dequantise(runs[part], values[part], kind)
+    return values.view(packed.shape[0], *shape)
+
+
+def _dequantise(runs: torch.Tensor, values: torch.Tensor, kind: Format) -> None:
+    """Write the values of runs [n, row_nbytes] to [n, columns]."""
+    columns, codes_nbytes = values.shape[1], kind.codes_nbytes(values.shape[1])
+    scales = runs[:, codes_nbytes:].view(_SCALE)
+    if kind.dtype is not None:
+        values.copy_(runs[:, :columns].view(kind.dtype).to(_SCALE).mul_(scales))
+        return
+    pairs = torch.nn.functional.embedding(runs[:, :codes_nbytes].to(torch.int32), _pairs(runs.device))
+    scaled = pairs.view(len(runs), -1, kind.block).mul_(scales.unsqueeze(-1)).view(len(runs), -1)
+    values.copy_(scaled[:, :columns])
+
+
+def _runs_at_a_time(count: int, columns: int, device: torch.device) -> list[slice]:
+    """How many runs are worked on together: on a GPU all, whose kernels are slow to start."""
+    at_a_time = count if device.type != "cpu" else max(_AT_A_TIME // columns, 1)
+    return [slice(start, start + at_a_time) for start in range(0, count, max(at_a_time, 1))]
+
+
+@cache
+def _midpoints(device: torch.device) -> torch.Tensor:
+    """Between the neighbours of the table of NormalFloat: [15]."""
+    table = torch.tensor(_NORMAL_FLOAT, device=device)
+    return (table[1:] + table[:-1]) / 2
+
+
+@cache
+def _pairs(device: torch.device) -> torch.Tensor:
+    """The two values of NormalFloat that a byte has: [256, 2]."""
+    table = torch.tensor(_NORMAL_FLOAT, device=device)
+    codes = torch.arange(256, device=device)
+    return torch.stack([table[codes >> 4], table[codes & 15]], -1)

@@ -1,0 +1,69 @@
+"""Stored tensors whose bytes are of a quantised format.
+
+What is stored, moved and gathered of one is a matrix of bytes, and its first view is the operation that makes values of
+them. So it is frozen, and whoever writes to it writes values that are rounded to the format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from zinf_fx import ops
+from zinf_fx.errors import StoredTensorError
+from zinf_fx.quantisation import quantised, quantised_shape
+from zinf_fx.runtime.tensor.views import ViewStep
+
+
+class Quantised(NamedTuple):
+    """How bytes become values: by which format, and of which dtype."""
+
+    format: str
+    dtype: torch.dtype
+
+    def step(self, shape: Sequence[int]) -> ViewStep:
+        """The operation that makes the values of a tensor of `shape`."""
+        return ViewStep(ops.dequantize, (tuple(shape[1:]), *self), (), None)
+
+    @classmethod
+    def of(cls, views: Sequence[ViewStep]) -> Quantised | None:
+        """How the bytes of a stored tensor with these views become values; None: they are values."""
+        if not views or views[0].op is not ops.dequantize:
+            return None
+        _, name, dtype = views[0].args
+        return cls(name, dtype)
+
+
+class Form(NamedTuple):
+    """What is stored of a tensor: the elements of a matrix of bytes where it is quantised, else its own."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    quantised: Quantised | None = None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, name: str | None = None) -> Form:
+        """That of an ordinary tensor, in the format of this name."""
+        if name is None:
+            return cls(tensor.shape, tensor.dtype)
+        return cls(torch.Size(quantised_shape(tensor.shape, name)), torch.uint8, Quantised(name, tensor.dtype))
+
+    @property
+    def numel(self) -> int:
+        """How many elements are stored."""
+        return self.shape.numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Of these elements."""
+        return self.numel * self.dtype.itemsize
+
+
+def quantised_bytes(value: torch.Tensor, name: str) -> torch.Tensor:
+    """As `quantised`. Raises: StoredTensorError for values that the format doesn't have."""
+    try:
+        return quantised(value, name)
+    except ValueError as error:
+        raise StoredTensorError(f"a tensor of shape {tuple(value.shape)} can't be quantised: {error}") from None
