@@ -12,9 +12,9 @@ from twins import fresh_dynamo  # noqa: F401
 
 import zinf_fx
 from zinf_fx import StoredTensor
-from zinf_fx.errors import ConfigError, StoredTensorError
+from zinf_fx.errors import CheckpointError, ConfigError, StoredTensorError
 from zinf_fx.frontend.explain import plan_model
-from zinf_fx.quantisation import FORMATS, quantised
+from zinf_fx.quantisation import quantised
 
 WIDTH = 64
 
@@ -205,3 +205,37 @@ def test_what_can_not_be_honoured_is_refused(tmp_path: Path):
     with pytest.raises(StoredTensorError, match="infinite values"), torch.no_grad():
         model.head.weight.fill_(torch.nan)
     assert torch.equal(model.head.weight.full_tensor(), before)
+
+
+def test_a_checkpoint_has_the_bytes(tmp_path: Path):
+    """So what is resumed is what was saved, which quantising its values again would not give."""
+    (tmp_path / "store").mkdir()
+
+    def made(seed: int, **options: object):
+        torch.manual_seed(seed)
+        model = zinf_fx.offload(Model(), store=tmp_path / "store", placement="nvme", **options)
+        return model, zinf_fx.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+
+    model, optimizer = made(0, frozen_dtype="nf4")
+    trained(model, torch.compile(model, backend="zinf"), optimizer, steps=1)
+    zinf_fx.save_checkpoint(tmp_path / "saved", model, optimizer)
+    other, its_optimizer = made(1, frozen_dtype="nf4")
+    zinf_fx.load_checkpoint(tmp_path / "saved", other, its_optimizer)
+    for own, one in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(own.storage.value(), one.storage.value())
+    unlike, its_optimizer = made(1)
+    with pytest.raises(CheckpointError, match=r"base.weight"):
+        zinf_fx.load_checkpoint(tmp_path / "saved", unlike, its_optimizer)
+
+
+def test_weights_are_exported_and_loaded_as_values(tmp_path: Path):
+    (tmp_path / "store").mkdir()
+    model = zinf_fx.offload(built(), store=tmp_path / "store", placement="nvme", frozen_dtype="int8")
+    zinf_fx.export_safetensors(model, tmp_path / "weights")
+    plain = built()
+    zinf_fx.load_safetensors(plain, tmp_path / "weights")
+    assert all(map(torch.equal, (p.full_tensor() for p in model.parameters()), plain.parameters()))
+    again = zinf_fx.offload(built(), store=tmp_path / "store", placement="nvme", frozen_dtype="int8")
+    zinf_fx.load_safetensors(again, tmp_path / "weights")
+    for own, one in zip(model.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(own.full_tensor(), one.full_tensor(), atol=1e-6, rtol=1e-6)

@@ -168,7 +168,6 @@ class Config:
             Pa; with activations on "host" or "nvme", Pa+cpu).
         checksum: compare a crc32c of what is read from the store with that of what was written.
         strict_direct: refuse a store where direct I/O doesn't work, instead of using the page cache.
-        compute: "eager", the only value so far: compute regions run operator by operator.
         process_group: the ranks that train one model together; None: all of torch.distributed's, where that is
             initialised.
         mesh: a torch.distributed DeviceMesh in its place. With one dimension, model states are partitioned over it;
@@ -193,7 +192,6 @@ class Config:
     frozen_dtype: FrozenDtype | None = None
     activations: Activations | Positive = "keep"
     partition_activations: bool = False
-    compute: Literal["eager"] = "eager"
     checksum: bool = True
     strict_direct: bool = False
     process_group: object = None
@@ -223,7 +221,6 @@ class Config:
             self._check(name, (True, False))
         if type(self.activations) is not int or self.activations < 1:
             self._check("activations", ACTIVATIONS, "the number of layers between two checkpoints")
-        self._check("compute", ("eager",))
         self._check("frozen_dtype", (None, *get_args(FrozenDtype)))
         self._check("partition", get_args(Partition))
         self._check("gradient_reduction", get_args(Reduction))

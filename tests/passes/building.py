@@ -104,9 +104,7 @@ class Builder:
     def _values(self, graph: fx.Graph, context: GraphContext) -> Any:
         generator = torch.Generator().manual_seed(5)
         shapes = {one.name: (one.shape, t.dtype) for t in context.tiles.values() for one in t.members or (t,)}
-        parameters = {
-            name: torch.randn(shape, generator=generator).to(dtype) for name, (shape, dtype) in sorted(shapes.items())
-        }
+        parameters = {name: _of_tile(shape, dtype, generator) for name, (shape, dtype) in sorted(shapes.items())}
         inputs = [_random(node.meta["val"], generator) for node in graph.find_nodes(op="placeholder")]
         torch.manual_seed(7)
         outcome = Reference(self.module, graph, context, parameters).run_to_outcome(inputs)
@@ -123,3 +121,10 @@ def _random(fake: FakeTensor, generator: torch.Generator) -> torch.Tensor:
     if fake.is_floating_point():
         return torch.randn(fake.shape, generator=generator).to(fake.dtype)
     return torch.randint(0, 3, fake.shape, generator=generator).to(fake.dtype)
+
+
+def _of_tile(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Values of a tile. Bytes are such that any four of them are a finite number in fp32, as a scale is."""
+    if dtype is torch.uint8:
+        return torch.randint(0, 64, shape, generator=generator).to(dtype)
+    return torch.randn(shape, generator=generator).to(dtype)

@@ -10,6 +10,7 @@ from building import Builder, aten
 from models import CASES, trained
 from torch.utils.checkpoint import CheckpointPolicy
 
+from zinf_fx import ops
 from zinf_fx.passes.activations.keep import KeepActivations
 from zinf_fx.passes.ir.printer import print_graph
 from zinf_fx.passes.ir.tile_values import tile_values
@@ -78,6 +79,32 @@ def test_golden() -> None:
           %12 = aten.add.Tensor(%11, %10) : f64[2, 4] [must_save]
           %13 = aten.mul.Tensor(%1, 2.0) : f32[4, 4] [must_save]
         return %12, %13
+        return of backward
+        """,
+    )
+
+
+def test_values_of_quantised_weights_are_made_again_too() -> None:
+    built = Builder("joint", {"w": (4, 20)}, frozen=("w",), dtype=torch.uint8)
+    values = built.call(ops.dequantize, built.gather("w"), [16], "int8", torch.float32)
+    product = built.call(aten.mm.default, built.input(2, 16), built.call(aten.t.default, values))
+    built.returns(product)
+    built.check(
+        KeepActivations(),
+        RecomputeGathers(),
+        after="""
+        joint graph
+        inputs
+          w : u8[4, 20] on nvme
+        nodes
+          %0 = gather w : u8[4, 20] [must_recompute]
+          %1 = zinf.dequantize(%0, [16], int8, float32) : f32[4, 16] [must_recompute]
+        inputs
+          %2 : f32[2, 16]
+        nodes
+          %3 = aten.t(%1) : f32[16, 4] [must_recompute]
+          %4 = aten.mm(%2, %3) : f32[2, 4] [must_save]
+        return %4
         return of backward
         """,
     )

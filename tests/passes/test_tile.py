@@ -8,6 +8,7 @@ from building import Builder, aten
 from capturing import assert_trains_like_eager
 from models import CASES
 
+from zinf_fx import ops
 from zinf_fx.config import Config
 from zinf_fx.passes.ir.framework import TileKey
 from zinf_fx.passes.tiling.tile import TileParameters, divided
@@ -70,6 +71,52 @@ def test_a_linear_layer() -> None:
           %34 = aten.cat([%21, %32]) : f32[6, 4]  # tile
         return %11
         return of backward %34, %33, %27
+        """,
+    )
+
+
+def test_a_quantised_weight() -> None:
+    """Each range of its rows is dequantised by itself, with the scales that lie in it."""
+    built = Builder("joint", {"w": (6, 36)}, frozen=("w",), dtype=torch.uint8)
+    x, dy = built.input(2, 64), built.input(2, 6, name="tangents_1")
+    values = built.call(ops.dequantize, built.gather("w"), [64], "nf4", torch.float32)
+    weight = built.call(aten.t.default, values)
+    y = built.call(aten.mm.default, x, weight)
+    dx = built.call(aten.mm.default, dy, built.call(aten.t.default, weight))
+    built.returns(y, dx, backward=1)
+    built.check(
+        TileParameters(4 * 36),
+        after="""
+        joint graph
+        inputs
+          w : u8[6, 36] on nvme
+          %0 : f32[2, 64]
+          %1 : f32[2, 6]
+        nodes
+          %2 = gather w[0:3] : u8[3, 36]  # tile
+          %3 = zinf.dequantize(%2, [64], nf4, float32) : f32[3, 64]  # tile
+          %4 = aten.t(%3) : f32[64, 3]  # tile
+          %5 = aten.mm(%0, %4) : f32[2, 3]  # tile
+          %6 = gather w[3:6] : u8[3, 36]  # tile
+          %7 = zinf.dequantize(%6, [64], nf4, float32) : f32[3, 64]  # tile
+          %8 = aten.t(%7) : f32[64, 3]  # tile
+          %9 = aten.mm(%0, %8) : f32[2, 3]  # tile
+          %10 = aten.cat([%5, %9], 1) : f32[2, 6]  # tile
+          %11 = gather w[0:3] : u8[3, 36]  # tile
+          %12 = zinf.dequantize(%11, [64], nf4, float32) : f32[3, 64]  # tile
+          %13 = aten.t(%12) : f32[64, 3]  # tile
+          %14 = aten.t(%13) : f32[3, 64]  # tile
+          %15 = aten.slice.Tensor(%1, 1, 0, 3) : f32[2, 3]  # tile
+          %16 = aten.mm(%15, %14) : f32[2, 64]  # tile
+          %17 = gather w[3:6] : u8[3, 36]  # tile
+          %18 = zinf.dequantize(%17, [64], nf4, float32) : f32[3, 64]  # tile
+          %19 = aten.t(%18) : f32[64, 3]  # tile
+          %20 = aten.t(%19) : f32[3, 64]  # tile
+          %21 = aten.slice.Tensor(%1, 1, 3, 6) : f32[2, 3]  # tile
+          %22 = aten.mm(%21, %20) : f32[2, 64]  # tile
+          %23 = aten.add.Tensor(%16, %22) : f32[2, 64]  # tile
+        return %10
+        return of backward %23
         """,
     )
 

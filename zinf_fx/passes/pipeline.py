@@ -304,7 +304,7 @@ def has_own_memory(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-_HEAVY = ("mm", "conv", "attention", "embedding", "linear")
+_HEAVY = ("mm", "conv", "attention", "embedding", "linear", "dequantize")
 
 
 def _label(nodes: list[fx.Node]) -> str:

@@ -15,6 +15,7 @@ from zinf_fx.runtime.memory.device import CPU
 from zinf_fx.runtime.tensor.boxes import Box, view_of
 from zinf_fx.runtime.tensor.home import Home
 from zinf_fx.runtime.tensor.local_parameter import local_part
+from zinf_fx.runtime.tensor.quantised import bytes_of
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.tiers import Tiers
 from zinf_fx.runtime.tensor.windows import Window
@@ -61,7 +62,8 @@ class OrdinaryElements:
 
 @dataclass(frozen=True, eq=False)
 class Holding:
-    """What this rank has of a tensor.
+    """What this rank has of a tensor. Of a quantised one, the tensor is that of its bytes: what is loaded is what was
+    saved.
 
     Attributes:
         tensor: this rank's part, stored or not; `box`: which elements of the whole tensor it is.
@@ -76,6 +78,8 @@ class Holding:
     def of(cls, tensor: torch.Tensor, what: str) -> Holding:
         """Of any tensor. Raises: CheckpointError for one without values, or of a class of its own."""
         local = local_part(tensor)
+        if isinstance(local, StoredTensor) and local.quantised is not None:
+            tensor = local = bytes_of(local)
         if isinstance(tensor, DTensor):
             if any(placement.is_partial() for placement in tensor.placements):
                 raise CheckpointError(

@@ -204,7 +204,8 @@ def _header(plan: Plan) -> str:
     budgets = [f"{n} {in_words(v)}" for n in ("device_memory", "host_memory") if (v := getattr(config, n)) is not None]
     lines.append("budgets    " + (", ".join(budgets) or "none"))
     tile, pack = (in_words(size) if isinstance(size, int) else size for size in (config.tile, config.pack))
-    lines.append(f"options    compute {config.compute}, activations {config.activations}, tile {tile}, pack {pack}")
+    frozen = f", frozen matrices {config.frozen_dtype}" if config.frozen_dtype else ""
+    lines.append(f"options    activations {config.activations}, tile {tile}, pack {pack}{frozen}")
     if plan.kept or leaving:
         gone = sum(tile.held_nbytes for tile in leaving)
         text = f"saved      {in_words(plan.kept)} of activations stay on the device from forward to backward"
