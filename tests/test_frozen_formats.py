@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from zinf_fx import StoredTensor
 from zinf_fx.errors import CheckpointError, ConfigError, StoredTensorError
 from zinf_fx.frontend.explain import plan_model
 from zinf_fx.quantisation import quantised
+from zinf_fx.runtime.execute import workspace
 
 WIDTH = 64
 
@@ -239,3 +241,22 @@ def test_weights_are_exported_and_loaded_as_values(tmp_path: Path):
     zinf_fx.load_safetensors(again, tmp_path / "weights")
     for own, one in zip(model.parameters(), again.parameters(), strict=True):
         torch.testing.assert_close(own.full_tensor(), one.full_tensor(), atol=1e-6, rtol=1e-6)
+
+
+def test_large_values_take_over_the_memory_of_earlier_ones(tmp_path: Path):
+    """So that pages are not taken from the system for each; and none is taken over that somebody still has."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 1024)).requires_grad_(False)
+    plain = copy.deepcopy(layers)
+    model = in_memory(plain, zinf_fx.offload(layers, store=tmp_path, placement="nvme", frozen_dtype="nf4"))
+    run = torch.compile(layers, backend="zinf")
+    x = torch.randn(4, 1024, requires_grad=True)
+    for _ in range(2):
+        run(x).square().sum().backward()
+        theirs = x.grad
+        x.grad = None
+        model(x).square().sum().backward()
+        assert torch.equal(theirs, x.grad)
+        x.grad = None
+    gc.collect()
+    assert 0 < workspace._arena.peak <= 3 * (4 << 20) and workspace._arena.in_use == 0

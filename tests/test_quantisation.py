@@ -10,7 +10,7 @@ import torch
 
 from zinf_fx import ops
 from zinf_fx.config import FrozenDtype
-from zinf_fx.quantisation import FORMATS, dequantised, quantised, quantised_shape
+from zinf_fx.quantisation import FORMATS, _dequantise, dequantised, quantised, quantised_shape
 
 SHAPES = [(8, 64), (3, 1), (5, 70), (2, 3, 129), (4, 4096)]
 
@@ -101,3 +101,22 @@ def test_values_that_no_format_has_are_refused(name, bad):
     value[1, 2] = bad
     with pytest.raises(ValueError, match=f"can't be stored as {name}"):
         quantised(value, name)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("shape", [*SHAPES, (1001, 1100)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_native_values_are_those_of_torch(name, dtype, shape, threads):
+    """Which run on other devices, and for other dtypes."""
+    torch.manual_seed(0)
+    packed, before = quantised(torch.randn(shape), name), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        native = dequantised(packed, shape[1:], name, dtype)
+    finally:
+        torch.set_num_threads(before)
+    runs = packed.view(-1, FORMATS[name].row_nbytes(shape[-1]))
+    expected = torch.empty(len(runs), shape[-1], dtype=dtype)
+    _dequantise(runs, expected, FORMATS[name])
+    assert torch.equal(native, expected.view(shape))

@@ -38,8 +38,6 @@ from collections.abc import Sequence
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from zinf_fx.quantisation import dequantised
-
 _library = torch.library.Library("zinf", "DEF")
 _library.define(
     "gather(Tensor token, SymInt[] shape, ScalarType dtype, Device device, *, int start=0, int after=0) -> Tensor"
@@ -116,9 +114,6 @@ def _dequantized(packed: torch.Tensor, shape: list[int], format: str, dtype: tor
     return packed.new_empty((packed.shape[0], *shape), dtype=dtype)
 
 
-_library.impl("dequantize", dequantised, "CompositeExplicitAutograd")
-
-
 @torch.library.register_fake("zinf::together", lib=_library)
 def _together(gradients: list[torch.Tensor], starts: list[int], numel: int) -> torch.Tensor:
     return gradients[0].new_empty(numel)
@@ -143,3 +138,8 @@ for _name in ("fetch", "upload", "allgather", "release", "offload", "write"):
 def implement_gather(kernel) -> None:
     """Give `gather` its eager kernel; called once, by the module that knows what a token stands for."""
     _library.impl("gather", kernel, "CompositeExplicitAutograd")
+
+
+def implement_dequantize(kernel) -> None:
+    """Give `dequantize` its kernel; called once, by the module that knows the formats."""
+    _library.impl("dequantize", kernel, "CompositeExplicitAutograd")

@@ -20,6 +20,9 @@ from functools import cache
 
 import torch
 
+from zinf_fx import ops
+from zinf_fx.native import codes
+
 # QLoRA, appendix E: the quantiles of a normal distribution, with an exact zero, scaled to [-1, 1].
 _NORMAL_FLOAT = (
     -1.0,
@@ -40,7 +43,7 @@ _NORMAL_FLOAT = (
     1.0,
 )
 _SCALE = torch.float32
-# Values that are dequantised at a time on the CPU: what one operation leaves to the next stays in the cache.
+# Values that are worked on at a time on the CPU: what one operation leaves to the next stays in the cache.
 _AT_A_TIME = 1 << 18
 
 
@@ -59,6 +62,11 @@ class Format:
     dtype: torch.dtype | None
     largest: float
     block: int | None = None
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return 4 if self.dtype is None else 8
 
     def blocks(self, columns: int) -> int:
         """Scales of a row of so many values."""
@@ -131,17 +139,46 @@ def _quantise(runs: torch.Tensor, packed: torch.Tensor, kind: Format) -> None:
     packed[:, :columns].view(kind.dtype).copy_(scaled.clamp(-kind.largest, kind.largest))
 
 
-def dequantised(packed: torch.Tensor, shape: Sequence[int], name: str, dtype: torch.dtype) -> torch.Tensor:
-    """The values of a quantised tensor: packed [rows, nbytes], uint8 -> [rows, *shape], of `dtype`.
+def dequantised(
+    packed: torch.Tensor, shape: Sequence[int], name: str, dtype: torch.dtype, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The values of a quantised tensor: packed [rows, nbytes], uint8 -> [rows, *shape], of `dtype`; in `out`, if given.
 
-    Each is its code times the scale in fp32, rounded once.
+    Each is its code's value times the scale in fp32, rounded once.
     """
     kind, columns = FORMATS[name], shape[-1]
-    runs = packed.reshape(-1, kind.row_nbytes(columns))
-    values = torch.empty(len(runs), columns, dtype=dtype, device=packed.device)
+    if out is None:
+        out = torch.empty(packed.shape[0], *shape, dtype=dtype, device=packed.device)
+    runs, values = packed.reshape(-1, kind.row_nbytes(columns)), out.view(-1, columns)
+    if packed.device.type == "cpu" and dtype in _NATIVE:
+        _dequantise_natively(runs, values, kind)
+        return out
     for part in _runs_at_a_time(len(runs), columns, packed.device):
         _dequantise(runs[part], values[part], kind)
-    return values.view(packed.shape[0], *shape)
+    return out
+
+
+ops.implement_dequantize(dequantised)
+
+_NATIVE = {torch.float32: codes.FP32, torch.bfloat16: codes.BF16}
+
+
+def _dequantise_natively(runs: torch.Tensor, values: torch.Tensor, kind: Format) -> None:
+    """As `_dequantise`, with the same result."""
+    (rows, row_nbytes), columns = runs.shape, values.shape[1]
+    codes.dequantize(
+        kind.bits,
+        runs.data_ptr(),
+        rows,
+        columns,
+        row_nbytes,
+        kind.codes_nbytes(columns),
+        kind.block or columns,
+        _values_of_bytes(kind.name).data_ptr(),
+        _NATIVE[values.dtype],
+        values.data_ptr(),
+        torch.get_num_threads(),
+    )
 
 
 def _dequantise(runs: torch.Tensor, values: torch.Tensor, kind: Format) -> None:
@@ -163,6 +200,7 @@ def _runs_at_a_time(count: int, columns: int, device: torch.device) -> list[slic
 
 
 @cache
+@torch.inference_mode(False)
 def _midpoints(device: torch.device) -> torch.Tensor:
     """Between the neighbours of the table of NormalFloat: [15]."""
     table = torch.tensor(_NORMAL_FLOAT, device=device)
@@ -170,8 +208,19 @@ def _midpoints(device: torch.device) -> torch.Tensor:
 
 
 @cache
+@torch.inference_mode(False)
 def _pairs(device: torch.device) -> torch.Tensor:
     """The two values of NormalFloat that a byte has: [256, 2]."""
     table = torch.tensor(_NORMAL_FLOAT, device=device)
-    codes = torch.arange(256, device=device)
-    return torch.stack([table[codes >> 4], table[codes & 15]], -1)
+    numbers = torch.arange(256, device=device)
+    return torch.stack([table[numbers >> 4], table[numbers & 15]], -1)
+
+
+@cache
+@torch.inference_mode(False)
+def _values_of_bytes(name: str) -> torch.Tensor:
+    """The fp32 values of each byte of codes: [256], or [256, 2] where two codes share a byte."""
+    kind = FORMATS[name]
+    if kind.dtype is None:
+        return _pairs(torch.device("cpu"))
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(kind.dtype).to(_SCALE)

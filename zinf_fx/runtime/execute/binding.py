@@ -10,6 +10,7 @@ from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule
+from zinf_fx.runtime.execute.workspace import dequantize
 
 _TAKE_A_VALUE = (ops.reduce_scatter, ops.offload, ops.write)
 # Bytes of gradients that wait for each other, to be copied to where they live in one call.
@@ -108,6 +109,8 @@ def bind(
             copies[node] = bound.call_function(operator.getitem, (copies[node.args[0]], node.kwargs["number"]))
         elif node.target is ops.together:
             copies[node] = fx.node.map_arg(node.args[0], copies.__getitem__)
+        elif node.target is ops.dequantize:
+            copies[node] = bound.call_function(dequantize, fx.node.map_arg(node.args, copies.__getitem__))
         elif node.op == "output":
             if copied:
                 bound.call_method("copy_gradients", (run, tuple(copied), tuple(copied.values())))

@@ -1,0 +1,74 @@
+"""The Python face of the native dequantisation: rows of memory, divided among threads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from zinf_fx.native._engine import ffi, lib
+
+FP32, BF16 = lib.ZINF_FP32, lib.ZINF_BF16
+
+# Values that are worth a thread of their own: about 0.2 ms of work.
+_WORTH_A_THREAD = 1 << 19
+
+_threads: ThreadPoolExecutor | None = None
+
+
+def dequantize(
+    bits: int,
+    packed: int,
+    rows: int,
+    columns: int,
+    row_nbytes: int,
+    codes_nbytes: int,
+    block: int,
+    table: int,
+    dtype: int,
+    values: int,
+    threads: int,
+) -> None:
+    """Write the values of rows of codes of 4 or 8 `bits`. `packed`, `table` and `values` are addresses; the rest is as
+    dequantize.h says. Other threads run meanwhile; so many share the rows, if there are enough."""
+    function = lib.zinf_dequantize_4 if bits == 4 else lib.zinf_dequantize_8
+    itemsize = 4 if dtype == FP32 else 2
+    shares = max(min(threads, rows, rows * columns // _WORTH_A_THREAD), 1)
+    starts = [rows * share // shares for share in range(shares + 1)]
+
+    def work(share: int) -> None:
+        start, stop = starts[share], starts[share + 1]
+        function(
+            ffi.cast("const uint8_t *", packed + start * row_nbytes),
+            stop - start,
+            columns,
+            row_nbytes,
+            codes_nbytes,
+            block,
+            ffi.cast("const float *", table),
+            dtype,
+            ffi.cast("void *", values + start * columns * itemsize),
+        )
+
+    _on_threads(work, shares)
+
+
+def _on_threads(work: Callable[[int], None], shares: int) -> None:
+    """Do all shares, the first one here."""
+    global _threads
+    others = []
+    if shares > 1:
+        _threads = _threads or ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="zinf-dequantize")
+        others = [_threads.submit(work, share) for share in range(1, shares)]
+    work(0)
+    for other in others:
+        other.result()
+
+
+def _after_fork() -> None:
+    """A child has none of the threads."""
+    global _threads
+    _threads = None
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,28 @@
+/* Codes of few bits become values.
+ *
+ * Rows of `row_nbytes` bytes each: codes, from byte 0 on, and from byte `codes_nbytes` on one fp32 scale per block of
+ * `block` values. A value is its code's entry of a table, times the scale of its block, rounded once to the dtype that is
+ * asked for, to nearest and to even.
+ */
+#ifndef ZINF_DEQUANTIZE_H
+#define ZINF_DEQUANTIZE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* cdef begin: build.py hands the lines between these marks to cffi */
+
+#define ZINF_FP32 0
+#define ZINF_BF16 1
+
+/* Codes of 8 bits: a table of 256 entries. values: [rows, columns], contiguous. */
+void zinf_dequantize_8(const uint8_t *packed, size_t rows, size_t columns, size_t row_nbytes, size_t codes_nbytes,
+                       size_t block, const float *table, int dtype, void *values);
+
+/* Codes of 4 bits, two in a byte: a table of 256 pairs of entries. `block` is even. */
+void zinf_dequantize_4(const uint8_t *packed, size_t rows, size_t columns, size_t row_nbytes, size_t codes_nbytes,
+                       size_t block, const float *table, int dtype, void *values);
+
+/* cdef end */
+
+#endif
