@@ -132,11 +132,21 @@ def _quantise(runs: torch.Tensor, packed: torch.Tensor, kind: Format) -> None:
     packed[:, codes_nbytes:].view(_SCALE).copy_(scales)
     scaled = (runs / torch.where(scales > 0, scales, 1.0).unsqueeze(-1)).flatten(1)
     if kind.dtype is None:
-        high, low = torch.bucketize(scaled, _midpoints(runs.device)).to(torch.uint8).unflatten(1, (-1, 2)).unbind(-1)
-        packed[:, :codes_nbytes] = high << 4 | low
+        packed[:, :codes_nbytes] = _nearest_of_16(scaled)
         return
     scaled = scaled.round() if kind.dtype is torch.int8 else scaled
     packed[:, :columns].view(kind.dtype).copy_(scaled.clamp(-kind.largest, kind.largest))
+
+
+def _nearest_of_16(scaled: torch.Tensor) -> torch.Tensor:
+    """The codes of NormalFloat that are nearest to values in [-1, 1]: fp32 [n, columns] -> uint8 [n, columns / 2]."""
+    bounds = _midpoints(scaled.device)
+    if scaled.device.type != "cpu":
+        high, low = torch.bucketize(scaled, bounds).to(torch.uint8).unflatten(1, (-1, 2)).unbind(-1)
+        return high << 4 | low
+    scaled, found = scaled.contiguous(), torch.empty(len(scaled), scaled.shape[1] // 2, dtype=torch.uint8)
+    codes.nearest_of_16(scaled.data_ptr(), found.numel(), bounds.data_ptr(), found.data_ptr(), torch.get_num_threads())
+    return found
 
 
 def dequantised(

@@ -1,4 +1,4 @@
-"""The Python face of the native dequantisation: rows of memory, divided among threads."""
+"""The Python face of the native quantisation: memory, divided among threads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def dequantize(
     threads: int,
 ) -> None:
     """Write the values of rows of codes of 4 or 8 `bits`. `packed`, `table` and `values` are addresses; the rest is as
-    dequantize.h says. Other threads run meanwhile; so many share the rows, if there are enough."""
+    codes.h says. Other threads run meanwhile; so many share the rows, if there are enough."""
     function = lib.zinf_dequantize_4 if bits == 4 else lib.zinf_dequantize_8
     itemsize = 4 if dtype == FP32 else 2
     shares = max(min(threads, rows, rows * columns // _WORTH_A_THREAD), 1)
@@ -48,6 +48,24 @@ def dequantize(
             ffi.cast("const float *", table),
             dtype,
             ffi.cast("void *", values + start * columns * itemsize),
+        )
+
+    _on_threads(work, shares)
+
+
+def nearest_of_16(values: int, pairs: int, bounds: int, codes: int, threads: int) -> None:
+    """Write a byte for each pair of fp32 values: of each value, how many of the 15 bounds lie below it, that of the
+    first in the high half. All but `pairs` are addresses."""
+    shares = max(min(threads, 2 * pairs // _WORTH_A_THREAD), 1)
+    starts = [pairs * share // shares for share in range(shares + 1)]
+
+    def work(share: int) -> None:
+        start, stop = starts[share], starts[share + 1]
+        lib.zinf_quantize_4(
+            ffi.cast("const float *", values + start * 8),
+            stop - start,
+            ffi.cast("const float *", bounds),
+            ffi.cast("uint8_t *", codes + start),
         )
 
     _on_threads(work, shares)

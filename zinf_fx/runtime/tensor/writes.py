@@ -56,7 +56,9 @@ def _write_through(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dic
         storage = tensor.storage
         quantised = Quantised.of(tensor.views)
         if storage.key not in bases:
-            if quantised is not None:
+            if overwrites and quantised is not None and len(tensor.views) == 1:
+                bases[storage.key] = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            elif quantised is not None:
                 bases[storage.key] = tensor.views[0](storage.value().view(tensor.base.shape))
             elif storage.in_place:
                 flat = storage.value().clone() if in_scratch else storage.value()

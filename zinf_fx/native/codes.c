@@ -1,4 +1,4 @@
-#include "dequantize.h"
+#include "codes.h"
 
 #include <string.h>
 
@@ -65,5 +65,17 @@ void zinf_dequantize_4(const uint8_t *packed, size_t rows, size_t columns, size_
                 store(strip, count, dtype, values, row * columns + first);
             }
         }
+    }
+}
+
+FOR_EACH_PROCESSOR
+void zinf_quantize_4(const float *values, size_t pairs, const float *bounds, uint8_t *codes) {
+    int32_t strip[STRIP];
+    for (size_t first = 0; first < 2 * pairs; first += STRIP) {
+        size_t count = least(STRIP, 2 * pairs - first);
+        memset(strip, 0, sizeof strip);
+        for (int bound = 0; bound < 15; bound++)
+            for (size_t i = 0; i < count; i++) strip[i] += values[first + i] > bounds[bound];
+        for (size_t i = 0; i < count / 2; i++) codes[first / 2 + i] = (uint8_t)(strip[2 * i] << 4 | strip[2 * i + 1]);
     }
 }
