@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from zinf_fx.checkpoint.training.loading import load_checkpoint
     from zinf_fx.checkpoint.training.manager import CheckpointManager
     from zinf_fx.checkpoint.training.saving import save_checkpoint
+    from zinf_fx.frontend.base import attach_base
     from zinf_fx.frontend.explain import explain
     from zinf_fx.frontend.export import export_plan
     from zinf_fx.frontend.offload import offload, offloading
@@ -34,6 +35,7 @@ __all__ = [
     "Placement",
     "Plan",
     "StoredTensor",
+    "attach_base",
     "errors",
     "explain",
     "export_plan",
@@ -55,6 +57,7 @@ __all__ = [
 # of them is used, all at once, because `optim` registers what stored tensors need in any optimizer.
 _LATER = {
     "optim": "zinf_fx.optim",
+    "attach_base": "zinf_fx.frontend.base",
     "explain": "zinf_fx.frontend.explain",
     "export_plan": "zinf_fx.frontend.export",
     "export_safetensors": "zinf_fx.checkpoint.exporting",

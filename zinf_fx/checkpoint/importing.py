@@ -36,7 +36,7 @@ def load_safetensors(model: torch.nn.Module, path: str | Path) -> None:
     tensors = tensors_of(model)
     everyone = Everyone(tensors.values())
     with together("comparing weights with the model", *everyone.ranks):
-        places = _places(path)
+        places = places_of(path)
         _check_fit(model, tensors, places, path)
     with together("loading weights", *everyone.ranks):
         by_file: dict[Path, list[str]] = {}
@@ -51,7 +51,7 @@ def load_safetensors(model: torch.nn.Module, path: str | Path) -> None:
                 os.close(opened)
 
 
-def _places(path: Path) -> dict[str, Place]:
+def places_of(path: Path) -> dict[str, Place]:
     """Where each tensor is. Raises: CheckpointError."""
     found = next((one for one in (path / WHOLE, path / INDEX) if one.is_file()), None) if path.is_dir() else path
     if found is None or not found.is_file():

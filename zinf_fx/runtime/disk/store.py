@@ -17,6 +17,7 @@ from zinf_fx.interrupts import held_back, sealed
 from zinf_fx.native.engine import BLOCK, DEPTH, HINTS, READ, WRITE, FileTicket, IoCounters, PageSums
 from zinf_fx.runtime.disk.measure import weights_of
 from zinf_fx.runtime.disk.probe import candidates
+from zinf_fx.runtime.disk.read_only import ReadOnlyFile
 from zinf_fx.runtime.disk.stripes import UNIT, Place, Turns, runs
 from zinf_fx.runtime.disk.volume import Volume, Volumes
 from zinf_fx.runtime.memory.freelist import round_up
@@ -186,6 +187,13 @@ class Store:
     def write(self, extent: Extent, address: int, offset: int, nbytes: int, *, owner: object = None) -> Ticket:
         """Starts writing memory at `address` into the extent; the same rules as `read`."""
         return self._start(WRITE, extent, address, offset, nbytes, owner)
+
+    def open_read_only(self, path: Path) -> ReadOnlyFile:
+        """A file of somebody else, to be read by this store's engines. Raises: StoreError."""
+        self._check_usable("open a file")
+        file = ReadOnlyFile(path, self.provider, self._resources.engine)
+        self._resources.others.add(file)
+        return file
 
     def close(self) -> None:
         """Finishes what is under way and removes the scratch directory. In a forked child: nothing. Idempotent."""

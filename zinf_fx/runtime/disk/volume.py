@@ -12,6 +12,7 @@ from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import BLOCK, DEPTH, HINTS, Engine, File
 from zinf_fx.runtime.disk.links import Links
 from zinf_fx.runtime.disk.probe import reopen, working_engine
+from zinf_fx.runtime.disk.read_only import ReadOnlyFile
 from zinf_fx.runtime.disk.scratch import Scratch
 from zinf_fx.runtime.memory.freelist import Space, round_up
 from zinf_fx.sizes import PAGE
@@ -147,6 +148,9 @@ class Volume:
 class Volumes:
     """Several volumes, and one I/O thread and queue per device. They are given back by `close`, or nothing is made.
 
+    Attributes:
+        others: files of somebody else that the engines read from.
+
     Raises: StoreError when a directory can't be used.
     """
 
@@ -157,25 +161,28 @@ class Volumes:
         self.engines: dict[tuple[int, str], Engine] = {}
         self.all: list[Volume] = []
 
-        def start(device: int, provider: str) -> Engine:
-            key = (device, provider)
-            if key not in self.engines:
-                self.engines[key] = Engine(provider, depth=depth, block=block)
-            return self.engines[key]
-
+        self._depth, self._block = depth, block
+        self.others: weakref.WeakSet[ReadOnlyFile] = weakref.WeakSet()
         try:
             for directory in directories:
-                self.all.append(Volume(directory, names, start))
+                self.all.append(Volume(directory, names, self.engine))
         except BaseException:
             self.close()
             raise
         _of_this_process.add(self)
 
+    def engine(self, device: int, provider: str) -> Engine:
+        """The engine for a device (its st_dev) and a provider."""
+        key = (device, provider)
+        if key not in self.engines:
+            self.engines[key] = Engine(provider, depth=self._depth, block=self._block)
+        return self.engines[key]
+
     def close(self) -> None:
         """Everything in order: requests, threads, descriptors, files, locks. A forked child only closes descriptors."""
         try:
-            for volume in self.all:
-                volume.detach()
+            for file in (*self.all, *self.others):
+                file.detach()
             for engine in self.engines.values():
                 engine.close()
         except BaseException:  # Ctrl-C while a device is stuck: what is under way still uses the descriptors

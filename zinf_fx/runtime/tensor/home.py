@@ -14,6 +14,7 @@ from zinf_fx.config import Tier
 from zinf_fx.errors import StoreError
 from zinf_fx.interrupts import sealed
 from zinf_fx.runtime.disk.copy_on_write import CopyOnWrite
+from zinf_fx.runtime.disk.read_only import FileExtent
 from zinf_fx.runtime.disk.store import JoinedTicket
 from zinf_fx.runtime.memory.buffers import Arena
 from zinf_fx.runtime.memory.device import Device
@@ -39,8 +40,19 @@ class Home:
         is_lent: whether somebody else decides when there is memory: see `vacate_with`.
     """
 
-    def __init__(self, tiers: Tiers, tier: Tier, count: int, dtype: torch.dtype, device: Device) -> None:
-        """Reserve it. Raises: StoreError when there is not enough, before anything else is changed."""
+    def __init__(
+        self,
+        tiers: Tiers,
+        tier: Tier,
+        count: int,
+        dtype: torch.dtype,
+        device: Device,
+        in_file: FileExtent | None = None,
+    ) -> None:
+        """Reserve it; `in_file`: where the elements are already, to be read only.
+
+        Raises: StoreError when there is not enough, before anything else is changed.
+        """
         self.tiers, self.tier, self.device = tiers, tier, device
         self.count, self.dtype = count, dtype
         self.followers: weakref.WeakSet[Window] = weakref.WeakSet()
@@ -50,13 +62,14 @@ class Home:
         self._writes: Under = []
         self._leaving: list[Leaving] = []
         self._order = threading.RLock()  # while a transfer finds out what it is to follow, until others see it
-        self.in_store: CopyOnWrite | None = None
+        self.in_store: CopyOnWrite | FileExtent | None = in_file
         self._in_host: torch.Tensor | None = None  # the elements, where the CPU can work on them
         self._on_device: torch.Tensor | None = None  # the elements, where the device can
         if not device.in_host_memory:
             tiers.host.serve(device)
         if tier == "nvme":
-            self.in_store = CopyOnWrite(tiers.store, count * dtype.itemsize)
+            if in_file is None:
+                self.in_store = CopyOnWrite(tiers.store, count * dtype.itemsize)
             self._at_end(self, self.in_store.free)
         elif tier == "host":
             self._leased = _Leased(tiers.lease(count * dtype.itemsize))
@@ -67,6 +80,11 @@ class Home:
                 self._on_device = torch.empty(count, dtype=dtype, device=device.torch_device)
         if device.in_host_memory:
             self._in_host = self._on_device = self._in_host if tier == "host" else self._on_device
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether the elements are in a file of somebody else."""
+        return isinstance(self.in_store, FileExtent)
 
     def vacate_with(self, owner: object) -> None:
         """Give the memory in the host arena back when `owner` is gone, until `occupy`, and stay until then. Nobody may

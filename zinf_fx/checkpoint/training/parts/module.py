@@ -10,6 +10,10 @@ import torch
 from zinf_fx.checkpoint.naming import unwrapped
 from zinf_fx.checkpoint.training.parts.part import Collected, Matching
 from zinf_fx.checkpoint.training.values import decode, encode
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+
+FORMATS = "quantised"
+"""Of the plain values, by the names of quantised tensors, how their bytes become values."""
 
 # What torch.compile puts into the names of a module's members.
 _WRAPPER = "_orig_mod."
@@ -28,11 +32,18 @@ class ModulePart:
         tensors, extra = self._state()
         for name, tensor in tensors.items():
             collected.add(tensor, f"{self.name}/{name}")
-        return {"extra": {n: encode(value, f"{self.name}/{n}", collected.keep) for n, value in extra.items()}}
+        values = {n: encode(value, f"{self.name}/{n}", collected.keep) for n, value in extra.items()}
+        formats = {name: how for name, tensor in tensors.items() if (how := format_of(tensor)) is not None}
+        return {"extra": values, FORMATS: formats}
 
     def match(self, values: Mapping[str, Any], matching: Matching) -> None:
         tensors, extra = self._state()
         for name, tensor in tensors.items():
+            mine, saved = format_of(tensor), values.get(FORMATS, {}).get(name)
+            if mine != saved:
+                matching.differences.append(
+                    f"'{self.name}/{name}' is {_words(mine)}, and {_words(saved)} in the checkpoint"
+                )
             matching.target(f"{self.name}/{name}", tensor)
         matching.prefixes.append(f"{self.name}/")
         matching.compare(f"extra state of {self.name}:", extra, values["extra"])
@@ -41,16 +52,33 @@ class ModulePart:
             matching.end.append(lambda: self._load_extra(found))
 
     def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """What `state_dict()` gives: tensors, and extra state."""
+        """What `state_dict()` gives: tensors, but those of a base that can't change, and extra state."""
         state = {name.replace(_WRAPPER, ""): value for name, value in self.module.state_dict().items()}
         tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-        return tensors, {name: value for name, value in state.items() if name not in tensors}
+        extra = {name: value for name, value in state.items() if name not in tensors}
+        return {name: tensor for name, tensor in tensors.items() if not is_read_only(tensor)}, extra
 
     def _load_extra(self, found: Mapping[str, Any]) -> None:
         names = self.module.state_dict()
         self.module.load_state_dict(
             {n: found[m] for n in names if (m := n.replace(_WRAPPER, "")) in found}, strict=False
         )
+
+
+def format_of(tensor: torch.Tensor) -> list[str] | None:
+    """The format and dtype of a quantised tensor, as JSON has them."""
+    quantised = tensor.quantised if isinstance(tensor, StoredTensor) else None
+    return None if quantised is None else [quantised.format, str(quantised.dtype).removeprefix("torch.")]
+
+
+def _words(how: list[str] | None) -> str:
+    return "not quantised" if how is None else f"quantised as {how[0]}, of {how[1]}"
+
+
+def is_read_only(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is read in place from files of somebody else."""
+    home = tensor.storage.bytes.home if isinstance(tensor, StoredTensor) and tensor.storage.tiers else None
+    return home is not None and home.is_read_only
 
 
 def parameter_names(module: torch.nn.Module) -> dict[torch.Tensor, str]:

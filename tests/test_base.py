@@ -1,0 +1,163 @@
+"""A base that is read in place: by several models and processes at once, and changed by none."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_frozen_formats import Model, built, in_memory, trained
+from torch import nn
+from twins import fresh_dynamo  # noqa: F401
+
+import zinf_fx
+from zinf_fx.errors import CheckpointError, ConfigError, StoreError
+
+
+def meta() -> Model:
+    with torch.device("meta"):
+        return Model()
+
+
+def saved(tmp_path: Path, how: str) -> Path:
+    """A base in a directory: quantised in a checkpoint, or as safetensors files."""
+    store = tmp_path / "store"
+    store.mkdir()
+    options = {"nf4": {"frozen_dtype": "nf4"}, "as it is": {}, "safetensors": {}}[how]
+    model = zinf_fx.offload(built().requires_grad_(False), store=store, placement="nvme", **options)
+    if how == "safetensors":
+        zinf_fx.export_safetensors(model, tmp_path / "base")
+    else:
+        zinf_fx.save_checkpoint(tmp_path / "base", model)
+    return tmp_path / "base"
+
+
+def content(directory: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+class WithHead(nn.Module):
+    """A base, and something to train beside it."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.shift = nn.Parameter(torch.zeros(16, 64))
+        base.table.register_forward_hook(lambda module, inputs, result: result + self.shift[inputs[0]])
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.base(tokens)
+
+
+@pytest.mark.parametrize("how", ["nf4", "as it is", "safetensors"])
+def test_two_models_over_one_base_train_as_over_its_values(tmp_path: Path, how):
+    base = saved(tmp_path, how)
+    before = content(base)
+    models = [WithHead(zinf_fx.attach_base(meta(), base, store=tmp_path / "store")) for _ in range(2)]
+    plain = WithHead(in_memory(built(), models[0].base).requires_grad_(False))
+    outcomes = []
+    for model in (plain, *models):
+        run = torch.compile(model, backend="aot_eager" if model is plain else "zinf")
+        losses = trained(model, run, torch.optim.AdamW([model.shift], lr=0.1, fused=True))
+        outcomes.append([*losses, model.shift.detach()])
+        torch._dynamo.reset()
+    for mine in outcomes[1:]:
+        assert all(map(torch.equal, mine, outcomes[0]))
+    stats = zinf_fx.stats(models[0])
+    assert stats.bytes_read > 0 and stats.bytes_written == 0
+    assert content(base) == before
+
+
+def test_a_base_does_not_change(tmp_path: Path):
+    base = saved(tmp_path, "nf4")
+    before = content(base)
+    model = zinf_fx.attach_base(meta(), base, store=tmp_path / "store")
+    weight = model.head.weight
+    value = weight.full_tensor()
+    refusal = "read in place from a base, which other jobs may share, can't change"
+    with pytest.raises(StoreError, match=refusal), torch.no_grad():
+        weight.add_(1.0)
+    assert torch.equal(weight.full_tensor(), value)
+    assert content(base) == before
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_what_is_saved_beside_a_base_is_what_was_trained(tmp_path: Path):
+    base = saved(tmp_path, "nf4")
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = WithHead(zinf_fx.attach_base(meta(), base, store=tmp_path / "store"))
+        return model, zinf_fx.optim.AdamW([model.shift], lr=0.1)
+
+    model, optimizer = made()
+    trained(model, torch.compile(model, backend="zinf"), optimizer)
+    zinf_fx.save_checkpoint(tmp_path / "adapter", model, optimizer)
+    assert sum(path.stat().st_size for path in (tmp_path / "adapter").rglob("*") if path.is_file()) < 1 << 20
+    again, its_optimizer = made()
+    zinf_fx.load_checkpoint(tmp_path / "adapter", again, its_optimizer)
+    assert torch.equal(again.shift, model.shift)
+
+
+JOB = """
+import sys, torch
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+import zinf_fx
+from test_base import WithHead, meta, trained
+model = WithHead(zinf_fx.attach_base(meta(), {base!r}, store={store!r}))
+print("attached", flush=True)
+sys.stdin.readline()
+losses = trained(model, torch.compile(model, backend="zinf"), torch.optim.AdamW([model.shift], lr=float(sys.argv[1])))
+print([loss.item() for loss in losses])
+"""
+
+
+def test_two_processes_train_over_one_base(tmp_path: Path):
+    base = saved(tmp_path, "nf4")
+    before = content(base)
+    text = JOB.format(tests=str(Path(__file__).parent), base=str(base), store=str(tmp_path / "store"))
+    jobs = [
+        subprocess.Popen([sys.executable, "-c", text, lr], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for lr in ("0.1", "0.2")
+    ]
+    for job in jobs:
+        assert job.stdout.readline() == "attached\n"
+    outcomes = [job.communicate("go\n", timeout=200)[0] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0]
+    first, second = ([float(number) for number in outcome.strip("[]\n").split(",")] for outcome in outcomes)
+    assert first[0] == second[0] and first[1:] != second[1:]
+    assert content(base) == before
+
+
+REFUSED = {
+    "another model": (lambda: nn.Linear(3, 3), {}, CheckpointError, r"lacks 'weight'; it lacks 'bias'"),
+    "another dtype": (lambda: meta().to(torch.bfloat16), {}, CheckpointError, r"is float32\[.*and bfloat16\["),
+    "another tier": (meta, {"placement": "host"}, ConfigError, "placement has them on 'host'"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_does_not_fit_is_refused(tmp_path: Path, what):
+    make, options, kind, message = REFUSED[what]
+    base, model = saved(tmp_path, "nf4"), make()
+    with pytest.raises(kind, match=message):
+        zinf_fx.attach_base(model, base, store=tmp_path / "store", **options)
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+
+
+def test_files_that_are_gone_or_cut_are_refused(tmp_path: Path):
+    with pytest.raises(CheckpointError, match="has no weights"):
+        zinf_fx.attach_base(meta(), tmp_path, store=tmp_path)
+    base = saved(tmp_path, "nf4")
+    data = max((path for path in base.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    with data.open("r+b") as file:
+        file.truncate(data.stat().st_size - 4096)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        zinf_fx.attach_base(meta(), base, store=tmp_path / "store")

@@ -1,0 +1,72 @@
+"""Where the tensors of a model are in files, so that they can be read from there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from zinf_fx.checkpoint.importing import places_of
+from zinf_fx.checkpoint.training.files import MANIFEST
+from zinf_fx.checkpoint.training.loading import check_files, manifest_of
+from zinf_fx.checkpoint.training.manifest import Manifest, SavedTensor
+from zinf_fx.checkpoint.training.parts.module import FORMATS
+from zinf_fx.errors import CheckpointError
+
+_MODEL = "model"
+
+
+@dataclass(frozen=True)
+class Located:
+    """A tensor in a file.
+
+    Attributes:
+        offset: of its first byte; the others follow.
+        shape, dtype: of what is stored: of a quantised tensor, its bytes.
+        quantised: the format of one that is, and the dtype of its values.
+    """
+
+    path: Path
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    quantised: tuple[str, torch.dtype] | None = None
+
+
+def located(path: Path) -> dict[str, Located]:
+    """By name, where the parameters and buffers of a model are: in a checkpoint that `save_checkpoint` wrote, or in
+    safetensors files, as `load_safetensors` takes them.
+
+    Raises: CheckpointError for what is neither, and for a checkpoint in which a tensor is not in one piece.
+    """
+    if not (path / MANIFEST).is_file():
+        return {n: Located(p.path, p.offset, p.kind.shape, p.kind.dtype) for n, p in places_of(path).items()}
+    manifest = manifest_of(path)
+    check_files(path, manifest)
+    formats = manifest.values.get(_MODEL, {}).get(FORMATS, {})
+    found = {}
+    for whole, saved in manifest.by_name().items():
+        part, _, name = whole.partition("/")
+        if part == _MODEL:
+            how = formats.get(name)
+            quantised = None if how is None else (how[0], getattr(torch, how[1]))
+            file, offset = _in_one_piece(path, manifest, saved)
+            found[name] = Located(file, offset, saved.shape, saved.dtype, quantised)
+    return found
+
+
+def _in_one_piece(path: Path, manifest: Manifest, saved: SavedTensor) -> tuple[Path, int]:
+    """The file of a tensor's bytes, and the offset of the first. Raises: CheckpointError where they are scattered."""
+    pieces = [piece for box in saved.boxes for piece in box.pieces]
+    if not pieces:
+        return path / manifest.files[0].path, 0
+    first = pieces[0]
+    for piece in pieces:
+        follows = piece.offset == first.offset + piece.start * saved.dtype.itemsize
+        if len(saved.boxes) > 1 or piece.file != first.file or not follows:
+            raise CheckpointError(
+                f"'{saved.name}' of the checkpoint in {path} is in several pieces, as several ranks or disks saved it: "
+                "to be read in place, it has to be in one; save the model with one rank and one store"
+            )
+    return path / manifest.files[first.file].path, first.offset

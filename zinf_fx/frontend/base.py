@@ -1,0 +1,159 @@
+"""A base: frozen parameters that are read from files where they are, by as many jobs as like."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from zinf_fx.checkpoint.in_place import Located, located
+from zinf_fx.checkpoint.naming import unwrapped
+from zinf_fx.config import Config
+from zinf_fx.errors import CheckpointError, ConfigError
+from zinf_fx.frontend.offload import decided, is_ordinary, replace_in_place
+from zinf_fx.plan.sharding import shards_of
+from zinf_fx.quantisation import quantised_shape
+from zinf_fx.runtime.disk.read_only import FileExtent, ReadOnlyFile
+from zinf_fx.runtime.memory.device import device_of
+from zinf_fx.runtime.ranks import Ranks
+from zinf_fx.runtime.tensor.home import Home
+from zinf_fx.runtime.tensor.quantised import Quantised
+from zinf_fx.runtime.tensor.storage import TensorStorage
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter
+from zinf_fx.runtime.tensor.tiers import Tiers
+
+_SHOWN = 3
+
+
+def attach_base(
+    model: torch.nn.Module, directory: str | os.PathLike[str], config: Config | None = None, **fields: object
+) -> torch.nn.Module:
+    """Let the parameters of `model` be those in `directory`, frozen and read from there, and return the model.
+
+    `directory` is a checkpoint that `save_checkpoint` wrote, whose tensors are as they were stored (of
+    `frozen_dtype="nf4"`, 4 bits), or has safetensors files, such as a downloaded model. Nothing of it is copied or
+    written, so any number of jobs may use one at a time, and none can damage it. What begins at a multiple of 4096
+    bytes, as everything in a checkpoint does, is read directly; else through the page cache, which is slower.
+
+    Parameters may be on the meta device, and their values are not looked at; buffers on the meta device take those of
+    the files. Adapters are added afterwards. Of many ranks, each reads its part.
+
+    Raises: CheckpointError where names, shapes or dtypes differ, ConfigError for a placement of parameters that is not
+    "nvme", StoreError for files that can't be read. The model is as before then.
+    """
+    model, path = unwrapped(model), Path(directory)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    config = decided(
+        Config.of(config, {"placement": "nvme", **fields}), [p for p in parameters.values() if is_ordinary(p)]
+    )
+    if config.placement.parameters != "nvme":
+        raise ConfigError(
+            f"attach_base() reads parameters from disk, and the placement has them on {config.placement.parameters!r}: "
+            "leave it out, or load the files with load_safetensors() or load_checkpoint()"
+        )
+    found = located(path)
+    buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_meta}
+    _check_fit(model, parameters, buffers, found, path)
+    tiers = Tiers.of(config)
+    files: dict[Path, ReadOnlyFile] = {}
+    twins: dict[int, StoredTensor] = {}
+    for name, parameter in parameters.items():
+        if id(parameter) not in twins and name in found:
+            twins[id(parameter)] = _twin(name, parameter, found[name], tiers, config, files)
+    values = {name: _value(found[name]) for name in buffers if name in found}
+    for parameter in {id(one): one for one in parameters.values()}.values():
+        parameter.grad = None
+        parameter.requires_grad_(False)
+        replace_in_place(parameter, twins.pop(id(parameter)))
+    for name, value in values.items():
+        owner, _, own = name.rpartition(".")
+        model.get_submodule(owner)._buffers[own] = value
+    return model
+
+
+def _twin(
+    name: str,
+    parameter: torch.Tensor,
+    place: Located,
+    tiers: Tiers,
+    config: Config,
+    files: dict[Path, ReadOnlyFile],
+) -> StoredTensor:
+    """The stored parameter that has the bytes at `place`. Raises: StoreError, ConfigError."""
+    ranks, partitioned = Ranks.of(config), config.placement.stage == 3
+    numel, itemsize = torch.Size(place.shape).numel(), place.dtype.itemsize
+    shards = shards_of(place.shape, place.dtype, ranks.shards, config)
+    device = torch.device("cpu") if parameter.is_meta else parameter.device
+    first, count, held = 0, numel, numel
+    if partitioned and ranks.shards > 1:
+        if len(shards.segments) > 1 or shards.owner is not None:
+            raise ConfigError(
+                f"parameter '{name}' would be divided over the ranks in several parts, and be read in place in one: "
+                "give tile=None and partition='shards'"
+            )
+        own = shards.segments[0].of_rank(ranks.shard)
+        first, count, held = own.start, len(own), shards.held_by(ranks.shard)
+    if place.path not in files:
+        files[place.path] = tiers.store.open_read_only(place.path)
+    extent = FileExtent(files[place.path], place.offset + first * itemsize, count * itemsize)
+    home = Home(tiers, "nvme", held, place.dtype, device_of(device), extent)
+    storage = TensorStorage(
+        tiers, "nvme", config, numel, place.dtype, device_of(device), ranks, partitioned, shards, (home, 0)
+    )
+    storage.share.agreed = True
+    storage.label = f"parameter '{name}'"
+    quantised = None if place.quantised is None else Quantised(*place.quantised)
+    return as_parameter(StoredTensor.of(storage, parameter.shape, device, quantised=quantised))
+
+
+def _value(place: Located) -> torch.Tensor:
+    """A tensor in a file as an ordinary one."""
+    value = torch.empty(place.shape, dtype=place.dtype)
+    with place.path.open("rb") as file:
+        file.seek(place.offset)
+        content = bytearray(file.read(value.nbytes))
+    return torch.frombuffer(content, dtype=place.dtype).view(place.shape) if content else value
+
+
+def _check_fit(
+    model: torch.nn.Module,
+    parameters: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    found: Mapping[str, Located],
+    path: Path,
+) -> None:
+    """Raises: CheckpointError unless all parameters, and buffers without values, are in the files as the model has
+    them."""
+    wrong = []
+    names: dict[int, list[str]] = {}
+    for name, parameter in parameters.items():
+        names.setdefault(id(parameter), []).append(name)
+    lacking = [several[0] for several in names.values() if not any(name in found for name in several)]
+    lacking += [name for name in buffers if name not in found]
+    wrong += [f"it lacks '{name}'" for name in lacking]
+    for name, parameter in parameters.items():
+        if isinstance(parameter, StoredTensor):
+            wrong.append(f"'{name}' of the model is stored already")
+        elif name in found and (mine := _form(parameter, found[name])) != (theirs := _form_of(found[name])):
+            wrong.append(f"'{name}' is {theirs}, and {mine} in the model")
+    if wrong:
+        more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise CheckpointError(
+            f"{path} is no base of {type(model).__name__}: {'; '.join(wrong[:_SHOWN])}{more}. Nothing was changed: "
+            "build the model as it was saved, in its dtype (model.to(torch.bfloat16)), before adapters are added"
+        )
+
+
+def _form(parameter: torch.Tensor, place: Located) -> str:
+    """What a parameter would be in the files."""
+    shape = list(parameter.shape)
+    if place.quantised is not None and len(shape) >= 2:
+        shape = list(quantised_shape(shape, place.quantised[0]))
+    return f"{str(parameter.dtype).removeprefix('torch.')}{shape}"
+
+
+def _form_of(place: Located) -> str:
+    dtype = place.dtype if place.quantised is None else place.quantised[1]
+    return f"{str(dtype).removeprefix('torch.')}{list(place.shape)}"
