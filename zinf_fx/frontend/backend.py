@@ -65,7 +65,10 @@ def zinf(
     another model, PlanFileError for a file that is none.
     """
     if unknown:
-        raise ConfigError(f"backend 'zinf' takes options only, found {', '.join(map(repr, unknown))}")
+        raise ConfigError(
+            f"backend 'zinf' takes options only, found {', '.join(f'{k}={v!r}' for k, v in unknown.items())}: leave it "
+            "out, or give None where a library has a value of its own (mode=None, say)"
+        )
     options = dict(options or {})
     plans = plans_given(options.pop("plan", None))
     options = options_with(plans, options)
