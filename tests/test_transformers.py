@@ -282,15 +282,6 @@ def test_transformers_reads_no_checkpoint_ahead_while_a_model_is_built(given: st
     assert os.environ.get(name) == given
 
 
-def test_generation_without_a_compiler(tmp_path: Path):
-    torch.manual_seed(0)
-    plain = _gpt2()
-    model = zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, placement="nvme")
-    prompt = torch.tensor([[5, 6, 7]])
-    texts = [m.generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=0) for m in (plain, model)]
-    assert texts[0].shape == (1, 8) and torch.equal(*texts)
-
-
 def test_the_one_line_use(tmp_path: Path):
     build, inputs = MODELS["vit"]
     torch.manual_seed(0)

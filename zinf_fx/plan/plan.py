@@ -110,6 +110,14 @@ class Plan:
                 return graph
         raise KeyError(f"the plan has no {kind} graph; it has: {', '.join(g.kind for g in self.graphs)}")
 
+    def moves_as(self, other: Plan) -> bool:
+        """Whether the same tiles move at the same operators, and through the same places in memory, as in another plan,
+        whatever the operators compute on."""
+        graphs = zip(self.graphs, other.graphs, strict=False)
+        return (len(self.graphs), self.regions) == (len(other.graphs), other.regions) and all(
+            (one.kind, one.tiles, one.events) == (two.kind, two.tiles, two.events) for one, two in graphs
+        )
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, as JSON that `zinf_fx.load_plan` reads and docs/plan.schema.json describes.
 

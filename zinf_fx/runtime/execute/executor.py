@@ -133,7 +133,7 @@ class Program(Stage):
             EXECUTOR.staging.drop_staying()
         if self._module is None or not same or self.is_followed != bool(followed):
             self._bind_to({tile: storages[tile] for tile in self._inputs.parameters}, bool(followed))
-        EXECUTOR.begin(self, self.plan)
+        EXECUTOR.begin(self, self.plan, storages)
         RECORDER.graph_begins(self.plan, self.schedule.kind)
         run = Run(self, storages)
         if self.schedule.kind == "forward":
@@ -198,15 +198,13 @@ class Executor:
         self.staging = Staging()
         self._previous: weakref.ref[Stage] | None = None
         self._expected: weakref.ref[Stage] | None = None  # the one stage for which tiles were fetched in advance
-        self._plan: weakref.ref[Plan] | None = None  # of the graph that ran last
 
-    def begin(self, stage: Stage, plan: Plan | None = None) -> None:
-        """A stage begins: a graph of `plan`, or an optimizer's step. What stays in memory stays for one plan."""
-        if plan is not None and (self._plan is None or self._plan() is not plan):
-            self.staging.drop_staying()
-            self._plan = weakref.ref(plan)
+    def begin(self, stage: Stage, plan: Plan | None = None, storages: Sequence[Stored | None] = ()) -> None:
+        """A stage begins: a graph of `plan`, with tiles of `storages`, or an optimizer's step."""
         if plan is None:
             RECORDER.step_ends()
+        else:
+            self.staging.stay_for(plan, storages)
         previous = self._previous and self._previous()
         if previous is not None:
             previous.successor = stage
@@ -244,7 +242,7 @@ class Executor:
     def _after_fork(self) -> None:
         """A child forgets the tiles, which are its parent's. Nobody in it would release the locks."""
         self.staging.forget()
-        self._previous = self._expected = self._plan = None
+        self._previous = self._expected = None
 
 
 EXECUTOR = Executor()

@@ -6,11 +6,13 @@ import contextlib
 import threading
 import time
 import weakref
+from collections.abc import Iterable
 
 import torch
 
 from zinf_fx.errors import RanksError, StoreError
 from zinf_fx.interrupts import finalizing, sealed
+from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import Tile
 from zinf_fx.plan.sharding import Segment
 from zinf_fx.runtime.execute.packs import PackedTile, ShardedPack
@@ -184,6 +186,7 @@ class Staging:
         self._tiles: dict[tuple[int, int, int], FlyingTile] = {}
         self._staying: dict[tuple[int, int, int], FlyingTile] = {}  # held until their next fetch
         self._watched: weakref.WeakSet[Stored] = weakref.WeakSet()  # those that tiles have stayed of
+        self._plan: weakref.ref[Plan] | None = None  # that tiles stay for
         self._lock = threading.RLock()
 
     def fetch(self, storage: Stored, planned: Tile, offset: int | None) -> FlyingTile:
@@ -228,6 +231,17 @@ class Staging:
                 self._watched.add(storage)
                 weakref.finalize(storage, self._let_go_of, storage.key).atexit = False
 
+    def stay_for(self, plan: Plan, storages: Iterable[Stored | None]) -> None:
+        """A graph of `plan` begins, with tiles of `storages`. What stays in memory stays for plans by which the same
+        tiles move alike, such as those of a prompt and of each token after it."""
+        before = self._plan and self._plan()
+        if plan is before:
+            return
+        used = {storage.key for storage in storages if storage is not None}
+        if before is None or not plan.moves_as(before) or any(key[0] not in used for key in self._staying):
+            self.drop_staying()
+        self._plan = weakref.ref(plan)
+
     @sealed
     def drop_staying(self) -> None:
         """Let go of everything that stays."""
@@ -239,6 +253,7 @@ class Staging:
         self._lock = threading.RLock()
         self._tiles.clear()
         self._staying.clear()
+        self._plan = None
 
     @finalizing
     def _let_go_of(self, storage_key: int) -> None:
