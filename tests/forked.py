@@ -12,6 +12,9 @@ import tempfile
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
+from pathlib import Path
+from unittest import mock
 
 # By the process that all others are forked from.
 _IMPORTED_ONCE = [
@@ -26,12 +29,16 @@ _IMPORTED_ONCE = [
     "zinf_fx.frontend.export",
     "zinf_fx.observe",
     "zinf_fx.optim",
+    "captured",
 ]
 
 
 def forkserver() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED_ONCE)
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths)):  # all that it looks for modules by
+        ensure_running()
     return context
 
 
