@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -21,6 +22,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_collection_finish() -> None:
+    """Torch traces what it compiles, in long texts, for any handler of a logger that hands nothing on: pytest gives
+    handlers of its own to loggers that are so."""
+    logging.getLogger("torch.__trace").propagate = True
 
 
 @pytest.fixture(scope="module", autouse=True)
