@@ -368,6 +368,25 @@ def weight_as_reshaped_copy() -> tuple[nn.Module, tuple]:
     return Expression(forward, w=torch.randn(4, 4)), (rows(),)
 
 
+# One of each kind of what is saved for backward, for passes that change what that is: of the other models, slow tests.
+SAVING = (
+    "mlp",
+    "tied_far_apart",
+    "views_of_views",
+    "frozen",
+    "gradient_is_the_tangent",
+    "batch_norm",
+    "checkpointed_dropout",
+    "selectively_checkpointed",
+    "autocast",
+    "int_input_and_constant",
+    "attention",
+    "changed_input",
+    "weight_in_a_nested_region",
+    "effectful_operation",
+)
+
+
 @cache
 def trained(name: str) -> Record:
     """The record of one training step of a case, which was that of eager PyTorch, for tests that only look at it."""

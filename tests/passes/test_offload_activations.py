@@ -10,7 +10,8 @@ from textwrap import dedent
 import pytest
 import torch
 from capturing import Record, assert_trains_like_eager, compiled, train
-from models import CASES, Expression
+from gate import named
+from models import CASES, SAVING, Expression
 from torch import nn
 from torch.nn import functional as F
 
@@ -168,7 +169,7 @@ def test_autograd_may_save_what_is_used_far_apart() -> None:
         assert_trains_like_eager(Expression(function, **members), torch.randn(4, 6), config=config)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", named(CASES, SAVING))
 def test_trains_like_eager(name: str) -> None:
     model, inputs = CASES[name]()
     record = assert_trains_like_eager(model, *inputs, config=OFFLOAD)

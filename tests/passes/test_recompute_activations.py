@@ -8,7 +8,8 @@ import pytest
 import torch
 from building import Builder, aten
 from capturing import assert_trains_like_eager, train
-from models import CASES
+from gate import named
+from models import CASES, SAVING
 from torch import nn
 
 from zinf_fx.config import Config
@@ -87,7 +88,7 @@ def test_a_deep_model_saves_the_stream_between_layers_and_the_last_layer() -> No
     assert len(saved) == 6 + 6, "the input and five cuts, and what eager PyTorch saves of the last layer"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", named(CASES, SAVING))
 def test_trains_like_eager(name: str) -> None:
     model, inputs = CASES[name]()
     assert_trains_like_eager(model, *inputs, config=RECOMPUTE)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from building import Builder, aten
 from capturing import assert_trains_like_eager
+from gate import slow
 from models import CASES
 
 from zinf_fx import ops
@@ -286,8 +287,21 @@ def test_divided(shape: tuple[int, ...], limit: int, rows: list[int]) -> None:
     ]
 
 
-# Tiles of two rows and a last one, of every model; of a row each, of models that use their parameters in other ways.
-LIMITS = [(name, 40) for name in CASES] + [
+# Tiles of two rows and a last one, of models whose parameters are used or have gradients in ways of their own; slowly,
+# of all. Of a row each, of some that use their parameters in other ways.
+IN_THE_GATE = (
+    "mlp",
+    "split_and_unbind_of_a_weight",
+    "views_of_views",
+    "concatenated_weights",
+    "frozen",
+    "one_gradient_for_two",
+    "gradient_is_a_view_of_a_weight",
+    "bias_only_in_forward",
+    "checkpointed_dropout",
+    "weight_as_reshaped_copy",
+)
+LIMITS = [(name, 40) if name in IN_THE_GATE else slow(name, 40) for name in CASES] + [
     (name, 16) for name in ("tied_far_apart", "branch_of_two_convolutions", "attention", "low_rank_update")
 ]
 
