@@ -89,12 +89,8 @@ def test_logs_and_weights_equal_the_plain_run_also_from_a_checkpoint_on(tmp_path
                 assert torch.equal(mine["state"][index][state], value)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"eval_strategy": "epoch", "load_best_model_at_end": True}, {"bf16": True}],
-    ids=["evaluation and the best checkpoint", "autocast"],
-)
-def test_other_arguments(tmp_path: Path, options: dict[str, object]):
+def test_evaluation_the_best_checkpoint_and_autocast(tmp_path: Path):
+    options = {"eval_strategy": "epoch", "load_best_model_at_end": True, "bf16": True}
     runs = []
     for name, compiled in (("plain", {}), ("stored", COMPILED)):
         torch.manual_seed(0)
