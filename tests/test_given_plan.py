@@ -27,13 +27,29 @@ from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from gpt import GPT, GPTConfig
 
-CONFIG = GPTConfig(layers=2, hidden=64, heads=2, context=32, vocabulary=128)
+CONFIG = GPTConfig(layers=1, hidden=64, heads=2, context=32, vocabulary=128)
 
 
-def gpt(dtype: torch.dtype = torch.float32, device: str | None = None, config: GPTConfig = CONFIG) -> GPT:
+def gpt(dtype: torch.dtype = torch.float32, device: str | None = None) -> GPT:
     torch.manual_seed(0)
     with torch.device(device or "cpu"):
-        return GPT(config).to(dtype)
+        return GPT(CONFIG).to(dtype)
+
+
+class Layers(nn.Module):
+    """What is quickly captured: layers of perceptrons between an embedding and a head."""
+
+    def __init__(self, layers: int = 2, hidden: int = 64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.head = nn.Embedding(128, hidden), nn.Linear(hidden, 128)
+        self.layers = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(layers))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = layer(x).relu()
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
 def batch(number: int = 0, rows: int = 4, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,10 +87,10 @@ def no_planning() -> mock._patch:
 
 
 OPTIONS = {
-    "tiled to a budget": {"placement": "nvme", "device_memory": "1200KiB", "activations": "recompute"},
+    "tiled to a budget": {"placement": "nvme", "device_memory": "500KiB", "activations": "recompute"},
     "host memory": {"placement": "nvme", "host_memory": "3MiB", "chunk": "64KiB"},
     "offloaded": {"placement": "infinity-nvme", "activations": "offload"},
-    "chosen": {"placement": "nvme", "activations": "auto", "device_memory": "1MiB"},
+    "chosen": {"placement": "nvme", "activations": "auto", "device_memory": "400KiB"},
 }
 
 
@@ -135,11 +151,11 @@ def test_the_models_own_checkpoints_and_random_numbers(tmp_path: Path, activatio
 
 def test_one_line_and_a_plan_each_for_training_and_evaluation(tmp_path: Path):
     options = {"placement": "infinity-nvme", "prefetch": (0, 1, 1)}
-    training = zinf_fx.export_plan(gpt(device="meta"), batch(device="meta"), **options)
+    training = zinf_fx.export_plan(meta(), batch(device="meta"), **options)
     with torch.no_grad():
-        evaluation = zinf_fx.export_plan(gpt(device="meta"), batch(device="meta"), **options)
+        evaluation = zinf_fx.export_plan(meta(), batch(device="meta"), **options)
     assert [g.kind for g in training.graphs + evaluation.graphs] == ["forward", "backward", "inference"]
-    plain, model = gpt(), gpt()
+    plain, model = Layers(), Layers()
     with no_planning():
         compiled = torch.compile(
             model, backend="zinf", options={"plan": [training, evaluation], "store": tmp_path, "checksum": False}
@@ -158,16 +174,16 @@ def test_one_line_and_a_plan_each_for_training_and_evaluation(tmp_path: Path):
         assert torch.equal(one.grad.full_tensor(), other.grad)
 
 
-class Other(GPT):
+class Other(Layers):
     """The same parameters; something else is computed."""
 
-    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        return super().logits(tokens).tanh()
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens, targets).tanh()
 
 
-def meta(kind: type[GPT] = GPT, **fields: int) -> GPT:
+def meta(kind: type[Layers] = Layers, **fields: int) -> Layers:
     with torch.device("meta"):
-        return kind(dataclasses.replace(CONFIG, **fields))
+        return kind(**fields)
 
 
 def exported(model: nn.Module, rows: int = 4, **options: object) -> Plan:
@@ -182,10 +198,10 @@ def plan_of_the_model() -> Plan:
 REFUSED = {
     "fewer layers": (
         lambda: exported(meta(layers=1)),
-        r"blocks\.1.*that of the plan: input 15: parameter 'norm.weight'",
+        r"that of the plan: input",
     ),
     "wider": (lambda: exported(meta(hidden=128)), r"128, 64\].*128, 128\]"),
-    "another dtype": (lambda: exported(gpt(torch.bfloat16, "meta")), "f32.*bf16"),
+    "another dtype": (lambda: exported(meta().bfloat16()), "f32.*bf16"),
     "another batch": (lambda: exported(meta(), rows=2), r"i64\[4, 32\].*i64\[2, 32\]"),
     "another computation": (lambda: exported(meta(kind=Other)), "that of the plan: aten.tanh"),
     "another version": (
@@ -203,7 +219,7 @@ def changed(plan: Plan, **fields: str) -> Plan:
 @pytest.mark.parametrize("name", named(REFUSED, REFUSED.keys() - {"wider", "another dtype"}))
 def test_refused_before_anything_is_changed(tmp_path: Path, name: str):
     make, difference = REFUSED[name]
-    model = gpt()
+    model = Layers()
     before = [p.clone() for p in model.parameters()]
     compiled = torch.compile(model, backend="zinf", options={"plan": make(), "store": tmp_path})
     with refusal(PlanError, difference):
@@ -222,7 +238,7 @@ def test_refused_before_anything_is_changed(tmp_path: Path, name: str):
     ],
 )
 def test_other_options_than_the_plans_are_refused(tmp_path: Path, offload: dict, options: dict, difference: str):
-    model = zinf_fx.offload(gpt(), store=tmp_path, **offload)
+    model = zinf_fx.offload(Layers(), store=tmp_path, **offload)
     compiled = torch.compile(model, backend="zinf", options={"plan": plan_of_the_model(), **options})
     with refusal(ConfigError if options else PlanError, difference):
         compiled(*batch())
@@ -235,7 +251,7 @@ def test_a_changed_schedule_is_refused_by_its_first_event(tmp_path: Path):
     number = next(n for n, e in enumerate(events) if e.kind == "release" and e.operator == 1)
     events[number] = dataclasses.replace(events[number], operator=0)
     tampered = dataclasses.replace(forward, operators=forward.operators, events=tuple(events))
-    model = zinf_fx.offload(gpt(), plan.config, store=tmp_path)
+    model = zinf_fx.offload(Layers(), plan.config, store=tmp_path)
     given = dataclasses.replace(plan, graphs=(tampered, backward))
     with refusal(PlanError, "the plan has a release in operator 0 of the forward graph, and here it is in 1"):
         torch.compile(model, backend="zinf", options={"plan": given})(*batch())
@@ -250,17 +266,17 @@ def test_what_is_no_plan_is_refused(tmp_path: Path):
     ):
         torch._dynamo.reset()
         with refusal(error, text):
-            torch.compile(gpt(), backend="zinf", options={"plan": option, "store": tmp_path})(*batch())
+            torch.compile(Layers(), backend="zinf", options={"plan": option, "store": tmp_path})(*batch())
 
 
 def test_a_graph_of_any_size_is_refused_and_a_plan_for_each_size_is_followed(tmp_path: Path):
     """When torch.compile sees another size, it leaves sizes open, unless it is told not to."""
     plans = [plan_of_the_model(), exported(meta(), rows=2)]
-    plain = gpt()
+    plain = Layers()
     for dynamic in (None, False):
         torch._dynamo.reset()
         (store := tmp_path / str(dynamic)).mkdir()
-        model = zinf_fx.offload(gpt(), store=store, placement="nvme")
+        model = zinf_fx.offload(Layers(), store=store, placement="nvme")
         compiled = torch.compile(model, backend="zinf", options={"plan": plans}, dynamic=dynamic)
         assert torch.equal(compiled(*batch()), plain(*batch()))
         if dynamic is None:
@@ -271,7 +287,7 @@ def test_a_graph_of_any_size_is_refused_and_a_plan_for_each_size_is_followed(tmp
 
 
 def test_a_plan_for_training_is_none_for_evaluation(tmp_path: Path):
-    model = zinf_fx.offload(gpt(), store=tmp_path, placement="nvme")
+    model = zinf_fx.offload(Layers(), store=tmp_path, placement="nvme")
     compiled = torch.compile(model, backend="zinf", options={"plan": plan_of_the_model()})
     with torch.no_grad(), refusal(PlanError, "called without gradients, and no plan given is for that"):
         compiled(*batch())

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from gpt import GPT, GPTConfig, default_dtype
 
 STEPS = 20
-CONFIG = GPTConfig(layers=2, hidden=32, heads=2, context=16, vocabulary=64, tied=True)
+CONFIG = GPTConfig(layers=1, hidden=32, heads=2, context=16, vocabulary=64, tied=True)
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

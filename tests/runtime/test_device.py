@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, GPTConfig, default_dtype
 from master_adamw import adamw
 
-CONFIG = GPTConfig(layers=2, hidden=32, heads=2, context=16, vocabulary=64, tied=True)
+CONFIG = GPTConfig(layers=1, hidden=32, heads=2, context=16, vocabulary=64, tied=True)
 PLACEMENTS = {
     "device": "device",
     "host": "host",
