@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from gate import slow
 
 TRAIN = """
 import sys, torch, zinf_fx
@@ -38,7 +39,7 @@ def _interrupt(training: subprocess.Popen, signals: int) -> str:
     raise AssertionError("the training goes on after 8 interrupts")
 
 
-@pytest.mark.parametrize(("steps", "signals"), [(1, 1), (3, 2)])
+@pytest.mark.parametrize(("steps", "signals"), [slow(1, 1), (3, 2)])
 def test_ctrl_c_leaves_no_scratch_directory(tmp_path: Path, steps: int, signals: int):
     training = subprocess.Popen(
         [sys.executable, "-c", TRAIN, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
