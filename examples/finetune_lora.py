@@ -2,10 +2,11 @@
 
 python examples/finetune_lora.py                                   # a small random Llama over the standard library
 python examples/finetune_lora.py --size 7b --length 256            # a random one of 6.7 billion parameters
-python examples/finetune_lora.py Llama-3.1-8B --text book.txt --store /mnt/nvme --output my-adapter
+python examples/finetune_lora.py Llama-3.1-8B --text book.txt --store /mnt/nvme --base /mnt/nvme/llama-nf4
 
-A checkpoint is a directory that `from_pretrained` reads; it goes to the store quantised, tensor by tensor. A random
-base has no tokenizer, and reads bytes. Needs peft: pip install -e '.[test,clients]'.
+A checkpoint is a directory that `from_pretrained` reads; it goes to the store quantised, tensor by tensor. With --base,
+that is done once: later jobs, also at the same time, read the quantised base where it is. A random one has no
+tokenizer, and reads bytes. Needs peft: pip install -e '.[test,clients]'.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
+import accelerate
+import peft
 import torch
+import transformers
 from corpus import CorpusError, load_corpus
 from gpt import default_dtype
 from resident import peak_resident_bytes, resident_bytes
@@ -38,34 +42,41 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 BYTES = 256
 
 
-def random_base(size: str, length: int) -> torch.nn.Module:
-    """A Llama over bytes with random weights. Its head is as wide as Llama's, so that a step costs as much."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    vocabulary = 32000 if size != "tiny" else BYTES
-    config = LlamaConfig(vocab_size=vocabulary, max_position_embeddings=length, use_cache=False, **SIZES[size])
-    with default_dtype(torch.bfloat16):
-        return LlamaForCausalLM(config)
+def configuration(args: argparse.Namespace) -> transformers.PretrainedConfig:
+    """Of the checkpoint, or of a Llama over bytes, whose head is as wide as Llama's, so that a step costs as much."""
+    if args.checkpoint is not None:
+        return transformers.AutoConfig.from_pretrained(args.checkpoint)
+    vocabulary = 32000 if args.size != "tiny" else BYTES
+    return transformers.LlamaConfig(vocab_size=vocabulary, use_cache=False, **SIZES[args.size])
 
 
-def base_and_tokens(args: argparse.Namespace) -> tuple[torch.nn.Module, torch.Tensor]:
-    """The frozen model, stored in the format, and the text as token ids, 1-D."""
-    text = load_corpus(args.text).training
-    where = {} if args.store is None else {"store": args.store}
-    with zinf_fx.offloading(placement="nvme", frozen_dtype=args.frozen, **where):
-        if args.checkpoint is None:
-            torch.manual_seed(args.seed)
-            model = random_base(args.size, args.length)
+def frozen_base(args: argparse.Namespace) -> torch.nn.Module:
+    """The model, quantised on disk: attached where it was kept, else loaded or made, and kept."""
+    options = {"placement": "nvme", "host_memory": args.host_memory}
+    options |= {} if args.store is None else {"store": args.store}
+    if args.base is not None and args.base.exists():
+        with accelerate.init_empty_weights(include_buffers=False), default_dtype(torch.bfloat16):
+            model = transformers.AutoModelForCausalLM.from_config(configuration(args))
+        return zinf_fx.attach_base(model, args.base, **options)
+    with zinf_fx.offloading(frozen_dtype=args.frozen, **options):
+        if args.checkpoint is not None:
+            model = transformers.AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype=torch.bfloat16)
         else:
-            from transformers import AutoModelForCausalLM
+            torch.manual_seed(args.seed)
+            with default_dtype(torch.bfloat16):
+                model = transformers.AutoModelForCausalLM.from_config(configuration(args))
+    if args.base is not None:
+        zinf_fx.save_checkpoint(args.base, model)
+    return model
 
-            model = AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype=torch.bfloat16)
+
+def token_ids(args: argparse.Namespace) -> torch.Tensor:
+    """The text, 1-D."""
+    text = load_corpus(args.text).training
     if args.checkpoint is None:
-        return model, text.long()
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
-    return model, torch.tensor(tokenizer(bytes(text.tolist()).decode(errors="replace"))["input_ids"])
+        return text.long()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.checkpoint)
+    return torch.tensor(tokenizer(bytes(text.tolist()).decode(errors="replace"))["input_ids"])
 
 
 def batches(tokens: torch.Tensor, batch: int, length: int, seed: int) -> Callable[[], torch.Tensor]:
@@ -81,8 +92,6 @@ def batches(tokens: torch.Tensor, batch: int, length: int, seed: int) -> Callabl
 
 def adapted(base: torch.nn.Module, rank: int) -> torch.nn.Module:
     """The base with an adapter beside each linear layer of its blocks, in fp32 as peft makes it."""
-    import peft
-
     return peft.get_peft_model(base, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=TARGETS))
 
 
@@ -131,6 +140,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--rank", type=int, default=16, help="of the adapters")
     parser.add_argument("--text", type=Path, help="a file; without one, Python's standard library")
     parser.add_argument("--store", type=Path, help="an existing directory on the disk to use; default: zinf_fx's own")
+    parser.add_argument("--base", type=Path, help="directory that keeps the quantised base, for any number of jobs")
+    parser.add_argument("--host-memory", help="budget for tiles in memory, such as 512MiB; default: no limit")
     parser.add_argument("--output", type=Path, default=Path("adapter"), help="directory for the trained adapter")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=4, help="sequences per step")
@@ -144,8 +155,8 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     try:
-        base, tokens = base_and_tokens(args)
-    except (CorpusError, ZinfError, ImportError, OSError) as error:
+        tokens, base = token_ids(args), frozen_base(args)
+    except (CorpusError, ZinfError, OSError) as error:
         print(f"finetune_lora: {error}", file=sys.stderr)
         return 1
     args.stored = zinf_fx.stats(base).bytes_written

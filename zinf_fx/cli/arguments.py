@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from zinf_fx.config import ACTIVATIONS, PRESETS, parse_count, parse_positive
+from zinf_fx.config import ACTIVATIONS, PRESETS, FrozenDtype, parse_count, parse_positive
 from zinf_fx.native.engine import provider_names
 from zinf_fx.plan import hardware
 
@@ -258,6 +258,9 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
         "--activations",
         metavar="POLICY",
         help=f"{', '.join(ACTIVATIONS)}, or a number of layers between two checkpoints (default: keep)",
+    )
+    parser.add_argument(
+        "--frozen-dtype", choices=get_args(FrozenDtype), help="format of frozen matrices (default: as they are)"
     )
     parser.add_argument("--no-residency", action="store_true", help="move tiles for every use, whatever room there is")
     parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks that train together (default: 1)")

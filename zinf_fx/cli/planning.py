@@ -91,5 +91,6 @@ _READ: dict[str, Callable[[str], object]] = {
     "host_memory": str,
     "tile": lambda text: None if text == "none" else text,
     "pack": lambda text: None if text == "none" else text,
+    "frozen_dtype": str,
     "activations": lambda text: int(text) if text.isdecimal() and len(text) < 19 else text,
 }

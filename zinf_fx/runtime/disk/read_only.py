@@ -12,6 +12,7 @@ from typing import NoReturn
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import READ, Engine, File, FileTicket, direct_alignment, is_direct
 from zinf_fx.runtime.memory.freelist import round_up
+from zinf_fx.runtime.memory.leases import Ticket
 from zinf_fx.runtime.recorder import RECORDER
 from zinf_fx.sizes import PAGE
 
@@ -73,6 +74,16 @@ def _close(files: dict[bool, File], descriptors: list[int]) -> None:
         os.close(descriptors.pop())
 
 
+class _NothingToRead:
+    """The ticket of a transfer without bytes."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
 class FileExtent:
     """Consecutive bytes of a read-only file, in the place of space in a store."""
 
@@ -89,8 +100,10 @@ class FileExtent:
         """Of the file."""
         return self._file.path
 
-    def read(self, address: int, offset: int, nbytes: int, *, owner: object = None) -> FileTicket:
-        """As `Store.read`. What is asked for behind the end is left as it is."""
+    def read(self, address: int, offset: int, nbytes: int, *, owner: object = None) -> Ticket:
+        """As `Store.read`. What is asked for behind the end, as padding is, is left as it is."""
+        if offset >= self._nbytes:
+            return _NothingToRead()
         return self._file.read(address, self._offset + offset, min(nbytes, self._nbytes - offset), owner)
 
     def write(self, address: int, offset: int, nbytes: int, *, owner: object = None) -> NoReturn:

@@ -1,0 +1,56 @@
+"""A quantised base that two ranks share: each has, and reads, its part of the bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from ranks.launching import on_ranks
+from test_base import meta, saved
+from test_frozen_formats import base_of, built, in_memory
+from torch.nn.parallel import DistributedDataParallel
+
+import zinf_fx
+
+
+def trained(rank: int, run: Any, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Losses of three steps over this rank's batches, and what was trained then."""
+    generator = torch.Generator().manual_seed(10 + rank)
+    optimizer, losses = torch.optim.AdamW(parameters, lr=0.05, fused=True), []
+    for _ in range(3):
+        loss = run(torch.randint(16, (4, 8), generator=generator))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    stored = (p.full_tensor() if isinstance(p, zinf_fx.StoredTensor) else p.detach() for p in parameters)
+    return [*losses, *stored]
+
+
+def compared(rank: int, base: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    model = zinf_fx.offload(built(), placement="nvme", frozen_dtype="nf4")
+    plain = in_memory(built(), model)
+    held = sum(tensor.storage.bytes.nbytes for tensor in base_of(model).values())
+    whole = sum(tensor.storage.numel for tensor in base_of(model).values())
+    found["held"] = held, whole
+    mine = [p for p in model.parameters() if p.requires_grad]
+    theirs = [p for p in plain.parameters() if p.requires_grad]
+    ours = trained(rank, torch.compile(model, backend="zinf"), mine)
+    expected = trained(rank, DistributedDataParallel(plain), theirs)
+    found["differences"] = max(float((a - b).abs().max()) for a, b in zip(ours, expected, strict=True))
+    torch._dynamo.reset()
+    attached = zinf_fx.attach_base(meta(), base)
+    with torch.no_grad():
+        loss = torch.compile(attached, backend="zinf")(torch.arange(16).view(2, 8))
+        found["attached"] = bool(torch.equal(loss, in_memory(built(), attached)(torch.arange(16).view(2, 8))))
+    return found
+
+
+def test_each_rank_has_its_part_of_the_bytes(tmp_path: Path):
+    for found in on_ranks(2, compared, str(saved(tmp_path, "nf4"))):
+        held, whole = found["held"]
+        assert whole // 2 <= held <= whole // 2 + 4 * 4096
+        assert found["differences"] < 1e-5
+        assert found["attached"]
