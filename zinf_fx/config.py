@@ -271,6 +271,11 @@ class Config:
         return not os.environ.get("ZINF_STORE") and self.store == _default_store()
 
     @property
+    def stage(self) -> Stage:
+        """Of ZeRO: what is partitioned."""
+        return 3 if self.placement == "auto" else self.placement.stage
+
+    @property
     def activation_tier(self) -> Tier:
         """Where saved activations live between forward and backward."""
         placement = self.placement

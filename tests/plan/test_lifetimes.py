@@ -24,7 +24,8 @@ MEANS = {
 
 
 def tile(index: int, rows: int = 4, tier: str = "nvme", gradient_tier: str | None = "nvme") -> Tile:
-    return Tile(index, "abcdef"[index], (rows, 256), torch.float32, tier, gradient_tier)
+    states = None if gradient_tier is None else "nvme"
+    return Tile(index, "abcdef"[index], (rows, 256), torch.float32, tier, gradient_tier, state_tier=states)
 
 
 def events(text: str) -> tuple[Event, ...]:

@@ -107,8 +107,8 @@ def overlap(plan: dict) -> None:
 
 BROKEN: dict[str, tuple[Callable[[dict], object], str]] = {
     "no format": (lambda p: p.pop("format"), "no plan: it has no field"),
-    "schema of tomorrow": (lambda p: p.update(schema=4), "has schema 4, and this version"),
-    "schema of yesterday": (lambda p: p.update(schema=1), "has schema 1, and .* reads 3: export it again"),
+    "schema of tomorrow": (lambda p: p.update(schema=5), "has schema 5, and this version"),
+    "schema of yesterday": (lambda p: p.update(schema=1), "has schema 1, and .* reads 4: export it again"),
     "schema as text": (lambda p: p.update(schema="1"), "has schema str"),
     "missing field": (lambda p: p.pop("config"), "'config' is missing"),
     "missing option": (
@@ -155,6 +155,7 @@ BROKEN: dict[str, tuple[Callable[[dict], object], str]] = {
     "no such event": (lambda p: event("fetch")(p).update(kind="exec"), "'exec' is none of fetch, upload"),
     "no such dtype": (lambda p: p["graphs"][0]["tiles"][0].update(dtype="os"), "'os' is no dtype"),
     "no such tier": (lambda p: p["graphs"][0]["tiles"][0].update(tier="cloud"), "'cloud' is none of device"),
+    "a gradient without states": (lambda p: p["graphs"][0]["tiles"][0].pop("state_tier"), "and states on None"),
     "huge tile": (lambda p: p["graphs"][0]["tiles"][0].update(shape=[2**40, 2**40]), "more bytes than any memory"),
     "endless shape": (lambda p: p["graphs"][0]["tiles"][0].update(shape=[2] * 1000), "has 1000 dimensions"),
     "negative shape": (lambda p: p["graphs"][0]["tiles"][0].update(shape=[-1]), r"shape\[0\]=-1 is less than 0"),

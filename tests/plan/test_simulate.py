@@ -226,7 +226,8 @@ SECONDS = {("forward", 0): 1.0, ("backward", 0): 2.0}
 
 def training(gradient_tier: str = "nvme", turn: bool = False) -> Plan:
     """One operator each way."""
-    tile = Tile(0, "w", (BLOCK,), torch.bfloat16, "nvme", gradient_tier, ranks=2, shard=BLOCK // 2, partitioned=True)
+    shards = {"ranks": 2, "shard": BLOCK // 2, "partitioned": True}
+    tile = Tile(0, "w", (BLOCK,), torch.bfloat16, "nvme", gradient_tier, state_tier="nvme", **shards)
     operators = (Operator(0, "mm", 1),)
     there = [Event(kind, 0, HEAD) for kind in JOURNEY]
     ahead = [Event(kind, 0, 0, turn=True) for kind in JOURNEY] if turn else []
@@ -275,16 +276,17 @@ def test_a_step_that_overlaps_begins_with_the_optimizer_of_the_one_before():
     assert max(end for _, end in times.values()) == 37  # as long as one after the other: there is but one parameter
 
 
-def of_parameters(count: int, nbytes: int = 2 * BLOCK) -> Plan:
+def of_parameters(count: int, nbytes: int = 2 * BLOCK, state_tier: str = "nvme") -> Plan:
     """So many operators each way, each with a parameter of its own in host memory; a chunk of states for each."""
-    tiles = tuple(Tile(i, f"w{i}", (nbytes // 2,), torch.bfloat16, "host", "host") for i in range(count))
+    shape, where = (nbytes // 2,), {"tier": "host", "gradient_tier": "host", "state_tier": state_tier}
+    tiles = tuple(Tile(i, f"w{i}", shape, torch.bfloat16, **where) for i in range(count))
     operators = tuple(Operator(i, "mm", 1) for i in range(count))
     found = []
     for kind in ("forward", "backward"):
         stages = (*JOURNEY, "wait", "release", *(("reduce_scatter", "offload") if kind == "backward" else ()))
         events = tuple(Event(stage, i, i) for i in range(count) for stage in stages)
         found.append(GraphSchedule(kind, tiles, operators, events))
-    config = Config(placement={"parameters": "host", "gradients": "host", "optimizer": "nvme"})
+    config = Config(placement={"parameters": "host", "gradients": "host", "optimizer": state_tier})
     return Plan(tuple(found), config, regions=MemoryRegions(chunk_elements=nbytes // 2))
 
 
@@ -333,8 +335,7 @@ def test_an_optimizer_takes_the_rate_measured_for_it():
 
 
 def test_an_optimizer_on_the_device_takes_that_memorys_rate_whatever_the_cpus_update():
-    plan = of_parameters(1)
-    plan = replace(plan, config=Config(placement={"parameters": "host", "gradients": "host", "optimizer": "device"}))
+    plan = of_parameters(1, state_tier="device")
     one = replace(ONE, device=Memory(1 << 30, 12 * BLOCK, 6 * BLOCK), updates=BLOCK / 5)
     seconds = {("forward", 0): 1.0, ("backward", 0): 1.0}
     of_updates = lambda found: [job.seconds for job in found.jobs if job.kind == "update"]  # noqa: E731

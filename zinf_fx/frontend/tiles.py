@@ -59,6 +59,7 @@ def tiles_of(
             dtype=base.dtype,
             tier=base.tier if placement is None else placement.parameters,
             gradient_tier=config.placement.gradients if moves else None,
+            state_tier=config.placement.optimizer if moves else None,
             ranks=ranks,
             shard=shards.size if shards else 0,
             partitioned=ranks > 1 and config.placement.stage == 3,
@@ -71,7 +72,7 @@ def tiles_of(
 
 def _treated(config: Config) -> Hashable:
     """The options that say what becomes of a parameter's gradients and states, besides what its tile says."""
-    return config.placement.stage, config.placement.optimizer, config.gradient_reduction, config.reduce_dtype
+    return config.stage, config.gradient_reduction, config.reduce_dtype
 
 
 def gradient_positions(joint: fx.Graph, tiles: dict[str, Tile], num_fwd_outputs: int) -> dict[int, str]:

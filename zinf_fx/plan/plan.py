@@ -15,7 +15,7 @@ from zinf_fx.plan.journeys import Journeys
 from zinf_fx.plan.schedule import GraphKind, GraphSchedule, MemoryRegions, Tile
 
 FORMAT = "zinf_fx plan"
-SCHEMA = 3
+SCHEMA = 4
 """Version of the fields of a plan file: another one for every change of them."""
 
 
@@ -95,8 +95,7 @@ class Plan:
     @property
     def stage(self) -> int:
         """Of ZeRO: what is partitioned."""
-        placement = self.config.placement
-        return 3 if placement == "auto" else placement.stage  # only a model without stored parameters keeps "auto"
+        return self.config.stage
 
     @property
     def replicas(self) -> int:

@@ -45,7 +45,7 @@ def saved(plan: Plan) -> Saved:
         if tile.gradient_tier is not None:
             nbytes = count * sum(state_bytes(size))
             states[state_dtype(dtype, size)] += nbytes
-            in_store += nbytes * (plan.config.placement.optimizer == "nvme")
+            in_store += nbytes * (tile.state_tier == "nvme")
     return Saved(dict(parameters), dict(states), in_store)
 
 

@@ -45,6 +45,7 @@ class Tile:
         name: the parameter's qualified name, as in `named_parameters()`.
         tier: where it lives between uses.
         gradient_tier: where its gradient goes; None when the graph computes none for it.
+        state_tier: where the optimizer's states of it live; None when the graph computes no gradient for it.
         rows: first row of the parameter and the one behind the last, when the parameter has several tiles.
         activation: whether it is an activation: as flat as it lies in memory, and other values in every step.
         ranks: how many it is divided over; of an activation, those of tensor parallelism.
@@ -79,6 +80,7 @@ class Tile:
     segment: Natural = 0
     owned: bool = False
     members: tuple[Member, ...] = ()
+    state_tier: Tier | None = None
 
     @cached_property
     def label(self) -> str:

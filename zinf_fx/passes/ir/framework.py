@@ -122,12 +122,12 @@ class GraphContext:
     @property
     def living(self) -> HostUse:
         """The states, and the activations that left, that live in host memory."""
-        return living_on("host", self.config.placement, self.tiles.values())
+        return living_on("host", self.tiles.values(), self.config.stage)
 
     @property
     def living_on_device(self) -> HostUse:
         """The states that live on the device."""
-        return living_on("device", self.config.placement, self.tiles.values())
+        return living_on("device", self.tiles.values(), self.config.stage)
 
     @property
     def gradient_buffer(self) -> int:
@@ -135,7 +135,7 @@ class GraphContext:
         if self.kind != "backward":
             return 0
         trained = [tile for token in self.gradients.values() for tile in self.tiles_of(token).values()]
-        return gradient_buffer(trained, self.limit, self.config.placement.stage if trained else 0)
+        return gradient_buffer(trained, self.limit, self.config.stage)
 
     @property
     def activation_buffer(self) -> int:
@@ -177,7 +177,7 @@ class GraphContext:
         """All tiles, as events refer to them: the schedules of a step share it."""
         trains = self.kind != "inference"
         return tuple(
-            replace(tile, index=number, gradient_tier=tile.gradient_tier if trains else None)
+            replace(tile, index=number) if trains else replace(tile, index=number, gradient_tier=None, state_tier=None)
             for number, tile in enumerate(tile for token in self.tiles for tile in self.tiles_of(token).values())
         )
 

@@ -20,8 +20,8 @@ class PackParameters(Pass):
     """Put small parameters of one kind together in packs of at most `limit` bytes, in the order of their first use. In
     a pack that is divided over ranks, they come in the order in which they were made, in which their shards are read.
 
-    Of one kind are those with the same dtype, device and tier, of which the graph computes gradients for the same tier,
-    or none, and that the same ranks train with the same options. What is alone stays as it is; so does what doesn't
+    Of one kind are those with the same dtype, device and tier, of which the graph computes gradients for the same tier
+    and for states on the same tier, or none, and that the same ranks train with the same options. What is alone stays as it is; so does what doesn't
     move (see `may_be_packed`), or is written to by the graph. A pack is gathered as one tile, of which each parameter
     is a `member`, and its gradients leave together.
     """
@@ -47,7 +47,8 @@ class PackParameters(Pass):
             tile, device = context.tiles[token], gather.args[3]
             trained = token in differentiated
             if token not in context.written and may_be_packed(tile, device.type, trained):
-                kind = (tile.dtype, tile.tier, device, tile.gradient_tier, trained, context.treatments.get(token))
+                tiers = (tile.tier, tile.gradient_tier, tile.state_tier)
+                kind = (tile.dtype, device, *tiers, trained, context.treatments.get(token))
                 several.append((token, kind, nbytes_in_pack(tile.numel, tile.dtype, tile.ranks * tile.shard)))
         packs = in_packs(several, self.limit)
         made = {token: number for number, token in enumerate(context.made) if context.tiles[token].ranks > 1}

@@ -111,12 +111,14 @@ class Update:
     """What a step of Adam does to one parameter, or to those of one pack, on one rank.
 
     Attributes:
+        on_device: whether the device updates them, where their states live.
         elements: that this rank updates.
         states: bytes of fp32 states that the arithmetic reads, and writes.
         read, written: bytes from NVMe, and to it.
     """
 
     name: str
+    on_device: bool
     elements: int
     states: int
     read: int
@@ -147,19 +149,20 @@ def updates(plan: Plan) -> list[Update]:
         counts = tile.updated_elements(plan.stage)
         value = sum(blocks(elements * tile.dtype.itemsize) for elements in counts)
         states = [elements * nbytes for elements in counts for nbytes in state_bytes(tile.dtype.itemsize)]
-        stored = sum(map(blocks, states)) if plan.config.placement.optimizer == "nvme" else 0
+        stored = sum(map(blocks, states)) if tile.state_tier == "nvme" else 0
         read = stored + (value if tile.gradient_tier == "nvme" else 0)
         read += value if tile.tier == "nvme" and not has_master(tile.dtype.itemsize) else 0
         written = stored + (value if tile.tier == "nvme" else 0)
-        found.append(Update(tile.name, sum(counts), sum(states), read, written))
+        found.append(Update(tile.name, tile.state_tier == "device", sum(counts), sum(states), read, written))
     return found
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What an optimizer's step updates at a time: elements and bytes as in `Update`, of the parameters `names`, the
-    last of which goes on in the next chunk if it is not among those that `ends` with this one."""
+    """What an optimizer's step updates at a time, in one place: elements and bytes as in `Update`, of the parameters
+    `names`, the last of which goes on in the next chunk if it is not among those that `ends` with this one."""
 
+    on_device: bool
     elements: int
     states: int
     read: int
@@ -171,25 +174,26 @@ class Chunk:
 def chunks(plan: Plan) -> list[Chunk]:
     """An optimizer's step, in the order in which forward needs what it updates."""
     size = plan.regions.chunk_elements or plan.config.chunk // STATE_BYTES
-    pieces: defaultdict[int, list[tuple[Update, int, int]]] = defaultdict(list)  # by chunk, from one element to another
-    begin = 0
+    # By place and chunk there, from one element to another.
+    pieces: defaultdict[tuple[bool, int], list[tuple[Update, int, int]]] = defaultdict(list)
+    ends = {True: 0, False: 0}
     for update in updates(plan):
-        end = begin + update.elements
+        begin = ends[update.on_device]
+        end = ends[update.on_device] = begin + update.elements
         for number in range(begin // size, max(-(-end // size), begin // size + 1)):
             start, stop = max(number * size, begin), min((number + 1) * size, end)
-            pieces[number].append((update, start - begin, stop - begin))
-        begin = end
-    return [_chunk(each) for each in pieces.values()]
+            pieces[update.on_device, number].append((update, start - begin, stop - begin))
+    return [_chunk(on_device, each) for (on_device, _), each in pieces.items()]
 
 
-def _chunk(pieces: list[tuple[Update, int, int]]) -> Chunk:
+def _chunk(on_device: bool, pieces: list[tuple[Update, int, int]]) -> Chunk:
     """A chunk has bytes in proportion to its elements, and all chunks together have exactly all of them."""
     sums = []
     for name in ("elements", "states", "read", "written"):
         whole = [(getattr(update, name), update.elements or 1, start, stop) for update, start, stop in pieces]
         sums.append(sum(nbytes * stop // count - nbytes * start // count for nbytes, count, start, stop in whole))
     ends = (update.name for update, _, stop in pieces if stop == update.elements)
-    return Chunk(*sums, tuple(update.name for update, *_ in pieces), tuple(ends))
+    return Chunk(on_device, *sums, tuple(update.name for update, *_ in pieces), tuple(ends))
 
 
 def phases(plan: Plan) -> Iterator[tuple[str, Traffic]]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import astuple, dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from zinf_fx.adam import STATE_BYTES, has_master, state_bytes
-from zinf_fx.config import Config, Placement, Tier
+from zinf_fx.config import Config, Tier
 from zinf_fx.plan.intervals import sums
 from zinf_fx.plan.memory.accounting import AT_A_TIME, CHUNKS_IN_MEMORY, trained_in, whole_parameters
 from zinf_fx.plan.memory.lifetimes import Clock, host_buffers, profile
@@ -67,18 +67,16 @@ def write_buffer(sizes: Collection[int], budget: int | None) -> int:
     return max(max(sizes, default=0), min(limit, sum(sizes)))
 
 
-def living_on(tier: Tier, placement: Placement | Literal["auto"], tiles: Collection[Tile]) -> HostUse:
-    """What of a model's states lives in a memory at the end of backward, before any buffer. Each has whole blocks."""
-    if not tiles or placement == "auto":  # only a model without stored parameters is planned with "auto"
-        return HostUse("")
-    stage = placement.stage
+def living_on(tier: Tier, tiles: Collection[Tile], stage: int) -> HostUse:
+    """What of a model's states lives in a memory at the end of backward, before any buffer, at a stage of ZeRO. Each
+    has whole blocks."""
     whole = whole_parameters(tile for tile in tiles if not tile.activation)
     trained = [tile for tile in whole if tile.gradient_tier is not None]
     return HostUse(
         "",
         parameters=sum(blocks(tile.held_nbytes) for tile in whole if tile.tier == tier),
         gradients=sum(blocks(tile.gradient_nbytes(stage)) for tile in trained if tile.gradient_tier == tier),
-        states=sum(_state_bytes(tile, stage) for tile in trained) if placement.optimizer == tier else 0,
+        states=sum(_state_bytes(tile, stage) for tile in trained if tile.state_tier == tier),
         activations=sum(blocks(tile.held_nbytes) for tile in tiles if tile.activation and tile.tier == tier),
     )
 
@@ -112,30 +110,31 @@ def chunk_buffers(
     """
     if not trained:
         return ChunkBuffers()
-    bytes_of = (_bytes_in_chunk(config.placement, tile) for tile in trained)
+    bytes_of = [_bytes_in_chunk(tile) for tile in trained]
     opened, written, scratch = (max(sizes) for sizes in zip(*bytes_of, strict=True))
     chunk = config.chunk // STATE_BYTES if elements is None else elements
     if room is not None:
         chunk = min(chunk, max(room, 0) // max(CHUNKS_IN_MEMORY * (opened + scratch), 1))
     chunk = max(chunk // WINDOW_ALIGNMENT, 1) * WINDOW_ALIGNMENT
-    stage = config.placement.stage
-    updated = [tile.updated_elements(0 if tile.owned else stage) for tile in trained]  # an owner may have all
-    total = sum(-(-elements // WINDOW_ALIGNMENT) * WINDOW_ALIGNMENT for counts in updated for elements in counts)
-    both, three = (min(total, count * chunk) * opened for count in (2, 3))
+    together = 0  # bytes that the update of all takes
+    for tile, (each, *_) in zip(trained, bytes_of, strict=True):
+        counts = tile.updated_elements(0 if tile.owned else config.stage)  # an owner may have all
+        together += sum(-(-elements // WINDOW_ALIGNMENT) * WINDOW_ALIGNMENT for elements in counts) * each
+    both, three = (min(together, count * chunk * opened) for count in (2, 3))
     writing = max(three - both - chunk * (opened - written), 0)
     return ChunkBuffers(chunk, both + min(chunk, AT_A_TIME) * scratch, three - both, writing)
 
 
-def _bytes_in_chunk(placement: Placement, tile: Tile) -> tuple[int, int, int]:
+def _bytes_in_chunk(tile: Tile) -> tuple[int, int, int]:
     """Per element of a parameter, what an update has in buffers, what of it is written back, and fp32 scratch."""
     size = tile.dtype.itemsize
-    written = sum(state_bytes(size)) * (placement.optimizer == "nvme") + size * (tile.tier == "nvme")
+    written = sum(state_bytes(size)) * (tile.state_tier == "nvme") + size * (tile.tier == "nvme")
     return written + size * (tile.gradient_tier == "nvme"), written, STATE_BYTES * has_master(size)
 
 
 def living(plan: Plan) -> HostUse:
     """The states of the plan's parameters that live in host memory."""
-    return living_on("host", plan.config.placement, plan.tiles)
+    return living_on("host", plan.tiles, plan.stage)
 
 
 def plan_chunk_buffers(plan: Plan, elements: int | None = None) -> ChunkBuffers:
@@ -179,7 +178,7 @@ def most(plan: Plan) -> int:
 def staying_on_device(plan: Plan) -> int:
     """Bytes of the device besides what is in flight: what no event moves, the states that live there, and the
     activations that stay there for backward."""
-    return plan.unmoved + living_on("device", plan.config.placement, plan.tiles).total + plan.kept
+    return plan.unmoved + living_on("device", plan.tiles, plan.stage).total + plan.kept
 
 
 def most_on_device(plan: Plan) -> int:

@@ -209,8 +209,8 @@ def _held(plans: Sequence[Plan], placement: Placement, there: Rooms) -> Candidat
         moved = max((flow.device for flow in in_flight), default=0)
         device = max(device, staying_on_device(plan) + moved)
         read = max((flow.host for flow in in_flight), default=0)
-        host = max(host, living_on("host", placement, plan.tiles).total + read + plan.regions.chunks)
-        nvme = max(nvme, living_on("nvme", placement, plan.tiles).total)
+        host = max(host, living_on("host", plan.tiles, plan.stage).total + read + plan.regions.chunks)
+        nvme = max(nvme, living_on("nvme", plan.tiles, plan.stage).total)
     if not there.host:
         device, host = device + host, 0
     needed: dict[Tier, int] = {"device": device, "host": host, "nvme": nvme}

@@ -171,7 +171,7 @@ class _Builder:
     def _seconds_of(self, chunk: Chunk) -> tuple[float, float, float]:
         """To read, update and write."""
         hardware = self._hardware
-        if self._plan.config.placement.optimizer == "device" and not hardware.unified:
+        if chunk.on_device and not hardware.unified:
             update = hardware.device.seconds(chunk.states, chunk.states)
         elif hardware.updates is None:
             update = hardware.host.seconds(chunk.states, chunk.states) * hardware.ranks_per_node
