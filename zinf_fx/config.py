@@ -7,11 +7,12 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from zinf_fx.errors import ConfigError
+from zinf_fx.placement import Placement, PlacementRules, Stage, Tier, parsed_placement
 
 if TYPE_CHECKING:  # it takes seconds to import, and few options need it
     import torch
@@ -19,37 +20,12 @@ if TYPE_CHECKING:  # it takes seconds to import, and few options need it
 Natural = Annotated[int, 0]  # with the least that it may be
 Positive = Annotated[int, 1]
 
-Tier = Literal["device", "host", "nvme"]
-TIERS: tuple[Tier, ...] = get_args(Tier)
-Stage = Literal[0, 1, 2, 3]
 Activations = Literal["keep", "recompute", "offload", "auto"]
 ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
 FrozenDtype = Literal["int8", "nf4", "fp8"]
 Partition = Literal["shards", "owner"]
 Reduction = Literal["mean", "sum"]
 LEAST_CHUNK = 1 << 16
-
-
-@dataclass(frozen=True)
-class Placement:
-    """The tier each kind of model state lives on between uses, and what is partitioned (ZeRO-Infinity, table 2).
-
-    Attributes:
-        stage: of ZeRO, for many ranks. 1: optimizer states are partitioned; 2: gradients, too; 3: parameters, too; 0:
-            every rank has everything, as in data parallelism.
-    """
-
-    parameters: Tier = "device"
-    gradients: Tier = "device"
-    optimizer: Tier = "device"
-    activations: Tier = "device"
-    stage: Stage = 3
-
-    @property
-    def on_nvme(self) -> bool:
-        """Whether any model state lives there."""
-        return "nvme" in (self.parameters, self.gradients, self.optimizer)
-
 
 PRESETS: dict[str, Placement] = {
     # One tier for every model state.
@@ -137,7 +113,10 @@ class Config:
             cache directory.
         placement: where model states live: "auto", a preset's name, or a mapping of `parameters`, `gradients`,
             `optimizer`, `activations` to "device", "host" or "nvme" (kinds left out stay on the device), and `stage` to
-            that of ZeRO: 0 to 3 (default).
+            that of ZeRO: 0 to 3 (default). The first three may differ from parameter to parameter: in the place of a
+            tier stands a list of patterns of qualified names with tiers, as [("*lora*", "device"), ("*", "nvme")], of
+            which the first that matches decides, or a function of a name and its parameter that gives the tier. And
+            `frozen` is the tier of parameters that don't train, where it isn't that of `parameters`.
         device_memory: budget for the states that live on the device, the activations that stay there from forward to
             backward, and tiles and gradients in flight, in bytes or as "4GiB". None: no limit.
         host_memory: budget of the host tier, in bytes or as "4GiB". None: the machine's memory.
@@ -181,7 +160,7 @@ class Config:
     """
 
     store: Path | tuple[Path, ...] | None = None
-    placement: Placement | Literal["auto"] = "auto"
+    placement: Placement | PlacementRules | Literal["auto"] = "auto"
     device_memory: Positive | None = None
     host_memory: Positive | None = None
     prefetch: tuple[Natural, Natural, Natural] | None = (1, 2, 3)
@@ -317,9 +296,9 @@ def _parse_store(value: object) -> Path | tuple[Path, ...]:
     return paths if len(paths) > 1 else paths[0]
 
 
-def _parse_placement(value: object) -> Placement | Literal["auto"]:
-    if isinstance(value, Placement):
-        value = asdict(value)
+def _parse_placement(value: object) -> Placement | PlacementRules | Literal["auto"]:
+    if isinstance(value, (Placement, PlacementRules)):
+        value = {one.name: getattr(value, one.name) for one in fields(value)}
     if isinstance(value, str):
         if value == "auto":
             return "auto"
@@ -328,16 +307,7 @@ def _parse_placement(value: object) -> Placement | Literal["auto"]:
         return PRESETS[value]
     if not isinstance(value, Mapping):
         raise ConfigError(f"placement={value!r} is neither a preset's name nor a mapping of states to tiers")
-    states = [f.name for f in fields(Placement)]
-    for state, tier in value.items():
-        if state not in states:
-            raise ConfigError(f"placement has an unknown state {state!r}; accepted: {', '.join(states)}")
-        if state == "stage":
-            if type(tier) is not int or tier not in get_args(Stage):
-                raise ConfigError(f"placement has stage {tier!r}; accepted: {', '.join(map(str, get_args(Stage)))}")
-        elif tier not in TIERS:
-            raise ConfigError(f"placement of {state} is {tier!r}; accepted: {', '.join(TIERS)}")
-    return Placement(**value)
+    return parsed_placement(value)
 
 
 def _parse_prefetch(value: object) -> tuple[int, int, int] | None:

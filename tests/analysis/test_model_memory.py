@@ -10,7 +10,8 @@ from zinf_fx.analysis import symbols as s
 from zinf_fx.analysis.memory import INFINITY_STATES, ZERO_STATES
 from zinf_fx.analysis.partitioning import PARTITIONED, STATES, largest_model, on_tier, per_device
 from zinf_fx.analysis.symbols import evaluate
-from zinf_fx.config import PRESETS, TIERS
+from zinf_fx.config import PRESETS
+from zinf_fx.placement import TIERS
 
 GPT_2 = {s.layers: 48, s.hidden: 1600, s.heads: 16, s.batch: 32, s.sequence: 1024, s.interval: 1}
 

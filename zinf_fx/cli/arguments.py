@@ -248,7 +248,11 @@ def _clean(commands: argparse._SubParsersAction) -> None:
 
 def _add_planning(parser: argparse.ArgumentParser) -> None:
     """The options that decide what a plan is."""
-    parser.add_argument("--placement", help=f"auto (default), {', '.join(PRESETS)}, or parameters=nvme,gradients=host")
+    parser.add_argument(
+        "--placement",
+        help=f"auto (default), {', '.join(PRESETS)}, or parameters=nvme,gradients=host; by patterns of names, as "
+        "'parameters=*lora*:device;*:nvme'",
+    )
     parser.add_argument("--prefetch", metavar="A,U,F", help="operators ahead: all-gather, upload, fetch; or none")
     parser.add_argument("--device-memory", metavar="SIZE", help="budget of the device, such as 4GiB")
     parser.add_argument("--host-memory", metavar="SIZE", help="budget of the host tier, such as 16GiB")

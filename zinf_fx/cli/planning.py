@@ -63,14 +63,17 @@ def planning_target(options: argparse.Namespace) -> Iterator[dict[str, int]]:
         yield {"world_size": options.world_size, "replicas": options.replicas}
 
 
-def _placement(text: str) -> str | dict[str, str | int]:
+def _placement(text: str) -> str | dict[str, object]:
     if "=" not in text:
         return text
-    found: dict[str, str | int] = {}
+    found: dict[str, object] = {}
     for state, _, tier in (part.partition("=") for part in text.split(",")):
         if state in found:
             raise ConfigError(f"placement={shortened(text)} says twice where {state} live")
-        found[state] = int(tier) if state == "stage" and tier in ("0", "1", "2", "3") else tier
+        if ":" in tier:
+            found[state] = [(pattern, one) for pattern, _, one in (rule.rpartition(":") for rule in tier.split(";"))]
+        else:
+            found[state] = int(tier) if state == "stage" and tier in ("0", "1", "2", "3") else tier
     return found
 
 

@@ -10,8 +10,9 @@ import sympy
 
 from zinf_fx.analysis.partitioning import PARTITIONED, on_tier
 from zinf_fx.analysis.symbols import evaluate
-from zinf_fx.config import PRESETS, TIERS, Tier
+from zinf_fx.config import PRESETS
 from zinf_fx.estimate.workload import Workload
+from zinf_fx.placement import TIERS, Tier
 from zinf_fx.plan.hardware import Hardware
 
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from zinf_fx.config import Config
 from zinf_fx.errors import StoredTensorError
+from zinf_fx.frontend.each_placement import configs_of, placed
 from zinf_fx.frontend.graph_inputs import input_names
 from zinf_fx.frontend.offload import check_storable, is_ordinary, stays
 from zinf_fx.frontend.quantising import form_of, tables_in
@@ -22,7 +23,8 @@ from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter
 def abstract_parameter(
     parameter: torch.nn.Parameter, what: str, config: Config, tables: Collection[int] = ()
 ) -> torch.Tensor:
-    """The parameter as it would be once it is offloaded: stored on the tier that the placement says.
+    """The parameter as it would be once it is offloaded by these options, which are its own; or as it is, if it is
+    stored already.
 
     One that offloading leaves in memory is itself. `what` names it in errors; `tables`: ids of those that are looked up
     by rows.
@@ -31,10 +33,10 @@ def abstract_parameter(
     """
     if stays(parameter):
         return parameter
-    tier = config.placement.parameters
     stored = stored_parameter(parameter)
+    tier = config.placement.parameters if stored is None else stored.base.tier
     if stored is not None:
-        tier = stored.base.tier
+        config = placed(config, stored.base.config.placement)
     elif not parameter.is_meta:
         check_storable(parameter, what)
     elif type(parameter) is not torch.nn.Parameter and not isinstance(parameter, DTensor):
@@ -61,9 +63,10 @@ def abstract_inputs(module: fx.GraphModule, inputs: Sequence[object], config: Co
 
     Raises: StoredTensorError for one that can't be stored, of which meta tensors are.
     """
-    abstract, tables = list(inputs), tables_in(module, inputs)
-    for number, (one, name) in enumerate(zip(inputs, input_names(module), strict=True)):
+    abstract, names, tables = list(inputs), input_names(module), tables_in(module, inputs)
+    configs = configs_of(config, {name: one for name, one in zip(names, inputs, strict=True) if is_ordinary(one)})
+    for number, (one, name) in enumerate(zip(inputs, names, strict=True)):
         if is_ordinary(one):
             check_storable(one, f"parameter '{name}'")
-            abstract[number] = abstract_parameter(one, f"parameter '{name}'", config, tables)
+            abstract[number] = abstract_parameter(one, f"parameter '{name}'", configs[name], tables)
     return abstract

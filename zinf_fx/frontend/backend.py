@@ -24,15 +24,16 @@ from zinf_fx.errors import ConfigError
 from zinf_fx.frontend.abstract import abstract_inputs
 from zinf_fx.frontend.auto_placement import by_rule_here
 from zinf_fx.frontend.capture import Capture
+from zinf_fx.frontend.each_placement import check_rules, contradicted_by, placed, placement_of_all, stored_among
 from zinf_fx.frontend.given_plan import check_offloaded, options_with, plans_given
 from zinf_fx.frontend.graph_inputs import input_names
 from zinf_fx.frontend.offload import decided, is_ordinary, note_staying, offload_parameters
 from zinf_fx.frontend.placement import at_first_call
 from zinf_fx.frontend.quantising import tables_in, tables_of
+from zinf_fx.placement import PlacementRules
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.sharding import Groups
 from zinf_fx.runtime.ranks import Ranks
-from zinf_fx.runtime.tensor.local_parameter import stored_parameter
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.tensor_parallel import check_not_sharded
 from zinf_fx.sizes import in_words
@@ -74,8 +75,8 @@ def zinf(
     options = options_with(plans, options)
     requested = Config.of(None, options)
     plain = [value for value in inputs if is_ordinary(value)]
-    stored = next((p for p in map(stored_parameter, inputs) if p is not None), None)
-    in_force = requested if stored is None else _config_in_force(stored, options, requested, plans)
+    stored = stored_among(zip(input_names(module), inputs, strict=True))
+    in_force = _config_in_force(stored, options, requested, plans) if stored else requested
     if not _in_ddp(requested) and plain:
         _check_ranks_are_given(in_force, plain)
         beside = Config.of(in_force, {"placement": requested.placement})  # like those that are stored, but for where
@@ -84,7 +85,7 @@ def zinf(
         if many or requested.placement != "auto" or config.placement != PRESETS["device"]:
             return _offloaded(module, inputs, config, plans)
     # A graph without parameters concerns no other rank, which may have no such graph.
-    return Capture(module, inputs, in_force, plans, groups=Groups() if stored is None else None).compile()
+    return Capture(module, inputs, in_force, plans, groups=None if stored else Groups()).compile()
 
 
 def _check_ranks_are_given(requested: Config, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -99,20 +100,22 @@ def _check_ranks_are_given(requested: Config, parameters: Sequence[torch.nn.Para
 
 
 def _config_in_force(
-    stored: StoredTensor, options: dict[str, object], requested: Config, plans: Sequence[Plan]
+    stored: Mapping[str, StoredTensor], options: dict[str, object], requested: Config, plans: Sequence[Plan]
 ) -> Config:
-    """The options of the stored parameters, of which `stored` is one, with those given to torch.compile in their
-    place."""
-    config = stored.base.config
-    check_offloaded(plans, config)
+    """The options of the stored parameters, by name, with those given to torch.compile in their place."""
+    first = next(iter(stored.values()))
+    config = first.base.config
+    check_offloaded(plans, stored)
     # Shards of what many ranks train consist of tiles.
-    of_states = (*_OF_STATES, "tile") if stored.storage.share.ranks.shards > 1 else _OF_STATES
+    of_states = (*_OF_STATES, "tile") if first.storage.share.ranks.shards > 1 else _OF_STATES
     for name in of_states:
-        given = getattr(requested, name)
-        if name in options and given not in ("auto", getattr(config, name)):
+        given, found = getattr(requested, name), getattr(config, name)
+        if name == "placement":
+            found = next(filter(None, (contradicted_by(requested, *one) for one in stored.items())), given)
+        if name in options and given not in ("auto", found):
             raise ConfigError(
-                f"options give {name}={options[name]!r}, but the model was offloaded with {getattr(config, name)}: "
-                "give it once, where the model is offloaded"
+                f"options give {name}={options[name]!r}, but the model was offloaded with {found}: give it once, where "
+                "the model is offloaded"
             )
     return Config.of(config, {k: v for k, v in options.items() if k not in of_states})
 
@@ -141,33 +144,54 @@ def _compiled(parent: torch.nn.Module, name: str, module: torch.nn.Module | None
     """A module that `torch.compile` wraps, seen as a whole: Dynamo shows a backend the graphs that it captured, and
     nothing of the code that it left to Python. Functions, and `module.compile()`, make no such wrapper."""
     if name == "_orig_mod" and isinstance(parent, OptimizedModule):
+        parent.register_forward_pre_hook(_about_to_be_called)
         parent.register_forward_hook(_first_called)
+
+
+def _about_to_be_called(optimized: torch.nn.Module, arguments: Any) -> None:
+    """Before the first call of a compiled model: check what no graph of it can tell, that rules of placement are for
+    this model. Raises: ConfigError."""
+    if torch.compiler.is_compiling():  # as a part of another module, whose names the rules are for
+        return
+    placement = (_options_of(optimized) or {}).get("placement")
+    if isinstance(placement, (Mapping, PlacementRules)):
+        check_rules(Config(placement=placement), dict(optimized._orig_mod.named_parameters()))
+    _remove(optimized._forward_pre_hooks, _about_to_be_called)
+
+
+def _options_of(optimized: torch.nn.Module) -> dict[str, Any] | None:
+    """The options of a model that this backend compiles; None: another one does."""
+    callback = getattr(optimized.dynamo_ctx, "callback", None)
+    backend = None if callback is None else innermost_backend(callback)
+    if getattr(backend, "compiler_fn", backend) is not zinf:
+        return None
+    return dict(getattr(backend, "kwargs", {}).get("options") or {})
+
+
+def _remove(hooks: dict[int, Callable[..., Any]], one: Callable[..., Any]) -> None:
+    for number, hook in list(hooks.items()):
+        if hook is one:
+            del hooks[number]
 
 
 def _first_called(optimized: torch.nn.Module, arguments: Any, result: Any) -> None:
     if torch.compiler.is_compiling():  # as a part of another module, which has a first call of its own
         return
-    for number, hook in list(optimized._forward_hooks.items()):
-        if hook is _first_called:
-            del optimized._forward_hooks[number]
-    callback = getattr(optimized.dynamo_ctx, "callback", None)
-    if callback is not None:
-        _store_the_rest(optimized._orig_mod, innermost_backend(callback))
+    _remove(optimized._forward_hooks, _first_called)
+    if (options := _options_of(optimized)) is not None:
+        _store_the_rest(optimized._orig_mod, options)
 
 
-def _store_the_rest(model: torch.nn.Module, backend: object) -> None:
+def _store_the_rest(model: torch.nn.Module, options: dict[str, Any]) -> None:
     """After the first call of a compiled model: store what no graph of it uses, as the same options say.
 
     Dynamo hands over no graph of recurrent layers, of the ninth model of a class with other shapes (its recompile
     limit), and of what the call didn't reach. Such code gathers each stored parameter where it uses it.
     """
-    if getattr(backend, "compiler_fn", backend) is not zinf:
-        return
     present = dict(model.named_parameters())
     rest = {name: one for name, one in present.items() if is_ordinary(one) and not is_lazy(one) and not one.is_meta}
     if not rest:
         return
-    options = dict(getattr(backend, "kwargs", {}).get("options") or {})
     plans = plans_given(options.pop("plan", None))
     config = Config.of(None, options_with(plans, options))
     if _in_ddp(config, model):
@@ -178,9 +202,11 @@ def _store_the_rest(model: torch.nn.Module, backend: object) -> None:
         if alone.nothing_moves:
             return
     nbytes, tables = in_words(sum(parameter.nbytes for parameter in parameters)), tables_of(model.modules())
-    stored = next((p for p in map(stored_parameter, present.values()) if p is not None), None)
-    if stored is not None:
-        offload_parameters(rest, stored.base.config, tables)
+    stored = stored_among(present.items())
+    if stored:
+        like = next(iter(stored.values())).base.config
+        placement = placement_of_all(stored) if config.placement == "auto" else config.placement
+        offload_parameters(rest, placed(like, placement), tables)
         log.info(
             "%d parameters, %s, that no captured graph uses are stored too: %s", len(rest), nbytes, ", ".join(rest)
         )

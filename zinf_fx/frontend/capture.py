@@ -14,14 +14,15 @@ from torch import fx
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._guards import TracingContext, tracing
 
-from zinf_fx.config import Config, Placement
+from zinf_fx.config import Config
 from zinf_fx.frontend.agreement import Agreement
+from zinf_fx.frontend.each_placement import placed, placement_of_all
 from zinf_fx.frontend.equal_values import replicas_of
 from zinf_fx.frontend.given_plan import about_given, plan_for
 from zinf_fx.frontend.graph_inputs import graph_inputs, origin_of, roles_of, unmoved_bytes
 from zinf_fx.frontend.local_inputs import taking_local, traced
 from zinf_fx.frontend.parameter_writes import noted_writes, refusing_lost_writes
-from zinf_fx.frontend.tiles import gradient_positions, placed, tiles_of
+from zinf_fx.frontend.tiles import gradient_positions, tiles_of
 from zinf_fx.machine.rates import measured
 from zinf_fx.passes.activations.replication import mark_equal
 from zinf_fx.passes.following import follow_inference, follow_training
@@ -30,6 +31,7 @@ from zinf_fx.passes.ir.framework import GraphContext, is_compute, operator_of
 from zinf_fx.passes.ir.rewriting import copied
 from zinf_fx.passes.lowering.offload_gradients import gradients_left_alone
 from zinf_fx.passes.pipeline import plan_inference, plan_of, plan_training
+from zinf_fx.placement import Placement, PlacementRules
 from zinf_fx.plan.memory.use import most
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.rates import NOMINAL, Rates
@@ -39,6 +41,9 @@ from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.execute.executor import EXECUTOR, Program
 from zinf_fx.runtime.tensor.local_parameter import local_input
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+
+_Asked = Placement | PlacementRules | None
+"""The placement that a graph is planned with; None: that of its stored parameters."""
 
 
 class Capture:
@@ -75,9 +80,9 @@ class Capture:
         self._contexts: dict[str, GraphContext] = {}
         self._rates = rates
         self._compiles = True
-        self._captured: tuple[fx.GraphModule, Callable[[fx.GraphModule, Placement | None], object]] | None = None
+        self._captured: tuple[fx.GraphModule, Callable[[fx.GraphModule, _Asked], object]] | None = None
 
-    def planned(self, placement: Placement | None = None) -> Plan | None:
+    def planned(self, placement: _Asked = None) -> Plan | None:
         """The graph's plan, and nothing compiled. `placement`: as if its parameters lived there, which can be asked
         again: the graph is captured once."""
         self.capture()
@@ -143,14 +148,14 @@ class Capture:
         self._now_or_later(module, self._plan_graph)
         return self._bind(module, "inference")
 
-    def _now_or_later(self, module: fx.GraphModule, plan: Callable[[fx.GraphModule, Placement | None], Any]) -> Any:
+    def _now_or_later(self, module: fx.GraphModule, plan: Callable[[fx.GraphModule, _Asked], Any]) -> Any:
         """Plan what was captured. Where plans are all that is wanted, keep it, and capture no further: what AOTAutograd
         does after that takes as long."""
         if self._compiles:
             return plan(module, None)
         context = TracingContext.get()
 
-        def later(module: fx.GraphModule, placement: Placement | None) -> None:
+        def later(module: fx.GraphModule, placement: _Asked) -> None:
             with tracing(context), context.fake_mode or nullcontext():
                 plan(module, placement)
 
@@ -158,7 +163,7 @@ class Capture:
         raise _Captured
 
     def _plan_graph(
-        self, module: fx.GraphModule, placement: Placement | None, training: tuple[Any, dict[str, Any]] | None = None
+        self, module: fx.GraphModule, placement: _Asked, training: tuple[Any, dict[str, Any]] | None = None
     ) -> list[fx.GraphModule]:
         """The planned graphs: forward and backward of a joint graph, with what the partitioner gets besides that as
         `training`; or inference. `placement`: as if this were that of the parameters."""
@@ -167,7 +172,7 @@ class Capture:
         tiles, made, treatments = tiles_of(graph, self._inputs, groups, placement)
         context = GraphContext(
             "inference",
-            placed(self.config, placement),
+            self._config_with(placement),
             tiles,
             made=made,
             treatments=treatments,
@@ -196,6 +201,11 @@ class Capture:
         self.plan = replace(plan_of(graphs), fingerprint=fingerprint)
         return [module for module, _ in planned]
 
+    def _config_with(self, asked: _Asked = None) -> Config:
+        """The options, with what places all stored parameters among the inputs as they are, or as is `asked`."""
+        stored = {one.name: one.taken for one in self._inputs if one.is_stored}
+        return placed(self.config, placement_of_all(stored, asked))
+
     def _of_joint(self, graph: fx.Graph, context: GraphContext, forward_outputs: int) -> GraphContext:
         """What is known of a joint graph, of which so many outputs are forward's."""
         (output,) = graph.find_nodes(op="output")
@@ -219,7 +229,7 @@ class Capture:
 
     def _measured(self) -> Rates:
         """Of this machine, where a choice depends on them; nominal ones where there is no store to measure."""
-        config = self.config
+        config = self._config_with()
         if self._plans:
             return NOMINAL
         stored = next((one.taken for one in self._inputs if one.is_stored), None)

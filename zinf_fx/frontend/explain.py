@@ -23,8 +23,10 @@ from torch.utils._pytree import tree_map, tree_map_only
 from zinf_fx.config import LARGEST, Config, shortened
 from zinf_fx.errors import ConfigError, PlanError, StoredTensorError, ZinfError
 from zinf_fx.frontend.abstract import abstract_parameter
+from zinf_fx.frontend.each_placement import check_rules, configs_of, contradicted_by, placement_of_all, stored_among
 from zinf_fx.frontend.offload import decided, stays
 from zinf_fx.frontend.quantising import tables_of
+from zinf_fx.placement import PlacementRules
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.placement.decision import Decision
 from zinf_fx.plan.plan import Plan
@@ -32,7 +34,6 @@ from zinf_fx.plan.rates import Rates
 from zinf_fx.plan.sharding import Groups
 from zinf_fx.plan.show.table import render
 from zinf_fx.plan.simulation.event_graph import Compute
-from zinf_fx.runtime.tensor.local_parameter import stored_parameter
 from zinf_fx.runtime.tensor.tensor_parallel import with_ranks
 
 if TYPE_CHECKING:
@@ -188,25 +189,29 @@ def _config_in_force(model: torch.nn.Module, config: Config | None, fields: Mapp
     """The options that the backend would plan with; the placement may be "auto" still."""
     requested = Config.of(config, fields)
     parameters = list(model.parameters())
-    stored = next((p for p in map(stored_parameter, parameters) if p is not None), None)
-    if stored is None:
+    stored = stored_among(model.named_parameters())
+    if not stored:
         return with_ranks(requested, parameters) if requested.placement == "auto" else decided(requested, parameters)
-    own = stored.base.config
-    if requested.placement not in ("auto", own.placement):
-        raise ConfigError(
-            f"placement={requested.placement} was asked for, but the model was offloaded with {own.placement}: "
-            "plan an ordinary model, or one on the meta device, to see other placements"
-        )
+    for name, one in stored.items():
+        if (found := contradicted_by(requested, name, one)) is not None:
+            raise ConfigError(
+                f"placement={requested.placement} was asked for, but parameter '{name}' was offloaded with {found}: "
+                "plan an ordinary model, or one on the meta device, to see other placements"
+            )
     others = {name: value for name, value in fields.items() if name not in ("placement", "store")}
-    return Config.of(config or own, {**others, "placement": own.placement})
+    placement = requested.placement if isinstance(requested.placement, PlacementRules) else placement_of_all(stored)
+    own = next(iter(stored.values())).base.config
+    return Config.of(config or own, {**others, "placement": placement})
 
 
 def _twin_of(model: torch.nn.Module, config: Config) -> torch.nn.Module:
     """A copy of `model` for planning. Tied parameters stay tied, and nothing of it is on the meta device."""
     memo: dict[int, Any] = {}
-    tables = tables_of(model.modules())
-    for name, parameter in model.named_parameters():
-        memo[id(parameter)] = abstract_parameter(parameter, f"parameter '{name}'", config, tables)
+    parameters, tables = dict(model.named_parameters()), tables_of(model.modules())
+    check_rules(config, parameters)
+    configs = configs_of(config, parameters)
+    for name, parameter in parameters.items():
+        memo[id(parameter)] = abstract_parameter(parameter, f"parameter '{name}'", configs[name], tables)
     for module in model.modules():
         for tensor in (*module._buffers.values(), *vars(module).values()):
             if isinstance(tensor, torch.Tensor) and tensor.is_meta:

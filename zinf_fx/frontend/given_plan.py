@@ -10,12 +10,15 @@ from dataclasses import fields
 
 from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError, PlanError
+from zinf_fx.frontend.each_placement import placed
 from zinf_fx.passes.ir.fingerprint import check_same
+from zinf_fx.placement import Placement, PlacementRules
 from zinf_fx.plan.codec import shared_options
 from zinf_fx.plan.files.file import load_plan
 from zinf_fx.plan.plan import Fingerprint, Plan
 from zinf_fx.plan.schedule import GraphKind
 from zinf_fx.plan.sharding import Groups
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 # What decides where bytes lie from the offload on: it can't be another one when the graph is compiled.
 _OF_THE_OFFLOAD = ("placement", "host_memory", "chunk")
@@ -49,18 +52,27 @@ def options_with(plans: Sequence[Plan], options: Mapping[str, object]) -> dict[s
         return dict(options)
     planned = plans[0].config
     requested = Config.of(planned, options)
-    if differing := _first_difference(planned, requested):
+    names = shared_options()
+    if isinstance(requested.placement, PlacementRules):  # what they choose is compared with the plan's tiles
+        names.remove("placement")
+    if differing := _first_difference(planned, requested, names):
         raise ConfigError(f"an option contradicts the plan: {differing}. Leave it out, or export a plan with it")
     return {**{name: getattr(planned, name) for name in shared_options()}, **options}
 
 
-def check_offloaded(plans: Sequence[Plan], offloaded: Config) -> None:
-    """Check a model's options since its offload. Raises: PlanError naming the first that differs from the plan's."""
-    if plans and (differing := _first_difference(plans[0].config, offloaded, _OF_THE_OFFLOAD)):
-        raise PlanError(
-            f"the plan is for a model that was offloaded with other options: {differing}. "
-            "zinf_fx.offload(model, plan.config, store=...) takes those of a plan"
-        )
+def check_offloaded(plans: Sequence[Plan], stored: Mapping[str, StoredTensor]) -> None:
+    """Check the options that stored parameters, by name, have since their offload. Raises: PlanError naming the first
+    that differs from the plan's."""
+    if not plans:
+        return
+    config = plans[0].config
+    pairs = ((config.placement.of(name, one), one.base.config) for name, one in stored.items())
+    for planned, own in dict.fromkeys(pairs):
+        if differing := _first_difference(placed(config, planned), own, _OF_THE_OFFLOAD):
+            raise PlanError(
+                f"the plan is for a model that was offloaded with other options: {differing}. "
+                "zinf_fx.offload(model, plan.config, store=...) takes those of a plan"
+            )
 
 
 def plan_for(plans: Sequence[Plan], fingerprint: Fingerprint, kind: GraphKind, groups: Groups) -> Plan:
@@ -103,7 +115,7 @@ def about_given(plan: Plan) -> Iterator[None]:
 def _first_difference(plan: Config, other: Config, names: Sequence[str] | None = None) -> str | None:
     for name in names or shared_options():
         theirs, ours = getattr(plan, name), getattr(other, name)
-        if theirs != ours and name == "placement" and "auto" not in (theirs, ours):
+        if theirs != ours and isinstance(theirs, Placement) and isinstance(ours, Placement):
             for one in fields(theirs):
                 if (there := getattr(theirs, one.name)) != (here := getattr(ours, one.name)):
                     return f"placement of {one.name} is {there!r} in the plan, and {here!r} here"

@@ -18,13 +18,15 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 
 from zinf_fx.checkpoint.elements import replace
-from zinf_fx.config import Config, Placement
+from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError, StoredTensorError, ZinfError
 from zinf_fx.frontend.auto_placement import placed_by_rule
 from zinf_fx.frontend.converting import Converting
+from zinf_fx.frontend.each_placement import check_rules, check_stage, configs_of, contradicted_by
 from zinf_fx.frontend.graph_inputs import bytes_in_memory
 from zinf_fx.frontend.quantising import form_of, is_table, tables_of
 from zinf_fx.interrupts import held_back
+from zinf_fx.placement import Placement, PlacementRules
 from zinf_fx.plan.packs import in_packs, moves, nbytes_in_pack, pack_limit, starts_of
 from zinf_fx.plan.sharding import Owners, shards_of
 from zinf_fx.quantisation import can_be_quantised
@@ -74,9 +76,10 @@ def offload(model: torch.nn.Module, config: Config | None = None, **fields: obje
     config = Config.of(config, fields)
     check_not_sharded(model)
     present = dict(model.named_parameters())
+    check_rules(config, present)
     for name, parameter in present.items():
         if (stored := stored_parameter(parameter)) is not None:
-            _check_not_contradicted(config, given, stored.base.config, name)
+            _check_not_contradicted(config, given, stored, name)
     note_staying(present)
     parameters = {name: parameter for name, parameter in present.items() if is_ordinary(parameter)}
     config = decided(config, list(parameters.values()))
@@ -95,12 +98,12 @@ def _given(config: Config | None, fields: Mapping[str, object]) -> set[str]:
     return {*fields, *(name for name in names if getattr(own, name) != getattr(default, name))}
 
 
-def _check_not_contradicted(config: Config, given: set[str], own: Config, name: str) -> None:
+def _check_not_contradicted(config: Config, given: set[str], stored: StoredTensor, name: str) -> None:
     """Raises: ConfigError where a `given` option is another one than that which the parameter `name` was offloaded
     with."""
     for option in sorted(given):
-        asked, found = getattr(config, option), getattr(own, option)
-        if asked not in ("auto", found):
+        asked, found = getattr(config, option), getattr(stored.base.config, option)
+        if contradicted_by(config, name, stored) if option == "placement" else asked not in ("auto", found):
             raise ConfigError(
                 f"offload() was asked for {option}={asked}, but parameter '{name}' was offloaded with {found}, and "
                 "what is stored keeps its options: give the same ones, or offload an ordinary model"
@@ -120,6 +123,11 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
     transformers reads one tensor of a checkpoint after the other, instead of all of them ahead in threads.
     """
     config = decided(Config.of(config, fields), None)
+    if isinstance(config.placement, PlacementRules):
+        raise ConfigError(
+            "placement has rules for single parameters, and those of a model that is being built have no names yet: "
+            "give a tier for all, or build the model outside of offloading() and call offload() then"
+        )
     tiers, owners = Tiers.of(config), Owners(config, Ranks.of(config).shards)
     if config.placement.parameters == "nvme":
         _ = tiers.store  # a directory that can't be used shows before anything is built
@@ -169,7 +177,7 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
         if config.frozen_dtype is not None and can_be_quantised(parameter) and not is_looked_up:
             parameter.requires_grad_(False)
         form = form_of(parameter, config, {id(parameter)} if is_looked_up else ())
-        twins = _all_reserved({"": parameter}, {"": form}, tiers, config, owners)
+        twins = _all_reserved({"": parameter}, {"": form}, tiers, {"": config}, owners)
         # The twin gets the memory of `parameter`, and must not be kept.
         replace_in_place(parameter, _written(parameter, twins.pop(), mapped if loaded else None))
         freed += parameter.nbytes
@@ -211,7 +219,7 @@ def offload_parameters(
     _check_disjoint(parameters)
     forms = {name: form_of(parameter, config, tables) for name, parameter in parameters.items()}
     tiers, owners = Tiers.of(config), Owners(config, Ranks.of(config).shards)
-    twins = _all_reserved(parameters, forms, tiers, config, owners)
+    twins = _all_reserved(parameters, forms, tiers, configs_of(config, parameters), owners)
     to_disk = any(t.base.tier == "nvme" for twin in twins for t in (twin, twin.grad) if t is not None)
     if to_disk:
         try:
@@ -235,38 +243,39 @@ def _all_reserved(
     parameters: Mapping[str, torch.nn.Parameter],
     forms: Mapping[str, Form],
     tiers: Tiers,
-    config: Config,
+    configs: Mapping[str, Config],
     owners: Owners,
 ) -> list[StoredTensor]:
-    """Of each parameter, what `_reserved` gives: those side by side that may move together."""
+    """Of each parameter, what `_reserved` gives, by the options of its own: those side by side that may move together,
+    which have the same."""
     homes: dict[str, tuple[Home, int]] = {}
-    ranks = Ranks.of(config)
-    together = _together(parameters, forms, config, ranks.shards)
+    together = _together(parameters, forms, configs)
     for names in together:
-        dtype, device = forms[names[0]].dtype, device_of(parameters[names[0]].device)
-        *starts, end = starts_of((_held_of(forms[name], config, ranks) for name in names), dtype)
+        dtype, device, config = forms[names[0]].dtype, device_of(parameters[names[0]].device), configs[names[0]]
+        *starts, end = starts_of((_held_of(forms[name], config, Ranks.of(config)) for name in names), dtype)
         home = Home(tiers, config.placement.parameters, end, dtype, device)
         homes |= {name: (home, start) for name, start in zip(names, starts, strict=True)}
-    twins = {n: _reserved(one, forms[n], tiers, config, owners, homes.get(n)) for n, one in parameters.items()}
+    twins = {n: _reserved(one, forms[n], tiers, configs[n], owners, homes.get(n)) for n, one in parameters.items()}
     for names in (*together, *([name] for name in parameters if name not in homes)):
         reserve_gradients([twins[name] for name in names])
     return list(twins.values())
 
 
 def _together(
-    parameters: Mapping[str, torch.nn.Parameter], forms: Mapping[str, Form], config: Config, ranks: int
+    parameters: Mapping[str, torch.nn.Parameter], forms: Mapping[str, Form], configs: Mapping[str, Config]
 ) -> list[list[str]]:
-    """The names of those that are to live side by side: small ones of one kind, in the order in which they come.
-    `ranks`: over which a parameter is divided."""
-    tier, limit = config.placement.parameters, pack_limit(config)
-    if limit is None or config.partition == "owner":
+    """The names of those that are to live side by side: small ones of one kind, in the order in which they come."""
+    config = next(iter(configs.values()), None)  # in which only the placement may differ from the others
+    limit = None if config is None or config.partition == "owner" else pack_limit(config)
+    if limit is None:
         return []
-    found = []
+    found, ranks = [], Ranks.of(config).shards
     for name, one in parameters.items():
-        form = forms[name]
-        shards = shards_of(form.shape, form.dtype, ranks, config)
-        if moves(tier, one.device.type) and not isinstance(one, DTensor) and len(shards.segments) == 1:
-            kind = (form.dtype, one.device, one.requires_grad, one.grad is None)
+        form, placement = forms[name], configs[name].placement
+        shards = shards_of(form.shape, form.dtype, ranks, configs[name])
+        movable = moves(placement.parameters, one.device.type)
+        if movable and not isinstance(one, DTensor) and len(shards.segments) == 1:
+            kind = (form.dtype, one.device, one.requires_grad, one.grad is None, placement)
             found.append((name, kind, nbytes_in_pack(form.numel, form.dtype, shards.padded)))
     return in_packs(found, limit)
 
@@ -413,7 +422,9 @@ def _check_disjoint(parameters: Mapping[str, torch.nn.Parameter]) -> None:
 
 
 def decided(
-    config: Config, parameters: list[torch.Tensor] | None, find: Callable[[Config], Placement] | None = None
+    config: Config,
+    parameters: list[torch.Tensor] | None,
+    find: Callable[[Config], Placement | PlacementRules] | None = None,
 ) -> Config:
     """`config` with its ranks and its placement decided from the parameters (all of them; None: not yet known).
 
@@ -424,7 +435,7 @@ def decided(
     if parameters:
         config = with_ranks(config, parameters)
     if config.placement == "auto":
-        found: Placement | ZinfError
+        found: Placement | PlacementRules | ZinfError
         try:
             found = find(config) if find is not None else placed_by_rule(config, parameters)
         except ZinfError as error:  # of the first rank, it is raised on every rank
@@ -433,10 +444,5 @@ def decided(
         if isinstance(found, ZinfError):
             raise found
         config = Config.of(config, {"placement": found})
-    placement = config.placement
-    if Ranks.of(config).size > 1 and placement.stage < 3 and placement.parameters == "nvme":
-        raise ConfigError(
-            f"stage {placement.stage} keeps every parameter on every rank, and the placement has parameters on nvme: "
-            "stage 3 partitions them (or place them on 'host' or 'device')"
-        )
+    check_stage(config)
     return config

@@ -7,23 +7,20 @@ from collections.abc import Hashable, Sequence
 from torch import fx
 
 from zinf_fx import ops
-from zinf_fx.config import Config, Placement
+from zinf_fx.config import Config
 from zinf_fx.errors import PlanError
+from zinf_fx.frontend.each_placement import placed
 from zinf_fx.frontend.graph_inputs import GraphInput, origin_of
 from zinf_fx.passes.ir.framework import nodes_calling
+from zinf_fx.placement import Placement, PlacementRules
 from zinf_fx.plan.schedule import Tile
 from zinf_fx.plan.sharding import Groups, Owners, shards_of
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 
-def placed(config: Config, placement: Placement | None) -> Config:
-    """`config`, with `placement` in the place of its own, if there is one."""
-    return config if placement is None else Config.of(config, {"placement": placement})
-
-
 def tiles_of(
-    graph: fx.Graph, inputs: Sequence[GraphInput], groups: Groups, placement: Placement | None
+    graph: fx.Graph, inputs: Sequence[GraphInput], groups: Groups, placement: Placement | PlacementRules | None
 ) -> tuple[dict[str, Tile], tuple[str, ...], dict[str, Hashable]]:
     """The tiles of a graph by the name of their token's placeholder; these names in the order in which the parameters
     were made; and by name, how each is treated: see `GraphContext`. `placement`: in the place of their own."""
@@ -46,18 +43,20 @@ def tiles_of(
         keys[token.name] = tensor.storage.key
         # Hooks on a gradient are autograd's to run: such a gradient stays an output.
         moves = tensor.is_leaf and tensor.requires_grad and not tensor.views and not tensor.has_gradient_hooks
-        config = placed(base.config, placement)
+        name = inputs[origin.index].name
+        asked = None if placement is None else placement.of(name, tensor)
+        config = placed(base.config, asked)
         known = tensor.storage.stands_for or tensor.storage
         trained_by = numbers.setdefault(known.share.ranks, len(numbers))
-        treatments[token.name] = (_treated(placed(known.config, placement)), trained_by)
+        treatments[token.name] = (_treated(placed(known.config, asked)), trained_by)
         owner = Owners(config, ranks).next(0)  # whichever: a plan is the same for all
         shards = shards_of(base.shape, base.dtype, ranks, config, owner) if ranks > 1 else None
         tiles[token.name] = Tile(
             index=len(tiles),
-            name=inputs[origin.index].name,
+            name=name,
             shape=tuple(base.shape),
             dtype=base.dtype,
-            tier=base.tier if placement is None else placement.parameters,
+            tier=base.tier if asked is None else asked.parameters,
             gradient_tier=config.placement.gradients if moves else None,
             state_tier=config.placement.optimizer if moves else None,
             ranks=ranks,

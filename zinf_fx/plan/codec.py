@@ -17,8 +17,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import torch
 
-from zinf_fx.config import LARGEST, Config, Placement, shortened
+from zinf_fx.config import LARGEST, Config, shortened
 from zinf_fx.errors import ConfigError, PlanFileError, ZinfError
+from zinf_fx.placement import Placement, PlacementRules
 
 # Options that say where a job runs, not what it does.
 LOCAL_OPTIONS = frozenset({"store", "checksum", "strict_direct", "process_group", "mesh", "collective_timeout"})
@@ -36,8 +37,8 @@ def encode(value: object) -> Any:
         return str(value).removeprefix("torch.")
     if isinstance(value, Config):
         return {name: encode(getattr(value, name)) for name in shared_options()}
-    if isinstance(value, Placement):
-        return {name: getattr(value, name) for name in defaults(Placement)}
+    if isinstance(value, (Placement, PlacementRules)):
+        return {name: encode(getattr(value, name)) for name in defaults(type(value))}
     if is_dataclass(value):
         found = ((name, getattr(value, name), default) for name, default in defaults(type(value)).items())
         return {name: encode(one) for name, one, default in found if one != default}
@@ -200,7 +201,7 @@ def _config(**options: object) -> Config:
         config = Config.of(None, options)
     except (ConfigError, TypeError, ValueError, OverflowError) as error:
         raise _Unfit(f": {error}"[:_LONGEST_ERROR]) from None
-    if not isinstance(config.placement, Placement):
+    if config.placement == "auto":
         raise _Unfit(": the placement is not decided")
     return config
 

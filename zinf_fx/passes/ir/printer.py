@@ -185,9 +185,11 @@ def _dtype_text(dtype: torch.dtype) -> str:
 
 
 def tile_text(tile: Tile) -> str:
-    """The type of a parameter or activation, and where it and its gradient live."""
+    """The type of a parameter or activation, and where it and its gradient live, and where its states do, if that is
+    elsewhere than it."""
     text = f"{_dtype_text(tile.dtype)}[{', '.join(map(str, tile.shape))}] on {tile.tier}"
-    return text + (f", gradient on {tile.gradient_tier}" if tile.gradient_tier else "")
+    text += f", gradient on {tile.gradient_tier}" if tile.gradient_tier else ""
+    return text + (f", states on {tile.state_tier}" if tile.state_tier not in (None, tile.tier) else "")
 
 
 def target_text(target: object) -> str:

@@ -21,9 +21,9 @@ class PackParameters(Pass):
     a pack that is divided over ranks, they come in the order in which they were made, in which their shards are read.
 
     Of one kind are those with the same dtype, device and tier, of which the graph computes gradients for the same tier
-    and for states on the same tier, or none, and that the same ranks train with the same options. What is alone stays as it is; so does what doesn't
-    move (see `may_be_packed`), or is written to by the graph. A pack is gathered as one tile, of which each parameter
-    is a `member`, and its gradients leave together.
+    and for states on the same tier, or none, and that the same ranks train with the same options. What is alone stays
+    as it is; so does what doesn't move (see `may_be_packed`), or is written to by the graph. A pack is gathered as one
+    tile, of which each parameter is a `member`, and its gradients leave together.
     """
 
     name = "pack"

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import types
+from collections.abc import Callable
 from dataclasses import MISSING, is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from zinf_fx.config import LARGEST, Config, Placement
+from zinf_fx.config import LARGEST, Config
+from zinf_fx.placement import Placement, PlacementRules
 from zinf_fx.plan.codec import defaults, dtypes, shared_options
 from zinf_fx.plan.plan import FORMAT, SCHEMA, Plan
 
@@ -37,7 +39,7 @@ def _of_dataclass(kind: type, kinds: dict[str, Any]) -> dict[str, Any]:
     hints, default = get_type_hints(kind, localns={"torch": torch}, include_extras=True), defaults(kind)
     names = shared_options() if kind is Config else list(default)
     if kind is Config:  # a file has all of them, and a placement that is decided
-        hints["placement"], default = Placement, dict.fromkeys(names, MISSING)
+        hints["placement"], default = Placement | PlacementRules, dict.fromkeys(names, MISSING)
     properties = {name: dict(_of(hints[name], kinds)) for name in names}
     for name in names:
         if default[name] is not MISSING and not is_dataclass(default[name]):
@@ -71,7 +73,8 @@ def _of(kind: Any, kinds: dict[str, Any]) -> dict[str, Any]:
         length = {"minItems": len(arguments), "maxItems": len(arguments)}
         return {"type": "array", "prefixItems": [_of(each, kinds) for each in arguments], **length}
     if origin in (Union, types.UnionType):
-        return {"anyOf": [{"type": "null"} if each is type(None) else _of(each, kinds) for each in arguments]}
+        data = [each for each in arguments if get_origin(each) is not Callable]  # a plan has what a function chose
+        return {"anyOf": [{"type": "null"} if each is type(None) else _of(each, kinds) for each in data]}
     raise TypeError(f"no plan has a field of type {kind}")
 
 

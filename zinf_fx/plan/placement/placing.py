@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 
-from zinf_fx.config import TIERS, Config, Placement, Tier
+from zinf_fx.config import Config
 from zinf_fx.errors import BudgetError
+from zinf_fx.placement import TIERS, Placement, Tier
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.sizes import in_words
 

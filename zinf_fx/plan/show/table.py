@@ -6,15 +6,16 @@ Cells name modules, not parameters: `0.qkv` stands for the weight and the bias o
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import zip_longest
 
 from zinf_fx.plan.journeys import TRANSFERS
 from zinf_fx.plan.memory.accounting import flows, phases
 from zinf_fx.plan.memory.use import host_arena, living, most
-from zinf_fx.plan.placement.decision import words
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.saving import saved
 from zinf_fx.plan.schedule import HEAD, GraphSchedule
 from zinf_fx.plan.show.curve import ASCII, Glyphs
+from zinf_fx.plan.show.living import placement_lines
 from zinf_fx.plan.show.memory_curve import render_curves
 from zinf_fx.plan.show.names import GraphNames, first_parameter, module_of, short_names
 from zinf_fx.plan.simulation.communication import communication
@@ -188,8 +189,8 @@ def _header(plan: Plan) -> str:
     if packed:
         tiles_of_packs = "which is a tile" if len(packed) == 1 else "each of which is a tile"
         lines.append(f"packs      {sum(packed)} small parameters in {counted(len(packed), 'pack')}, {tiles_of_packs}")
-    if config.placement != "auto":
-        lines.append(f"placement  {words(config.placement)}")
+    if where := placement_lines(plan):
+        lines += [f"{title:11}{line}" for title, line in zip_longest(["placement"], where, fillvalue="")]
         if plan.world_size > 1:
             groups = f" over the {plan.world_size // plan.replicas} of each of {counted(plan.replicas, 'group')}"
             hybrid = groups if plan.stage and plan.replicas > 1 else ""

@@ -1,0 +1,218 @@
+"""Where model states live between uses: those of one parameter, and by rules, those of all parameters of a model."""
+
+from __future__ import annotations
+
+import glob
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Literal, get_args
+
+from zinf_fx.errors import ConfigError
+
+if TYPE_CHECKING:  # it takes seconds to import
+    import torch
+
+Tier = Literal["device", "host", "nvme"]
+TIERS: tuple[Tier, ...] = get_args(Tier)
+Stage = Literal[0, 1, 2, 3]
+
+Patterns = tuple[tuple[str, Tier], ...]
+"""Of qualified names, as those of `fnmatch`, each with a tier: the first that matches a parameter's name decides."""
+
+Chooser = Callable[[str, "torch.Tensor"], Tier]
+"""The tier of a parameter by its qualified name and itself."""
+
+# Names of parameters in an error.
+_NAMES_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The tier each kind of model state lives on between uses, and what is partitioned (ZeRO-Infinity, table 2).
+
+    Attributes:
+        stage: of ZeRO, for many ranks. 1: optimizer states are partitioned; 2: gradients, too; 3: parameters, too; 0:
+            every rank has everything, as in data parallelism.
+    """
+
+    parameters: Tier = "device"
+    gradients: Tier = "device"
+    optimizer: Tier = "device"
+    activations: Tier = "device"
+    stage: Stage = 3
+
+    @property
+    def on_nvme(self) -> bool:
+        """Whether any model state lives there."""
+        return "nvme" in (self.parameters, self.gradients, self.optimizer)
+
+    def of(self, name: str, parameter: torch.Tensor) -> Placement:
+        """That of one parameter: this."""
+        return self
+
+
+@dataclass(frozen=True)
+class PlacementRules:
+    """A placement that differs from parameter to parameter.
+
+    Attributes:
+        parameters, gradients, optimizer: a tier for all parameters, or what chooses one for each.
+        activations, stage: as of `Placement`, for all.
+        frozen: the tier of parameters that don't train when they leave; None: as `parameters` says.
+    """
+
+    parameters: Tier | Patterns | Chooser = "device"
+    gradients: Tier | Patterns | Chooser = "device"
+    optimizer: Tier | Patterns | Chooser = "device"
+    activations: Tier = "device"
+    stage: Stage = 3
+    frozen: Tier | None = None
+
+    @property
+    def on_nvme(self) -> bool:
+        """Whether any model state may live there."""
+        return any("nvme" in self.tiers(state) for state in CHOSEN)
+
+    def tiers(self, state: str) -> Collection[Tier]:
+        """Those on which this state of some parameter may live."""
+        rule = getattr(self, state)
+        found = [rule] if isinstance(rule, str) else TIERS if callable(rule) else [tier for _, tier in rule]
+        return [*found, self.frozen] if state == "parameters" and self.frozen is not None else found
+
+    def of(self, name: str, parameter: torch.Tensor) -> Placement:
+        """That of one parameter. Raises: ConfigError where no pattern matches its name."""
+        chosen = {state: self._tier(state, name, parameter) for state in CHOSEN}
+        if self.frozen is not None and not parameter.requires_grad:
+            chosen["parameters"] = self.frozen
+        return Placement(**chosen, activations=self.activations, stage=self.stage)
+
+    def may_have_chosen(self, name: str, parameter: torch.Tensor, placement: Placement) -> bool:
+        """Whether a parameter that is stored may have got its placement by these rules: one that trains now may have
+        been frozen then, and a function have chosen another tier."""
+        if (placement.activations, placement.stage) != (self.activations, self.stage):
+            return False
+        for state in CHOSEN:
+            rule = getattr(self, state)
+            accepted = TIERS if callable(rule) else (self._tier(state, name, parameter),)
+            if getattr(placement, state) not in accepted and not (
+                state == "parameters" and placement.parameters == self.frozen
+            ):
+                return False
+        return True
+
+    def check_model(self, names: Collection[str]) -> None:
+        """Check that the patterns are for a model of which all parameters have these names.
+
+        Raises: ConfigError for a name that no pattern matches, and for a pattern that matches no name.
+        """
+        for state in CHOSEN:
+            rule = getattr(self, state)
+            if isinstance(rule, str) or callable(rule):
+                continue
+            for name in names:
+                _first_match(state, rule, name, names)
+            for pattern, _ in rule:
+                if not any(fnmatchcase(name, pattern) for name in names):
+                    raise ConfigError(
+                        f"placement of {state} has the pattern {pattern!r}, which matches no parameter of the model. "
+                        f"{_shown(names)}"
+                    )
+
+    def _tier(self, state: str, name: str, parameter: torch.Tensor) -> Tier:
+        rule = getattr(self, state)
+        if isinstance(rule, str):
+            return rule
+        if not callable(rule):
+            return _first_match(state, rule, name)
+        tier = rule(name, parameter)
+        if tier not in TIERS:
+            raise ConfigError(
+                f"placement of {state}: the function gives {tier!r} for parameter '{name}'; accepted: "
+                f"{', '.join(TIERS)}"
+            )
+        return tier
+
+
+CHOSEN = ("parameters", "gradients", "optimizer")
+"""The states whose tier may differ from parameter to parameter."""
+
+
+def in_common(placements: Mapping[str, Placement]) -> Placement | PlacementRules:
+    """What places all these parameters, by name, as they are: for those whose tier is not the most common one, a
+    pattern that is their name."""
+    first, *others = dict.fromkeys(placements.values())
+    if not others:
+        return first
+
+    def rule(state: str) -> Tier | Patterns:
+        tiers = {name: getattr(placement, state) for name, placement in placements.items()}
+        (common, count), *_ = Counter(tiers.values()).most_common(1)
+        if count == len(tiers):
+            return common
+        others = ((glob.escape(name), tier) for name, tier in sorted(tiers.items()) if tier != common)
+        return (*others, ("*", common))
+
+    return PlacementRules(*map(rule, CHOSEN), first.activations, first.stage)
+
+
+def parsed_placement(value: Mapping[str, object]) -> Placement | PlacementRules:
+    """A placement from a mapping of states to what is said of them. Raises: ConfigError."""
+    states = {one.name: None for kind in (Placement, PlacementRules) for one in fields(kind)}
+    said: dict[str, object] = {}
+    for state, given in value.items():
+        if state not in states:
+            raise ConfigError(f"placement has an unknown state {state!r}; accepted: {', '.join(states)}")
+        said[state] = given
+        if state == "stage":
+            if type(given) is not int or given not in get_args(Stage):
+                raise ConfigError(f"placement has stage {given!r}; accepted: {', '.join(map(str, get_args(Stage)))}")
+        elif state in CHOSEN and not isinstance(given, str):
+            said[state] = _parsed_rule(state, given)
+        elif given not in TIERS and not (state == "frozen" and given is None):
+            rules = ", patterns with tiers, or a function of name and parameter" if state in CHOSEN else ""
+            raise ConfigError(f"placement of {state} is {given!r}; accepted: {', '.join(TIERS)}{rules}")
+    by_rules = said.get("frozen") is not None or any(not isinstance(said.get(state, ""), str) for state in CHOSEN)
+    if said.get("frozen") is not None and not isinstance(said.get("parameters", ""), str):
+        raise ConfigError("placement has a tier for frozen parameters, and rules for all: say it in the rules")
+    if not by_rules:
+        said.pop("frozen", None)
+    return PlacementRules(**said) if by_rules else Placement(**said)
+
+
+def _parsed_rule(state: str, given: object) -> Patterns | Chooser:
+    if callable(given):
+        return given
+    is_list = isinstance(given, (list, tuple)) and given
+    if not is_list or not all(isinstance(one, (list, tuple)) and len(one) == 2 for one in given):
+        raise ConfigError(
+            f"placement of {state} is {given!r}; accepted: {', '.join(TIERS)}, a list of patterns with tiers such as "
+            "[('*lora*', 'device'), ('*', 'nvme')], or a function of name and parameter"
+        )
+    for pattern, tier in given:
+        if not isinstance(pattern, str):
+            raise ConfigError(f"placement of {state} has the pattern {pattern!r}, which is no text")
+        if tier not in TIERS:
+            raise ConfigError(f"placement of {state} has {tier!r} for {pattern!r}; accepted: {', '.join(TIERS)}")
+    return tuple((pattern, tier) for pattern, tier in given)
+
+
+def _first_match(state: str, patterns: Patterns, name: str, names: Collection[str] = ()) -> Tier:
+    for pattern, tier in patterns:
+        if fnmatchcase(name, pattern):
+            return tier
+    tried = ", ".join(repr(pattern) for pattern, _ in patterns)
+    raise ConfigError(
+        f"placement of {state} says nothing of parameter '{name}', which none of its patterns {tried} matches: add "
+        f"('*', tier) as the last one, for all others. {_shown(names)}".rstrip()
+    )
+
+
+def _shown(names: Collection[str]) -> str:
+    """A sentence about what parameters there are, if any are known."""
+    if not names:
+        return ""
+    shown = [f"'{name}'" for name in list(names)[:_NAMES_SHOWN]]
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return f"The parameters are {', '.join(shown)}{more}"
