@@ -60,6 +60,11 @@ def rows() -> tuple[torch.Tensor, ...]:
     return (torch.randn(4, 256),)
 
 
+SPREAD = {
+    "parameters": [("blocks.0.*", "device"), ("blocks.1.*", "host"), ("*norm*", "device"), ("*", "nvme")],
+    "gradients": [("blocks.[23].*", "nvme"), ("blocks.1.*", "device"), ("*", "host")],
+    "optimizer": [("blocks.1.*", "host"), ("blocks.0.attention.*", "device"), ("*", "nvme")],
+}
 SHAPES = {
     "wide, tiled": Shape(Wide, rows, {"placement": "nvme", "device_memory": "3MiB", "chunk": "256KiB"}),
     "written": Shape(Written, rows, {"placement": "nvme", "chunk": "256KiB"}),
@@ -79,6 +84,10 @@ SHAPES = {
     ),
     "activations on disk, within a host budget": Shape(
         gpt(2, 256), wide, {"placement": "infinity-nvme", "activations": "offload", "host_memory": "28MiB"}
+    ),
+    "spread over the tiers": Shape(gpt(4, 256), tokens, {"placement": SPREAD, "chunk": "256KiB"}),
+    "spread over the tiers, within a host budget": Shape(
+        gpt(4, 256), tokens, {"placement": SPREAD, "host_memory": "40MiB"}
     ),
     "activations in host memory": Shape(gpt(2, 256), wide, {"placement": "infinity-cpu", "activations": "offload"}),
 }

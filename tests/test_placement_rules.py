@@ -33,19 +33,19 @@ def _fresh_dynamo() -> Iterator[None]:
 class Adapted(nn.Module):
     """A linear layer with a low-rank update beside it."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH)
-        self.lora_a, self.lora_b = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
+        self.base = nn.Linear(width, width)
+        self.lora_a, self.lora_b = nn.Linear(width, 4, bias=False), nn.Linear(4, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.base(x) + self.lora_b(self.lora_a(x))
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Adapted() for _ in range(3))
+        self.layers = nn.ModuleList(Adapted(width) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -53,13 +53,13 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def trained() -> Net:
+def trained(width: int = WIDTH) -> Net:
     torch.manual_seed(0)
-    return Net()
+    return Net(width)
 
 
-def adapted() -> Net:
-    model = trained()
+def adapted(width: int = WIDTH) -> Net:
+    model = trained(width)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora" in name)
     return model
@@ -87,15 +87,15 @@ CASES: dict[str, tuple[Callable[[], Net], dict[str, Any]]] = {
 }
 
 
-def batch() -> torch.Tensor:
+def batch(width: int = WIDTH) -> torch.Tensor:
     torch.manual_seed(1)
-    return torch.randn(8, WIDTH)
+    return torch.randn(8, width)
 
 
 def train(call: Callable, model: Net, kind: type[torch.optim.Optimizer], **options: Any) -> list[float]:
     optimizer, losses = None, []
     for _ in range(STEPS):
-        loss = call(batch())
+        loss = call(batch(model.layers[0].base.in_features))
         loss.backward()
         if optimizer is None:  # in one line, parameters leave at the first call
             optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=1e-2, **options)
@@ -273,6 +273,24 @@ def test_what_no_graph_uses_has_its_place_too(tmp_path: Path) -> None:
     call(batch())
     tiers = {name: one.base.tier for name, one in model.named_parameters()}
     assert tiers["unused_lora.weight"] == "device" and tiers["unused.weight"] == "nvme"
+
+
+@pytest.mark.parametrize("how", [offloaded, in_one_line])
+def test_auto_leaves_what_trains_on_the_device_beside_a_frozen_base(
+    tmp_path: Path, how: Callable, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The frozen base takes more than the device's budget, and what trains a part of that."""
+    plain = adapted(256)
+    losses = train(plain, plain, torch.optim.AdamW, fused=True)
+    with caplog.at_level("INFO", "zinf_fx"):
+        model, call = how(adapted(256), "auto", tmp_path, device_memory="512KiB")
+        with followed_plans(model) as plans:
+            assert train(call, model, zinf_fx.optim.AdamW) == losses
+    own = {name: one.base.config.placement for name, one in model.named_parameters()}
+    assert all(one == Placement("device" if "lora" in name else "nvme") for name, one in own.items())
+    (line,) = [message for message in caplog.messages if message.startswith("placement auto")]
+    assert "frozen parameters (1 MiB) on nvme, trained ones (0 MiB) on device, gradients (0 MiB) on device" in line
+    check_bytes(plans[0], model, own)
 
 
 def test_what_is_in_common() -> None:

@@ -39,6 +39,8 @@ PEAKS = (
     "recomputed",
     "activations on disk, within a device budget",
     "activations in host memory",
+    "spread over the tiers",
+    "spread over the tiers, within a host budget",
 )
 STEPS_IN_BACKWARD = ("deep",)
 

@@ -33,6 +33,16 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_placements_by_pattern(capsys: pytest.CaptureFixture[str]):
+    given = "parameters=*norm*:device;*:nvme,gradients=host,optimizer=blocks.0.*:device;*:nvme"
+    assert main(["show-schedule", TARGET, "--placement", given]) == 0
+    out = capsys.readouterr().out
+    assert "on device, gradients on host, optimizer on device: blocks.0.attention_norm.weight and 3 more" in out
+    assert "on nvme, gradients on host, optimizer on nvme: tokens.weight and " in out
+    assert main(["show-schedule", TARGET, "--placement", "parameters=*narm*:device;*:nvme"]) == 2
+    assert "'*narm*', which matches no parameter of the model" in capsys.readouterr().err
+
+
 def test_export_plan_writes_what_the_options_say(plan_file: Path):
     plan = zinf_fx.load_plan(plan_file)
     assert plan.config.prefetch == (0, 1, 2) and plan.config.placement.parameters == "nvme"

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from zinf_fx.config import Config, Placement
+from zinf_fx.config import Config
 from zinf_fx.errors import BudgetError
+from zinf_fx.placement import Placement
 from zinf_fx.plan.hardware import load
-from zinf_fx.plan.placement.placing import SHARE, SHARE_WITHOUT_ACTIVATIONS, Rooms, Sizes, by_rule, near
+from zinf_fx.plan.placement.placing import SHARE, SHARE_WITHOUT_ACTIVATIONS, Rooms, Sizes, by_rule, near, tier_of, used
 
 # As for bf16 parameters with fp32 Adam (ZeRO, section 3.1), and activations between them.
 SIZES = Sizes(parameters=2, gradients=2, optimizer=12, activations=5)
@@ -48,6 +49,30 @@ def test_activations_that_are_not_known_stay():
 def test_a_state_without_bytes_has_no_reason_to_leave():
     frozen = Sizes(parameters=2, gradients=0, optimizer=0, activations=0)
     assert by_rule(frozen, Rooms(1, 99, 99)) == Placement(parameters="host")
+
+
+# As for adapters beside a frozen base.
+ADAPTERS = Sizes(parameters=2, gradients=2, optimizer=12, activations=5, frozen=100)
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "nvme", "expected"),
+    [
+        (121, 99, 99, ("device", "device", "device", "device", "device")),
+        (120, 100, 999, ("device", "device", "device", "device", "host")),
+        (21, 99, 999, ("device", "device", "device", "device", "nvme")),
+        (20, 105, 999, ("device", "device", "device", "host", "host")),
+        (16, 104, 999, ("device", "device", "device", "host", "nvme")),
+        (15, 119, 999, ("device", "host", "host", "host", "host")),
+        (1, 21, 999, ("host", "host", "host", "host", "nvme")),
+    ],
+)
+def test_what_trains_stays_beside_a_frozen_base(device: int, host: int, nvme: int, expected: tuple[str, ...]):
+    found = by_rule(ADAPTERS, Rooms(device, host, nvme))
+    states = ("parameters", "gradients", "optimizer", "activations", "frozen")
+    assert tuple(tier_of(state, found) for state in states) == expected
+    assert sum(used(found, ADAPTERS).values()) == 121
+    assert isinstance(found, Placement) == (expected[0] == expected[-1])
 
 
 def test_nothing_fits_and_the_error_says_what_was_needed_and_what_there_is():

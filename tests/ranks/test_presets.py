@@ -14,8 +14,19 @@ from zinf_fx.plan.sharding import Shards
 
 PRESETS = ("dp", "zero-1", "zero-2", "zero-3", "zero-offload", "infinity-cpu", "infinity-nvme", "nvme")
 
+# States of each parameter on tiers of their own.
+SPREAD = {
+    "parameters": [("layers.0.*", "device"), ("layers.1.*", "host"), ("*", "nvme")],
+    "gradients": [("layers.?.bias", "nvme"), ("norms.*", "device"), ("*", "host")],
+    "optimizer": [("layers.2.*", "device"), ("norms.*", "nvme"), ("*", "host")],
+}
+
 # Of fp32 sums in another order, over ten steps.
 ROUNDING = 1e-5
+
+
+def placement_of(preset: str) -> object:
+    return SPREAD if preset == "spread" else preset
 
 
 def compare(rank: int, presets: tuple[str, ...], options: dict[str, Any], compiled: bool) -> dict[str, float]:
@@ -23,7 +34,7 @@ def compare(rank: int, presets: tuple[str, ...], options: dict[str, Any], compil
     losses, parameters = training.train_ddp(**options)
     found = {}
     for preset in presets:
-        mine, trained, _ = training.train_zinf(preset, compiled=compiled, **options)
+        mine, trained, _ = training.train_zinf(placement_of(preset), compiled=compiled, **options)
         assert trained.keys() == parameters.keys()
         differences = [abs(a - b) for a, b in zip(mine, losses, strict=True)]
         found[preset] = max(*differences, *((trained[n] - p).abs().max().item() for n, p in parameters.items()))
@@ -31,8 +42,9 @@ def compare(rank: int, presets: tuple[str, ...], options: dict[str, Any], compil
 
 
 def test_two_ranks_train_bitwise_as_distributed_data_parallel():
-    for differences in on_ranks(2, compare, PRESETS, {}, True):
-        assert differences == dict.fromkeys(PRESETS, 0.0)
+    presets = (*PRESETS, "spread")
+    for differences in on_ranks(2, compare, presets, {}, True):
+        assert differences == dict.fromkeys(presets, 0.0)
 
 
 @pytest.mark.slow
@@ -53,7 +65,9 @@ def sent(rank: int, presets: tuple[str, ...]) -> dict[str, tuple[int, int, int]]
     found = {}
     for preset in presets:
         # A pack is gathered for backward with biases that backward doesn't need.
-        model = zinf_fx.offload(training.model(), placement=preset, residency=False, prefetch=None, pack=None)
+        model = zinf_fx.offload(
+            training.model(), placement=placement_of(preset), residency=False, prefetch=None, pack=None
+        )
         found[preset] = *training.bytes_sent(model), formula(model, preset, torch.distributed.get_world_size())
     return found
 
@@ -68,7 +82,7 @@ def formula(model: training.Model, preset: str, size: int) -> int:
         numel = parameter.numel()
         padded = numel if preset == "dp" else Shards.of(numel, size, parameter.base.config.placement.on_nvme).padded
         gathered = 1 if name.endswith("bias") and "norms" not in name else 2
-        volumes = gathered + 1 if preset in ("zero-3", "infinity-cpu", "infinity-nvme", "nvme") else 2
+        volumes = gathered + 1 if preset in ("zero-3", "infinity-cpu", "infinity-nvme", "nvme", "spread") else 2
         if not parameter.requires_grad:
             volumes = gathered if volumes == 3 else 0
         total += volumes * 4 * padded * (size - 1) // size
@@ -76,7 +90,7 @@ def formula(model: training.Model, preset: str, size: int) -> int:
 
 
 # Of each stage; those of stage 3 are stored in shards of elements, or of whole blocks of a disk.
-OF_EACH_STAGE = ("dp", "zero-1", "zero-2", "zero-3", "infinity-nvme")
+OF_EACH_STAGE = ("dp", "zero-1", "zero-2", "zero-3", "infinity-nvme", "spread")
 
 
 @pytest.mark.parametrize(

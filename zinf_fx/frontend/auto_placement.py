@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from zinf_fx.config import Config, Placement
+from zinf_fx.config import Config
+from zinf_fx.placement import Placement, PlacementRules
 from zinf_fx.plan.hardware import DTYPES, Disks, Hardware, Link, Memory, load
 from zinf_fx.plan.placement.decision import Decision, by_rule_alone, words
 from zinf_fx.plan.placement.placing import Rooms, Sizes
@@ -30,7 +31,7 @@ _OPTIMIZER_BYTES = 12  # fp32 master weight, first and second moment (ZeRO, sect
 _NOMINAL_DEVICE = "rtx-4090"
 
 
-def placed_by_rule(config: Config, parameters: Sequence[torch.Tensor] | None) -> Placement:
+def placed_by_rule(config: Config, parameters: Sequence[torch.Tensor] | None) -> Placement | PlacementRules:
     """The placement for a model of these parameters, by the rule alone; None: a model of unknown size, whose states go
     to the store.
 
@@ -62,13 +63,12 @@ def note(decision: Decision, sizes: Sizes) -> None:
 
 def sizes_of(parameters: Sequence[torch.Tensor], groups: Groups) -> Sizes:
     """Of the states that one rank has, with everything partitioned over its group."""
-    trained = [p for p in parameters if p.requires_grad]
-    of_all = (
-        sum(p.numel() * p.element_size() for p in parameters),
-        sum(p.numel() * p.element_size() for p in trained),
-        sum(p.numel() * _OPTIMIZER_BYTES for p in trained),
-    )
-    return Sizes(*(-(-nbytes // groups.shards) for nbytes in of_all))
+    part = lambda nbytes: -(-nbytes // groups.shards)  # noqa: E731
+    trained, frozen = (sum(p.nbytes for p in parameters if p.requires_grad is trains) for trains in (True, False))
+    states = sum(p.numel() * _OPTIMIZER_BYTES for p in parameters if p.requires_grad)
+    if 0 < trained < frozen:
+        return Sizes(part(trained), part(trained), part(states), frozen=part(frozen))
+    return Sizes(part(trained + frozen), part(trained), part(states))
 
 
 def trained_here(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:

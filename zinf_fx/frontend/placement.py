@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from zinf_fx.config import Config, Placement
+from zinf_fx.config import Config
 from zinf_fx.frontend.abstract import abstract_inputs
 from zinf_fx.frontend.auto_placement import by_rule_here, device_of_most, note, sizes_of, this_machine, trained_here
 from zinf_fx.frontend.capture import Capture
+from zinf_fx.placement import Placement, PlacementRules
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.placement.decision import Decision, decide
 from zinf_fx.plan.plan import Plan
@@ -36,7 +37,7 @@ def decided_for(
         hardware = this_machine(config, device_of_most(here))
 
     @cache
-    def plans_with(placement: Placement) -> list[Plan]:
+    def plans_with(placement: Placement | PlacementRules) -> list[Plan]:
         return moving(capture.planned(placement) for capture in captures)
 
     sizes = sizes_of(here, groups)
@@ -47,7 +48,7 @@ def decided_for(
 
 def at_first_call(
     module: fx.GraphModule, inputs: Sequence[Any], config: Config, parameters: Sequence[torch.Tensor]
-) -> Placement:
+) -> Placement | PlacementRules:
     """The placement of a graph's ordinary parameters, on this rank. Nothing is captured where they fit on the device,
     with room for activations. Raises: BudgetError when nothing fits."""
     groups = Ranks.of(config).groups

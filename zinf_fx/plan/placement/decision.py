@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from zinf_fx.config import PRESETS, Config, Placement, Tier
+from zinf_fx.config import PRESETS, Config
 from zinf_fx.errors import BudgetError, ZinfError
+from zinf_fx.placement import Placement, PlacementRules, Tier
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.memory.accounting import flows
 from zinf_fx.plan.memory.use import living_on, staying_on_device
-from zinf_fx.plan.placement.placing import Rooms, Sizes, by_rule, capacities, near, used
+from zinf_fx.plan.placement.placing import Rooms, Sizes, by_rule, capacities, near, tier_of, used
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.simulation.simulate import simulate_plan
 from zinf_fx.sizes import in_words
@@ -45,7 +46,7 @@ class Candidate:
         exceeded: the memory that is too small.
     """
 
-    placement: Placement
+    placement: Placement | PlacementRules
     device: int = 0
     host: int = 0
     nvme: int = 0
@@ -66,8 +67,8 @@ class Decision:
         reason: for the choice, a clause.
     """
 
-    placement: Placement
-    rule: Placement
+    placement: Placement | PlacementRules
+    rule: Placement | PlacementRules
     hardware: str
     candidates: tuple[Candidate, ...]
     reason: str
@@ -78,12 +79,14 @@ class Decision:
         return self.placement == PRESETS["device"]
 
     def __str__(self) -> str:
-        headers = ["", *STATES, "device", "host", "NVMe", "s per step"]
+        frozen = any(isinstance(one.placement, PlacementRules) for one in self.candidates)
+        states = (*STATES, "frozen") if frozen else STATES
+        headers = ["", *states, "device", "host", "NVMe", "s per step"]
         marks = {"taken": self.placement, "rule": self.rule}
         rows = [
             [
                 ", ".join(mark for mark, placement in marks.items() if placement == one.placement),
-                *(getattr(one.placement, state) for state in STATES),
+                *(tier_of(state, one.placement) for state in states),
                 *("" if not nbytes else in_words(nbytes) for nbytes in (one.device, one.host, one.nvme)),
                 "doesn't fit" if one.refused else "" if one.seconds is None else f"{one.seconds:.4g}",
             ]
@@ -91,14 +94,18 @@ class Decision:
         ]
         refused = [f"{words(one.placement)}: {one.refused}" for one in self.candidates if one.refused]
         title = f"placement auto, for {self.hardware}: {self.reason}."
-        return "\n".join([title, "", table(rows, headers, left=range(1 + len(STATES))), *refused])
+        return "\n".join([title, "", table(rows, headers, left=range(1 + len(states))), *refused])
 
 
-def words(placement: Placement, sizes: Sizes | None = None) -> str:
+def words(placement: Placement | PlacementRules, sizes: Sizes | None = None) -> str:
     """`parameters (12 MiB) on device, ...`."""
-    known = sizes.by_state if sizes is not None else {}
+    known, states = sizes.by_state if sizes is not None else {}, dict(zip(STATES, STATES, strict=True))
+    if isinstance(placement, PlacementRules):
+        states = {"frozen": "frozen parameters", **states, "parameters": "trained ones"}
+    elif "frozen" in known:
+        known["parameters"] += known.pop("frozen")
     size = lambda state: f" ({known[state] / 2**20:.0f} MiB)" if state in known else ""  # noqa: E731
-    return ", ".join(f"{state}{size(state)} on {getattr(placement, state)}" for state in STATES)
+    return ", ".join(f"{name}{size(state)} on {tier_of(state, placement)}" for state, name in states.items())
 
 
 def by_rule_alone(sizes: Sizes, rooms: Rooms, hardware: str, why: str) -> Decision:
@@ -109,7 +116,7 @@ def by_rule_alone(sizes: Sizes, rooms: Rooms, hardware: str, why: str) -> Decisi
 
 
 def decide(
-    plans_with: Callable[[Placement], Sequence[Plan]],
+    plans_with: Callable[[Placement | PlacementRules], Sequence[Plan]],
     sizes: Sizes,
     config: Config,
     hardware: Hardware,
@@ -131,7 +138,7 @@ def decide(
     sizes, rooms = replace(sizes, activations=activations), Rooms.of(hardware, config, ranks, activations)
     there = capacities(hardware, ranks)
 
-    def considered(placement: Placement) -> Candidate:
+    def considered(placement: Placement | PlacementRules) -> Candidate:
         try:
             return _held(plans_with(placement), placement, there)
         except BudgetError as error:
@@ -142,7 +149,7 @@ def decide(
     candidates, rooms = _until_one_fits(considered, sizes, rooms)
     chosen = candidates[-1]
 
-    def decided(placement: Placement, reason: str) -> Decision:
+    def decided(placement: Placement | PlacementRules, reason: str) -> Decision:
         return Decision(placement, chosen.placement, hardware.name, tuple(candidates), reason)
 
     if chosen.placement == PRESETS["device"]:
@@ -201,7 +208,7 @@ def _activations(plans_with: Callable[[Placement], Sequence[Plan]], sizes: Sizes
     return sum(plan.unmoved + plan.kept for plan in plans) + sum(leaving)
 
 
-def _held(plans: Sequence[Plan], placement: Placement, there: Rooms) -> Candidate:
+def _held(plans: Sequence[Plan], placement: Placement | PlacementRules, there: Rooms) -> Candidate:
     """What a rank has in each memory, with what is in flight at most, and whether there is as much."""
     device = host = nvme = 0
     for plan in plans:

@@ -1,18 +1,19 @@
 """Which state lives in which memory, by sizes alone: ZeRO-Infinity's rule (section 7.1), and what is near its choice.
 
 Nothing leaves while the device has room for all. First the optimizer's states and gradients leave, then parameters and
-activations, each to the fastest memory with room.
+activations, each to the fastest memory with room. Where most bytes are of frozen parameters, as with adapters, these
+leave first: what trains is small beside them, and moving it would make little room.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import product
 
 from zinf_fx.config import Config
 from zinf_fx.errors import BudgetError
-from zinf_fx.placement import TIERS, Placement, Tier
+from zinf_fx.placement import TIERS, Placement, PlacementRules, Tier
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.sizes import in_words
 
@@ -30,16 +31,26 @@ _LEAVING = (
     (*_STATES_FIRST, "activations"),
     (*_STATES_FIRST, "activations", "parameters"),
 )
+_LEAVING_BESIDE_FROZEN = (
+    (),
+    ("frozen",),
+    ("activations",),
+    ("activations", "frozen"),
+    (*_STATES_FIRST, "activations", "frozen"),
+    (*_STATES_FIRST, "activations", "frozen", "parameters"),
+)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of each state that one rank has. `activations`: that are saved for backward; None: not known yet."""
+    """Bytes of each state that one rank has. `activations`: that are saved for backward; None: not known yet.
+    `frozen`: of parameters that don't train, where these are most; None: they are among `parameters`."""
 
     parameters: int
     gradients: int
     optimizer: int
     activations: int | None = None
+    frozen: int | None = None
 
     @property
     def by_state(self) -> dict[str, int]:
@@ -82,7 +93,7 @@ def capacities(hardware: Hardware, ranks: int) -> Rooms:
     return Rooms(device, host, hardware.nvme.capacity // sharing)
 
 
-def by_rule(sizes: Sizes, rooms: Rooms) -> Placement:
+def by_rule(sizes: Sizes, rooms: Rooms) -> Placement | PlacementRules:
     """The placement that the rule chooses.
 
     "We only offload when the aggregated GPU memory is not sufficient", and no more than is needed. Of parameters and
@@ -90,30 +101,36 @@ def by_rule(sizes: Sizes, rooms: Rooms) -> Placement:
 
     Raises: BudgetError when some state finds no room.
     """
-    for leaving in _LEAVING:
+    for leaving in _LEAVING if sizes.frozen is None else _LEAVING_BESIDE_FROZEN:
         tiers = _placed([state for state in leaving if sizes.by_state.get(state)], sizes, rooms)
         if tiers is not None and used(tiers, sizes)["device"] <= rooms.device:
-            return Placement(**tiers)
+            return _placement(tiers)
     raise BudgetError(_nothing_fits(sizes, rooms))
 
 
-def near(chosen: Placement, sizes: Sizes, rooms: Rooms) -> Iterator[Placement]:
+def near(chosen: Placement | PlacementRules, sizes: Sizes, rooms: Rooms) -> Iterator[Placement | PlacementRules]:
     """Other placements that fit and in which no state could live in a faster memory: those first in which fewer states
     live elsewhere than chosen and, of these, more bytes on the device."""
     states = list(sizes.by_state)
-    now = {state: getattr(chosen, state) for state in states}
+    now = {state: tier_of(state, chosen) for state in states}
     found = []
     for choice in product(TIERS, repeat=len(states)):
         tiers = dict(zip(states, choice, strict=True))
         changed = sum(tiers[state] != now[state] for state in states)
         if changed and fits(tiers, sizes, rooms) and not _could_be_faster(tiers, sizes, rooms):
-            found.append((changed, -used(tiers, sizes)["device"], replace(chosen, **tiers)))
+            found.append((changed, -used(tiers, sizes)["device"], _placement(tiers)))
     yield from (placement for *_, placement in sorted(found, key=lambda one: one[:2]))
 
 
-def used(tiers: Mapping[str, Tier] | Placement, sizes: Sizes) -> dict[Tier, int]:
+def tier_of(state: str, placement: Placement | PlacementRules) -> Tier:
+    """Where a state lives; `frozen`: where parameters do that don't train."""
+    frozen = placement.frozen if isinstance(placement, PlacementRules) else None
+    return (frozen or placement.parameters) if state == "frozen" else getattr(placement, state)
+
+
+def used(tiers: Mapping[str, Tier] | Placement | PlacementRules, sizes: Sizes) -> dict[Tier, int]:
     """Bytes of the states in each memory."""
-    where = tiers if isinstance(tiers, Mapping) else asdict(tiers)
+    where = tiers if isinstance(tiers, Mapping) else {state: tier_of(state, tiers) for state in sizes.by_state}
     return {tier: sum(nbytes for state, nbytes in sizes.by_state.items() if where.get(state) == tier) for tier in TIERS}
 
 
@@ -121,6 +138,13 @@ def fits(tiers: Mapping[str, Tier], sizes: Sizes, rooms: Rooms) -> bool:
     """Whether every memory has room."""
     there = asdict(rooms)
     return all(nbytes <= there[tier] for tier, nbytes in used(tiers, sizes).items())
+
+
+def _placement(tiers: Mapping[str, Tier]) -> Placement | PlacementRules:
+    others = {state: tier for state, tier in tiers.items() if state != "frozen"}
+    if tiers.get("frozen", tiers["parameters"]) == tiers["parameters"]:
+        return Placement(**others)
+    return PlacementRules(**others, frozen=tiers["frozen"])
 
 
 def _could_be_faster(tiers: Mapping[str, Tier], sizes: Sizes, rooms: Rooms) -> bool:
