@@ -266,6 +266,20 @@ def test_what_is_stored_keeps_its_place(tmp_path: Path) -> None:
         torch.compile(model, backend="zinf", options={"placement": other})(batch())
 
 
+def test_adapters_beside_a_base_that_is_stored_already(tmp_path: Path) -> None:
+    """It was stored by other options for gradients and states, of which a frozen parameter has none."""
+    plain = adapted()
+    losses = train(plain, plain, torch.optim.AdamW, fused=True)
+    model = adapted()
+    for layer in model.layers:
+        zinf_fx.offload(layer.base, store=tmp_path, placement="nvme")
+    model, call = offloaded(model, ADAPTERS, tmp_path)
+    assert train(call, model, zinf_fx.optim.AdamW) == losses
+    assert {name: one.base.tier for name, one in model.named_parameters()} == {
+        name: "device" if "lora" in name else "nvme" for name, _ in model.named_parameters()
+    }
+
+
 def test_what_no_graph_uses_has_its_place_too(tmp_path: Path) -> None:
     model = adapted()
     model.unused_lora, model.unused = nn.Linear(4, 4), nn.Linear(4, 4)

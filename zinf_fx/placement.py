@@ -90,10 +90,10 @@ class PlacementRules:
 
     def may_have_chosen(self, name: str, parameter: torch.Tensor, placement: Placement) -> bool:
         """Whether a parameter that is stored may have got its placement by these rules: one that trains now may have
-        been frozen then, and a function have chosen another tier."""
+        been frozen then, and a function have chosen another tier. What is frozen has a tier for itself alone."""
         if (placement.activations, placement.stage) != (self.activations, self.stage):
             return False
-        for state in CHOSEN:
+        for state in CHOSEN if parameter.requires_grad else CHOSEN[:1]:
             rule = getattr(self, state)
             accepted = TIERS if callable(rule) else (self._tier(state, name, parameter),)
             if getattr(placement, state) not in accepted and not (

@@ -12,6 +12,7 @@ from zinf_fx.checkpoint.in_place import Located, located
 from zinf_fx.checkpoint.naming import unwrapped
 from zinf_fx.config import Config
 from zinf_fx.errors import CheckpointError, ConfigError
+from zinf_fx.frontend.each_placement import configs_of
 from zinf_fx.frontend.offload import decided, is_ordinary, replace_in_place
 from zinf_fx.plan.sharding import shards_of
 from zinf_fx.quantisation import quantised_shape
@@ -48,9 +49,11 @@ def attach_base(
     config = decided(
         Config.of(config, {"placement": "nvme", **fields}), [p for p in parameters.values() if is_ordinary(p)]
     )
-    if config.placement.parameters != "nvme":
+    configs = configs_of(config, parameters)
+    if elsewhere := {one.placement.parameters for one in configs.values()} - {"nvme"}:
+        there = ", ".join(map(repr, sorted(elsewhere)))
         raise ConfigError(
-            f"attach_base() reads parameters from disk, and the placement has them on {config.placement.parameters!r}: "
+            f"attach_base() reads parameters from disk, and the placement has them on {there}: "
             "leave it out, or load the files with load_safetensors() or load_checkpoint()"
         )
     found = located(path)
@@ -61,7 +64,7 @@ def attach_base(
     twins: dict[int, StoredTensor] = {}
     for name, parameter in parameters.items():
         if id(parameter) not in twins and name in found:
-            twins[id(parameter)] = _twin(name, parameter, found[name], tiers, config, files)
+            twins[id(parameter)] = _twin(name, parameter, found[name], tiers, configs[name], files)
     values = {name: _value(found[name]) for name in buffers if name in found}
     for parameter in {id(one): one for one in parameters.values()}.values():
         parameter.grad = None
