@@ -32,8 +32,9 @@ from tqdm import tqdm
 from train_gpt import not_negative, positive, positive_float
 
 import zinf_fx
-from zinf_fx.config import TIERS, parse_bytes
+from zinf_fx.config import parse_bytes
 from zinf_fx.errors import ZinfError
+from zinf_fx.placement import TIERS
 from zinf_fx.plan.show.curve import ASCII, BLOCKS
 from zinf_fx.sizes import in_words
 

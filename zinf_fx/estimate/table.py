@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zinf_fx.config import TIERS
 from zinf_fx.estimate.prediction import Estimate, Prediction
+from zinf_fx.placement import TIERS
 from zinf_fx.plan.show.saving import checkpoints_text, days_text
 from zinf_fx.sizes import in_words
 from zinf_fx.tables import counted, digits, table
