@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from gate import slow
 from torch import fx
 
 import zinf_fx
@@ -66,16 +67,17 @@ def test_an_operator_that_cant_be_run_alone_is_named():
         OperatorTimer().seconds(_operator(fail, torch.ones(2)))
 
 
-@pytest.mark.parametrize("trains", [True, False])
-def test_every_operator_of_a_plan_has_its_seconds(trains):
+@pytest.mark.parametrize(("trains", "pack"), [(True, "auto"), (False, "auto"), slow(True, None)])
+def test_every_operator_of_a_plan_has_its_seconds(trains: bool, pack: str | None):
     with torch.device("meta"):
         model = torch.nn.Sequential(
             torch.nn.Embedding(11, 32), torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 1)
         )
         tokens = torch.zeros(3, 5, dtype=torch.int64)
     with torch.set_grad_enabled(trains):
-        planning = plan_model(_Mean(model), (tokens,), zinf_fx.Config(placement="host"), timed=True)
+        planning = plan_model(_Mean(model), (tokens,), zinf_fx.Config(placement="nvme", pack=pack), timed=True)
     (plan,), (found,) = planning.plans, planning.seconds
+    assert any(tile.members for tile in plan.tiles) == (pack == "auto")
     assert set(found) == {(graph.kind, one.index) for graph in plan.graphs for one in graph.operators}
     assert all(found[graph.kind, one.index] > 0 for graph in plan.graphs for one in graph.operators if one.flops)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from statistics import mean
@@ -11,6 +12,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
+from zinf_fx import ops
 from zinf_fx.errors import PlanError
 from zinf_fx.passes.ir.framework import computing
 
@@ -57,9 +59,22 @@ def _extracted(nodes: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]
         new[node] = graph.placeholder(f"input_{number}")
     for number, node in enumerate(nodes):
         args, kwargs = fx.map_arg((node.args, node.kwargs), new.__getitem__)
-        new[node] = graph.create_node(node.op, node.target, args, kwargs, name=f"value_{number}")
+        target = _RUN_AS.get(node.target, node.target)
+        new[node] = graph.create_node(node.op, target, args, kwargs, name=f"value_{number}")
     graph.output(tuple(new[node] for node in nodes if not inside.issuperset(node.users)))
     return fx.GraphModule(nodes[0].graph.owning_module or {}, graph), inputs
+
+
+def _member(pack: torch.Tensor, shape: Sequence[int], *, start: int, number: int) -> torch.Tensor:
+    return pack[start : start + math.prod(shape)].view(shape)
+
+
+def _together(gradients: Sequence[torch.Tensor], starts: Sequence[int], numel: int) -> Sequence[torch.Tensor]:
+    return gradients
+
+
+# The runtime knows a pack by its parameters, so that these cost as much as an index.
+_RUN_AS = {ops.member: _member, ops.together: _together}
 
 
 def _measured(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> float:
