@@ -1,0 +1,90 @@
+"""What generate.py does in a process of its own: a JSON request as argument, a JSON line as answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+import transformers
+from pretrained_worker import resident
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import zinf_fx
+from zinf_fx.frontend.explain import plan_model
+from zinf_fx.machine.machine import measure_machine
+from zinf_fx.plan.memory.accounting import phases
+from zinf_fx.plan.simulation.simulate import simulate_plan
+
+_WARM_UP = 4  # tokens: by then, Dynamo has made all graphs
+
+
+class Clock:
+    """A criterion that stops nothing, and notes when each token was there."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, tokens: torch.Tensor, scores: object) -> torch.Tensor:
+        self.times.append(time.perf_counter())
+        return torch.zeros(len(tokens), dtype=torch.bool)
+
+
+def main() -> None:
+    request = json.loads(sys.argv[1])
+    torch.set_default_dtype(torch.bfloat16)
+    torch.manual_seed(0)
+    config = LlamaConfig(**request["shape"], max_position_embeddings=4096, eos_token_id=None)
+    found: dict[str, object] = {}
+    if request["variant"] == "memory":
+        model = LlamaForCausalLM(config).eval()
+    else:
+        with zinf_fx.offloading(store=request["store"], placement="nvme", **request["options"]):
+            model = LlamaForCausalLM(config).eval()
+        found |= planned(model, request)
+        if request["variant"] == "zinf":
+            model.compile(backend="zinf")
+    torch.manual_seed(1)
+    prompt = torch.randint(3, config.vocab_size, (request["batch"], request["prompt"]))
+
+    def generate(tokens: int, *criteria: Clock) -> torch.Tensor:
+        exactly = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+        mask = torch.ones_like(prompt)
+        return model.generate(prompt, attention_mask=mask, stopping_criteria=list(criteria), **exactly)
+
+    generate(_WARM_UP)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins now
+    read, started, clock = zinf_fx.stats(model).bytes_read, time.perf_counter(), Clock()
+    text = generate(request["tokens"], clock)
+    seconds = [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)]
+    found |= {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "first": clock.times[0] - started,
+        "seconds": median(seconds),
+        "read": (zinf_fx.stats(model).bytes_read - read) / request["tokens"],
+        "peak": resident("VmHWM"),
+        "text": text.tolist(),
+    }
+    print(json.dumps(found))
+
+
+def planned(model: LlamaForCausalLM, request: dict) -> dict[str, object]:
+    """What a token takes by the plan: seconds on this machine, and bytes from the disk."""
+    hardware = measure_machine(request["store"])
+    token = torch.zeros(request["batch"], 1, dtype=torch.int64)
+    with torch.no_grad():
+        planning = plan_model(model, {"input_ids": token, "use_cache": False}, timed=True)
+    (plan,), (seconds,) = planning.plans, planning.seconds
+    traffic = dict(phases(plan))["inference"]
+    return {
+        "planned_seconds": simulate_plan(plan, hardware, seconds).seconds,
+        "planned_read": traffic.nvme_to_host,
+    }
+
+
+if __name__ == "__main__":
+    transformers.utils.logging.set_verbosity_error()
+    main()
