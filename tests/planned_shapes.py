@@ -87,7 +87,7 @@ SHAPES = {
     ),
     "spread over the tiers": Shape(gpt(4, 256), tokens, {"placement": SPREAD, "chunk": "256KiB"}),
     "spread over the tiers, within a host budget": Shape(
-        gpt(4, 256), tokens, {"placement": SPREAD, "host_memory": "40MiB"}
+        gpt(4, 256), tokens, {"placement": SPREAD, "chunk": "256KiB", "host_memory": "24MiB"}
     ),
     "activations in host memory": Shape(gpt(2, 256), wide, {"placement": "infinity-cpu", "activations": "offload"}),
 }
