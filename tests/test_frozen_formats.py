@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from followed import followed_plans
 from torch import Tensor, nn
 from twins import fresh_dynamo  # noqa: F401
 
@@ -15,8 +17,10 @@ import zinf_fx
 from zinf_fx import StoredTensor
 from zinf_fx.errors import CheckpointError, ConfigError, StoredTensorError
 from zinf_fx.frontend.explain import plan_model
+from zinf_fx.plan.memory.accounting import bytes_read, phases
 from zinf_fx.quantisation import quantised
 from zinf_fx.runtime.execute import workspace
+from zinf_fx.sizes import blocks
 
 WIDTH = 64
 
@@ -64,7 +68,7 @@ def in_memory(model: nn.Module, stored: nn.Module) -> nn.Module:
     return model
 
 
-def trained(model: nn.Module, run, optimizer, steps: int = 3) -> list[Tensor]:
+def trained(model: nn.Module, run, optimizer, steps: int = 10) -> list[Tensor]:
     torch.manual_seed(1)
     losses = []
     for _ in range(steps):
@@ -108,6 +112,49 @@ def test_training_over_a_quantised_base_equals_training_over_its_values(tmp_path
     for own, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(own.full_tensor(), other.full_tensor() if isinstance(other, StoredTensor) else other)
     assert all(torch.equal(before[n], tensor.full_tensor()) for n, tensor in base.items())
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("frozen_dtype", [None, "int8", "nf4"])
+def test_a_step_reads_the_packed_bytes_per_pass_and_writes_what_is_trained(tmp_path: Path, frozen_dtype, activations):
+    """Every matrix is read in forward, and in backward, where a gradient goes through it; nothing frozen is written."""
+    # Without prefetch, no step reads what the next one begins with.
+    options = {"pack": None, "residency": False, "prefetch": None, "activations": activations}
+    # Gradients that are read while they are written would be copied, and not read.
+    placement = {"parameters": "nvme", "gradients": "host", "optimizer": "nvme"}
+    model = zinf_fx.offload(
+        built(torch.bfloat16), store=tmp_path, placement=placement, frozen_dtype=frozen_dtype, **options
+    )
+    trained_ones = [p for p in model.parameters() if p.requires_grad]
+    optimizer = zinf_fx.optim.AdamW(trained_ones, lr=0.05)
+    run, tokens = torch.compile(model, backend="zinf"), torch.randint(16, (4, 8))
+    with followed_plans(model) as plans:
+        for _ in range(3):
+            before = zinf_fx.stats(model)
+            run(tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.finish()
+            after = zinf_fx.stats(model)
+    (plan,) = plans
+    moved = after.bytes_read - before.bytes_read, after.bytes_written - before.bytes_written
+    traffic = [each for _, each in phases(plan)]
+    assert moved == (sum(one.nvme_to_host for one in traffic), sum(one.host_to_nvme for one in traffic))
+
+    def nbytes(name: str) -> int:
+        return blocks(model.get_parameter(name).storage.bytes.nbytes)
+
+    read = Counter[str]()
+    for stay in plan.journeys:
+        if stay.moves("fetch"):
+            read[plan.tiles[stay.tile].name] += bytes_read(plan.tiles[stay.tile])
+    # No gradient goes through the first layer: the embedding before it is not trained.
+    expected = {"layers.0.base.weight": 1, "layers.1.base.weight": 2, "layers.2.base.weight": 2, "head.weight": 2}
+    assert {name: read[name] / nbytes(name) for name in expected} == expected
+    packed = {None: 2 * WIDTH, "int8": WIDTH + 4, "nf4": WIDTH // 2 + 4}[frozen_dtype]
+    assert nbytes("layers.1.base.weight") == blocks(WIDTH * packed)
+    # Of each trained one: master, two moments, and the value.
+    assert moved[1] == sum(3 * blocks(4 * p.numel()) + blocks(2 * p.numel()) for p in trained_ones)
 
 
 def test_tiles_of_rows_are_dequantised_one_after_the_other(tmp_path: Path):
