@@ -102,8 +102,7 @@ TILED = {"placement": "infinity-nvme", "tile": "4KiB"}
 
 def test_two_three_one_and_two_ranks(tmp_path: Path):
     parallel = {"placement": "infinity-cpu", "tensor_parallel": True}
-    packs = {"placement": "infinity-nvme", "pack": "auto"}
-    chain(tmp_path, [(2, TILED), (3, {"placement": "zero-2"}), (1, {"placement": "host"}), (2, parallel), (2, packs)])
+    chain(tmp_path, [(2, TILED), (3, {"placement": "zero-2"}), (1, {"placement": "host"}), (2, parallel)])
 
 
 @pytest.mark.slow
@@ -111,7 +110,8 @@ def test_all_placements(tmp_path: Path):
     parallel = {"placement": "infinity-nvme", "tensor_parallel": True}
     ends = [(4, {"placement": preset}) for preset in ("dp", "zero-1", "zero-3", "zero-offload")]
     owners = {"placement": "infinity-cpu", "partition": "owner"}
-    chain(tmp_path, [(2, parallel), (4, parallel), *ends, (3, owners), (2, TILED), (1, {"placement": "nvme"})])
+    packs = {"placement": "infinity-nvme", "pack": "auto"}
+    chain(tmp_path, [(2, parallel), (4, parallel), *ends, (3, owners), (2, packs), (1, {"placement": "nvme"})])
 
 
 def shares(rank: int, directory: Path) -> tuple[int, list[int]]:
@@ -205,9 +205,13 @@ def test_gradients_that_each_rank_has_alone(tmp_path: Path):
     assert "accumulated on each of 2 ranks alone, under no_sync, and 1 are here" in text
 
 
-def failing(rank: int, directory: Path, how: str) -> tuple[str, list[str]]:
-    """One rank fails; both are told, and the checkpoint before stays."""
+def failing(rank: int, folder: Path) -> list[str]:
+    """One rank fails, in three ways; each time both are told, and the checkpoint before stays."""
     job = Job("infinity-cpu")
+    return [_failing(rank, job, folder / how, how) for how in ("full", "value", "torn")]
+
+
+def _failing(rank: int, job: Job, directory: Path, how: str) -> str:
     job.save(directory)
     before = sorted(path.name for path in directory.iterdir())
     extra: dict[str, Any] = {}
@@ -228,25 +232,26 @@ def failing(rank: int, directory: Path, how: str) -> tuple[str, list[str]]:
     return ""
 
 
-def test_a_commit_that_fails_leaves_no_rank_s_files(tmp_path: Path):
-    first, second = on_ranks(2, failing, tmp_path, "full")
+def test_what_fails_on_one_rank_fails_on_all_and_leaves_no_rank_s_files(tmp_path: Path):
+    (first, *firsts), (second, *seconds) = on_ranks(2, failing, tmp_path)
     assert "No space left" in first and "failed on rank 0 of 2: CheckpointError: committing" in second
+    for why, first, second in zip(("can't be saved without pickling", "torn here"), firsts, seconds, strict=True):
+        expected = "CheckpointError: collecting what is to be saved failed on rank 1 of 2: "
+        assert first.startswith(expected) and why in first
+        assert why in second and "on rank" not in second
 
 
-@pytest.mark.parametrize(("how", "why"), [("value", "can't be saved without pickling"), ("torn", "torn here")])
-def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path, how: str, why: str):
-    first, second = on_ranks(2, failing, tmp_path, how)
-    assert first.startswith("CheckpointError: collecting what is to be saved failed on rank 1 of 2: ") and why in first
-    assert why in second and "on rank" not in second
-
-
-def loading_fails(rank: int, directory: Path, how: str) -> str:
-    """One rank alone can't load, or loads another checkpoint."""
+def loading_fails(rank: int, directory: Path) -> list[str]:
+    """One rank alone loads another checkpoint, or can't load."""
     job = Job("infinity-cpu")
     for number in range(2):
         job.save(directory / str(number) / "saved")
         job.train(1)
     job.adam.finish()
+    return [_loading_fails(rank, job, directory, how) for how in ("other", "step")]
+
+
+def _loading_fails(rank: int, job: Job, directory: Path, how: str) -> str:
     if rank == 1 and how == "step":
 
         def failing() -> None:
@@ -261,15 +266,12 @@ def loading_fails(rank: int, directory: Path, how: str) -> str:
     return ""
 
 
-def test_a_step_that_fails_on_one_rank_before_a_load_fails_on_all(tmp_path: Path):
-    first, second = on_ranks(2, loading_fails, tmp_path, "step")
+def test_ranks_do_not_load_different_checkpoints_nor_behind_a_step_that_fails_on_one(tmp_path: Path):
+    (other, first), (another, second) = on_ranks(2, loading_fails, tmp_path)
+    for text in (other, another):
+        assert text.startswith("CheckpointError: loading saved was refused: ranks have different checkpoints there (")
     assert first.startswith("CheckpointError: matching") and "rank 1 of 2: StoreError: store write failed" in first
     assert second.startswith("StoreError: store write failed")
-
-
-def test_ranks_do_not_load_different_checkpoints(tmp_path: Path):
-    for text in on_ranks(2, loading_fails, tmp_path, "other"):
-        assert text.startswith("CheckpointError: loading saved was refused: ranks have different checkpoints there (")
 
 
 def damaged_and_refused(rank: int, directory: Path) -> tuple[str, str]:
