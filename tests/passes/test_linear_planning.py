@@ -18,20 +18,20 @@ from zinf_fx.frontend.explain import plan_model
 
 PACKAGE = str(Path(zinf_fx.__file__).parent)
 WIDTH = 8
-COUNTS = (4, 8, 16)  # of linear layers, so that two steps, of which the second is twice the first, show a bend
+COUNTS = (2, 4, 8)  # of linear layers, so that two steps, of which the second is twice the first, show a bend
 BEND = 1.05
 
 
 class Experts(nn.Module):
-    """`count` linear layers of which every four are averaged."""
+    """`count` linear layers of which every two are averaged."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
-        for first in range(0, len(self.experts), 4):
-            x = x + torch.stack([self.experts[first + number](x) for number in range(4)]).mean(0)
+        for first in range(0, len(self.experts), 2):
+            x = x + torch.stack([self.experts[first + number](x) for number in range(2)]).mean(0)
         return x.square().mean()
 
 
