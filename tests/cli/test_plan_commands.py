@@ -21,7 +21,6 @@ from zinf_fx.plan import hardware
 from zinf_fx.sizes import in_words
 
 TARGET = str(Path(__file__).parent / "two_layers.py") + ":gpt"
-SMALL = str(Path(__file__).parents[2] / "examples" / "gpt.py") + ":small"
 
 OPTIONS = ["--placement", "nvme", "--prefetch", "0,1,2", "--pack", "32KiB"]  # all of the model would be one pack
 
@@ -198,13 +197,13 @@ def test_a_plan_of_many_ranks_is_simulated_on_as_many_nodes(tmp_path: Path, caps
     assert "2 x NVIDIA DGX-2" in capsys.readouterr().out
 
 
-LIMITED = ["--device-memory", "10MiB", "--hardware", "rtx-4090"]
+LIMITED = ["--device-memory", "6MiB", "--hardware", "rtx-4090"]
 MADE: dict[str, Planning] = {}
 
 
 @pytest.fixture
 def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands that plan SMALL with the same options share what was planned: to find a placement takes seconds."""
+    """Commands that plan TARGET with the same options share what was planned: to find a placement takes seconds."""
 
     def shared(model: nn.Module, inputs: tuple, *arguments: object, **options: object) -> Planning:
         key = repr((arguments, sorted(options.items())))
@@ -222,7 +221,7 @@ def test_what_auto_decided_is_printed_by_every_command(golden, tmp_path: Path, c
     path = str(tmp_path / "plan.json")
     printed = []
     for command in (["simulate"], ["export-plan", "-o", path], ["show-schedule", "--operators", "1:2"]):
-        assert main([command[0], SMALL, *command[1:], *LIMITED]) == 0
+        assert main([command[0], TARGET, *command[1:], *LIMITED]) == 0
         reason, table = capsys.readouterr().out.split("\n\n")[:2]
         printed.append(f"{reason}\n\n{table}\n")
     assert printed[0] == printed[1] == printed[2]
@@ -234,9 +233,9 @@ def test_what_auto_decided_is_printed_by_every_command(golden, tmp_path: Path, c
 
 @pytest.mark.usefixtures("planned_once")
 def test_json_has_what_auto_decided(capsys: pytest.CaptureFixture):
-    assert main(["simulate", SMALL, "--json", *LIMITED]) == 0
+    assert main(["simulate", TARGET, "--json", *LIMITED]) == 0
     simulated = json.loads(capsys.readouterr().out)
-    assert main(["show-schedule", SMALL, "--json", *LIMITED]) == 0
+    assert main(["show-schedule", TARGET, "--json", *LIMITED]) == 0
     (plan,) = json.loads(capsys.readouterr().out)
     decision = plan["decision"]
     assert decision == simulated["decision"]
@@ -244,7 +243,7 @@ def test_json_has_what_auto_decided(capsys: pytest.CaptureFixture):
     taken = [one for one in decision["candidates"] if one["placement"] == decision["placement"]]
     assert [one["seconds"] for one in taken] == [simulated["seconds"]]
     assert simulated["seconds"] == min(one["seconds"] for one in decision["candidates"])
-    assert main(["show-schedule", SMALL, "--json", "--placement", "nvme"]) == 0
+    assert main(["show-schedule", TARGET, "--json", "--placement", "nvme"]) == 0
     assert "decision" not in json.loads(capsys.readouterr().out)[0]
 
 
