@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from followed import followed_plans
+from gate import slow
 from ranks import training
 from ranks.launching import on_ranks
 from runtime.late_device import install
@@ -210,7 +211,7 @@ def apart(second: dict[str, Any], pack: object) -> tuple[list, list[set[str]]]:
     return found, several[0]
 
 
-def treated_apart(rank: int) -> dict[str, bool]:
+def treated_apart(rank: int, named: Sequence[str]) -> dict[str, bool]:
     """By how the second module differs: whether training with packs is that without them, and no pack has both."""
     others = {
         "reduction": {"gradient_reduction": "sum"},
@@ -220,16 +221,18 @@ def treated_apart(rank: int) -> dict[str, bool]:
         "ranks": {"process_group": dist.new_group([0, 1])},
     }
     found = {}
-    for what, options in others.items():
+    for what in named:
+        options = others[what]
         (values, none), (packed_values, packs) = (apart(options, pack) for pack in (None, "auto"))
         same = all(map(torch.equal, values, packed_values))
         found[what] = same and none == [] and sorted(map(sorted, packs)) == [["first"], ["second"]]
     return found
 
 
-def test_parameters_that_are_treated_otherwise_are_in_packs_of_their_own():
-    for found in on_ranks(2, treated_apart):
-        assert all(found.values()), found
+@pytest.mark.parametrize("named", [["dtype", "ranks", "stage"], slow(["reduction", "stage 2"])])
+def test_parameters_that_are_treated_otherwise_are_in_packs_of_their_own(named: Sequence[str]):
+    for found in on_ranks(2, treated_apart, named):
+        assert len(found) == len(named) and all(found.values()), found
 
 
 def on_device_with_memory(rank: int, presets: Sequence[str]) -> list[bool]:

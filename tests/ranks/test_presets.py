@@ -53,7 +53,8 @@ def test_four_ranks_train_as_distributed_data_parallel():
         assert differences.keys() == set(PRESETS) and max(differences.values()) < ROUNDING
 
 
-@pytest.mark.parametrize("compiled", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["compiled", "eager"])
+@pytest.mark.slow  # in the gate, test_hybrid and test_ranks_tiles have it, in groups and in tiles
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
 def test_accumulation_without_synchronisation_and_clipping(compiled: bool):
     options = {"steps": 3, "micro_batches": 2, "clip": 0.5}
     for differences in on_ranks(2, compare, ("dp", "zero-1", "infinity-nvme"), options, compiled):
@@ -89,12 +90,12 @@ def formula(model: training.Model, preset: str, size: int) -> int:
     return total
 
 
-# Of each stage; those of stage 3 are stored in shards of elements, or of whole blocks of a disk.
-OF_EACH_STAGE = ("dp", "zero-1", "zero-2", "zero-3", "infinity-nvme", "spread")
+# Of each formula; those of stage 3 are stored in shards of elements, or of whole blocks. Stage 1 is in test_hybrid.
+OF_EACH_FORMULA = ("dp", "zero-2", "zero-3", "infinity-nvme", "spread")
 
 
 @pytest.mark.parametrize(
-    ("size", "presets"), [(2, OF_EACH_STAGE), pytest.param(4, PRESETS, marks=pytest.mark.slow)], ids=["2", "4"]
+    ("size", "presets"), [(2, OF_EACH_FORMULA), pytest.param(4, PRESETS, marks=pytest.mark.slow)], ids=["2", "4"]
 )
 def test_bytes_sent_are_those_of_the_plan_and_of_the_papers_formula(size: int, presets: tuple[str, ...]):
     for found in on_ranks(size, sent, presets):
