@@ -32,7 +32,7 @@ from zinf_fx.runtime.execute.executor import EXECUTOR
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from gpt import GPT, GPTConfig
 
-CONFIG = GPTConfig(layers=3, hidden=64, heads=4, context=64, vocabulary=128)
+CONFIG = GPTConfig(layers=2, hidden=64, heads=4, context=64, vocabulary=128)
 STEPS = 4
 
 
