@@ -9,8 +9,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from zinf_fx.errors import ConfigError
-from zinf_fx.estimate import of_module, of_transformer
+from zinf_fx.estimate import estimate, of_module, of_transformer
 from zinf_fx.estimate.workload import states_of
+from zinf_fx.plan.hardware import load
 
 
 class TwoLinears(nn.Module):
@@ -113,3 +114,43 @@ def test_tied_parameters_are_counted_once():
 def test_a_model_that_trains_nothing():
     with pytest.raises(ConfigError, match="x trains nothing"):
         of_module(TwoLinears().requires_grad_(False), (torch.zeros(4, 8),), name="x")
+
+
+def test_adapters_beside_a_frozen_transformer():
+    """By hand, for 2 layers of 64: 12 x 2 x 64^2 frozen parameters in nf4, and adapters of rank 4 in fp32."""
+    dimensions = {"layers": 2, "hidden": 64, "heads": 2, "batch": 3, "sequence": 5}
+    whole = of_transformer(**dimensions)
+    lora = of_transformer(**dimensions, lora=4, frozen="nf4")
+    base, adapters = 12 * 2 * 64**2, 2 * 4 * ((64 + 3 * 64) + (64 + 64) + (64 + 4 * 64) + (4 * 64 + 64))
+    assert lora.parameters == base + adapters
+    parameters, gradients, optimizer = (
+        lora.parameters * each for each in (lora.states.parameters, lora.states.gradients, lora.states.optimizer)
+    )
+    assert parameters == pytest.approx(base * (0.5 + 4 / 64) + 4 * adapters)
+    assert gradients == pytest.approx(4 * adapters) and optimizer == pytest.approx(8 * adapters)
+    # Of the frozen layers: forward, its recomputation, and the gradient of what comes in.
+    assert lora.work == pytest.approx(whole.work * 3 / 4 + 2 * 4 * 15 * adapters)
+    assert lora.working_states == 4 * 64 * 64 * (0.5625 + 2)
+    with pytest.raises(ConfigError, match="all are trained: give --lora RANK"):
+        of_transformer(**dimensions, frozen="nf4")
+
+
+def test_frozen_matrices_of_a_module_count_in_their_format():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    model[0].requires_grad_(False)
+    inputs = (torch.zeros(2, 64),)
+    plain = of_module(model, inputs, name="two")
+    packed = of_module(model, inputs, name="two", frozen="int8")
+    saved = (plain.states.parameters - packed.states.parameters) * plain.parameters
+    assert saved == pytest.approx(64 * 64 * 4 - 64 * 68)
+    assert plain.work == packed.work and plain.states.optimizer == packed.states.optimizer
+
+
+def test_what_is_frozen_is_not_written():
+    """Every step reads the base three times from NVMe, and writes what is trained."""
+    workload = of_transformer(layers=2, hidden=64, heads=2, batch=3, sequence=5, lora=4, frozen="nf4")
+    found = {one.preset: one for one in estimate(workload, load("rtx-4090")).predictions}["infinity-nvme"]
+    trained = 4 * 2 * 4 * 16 * 64
+    assert found.disk_written == pytest.approx(trained + 2 * trained, abs=2)
+    base = 12 * 2 * 64**2 * 0.5625
+    assert found.disk_read == pytest.approx(3 * (base + trained) + 2 * trained, abs=2)

@@ -6,6 +6,7 @@ what goes to and from host memory and NVMe shrinks with the number of devices; w
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import sympy
@@ -65,7 +66,7 @@ def bytes_moved(preset: str, *, recompute: bool, checkpoints: Tier = "device") -
     offloaded = s.checkpoint_bytes if checkpoints == "host" else zero
     # Parameters on the device come from where they are updated: this device's part, once.
     updated_elsewhere = placement.parameters == "device" != placement.optimizer
-    refreshed = per_device({"parameters"}, ["parameters"]) if updated_elsewhere else zero
+    refreshed = _trained({"parameters"}) if updated_elsewhere else zero
     on_nvme = {state: getattr(placement, state) == "nvme" for state in STATES}
     return BytesMoved(
         link=gathers * all_gather(s.parameter_bytes * s.parameters) + reduction(s.gradient_bytes * s.parameters),
@@ -75,5 +76,12 @@ def bytes_moved(preset: str, *, recompute: bool, checkpoints: Tier = "device") -
         written=gradients if on_nvme["gradients"] else zero,
         updated=2 * optimizer,
         update_read=(optimizer if on_nvme["optimizer"] else zero) + (gradients if on_nvme["gradients"] else zero),
-        update_written=(optimizer if on_nvme["optimizer"] else zero) + (parameters if on_nvme["parameters"] else zero),
+        update_written=(optimizer if on_nvme["optimizer"] else zero)
+        + (_trained(partitioned) if on_nvme["parameters"] else zero),
     )
+
+
+def _trained(partitioned: Collection[str]) -> sympy.Expr:
+    """Bytes of the trained parameters that one device updates: their gradients are as large, and frozen ones have
+    none."""
+    return s.gradient_bytes * s.parameters / (s.ranks if "parameters" in partitioned else 1)

@@ -140,6 +140,8 @@ def _estimate(commands: argparse._SubParsersAction) -> None:
     model.add_argument("--sequence", metavar="N", help="tokens per sequence")
     model.add_argument("--checkpoint-interval", metavar="N", help="blocks per activation checkpoint (default 1)")
     model.add_argument("--dtype", choices=hardware.DTYPES, help="default: the hardware's 16-bit one")
+    model.add_argument("--lora", metavar="RANK", help="train adapters of this rank in fp32, and freeze all else")
+    parser.add_argument("--frozen", choices=get_args(FrozenDtype), help="format of what is frozen (default: as it is)")
     parser.add_argument(
         "--optimizer-bytes", metavar="N", help="states per parameter (default 12, of fp32 8; ZeRO-Infinity counts 16)"
     )

@@ -54,12 +54,12 @@ def _reproduce(options: argparse.Namespace) -> None:
 def _workload(options: argparse.Namespace, machine: Hardware) -> Workload:
     optimizer_bytes = _count(options, "optimizer_bytes")
     if options.target is not None:
-        if given := _given(options, (*_DIMENSIONS, "checkpoint_interval", "dtype")):
+        if given := _given(options, (*_DIMENSIONS, "checkpoint_interval", "dtype", "lora")):
             named = ", ".join(given).replace("_", "-")
             raise ConfigError(f"the target {options.target} has its own dimensions: leave out {named}")
         model, inputs = build(options.target)
         with running(f"running {options.target} on its example inputs, without values,"):
-            return of_module(model, inputs, name=options.target, optimizer_bytes=optimizer_bytes)
+            return of_module(model, inputs, name=options.target, optimizer_bytes=optimizer_bytes, frozen=options.frozen)
     given = _given(options, _DIMENSIONS)
     if missing := [f"--{name}" for name in _DIMENSIONS if name not in given]:
         raise ConfigError(f"no model: give a TARGET, or dimensions ({', '.join(missing)} missing)")
@@ -68,7 +68,8 @@ def _workload(options: argparse.Namespace, machine: Hardware) -> Workload:
     if interval > dimensions["layers"]:
         raise ConfigError(f"checkpoint-interval={interval} is more than the {dimensions['layers']} layers")
     half = next((dtype for dtype in ("bfloat16", "float16") if dtype in machine.peak), "float32")
-    return of_transformer(**dimensions, interval=interval, dtype=options.dtype or half, optimizer_bytes=optimizer_bytes)
+    how = {"lora": _count(options, "lora"), "frozen": options.frozen, "optimizer_bytes": optimizer_bytes}
+    return of_transformer(**dimensions, interval=interval, dtype=options.dtype or half, **how)
 
 
 def _given(options: argparse.Namespace, names: Iterable[str]) -> dict[str, str]:

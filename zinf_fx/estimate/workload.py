@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from zinf_fx.analysis import symbols as s
 from zinf_fx.analysis.memory import StateBytes
 from zinf_fx.analysis.symbols import evaluate
 from zinf_fx.errors import ConfigError
+from zinf_fx.quantisation import FORMATS, can_be_quantised, quantised_shape
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,18 @@ def of_transformer(
     interval: int = 1,
     dtype: str = "bfloat16",
     optimizer_bytes: float | None = None,
+    lora: int | None = None,
+    frozen: str | None = None,
 ) -> Workload:
     """A GPT-like Transformer with activation checkpoints (ZeRO-Infinity, sections 3 and 4.1).
 
-    `batch`: sequences per device. `interval`: blocks from one checkpoint to the next.
+    `batch`: sequences per device. `interval`: blocks from one checkpoint to the next. `lora`: the rank of adapters in
+    fp32 beside each linear layer, which alone are trained then; `frozen`: the format of the others, default `dtype`.
+
+    Raises: ConfigError for a format of what is frozen where nothing is.
     """
+    if frozen is not None and lora is None:
+        raise ConfigError(f"frozen={frozen!r} is a format of frozen parameters, and all are trained: give --lora RANK")
     states = states_of(dtype, optimizer_bytes)
     values = {
         s.layers: layers,
@@ -82,8 +91,9 @@ def of_transformer(
     parameters = int(evaluate(memory.transformer_parameters, values))
     # The paper's formulas for activations and for the largest operator are for elements of 2 bytes.
     widths = states.parameters / 2
-    return Workload(
-        model=f"Transformer of {layers:,} layers x {hidden:,} hidden, {heads:,} heads; batch {batch:,} x {sequence:,}",
+    model = f"Transformer of {layers:,} layers x {hidden:,} hidden, {heads:,} heads; batch {batch:,} x {sequence:,}"
+    whole = Workload(
+        model=model,
         dtype=dtype,
         parameters=parameters,
         states=states,
@@ -93,6 +103,39 @@ def of_transformer(
         working_activations=int(widths * evaluate(memory.activation_working_memory, values)),
         recompute=True,
     )
+    return (
+        whole
+        if lora is None
+        else _with_adapters(whole, layers, hidden, batch * sequence, lora, frozen, optimizer_bytes)
+    )
+
+
+def _with_adapters(
+    base: Workload, layers: int, hidden: int, tokens: int, rank: int, frozen: str | None, optimizer_bytes: float | None
+) -> Workload:
+    """The workload where adapters of a rank are trained beside the linear layers, and `base` is frozen in a format.
+
+    Beside a layer of (m, n) they have rank x (m + n) parameters; the four layers of a block are (hd, 3hd), (hd, hd),
+    (hd, 4hd) and (4hd, hd).
+    """
+    adapters = layers * rank * 16 * hidden
+    count = base.parameters + adapters
+    values_nbytes = base.states.parameters
+    nbytes = values_nbytes if frozen is None else FORMATS[frozen].row_nbytes(hidden) / hidden
+    own = states_of("float32", optimizer_bytes)
+    share = adapters / count
+    # Of a frozen layer, no gradient of the weight is computed: one of three products of a step is left out.
+    work = 2 * tokens * (3 * base.parameters + 4 * adapters)
+    # What is packed is there together with the values that are made of it.
+    largest = 4 * hidden * hidden * (nbytes + (values_nbytes if frozen is not None else 0))
+    return replace(
+        base,
+        model=f"{base.model}; LoRA of rank {rank:,}, all else frozen in {frozen or base.dtype}",
+        parameters=count,
+        states=StateBytes(nbytes * (1 - share) + own.parameters * share, own.gradients * share, own.optimizer * share),
+        work=work,
+        working_states=int(largest),
+    )
 
 
 def of_module(
@@ -101,11 +144,13 @@ def of_module(
     *,
     name: str,
     optimizer_bytes: float | None = None,
+    frozen: str | None = None,
 ) -> Workload:
     """A module with example inputs for one device, run forward and backward on tensors without values.
 
-    FLOP are those of matrix products and convolutions. Activations are what autograd saves; those that
-    `torch.utils.checkpoint` drops are not among them. Frozen parameters have no gradient and no optimizer states.
+    `frozen`: the format of frozen matrices, except tables. FLOP are those of matrix products and convolutions.
+    Activations are what autograd saves; those that `torch.utils.checkpoint` drops are not among them. Frozen parameters
+    have no gradient and no optimizer states.
 
     Raises: ConfigError: nothing in the model is trained by this call. Whatever the model raises.
     """
@@ -115,6 +160,12 @@ def of_module(
     if not trained or not run.trains:
         raise ConfigError(f"{name} trains nothing: no parameter requires a gradient from what the model returns")
     count = sum(parameter.numel() for parameter in everything)
+    tables = {id(one.weight) for one in model.modules() if isinstance(one, torch.nn.Embedding)}
+    packed = {id(p) for p in everything if frozen and not p.requires_grad and can_be_quantised(p)} - tables
+
+    def nbytes(parameter: torch.Tensor) -> int:
+        return math.prod(quantised_shape(parameter.shape, frozen)) if id(parameter) in packed else parameter.nbytes
+
     by_dtype: Counter[str] = Counter()
     for parameter in everything:
         by_dtype[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
@@ -123,13 +174,15 @@ def of_module(
         dtype=by_dtype.most_common(1)[0][0],
         parameters=count,
         states=StateBytes(
-            sum(one.nbytes for one in everything) / count,
+            sum(map(nbytes, everything)) / count,
             sum(one.nbytes for one in trained) / count,
             sum(one.numel() * (optimizer_bytes or sum(state_bytes(one.itemsize))) for one in trained) / count,
         ),
         work=run.work,
         checkpoints=run.saved,
-        working_states=max(one.nbytes * (2 if one.requires_grad else 1) for one in everything),
+        working_states=max(
+            nbytes(one) + (one.nbytes if one.requires_grad or id(one) in packed else 0) for one in everything
+        ),
         working_activations=0,  # counted with what is saved: nothing is computed again in bulk
         recompute=False,
     )
