@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from followed import followed_plans
 from twins import fresh_dynamo  # noqa: F401
 
 import zinf_fx
@@ -62,9 +63,12 @@ def quantised(kind: str) -> torch.nn.Module:
 QUANTISED = {"tensor subclass": "64 B", "parameter subclass": "256 B"}
 
 
-@pytest.mark.parametrize("one_line", [False, True], ids=["offload", "one line"])
-@pytest.mark.parametrize(("kind", "nbytes"), QUANTISED.items(), ids=QUANTISED)
-def test_quantised_parameters_stay_in_memory_and_a_warning_says_so(kind, nbytes, one_line):
+STAYING = [("parameter subclass", False), ("parameter subclass", True), ("tensor subclass", True)]
+
+
+@pytest.mark.parametrize(("kind", "one_line"), STAYING)
+def test_quantised_parameters_stay_in_memory_and_a_warning_says_so(kind, one_line):
+    nbytes = QUANTISED[kind]
     plain = quantised(kind)
     model = copy.deepcopy(plain) if kind == "parameter subclass" else quantised(kind)
     model.load_state_dict(
@@ -83,6 +87,30 @@ def test_quantised_parameters_stay_in_memory_and_a_warning_says_so(kind, nbytes,
         call(x).square().sum().backward()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert one is other or torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_what_a_library_made_of_tensors_is_stored_as_these(tmp_path, activations):
+    """Eager code and graphs compute bit for bit what the class does in memory, and save none of its values."""
+    torch.manual_seed(0)
+    plain, model = quantised("tensor subclass"), quantised("tensor subclass")
+    model.load_state_dict({n: v for n, v in plain.state_dict().items() if n != "1.weight"}, strict=False)
+    model[1].weight = weight = torch.nn.Parameter(Packed(plain[1].weight.packed, plain[1].weight.scale), False)
+    zinf_fx.offload(model, store=tmp_path, placement="nvme", activations=activations, pack=None)
+    assert model[1].weight is weight and type(weight) is Packed and weight._is_param
+    assert isinstance(weight.packed, StoredTensor) and isinstance(weight.scale, StoredTensor)
+    x, run = torch.randn(2, 8), torch.compile(model, backend="zinf")
+    assert torch.equal(model(x), plain(x))
+    with followed_plans(model) as plans:
+        for call in (run, plain):
+            call(x).square().sum().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert one is weight or torch.equal(one.grad.full_tensor(), other.grad)
+    (plan,) = plans
+    names = {tile.name: tile.nbytes for tile in plan.tiles}
+    assert names["1.weight.packed"] == 32 and names["1.weight.scale"] == 32
+    assert plan.kept == 2 * 8 * 4  # what goes into the last layer, and no weight's values
+    assert zinf_fx.stats(model).bytes_read > 0
 
 
 @pytest.mark.parametrize("kind", QUANTISED)

@@ -12,8 +12,9 @@ from zinf_fx.config import Config
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.frontend.each_placement import configs_of, placed
 from zinf_fx.frontend.graph_inputs import input_names
-from zinf_fx.frontend.offload import check_storable, is_ordinary, stays
+from zinf_fx.frontend.offload import check_storable
 from zinf_fx.frontend.quantising import form_of, tables_in
+from zinf_fx.frontend.staying import is_ordinary, stays
 from zinf_fx.runtime.tensor.local_parameter import LocalParameter, distributed_as, local_part, stored_parameter
 from zinf_fx.runtime.tensor.quantised import Form
 from zinf_fx.runtime.tensor.storage import AbstractStorage

@@ -27,9 +27,10 @@ from zinf_fx.frontend.capture import Capture
 from zinf_fx.frontend.each_placement import check_rules, contradicted_by, placed, placement_of_all, stored_among
 from zinf_fx.frontend.given_plan import check_offloaded, options_with, plans_given
 from zinf_fx.frontend.graph_inputs import input_names
-from zinf_fx.frontend.offload import decided, is_ordinary, note_staying, offload_parameters
+from zinf_fx.frontend.offload import decided, offload_parameters
 from zinf_fx.frontend.placement import at_first_call
 from zinf_fx.frontend.quantising import tables_in, tables_of
+from zinf_fx.frontend.staying import is_ordinary, note_staying
 from zinf_fx.placement import PlacementRules
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.sharding import Groups

@@ -13,7 +13,8 @@ from zinf_fx.checkpoint.naming import unwrapped
 from zinf_fx.config import Config
 from zinf_fx.errors import CheckpointError, ConfigError
 from zinf_fx.frontend.each_placement import configs_of
-from zinf_fx.frontend.offload import decided, is_ordinary, replace_in_place
+from zinf_fx.frontend.offload import decided, replace_in_place
+from zinf_fx.frontend.staying import is_ordinary
 from zinf_fx.plan.sharding import shards_of
 from zinf_fx.quantisation import quantised_shape
 from zinf_fx.runtime.disk.read_only import FileExtent, ReadOnlyFile

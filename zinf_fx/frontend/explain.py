@@ -24,8 +24,9 @@ from zinf_fx.config import LARGEST, Config, shortened
 from zinf_fx.errors import ConfigError, PlanError, StoredTensorError, ZinfError
 from zinf_fx.frontend.abstract import abstract_parameter
 from zinf_fx.frontend.each_placement import check_rules, configs_of, contradicted_by, placement_of_all, stored_among
-from zinf_fx.frontend.offload import decided, stays
+from zinf_fx.frontend.offload import decided
 from zinf_fx.frontend.quantising import tables_of
+from zinf_fx.frontend.staying import stays
 from zinf_fx.placement import PlacementRules
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.placement.decision import Decision

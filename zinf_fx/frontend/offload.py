@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -21,10 +20,11 @@ from zinf_fx.checkpoint.elements import replace
 from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError, StoredTensorError, ZinfError
 from zinf_fx.frontend.auto_placement import placed_by_rule
+from zinf_fx.frontend.composed import Composed
 from zinf_fx.frontend.converting import Converting
 from zinf_fx.frontend.each_placement import check_rules, check_stage, configs_of, contradicted_by
-from zinf_fx.frontend.graph_inputs import bytes_in_memory
 from zinf_fx.frontend.quantising import form_of, is_table, tables_of
+from zinf_fx.frontend.staying import is_ordinary, note_staying, stays
 from zinf_fx.interrupts import held_back
 from zinf_fx.placement import Placement, PlacementRules
 from zinf_fx.plan.packs import in_packs, moves, nbytes_in_pack, pack_limit, starts_of
@@ -49,7 +49,6 @@ from zinf_fx.runtime.tensor.tensor_parallel import (
     with_ranks,
 )
 from zinf_fx.runtime.tensor.tiers import Tiers, drain_after
-from zinf_fx.sizes import in_words
 
 # Bytes of parameters that may have left before the memory that they took is given back to the system.
 _TRIM_EVERY = 64 << 20
@@ -65,8 +64,9 @@ def offload(model: torch.nn.Module, config: Config | None = None, **fields: obje
     Every parameter stays the same object, so optimizers and tied weights go on working. Buffers stay where they are.
     Gradients that exist move too, and hooks stay. Of many ranks, all get the parameters and buffers of the first.
 
-    With `frozen_dtype`, frozen matrices are quantised, except tables of embeddings. Frozen parameters of classes of
-    their own, such as those of quantising libraries, stay where they are, and a warning says so.
+    With `frozen_dtype`, frozen matrices are quantised, except tables of embeddings. Of a frozen parameter that a
+    quantising library made of tensors (a traceable wrapper subclass, as torchao's are), these tensors move. Other
+    frozen ones of classes of their own stay where they are, and a warning says so.
 
     Raises: ConfigError for bad options, and for others than those that a part of the model was offloaded with;
     StoreError when the store can't hold the parameters; StoredTensorError for a parameter that can't be stored. The
@@ -80,10 +80,12 @@ def offload(model: torch.nn.Module, config: Config | None = None, **fields: obje
     for name, parameter in present.items():
         if (stored := stored_parameter(parameter)) is not None:
             _check_not_contradicted(config, given, stored, name)
-    note_staying(present)
-    parameters = {name: parameter for name, parameter in present.items() if is_ordinary(parameter)}
+    composed = Composed(present)
+    note_staying({name: parameter for name, parameter in present.items() if name not in composed.names})
+    parameters = {name: parameter for name, parameter in present.items() if is_ordinary(parameter)} | composed.parts
     config = decided(config, list(parameters.values()))
     offload_parameters(parameters, config, tables_of(model.modules()))
+    composed.put_together()
     for name, buffer in model.named_buffers():
         if not buffer.is_meta:
             Ranks.of(config).broadcast(local_part(buffer), f"buffer '{name}'")
@@ -357,33 +359,6 @@ def replace_in_place(parameter: torch.nn.Parameter, twin: StoredTensor) -> None:
         accumulate = torch.autograd.graph.get_gradient_edge(parameter).node
         accumulate.register_prehook(lambda gradients: add_gradient(parameter, gradients[0]))
     take_implementation(parameter, twin)
-
-
-def is_ordinary(value: object) -> bool:
-    """Whether this is a parameter that offloading would move."""
-    return isinstance(value, torch.nn.Parameter) and stored_parameter(value) is None and not stays(value)
-
-
-def stays(value: object) -> bool:
-    """Whether this is a parameter that offloading leaves where it is: a frozen one of a class of its own. Quantised
-    parameters are such, whose bytes say nothing without what the class knows about them."""
-    if not isinstance(value, torch.nn.Parameter) or isinstance(value, (StoredTensor, DTensor)):
-        return False
-    return type(value) is not torch.nn.Parameter and not value.requires_grad and not is_lazy(value)
-
-
-def note_staying(parameters: Mapping[str, object]) -> None:
-    """Warn of those that stay in memory, if any. Python shows a warning with the same text once."""
-    parameters = {name: parameter for name, parameter in parameters.items() if stays(parameter)}
-    if not parameters:
-        return
-    (name, parameter), *_ = parameters.items()
-    warnings.warn(
-        f"{len(parameters)} frozen parameter(s), {in_words(sum(map(bytes_in_memory, parameters.values())))}, stay on "
-        f"their device, such as '{name}', a {type(parameter).__name__}: only plain nn.Parameter can be stored. Plans "
-        "count them in device_memory. To store them, offload the model before it is quantised",
-        stacklevel=3,
-    )
 
 
 def check_storable(parameter: torch.Tensor, what: str) -> None:

@@ -16,7 +16,8 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 
 from zinf_fx.config import Config
-from zinf_fx.frontend.offload import note_staying, offload_parameters
+from zinf_fx.frontend.offload import offload_parameters
+from zinf_fx.frontend.staying import note_staying
 from zinf_fx.runtime.tensor.local_parameter import stored_parameter
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from torch import fx
+from torch.distributed.tensor import DTensor
 
 from zinf_fx import ops
 from zinf_fx.config import Config
@@ -44,6 +45,8 @@ def tiles_of(
         # Hooks on a gradient are autograd's to run: such a gradient stays an output.
         moves = tensor.is_leaf and tensor.requires_grad and not tensor.views and not tensor.has_gradient_hooks
         name = inputs[origin.index].name
+        if not isinstance(inputs[origin.index].taken, (StoredTensor, DTensor)):  # several tensors make one parameter
+            name = ".".join((name, *origin.attributes))
         asked = None if placement is None else placement.of(name, tensor)
         config = placed(base.config, asked)
         known = tensor.storage.stands_for or tensor.storage

@@ -26,7 +26,7 @@ from zinf_fx.plan.simulation.simulate import simulate_plan
 from zinf_fx.plan.simulation.timeline import LANE_OF, Lane, MemoryCurve, Slice
 from zinf_fx.runtime.ranks import ALONE
 from zinf_fx.runtime.recorder import RECORDER, Log, Note
-from zinf_fx.runtime.tensor.local_parameter import stored_parameter
+from zinf_fx.runtime.tensor.local_parameter import stored_in
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.sizes import in_words
 
@@ -212,7 +212,7 @@ def _described(hardware: Hardware | str, model: torch.nn.Module) -> Hardware:
 
 def _stored_in(model: torch.nn.Module) -> StoredTensor | None:
     parameters = getattr(model, "_orig_mod", model).parameters()
-    return next((p for p in map(stored_parameter, parameters) if p is not None), None)
+    return next((stored for parameter in parameters for stored in stored_in(parameter)), None)
 
 
 def _together(slices: Iterable[Slice]) -> list[Slice]:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from zinf_fx.native.engine import IoCounters
 from zinf_fx.runtime.ranks import Ranks
-from zinf_fx.runtime.tensor.local_parameter import stored_parameter
+from zinf_fx.runtime.tensor.local_parameter import stored_in
 from zinf_fx.sizes import in_words
 
 
@@ -88,7 +88,7 @@ def _arena(name: str, now: int, peak: int, planned: int) -> list[tuple[str, str]
 def stats(model: torch.nn.Module) -> Stats:
     """The counters behind the stored parameters of `model`, compiled or not; all 0 when it has none."""
     model = getattr(model, "_orig_mod", model)
-    stored = [p for p in map(stored_parameter, model.parameters()) if p is not None]
+    stored = [stored for parameter in model.parameters() for stored in stored_in(parameter)]
     all_tiers = dict.fromkeys(p.storage.tiers for p in stored if p.storage.tiers is not None)
     stores = [tiers.store_in_use for tiers in all_tiers if tiers.store_in_use is not None]
     arenas = [arena for tiers in all_tiers for arena in tiers.device_arenas.values()]

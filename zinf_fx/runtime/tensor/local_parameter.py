@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.runtime.tensor.stored_tensor import (
@@ -34,6 +35,16 @@ from zinf_fx.runtime.tensor.stored_tensor import (
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor, itself and not a view; any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def stored_in(parameter: torch.Tensor) -> list[StoredTensor]:
+    """What stands for a parameter that was offloaded; of one that is made of several tensors, those that are stored."""
+    if (stored := stored_parameter(parameter)) is not None:
+        return [stored]
+    if isinstance(parameter, DTensor) or not is_traceable_wrapper_subclass(parameter):
+        return []
+    parts = (getattr(parameter, attribute) for attribute in parameter.__tensor_flatten__()[0])
+    return [stored for part in parts for stored in stored_in(part)]
 
 
 def stored_parameter(parameter: object) -> StoredTensor | None:

@@ -1,0 +1,65 @@
+"""Frozen parameters that are made of several tensors, as those of quantising libraries: these tensors are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zinf_fx.frontend.staying import stays
+from zinf_fx.interrupts import held_back
+
+
+class Composed:
+    """Those of some parameters whose class says what they are made of (`__tensor_flatten__`).
+
+    What the class does with its tensors, it does with stored ones: their operations gather, and in a graph that is
+    captured, the gathers are nodes as any.
+
+    Attributes:
+        names: of these parameters.
+        parts: by name, the tensors as frozen parameters: they share their memory until they move.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._whole = {
+            name: parameter
+            for name, parameter in parameters.items()
+            if stays(parameter) and is_traceable_wrapper_subclass(parameter)
+        }
+        self.names = frozenset(self._whole)
+        self.parts: dict[str, torch.nn.Parameter] = {}
+        for name, parameter in self._whole.items():
+            self._take_apart(name, parameter)
+
+    def _take_apart(self, name: str, tensor: torch.Tensor) -> None:
+        for attribute in tensor.__tensor_flatten__()[0]:
+            part, its_name = getattr(tensor, attribute), f"{name}.{attribute}"
+            if is_traceable_wrapper_subclass(part):
+                self._take_apart(its_name, part)
+            else:
+                self.parts[its_name] = torch.nn.Parameter(part.detach(), requires_grad=False)
+
+    def put_together(self) -> None:
+        """Make the parameters, which stay the same objects, of what their parts are now."""
+        for name, parameter in self._whole.items():
+            _replace(parameter, self._of_parts(name, parameter))
+
+    def _of_parts(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        attributes, context = tensor.__tensor_flatten__()
+        inner = {}
+        for attribute in attributes:
+            part, its_name = getattr(tensor, attribute), f"{name}.{attribute}"
+            nested = is_traceable_wrapper_subclass(part)
+            inner[attribute] = self._of_parts(its_name, part) if nested else self.parts[its_name]
+        return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+
+
+@held_back
+def _replace(parameter: torch.Tensor, twin: torch.Tensor) -> None:
+    """Give the object `parameter` the implementation and attributes of `twin`, of its own class: as `replace_in_place`,
+    where weak references exist."""
+    torch._C._swap_tensor_impl(parameter, twin)
+    parameter.__dict__.update(twin.__dict__)
+    parameter._is_param = True

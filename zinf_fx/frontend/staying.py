@@ -1,0 +1,42 @@
+"""Which parameters offloading leaves where they are."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from zinf_fx.frontend.graph_inputs import bytes_in_memory
+from zinf_fx.runtime.tensor.local_parameter import stored_parameter
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+from zinf_fx.sizes import in_words
+
+
+def is_ordinary(value: object) -> bool:
+    """Whether this is a parameter that offloading would move."""
+    return isinstance(value, torch.nn.Parameter) and stored_parameter(value) is None and not stays(value)
+
+
+def stays(value: object) -> bool:
+    """Whether this is a parameter that offloading leaves where it is: a frozen one of a class of its own. Quantised
+    parameters are such, whose bytes say nothing without what the class knows about them."""
+    if not isinstance(value, torch.nn.Parameter) or isinstance(value, (StoredTensor, DTensor)):
+        return False
+    return type(value) is not torch.nn.Parameter and not value.requires_grad and not is_lazy(value)
+
+
+def note_staying(parameters: Mapping[str, object]) -> None:
+    """Warn of those that stay in memory, if any. Python shows a warning with the same text once."""
+    parameters = {name: parameter for name, parameter in parameters.items() if stays(parameter)}
+    if not parameters:
+        return
+    (name, parameter), *_ = parameters.items()
+    warnings.warn(
+        f"{len(parameters)} frozen parameter(s), {in_words(sum(map(bytes_in_memory, parameters.values())))}, stay on "
+        f"their device, such as '{name}', a {type(parameter).__name__}: only plain nn.Parameter can be stored. Plans "
+        "count them in device_memory. To store them, offload the model before it is quantised",
+        stacklevel=3,
+    )
