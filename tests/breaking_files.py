@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -174,3 +175,10 @@ def put(image: Image, target: Path) -> Path:
         else:
             (target / name).write_bytes(content)
     return target
+
+
+class WithoutLinks(Files):
+    """Files of a directory that is taken for one on another file system than what is linked there."""
+
+    def link(self, old: Path, new: Path) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))

@@ -9,56 +9,13 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 from breaking_files import Failing, Killed, LosingPower, put
-from torch import nn
+from counting import Counting
 
 import zinf_fx
-from zinf_fx.checkpoint.files import FILES, Files
 from zinf_fx.checkpoint.training.catalog import look_at
-from zinf_fx.checkpoint.training.contents import parts_of
-from zinf_fx.checkpoint.training.saving import save
 from zinf_fx.checkpoint.training.sweeping import give_back_unnamed
 from zinf_fx.errors import CheckpointError, StoreError
-
-
-class Counting:
-    """A training in which all elements of each tensor are the same, and tell how many steps were done."""
-
-    def __init__(self, store: Path) -> None:
-        store.mkdir(exist_ok=True, parents=True)
-        self.model = nn.Sequential(nn.Linear(40, 90), nn.Linear(90, 300)).to(torch.bfloat16)
-        for parameter in self.model.parameters():
-            nn.init.zeros_(parameter)
-        zinf_fx.offload(self.model, store=store, placement="nvme")
-        self.optimizer = zinf_fx.optim.SGD(self.model.parameters(), lr=1.0, momentum=1.0)
-        self.steps = 0
-
-    def step(self) -> None:
-        """The momentum is the number of steps, and the weights are the sum of all of these numbers."""
-        for parameter in self.model.parameters():
-            parameter.grad = torch.full_like(parameter, -1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.optimizer.finish()
-        self.steps += 1
-
-    def save(self, directory: Path, files: Files = FILES) -> None:
-        save(directory, parts_of(self.model, self.optimizer, {"steps": self.steps}), files)
-
-    def load(self, directory: Path) -> int:
-        self.steps = zinf_fx.load_checkpoint(directory, self.model, self.optimizer)["steps"]
-        self.check()
-        return self.steps
-
-    def check(self) -> None:
-        """That it is the state after so many steps, in all elements."""
-        total = self.steps * (self.steps + 1) / 2
-        for parameter in self.model.parameters():
-            assert (parameter.full_tensor() == total).all(), f"a mixture: {self.steps} steps"
-            state = self.optimizer.state[parameter]
-            assert (state["master"].full_tensor() == total).all(), f"a mixture: {self.steps} steps"
-            assert (state["momentum_buffer"].full_tensor() == -self.steps).all(), f"a mixture: {self.steps} steps"
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import itertools
@@ -101,7 +102,7 @@ def lies_within(path: str) -> bool:
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """A block in which no other process saves to the directory. Raises: CheckpointError when one does."""
-    path = directory / LOCK
+    path, pid = directory / LOCK, os.getpid()
     while True:
         with refusals("saving a checkpoint", path):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
@@ -111,6 +112,9 @@ def locked(directory: Path) -> Iterator[None]:
                 yield
                 return
         finally:
+            if os.getpid() == pid:  # a process made by fork meanwhile has the lock, too, until it is unlocked here
+                with contextlib.suppress(OSError):
+                    fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
 

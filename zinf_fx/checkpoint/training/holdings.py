@@ -150,13 +150,18 @@ class Holding:
             nbytes = min(nbytes, self.tensor.storage.config.chunk, planned or nbytes)
         return pieces_of(elements, self.dtype.itemsize, nbytes)
 
-    def in_pages(self, elements: range) -> range | None:
-        """The bytes of their home that consecutive elements are, if they begin with a page of the store."""
-        if self.home is None or self.home.in_store is None:
-            return None
+    def in_home(self, elements: range) -> range:
+        """The bytes of their home that consecutive elements of a stored tensor are."""
         storage, itemsize = self.tensor.storage, self.dtype.itemsize
         first = (storage.bytes.first + storage.share.position(elements.start)) * itemsize
-        return None if first % PAGE or PAGE % itemsize else range(first, first + len(elements) * itemsize)
+        return range(first, first + len(elements) * itemsize)
+
+    def in_pages(self, elements: range) -> range | None:
+        """The same, if they begin with a page of the store."""
+        if self.home is None or self.home.in_store is None:
+            return None
+        found = self.in_home(elements)
+        return None if found.start % PAGE or PAGE % self.dtype.itemsize else found
 
     def checksum(self, elements: range) -> int | None:
         """The CRC-32C of consecutive elements that are whole pages of the store, and not being written; else None."""

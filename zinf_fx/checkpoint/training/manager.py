@@ -16,13 +16,16 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_fx.checkpoint.agreement import all_ranks, together
+from zinf_fx.checkpoint.files import FILES, Files
+from zinf_fx.checkpoint.training.behind import CopyBehind
 from zinf_fx.checkpoint.training.catalog import STEP, Found, checkpoints_in, is_numbered, name_of
 from zinf_fx.checkpoint.training.contents import Parts, parts_of
 from zinf_fx.checkpoint.training.files import discard_all
 from zinf_fx.checkpoint.training.held import HeldSave, held
 from zinf_fx.checkpoint.training.loading import load_checkpoint
-from zinf_fx.checkpoint.training.saving import save
+from zinf_fx.checkpoint.training.saving import Behind, save
 from zinf_fx.checkpoint.training.sweeping import give_back_unnamed
+from zinf_fx.config import parse_rate
 from zinf_fx.errors import CheckpointError, ConfigError, DamagedCheckpointError, ZinfError
 
 log = logging.getLogger("zinf_fx")
@@ -48,7 +51,10 @@ class CheckpointManager:
 
     Attributes:
         values: the plain values of the checkpoint that was resumed from.
+        files: what is done to files.
     """
+
+    files: Files = FILES
 
     def __init__(
         self,
@@ -59,9 +65,12 @@ class CheckpointManager:
         every_steps: int | None = None,
         every_minutes: float | None = None,
         keep: int = 3,
+        bandwidth: float | str | None = None,
         **extra: object,
     ) -> None:
-        """`keep`: how many there are at most, besides those with names. `extra`: as of `save_checkpoint`.
+        """`keep`: how many there are at most, besides those with names. `bandwidth`: bytes per second, such as
+        "1GB/s", that are copied behind training, at most; None: what leaves training most of its disks. `extra`: as of
+        `save_checkpoint`.
 
         Raises: ConfigError for numbers that can't be meant.
         """
@@ -79,6 +88,9 @@ class CheckpointManager:
         self._terminated = False
         self._handler: Any = None
         self._held: HeldSave | None = None
+        self._behind = Behind(None if bandwidth is None else parse_rate(bandwidth, "bandwidth"))
+        self._copy: CopyBehind | None = None
+        self._failed: BaseException | None = None  # of a copy, which nobody was told of
 
     def resume(self) -> int:
         """Load the newest whole checkpoint, whatever its name, and return the number of its step; 0: there is none.
@@ -87,7 +99,7 @@ class CheckpointManager:
 
         Raises: CheckpointError for one that doesn't fit the training, and when there are some, but none is whole.
         """
-        self._finish_held()
+        self.close()
         ranks = all_ranks()
         with together(f"looking for checkpoints in {self.directory}", ranks):
             found = self._found() if ranks.rank == 0 else []
@@ -113,43 +125,66 @@ class CheckpointManager:
 
         In the `with` block, where the step still goes on in the background, the checkpoint is there when the next step
         begins: see [Note: saves that wait]. It has what there is now; only what is written to stored tensors by other
-        means than steps, until then, is in it, too.
+        means than steps, until then, is in it, too. Where bytes have to be copied, because the directory is on another
+        file system, that goes on behind training, on one rank: see [Note: copies behind training]. What fails of it is
+        raised by the next call.
 
         Raises: as `save_checkpoint`; SystemExit when the process was told to end, once that is saved.
         """
         self._finish_held()
+        if self._copy is not None and self._copy.is_over:
+            self._finish_copy()
         is_due, ends = self._agreed(self._is_due(step))
         path = None
         if is_due and not ends and self._handler is not None:
-            self._held = held(self._parts(step), lambda parts: self._save(step, name_of(step), parts))
+            self._held = held(self._parts(step), lambda parts: self._save(step, name_of(step), parts, self._behind))
         if self._held is not None:
             path = self.directory / name_of(step)
-        elif is_due or (ends and step != self._saved_step):
-            path = self.save(step)
+        elif is_due and not ends and self._handler is not None:
+            path = self._save(step, name_of(step), self._parts(step), self._behind)
+        elif ends:
+            self._finish_copy()
+            if is_due or step != self._saved_step:
+                path = self._save(step, name_of(step), self._parts(step))
+        elif is_due:
+            path = self._save(step, name_of(step), self._parts(step))
         if ends:
             log.warning("ended by SIGTERM after step %d, which is saved", step)
             self._terminated = False  # no more than that was asked for
             raise SystemExit(128 + signal.SIGTERM)
+        self._raise_failed()
         return path
 
     def save(self, step: int, name: str | None = None) -> Path:
         """Save what there is after so many steps; under a name, it stays until somebody removes it. Returns the
-        directory. Raises: as `save_checkpoint`; ConfigError for what is no name."""
+        directory, when the checkpoint is on the disk. Raises: as `save_checkpoint`; ConfigError for what is no name."""
         if name is not None and not _NAME.fullmatch(name):
             raise ConfigError(f"{name!r} is no name for a checkpoint: give letters, digits, '_', '.' and '-'")
         self._finish_held()
-        return self._save(step, name or name_of(step), self._parts(step))
+        path = self._save(step, name or name_of(step), self._parts(step))
+        self._raise_failed()
+        return path
+
+    def close(self) -> None:
+        """Finish what was due, and what is copied behind training. The end of the `with` block does. Raises: as
+        `save_checkpoint`."""
+        self._finish_held()
+        self._finish_copy()
+        self._raise_failed()
 
     def _parts(self, step: int) -> Parts:
         return parts_of(self._model, self._optimizer, {**self._extra, STEP: step})
 
-    def _save(self, step: int, name: str, parts: Parts) -> Path:
+    def _save(self, step: int, name: str, parts: Parts, behind: Behind | None = None) -> Path:
+        """`behind`: how it may be copied behind training; None: it is to be there when this returns."""
+        self._finish_copy()
         path, ranks = self.directory / name, all_ranks()
         with together(f"looking for checkpoints in {self.directory}", ranks):
             before = self._swept() if ranks.rank == 0 else []
         replaced = ranks.of_first([str(one) for one in self._replaced(before, path)], "which checkpoints are replaced")
         newest = max((one.manifest.time for one in before if one.manifest), default=None)
-        save(path, parts, newest=newest, others=[Path(one) for one in replaced])
+        others = [Path(one) for one in replaced]
+        self._copy = save(path, parts, self.files, newest=newest, others=others, behind=behind)
         self._saved_step, self._saved_at = step, time.monotonic()
         return path
 
@@ -165,7 +200,7 @@ class CheckpointManager:
             return
         self._restore()
         try:
-            self._finish_held()
+            self.close()
         except ZinfError as failed:
             if error is None:
                 raise
@@ -178,6 +213,28 @@ class CheckpointManager:
         waits, self._held = self._held, None
         if waits is not None:
             waits.finish()
+
+    def _finish_copy(self) -> None:
+        """Wait for what is copied behind training."""
+        copy, self._copy = self._copy, None
+        if copy is None:
+            return
+        waited = 0.0
+        try:
+            waited = copy.wait()
+        except BaseException:  # an interrupt: the copy goes on
+            self._copy = copy
+            raise
+        if waited > 1:
+            log.info("waited %.1f s for the checkpoint that was copied behind training", waited)
+        if copy.failure is not None:
+            self._saved_step, self._failed = None, copy.failure
+
+    def _raise_failed(self) -> None:
+        """Raise why a copy failed, once."""
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
 
     def _found(self) -> list[Found]:
         """The checkpoints of the run, from the oldest to the newest; not what was never one."""

@@ -6,9 +6,9 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from importlib.metadata import version
@@ -21,9 +21,12 @@ from torch.optim import Optimizer
 from zinf_fx.checkpoint.agreement import all_ranks, together
 from zinf_fx.checkpoint.files import FILES, Files, locked, make_directory, refusals, sync_directory
 from zinf_fx.checkpoint.training import files as names
+from zinf_fx.checkpoint.training.behind import CopyBehind, Pace
 from zinf_fx.checkpoint.training.contents import Parts, between_steps, parts_of, unwritten_in
 from zinf_fx.checkpoint.training.dividing import divided, equal_or_by_rank, merged
+from zinf_fx.checkpoint.training.frozen import Frozen, NotFrozenError
 from zinf_fx.checkpoint.training.generations import KeptInStore
+from zinf_fx.checkpoint.training.holdings import Holding
 from zinf_fx.checkpoint.training.layout import Layout, laid_out
 from zinf_fx.checkpoint.training.manifest import (
     Manifest,
@@ -36,15 +39,21 @@ from zinf_fx.checkpoint.training.manifest import (
     to_text,
 )
 from zinf_fx.checkpoint.training.open_files import opened
+from zinf_fx.checkpoint.training.parts.held import LARGEST
 from zinf_fx.checkpoint.training.parts.part import Collected
+from zinf_fx.checkpoint.training.under_way import IN_FLIGHT
 from zinf_fx.checkpoint.training.writing import Writer
 from zinf_fx.errors import CheckpointError
+from zinf_fx.runtime.disk.store import Store
 from zinf_fx.runtime.ranks import Ranks
-from zinf_fx.sizes import in_words
+from zinf_fx.sizes import PIECE, in_words
 
 log = logging.getLogger("zinf_fx")
 
 Report = Callable[[int], object]
+
+COPIED_AT_ONCE = PIECE
+"""Bytes that are read, and that are written, at a time behind training: of its memory, little is taken for that."""
 
 
 def save_checkpoint(
@@ -68,6 +77,14 @@ def save_checkpoint(
     save(Path(directory), parts_of(model, optimizer, extra))
 
 
+@dataclass(frozen=True)
+class Behind:
+    """That bytes are to be copied behind training, where they have to be copied. `bandwidth`: bytes per second, at
+    most; None: as `behind.Pace` does without."""
+
+    bandwidth: float | None = None
+
+
 def save(
     directory: Path,
     parts: Parts,
@@ -75,36 +92,87 @@ def save(
     report: Report = lambda nbytes: None,
     newest: str | None = None,
     others: Sequence[Path] = (),
-) -> None:
+    behind: Behind | None = None,
+) -> CopyBehind | None:
     """As `save_checkpoint`. `report` is told of bytes that were written; `newest`: the time in the manifest of the
     checkpoint that this one is to come after, whatever the clock says; `others`: directories of checkpoints that it
-    replaces, too, which are removed when it is there."""
+    replaces, too, which are removed when it is there. With `behind`, returns what goes on behind training, if anything
+    does: see [Note: copies behind training]."""
     ranks, started = all_ranks(), time.perf_counter()
     replaced = [path.absolute() for path in (directory, *others)]
     with ExitStack() as rooms:
+        still = rooms.enter_context(ExitStack())  # in which nothing is changed
         with together("collecting what is to be saved", ranks):
-            rooms.enter_context(between_steps(parts, whole=True))
+            still.enter_context(between_steps(parts, whole=True))
             collected = Collected(ranks.rank, ranks.size)
             mine = {name: {"kind": part.kind, **part.collect(collected)} for name, part in parts.items()}
             for tiers in {holding.tiers for holding in collected.tensors.values()} - {None}:
-                rooms.enter_context(tiers.stepping())
+                still.enter_context(tiers.stepping())
         values = equal_or_by_rank(ranks, mine)
         runs = divided(ranks, collected.tensors)
         token = ranks.of_first(secrets.token_hex(4), "the name of a checkpoint's files")
         kept = KeptInStore(directory, partial(names.link_name, token, ranks.rank), files)
-        rooms.callback(kept.settle)
+        settled = rooms.enter_context(ExitStack())
+        settled.callback(kept.settle)
         with together(f"preparing {directory}", ranks):
             if ranks.rank == 0:
                 rooms.enter_context(_prepared(directory, files, token))
         with together(f"keeping what is in the store for {directory}", ranks), refusals("saving", directory):
             kept.keep(runs, unwritten_in(parts), replaced)
-        layout = laid_out(kept.others)
-        paths = [directory / names.data_name(token, ranks.rank, number) for number in range(len(layout.sizes))]
+        begun = _Begun(directory, files, ranks, token, collected.tensors, collected.same, values, kept, others)
+        begun = replace(begun, started=started, time=_time_after(newest))
+        frozen = None if behind is None else _frozen(directory, parts, kept, ranks)
+        if frozen is None:
+            begun.complete(laid_out(kept.others), report)
+            return None
+        rooms.callback(frozen.release)
+        layout = laid_out(frozen.runs)
+        settled.close()
+        still.close()
+        pace = Pace(partial(_moved_by_others, frozen, [tiers.store for tiers in frozen.tiers]), behind.bandwidth)
+        behind_training = rooms.pop_all()
+
+    def complete() -> None:
+        with behind_training:
+            begun.complete(layout, lambda nbytes: (report(nbytes), pace.keep(nbytes)), COPIED_AT_ONCE)
+
+    try:
+        return CopyBehind(f"copying a checkpoint to {directory} behind training", complete, pace)
+    except BaseException:
+        behind_training.close()
+        raise
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A save whose directory is prepared, and for which all that is in stores is kept as it is.
+
+    Attributes:
+        tensors, same: as they were collected; `values`: of all parts.
+        started: by `time.perf_counter`; `time`: in the manifest.
+    """
+
+    directory: Path
+    files: Files
+    ranks: Ranks
+    token: str
+    tensors: Mapping[str, Holding]
+    same: dict[str, str]
+    values: dict[str, Any]
+    kept: KeptInStore
+    others: Sequence[Path]
+    started: float = 0.0
+    time: str = ""
+
+    def complete(self, layout: Layout, report: Report, in_flight: int = IN_FLIGHT) -> None:
+        """Copy what is laid out, and commit."""
+        directory, ranks, files = self.directory, self.ranks, self.files
+        paths = [directory / names.data_name(self.token, ranks.rank, number) for number in range(len(layout.sizes))]
         with refusals(f"saving a checkpoint of {in_words(sum(layout.sizes))}", directory):
-            sums = _written(ranks, directory, layout, paths, files, report)
-        report(kept.nbytes)
-        found = ranks.of_all(_parts_saved(collected, kept, layout, sums, paths), "what each rank saved")
-        manifest = _manifest(found, values, _time_after(newest))
+            sums = _written(ranks, directory, layout, paths, files, report, in_flight)
+        report(self.kept.nbytes)
+        found = ranks.of_all(self._parts_saved(layout, sums, paths), "what each rank saved")
+        manifest = _manifest(found, self.values, self.time)
         with together(f"committing the checkpoint in {directory}", ranks):
             if ranks.rank == 0:
                 check_sound(manifest, "the checkpoint to write")
@@ -112,10 +180,46 @@ def save(
                 with refusals("committing a checkpoint", directory):
                     names.commit(files, directory, text)
                     _remove(files, names.leftovers(directory, text))
-                names.discard_all(others)
-    seconds = time.perf_counter() - started
-    size, how = in_words(manifest.nbytes), _in_words(kept, manifest)
-    log.info("checkpoint of %s saved to %s in %.1f s%s", size, directory, seconds, how)
+                names.discard_all(self.others)
+        seconds = time.perf_counter() - self.started
+        size, how = in_words(manifest.nbytes), _in_words(self.kept, manifest)
+        log.info("checkpoint of %s saved to %s in %.1f s%s", size, directory, seconds, how)
+
+    def _parts_saved(
+        self, layout: Layout, sums: Sequence[int], paths: Sequence[Path]
+    ) -> tuple[list[SavedTensor], dict[str, str], list[SavedFile]]:
+        """What this rank has saved: its pieces, the other names of tensors, and its files."""
+        pieces: dict[str, list[Piece]] = {}
+        for place, crc in zip(layout.places, sums, strict=True):
+            piece = Piece(place.elements.start, len(place.elements), place.file, place.offset, crc)
+            pieces.setdefault(place.run.name, []).append(piece)
+        for stored in self.kept.pieces:
+            piece = replace(stored.piece, file=stored.piece.file + len(paths))
+            pieces.setdefault(stored.run.name, []).append(piece)
+        tensors = []
+        for name, holding in self.tensors.items():
+            box = SavedBox(holding.box.offsets, holding.box.shape, tuple(pieces.get(name, ())))
+            tensors.append(SavedTensor(name, holding.dtype, holding.shape, (box,)))
+        files = [SavedFile(path.name, nbytes) for path, nbytes in zip(paths, layout.sizes, strict=True)]
+        return tensors, self.same, files + self.kept.files
+
+
+def _frozen(directory: Path, parts: Parts, kept: KeptInStore, ranks: Ranks) -> Frozen | None:
+    """What is to be copied, kept as it is for that long. None where nothing has to be, but for what is in memory, or
+    it can't be kept."""
+    if ranks.size > 1 or kept.why_copied is None or kept.pieces:
+        return None
+    try:
+        return Frozen(kept.others, unwritten_in(parts), LARGEST)
+    except NotFrozenError as error:
+        log.info("the checkpoint in %s is copied while training waits: %s", directory, error)
+        return None
+
+
+def _moved_by_others(frozen: Frozen, stores: Sequence[Store]) -> int:
+    """Bytes that stores have moved so far, but for the copies of what is frozen."""
+    counters = [store.counters() for store in stores]
+    return sum(one.bytes_read + one.bytes_written for one in counters) - frozen.bytes_read
 
 
 def _in_words(kept: KeptInStore, manifest: Manifest) -> str:
@@ -132,6 +236,7 @@ def _in_words(kept: KeptInStore, manifest: Manifest) -> str:
 def _prepared(directory: Path, files: Files, token: str) -> Iterator[None]:
     """A block in which the directory is this process's to save to, without what is left of other saves. Where the block
     fails, what all ranks wrote under this save's token is removed: other ranks can't know whether it was committed."""
+    pid = os.getpid()
     with refusals("making a directory for a checkpoint", directory):
         make_directory(files, directory)
     with locked(directory):
@@ -145,12 +250,19 @@ def _prepared(directory: Path, files: Files, token: str) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            _remove(files, names.of_failed_save(directory, token))
+            if os.getpid() == pid:  # a process made by fork meanwhile may drop what it has of the block
+                _remove(files, names.of_failed_save(directory, token))
             raise
 
 
 def _written(
-    ranks: Ranks, directory: Path, layout: Layout, paths: Sequence[Path], files: Files, report: Report
+    ranks: Ranks,
+    directory: Path,
+    layout: Layout,
+    paths: Sequence[Path],
+    files: Files,
+    report: Report,
+    in_flight: int,
 ) -> list[int]:
     """Write this rank's data files. Returns the checksums of its pieces. All names are on the device then."""
     with together("reserving space for the checkpoint", ranks):
@@ -162,28 +274,9 @@ def _written(
                 os.close(fd)
     with together("writing the checkpoint", ranks):
         with opened(paths, files) as handles:
-            sums = Writer(files, handles, report).write(layout.headers, layout.places)
+            sums = Writer(files, handles, report, in_flight).write(layout.headers, layout.places)
         sync_directory(files, directory)
     return sums
-
-
-def _parts_saved(
-    collected: Collected, kept: KeptInStore, layout: Layout, sums: Sequence[int], paths: Sequence[Path]
-) -> tuple[list[SavedTensor], dict[str, str], list[SavedFile]]:
-    """What this rank has saved: its pieces, the other names of tensors, and its files."""
-    pieces: dict[str, list[Piece]] = {}
-    for place, crc in zip(layout.places, sums, strict=True):
-        piece = Piece(place.elements.start, len(place.elements), place.file, place.offset, crc)
-        pieces.setdefault(place.run.name, []).append(piece)
-    for stored in kept.pieces:
-        piece = replace(stored.piece, file=stored.piece.file + len(paths))
-        pieces.setdefault(stored.run.name, []).append(piece)
-    tensors = []
-    for name, holding in collected.tensors.items():
-        box = SavedBox(holding.box.offsets, holding.box.shape, tuple(pieces.get(name, ())))
-        tensors.append(SavedTensor(name, holding.dtype, holding.shape, (box,)))
-    files = [SavedFile(path.name, nbytes) for path, nbytes in zip(paths, layout.sizes, strict=True)]
-    return tensors, collected.same, files + kept.files
 
 
 def _manifest(

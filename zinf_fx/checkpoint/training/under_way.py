@@ -15,7 +15,9 @@ T = TypeVar("T")
 class UnderWay(Generic[T]):
     """Things in a row, each with its bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = IN_FLIGHT) -> None:
+        """`most`: bytes that may be under way at a time, if that is more than one thing."""
+        self._most = most
         self._things: deque[tuple[T, int]] = deque()
         self._nbytes = 0
 
@@ -35,7 +37,7 @@ class UnderWay(Generic[T]):
 
     def has_room(self, nbytes: int) -> bool:
         """Whether so many bytes more may be under way."""
-        return not self._things or self._nbytes + nbytes <= IN_FLIGHT
+        return not self._things or self._nbytes + nbytes <= self._most
 
     def __len__(self) -> int:
         return len(self._things)

@@ -10,7 +10,7 @@ import torch
 from zinf_fx.checkpoint.files import Files
 from zinf_fx.checkpoint.training.holdings import OrdinaryElements
 from zinf_fx.checkpoint.training.layout import Place
-from zinf_fx.checkpoint.training.under_way import UnderWay
+from zinf_fx.checkpoint.training.under_way import IN_FLIGHT, UnderWay
 from zinf_fx.errors import StoreError
 from zinf_fx.interrupts import let_through
 from zinf_fx.native.engine import File, FileTicket, crc32c_at
@@ -31,11 +31,13 @@ class _Piece(NamedTuple):
 class Writer:
     """Writes pieces to data files."""
 
-    def __init__(self, files: Files, opened: Sequence[File], report: Callable[[int], object]) -> None:
-        """`report` is told of bytes that were written."""
+    def __init__(
+        self, files: Files, opened: Sequence[File], report: Callable[[int], object], in_flight: int = IN_FLIGHT
+    ) -> None:
+        """`report` is told of bytes that were written; `in_flight`: bytes that are under way in one direction."""
         self._files, self._opened, self._report = files, opened, report
-        self._reading: UnderWay[_Piece] = UnderWay()
-        self._writing: UnderWay[_Piece] = UnderWay()
+        self._reading: UnderWay[_Piece] = UnderWay(in_flight)
+        self._writing: UnderWay[_Piece] = UnderWay(in_flight)
         self._sums: list[int] = []
 
     def write(self, headers: Sequence[bytes], places: Sequence[Place]) -> list[int]:

@@ -59,6 +59,11 @@ class CopyOnWrite:
         parts = _cut(self._live, offset, offset + round_up(nbytes, PAGE))
         return self._start(self._store.read, parts, address, offset, owner)
 
+    def read_kept(self, keeper: object, address: int, offset: int, nbytes: int, *, owner: object = None) -> Ticket:
+        """The same, of the bytes that are kept for `keeper`."""
+        parts = _cut(self._kept[keeper], offset, offset + round_up(nbytes, PAGE))
+        return self._start(self._store.read, parts, address, offset, owner)
+
     @held_back
     def write(self, address: int, offset: int, nbytes: int, *, owner: object = None) -> Ticket:
         """As `Store.write`. Raises: StoreError where there is no space for what is kept and was not to be rewritten."""
@@ -123,12 +128,11 @@ class CopyOnWrite:
     def checksum(self, offset: int, nbytes: int) -> int | None:
         """The CRC-32C of some of the present bytes, whole pages of which none is being written, without reading them;
         None where it is not known."""
-        crc: int | None = 0
-        for run, sums in _runs(self._live, offset, nbytes):
-            crc = None if sums is None else sums.joined(run.start // PAGE, run.nbytes // PAGE, run.offset, crc)
-            if crc is None:
-                return None
-        return crc
+        return _checksum(self._live, offset, nbytes)
+
+    def checksum_kept(self, keeper: object, offset: int, nbytes: int) -> int | None:
+        """The same, of bytes that are kept for `keeper`."""
+        return _checksum(self._kept[keeper], offset, nbytes)
 
     def _start(
         self,
@@ -234,6 +238,16 @@ def _runs(parts: Iterable[Part], offset: int, nbytes: int) -> Iterator[tuple[Fil
     for part in _cut(parts, offset, offset + round_up(nbytes, PAGE)):
         for run in runs(part.extent.places, part.extent.unit, part.start, part.stop - part.start):
             yield run, part.extent.sums
+
+
+def _checksum(parts: Iterable[Part], offset: int, nbytes: int) -> int | None:
+    """The CRC-32C of some bytes, in whole pages; None where it is not known."""
+    crc: int | None = 0
+    for run, sums in _runs(parts, offset, nbytes):
+        crc = None if sums is None else sums.joined(run.start // PAGE, run.nbytes // PAGE, run.offset, crc)
+        if crc is None:
+            return None
+    return crc
 
 
 def _overlapping(some: Iterable[Part], others: Sequence[Part]) -> bool:

@@ -1,0 +1,156 @@
+"""What a training consisted of at one moment, of which copies are made while it goes on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from zinf_fx.checkpoint.training.holdings import Holding
+from zinf_fx.checkpoint.training.layout import Run
+from zinf_fx.errors import StoreError
+from zinf_fx.runtime.disk.copy_on_write import CopyOnWrite
+from zinf_fx.runtime.disk.generation import Generation
+from zinf_fx.runtime.memory.buffers import aligned_empty
+from zinf_fx.runtime.memory.freelist import round_up
+from zinf_fx.runtime.memory.leases import Ticket
+from zinf_fx.runtime.tensor.tiers import Tiers
+from zinf_fx.sizes import PAGE, PIECE, in_words
+
+_LARGEST_BUFFER = PIECE + 2 * PAGE
+
+
+class NotFrozenError(Exception):
+    """Something can't be kept as it is; it says why."""
+
+
+class Frozen:
+    """Runs that are kept as they are until `release`: those in stores by [Note: generations] in
+    `runtime.disk.copy_on_write`, those in memory in copies.
+
+    Attributes:
+        runs: with holdings that read what is kept.
+        bytes_read: so far, from stores.
+    """
+
+    def __init__(self, runs: Iterable[Run], unwritten: Collection[int], in_memory: int) -> None:
+        """`unwritten`: keys of the storages that nobody will rewrite; `in_memory`: bytes that are copied there, at
+        most. Nothing is on its way to the stores.
+
+        Raises: NotFrozenError; nothing is kept then.
+        """
+        self.runs: list[Run] = []
+        self.bytes_read = 0
+        self._left = in_memory
+        self._buffers: list[torch.Tensor] = []
+        self._generations: dict[Tiers, Generation] = {}
+        rewritten: dict[Tiers, dict[CopyOnWrite, bool]] = {}
+        copies: dict[Holding, Holding] = {}
+        for run in runs:
+            holding = run.holding
+            if holding.is_ordinary:
+                if holding not in copies:
+                    copies[holding] = self._copied(holding)
+                self.runs.append(replace(run, holding=copies[holding]))
+                continue
+            home = holding.home
+            if home is None or not isinstance(home.in_store, CopyOnWrite):
+                raise NotFrozenError(f"'{run.name}' is in memory")
+            generation = self._generations.setdefault(home.tiers, Generation(home.tiers.store))
+            several = rewritten.setdefault(home.tiers, {})
+            is_rewritten = holding.tensor.storage.key not in unwritten
+            several[home.in_store] = several.get(home.in_store, False) or is_rewritten
+            first = holding.in_home(run.elements).start - run.elements.start * holding.dtype.itemsize
+            kept = FrozenHolding(holding.tensor, holding.shape, holding.box, self, home.in_store, generation.key, first)
+            self.runs.append(replace(run, holding=kept))
+        try:
+            for tiers, several in rewritten.items():
+                self._generations[tiers].freeze(several, [])
+        except StoreError as error:
+            self.release()
+            raise NotFrozenError(f"there is no room to write the next step to while it is copied: {error}") from error
+
+    def release(self) -> None:
+        """Nothing is kept any more."""
+        for generation in self._generations.values():
+            generation.release()
+        self._generations.clear()
+        self._buffers.clear()
+
+    @property
+    def tiers(self) -> Sequence[Tiers]:
+        """Those whose stores have some of it."""
+        return list(self._generations)
+
+    def take_buffer(self, nbytes: int) -> torch.Tensor:
+        """Memory for some pages. That of large ones is used again."""
+        if nbytes < _LARGEST_BUFFER // 2:
+            return aligned_empty(nbytes)
+        return self._buffers.pop() if self._buffers else aligned_empty(_LARGEST_BUFFER)
+
+    def give_buffer(self, memory: torch.Tensor) -> None:
+        """Give it back."""
+        if memory.nbytes == _LARGEST_BUFFER:
+            self._buffers.append(memory)
+
+    def _copied(self, holding: Holding) -> Holding:
+        self._left -= holding.tensor.nbytes
+        if self._left < 0:
+            raise NotFrozenError(f"more than {in_words(-self._left)} of it is in memory")
+        return replace(holding, tensor=holding.tensor.detach().clone())
+
+
+@dataclass(frozen=True, eq=False)
+class FrozenHolding(Holding):
+    """A holding of one run, whose bytes are kept in a store for `keeper`.
+
+    Attributes:
+        first: bytes before the box's first element there, if all elements lay side by side with those of the run.
+    """
+
+    frozen: Frozen
+    in_store: CopyOnWrite
+    keeper: object
+    first: int
+
+    def checksum(self, elements: range) -> int | None:
+        start, nbytes = self._place(elements)
+        return None if start % PAGE or nbytes % PAGE else self.in_store.checksum_kept(self.keeper, start, nbytes)
+
+    def open_for_reading(self, elements: range) -> FrozenElements:
+        return FrozenElements(self, *self._place(elements))
+
+    def _place(self, elements: range) -> tuple[int, int]:
+        """The offset of consecutive elements of the run in the store, and how many bytes they are."""
+        return self.first + elements.start * self.dtype.itemsize, len(elements) * self.dtype.itemsize
+
+
+class FrozenElements:
+    """The part of a `Window` that is used here, over elements that are kept."""
+
+    def __init__(self, holding: FrozenHolding, start: int, nbytes: int) -> None:
+        """Their read starts now."""
+        self._holding, self._start, self._nbytes = holding, start, nbytes
+        page = start // PAGE * PAGE
+        self._length = round_up(start + nbytes, PAGE) - page
+        self._memory: torch.Tensor | None = holding.frozen.take_buffer(self._length)
+        self._ticket: Ticket = holding.in_store.read_kept(
+            holding.keeper, self._memory.data_ptr(), page, self._length, owner=self._memory
+        )
+
+    def wait(self) -> torch.Tensor:
+        """The elements, 1-D. Raises: StoreError."""
+        self._ticket.wait()
+        self._holding.frozen.bytes_read += self._length
+        within = self._start % PAGE
+        return self._memory[within : within + self._nbytes].view(self._holding.dtype)
+
+    def close(self) -> None:
+        """Nobody uses the memory any more. Returns when a read that is under way has ended, well or not."""
+        with contextlib.suppress(StoreError):
+            self._ticket.wait()
+        if self._memory is not None:
+            self._holding.frozen.give_buffer(self._memory)
+        self._memory = None
