@@ -208,7 +208,14 @@ def test_a_model_that_is_built_in_a_block_is_quantised_and_frozen(tmp_path: Path
     assert torch.equal(model[0].weight.full_tensor(), plain[0].weight)
 
 
+def merged(weight: Tensor, value: Tensor) -> None:
+    """As adapters are merged."""
+    weight.zero_()
+    weight.data += value
+
+
 WRITES = {
+    "merged": merged,
     "copy_": lambda weight, value: weight.copy_(value),
     "data": lambda weight, value: setattr(weight, "data", value),
     "part": lambda weight, value: [weight[row].copy_(value[row]) for row in range(len(value))],

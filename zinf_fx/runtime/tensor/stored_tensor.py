@@ -194,7 +194,7 @@ class StoredTensor(Checkpointable, torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if isinstance(value, StoredTensor):
-            if value.token is self.token and not value.views and not self.views:
+            if value.token is self.token and value.views == self.views:
                 return
             raise StoredTensorError(
                 "a stored tensor can't share its bytes by assignment to .data: copy them with copy_(), or tie the "
