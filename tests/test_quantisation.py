@@ -10,7 +10,7 @@ import torch
 
 from zinf_fx import ops
 from zinf_fx.config import FrozenDtype
-from zinf_fx.quantisation import FORMATS, _dequantise, dequantised, quantised, quantised_shape
+from zinf_fx.quantisation import FORMATS, _dequantise, can_be_quantised, dequantised, quantised, quantised_shape
 
 SHAPES = [(8, 64), (3, 1), (5, 70), (2, 3, 129), (4, 4096)]
 
@@ -32,6 +32,27 @@ def test_options_name_the_formats():
 )
 def test_bytes(name, shape, nbytes):
     assert math.prod(quantised_shape(shape, name)) == nbytes
+
+
+WORTH_IT = {
+    "matrix": (torch.empty(3, 64), True),
+    "experts": (torch.empty(2, 3, 64, dtype=torch.bfloat16), True),
+    "vector": (torch.empty(64), False),
+    "nothing": (torch.empty(0, 64), False),
+    "short rows": (torch.empty(64, 63), False),
+    "kernel of Conv1d": (torch.nn.Conv1d(64, 64, 3).weight, False),
+    "kernel of Conv2d": (torch.nn.Conv2d(64, 64, 3).weight, False),
+    "integers": (torch.empty(3, 64, dtype=torch.int32), False),
+    "bytes already": (torch.empty(3, 64, dtype=torch.float8_e4m3fn), False),
+}
+
+
+@pytest.mark.parametrize("what", WORTH_IT)
+def test_what_is_quantised_is_smaller_then(what):
+    tensor, is_smaller = WORTH_IT[what]
+    assert can_be_quantised(tensor) == is_smaller
+    if is_smaller:
+        assert all(math.prod(quantised_shape(tensor.shape, name)) < tensor.nbytes for name in FORMATS)
 
 
 # By format, how far a value may be from its own, as a part of its block's largest magnitude: half the widest gap

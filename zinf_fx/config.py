@@ -134,8 +134,8 @@ class Config:
             each parameter moves by itself. Over ranks, one collective moves a pack.
         frozen_dtype: format in which frozen matrices are stored, moved and gathered: "int8" (one scale per row), "nf4"
             (QLoRA, section 3: 4 bits, one scale per 64 values), or "fp8" (e4m3, one scale per row). The graph makes
-            values of them where it uses them. Embedding tables stay as they are. `zinf_fx.offloading` freezes the
-            matrices that it quantises. None: as they are.
+            values of them where it uses them. Embedding tables, and matrices with rows of less than 64 values, stay as
+            they are. `zinf_fx.offloading` freezes the matrices that it quantises. None: as they are.
         activations: "keep": what eager PyTorch saves; "recompute": backward computes them again from a few checkpoints,
             chosen for the least peak; a number: from a checkpoint before every so many layers (ZeRO-Infinity,
             equation 3: ci); "offload": what eager PyTorch saves leaves the device; "auto": each is kept, recomputed or

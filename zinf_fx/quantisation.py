@@ -45,6 +45,8 @@ _NORMAL_FLOAT = (
 _SCALE = torch.float32
 # Values that are worked on at a time on the CPU: what one operation leaves to the next stays in the cache.
 _AT_A_TIME = 1 << 18
+# Values of a row that are worth scales of their own: a block of nf4.
+_FEWEST = 64
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,10 @@ FORMATS: dict[str, Format] = {
 
 
 def can_be_quantised(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a matrix of floating-point values, or several (those of experts). Vectors and the kernels of
-    convolutions have too few values per scale."""
-    return tensor.dim() in (2, 3) and tensor.is_floating_point() and tensor.numel() > 0
+    """Whether a tensor is a matrix of floating-point values, or several (those of experts), whose rows are long enough
+    to be smaller in every format. Vectors and the kernels of convolutions have too few values per scale."""
+    is_matrix = tensor.dim() in (2, 3) and tensor.numel() > 0 and tensor.shape[-1] >= _FEWEST
+    return is_matrix and tensor.is_floating_point() and tensor.itemsize > 1
 
 
 def quantised_shape(shape: Sequence[int], name: str) -> tuple[int, int]:
