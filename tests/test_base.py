@@ -140,6 +140,7 @@ REFUSED = {
     "another model": (lambda: nn.Linear(3, 3), {}, CheckpointError, r"lacks 'weight'; it lacks 'bias'"),
     "another dtype": (lambda: meta().to(torch.bfloat16), {}, CheckpointError, r"is float32\[.*and bfloat16\["),
     "another tier": (meta, {"placement": "host"}, ConfigError, "placement has them on 'host'"),
+    "another format": (meta, {"frozen_dtype": "int8"}, ConfigError, "which is nf4, and frozen_dtype is 'int8'"),
 }
 
 
@@ -150,6 +151,38 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, what):
     with pytest.raises(kind, match=message):
         zinf_fx.attach_base(model, base, store=tmp_path / "store", **options)
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+
+
+class Buffered(nn.Module):
+    """One buffer with two names."""
+
+    def __init__(self, size: int = 4) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.register_buffer("one", torch.arange(float(size)))
+        self.register_buffer("other", self.one)
+
+
+def test_buffers_without_values_take_those_of_the_base(tmp_path: Path):
+    (tmp_path / "store").mkdir()
+    zinf_fx.save_checkpoint(tmp_path / "base", zinf_fx.offload(Buffered(), store=tmp_path / "store"))
+    with torch.device("meta"):
+        model, longer = Buffered(), Buffered(5)
+    zinf_fx.attach_base(model, tmp_path / "base", store=tmp_path / "store")
+    assert model.one is model.other and torch.equal(model.one, torch.arange(4.0))
+    with pytest.raises(CheckpointError, match=r"'one' is float32\[4\], and float32\[5\] in the model"):
+        zinf_fx.attach_base(longer, tmp_path / "base", store=tmp_path / "store")
+    assert longer.one.is_meta
+
+
+def test_what_is_attached_while_only_inference_is_meant_can_be_trained_over(tmp_path: Path):
+    base = saved(tmp_path, "nf4")
+    with torch.inference_mode():
+        model = zinf_fx.attach_base(meta(), base, store=tmp_path / "store")
+    assert not any(parameter.is_inference() for parameter in model.parameters())
+    model = WithHead(model)
+    losses = trained(model, torch.compile(model, backend="zinf"), torch.optim.AdamW([model.shift], lr=0.1), steps=2)
+    assert losses[0] != losses[1]
 
 
 def test_files_that_are_gone_or_cut_are_refused(tmp_path: Path):

@@ -9,9 +9,13 @@ import torch
 from ranks.launching import on_ranks
 from test_base import meta, saved
 from test_frozen_formats import base_of, built, in_memory
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import zinf_fx
+from zinf_fx.errors import ZinfError
+from zinf_fx.runtime.tensor.local_parameter import local_part
 
 
 def trained(rank: int, run: Any, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -46,6 +50,32 @@ def compared(rank: int, base: str) -> dict[str, Any]:
         loss = torch.compile(attached, backend="zinf")(torch.arange(16).view(2, 8))
         found["attached"] = bool(torch.equal(loss, in_memory(built(), attached)(torch.arange(16).view(2, 8))))
     return found
+
+
+def refused(rank: int, base: str) -> list[str]:
+    """What is said of a base that the second rank doesn't have, that the ranks' mesh divides already, and of which one
+    rank would have whole parameters."""
+    said = []
+    model = meta()
+    divided = built().requires_grad_(False)
+    whole = divided.head.weight.detach()
+    shard = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)])
+    divided.head.weight = torch.nn.Parameter(shard, requires_grad=False)
+    cases = [(model, base + "-not-here" * rank, {}), (divided, base, {}), (model, base, {"partition": "owner"})]
+    for one, path, options in cases:
+        try:
+            zinf_fx.attach_base(one, path, placement="nvme", **options)
+        except ZinfError as error:
+            said.append(str(error))
+        assert not any(isinstance(local_part(p), zinf_fx.StoredTensor) for p in one.parameters())
+    return said
+
+
+def test_a_base_that_one_rank_can_not_read_is_no_rank_s(tmp_path: Path):
+    for missing, divided, owned in on_ranks(2, refused, str(saved(tmp_path, "nf4"))):
+        assert "has no weights" in missing
+        assert "'head.weight' of the model is a DTensor" in divided
+        assert "partition='shards'" in owned
 
 
 def test_each_rank_has_its_part_of_the_bytes(tmp_path: Path):

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from zinf_fx.checkpoint.agreement import together
 from zinf_fx.checkpoint.in_place import Located, located
 from zinf_fx.checkpoint.naming import unwrapped
 from zinf_fx.config import Config
@@ -15,6 +17,7 @@ from zinf_fx.errors import CheckpointError, ConfigError
 from zinf_fx.frontend.each_placement import configs_of
 from zinf_fx.frontend.offload import decided, replace_in_place
 from zinf_fx.frontend.staying import is_ordinary
+from zinf_fx.interrupts import held_back
 from zinf_fx.plan.sharding import shards_of
 from zinf_fx.quantisation import quantised_shape
 from zinf_fx.runtime.disk.read_only import FileExtent, ReadOnlyFile
@@ -42,8 +45,9 @@ def attach_base(
     Parameters may be on the meta device, and their values are not looked at; buffers on the meta device take those of
     the files. Adapters are added afterwards. Of many ranks, each reads its part.
 
-    Raises: CheckpointError where names, shapes or dtypes differ, ConfigError for a placement of parameters that is not
-    "nvme", StoreError for files that can't be read. The model is as before then.
+    Raises: CheckpointError where names, shapes or dtypes differ; ConfigError for a placement of parameters that is not
+    "nvme", for a `frozen_dtype` that the files don't have, and for parameters that are divided; StoreError for files
+    that can't be read. On every rank, what fails on one fails; the model is as before then.
     """
     model, path = unwrapped(model), Path(directory)
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -57,16 +61,25 @@ def attach_base(
             f"attach_base() reads parameters from disk, and the placement has them on {there}: "
             "leave it out, or load the files with load_safetensors() or load_checkpoint()"
         )
-    found = located(path)
-    buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_meta}
-    _check_fit(model, parameters, buffers, found, path)
-    tiers = Tiers.of(config)
-    files: dict[Path, ReadOnlyFile] = {}
-    twins: dict[int, StoredTensor] = {}
-    for name, parameter in parameters.items():
-        if id(parameter) not in twins and name in found:
-            twins[id(parameter)] = _twin(name, parameter, found[name], tiers, configs[name], files)
-    values = {name: _value(found[name]) for name in buffers if name in found}
+    buffers = {name: one for name, one in model.named_buffers(remove_duplicate=False) if one.is_meta}
+    with together("attaching a base", Ranks.of(config)), torch.inference_mode(False):
+        found = located(path)
+        _check_fit(model, parameters, buffers, found, path)
+        _check_formats(config, parameters, found, path)
+        twins = _twins(parameters, found, configs)
+        values = _values(buffers, found)
+    _take_over(model, parameters, twins, values)
+    return model
+
+
+@held_back
+def _take_over(
+    model: torch.nn.Module,
+    parameters: Mapping[str, torch.nn.Parameter],
+    twins: dict[int, StoredTensor],
+    values: Mapping[str, torch.Tensor],
+) -> None:
+    """Give the parameters the implementations of `twins`, by id, and the buffers of these names their values."""
     for parameter in {id(one): one for one in parameters.values()}.values():
         parameter.grad = None
         parameter.requires_grad_(False)
@@ -74,28 +87,39 @@ def attach_base(
     for name, value in values.items():
         owner, _, own = name.rpartition(".")
         model.get_submodule(owner)._buffers[own] = value
-    return model
+
+
+def _twins(
+    parameters: Mapping[str, torch.nn.Parameter], found: Mapping[str, Located], configs: Mapping[str, Config]
+) -> dict[int, StoredTensor]:
+    """By the id of each parameter, what takes its place."""
+    files: dict[Path, ReadOnlyFile] = {}
+    twins: dict[int, StoredTensor] = {}
+    for name, parameter in parameters.items():
+        if id(parameter) not in twins and name in found:
+            twins[id(parameter)] = _twin(name, parameter, found[name], configs[name], files)
+    return twins
 
 
 def _twin(
     name: str,
     parameter: torch.Tensor,
     place: Located,
-    tiers: Tiers,
     config: Config,
     files: dict[Path, ReadOnlyFile],
 ) -> StoredTensor:
     """The stored parameter that has the bytes at `place`. Raises: StoreError, ConfigError."""
+    tiers = Tiers.of(config)
     ranks, partitioned = Ranks.of(config), config.placement.stage == 3
     numel, itemsize = torch.Size(place.shape).numel(), place.dtype.itemsize
     shards = shards_of(place.shape, place.dtype, ranks.shards, config)
     device = torch.device("cpu") if parameter.is_meta else parameter.device
     first, count, held = 0, numel, numel
     if partitioned and ranks.shards > 1:
-        if len(shards.segments) > 1 or shards.owner is not None:
+        if len(shards.segments) > 1 or config.partition == "owner":
             raise ConfigError(
-                f"parameter '{name}' would be divided over the ranks in several parts, and be read in place in one: "
-                "give tile=None and partition='shards'"
+                f"parameter '{name}' would be one rank's alone, or have several parts on each, and one part of it can "
+                "be read in place: give tile=None and partition='shards'"
             )
         own = shards.segments[0].of_rank(ranks.shard)
         first, count, held = own.start, len(own), shards.held_by(ranks.shard)
@@ -110,6 +134,12 @@ def _twin(
     storage.label = f"parameter '{name}'"
     quantised = None if place.quantised is None else Quantised(*place.quantised)
     return as_parameter(StoredTensor.of(storage, parameter.shape, device, quantised=quantised))
+
+
+def _values(buffers: Mapping[str, torch.Tensor], found: Mapping[str, Located]) -> dict[str, torch.Tensor]:
+    """By name, the values of buffers, of which some may be one object with several names."""
+    read = {id(buffer): _value(found[name]) for name, buffer in buffers.items() if name in found}
+    return {name: read[id(buffer)] for name, buffer in buffers.items()}
 
 
 def _value(place: Located) -> torch.Tensor:
@@ -135,18 +165,38 @@ def _check_fit(
     for name, parameter in parameters.items():
         names.setdefault(id(parameter), []).append(name)
     lacking = [several[0] for several in names.values() if not any(name in found for name in several)]
-    lacking += [name for name in buffers if name not in found]
+    known = {id(buffer) for name, buffer in buffers.items() if name in found}
+    lacking += [name for name, buffer in buffers.items() if id(buffer) not in known]
     wrong += [f"it lacks '{name}'" for name in lacking]
     for name, parameter in parameters.items():
         if isinstance(parameter, StoredTensor):
             wrong.append(f"'{name}' of the model is stored already")
+        elif isinstance(parameter, DTensor):
+            wrong.append(f"'{name}' of the model is a DTensor, and only whole parameters are read in place")
         elif name in found and (mine := _form(parameter, found[name])) != (theirs := _form_of(found[name])):
+            wrong.append(f"'{name}' is {theirs}, and {mine} in the model")
+    for name, buffer in buffers.items():
+        if name in found and (mine := _form(buffer, found[name])) != (theirs := _form_of(found[name])):
             wrong.append(f"'{name}' is {theirs}, and {mine} in the model")
     if wrong:
         more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise CheckpointError(
             f"{path} is no base of {type(model).__name__}: {'; '.join(wrong[:_SHOWN])}{more}. Nothing was changed: "
             "build the model as it was saved, in its dtype (model.to(torch.bfloat16)), before adapters are added"
+        )
+
+
+def _check_formats(
+    config: Config, parameters: Mapping[str, torch.Tensor], found: Mapping[str, Located], path: Path
+) -> None:
+    """Raises: ConfigError for a `frozen_dtype` that is not the format of what is quantised in the files."""
+    formats = {one.quantised[0] for name in parameters if (one := found.get(name)) is not None and one.quantised}
+    if config.frozen_dtype is not None and formats != {config.frozen_dtype}:
+        has = ", ".join(sorted(formats)) or "not quantised"
+        raise ConfigError(
+            f"attach_base() reads what is in {path} as it is, which is {has}, and frozen_dtype is "
+            f"'{config.frozen_dtype}': leave it out, or load the files into a model that is offloaded with it, and "
+            "save that as a base"
         )
 
 
