@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import subprocess
 import sys
@@ -87,6 +88,17 @@ def test_a_base_does_not_change(tmp_path: Path):
     assert torch.equal(weight.full_tensor(), value)
     assert content(base) == before
     assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("how", ["nf4", "as it is"])
+def test_a_model_takes_its_own_state_dict(tmp_path: Path, how):
+    """Nothing of a base is written then, and what is quantised is not rounded again."""
+    model = zinf_fx.attach_base(meta(), saved(tmp_path, how), store=tmp_path / "store")
+    own = copy.deepcopy(model)
+    for one in (model, own):
+        before = [parameter.storage.value().clone() for parameter in one.parameters()]
+        one.load_state_dict(one.state_dict())
+        assert all(map(torch.equal, before, (parameter.storage.value() for parameter in one.parameters())))
 
 
 def test_what_is_saved_beside_a_base_is_what_was_trained(tmp_path: Path):

@@ -90,8 +90,8 @@ def _write_through(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dic
 
 
 def _is_same(one: object, other: object) -> bool:
-    """Whether both are the whole of one stored tensor."""
-    return getattr(one, "token", None) is getattr(other, "token", 0) and not (one.views or other.views)
+    """Whether both show the same elements of one stored tensor."""
+    return getattr(one, "token", None) is getattr(other, "token", 0) and one.views == other.views
 
 
 def _write_in_graph(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dict, mutated: list[torch.Tensor]) -> Any:
