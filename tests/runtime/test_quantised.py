@@ -113,6 +113,14 @@ def test_what_a_library_made_of_tensors_is_stored_as_these(tmp_path, activations
     assert zinf_fx.stats(model).bytes_read > 0
 
 
+def test_tensors_of_a_parameter_are_placed_as_rules_place_it(tmp_path):
+    model = quantised("tensor subclass")
+    rules = [("1.weight", "nvme"), ("*", "host")]
+    zinf_fx.offload(model, store=tmp_path, placement={"parameters": rules})
+    assert {model[1].weight.packed.base.tier, model[1].weight.scale.base.tier} == {"nvme"}
+    assert model[0].weight.base.tier == "host"
+
+
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_what_is_quantised_after_offloading_stays(kind):
     """As a parameter in the place of a stored one, and in a module that takes another's place."""

@@ -18,20 +18,22 @@ class Composed:
     captured, the gathers are nodes as any.
 
     Attributes:
-        names: of these parameters.
+        whole: these parameters, by name.
         parts: by name, the tensors as frozen parameters: they share their memory until they move.
+        whole_of: by the name of each of these, that of its parameter, by which it is placed.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        self._whole = {
+        self.whole = {
             name: parameter
             for name, parameter in parameters.items()
             if stays(parameter) and is_traceable_wrapper_subclass(parameter)
         }
-        self.names = frozenset(self._whole)
         self.parts: dict[str, torch.nn.Parameter] = {}
-        for name, parameter in self._whole.items():
+        self.whole_of: dict[str, str] = {}
+        for name, parameter in self.whole.items():
             self._take_apart(name, parameter)
+            self.whole_of |= dict.fromkeys(self.parts.keys() - self.whole_of.keys(), name)
 
     def _take_apart(self, name: str, tensor: torch.Tensor) -> None:
         for attribute in tensor.__tensor_flatten__()[0]:
@@ -43,7 +45,7 @@ class Composed:
 
     def put_together(self) -> None:
         """Make the parameters, which stay the same objects, of what their parts are now."""
-        for name, parameter in self._whole.items():
+        for name, parameter in self.whole.items():
             _replace(parameter, self._of_parts(name, parameter))
 
     def _of_parts(self, name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -81,10 +81,13 @@ def offload(model: torch.nn.Module, config: Config | None = None, **fields: obje
         if (stored := stored_parameter(parameter)) is not None:
             _check_not_contradicted(config, given, stored, name)
     composed = Composed(present)
-    note_staying({name: parameter for name, parameter in present.items() if name not in composed.names})
-    parameters = {name: parameter for name, parameter in present.items() if is_ordinary(parameter)} | composed.parts
+    note_staying({name: parameter for name, parameter in present.items() if name not in composed.whole})
+    ordinary = {name: parameter for name, parameter in present.items() if is_ordinary(parameter)}
+    parameters = ordinary | composed.parts
     config = decided(config, list(parameters.values()))
-    offload_parameters(parameters, config, tables_of(model.modules()))
+    configs = configs_of(config, ordinary | composed.whole)
+    configs |= {part: configs[whole] for part, whole in composed.whole_of.items()}
+    offload_parameters(parameters, config, tables_of(model.modules()), configs)
     composed.put_together()
     for name, buffer in model.named_buffers():
         if not buffer.is_meta:
@@ -208,10 +211,13 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
 
 
 def offload_parameters(
-    parameters: Mapping[str, torch.nn.Parameter], config: Config, tables: Collection[int] = ()
+    parameters: Mapping[str, torch.nn.Parameter],
+    config: Config,
+    tables: Collection[int] = (),
+    configs: Mapping[str, Config] | None = None,
 ) -> None:
     """Move ordinary parameters, by name, and their gradients to their tiers, keeping the objects' identity. `tables`:
-    ids of those that are looked up by rows.
+    ids of those that are looked up by rows; `configs`: the options of each, where its own name doesn't say them.
 
     Space is reserved for all of them first, and what goes to disk has arrived there before any of them changes, so
     that all are as before if this raises. In memory, where nothing can fail then, they move one after the other.
@@ -221,7 +227,8 @@ def offload_parameters(
     _check_disjoint(parameters)
     forms = {name: form_of(parameter, config, tables) for name, parameter in parameters.items()}
     tiers, owners = Tiers.of(config), Owners(config, Ranks.of(config).shards)
-    twins = _all_reserved(parameters, forms, tiers, configs_of(config, parameters), owners)
+    configs = configs_of(config, parameters) if configs is None else configs
+    twins = _all_reserved(parameters, forms, tiers, configs, owners)
     to_disk = any(t.base.tier == "nvme" for twin in twins for t in (twin, twin.grad) if t is not None)
     if to_disk:
         try:
