@@ -77,10 +77,11 @@ def counted(rank: int, presets: tuple[str, ...]) -> dict[str, tuple[Moved, Moved
 @pytest.mark.parametrize(
     ("size", "presets"),
     [
-        (2, ("dp", "zero-1", "infinity-nvme")),
-        pytest.param(4, ("dp", "zero-1", "zero-2", "zero-3", "infinity-cpu", "nvme"), marks=pytest.mark.slow),
+        (2, ("dp", "infinity-nvme")),
+        slow(2, ("zero-1",)),
+        slow(4, ("dp", "zero-1", "zero-2", "zero-3", "infinity-cpu", "nvme")),
     ],
-    ids=["2", "4"],
+    ids=str,
 )
 def test_collectives_of_a_step_are_those_of_the_plan(size: int, presets: tuple[str, ...]):
     for found in on_ranks(size, counted, presets):
@@ -164,9 +165,9 @@ def built_and_loaded(rank: int, options: dict[str, Any]) -> Outcome:
     ("scenario", "preset"),
     [
         (accumulated, "nvme"),
-        (partly_frozen, "zero-2"),
+        slow(partly_frozen, "zero-2"),
         *(
-            pytest.param(scenario, preset, marks=pytest.mark.slow)
+            slow(scenario, preset)
             for scenario in (accumulated, partly_frozen, built_and_loaded)
             for preset in ("zero-1", "zero-3", "infinity-nvme")
         ),
@@ -229,7 +230,7 @@ def treated_apart(rank: int, named: Sequence[str]) -> dict[str, bool]:
     return found
 
 
-@pytest.mark.parametrize("named", [["dtype", "ranks", "stage"], slow(["reduction", "stage 2"])])
+@pytest.mark.parametrize("named", [["ranks", "stage"], slow(["dtype", "reduction", "stage 2"])])
 def test_parameters_that_are_treated_otherwise_are_in_packs_of_their_own(named: Sequence[str]):
     for found in on_ranks(2, treated_apart, named):
         assert len(found) == len(named) and all(found.values()), found

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from gate import slow
 from ranks import training
 from ranks.launching import on_ranks
 
@@ -41,9 +42,13 @@ def compare(rank: int, presets: tuple[str, ...], options: dict[str, Any], compil
     return found
 
 
-def test_two_ranks_train_bitwise_as_distributed_data_parallel():
-    presets = (*PRESETS, "spread")
-    for differences in on_ranks(2, compare, presets, {}, True):
+# In the gate, test_hybrid has zero-1, test_owners nvme, and test_ranks_tiles zero-3.
+@pytest.mark.parametrize(
+    ("presets", "steps"),
+    [(("dp", "zero-2", "zero-offload", "infinity-nvme", "spread"), 4), slow((*PRESETS, "spread"), 10)],
+)
+def test_two_ranks_train_bitwise_as_distributed_data_parallel(presets: tuple[str, ...], steps: int):
+    for differences in on_ranks(2, compare, presets, {"steps": steps}, True):
         assert differences == dict.fromkeys(presets, 0.0)
 
 
@@ -90,12 +95,13 @@ def formula(model: training.Model, preset: str, size: int) -> int:
     return total
 
 
-# Of each formula; those of stage 3 are stored in shards of elements, or of whole blocks. Stage 1 is in test_hybrid.
-OF_EACH_FORMULA = ("dp", "zero-2", "zero-3", "infinity-nvme", "spread")
+# Of each formula; those of stage 3 are stored in shards of whole blocks, or, among "spread", of elements. Stage 1 is in
+# test_hybrid.
+OF_EACH_FORMULA = ("dp", "infinity-nvme", "spread")
 
 
 @pytest.mark.parametrize(
-    ("size", "presets"), [(2, OF_EACH_FORMULA), pytest.param(4, PRESETS, marks=pytest.mark.slow)], ids=["2", "4"]
+    ("size", "presets"), [(2, OF_EACH_FORMULA), slow(2, ("zero-2", "zero-3")), slow(4, PRESETS)], ids=str
 )
 def test_bytes_sent_are_those_of_the_plan_and_of_the_papers_formula(size: int, presets: tuple[str, ...]):
     for found in on_ranks(size, sent, presets):
