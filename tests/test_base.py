@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked import Running
+from gate import slow
 from test_frozen_formats import Model, built, in_memory, trained
 from torch import nn
 from twins import fresh_dynamo  # noqa: F401
@@ -57,7 +57,7 @@ class WithHead(nn.Module):
         return self.base(tokens)
 
 
-@pytest.mark.parametrize("how", ["nf4", "as it is", "safetensors"])
+@pytest.mark.parametrize("how", ["nf4", "safetensors", slow("as it is")])
 def test_two_models_over_one_base_train_as_over_its_values(tmp_path: Path, how):
     base = saved(tmp_path, how)
     before = content(base)
@@ -118,15 +118,16 @@ def test_what_is_saved_beside_a_base_is_what_was_trained(tmp_path: Path):
 
 
 JOB = """
-import sys, torch
-sys.path.insert(0, {tests!r})
+import sys, time, torch
 from pathlib import Path
 import zinf_fx
 from test_base import WithHead, meta, trained
-model = WithHead(zinf_fx.attach_base(meta(), {base!r}, store={store!r}))
+rate, base, store, both_attached = sys.argv[1:]
+model = WithHead(zinf_fx.attach_base(meta(), base, store=store))
 print("attached", flush=True)
-sys.stdin.readline()
-losses = trained(model, torch.compile(model, backend="zinf"), torch.optim.AdamW([model.shift], lr=float(sys.argv[1])))
+while not Path(both_attached).exists():
+    time.sleep(0.01)
+losses = trained(model, torch.compile(model, backend="zinf"), torch.optim.AdamW([model.shift], lr=float(rate)))
 print([loss.item() for loss in losses])
 """
 
@@ -134,15 +135,14 @@ print([loss.item() for loss in losses])
 def test_two_processes_train_over_one_base(tmp_path: Path):
     base = saved(tmp_path, "nf4")
     before = content(base)
-    text = JOB.format(tests=str(Path(__file__).parent), base=str(base), store=str(tmp_path / "store"))
-    jobs = [
-        subprocess.Popen([sys.executable, "-c", text, lr], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for lr in ("0.1", "0.2")
-    ]
+    both_attached = tmp_path / "both attached"
+    jobs = [Running(JOB, rate, base, tmp_path / "store", both_attached) for rate in (0.1, 0.2)]
     for job in jobs:
         assert job.stdout.readline() == "attached\n"
-    outcomes = [job.communicate("go\n", timeout=200)[0] for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0]
+    both_attached.touch()
+    ends = [job.end() for job in jobs]
+    assert [end.returncode for end in ends] == [0, 0], ends
+    outcomes = [end.stdout for end in ends]
     first, second = ([float(number) for number in outcome.strip("[]\n").split(",")] for outcome in outcomes)
     assert first[0] == second[0] and first[1:] != second[1:]
     assert content(base) == before

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from followed import followed_plans
+from gate import slow
 from torch import Tensor, nn
 from twins import fresh_dynamo  # noqa: F401
 
@@ -68,7 +69,7 @@ def in_memory(model: nn.Module, stored: nn.Module) -> nn.Module:
     return model
 
 
-def trained(model: nn.Module, run, optimizer, steps: int = 10) -> list[Tensor]:
+def trained(model: nn.Module, run, optimizer, steps: int = 3) -> list[Tensor]:
     torch.manual_seed(1)
     losses = []
     for _ in range(steps):
@@ -90,9 +91,22 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("name", "options"), [*(("nf4", o) for o in OPTIONS), ("int8", "nvme"), ("fp8", "nvme")])
-def test_training_over_a_quantised_base_equals_training_over_its_values(tmp_path: Path, name, options, dtype):
+# Options, formats and dtypes act apart from each other: in the gate, each of them at least once.
+FP32, BF16 = torch.float32, torch.bfloat16
+CELLS = [
+    ("nf4", "nvme", BF16, 10),
+    ("nf4", "host", FP32, 3),
+    ("nf4", "recomputed", BF16, 3),
+    ("nf4", "in a budget", FP32, 3),
+    ("int8", "nvme", FP32, 3),
+    ("fp8", "nvme", BF16, 3),
+    *(slow("nf4", options, dtype, 10) for options in OPTIONS for dtype in (FP32, BF16)),
+    *(slow(name, "nvme", dtype, 10) for name in ("int8", "fp8") for dtype in (FP32, BF16)),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "dtype", "steps"), CELLS)
+def test_training_over_a_quantised_base_equals_training_over_its_values(tmp_path: Path, name, options, dtype, steps):
     model = zinf_fx.offload(built(dtype), store=tmp_path, frozen_dtype=name, **OPTIONS[options])
     base = base_of(model)
     assert len(base) == 4 and all(tensor.quantised.format == name for tensor in base.values())
@@ -106,16 +120,22 @@ def test_training_over_a_quantised_base_equals_training_over_its_values(tmp_path
         theirs = zinf_fx.optim.AdamW(
             [p for p in zinf_fx.offload(plain, placement="device").parameters() if p.requires_grad], lr=0.05
         )
-    losses = trained(model, torch.compile(model, backend="zinf"), mine)
-    expected = trained(plain, torch.compile(plain, backend="aot_eager"), theirs)
+    losses = trained(model, torch.compile(model, backend="zinf"), mine, steps)
+    expected = trained(plain, torch.compile(plain, backend="aot_eager"), theirs, steps)
     assert all(map(torch.equal, losses, expected)) and losses[0] != losses[-1]
     for own, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(own.full_tensor(), other.full_tensor() if isinstance(other, StoredTensor) else other)
     assert all(torch.equal(before[n], tensor.full_tensor()) for n, tensor in base.items())
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize("frozen_dtype", [None, "int8", "nf4"])
+@pytest.mark.parametrize(
+    ("frozen_dtype", "activations"),
+    [
+        ("nf4", "keep"),
+        (None, "recompute"),
+        *(slow(*cell) for cell in (("nf4", "recompute"), (None, "keep"), ("int8", "keep"), ("int8", "recompute"))),
+    ],
+)
 def test_a_step_reads_the_packed_bytes_per_pass_and_writes_what_is_trained(tmp_path: Path, frozen_dtype, activations):
     """Every matrix is read in forward, and in backward, where a gradient goes through it; nothing frozen is written."""
     # Without prefetch, no step reads what the next one begins with.
