@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -119,6 +120,17 @@ def test_tensors_of_a_parameter_are_placed_as_rules_place_it(tmp_path):
     zinf_fx.offload(model, store=tmp_path, placement={"parameters": rules})
     assert {model[1].weight.packed.base.tier, model[1].weight.scale.base.tier} == {"nvme"}
     assert model[0].weight.base.tier == "host"
+
+
+def test_tensors_of_a_parameter_are_stored_once(tmp_path):
+    model = quantised("tensor subclass")
+    storages = []
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # such as that the parameter stays in memory
+            zinf_fx.offload(model, store=tmp_path, placement="nvme")
+        storages.append([model[1].weight.packed.storage, model[1].weight.scale.storage])
+    assert all(one is other for one, other in zip(*storages, strict=True))
 
 
 @pytest.mark.parametrize("kind", QUANTISED)

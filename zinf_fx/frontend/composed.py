@@ -9,10 +9,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zinf_fx.frontend.staying import stays
 from zinf_fx.interrupts import held_back
+from zinf_fx.runtime.tensor.local_parameter import stored_in
 
 
 class Composed:
-    """Those of some parameters whose class says what they are made of (`__tensor_flatten__`).
+    """Those of some parameters whose class says what they are made of (`__tensor_flatten__`), and that are not stored.
 
     What the class does with its tensors, it does with stored ones: their operations gather, and in a graph that is
     captured, the gathers are nodes as any.
@@ -27,7 +28,7 @@ class Composed:
         self.whole = {
             name: parameter
             for name, parameter in parameters.items()
-            if stays(parameter) and is_traceable_wrapper_subclass(parameter)
+            if stays(parameter) and is_traceable_wrapper_subclass(parameter) and not stored_in(parameter)
         }
         self.parts: dict[str, torch.nn.Parameter] = {}
         self.whole_of: dict[str, str] = {}

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from zinf_fx.frontend.graph_inputs import bytes_in_memory
-from zinf_fx.runtime.tensor.local_parameter import stored_parameter
+from zinf_fx.runtime.tensor.local_parameter import stored_in, stored_parameter
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.sizes import in_words
 
@@ -30,7 +30,7 @@ def stays(value: object) -> bool:
 
 def note_staying(parameters: Mapping[str, object]) -> None:
     """Warn of those that stay in memory, if any. Python shows a warning with the same text once."""
-    parameters = {name: parameter for name, parameter in parameters.items() if stays(parameter)}
+    parameters = {name: one for name, one in parameters.items() if stays(one) and not stored_in(one)}
     if not parameters:
         return
     (name, parameter), *_ = parameters.items()
