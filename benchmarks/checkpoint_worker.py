@@ -23,8 +23,11 @@ import zinf_fx
 from zinf_fx.checkpoint.files import Files
 from zinf_fx.checkpoint.training.catalog import STEP, name_of
 from zinf_fx.checkpoint.training.contents import parts_of
+from zinf_fx.checkpoint.training.files import MANIFEST
 from zinf_fx.checkpoint.training.loading import manifest_of
 from zinf_fx.checkpoint.training.saving import save
+
+MANAGED = ("generations", "behind")
 
 
 class WithoutLinks(Files):
@@ -58,6 +61,8 @@ def measure(request: dict) -> dict:
 
     # Of one checkpoint after the other, the last is kept; saves wait for the steps that go on in the background.
     manager = zinf_fx.CheckpointManager(target, model, optimizer, every_steps=1, keep=1)
+    if way == "behind":
+        manager.files = WithoutLinks()
 
     def save_in_this_way() -> None:
         if way == "torch.save":
@@ -66,26 +71,37 @@ def measure(request: dict) -> dict:
                 os.fsync(file.fileno())
         elif way == "copies":
             save(target / "checkpoint", parts_of(model, optimizer, {}), WithoutLinks())
-        elif way == "generations":
+        elif way in MANAGED:
             manager.save(request["steps"])
 
-    def steps() -> None:
+    def steps() -> int:
+        """Returns how many there were: those that were asked for, or as many as one copy goes on behind."""
+        done = 0
         with manager:
-            for number in range(1, request["steps"] + 1):
+            path = manager.after_step(request["steps"]) if way == "behind" else None
+            while (done == 0 or not (path / MANIFEST).exists()) if path is not None else done < request["steps"]:
                 step()
-                manager.after_step(number) if way == "generations" else save_in_this_way()
+                done += 1
+                if way == "generations":
+                    manager.after_step(done)
+                elif way != "behind":
+                    save_in_this_way()
         optimizer.finish()
+        return done
 
     step()  # compiles
-    save_in_this_way()  # the first one has no room of an earlier one
+    if way != "behind":
+        save_in_this_way()  # the first one has no room of an earlier one
     step()
     optimizer.finish()
     before = store.counters()
-    seconds = timed(steps) / request["steps"]
+    started = time.perf_counter()
+    done = steps()
+    seconds = (time.perf_counter() - started) / done
     after = store.counters()
     saves = [timed(save_in_this_way) for _ in range(request["saves"] if way != "nothing" else 0)]
     trained, loads, nbytes = peak_resident_bytes(), [], 0
-    if way in ("generations", "copies"):
+    if way in (*MANAGED, "copies"):
         saved = target / ("checkpoint" if way == "copies" else name_of(request["steps"]))
         given = {} if way == "copies" else {STEP: 0}
         loads.append(timed(lambda: zinf_fx.load_checkpoint(saved, model, optimizer, **given)))
@@ -94,8 +110,9 @@ def measure(request: dict) -> dict:
         nbytes = (target / "checkpoint.pt").stat().st_size
     return {
         "step": seconds,
-        "read": (after.bytes_read - before.bytes_read) / request["steps"],
-        "written": (after.bytes_written - before.bytes_written) / request["steps"],
+        "steps": done,
+        "read": (after.bytes_read - before.bytes_read) / done,
+        "written": (after.bytes_written - before.bytes_written) / done,
         "saves": saves,
         "loads": loads,
         "nbytes": nbytes,
