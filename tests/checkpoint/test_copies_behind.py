@@ -21,7 +21,7 @@ from gate import named, slow
 from jobs import Job, assert_equal
 
 import zinf_fx
-from zinf_fx.checkpoint.training import behind, frozen
+from zinf_fx.checkpoint.training import behind
 from zinf_fx.checkpoint.training.loading import manifest_of
 from zinf_fx.errors import CheckpointError, ConfigError, StoreError
 
@@ -368,13 +368,3 @@ def test_peaks(tmp_path: Path):
     before, after, goes_on = ended.stdout.split()
     assert sum(path.stat().st_size for path in (tmp_path / "run").rglob("*") if path.is_file()) > 570 << 20
     assert int(after) - int(before) <= 64 and goes_on == "True"
-
-
-def test_buffers_are_used_again():
-    kept = frozen.Frozen([], set(), 0)
-    first = kept.take_buffer(16 << 20)
-    kept.give_buffer(first)
-    assert kept.take_buffer(16 << 20) is first
-    small = kept.take_buffer(4096)
-    kept.give_buffer(small)
-    assert small.nbytes == 4096 and kept.take_buffer(16 << 20) is not small

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from mmap import mmap
 
 import torch
 
@@ -17,9 +18,12 @@ from zinf_fx.runtime.memory.buffers import aligned_empty
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.memory.leases import Ticket
 from zinf_fx.runtime.tensor.tiers import Tiers
-from zinf_fx.sizes import PAGE, PIECE, in_words
+from zinf_fx.sizes import PAGE, in_words, pieces_of
 
-_LARGEST_BUFFER = PIECE + 2 * PAGE
+_PIECE = 8 << 20
+"""Bytes that are read at a time: transfers of training wait behind them."""
+
+_BUFFER = _PIECE + 2 * PAGE
 
 
 class NotFrozenError(Exception):
@@ -85,14 +89,14 @@ class Frozen:
         return list(self._generations)
 
     def take_buffer(self, nbytes: int) -> torch.Tensor:
-        """Memory for some pages. That of large ones is used again."""
-        if nbytes < _LARGEST_BUFFER // 2:
+        """Memory for some pages. That of large ones is used again: an allocator would keep more for this thread."""
+        if nbytes < _BUFFER // 2:
             return aligned_empty(nbytes)
-        return self._buffers.pop() if self._buffers else aligned_empty(_LARGEST_BUFFER)
+        return self._buffers.pop() if self._buffers else torch.frombuffer(mmap(-1, _BUFFER), dtype=torch.uint8)
 
     def give_buffer(self, memory: torch.Tensor) -> None:
         """Give it back."""
-        if memory.nbytes == _LARGEST_BUFFER:
+        if memory.nbytes == _BUFFER:
             self._buffers.append(memory)
 
     def _copied(self, holding: Holding) -> Holding:
@@ -114,6 +118,9 @@ class FrozenHolding(Holding):
     in_store: CopyOnWrite
     keeper: object
     first: int
+
+    def chunks(self, elements: range) -> list[range]:
+        return pieces_of(elements, self.dtype.itemsize, _PIECE)
 
     def checksum(self, elements: range) -> int | None:
         start, nbytes = self._place(elements)
