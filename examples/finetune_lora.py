@@ -52,8 +52,7 @@ def configuration(args: argparse.Namespace) -> transformers.PretrainedConfig:
 
 def frozen_base(args: argparse.Namespace) -> torch.nn.Module:
     """The model, quantised on disk: attached where it was kept, else loaded or made, and kept."""
-    options = {"placement": "nvme", "host_memory": args.host_memory}
-    options |= {} if args.store is None else {"store": args.store}
+    options = options_of(args)
     if args.base is not None and args.base.exists():
         with accelerate.init_empty_weights(include_buffers=False), default_dtype(torch.bfloat16):
             model = transformers.AutoModelForCausalLM.from_config(configuration(args))
@@ -90,9 +89,19 @@ def batches(tokens: torch.Tensor, batch: int, length: int, seed: int) -> Callabl
     return drawn
 
 
-def adapted(base: torch.nn.Module, rank: int) -> torch.nn.Module:
-    """The base with an adapter beside each linear layer of its blocks, in fp32 as peft makes it."""
-    return peft.get_peft_model(base, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=TARGETS))
+def adapted(base: torch.nn.Module, args: argparse.Namespace) -> torch.nn.Module:
+    """The base with an adapter beside each linear layer of its blocks, in fp32 as peft makes it, which stays in memory
+    with its gradients and states whatever the budget for tiles is."""
+    how = peft.LoraConfig(r=args.rank, lora_alpha=2 * args.rank, target_modules=TARGETS)
+    model = peft.get_peft_model(base, how)
+    where = {"parameters": [("*.lora_*", "device"), ("*", "nvme")], "gradients": "device", "optimizer": "device"}
+    return zinf_fx.offload(model, **{**options_of(args), "placement": where})
+
+
+def options_of(args: argparse.Namespace) -> dict[str, object]:
+    """Those of the store."""
+    options = {"placement": "nvme", "host_memory": args.host_memory}
+    return options if args.store is None else options | {"store": args.store}
 
 
 def train(model: torch.nn.Module, data: Callable[[], torch.Tensor], args: argparse.Namespace) -> list[list]:
@@ -161,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     args.stored = zinf_fx.stats(base).bytes_written
     torch.manual_seed(args.seed)
-    model = adapted(base, args.rank)
+    model = adapted(base, args)
     count = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     print(f"{count:,} parameters, of which {trained:,} are trained; the base is {args.frozen} on disk", flush=True)
