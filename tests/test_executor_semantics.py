@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gate import slow
 from injecting import Fault, clear_faults, inject
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
@@ -35,7 +36,7 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 # Of what may happen between forward and backward, where activations wait.
-wherever_activations_are = pytest.mark.parametrize("pair", ["keep", "offload"], indirect=True)
+wherever_activations_are = pytest.mark.parametrize("pair", [slow("keep"), "offload"], indirect=True)
 
 
 @wherever_activations_are

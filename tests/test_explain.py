@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from forked import run
+from gate import slow
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
@@ -69,7 +70,7 @@ def executed(compiled: Callable, *inputs: object) -> list[Plan]:
     return [each.plan for each in made]
 
 
-@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("broken", [slow(False), True])
 def test_the_plan_is_the_one_that_runs(tmp_path: Path, broken: bool):
     model = zinf_fx.offload(Model(broken), store=tmp_path, placement="infinity-nvme", prefetch=(1, 1, 2))
     compiled = torch.compile(model, backend="zinf")

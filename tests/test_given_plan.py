@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from gate import named
+from gate import named, slow
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
@@ -94,7 +94,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", named(OPTIONS, {"offloaded", "tiled to a budget"}))
 def test_a_plan_from_a_file_trains_bitwise_as_planning_does(tmp_path: Path, name: str):
     dtype = torch.float32 if name == "offloaded" else torch.bfloat16
     plan = zinf_fx.export_plan(gpt(dtype, "meta"), batch(device="meta"), **OPTIONS[name])
@@ -133,7 +133,7 @@ class Checkpointed(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
-@pytest.mark.parametrize("activations", ["keep", "auto"])
+@pytest.mark.parametrize("activations", [slow("keep"), "auto"])
 def test_the_models_own_checkpoints_and_random_numbers(tmp_path: Path, activations: str):
     options = {"placement": "nvme", "device_memory": "400KiB", "activations": activations}
     plan = zinf_fx.export_plan(Checkpointed(), batch(), **options)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from followed import followed_plans
+from gate import slow
 from torch import nn
 
 import zinf_fx
@@ -114,8 +115,13 @@ def in_one_line(model: Net, placement: object, store: Path, **options: Any) -> t
     return model, torch.compile(model, backend="zinf", options={"placement": placement, "store": str(store), **options})
 
 
-@pytest.mark.parametrize("how", [offloaded, in_one_line])
-@pytest.mark.parametrize("name", CASES)
+# Both ways lead to the same rules: in the gate, each of the cases goes one of them.
+ONE_LINE = ("adapters on the device", "spread")
+WAYS = [(name, in_one_line if name in ONE_LINE else offloaded) for name in CASES]
+OTHER_WAYS = [slow(name, offloaded if name in ONE_LINE else in_one_line) for name in CASES]
+
+
+@pytest.mark.parametrize(("name", "how"), [*WAYS, *OTHER_WAYS])
 def test_training_is_that_of_plain_pytorch(tmp_path: Path, name: str, how: Callable) -> None:
     build, placement = CASES[name]
     plain = build()
@@ -153,7 +159,7 @@ def check_bytes(plan: zinf_fx.Plan, model: Net, placements: dict[str, Placement]
         assert {state: getattr(use, state) for state in found} == found, tier
 
 
-@pytest.mark.parametrize("name", ["adapters on the device", "spread", "by functions"])
+@pytest.mark.parametrize("name", [slow("adapters on the device"), "spread", slow("by functions")])
 def test_a_plan_of_it_is_saved_followed_and_shown(tmp_path: Path, name: str) -> None:
     """The plan names what the rules chose; a model is offloaded as it says, or as the rules say."""
     build, placement = CASES[name]
@@ -289,7 +295,7 @@ def test_what_no_graph_uses_has_its_place_too(tmp_path: Path) -> None:
     assert tiers["unused_lora.weight"] == "device" and tiers["unused.weight"] == "nvme"
 
 
-@pytest.mark.parametrize("how", [offloaded, in_one_line])
+@pytest.mark.parametrize("how", [slow(offloaded), in_one_line])
 def test_auto_leaves_what_trains_on_the_device_beside_a_frozen_base(
     tmp_path: Path, how: Callable, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -36,10 +36,7 @@ PEAKS = (
     *ARRANGEMENTS,
     "wide, tiled",
     "written, within a host budget",
-    "recomputed",
-    "activations on disk, within a device budget",
     "activations in host memory",
-    "spread over the tiers",
     "spread over the tiers, within a host budget",
 )
 STEPS_IN_BACKWARD = ("deep",)
