@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 log = logging.getLogger("zinf_fx")
 
-SHARE = 0.2
+SHARE = 0.15
 """Of the time in which training moves bytes, that in which copies move some, too."""
 
 _NOTICED = 32 << 20

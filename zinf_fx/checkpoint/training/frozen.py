@@ -20,7 +20,7 @@ from zinf_fx.runtime.memory.leases import Ticket
 from zinf_fx.runtime.tensor.tiers import Tiers
 from zinf_fx.sizes import PAGE, in_words, pieces_of
 
-_PIECE = 8 << 20
+_PIECE = 4 << 20
 """Bytes that are read at a time: transfers of training wait behind them."""
 
 _BUFFER = _PIECE + 2 * PAGE

@@ -46,13 +46,13 @@ from zinf_fx.checkpoint.training.writing import Writer
 from zinf_fx.errors import CheckpointError
 from zinf_fx.runtime.disk.store import Store
 from zinf_fx.runtime.ranks import Ranks
-from zinf_fx.sizes import PIECE, in_words
+from zinf_fx.sizes import in_words
 
 log = logging.getLogger("zinf_fx")
 
 Report = Callable[[int], object]
 
-COPIED_AT_ONCE = PIECE
+COPIED_AT_ONCE = 8 << 20
 """Bytes that are read, and that are written, at a time behind training: of its memory, little is taken for that."""
 
 
