@@ -187,6 +187,7 @@ class Staging:
         self._staying: dict[tuple[int, int, int], FlyingTile] = {}  # held until their next fetch
         self._watched: weakref.WeakSet[Stored] = weakref.WeakSet()  # those that tiles have stayed of
         self._plan: weakref.ref[Plan] | None = None  # that tiles stay for
+        self._keys: list[int | None] = []  # of the storages of its tiles
         self._lock = threading.RLock()
 
     def fetch(self, storage: Stored, planned: Tile, offset: int | None) -> FlyingTile:
@@ -237,10 +238,11 @@ class Staging:
         before = self._plan and self._plan()
         if plan is before:
             return
-        used = {storage.key for storage in storages if storage is not None}
-        if before is None or not plan.moves_as(before) or any(key[0] not in used for key in self._staying):
+        keys = [None if storage is None else storage.key for storage in storages]
+        # Tiles of one name may be of other storages in another plan, whose places in memory they would have.
+        if before is None or keys != self._keys or not plan.moves_as(before):
             self.drop_staying()
-        self._plan = weakref.ref(plan)
+        self._plan, self._keys = weakref.ref(plan), keys
 
     @sealed
     def drop_staying(self) -> None:
