@@ -15,7 +15,7 @@ from torch import nn
 from twins import fresh_dynamo  # noqa: F401
 
 import zinf_fx
-from zinf_fx.errors import CheckpointError, ConfigError, StoreError
+from zinf_fx.errors import CheckpointError, ConfigError, StoredTensorError, StoreError
 
 
 def meta() -> Model:
@@ -206,3 +206,9 @@ def test_files_that_are_gone_or_cut_are_refused(tmp_path: Path):
         file.truncate(data.stat().st_size - 4096)
     with pytest.raises(CheckpointError, match="is damaged"):
         zinf_fx.attach_base(meta(), base, store=tmp_path / "store")
+
+
+def test_a_base_is_not_trained(tmp_path: Path):
+    model = zinf_fx.attach_base(meta(), saved(tmp_path, "as it is"), store=tmp_path / "store")
+    with pytest.raises(StoredTensorError, match=r"read in place from a base, which can't be trained: train adapters"):
+        model.requires_grad_()

@@ -167,7 +167,8 @@ def _check_fit(
     lacking = [several[0] for several in names.values() if not any(name in found for name in several)]
     known = {id(buffer) for name, buffer in buffers.items() if name in found}
     lacking += [name for name, buffer in buffers.items() if id(buffer) not in known]
-    wrong += [f"it lacks '{name}'" for name in lacking]
+    empty = " (a buffer without a value: accelerate.init_empty_weights(include_buffers=False) leaves those in memory)"
+    wrong += [f"it lacks '{name}'{empty if name in buffers else ''}" for name in lacking]
     for name, parameter in parameters.items():
         if isinstance(parameter, StoredTensor):
             wrong.append(f"'{name}' of the model is stored already")

@@ -165,6 +165,11 @@ class TensorStorage:
         return self.config.placement
 
     @property
+    def is_read_only(self) -> bool:
+        """Whether the bytes are in a file of somebody else."""
+        return self.tiers is not None and self.bytes.home.is_read_only
+
+    @property
     def in_place(self) -> bool:
         """Whether all bytes live where the device computes, so that `value` gives them themselves."""
         return self.bytes.on_device is not None and not self.share.partitioned

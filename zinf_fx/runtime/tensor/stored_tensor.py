@@ -31,6 +31,7 @@ from zinf_fx.runtime.tensor.copies import stored_again
 from zinf_fx.runtime.tensor.distributed_checkpoint import Checkpointable
 from zinf_fx.runtime.tensor.operations import HANDLERS, HORIZONTAL, METADATA_ONLY, SAME_VALUE, in_autocast, is_view
 from zinf_fx.runtime.tensor.quantised import Quantised
+from zinf_fx.runtime.tensor.spill import spilled
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.views import Base, ViewStep, memory_of, replayed
 from zinf_fx.runtime.tensor.writes import foreach, mutated_arguments, write
@@ -169,8 +170,10 @@ class StoredTensor(Checkpointable, torch.Tensor):
         torch.multiprocessing would share an ordinary tensor's memory with a process that is being spawned, but this
         value's is gone before that begins: its bytes are sent.
         """
-        if self.storage.spills and not self.views:
-            value = self.storage.spilled().view(self.base.shape)  # torch.save keeps all until it has pickled the last
+        storage = self.storage
+        if storage.spills and len(self.views) <= (self.quantised is not None):  # torch.save keeps all until the last
+            whole = spilled(self.gathered().view(-1), storage.config.stores[0]) if self.views else storage.spilled()
+            value = whole.view(self.shape)
         else:
             value = self.full_tensor()
         if value.untyped_storage().nbytes() > value.nbytes:  # padding of shards, which would be written too
@@ -295,6 +298,9 @@ class StoredTensor(Checkpointable, torch.Tensor):
 
     def requires_grad_(self, requires_grad: bool = True) -> StoredTensor:
         """As of any tensor. Raises: StoredTensorError where a quantised one is to be trained."""
+        if requires_grad and self._storage is not None and self._storage.is_read_only:
+            what = f"a parameter of shape {tuple(self.shape)} is read in place from a base, which can't be trained"
+            raise StoredTensorError(f"{what}: train adapters beside it, or load the files with load_safetensors()")
         if requires_grad and (quantised := self.quantised):
             raise StoredTensorError(
                 f"a stored tensor of shape {tuple(self.shape)} is quantised as {quantised.format}, which can't be "

@@ -77,8 +77,7 @@ def _words(how: list[str] | None) -> str:
 
 def is_read_only(tensor: torch.Tensor) -> bool:
     """Whether a tensor is read in place from files of somebody else."""
-    home = tensor.storage.bytes.home if isinstance(tensor, StoredTensor) and tensor.storage.tiers else None
-    return home is not None and home.is_read_only
+    return isinstance(tensor, StoredTensor) and tensor.storage.is_read_only
 
 
 def parameter_names(module: torch.nn.Module) -> dict[torch.Tensor, str]:
