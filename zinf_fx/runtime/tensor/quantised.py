@@ -74,3 +74,18 @@ def quantised_bytes(value: torch.Tensor, name: str) -> torch.Tensor:
         return quantised(value, name)
     except ValueError as error:
         raise StoredTensorError(f"a tensor of shape {tuple(value.shape)} can't be quantised: {error}") from None
+
+
+def check_trainable(shape: Sequence[int], quantised: Quantised | None, is_read_only: bool) -> None:
+    """Raises: StoredTensorError for a parameter that is quantised, or read in place from a base."""
+    what = f"a parameter of shape {tuple(shape)}"
+    if is_read_only:
+        raise StoredTensorError(
+            f"{what} is read in place from a base, which can't be trained: train adapters beside it, or load the files "
+            "into a model of its own with load_safetensors()"
+        )
+    if quantised is not None:
+        raise StoredTensorError(
+            f"{what} is quantised as {quantised.format}, which can't be trained: train adapters beside it, or offload "
+            "the model without frozen_dtype"
+        )

@@ -30,7 +30,7 @@ from zinf_fx.runtime.tensor.arrival import take_gradient
 from zinf_fx.runtime.tensor.copies import stored_again
 from zinf_fx.runtime.tensor.distributed_checkpoint import Checkpointable
 from zinf_fx.runtime.tensor.operations import HANDLERS, HORIZONTAL, METADATA_ONLY, SAME_VALUE, in_autocast, is_view
-from zinf_fx.runtime.tensor.quantised import Quantised
+from zinf_fx.runtime.tensor.quantised import Quantised, check_trainable
 from zinf_fx.runtime.tensor.spill import spilled
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.views import Base, ViewStep, memory_of, replayed
@@ -298,14 +298,8 @@ class StoredTensor(Checkpointable, torch.Tensor):
 
     def requires_grad_(self, requires_grad: bool = True) -> StoredTensor:
         """As of any tensor. Raises: StoredTensorError where a quantised one is to be trained."""
-        if requires_grad and self._storage is not None and self._storage.is_read_only:
-            what = f"a parameter of shape {tuple(self.shape)} is read in place from a base, which can't be trained"
-            raise StoredTensorError(f"{what}: train adapters beside it, or load the files with load_safetensors()")
-        if requires_grad and (quantised := self.quantised):
-            raise StoredTensorError(
-                f"a stored tensor of shape {tuple(self.shape)} is quantised as {quantised.format}, which can't be "
-                "trained: train adapters beside it, or offload the model without frozen_dtype"
-            )
+        if requires_grad:
+            check_trainable(self.shape, self.quantised, self._storage is not None and self._storage.is_read_only)
         return super().requires_grad_(requires_grad)
 
     def expect_gradient(self) -> None:
