@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -93,5 +94,8 @@ def _run(out: Connection, errors: str, program: str, arguments: list[str]) -> No
     gc.freeze()  # what was imported once is no garbage
     try:
         exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})
-    finally:
-        atexit._run_exitfuncs()  # a process that was forked leaves them out
+    finally:  # a process that was forked leaves out what ends an interpreter: its threads first
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+        atexit._run_exitfuncs()

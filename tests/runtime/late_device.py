@@ -70,7 +70,7 @@ class LateCopy:
 def install(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
     """Stored tensors on the CPU compute on a late device from now on, and are planned for one."""
     late = LateDevice()
-    for module in ("runtime.tensor.stored_tensor", "frontend.offload", "runtime.execute.activations"):
+    for module in ("runtime.tensor.copies", "frontend.offload", "runtime.execute.activations"):
         monkeypatch.setattr(f"zinf_fx.{module}.device_of", lambda device: late)
     monkeypatch.setattr("zinf_fx.passes.pipeline.has_own_memory", lambda device: True)
     monkeypatch.setattr(Buffer, "release", _release_and_spoil)
