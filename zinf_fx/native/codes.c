@@ -28,8 +28,8 @@ static inline void store(const float *values, size_t count, int dtype, void *tar
 static inline size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
 FOR_EACH_PROCESSOR
-void zinf_dequantize_8(const uint8_t *packed, size_t rows, size_t columns, size_t row_nbytes, size_t codes_nbytes,
-                       size_t block, const float *table, int dtype, void *values) {
+void zinf_dequantize(int bits, const uint8_t *packed, size_t rows, size_t columns, size_t row_nbytes,
+                     size_t codes_nbytes, size_t block, const float *table, int dtype, void *values) {
     float strip[STRIP];
     for (size_t row = 0; row < rows; row++) {
         const uint8_t *codes = packed + row * row_nbytes;
@@ -39,29 +39,14 @@ void zinf_dequantize_8(const uint8_t *packed, size_t rows, size_t columns, size_
             memcpy(&scale, codes + codes_nbytes + start / block * sizeof(float), sizeof scale);
             for (size_t first = start; first < end; first += STRIP) {
                 size_t count = least(STRIP, end - first);
-                for (size_t i = 0; i < count; i++) strip[i] = table[codes[first + i]] * scale;
-                store(strip, count, dtype, values, row * columns + first);
-            }
-        }
-    }
-}
-
-FOR_EACH_PROCESSOR
-void zinf_dequantize_4(const uint8_t *packed, size_t rows, size_t columns, size_t row_nbytes, size_t codes_nbytes,
-                       size_t block, const float *table, int dtype, void *values) {
-    float strip[STRIP];
-    for (size_t row = 0; row < rows; row++) {
-        const uint8_t *codes = packed + row * row_nbytes;
-        for (size_t start = 0; start < columns; start += block) {
-            size_t end = least(start + block, columns);
-            float scale;
-            memcpy(&scale, codes + codes_nbytes + start / block * sizeof(float), sizeof scale);
-            for (size_t first = start; first < end; first += STRIP) {
-                size_t count = least(STRIP, end - first);
-                /* An odd count ends a row, whose codes are padded to whole blocks, and the strip is even. */
-                for (size_t i = 0; i < (count + 1) / 2; i++)
-                    memcpy(&strip[2 * i], &table[2 * codes[first / 2 + i]], 2 * sizeof(float));
-                for (size_t i = 0; i < count; i++) strip[i] *= scale;
+                if (bits == 8) {
+                    for (size_t i = 0; i < count; i++) strip[i] = table[codes[first + i]] * scale;
+                } else {
+                    /* An odd count ends a row, whose codes are padded to whole blocks, and the strip is even. */
+                    for (size_t i = 0; i < (count + 1) / 2; i++)
+                        memcpy(&strip[2 * i], &table[2 * codes[first / 2 + i]], 2 * sizeof(float));
+                    for (size_t i = 0; i < count; i++) strip[i] *= scale;
+                }
                 store(strip, count, dtype, values, row * columns + first);
             }
         }

@@ -15,13 +15,10 @@
 #define ZINF_FP32 0
 #define ZINF_BF16 1
 
-/* Codes of 8 bits: a table of 256 entries. values: [rows, columns], contiguous. */
-void zinf_dequantize_8(const uint8_t *packed, size_t rows, size_t columns, size_t row_nbytes, size_t codes_nbytes,
-                       size_t block, const float *table, int dtype, void *values);
-
-/* Codes of 4 bits, two in a byte: a table of 256 pairs of entries. `block` is even. */
-void zinf_dequantize_4(const uint8_t *packed, size_t rows, size_t columns, size_t row_nbytes, size_t codes_nbytes,
-                       size_t block, const float *table, int dtype, void *values);
+/* Codes of 8 bits: a table of 256 entries; or of 4, two in a byte: one of 256 pairs of entries, and an even `block`.
+ * values: [rows, columns], contiguous. */
+void zinf_dequantize(int bits, const uint8_t *packed, size_t rows, size_t columns, size_t row_nbytes,
+                     size_t codes_nbytes, size_t block, const float *table, int dtype, void *values);
 
 /* The other way for 4 bits: of each of 2 * `pairs` values, how many of 15 bounds lie below it, two in a byte. */
 void zinf_quantize_4(const float *values, size_t pairs, const float *bounds, uint8_t *codes);

@@ -31,14 +31,14 @@ def dequantize(
 ) -> None:
     """Write the values of rows of codes of 4 or 8 `bits`. `packed`, `table` and `values` are addresses; the rest is as
     codes.h says. Other threads run meanwhile; so many share the rows, if there are enough."""
-    function = lib.zinf_dequantize_4 if bits == 4 else lib.zinf_dequantize_8
     itemsize = 4 if dtype == FP32 else 2
     shares = max(min(threads, rows, rows * columns // _WORTH_A_THREAD), 1)
     starts = [rows * share // shares for share in range(shares + 1)]
 
     def work(share: int) -> None:
         start, stop = starts[share], starts[share + 1]
-        function(
+        lib.zinf_dequantize(
+            bits,
             ffi.cast("const uint8_t *", packed + start * row_nbytes),
             stop - start,
             columns,
