@@ -14,7 +14,7 @@ together with their scales, and can be moved and dequantised by themselves.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -47,6 +47,8 @@ _SCALE = torch.float32
 _AT_A_TIME = 1 << 18
 # Values of a row that are worth scales of their own: a block of nf4.
 _FEWEST = 64
+
+_TABLES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,17 @@ def can_be_quantised(tensor: torch.Tensor) -> bool:
     to be smaller in every format. Vectors and the kernels of convolutions have too few values per scale."""
     is_matrix = tensor.dim() in (2, 3) and tensor.numel() > 0 and tensor.shape[-1] >= _FEWEST
     return is_matrix and tensor.is_floating_point() and tensor.itemsize > 1
+
+
+def is_table(module: torch.nn.Module) -> bool:
+    """Whether the weight of a module is looked up by rows. Such stays as it is, as quantising libraries leave it: a
+    lookup takes few rows, and would dequantise all."""
+    return isinstance(module, _TABLES)
+
+
+def tables_of(modules: Iterable[torch.nn.Module]) -> set[int]:
+    """The ids of parameters that these modules look up by rows."""
+    return {id(module.weight) for module in modules if is_table(module)}
 
 
 def quantised_shape(shape: Sequence[int], name: str) -> tuple[int, int]:

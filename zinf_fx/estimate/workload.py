@@ -20,7 +20,7 @@ from zinf_fx.analysis import symbols as s
 from zinf_fx.analysis.memory import StateBytes
 from zinf_fx.analysis.symbols import evaluate
 from zinf_fx.errors import ConfigError
-from zinf_fx.quantisation import FORMATS, can_be_quantised, quantised_shape
+from zinf_fx.quantisation import FORMATS, can_be_quantised, quantised_shape, tables_of
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def of_module(
     if not trained or not run.trains:
         raise ConfigError(f"{name} trains nothing: no parameter requires a gradient from what the model returns")
     count = sum(parameter.numel() for parameter in everything)
-    tables = {id(one.weight) for one in model.modules() if isinstance(one, torch.nn.Embedding)}
+    tables = tables_of(model.modules())
     packed = {id(p) for p in everything if frozen and not p.requires_grad and can_be_quantised(p)} - tables
 
     def nbytes(parameter: torch.Tensor) -> int:

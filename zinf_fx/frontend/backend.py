@@ -29,11 +29,12 @@ from zinf_fx.frontend.given_plan import check_offloaded, options_with, plans_giv
 from zinf_fx.frontend.graph_inputs import input_names
 from zinf_fx.frontend.offload import decided, offload_parameters
 from zinf_fx.frontend.placement import at_first_call
-from zinf_fx.frontend.quantising import tables_in, tables_of
+from zinf_fx.frontend.quantising import tables_in
 from zinf_fx.frontend.staying import is_ordinary, note_staying
 from zinf_fx.placement import PlacementRules
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.sharding import Groups
+from zinf_fx.quantisation import tables_of
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.tensor_parallel import check_not_sharded

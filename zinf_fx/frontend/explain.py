@@ -25,7 +25,6 @@ from zinf_fx.errors import ConfigError, PlanError, StoredTensorError, ZinfError
 from zinf_fx.frontend.abstract import abstract_parameter
 from zinf_fx.frontend.each_placement import check_rules, configs_of, contradicted_by, placement_of_all, stored_among
 from zinf_fx.frontend.offload import decided
-from zinf_fx.frontend.quantising import tables_of
 from zinf_fx.frontend.staying import stays
 from zinf_fx.placement import PlacementRules
 from zinf_fx.plan.hardware import Hardware
@@ -35,6 +34,7 @@ from zinf_fx.plan.rates import Rates
 from zinf_fx.plan.sharding import Groups
 from zinf_fx.plan.show.table import render
 from zinf_fx.plan.simulation.event_graph import Compute
+from zinf_fx.quantisation import tables_of
 from zinf_fx.runtime.tensor.tensor_parallel import with_ranks
 
 if TYPE_CHECKING:

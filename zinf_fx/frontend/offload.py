@@ -23,13 +23,13 @@ from zinf_fx.frontend.auto_placement import placed_by_rule
 from zinf_fx.frontend.composed import Composed
 from zinf_fx.frontend.converting import Converting
 from zinf_fx.frontend.each_placement import check_rules, check_stage, configs_of, contradicted_by
-from zinf_fx.frontend.quantising import form_of, is_table, tables_of
+from zinf_fx.frontend.quantising import form_of
 from zinf_fx.frontend.staying import is_ordinary, note_staying, stays
 from zinf_fx.interrupts import held_back
 from zinf_fx.placement import Placement, PlacementRules
 from zinf_fx.plan.packs import in_packs, moves, nbytes_in_pack, pack_limit, starts_of
 from zinf_fx.plan.sharding import Owners, shards_of
-from zinf_fx.quantisation import can_be_quantised
+from zinf_fx.quantisation import can_be_quantised, is_table, tables_of
 from zinf_fx.runtime.gradients.accumulate import add_gradient, reserve_gradients
 from zinf_fx.runtime.memory.device import device_of
 from zinf_fx.runtime.memory.heap import trim_heap

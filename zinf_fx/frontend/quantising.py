@@ -14,18 +14,6 @@ from zinf_fx.quantisation import can_be_quantised
 from zinf_fx.runtime.tensor.quantised import Form
 
 _LOOKUPS = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag, torch.embedding)
-_TABLES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-
-
-def is_table(module: torch.nn.Module) -> bool:
-    """Whether the weight of a module is looked up by rows. Such stays as it is, as quantising libraries leave it: a
-    lookup takes few rows, and would dequantise all."""
-    return isinstance(module, _TABLES)
-
-
-def tables_of(modules: Iterable[torch.nn.Module]) -> set[int]:
-    """The ids of parameters that these modules look up by rows."""
-    return {id(module.weight) for module in modules if is_table(module)}
 
 
 def tables_in(module: fx.GraphModule, inputs: Iterable[object]) -> set[int]:
