@@ -103,11 +103,9 @@ def of_transformer(
         working_activations=int(widths * evaluate(memory.activation_working_memory, values)),
         recompute=True,
     )
-    return (
-        whole
-        if lora is None
-        else _with_adapters(whole, layers, hidden, batch * sequence, lora, frozen, optimizer_bytes)
-    )
+    if lora is None:
+        return whole
+    return _with_adapters(whole, layers, hidden, batch * sequence, lora, frozen, optimizer_bytes)
 
 
 def _with_adapters(

@@ -63,7 +63,10 @@ def note(decision: Decision, sizes: Sizes) -> None:
 
 def sizes_of(parameters: Sequence[torch.Tensor], groups: Groups) -> Sizes:
     """Of the states that one rank has, with everything partitioned over its group."""
-    part = lambda nbytes: -(-nbytes // groups.shards)  # noqa: E731
+
+    def part(nbytes: int) -> int:
+        return -(-nbytes // groups.shards)
+
     trained, frozen = (sum(p.nbytes for p in parameters if p.requires_grad is trains) for trains in (True, False))
     states = sum(p.numel() * _OPTIMIZER_BYTES for p in parameters if p.requires_grad)
     if 0 < trained < frozen:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from zinf_fx.checkpoint.agreement import together
 from zinf_fx.checkpoint.in_place import Located, located
 from zinf_fx.checkpoint.naming import unwrapped
+from zinf_fx.checkpoint.training.parts.part import listed
 from zinf_fx.config import Config
 from zinf_fx.errors import CheckpointError, ConfigError
 from zinf_fx.frontend.each_placement import configs_of
@@ -28,8 +29,6 @@ from zinf_fx.runtime.tensor.quantised import Quantised
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter
 from zinf_fx.runtime.tensor.tiers import Tiers
-
-_SHOWN = 3
 
 
 def attach_base(
@@ -180,9 +179,8 @@ def _check_fit(
         if name in found and (mine := _form(buffer, found[name])) != (theirs := _form_of(found[name])):
             wrong.append(f"'{name}' is {theirs}, and {mine} in the model")
     if wrong:
-        more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise CheckpointError(
-            f"{path} is no base of {type(model).__name__}: {'; '.join(wrong[:_SHOWN])}{more}. Nothing was changed: "
+            f"{path} is no base of {type(model).__name__}: {listed(wrong)}. Nothing was changed: "
             "build the model as it was saved, in its dtype (model.to(torch.bfloat16)), before adapters are added"
         )
 

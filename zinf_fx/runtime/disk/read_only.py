@@ -62,14 +62,17 @@ class ReadOnlyFile:
 
     def detach(self) -> None:
         """Waits for what is under way. A forked child leaves it alone."""
-        for file in self._files.values():
-            file.detach()
+        _detach(self._files)
+
+
+def _detach(files: dict[bool, File]) -> None:
+    for file in files.values():
+        file.detach()
 
 
 def _close(files: dict[bool, File], descriptors: list[int]) -> None:
     """What is left when nobody reads the file any more."""
-    for file in files.values():
-        file.detach()
+    _detach(files)
     while descriptors:
         os.close(descriptors.pop())
 
