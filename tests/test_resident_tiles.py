@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from zinf_fx.observe.stats import Stats
 from zinf_fx.plan.memory.accounting import Traffic, phases
 from zinf_fx.plan.plan import Plan
 from zinf_fx.runtime.execute.executor import EXECUTOR
+from zinf_fx.runtime.execute.transfers import Staging
 
 
 @pytest.fixture(autouse=True)
@@ -221,3 +223,23 @@ def test_what_an_inference_leaves_in_memory_is_written_by_training(
                 optimizer.zero_grad()
         values.append([p.full_tensor() for p in model.parameters()])
     assert all(map(torch.equal, *values))
+
+
+class _Moving:
+    """Of a plan, that it moves the same tiles as any other."""
+
+    def moves_as(self, other: object) -> bool:
+        return True
+
+
+def test_what_stays_is_of_the_same_storages_tile_by_tile() -> None:
+    """Two modules of one shape whose parameters have changed places would share places in memory."""
+    staging, one, other = Staging(), SimpleNamespace(key=1), SimpleNamespace(key=2)
+    dropped: list[int] = []
+    staging.drop_staying = lambda: dropped.append(len(dropped))
+    plans = [_Moving() for _ in range(3)]
+    staging.stay_for(plans[0], [one, other])
+    staging.stay_for(plans[1], [one, other])
+    assert len(dropped) == 1  # nothing was there before the first
+    staging.stay_for(plans[2], [other, one])
+    assert len(dropped) == 2
