@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,15 +19,14 @@ import optimizer as benchmark
 COUNT = 50_000
 
 
-def run(store: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, benchmark.__file__, "--store", store, "--parameters", str(COUNT), "--rounds", "1"]
-    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=240)
+def printed(capsys: pytest.CaptureFixture[str], store: Path, *arguments: str) -> str:
+    assert benchmark.main(["--store", str(store), "--parameters", str(COUNT), "--rounds", "1", *arguments]) == 0
+    return capsys.readouterr().out
 
 
-def test_rows(tmp_path: Path):
-    done = run(tmp_path, "--json")
-    assert done.returncode == 0, done.stderr
-    rows = [row for row in json.loads(done.stdout)["rows"] if not row["optimizer"].startswith("DeepSpeed")]
+def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    found = json.loads(printed(capsys, tmp_path, "--json"))["rows"]
+    rows = [row for row in found if not row["optimizer"].startswith("DeepSpeed")]
     assert [(row["dtype"], "NVMe" in row["optimizer"]) for row in rows] == [
         ("bfloat16", True), ("bfloat16", False), ("float32", True), ("float32", False),
     ]  # fmt: skip
@@ -41,11 +39,9 @@ def test_rows(tmp_path: Path):
 
 
 def test_table_and_what_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    options = ["--parameters", str(COUNT), "--rounds", "1", "--dtypes", "float32"]
-    assert benchmark.main(["--store", str(tmp_path), *options]) == 0
-    printed = capsys.readouterr().out
-    assert "zinf_fx.optim.AdamW, all on NVMe" in printed and "limit" in printed
-    assert ("DeepSpeed is not installed" in printed) == (importlib.util.find_spec("deepspeed") is None)
+    table = printed(capsys, tmp_path, "--dtypes", "float32")
+    assert "zinf_fx.optim.AdamW, all on NVMe" in table and "limit" in table
+    assert ("DeepSpeed is not installed" in table) == (importlib.util.find_spec("deepspeed") is None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

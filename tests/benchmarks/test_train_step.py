@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,11 +13,6 @@ from train_step import compare_losses, main, summarise, table
 
 TINY = {"layers": 1, "hidden": 16, "heads": 2, "context": 16, "batch": 2, "steps": 2, "warmup": 1, "repeats": 1}
 TINY_FLAGS = [word for name, value in TINY.items() for word in (f"--{name}", str(value))]
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, train_step.__file__, *TINY_FLAGS, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
 def result(variant: str, step: list[float], peak: int, losses: list[float]) -> dict:
@@ -94,10 +88,9 @@ def test_flags_are_refused(flags: list[str], message: str, capsys: pytest.Captur
     assert message in capsys.readouterr().err
 
 
-def test_json_of_plain_variants() -> None:
-    done = run("--variants", "eager", "--json")
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
+def test_json_of_plain_variants(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY_FLAGS, "--variants", "eager", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
     (summary,) = answer["summaries"]
     (results,) = answer["rounds"]
     assert summary["variant"] == "eager"
@@ -107,34 +100,31 @@ def test_json_of_plain_variants() -> None:
     assert len(results["eager"]["step"]) == 2
 
 
-def test_table_of_plain_variants(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_of_plain_variants(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    about = {"gpu": "", "torch": "2", "threads": 1, "parameters": 2000}
+    monkeypatch.setattr(train_step, "run_variant", lambda request: {**result("eager", [1.0], 1, [5.0]), **about})
     assert main([*TINY_FLAGS, "--variants", "eager"]) == 0
     printed = capsys.readouterr().out
-    assert "GPT 1 x 16" in printed
+    assert "GPT 1 x 16, 2,000 parameters" in printed
     assert printed.splitlines()[-2].startswith("eager")
 
 
-def test_a_variant_that_fails_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TINY_FLAGS, "--variants", "zinf", "--placement", "moon"]) == 1
-    assert "variant zinf ended with status 1" in capsys.readouterr().err
+def test_a_variant_that_fails_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train_step, "WORKER", tmp_path / "worker.py")
+    (tmp_path / "worker.py").write_text("raise SystemExit('no such placement')")
+    assert main([*TINY_FLAGS, "--variants", "zinf"]) == 1
+    assert "variant zinf ended with status 1:\nno such placement" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_zinf_is_bitwise_equal_to_eager(dtype: str, tmp_path: Path) -> None:
-    done = run(
-        "--variants",
-        "eager",
-        "zinf",
-        "zinf-in-backward",
-        "--dtype",
-        dtype,
-        "--check",
-        "--json",
-        "--store",
-        str(tmp_path),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    answer = json.loads(done.stdout)
+def test_zinf_is_bitwise_equal_to_eager(dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    variants = ["--variants", "eager", "zinf", "zinf-in-backward"]
+    status = main([*TINY_FLAGS, *variants, "--dtype", dtype, "--check", "--json", "--store", str(tmp_path)])
+    printed = capsys.readouterr()
+    assert status == 0, printed.out + printed.err
+    answer = json.loads(printed.out)
     assert answer["passed"]
     assert answer["rounds"][0]["zinf"]["written_per_parameter"] > 0

@@ -106,13 +106,11 @@ def test_many_requests_at_a_time(bench: Bench):
 def test_waiting_for_one_waits_for_no_other(bench: Bench):
     data = random_bytes(BLOCK)
     bench.write(data).wait()
-    inject(bench.engine, Fault("completion", nth=1, count=7, delay=1.5))
+    inject(bench.engine, Fault("completion", nth=1, count=7, delay=0.8))
     slow = [bench.read(aligned_empty(BLOCK)) for _ in range(7)]
     time.sleep(0.2)  # until the device is done with them: the delays are theirs
     quick = [bench.read(aligned_empty(BLOCK)) for _ in range(57)]
-    begin = time.monotonic()
     quick[-1].wait()
-    assert time.monotonic() - begin < 0.8
     assert not any(ticket.done() for ticket in slow)
     for ticket in slow:
         ticket.wait()
@@ -148,7 +146,7 @@ def test_a_span_keeps_no_memory(bench: Bench):
 def test_a_ticket_that_is_waited_for_overtakes_the_queue(bench: Bench):
     data = random_bytes(BLOCK)
     bench.write(data).wait()
-    inject(bench.engine, Fault("completion", nth=1, count=64, delay=0.2))
+    inject(bench.engine, Fault("completion", nth=1, count=64, delay=0.05))
     tickets = [bench.read(aligned_empty(BLOCK)) for _ in range(64)]
     tickets[-1].wait()
     assert sum(ticket.done() for ticket in tickets) < 32
@@ -158,7 +156,7 @@ def test_a_ticket_that_is_waited_for_overtakes_the_queue(bench: Bench):
 
 def test_other_python_threads_run_while_one_waits(bench: Bench):
     data = random_bytes(4096)
-    inject(bench.engine, Fault("completion", delay=0.5))
+    inject(bench.engine, Fault("completion", delay=0.3))
     ticket = bench.write(data)
     waiter = threading.Thread(target=ticket.wait)
     waiter.start()
@@ -324,7 +322,7 @@ def test_a_dropped_ticket_keeps_its_memory_until_the_transfer_is_over(bench: Ben
 
     data, owner = random_bytes(BLOCK), Owner()
     alive = weakref.ref(owner)
-    inject(bench.engine, Fault("completion", delay=0.5))
+    inject(bench.engine, Fault("completion", delay=0.1))
     bench.file.submit(WRITE, data.data_ptr(), 0, BLOCK, owner)  # the ticket is dropped at once, and nobody waits
     del owner
     assert alive() is not None
@@ -337,13 +335,13 @@ def test_an_interrupted_reader_loses_its_memory_only_when_the_disk_is_done(bench
     bench.write(data).wait()
     memory = aligned_empty(BLOCK)
     alive = weakref.ref(memory)
-    inject(bench.engine, Fault("completion", operation="read", delay=1.0))
+    inject(bench.engine, Fault("completion", operation="read", delay=0.5))
 
     def read(memory: torch.Tensor) -> None:
         bench.file.submit(READ, memory.data_ptr(), 0, BLOCK, memory).wait()
 
     with pytest.raises(KeyboardInterrupt):
-        threading.Timer(0.2, signal.raise_signal, (signal.SIGINT,)).start()
+        threading.Timer(0.1, signal.raise_signal, (signal.SIGINT,)).start()
         read(memory)
     del memory
     assert alive() is not None
@@ -352,12 +350,12 @@ def test_an_interrupted_reader_loses_its_memory_only_when_the_disk_is_done(bench
 
 
 def test_detaching_from_a_stuck_device_names_it_and_can_be_interrupted(bench: Bench, caplog, monkeypatch):
-    monkeypatch.setattr("zinf_fx.native.engine.WAIT_SLICE", 0.125)
-    monkeypatch.setattr("zinf_fx.native.engine.STUCK_AFTER", 0.25)
-    inject(bench.engine, Fault("completion", delay=2.0))
+    monkeypatch.setattr("zinf_fx.native.engine.WAIT_SLICE", 0.05)
+    monkeypatch.setattr("zinf_fx.native.engine.STUCK_AFTER", 0.1)
+    inject(bench.engine, Fault("completion", delay=1.0))
     data = random_bytes(BLOCK)
     ticket = bench.write(data)
-    threading.Timer(0.6, signal.raise_signal, (signal.SIGINT,)).start()
+    threading.Timer(0.3, signal.raise_signal, (signal.SIGINT,)).start()
     with pytest.raises(KeyboardInterrupt):
         bench.file.detach()
     assert not ticket.done() and f"everything under way on {bench.file.path}" in caplog.text
@@ -373,9 +371,9 @@ def test_a_dropped_ticket_logs_its_error(bench: Bench, caplog: pytest.LogCapture
 
 
 def test_a_stuck_device_is_named(bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("zinf_fx.native.engine.WAIT_SLICE", 0.25)
-    monkeypatch.setattr("zinf_fx.native.engine.STUCK_AFTER", 0.5)
-    inject(bench.engine, Fault("completion", delay=0.7))
+    monkeypatch.setattr("zinf_fx.native.engine.WAIT_SLICE", 0.1)
+    monkeypatch.setattr("zinf_fx.native.engine.STUCK_AFTER", 0.2)
+    inject(bench.engine, Fault("completion", delay=0.3))
     bench.write(random_bytes(BLOCK), 8192).wait()
     assert f"write of {BLOCK} bytes at offset 8192 of {bench.file.path}" in caplog.text
 
@@ -384,8 +382,8 @@ def test_idle_costs_no_processor_time(bench: Bench):
     bench.write(random_bytes(BLOCK)).wait()
     time.sleep(0.05)
     before = time.process_time()
-    time.sleep(0.5)
-    assert time.process_time() - before < 0.02
+    time.sleep(0.25)
+    assert time.process_time() - before < 0.01
 
 
 def test_a_forked_child_is_refused_and_harms_nothing(bench: Bench):
@@ -410,6 +408,29 @@ def test_a_forked_child_is_refused_and_harms_nothing(bench: Bench):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     ticket.wait()
     assert back.equal(data)
+
+
+def test_a_new_engine_takes_over_the_kernel_context_of_a_closed_one(tmp_path: Path):
+    """The kernel takes tens of milliseconds to give one up. A forked child has none of its parent's."""
+
+    def contexts() -> int:
+        return Path("/proc/self/maps").read_text().count("[aio]")
+
+    def used() -> int:
+        bench, data, back = Bench("aio", tmp_path / "file"), random_bytes(BLOCK), aligned_empty(BLOCK)
+        bench.write(data).wait()
+        bench.read(back).wait()
+        assert back.equal(data)
+        found = contexts()
+        bench.close()
+        return found
+
+    first = used()
+    assert first == used() == used() == contexts()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if used() == first + 1 else 1)  # its parent's are mapped there, too
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 STUB = r"""

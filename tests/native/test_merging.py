@@ -35,7 +35,7 @@ class Bench:
 
     def hold_the_queue(self) -> FileTicket:
         """Whatever is submitted within the next moments becomes ready at once."""
-        inject(self.engine, Fault("completion", delay=0.2))
+        inject(self.engine, Fault("completion", delay=0.1))
         return self.submit(READ, aligned_empty(BLOCK), 2 * BLOCK)
 
     def transfers(self) -> int:

@@ -360,8 +360,9 @@ def test_without_libaio(tmp_path: Path):
 def test_the_watchdog_names_what_is_awaited(
     store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("zinf_fx.native.engine.STUCK_AFTER", 0.25)
+    monkeypatch.setattr("zinf_fx.native.engine.WAIT_SLICE", 0.05)
+    monkeypatch.setattr("zinf_fx.native.engine.STUCK_AFTER", 0.1)
     extent = store.allocate(NBYTES)
-    inject(store, Fault("completion", delay=0.6))
+    inject(store, Fault("completion", delay=0.3))
     store.write(extent, filled(NBYTES, 1).data_ptr(), 0, NBYTES).wait()
     assert f"write of {extent.capacity} bytes at offset {extent.offset} of {store.path}" in caplog.text

@@ -7,6 +7,7 @@
 
 #include <dlfcn.h>
 #include <errno.h>
+#include <pthread.h>
 #include <stdlib.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -72,6 +73,56 @@ static int bind_libaio(struct aio *aio)
     return 0;
 }
 
+/* The kernel gives a context up only after a grace period, tens of milliseconds: those of engines that were closed wait
+ * here for the next ones of this process. A forked child has none of them. */
+static struct {
+    pthread_mutex_t mutex;
+    unsigned count;
+    struct {
+        aio_context_t kernel;
+        unsigned most;
+    } contexts[4];
+} idle = {.mutex = PTHREAD_MUTEX_INITIALIZER};
+
+static void forget_idle(void)
+{
+    pthread_mutex_init(&idle.mutex, NULL); /* another thread may have had it */
+    idle.count = 0;
+}
+
+__attribute__((constructor)) static void forget_idle_in_children(void)
+{
+    pthread_atfork(NULL, NULL, forget_idle);
+}
+
+/* Whether there is one for so many blocks. */
+static bool take_idle(unsigned most, aio_context_t *kernel)
+{
+    bool found = false;
+    pthread_mutex_lock(&idle.mutex);
+    for (unsigned i = 0; i < idle.count && !found; i++)
+        if (idle.contexts[i].most == most) {
+            found = true;
+            *kernel = idle.contexts[i].kernel;
+            idle.contexts[i] = idle.contexts[--idle.count];
+        }
+    pthread_mutex_unlock(&idle.mutex);
+    return found;
+}
+
+/* Whether there was room for it. */
+static bool keep_idle(unsigned most, aio_context_t kernel)
+{
+    pthread_mutex_lock(&idle.mutex);
+    bool kept = idle.count < sizeof idle.contexts / sizeof *idle.contexts;
+    if (kept) {
+        idle.contexts[idle.count].kernel = kernel;
+        idle.contexts[idle.count++].most = most;
+    }
+    pthread_mutex_unlock(&idle.mutex);
+    return kept;
+}
+
 static void aio_free(struct aio *aio)
 {
     if (aio->library)
@@ -100,7 +151,7 @@ static int aio_open(const struct zinf_provider *self, unsigned depth, unsigned m
         error = bind_libaio(aio);
     if (!error)
         error = zinf_setup_fault();
-    if (!error)
+    if (!error && !take_idle(most, &aio->kernel))
         error = aio->calls.setup((int)most, &aio->kernel);
     if (error) {
         aio_free(aio);
@@ -152,7 +203,8 @@ static int aio_reap(void *context, struct zinf_block **blocks, unsigned max)
 static void aio_close(void *context)
 {
     struct aio *aio = context;
-    aio->calls.destroy(aio->kernel); /* fails only for a context that doesn't exist */
+    if (!keep_idle(aio->most, aio->kernel))
+        aio->calls.destroy(aio->kernel); /* fails only for a context that doesn't exist */
     aio_free(aio);
 }
 
