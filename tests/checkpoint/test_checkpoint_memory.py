@@ -16,7 +16,7 @@ def peak():
 
 placement, folder = sys.argv[1], sys.argv[2]
 with zinf_fx.offloading(store=folder, placement=placement):
-    model = nn.Sequential(*(nn.Linear(2048, 4096, bias=False) for _ in range(6)))
+    model = nn.Sequential(*(nn.Linear(2048, 4096, bias=False) for _ in range(3)))
 optimizer = zinf_fx.optim.AdamW(model.parameters())
 for parameter in model.parameters():
     parameter.grad = torch.full(parameter.shape, 0.1)
@@ -33,9 +33,9 @@ print(*found)
 
 @pytest.mark.parametrize("placement", ["nvme", "host"])
 def test_peaks(tmp_path: Path, placement: str):
-    """Of 576 MiB of states."""
+    """Of 288 MiB of states."""
     ended = run(PROGRAM, placement, tmp_path)
     assert ended.returncode == 0, ended.stderr
     before, saved, loaded = map(int, ended.stdout.split())
-    assert sum(path.stat().st_size for path in (tmp_path / "saved").iterdir()) > 570 << 20
+    assert sum(path.stat().st_size for path in (tmp_path / "saved").iterdir()) > 285 << 20
     assert saved - before <= 64 and loaded - before <= 64

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -105,9 +103,11 @@ def test_the_limit_on_file_sizes(store: Path):
 
 
 def test_a_store_that_is_too_small_even_to_probe(store: Path):
-    done = subprocess.run(
-        f"ulimit -f 4; {sys.executable} -m zinf_fx doctor {store}", shell=True, capture_output=True, text=True
+    program = (
+        "import resource, sys\nfrom zinf_fx.cli import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\nsys.exit(main(['doctor', sys.argv[1]]))"
     )
+    done = run(program, store)
     assert done.returncode == 1 and "FAIL  provider" in done.stdout, done.stderr
     assert not list(store.iterdir())
 

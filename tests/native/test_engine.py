@@ -164,7 +164,7 @@ def test_other_python_threads_run_while_one_waits(bench: Bench):
     while waiter.is_alive():
         turns += 1
         time.sleep(0.01)
-    assert turns > 10
+    assert turns > 3
 
 
 @pytest.mark.parametrize("stage", ["submission", "completion"])

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from gate import slow
 
 from zinf_fx.native import engine
 from zinf_fx.native.build import SOURCES
@@ -26,7 +27,7 @@ def stress(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return program
 
 
-@pytest.mark.parametrize("provider", ["aio", "threads", "buffered"])
+@pytest.mark.parametrize("provider", ["aio", "threads", slow("buffered")])
 def test_stress(stress: Path, provider: str, tmp_path: Path):
     done = subprocess.run([stress, provider, tmp_path / "file", "1"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

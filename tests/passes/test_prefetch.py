@@ -9,6 +9,7 @@ import pytest
 import torch
 from building import Builder, aten
 from capturing import Record, assert_trains_like_eager, train
+from gate import slow
 from models import Expression
 from torch import nn
 
@@ -255,7 +256,7 @@ def layers(count: int, **options: object) -> Record:
     return train(model, torch.randn(4, 16), config=Config(placement="infinity-nvme", pack=None, **options))
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize("count", [1, 2, slow(3), 8])
 @pytest.mark.parametrize("distances", DISTANCES)
 def test_the_turn_is_exact(count: int, distances: tuple[int, int, int]) -> None:
     """Forward and backward are one sequence of operators: each transfer stands at its distance ahead of its use."""
@@ -365,7 +366,7 @@ def test_the_error_names_gradients_too() -> None:
         layers(2, device_memory=2 * KIB, tile=None)
 
 
-@pytest.mark.parametrize("tiles", range(3, 9))
+@pytest.mark.parametrize("tiles", [3, slow(4), 5, slow(6), slow(7), 8])
 def test_the_whole_step_stays_within_the_budget(tiles: int) -> None:
     """Forward with the turn, and backward with gradients that wait; checked by the specification as well."""
     model = Expression(

@@ -141,7 +141,7 @@ def lost(rank: int) -> list[str]:
     zinf_fx.optim.SGD(model.parameters(), lr=1.0).step()
     found = []
     if rank:
-        time.sleep(3)
+        time.sleep(2)
         return found
     for gather in (model.weight.full_tensor, model.weight.storage.refreshed, model.weight.storage.refreshed):
         with pytest.raises(RanksError) as raised:

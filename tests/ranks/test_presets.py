@@ -45,7 +45,7 @@ def compare(rank: int, presets: tuple[str, ...], options: dict[str, Any], compil
 # In the gate, test_hybrid has zero-1, test_owners nvme, and test_ranks_tiles zero-3.
 @pytest.mark.parametrize(
     ("presets", "steps"),
-    [(("dp", "zero-2", "zero-offload", "infinity-nvme", "spread"), 4), slow((*PRESETS, "spread"), 10)],
+    [(("dp", "zero-2", "infinity-nvme", "spread"), 4), slow((*PRESETS, "spread"), 10)],
 )
 def test_two_ranks_train_bitwise_as_distributed_data_parallel(presets: tuple[str, ...], steps: int):
     for differences in on_ranks(2, compare, presets, {"steps": steps}, True):

@@ -141,7 +141,7 @@ def test_no_gradient_shares_memory_with_anything(tmp_path):
 def test_python_calls_for_each_parameter_of_a_compiled_step(tmp_path, placement: str, bound: int):
     """Of a whole step. Somebody who brings back work for each parameter sees it here."""
     counts = []
-    for layers in (10, 40):
+    for layers in (5, 20):
         torch._dynamo.reset()
         model = zinf_fx.offload(Net(width=4, layers=layers), store=tmp_path, placement=placement)
         optimizer, call = AdamW(model.parameters()), torch.compile(model, backend="zinf")
@@ -155,5 +155,5 @@ def test_python_calls_for_each_parameter_of_a_compiled_step(tmp_path, placement:
         for _ in range(3):
             step()
         counts.append(python_calls(step))
-    per_parameter = (counts[1] - counts[0]) / (2 * 30)
+    per_parameter = (counts[1] - counts[0]) / (2 * 15)
     assert per_parameter <= bound, per_parameter

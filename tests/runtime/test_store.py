@@ -51,12 +51,6 @@ def reclaim(directory: Path) -> list[Path]:
     return [path for path, stays in survey(directory, remove=True).items() if stays is None]
 
 
-def run(program: str, *arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)], capture_output=True, text=True, timeout=60, **options
-    )
-
-
 # Data
 
 
@@ -112,15 +106,14 @@ def test_requests_in_flight_are_independent(store: Store):
     data = [fill(aligned_empty(50_000), seed=i) for i in range(64)]
     for ticket in [store.write(e, d.data_ptr(), 0, 50_000) for e, d in zip(extents, data, strict=True)]:
         ticket.wait()
-    inject(store, Fault("completion", count=7, delay=1.0))
+    inject(store, Fault("completion", count=7, delay=0.6))
     held = [aligned_empty(50_000) for _ in range(7)]
     slow = [store.read(extents[0], memory.data_ptr(), 0, 50_000) for memory in held]
     time.sleep(0.1)
     back = [aligned_empty(50_000) for _ in extents]
-    begin = time.monotonic()
     quick = [store.read(e, b.data_ptr(), 0, 50_000) for e, b in zip(extents, back, strict=True)]
     quick[-1].wait()
-    assert back[-1].equal(data[-1]) and time.monotonic() - begin < 0.7 and not slow[0].done()
+    assert back[-1].equal(data[-1]) and not slow[0].done()
     for ticket in quick + slow:
         ticket.wait()
     assert all(a.equal(b) for a, b in zip(back, data, strict=True))
@@ -384,14 +377,12 @@ def test_the_interpreters_exit_leaves_nothing(tmp_path: Path):
 
 
 def test_control_c_leaves_nothing(tmp_path: Path):
-    process = start(WORK + LOOP, tmp_path)
-    time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    try:
-        _, errors = process.communicate(timeout=30)
-    finally:
-        process.kill()
-    assert "KeyboardInterrupt" in errors and process.returncode != 0
+    process = forked.Running(WORK + LOOP, tmp_path)
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.1)
+    os.kill(process.pid, signal.SIGINT)
+    ended = process.end(30)
+    assert "KeyboardInterrupt" in ended.stderr and ended.returncode != 0
     assert not list(tmp_path.iterdir())
 
 
@@ -464,7 +455,7 @@ print(len(os.listdir(sys.argv[1])))
 
 
 def test_a_forked_child_neither_uses_nor_removes_the_store(tmp_path: Path):
-    done = run(WORK + FORK, tmp_path)
+    done = forked.run(WORK + FORK, tmp_path)
     assert done.returncode == 0 and done.stdout.split() == ["ready", "refused", "refused", "1"], done.stderr
     assert not list(tmp_path.iterdir())
 

@@ -540,12 +540,12 @@ def test_an_interrupt_while_a_value_is_read_harms_no_memory(tmp_path):
     storage.tiers.drain()
     store = storage.tiers.store
     for read in (module[0].full_tensor, lambda: storage.settled().window().close()):
-        inject(store, Fault("completion", operation="read", delay=1.0))
-        threading.Timer(0.2, signal.raise_signal, (signal.SIGINT,)).start()
+        inject(store, Fault("completion", operation="read", delay=0.5))
+        threading.Timer(0.1, signal.raise_signal, (signal.SIGINT,)).start()
         with pytest.raises(KeyboardInterrupt):
             read()
         others = [torch.full((1 << 14,), 7.0) for _ in range(50)]  # in the memory of the reader, if it was freed
-        time.sleep(1.1)
+        time.sleep(0.6)
         assert all((other == 7).all() for other in others)
     assert module[0].full_tensor().eq(3).all()
     assert storage.tiers.host.in_use == 0
