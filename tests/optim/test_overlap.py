@@ -17,7 +17,7 @@ from zinf_fx import optim
 from zinf_fx.errors import OptimizerError, StoreError
 
 SHAPES = ((3 * 16384,), (100,), (2 * 16384,), (7,), (40_000,))
-LATE = 0.1
+LATE = 0.05
 
 
 def give_stored_gradients(pair) -> None:
