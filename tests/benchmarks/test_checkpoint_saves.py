@@ -18,7 +18,7 @@ def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, verdicts = capsys.readouterr().out.rsplit("\n\n", 1)
     lines = text.splitlines()
     assert "parameters, bf16 with fp32 masters and moments, all on disk" in lines[0]
-    rows = {line.split()[0]: line.split() for line in lines[-4:]}
+    rows = {line.split()[0]: line.split() for line in lines[-len(checkpoint.WAYS) :]}
     assert list(rows) == list(checkpoint.WAYS)
     assert len(rows["copies"]) == len(rows["torch.save"]) + 1 > len(rows["nothing"])
     assert "by generations, bytes written more per step: 0, as <= 0" in verdicts

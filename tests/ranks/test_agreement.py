@@ -55,7 +55,7 @@ def test_a_recompilation_on_one_rank_only_is_an_error_on_all():
     (kind, text, _), (other, compared, seconds) = on_ranks(2, one_recompiles)
     assert kind == other == "RanksError"
     for said in (text, compared):
-        assert "rank 0 for all-gather of tokens.weight to begin there" in said
+        assert "rank 0 for all-gather of tokens.weight and 13 others to begin there" in said
         assert "rank 1 of 2 for the others to come to comparison of the plan of a graph" in said
     assert seconds < 10 * SOON
 
