@@ -14,7 +14,8 @@ from forked import Running
 from torch import nn
 
 import zinf_fx
-from zinf_fx.checkpoint.training import manager, saving
+from zinf_fx.checkpoint.training import catalog, manager, saving
+from zinf_fx.checkpoint.training.loading import manifest_of
 from zinf_fx.errors import CheckpointError, ConfigError
 
 
@@ -206,3 +207,21 @@ def test_sigterm_where_no_step_follows_is_not_lost(tmp_path: Path):
         assert len(calls) == 3
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_saves_read_no_manifest_that_this_run_wrote_and_notice_one_that_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run, read = Run(tmp_path, every_steps=1, keep=2), []
+    monkeypatch.setattr(catalog, "manifest_of", lambda path: (read.append(path.name), manifest_of(path))[1])
+    run.train(3)
+    assert read == []
+    manifest = tmp_path / "step-00000003" / "manifest.json"
+    manifest.write_bytes(b"{" + manifest.read_bytes())
+    run.train(5)
+    assert read and set(read) == {"step-00000003"}
+    assert names(tmp_path) == [
+        "step-00000003",
+        "step-00000004",
+        "step-00000005",
+    ]  # what is damaged is nobody's to remove

@@ -8,10 +8,8 @@ planning needs no store, no values and next to no memory, and a model on the met
 from __future__ import annotations
 
 import copy
-import gc
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -21,6 +19,7 @@ from torch import fx
 from torch.utils._pytree import tree_map, tree_map_only
 
 from zinf_fx.config import LARGEST, Config, shortened
+from zinf_fx.cycles import no_search_for_cycles
 from zinf_fx.errors import ConfigError, PlanError, StoredTensorError, ZinfError
 from zinf_fx.frontend.abstract import abstract_parameter
 from zinf_fx.frontend.each_placement import check_rules, configs_of, contradicted_by, placement_of_all, stored_among
@@ -138,7 +137,7 @@ def plan_model(
     twin = _twin_of(model, planner.config)
     inputs = tree_map_only(torch.Tensor, _off_meta, example_inputs)
     arguments = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
-    with _collecting_less():
+    with no_search_for_cycles():
         try:
             planner.compiled_call()(twin, *arguments)
         except BackendCompilerFailed as failure:
@@ -171,19 +170,6 @@ def _timed(captures: Sequence[Capture], decision: Decision | None) -> Iterator[C
                 for graph in plan.graphs
                 for operator in graph.operators
             }
-
-
-@contextmanager
-def _collecting_less() -> Iterator[None]:
-    """No search for reference cycles: it would look at the growing graphs again and again, a third of the time for a
-    large model."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _config_in_force(model: torch.nn.Module, config: Config | None, fields: Mapping[str, object]) -> Config:

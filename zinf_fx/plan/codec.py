@@ -40,8 +40,12 @@ def encode(value: object) -> Any:
     if isinstance(value, (Placement, PlacementRules)):
         return {name: encode(getattr(value, name)) for name in defaults(type(value))}
     if is_dataclass(value):
-        found = ((name, getattr(value, name), default) for name, default in defaults(type(value)).items())
-        return {name: encode(one) for name, one, default in found if one != default}
+        found = {}
+        for name, default in defaults(type(value)).items():
+            one = getattr(value, name)
+            if one != default:
+                found[name] = one if type(one) in (int, str) else encode(one)  # most are
+        return found
     raise TypeError(f"a plan has no field of type {type(value).__name__}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,27 +65,57 @@ def is_numbered(directory: Path) -> bool:
     return _NUMBERED.fullmatch(directory.name) is not None
 
 
-def checkpoints_in(directory: Path) -> list[Found]:
-    """That which a directory is, or those in the directories in it, from the oldest to the newest.
+class Manifests:
+    """The manifests of checkpoints. One is read when its file is not that which was read or written last."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[tuple[int, ...] | None, Manifest]] = {}
+
+    def read(self, directory: Path) -> Manifest:
+        """As `manifest_of`."""
+        known, file = self._known.get(directory), _identity(directory / MANIFEST)
+        if known is None or known[0] != file:
+            known = file, manifest_of(directory)
+            self._known = {path: one for path, one in self._known.items() if one[0] == _identity(path / MANIFEST)}
+            self._known[directory] = known
+        return known[1]
+
+    def add(self, directory: Path, manifest: Manifest) -> None:
+        """A manifest was written."""
+        self._known[directory] = _identity(directory / MANIFEST), manifest
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    """What is another one when a file is replaced or changed; None: there is none."""
+    try:
+        info = path.stat()
+    except OSError:
+        return None
+    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
+
+
+def checkpoints_in(directory: Path, read: Callable[[Path], Manifest] = manifest_of) -> list[Found]:
+    """That which a directory is, or those in the directories in it, from the oldest to the newest. `read`: gives the
+    manifest of one.
 
     Raises: CheckpointError for a directory that can't be read.
     """
     with refusals("looking for checkpoints", directory):
         names = sorted(os.listdir(directory))
     if _looks_like_one(directory, names):
-        return [look_at(directory)]
+        return [look_at(directory, read)]
     found = []
     for path in (directory / name for name in names):
         if path.is_dir() and not path.is_symlink() and (_looks_like_one(path, os.listdir(path)) or is_numbered(path)):
-            found.append(look_at(path))
+            found.append(look_at(path, read))
     return sorted(found, key=lambda one: one.age)
 
 
-def look_at(directory: Path) -> Found:
+def look_at(directory: Path, read: Callable[[Path], Manifest] = manifest_of) -> Found:
     """What is in the directory of a checkpoint."""
     manifest = None
     try:
-        manifest = manifest_of(directory)
+        manifest = read(directory)
         check_files(directory, manifest)
     except CheckpointError as error:
         return Found(directory, manifest, str(error))

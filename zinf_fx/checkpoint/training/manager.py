@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from zinf_fx.checkpoint.agreement import all_ranks, together
 from zinf_fx.checkpoint.files import FILES, Files
 from zinf_fx.checkpoint.training.behind import CopyBehind
-from zinf_fx.checkpoint.training.catalog import STEP, Found, checkpoints_in, is_numbered, name_of
+from zinf_fx.checkpoint.training.catalog import STEP, Found, Manifests, checkpoints_in, is_numbered, name_of
 from zinf_fx.checkpoint.training.contents import Parts, parts_of
 from zinf_fx.checkpoint.training.files import discard_all
 from zinf_fx.checkpoint.training.held import HeldSave, held
@@ -26,6 +26,7 @@ from zinf_fx.checkpoint.training.loading import load_checkpoint
 from zinf_fx.checkpoint.training.saving import Behind, save
 from zinf_fx.checkpoint.training.sweeping import give_back_unnamed
 from zinf_fx.config import parse_rate
+from zinf_fx.cycles import no_search_for_cycles
 from zinf_fx.errors import CheckpointError, ConfigError, DamagedCheckpointError, ZinfError
 
 log = logging.getLogger("zinf_fx")
@@ -83,6 +84,7 @@ class CheckpointManager:
         self.values: dict[str, Any] = {}
         self._model, self._optimizer, self._extra = model, optimizer, extra
         self._every_steps, self._every_minutes, self._keep = every_steps, every_minutes, keep
+        self._manifests = Manifests()
         self._saved_at = time.monotonic()
         self._saved_step: int | None = None
         self._terminated = False
@@ -175,6 +177,7 @@ class CheckpointManager:
     def _parts(self, step: int) -> Parts:
         return parts_of(self._model, self._optimizer, {**self._extra, STEP: step})
 
+    @no_search_for_cycles()
     def _save(self, step: int, name: str, parts: Parts, behind: Behind | None = None) -> Path:
         """`behind`: how it may be copied behind training; None: it is to be there when this returns."""
         self._finish_copy()
@@ -184,7 +187,8 @@ class CheckpointManager:
         replaced = ranks.of_first([str(one) for one in self._replaced(before, path)], "which checkpoints are replaced")
         newest = max((one.manifest.time for one in before if one.manifest), default=None)
         others = [Path(one) for one in replaced]
-        self._copy = save(path, parts, self.files, newest=newest, others=others, behind=behind)
+        how = {"newest": newest, "others": others, "behind": behind, "manifests": self._manifests}
+        self._copy = save(path, parts, self.files, **how)
         self._saved_step, self._saved_at = step, time.monotonic()
         return path
 
@@ -249,7 +253,7 @@ class CheckpointManager:
         return found
 
     def _directories(self) -> list[Found]:
-        return checkpoints_in(self.directory) if self.directory.exists() else []
+        return checkpoints_in(self.directory, self._manifests.read) if self.directory.exists() else []
 
     def _load(self, path: str) -> str | None:
         """Load a checkpoint. Returns what is damaged in it."""

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from importlib.metadata import version
@@ -22,6 +22,7 @@ from zinf_fx.checkpoint.agreement import all_ranks, together
 from zinf_fx.checkpoint.files import FILES, Files, locked, make_directory, refusals, sync_directory
 from zinf_fx.checkpoint.training import files as names
 from zinf_fx.checkpoint.training.behind import CopyBehind, Pace
+from zinf_fx.checkpoint.training.catalog import Manifests
 from zinf_fx.checkpoint.training.contents import Parts, between_steps, parts_of, unwritten_in
 from zinf_fx.checkpoint.training.dividing import divided, equal_or_by_rank, merged
 from zinf_fx.checkpoint.training.frozen import Frozen, NotFrozenError
@@ -43,6 +44,7 @@ from zinf_fx.checkpoint.training.parts.held import LARGEST
 from zinf_fx.checkpoint.training.parts.part import Collected
 from zinf_fx.checkpoint.training.under_way import IN_FLIGHT
 from zinf_fx.checkpoint.training.writing import Writer
+from zinf_fx.cycles import no_search_for_cycles
 from zinf_fx.errors import CheckpointError
 from zinf_fx.runtime.disk.store import Store
 from zinf_fx.runtime.ranks import Ranks
@@ -93,11 +95,12 @@ def save(
     newest: str | None = None,
     others: Sequence[Path] = (),
     behind: Behind | None = None,
+    manifests: Manifests | None = None,
 ) -> CopyBehind | None:
     """As `save_checkpoint`. `report` is told of bytes that were written; `newest`: the time in the manifest of the
     checkpoint that this one is to come after, whatever the clock says; `others`: directories of checkpoints that it
     replaces, too, which are removed when it is there. With `behind`, returns what goes on behind training, if anything
-    does: see [Note: copies behind training]."""
+    does: see [Note: copies behind training]. `manifests` are told of the one that is written."""
     ranks, started = all_ranks(), time.perf_counter()
     replaced = [path.absolute() for path in (directory, *others)]
     with ExitStack() as rooms:
@@ -120,7 +123,7 @@ def save(
         with together(f"keeping what is in the store for {directory}", ranks), refusals("saving", directory):
             kept.keep(runs, unwritten_in(parts), replaced)
         begun = _Begun(directory, files, ranks, token, collected.tensors, collected.same, values, kept, others)
-        begun = replace(begun, started=started, time=_time_after(newest))
+        begun = replace(begun, started=started, time=_time_after(newest), manifests=manifests or Manifests())
         frozen = None if behind is None else _frozen(directory, parts, kept, ranks)
         if frozen is None:
             begun.complete(laid_out(kept.others), report)
@@ -149,7 +152,7 @@ class _Begun:
 
     Attributes:
         tensors, same: as they were collected; `values`: of all parts.
-        started: by `time.perf_counter`; `time`: in the manifest.
+        started: by `time.perf_counter`; `time`: in the manifest; `manifests` are told of it.
     """
 
     directory: Path
@@ -163,6 +166,7 @@ class _Begun:
     others: Sequence[Path]
     started: float = 0.0
     time: str = ""
+    manifests: Manifests = field(default_factory=Manifests)
 
     def complete(self, layout: Layout, report: Report, in_flight: int = IN_FLIGHT) -> None:
         """Copy what is laid out, and commit."""
@@ -171,6 +175,12 @@ class _Begun:
         with refusals(f"saving a checkpoint of {in_words(sum(layout.sizes))}", directory):
             sums = _written(ranks, directory, layout, paths, files, report, in_flight)
         report(self.kept.nbytes)
+        self._commit(layout, sums, paths)
+
+    @no_search_for_cycles()
+    def _commit(self, layout: Layout, sums: Sequence[int], paths: Sequence[Path]) -> None:
+        """The same, of what is copied: its checksums, by places, and its files."""
+        directory, ranks, files = self.directory, self.ranks, self.files
         found = ranks.of_all(self._parts_saved(layout, sums, paths), "what each rank saved")
         manifest = _manifest(found, self.values, self.time)
         with together(f"committing the checkpoint in {directory}", ranks):
@@ -179,6 +189,7 @@ class _Begun:
                 text = to_text(manifest)
                 with refusals("committing a checkpoint", directory):
                     names.commit(files, directory, text)
+                    self.manifests.add(directory, manifest)
                     _remove(files, names.leftovers(directory, text))
                 names.discard_all(self.others)
         seconds = time.perf_counter() - self.started
@@ -287,7 +298,7 @@ def _manifest(
     same: dict[str, str] = {}
     files: list[SavedFile] = []
     for parts, others, its_files in found:
-        tensors += (_moved(part, len(files)) for part in parts)
+        tensors += (_moved(part, len(files)) for part in parts) if files else parts
         same |= others
         files += its_files
     return Manifest(
