@@ -127,14 +127,14 @@ def test_devices_have_queues_of_their_own(tmp_path: Path, other_device: Path, mo
         assert all(weight > MIB for weight in store._turns.weights)  # they were measured
         extents = [store.allocate(4096) for _ in range(200)]
         mine = [next(e for e in extents if e.places[0].volume == v) for v in (0, 1)]
-        data = filled(4096)
+        data, back = filled(4096), [aligned_empty(4096) for _ in mine]
         for extent in mine:
             store.write(extent, data.data_ptr(), 0, 4096).wait()
         first = store._volumes[0].engine
         inject(first, Fault("completion", delay=0.5))
         began = time.monotonic()
-        slow = store.read(mine[0], aligned_empty(4096).data_ptr(), 0, 4096, owner=data)
-        store.read(mine[1], aligned_empty(4096).data_ptr(), 0, 4096).wait()
+        slow = store.read(mine[0], back[0].data_ptr(), 0, 4096)
+        store.read(mine[1], back[1].data_ptr(), 0, 4096).wait()
         assert time.monotonic() - began < 0.4 and not slow.done()
         slow.wait()
 
