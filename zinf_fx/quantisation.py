@@ -195,10 +195,11 @@ def _dequantise_natively(runs: torch.Tensor, values: torch.Tensor, kind: Format)
     codes.dequantize(
         kind.bits,
         runs.data_ptr(),
+        row_nbytes,
+        runs.data_ptr() + kind.codes_nbytes(columns),
+        row_nbytes,
         rows,
         columns,
-        row_nbytes,
-        kind.codes_nbytes(columns),
         kind.block or columns,
         _values_of_bytes(kind.name).data_ptr(),
         _NATIVE[values.dtype],

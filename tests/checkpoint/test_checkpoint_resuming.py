@@ -47,6 +47,7 @@ def test_in_any_placement(tmp_path: Path, placement: str, at: int):
         {"options": {"step_in_backward": True}, "scales": False},
         {"options": {"step_in_backward": True}, "scales": False, "compiled": True},
         {"options": {"state_dtype": torch.bfloat16}},
+        {"options": {"state_dtype": "8bit"}},
         {"fields": {"pack": "auto"}, "compiled": True},
         {"fields": {"chunk": "64KiB", "host_memory": "4MiB"}},
         {"dtype": torch.float32, "options": {"amsgrad": True}},

@@ -14,6 +14,7 @@ from torch import nn
 
 import zinf_fx
 from zinf_fx.errors import OptimizerError
+from zinf_fx.optim.blockwise import BLOCK, decode, encode
 
 # Parameters are whole on every rank, which then have to agree, or are in shards.
 WHOLE_AND_SHARDED = ("zero-1", "infinity-nvme")
@@ -67,9 +68,9 @@ def test_a_step_is_skipped_on_every_rank_when_one_has_an_infinite_gradient():
             assert scales == found["plain"][0] and difference == 0.0, placement
 
 
-def in_low_precision(rank: int, cases: dict[str, bool]) -> dict[str, float]:
+def in_low_precision(rank: int, cases: dict[str, bool], state_dtype: str | None = None) -> dict[str, float]:
     """By placement: the largest difference of bf16 parameters, after steps in `step()` or in backward, to an explicit
-    fp32 master that is stepped with the average of the ranks' gradients."""
+    fp32 master that is stepped with the average of the ranks' gradients, and whose states are kept in `state_dtype`."""
     plain = training.model(torch.bfloat16)
     trained = [p for p in plain.parameters() if p.requires_grad]
     masters = [p.detach().float().requires_grad_() for p in trained]
@@ -86,11 +87,15 @@ def in_low_precision(rank: int, cases: dict[str, bool]) -> dict[str, float]:
         with torch.no_grad():
             for p, master in zip(trained, masters, strict=True):
                 p.copy_(master)
+        for state in optimizer.state.values() if state_dtype is not None else ():
+            for name in ("exp_avg", "exp_avg_sq"):
+                _round(name, state[name])
     found = {}
     for placement, in_backward in cases.items():
         model = zinf_fx.offload(training.model(torch.bfloat16), placement=placement)
         run = torch.compile(model, backend="zinf")
-        mine = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2, step_in_backward=in_backward)
+        options = {"step_in_backward": in_backward, "state_dtype": state_dtype}
+        mine = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2, **options)
         for (batch,) in training.batches(3, rank, 1):
             run(*batch).backward()
             mine.step()
@@ -101,9 +106,18 @@ def in_low_precision(rank: int, cases: dict[str, bool]) -> dict[str, float]:
     return found
 
 
+def _round(name: str, value: torch.Tensor) -> None:
+    """Leave of a state's value what codes of 8 bits have of it."""
+    codes, scales = torch.empty(value.numel(), dtype=torch.uint8), torch.empty(-(-value.numel() // BLOCK))
+    encode(name, value.view(-1), codes, scales)
+    decode(name, codes, scales, value.view(-1))
+
+
+@pytest.mark.parametrize("state_dtype", [None, "8bit"])
 @pytest.mark.parametrize("cases", [WITH_MASTERS, slow({"zero-2": True})])
-def test_masters_and_steps_in_backward(cases: dict[str, bool]):
-    for found in on_ranks(2, in_low_precision, cases):
+def test_masters_and_steps_in_backward(cases: dict[str, bool], state_dtype: str | None):
+    """With codes, blocks are those of the whole parameter on any number of ranks."""
+    for found in on_ranks(2, in_low_precision, cases, state_dtype):
         assert found == dict.fromkeys(cases, 0.0)
 
 

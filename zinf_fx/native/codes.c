@@ -28,15 +28,14 @@ static inline void store(const float *values, size_t count, int dtype, void *tar
 static inline size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
 FOR_EACH_PROCESSOR
-void zinf_dequantize(int bits, const uint8_t *packed, size_t rows, size_t columns, size_t row_nbytes,
-                     size_t codes_nbytes, size_t block, const float *table, int dtype, void *values) {
+void zinf_dequantize(int bits, const uint8_t *codes, size_t codes_stride, const uint8_t *scales, size_t scales_stride,
+                     size_t rows, size_t columns, size_t block, const float *table, int dtype, void *values) {
     float strip[STRIP];
-    for (size_t row = 0; row < rows; row++) {
-        const uint8_t *codes = packed + row * row_nbytes;
+    for (size_t row = 0; row < rows; row++, codes += codes_stride, scales += scales_stride) {
         for (size_t start = 0; start < columns; start += block) {
             size_t end = least(start + block, columns);
             float scale;
-            memcpy(&scale, codes + codes_nbytes + start / block * sizeof(float), sizeof scale);
+            memcpy(&scale, scales + start / block * sizeof(float), sizeof scale);
             for (size_t first = start; first < end; first += STRIP) {
                 size_t count = least(STRIP, end - first);
                 if (bits == 8) {
@@ -62,5 +61,42 @@ void zinf_quantize_4(const float *values, size_t pairs, const float *bounds, uin
         for (int bound = 0; bound < 15; bound++)
             for (size_t i = 0; i < count; i++) strip[i] += values[first + i] > bounds[bound];
         for (size_t i = 0; i < count / 2; i++) codes[first / 2 + i] = (uint8_t)(strip[2 * i] << 4 | strip[2 * i + 1]);
+    }
+}
+
+/* The largest magnitude; NaN if any value is not finite. */
+static inline float magnitude_of(const float *values, size_t count) {
+    uint32_t largest = 0; /* finite magnitudes are ordered as their bits are, and the others lie above */
+    for (size_t i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, &values[i], sizeof bits);
+        bits &= 0x7fffffff;
+        largest = bits > largest ? bits : largest;
+    }
+    if (largest >= 0x7f800000) largest = 0x7fc00000;
+    float magnitude;
+    memcpy(&magnitude, &largest, sizeof magnitude);
+    return magnitude;
+}
+
+FOR_EACH_PROCESSOR
+void zinf_quantize_8(const float *values, size_t count, size_t block, const float *bounds, const uint8_t *first,
+                     uint8_t *codes, float *scales) {
+    float strip[STRIP];
+    for (size_t start = 0; start < count; start += block) {
+        size_t end = least(start + block, count);
+        float scale = magnitude_of(values + start, end - start);
+        float divisor = scale > 0 ? scale : 1;
+        scales[start / block] = scale;
+        for (size_t begin = start; begin < end; begin += STRIP) {
+            size_t some = least(STRIP, end - begin);
+            for (size_t i = 0; i < some; i++) strip[i] = values[begin + i] / divisor;
+            for (size_t i = 0; i < some; i++) {
+                uint32_t bits;
+                memcpy(&bits, &strip[i], sizeof bits);
+                uint8_t below = first[bits >> 16];
+                codes[begin + i] = (uint8_t)(below + (strip[i] > bounds[below]));
+            }
+        }
     }
 }

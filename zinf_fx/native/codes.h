@@ -1,8 +1,8 @@
 /* Codes of few bits become values, and values codes.
  *
- * Rows of `row_nbytes` bytes each: codes, from byte 0 on, and from byte `codes_nbytes` on one fp32 scale per block of
- * `block` values. A value is its code's entry of a table, times the scale of its block, rounded once to the dtype that is
- * asked for, to nearest and to even.
+ * Rows of codes, `codes_stride` bytes from one to the next, and of fp32 scales, one per block of `block` values,
+ * `scales_stride` bytes from one to the next. A value is its code's entry of a table, times the scale of its block,
+ * rounded once to the dtype that is asked for, to nearest and to even.
  */
 #ifndef ZINF_CODES_H
 #define ZINF_CODES_H
@@ -17,11 +17,18 @@
 
 /* Codes of 8 bits: a table of 256 entries; or of 4, two in a byte: one of 256 pairs of entries, and an even `block`.
  * values: [rows, columns], contiguous. */
-void zinf_dequantize(int bits, const uint8_t *packed, size_t rows, size_t columns, size_t row_nbytes,
-                     size_t codes_nbytes, size_t block, const float *table, int dtype, void *values);
+void zinf_dequantize(int bits, const uint8_t *codes, size_t codes_stride, const uint8_t *scales, size_t scales_stride,
+                     size_t rows, size_t columns, size_t block, const float *table, int dtype, void *values);
 
 /* The other way for 4 bits: of each of 2 * `pairs` values, how many of 15 bounds lie below it, two in a byte. */
 void zinf_quantize_4(const float *values, size_t pairs, const float *bounds, uint8_t *codes);
+
+/* The other way for 8 bits: the scale of a block is its largest magnitude, and the code of a value, divided by that, says
+ * how many of 255 bounds, which ascend and end with an infinite one, lie below it. `first`: for the upper 16 bits of any
+ * fp32 value, how many bounds lie below all values with these; at most one lies among them. NaN and infinite values
+ * make a block's scale NaN. */
+void zinf_quantize_8(const float *values, size_t count, size_t block, const float *bounds, const uint8_t *first,
+                     uint8_t *codes, float *scales);
 
 /* cdef end */
 

@@ -18,19 +18,20 @@ _threads: ThreadPoolExecutor | None = None
 
 def dequantize(
     bits: int,
-    packed: int,
+    codes: int,
+    codes_stride: int,
+    scales: int,
+    scales_stride: int,
     rows: int,
     columns: int,
-    row_nbytes: int,
-    codes_nbytes: int,
     block: int,
     table: int,
     dtype: int,
     values: int,
     threads: int,
 ) -> None:
-    """Write the values of rows of codes of 4 or 8 `bits`. `packed`, `table` and `values` are addresses; the rest is as
-    codes.h says. Other threads run meanwhile; so many share the rows, if there are enough."""
+    """Write the values of rows of codes of 4 or 8 `bits`. `codes`, `scales`, `table` and `values` are addresses; the
+    rest is as codes.h says. Other threads run meanwhile; so many share the rows, if there are enough."""
     itemsize = 4 if dtype == FP32 else 2
     shares = max(min(threads, rows, rows * columns // _WORTH_A_THREAD), 1)
     starts = [rows * share // shares for share in range(shares + 1)]
@@ -39,11 +40,12 @@ def dequantize(
         start, stop = starts[share], starts[share + 1]
         lib.zinf_dequantize(
             bits,
-            ffi.cast("const uint8_t *", packed + start * row_nbytes),
+            ffi.cast("const uint8_t *", codes + start * codes_stride),
+            codes_stride,
+            ffi.cast("const uint8_t *", scales + start * scales_stride),
+            scales_stride,
             stop - start,
             columns,
-            row_nbytes,
-            codes_nbytes,
             block,
             ffi.cast("const float *", table),
             dtype,
@@ -66,6 +68,30 @@ def nearest_of_16(values: int, pairs: int, bounds: int, codes: int, threads: int
             stop - start,
             ffi.cast("const float *", bounds),
             ffi.cast("uint8_t *", codes + start),
+        )
+
+    _on_threads(work, shares)
+
+
+def nearest_of_256(
+    values: int, count: int, block: int, bounds: int, first: int, codes: int, scales: int, threads: int
+) -> None:
+    """Write the codes of 8 bits of fp32 values, and the scale of each block. All but `count`, `block` and `threads` are
+    addresses; the rest is as codes.h says."""
+    blocks = -(-count // block)
+    shares = max(min(threads, blocks, count // _WORTH_A_THREAD), 1)
+    starts = [blocks * share // shares for share in range(shares + 1)]
+
+    def work(share: int) -> None:
+        start, stop = starts[share] * block, min(starts[share + 1] * block, count)
+        lib.zinf_quantize_8(
+            ffi.cast("const float *", values + start * 4),
+            stop - start,
+            block,
+            ffi.cast("const float *", bounds),
+            ffi.cast("const uint8_t *", first),
+            ffi.cast("uint8_t *", codes + start),
+            ffi.cast("float *", scales + starts[share] * 4),
         )
 
     _on_threads(work, shares)

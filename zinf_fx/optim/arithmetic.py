@@ -10,12 +10,13 @@ from itertools import chain
 from numbers import Number
 from operator import is_
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
 
 from zinf_fx.errors import OptimizerError
+from zinf_fx.optim.blockwise import CODES, EIGHT_BITS, scale_of
 
 # What torch.optim's classes note on themselves when they have looked at their parameters for the first time.
 _CHECKED_ONCE = {"_need_device_dtype_check_for_fused"}
@@ -25,6 +26,10 @@ Group = dict[str, Any]
 
 State = dict[str, Any]
 """What an optimizer's `state` has for one parameter: tensors and numbers by name."""
+
+
+StateDtype = torch.dtype | Literal["8bit"]
+"""Of element-wise states in the store: a dtype, or codes of 8 bits with scales of blocks."""
 
 
 def snapshot(group: Group) -> Group:
@@ -154,13 +159,14 @@ class StateLayout:
     whole: bool = False
     shapes: Mapping[str, torch.Size] = field(default_factory=dict)
 
-    def stored_as(self, narrow: torch.dtype) -> StateLayout:
-        """The same, with floating-point element-wise states no wider than `narrow`."""
-
-        def narrowed(dtype: torch.dtype) -> torch.dtype:
-            return narrow if dtype.is_floating_point and dtype.itemsize > narrow.itemsize else dtype
-
-        tensors = {name: narrowed(dtype) for name, dtype in self.tensors.items()}
+    def stored_as(self, narrow: StateDtype) -> StateLayout:
+        """The same, with floating-point element-wise states no wider than `narrow`; of 8 bits, with scales."""
+        tensors = dict(self.tensors)
+        for name, dtype in self.tensors.items():
+            if narrow == EIGHT_BITS and dtype.is_floating_point:
+                tensors |= {name: CODES, scale_of(name): torch.float32}
+            elif narrow != EIGHT_BITS and dtype.is_floating_point and dtype.itemsize > narrow.itemsize:
+                tensors[name] = narrow
         return StateLayout(MappingProxyType(tensors), self.scalars)
 
     def zeros(self) -> State:

@@ -76,7 +76,7 @@ def copy_into(target: StoredTensor, value: torch.Tensor) -> None:
         let_through()
         source = open_elements(value, CPU, start, count)
         try:
-            with _overwritten(target, start, count) as elements:
+            with overwritten(target, range(start, start + count)) as elements:
                 elements.copy_(source.wait())
         finally:
             source.close()
@@ -87,7 +87,7 @@ def fill(target: StoredTensor, value: float) -> None:
     """Set all elements of `target` to `value`, a chunk at a time."""
     for start, count in current_chunks(target):
         let_through()
-        with _overwritten(target, start, count) as elements:
+        with overwritten(target, range(start, start + count)) as elements:
             elements.fill_(value)
 
 
@@ -100,11 +100,11 @@ def current_chunks(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
 
 
 @contextmanager
-def _overwritten(target: StoredTensor, start: int, count: int) -> Iterator[torch.Tensor]:
+def overwritten(target: StoredTensor, part: range) -> Iterator[torch.Tensor]:
     """Elements to set in the block, whose writes then start; no more than two chunks are on their way to the store."""
     storage = target.storage
     storage.tiers.limit_writes(storage.config.chunk)
-    window = storage.settled().window(storage.share.position(start), count, load=False)
+    window = storage.settled().window(storage.share.position(part.start), len(part), load=False)
     try:
         yield window.wait()
         window.store()

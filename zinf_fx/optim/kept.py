@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from zinf_fx.optim.arithmetic import StateLayout
+from zinf_fx.optim.blockwise import is_scale
 from zinf_fx.optim.states import MASTER, ParameterStates, State, follows, working_dtype
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
@@ -48,7 +49,12 @@ class KeptStates:
         storages = [parameter.storage for parameter, _ in together]
         dtype = self.dtype(first)
         names = {**({MASTER: dtype} if dtype != first.dtype else {}), **layout.tensors}
-        rows = {name: TensorStorage.states_side_by_side(storages, kept_in) for name, kept_in in names.items()}
+        rows = {
+            name: TensorStorage.scales_side_by_side(storages)
+            if is_scale(name, names)
+            else TensorStorage.states_side_by_side(storages, kept_in)
+            for name, kept_in in names.items()
+        }
         for number, (parameter, _) in enumerate(together):
             self._spaces[parameter] = {name: row[number] for name, row in rows.items()}
 

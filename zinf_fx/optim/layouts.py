@@ -8,7 +8,8 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_fx.errors import OptimizerError
-from zinf_fx.optim.arithmetic import Group, NotElementwise, StateLayout, probe
+from zinf_fx.optim.arithmetic import Group, NotElementwise, StateDtype, StateLayout, probe
+from zinf_fx.optim.blockwise import EIGHT_BITS, check_can_be_coded
 from zinf_fx.optim.whole import check_can_be_whole, whole_layout
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
@@ -29,7 +30,7 @@ class Layouts:
         self._known: dict[tuple[str, torch.dtype], OfShapes] = {}
 
     def under(
-        self, optimizer: Optimizer, group: Group, *, state_dtype: torch.dtype | None, in_backward: bool
+        self, optimizer: Optimizer, group: Group, *, state_dtype: StateDtype | None, in_backward: bool
     ) -> GroupLayouts:
         """Those under the present options of `group`. `state_dtype`: of element-wise states in the store;
         `in_backward`: whether backward is to update parameters.
@@ -48,13 +49,11 @@ class Layouts:
                 self._known = {(options, dtype): found, **dict(list(self._known.items())[: _REMEMBERED - 1])}
             return found
 
-        return GroupLayouts(
-            optimizer, self._kind, group, known, narrowed=state_dtype is not None, in_backward=in_backward
-        )
+        return GroupLayouts(optimizer, self._kind, group, known, state_dtype=state_dtype, in_backward=in_backward)
 
 
 def _of_pieces(
-    optimizer: Optimizer, kind: type[Optimizer], group: Group, dtype: torch.dtype, state_dtype: torch.dtype | None
+    optimizer: Optimizer, kind: type[Optimizer], group: Group, dtype: torch.dtype, state_dtype: StateDtype | None
 ) -> StateLayout | None:
     try:
         layout = probe(optimizer, kind, group, dtype)
@@ -73,12 +72,12 @@ class GroupLayouts:
         group: Group,
         find: Callable[[torch.dtype], OfShapes],
         *,
-        narrowed: bool,
+        state_dtype: StateDtype | None,
         in_backward: bool,
     ) -> None:
         """`find`: what is known of updates in a dtype."""
         self._optimizer, self._kind, self._group, self._find = optimizer, kind, group, find
-        self._how = {"narrowed": narrowed, "in_backward": in_backward}
+        self._state_dtype, self._in_backward = state_dtype, in_backward
         self._known: dict[torch.dtype, OfShapes] = {}
 
     def of_pieces(self, dtype: torch.dtype) -> StateLayout | None:
@@ -91,8 +90,10 @@ class GroupLayouts:
     def of(self, parameter: StoredTensor, dtype: torch.dtype) -> StateLayout:
         """That of `parameter`, updated in `dtype`. Raises: OptimizerError for what can't be streamed."""
         if (layout := self.of_pieces(dtype)) is not None:
+            if self._state_dtype == EIGHT_BITS:
+                check_can_be_coded(parameter, dtype)
             return layout
-        check_can_be_whole(self._kind, parameter, **self._how)
+        check_can_be_whole(self._kind, parameter, in_backward=self._in_backward, narrowed=self._state_dtype is not None)
         known, shape = self._known[dtype], parameter.shape
         if shape not in known:
             known[shape] = whole_layout(self._optimizer, self._kind, self._group, shape, dtype)

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from zinf_fx.optim.blockwise import computed, is_scale, store_computed
 from zinf_fx.optim.elements import AnyWindow
 from zinf_fx.optim.states import State
 
@@ -64,10 +65,10 @@ def begin_update(
     and for each of the `rounded` states."""
     count = weights.numel()
     weights.grad = gradient if gradient.dtype == weights.dtype else scratch[0, :count].copy_(gradient)
-    state = {name: elements for name, elements in memory.items() if name in present}
+    state = {name: elements for name, elements in memory.items() if name in present and not is_scale(name, memory)}
     for row, name in enumerate(rounded, start=1):
         if name in state:
-            state[name] = scratch[row, :count].copy_(state[name])
+            state[name] = computed(name, memory, scratch[row, :count])
     return state
 
 
@@ -75,6 +76,6 @@ def end_update(weights: torch.Tensor, memory: Mapping[str, torch.Tensor], state:
     """Put the stored states that the class left where they will be stored from. Returns the others."""
     weights.grad = None
     for name, elements in memory.items():
-        if state[name] is not elements:
-            elements.copy_(state[name])
+        if not is_scale(name, memory) and state[name] is not elements:
+            store_computed(name, memory, state[name])
     return {name: value for name, value in state.items() if name not in memory}

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_fx.optim.arithmetic import Group, State, same_objects, step_together
+from zinf_fx.optim.blockwise import part_of
 from zinf_fx.optim.chunks import charged
 from zinf_fx.optim.elements import moved
 from zinf_fx.optim.opened import OpenWindows, begin_update, end_update, take_over_written
@@ -59,7 +60,8 @@ class PackedStates:
     def state_rows(self) -> dict[str, _Row]:
         """By name, the states and the masters."""
         names = self.members[0].tensors
-        return {name: _Row([states.tensors[name] for states in self.members], self.elements) for name in names}
+        parts = {name: [part_of(name, names, elements) for elements in self.elements] for name in names}
+        return {name: _Row([one.tensors[name] for one in self.members], some) for name, some in parts.items()}
 
     @cached_property
     def touched(self) -> frozenset[int]:
@@ -254,7 +256,7 @@ class OpenPack(OpenWindows):
     def states_nbytes(self) -> int:
         """Bytes of the states that the update changes."""
         several = zip(self.states.members, self.states.elements, strict=True)
-        return sum(len(part) * t.dtype.itemsize for states, part in several for t in states.tensors.values())
+        return sum(states.states_nbytes(part) for states, part in several)
 
     def wait(self) -> None:
         """After the reads, take over what others wrote to the parameters: see `OpenPart.wait`."""

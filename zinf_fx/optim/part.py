@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 
 import torch
 
+from zinf_fx.optim.blockwise import part_of
 from zinf_fx.optim.chunks import Piece
 from zinf_fx.optim.elements import AnyWindow, open_elements, open_window
 from zinf_fx.optim.opened import OpenWindows, begin_update, end_update, take_over_written
@@ -40,7 +41,7 @@ class OpenPart(OpenWindows):
             self._master = self._open(states.tensors[MASTER], MASTER in present) if states.has_master else None
             self._refresh = states.refresh
             self._parameter = self._open(states.parameter, self._master is None or self._refresh)
-            self._states = {name: self._open(states.tensors[name], name in present) for name in self.names}
+            self._states = {name: self._open(states.tensors[name], name in present, name) for name in self.names}
         except BaseException:
             self.close()
             raise
@@ -53,7 +54,7 @@ class OpenPart(OpenWindows):
     @property
     def states_nbytes(self) -> int:
         """Bytes of the states that the update changes, masters among them."""
-        return self.piece.count * sum(tensor.dtype.itemsize for tensor in self.piece.owner.tensors.values())
+        return self.piece.owner.states_nbytes(self._elements)
 
     def wait(self) -> None:
         """After the reads, take over what others wrote to the parameter; where it still is the master rounded, the
@@ -79,9 +80,14 @@ class OpenPart(OpenWindows):
         self.state = {}
         super().close()
 
-    def _open(self, tensor: StoredTensor, load: bool) -> Window | DeviceWindow:
-        start, count = self.piece.start, self.piece.count
-        return self._keep(open_window(tensor.storage, self._place, start, count, load=load))
+    @property
+    def _elements(self) -> range:
+        """Of the parameter."""
+        return range(self.piece.start, self.piece.start + self.piece.count)
+
+    def _open(self, tensor: StoredTensor, load: bool, state: str = "") -> Window | DeviceWindow:
+        part = part_of(state, self.piece.owner.tensors, self._elements)
+        return self._keep(open_window(tensor.storage, self._place, part.start, len(part), load=load))
 
     def _open_gradient(self, gradient: torch.Tensor) -> AnyWindow:
         return open_elements(gradient, self._place, self.piece.start, self.piece.count)
@@ -97,7 +103,9 @@ class OpenPiece(OpenPart):
         in another dtype.
         """
         self.weights = self._updated[elements]
-        self._memory = {name: window.wait()[elements] for name, window in self._states.items()}
+        names, some = self.piece.owner.tensors, range(elements.start, elements.stop)
+        parts = {name: part_of(name, names, some) for name in self._states}
+        self._memory = {n: self._states[n].wait()[part.start : part.stop] for n, part in parts.items()}
         gradient, rounded = self._gradient.wait()[elements], self.piece.owner.rounded
         self.state = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in scalars.items()}
         self.state |= begin_update(self.weights, gradient, self._memory, self._present, rounded, scratch)

@@ -8,6 +8,8 @@ import torch
 
 from zinf_fx.errors import OptimizerError, StoreError
 from zinf_fx.optim.arithmetic import State, StateLayout
+from zinf_fx.optim.blockwise import CODES, is_scale, part_of, scale_of, scales_shape
+from zinf_fx.optim.coded import decode_into, encode_into
 from zinf_fx.optim.elements import copy_into
 from zinf_fx.plan.packs import spaced
 from zinf_fx.runtime.memory.device import CPU, Device
@@ -70,18 +72,27 @@ def fitting(entry: State, layout: StateLayout, parameter: StoredTensor, dtype: t
     """
     entry = {k: local_part(v) for k, v in entry.items() if v is not None and (k != MASTER or dtype != parameter.dtype)}
     shape = tuple(parameter.shape)
-    if entry and (missing := sorted((layout.tensors.keys() | layout.scalars.keys()) - entry.keys())):
+    needed = layout.tensors.keys() | layout.scalars.keys()
+    needed -= {name for name in layout.tensors if is_scale(name, layout.tensors) and not _is_coded(entry, name)}
+    if entry and (missing := sorted(needed - entry.keys())):
         raise OptimizerError(
             f"the state to load for a parameter of shape {shape} lacks {', '.join(missing)}: it has "
             f"{', '.join(sorted(entry))}, so it was saved by another class of optimizer than {loads}"
         )
     for name in [*layout.tensors, *layout.shapes, MASTER]:
-        if name in entry and tuple(entry[name].shape) != tuple(layout.shapes.get(name, shape)):
+        expected = layout.shapes.get(name, scales_shape(shape) if is_scale(name, layout.tensors) else shape)
+        if name in entry and tuple(entry[name].shape) != tuple(expected):
             raise OptimizerError(
                 f"the state '{name}' to load has shape {tuple(entry[name].shape)}, its parameter {shape}: the "
                 "parameters are in another order, or of another model"
             )
     return entry
+
+
+def _is_coded(entry: State, scale: str) -> bool:
+    """Whether an entry has the state with these scales as codes."""
+    coded = (name for name, value in entry.items() if isinstance(value, torch.Tensor) and value.dtype == CODES)
+    return any(scale == scale_of(name) for name in coded)
 
 
 class ParameterStates:
@@ -181,8 +192,12 @@ class ParameterStates:
         """Copy the values of a fitting entry to their tier. Returns what the optimizer shows."""
         shown: State = {}
         for name, value in entry.items():
+            if is_scale(name, entry) and name not in self.tensors:
+                continue
             if name in self.tensors:
-                value = self.parameter.shown(self.copy(name, value))
+                value = self.parameter.shown(self.copy(name, value, entry.get(scale_of(name))))
+                if (scale := scale_of(name)) in self.tensors:
+                    shown[scale] = self.parameter.shown(self.tensors[scale])
             elif name in layout.scalars:
                 dtype = layout.scalars[name]
                 value = value if dtype is None else torch.as_tensor(value, dtype=dtype).clone()
@@ -223,8 +238,14 @@ class ParameterStates:
     @cached_property
     def bytes_written(self) -> int:
         """Bytes per element that an update writes to the store."""
-        tensors = (self.parameter, *self.tensors.values())
+        states = (tensor for name, tensor in self.tensors.items() if not is_scale(name, self.tensors))
+        tensors = (self.parameter, *states)
         return sum(tensor.dtype.itemsize for tensor in tensors if not tensor.storage.bytes.in_host_memory)
+
+    def states_nbytes(self, elements: range) -> int:
+        """Bytes of the states of some elements of the parameter, masters among them."""
+        several = ((part_of(name, self.tensors, elements), tensor) for name, tensor in self.tensors.items())
+        return sum(len(part) * tensor.dtype.itemsize for part, tensor in several)
 
     def reserve(self, layout: StateLayout, dtype: torch.dtype) -> None:
         """Make room for the states of `layout` that have none, and for a master where one is needed by now. `dtype`:
@@ -293,10 +314,16 @@ class ParameterStates:
             return value
         return self.copy(name, value)
 
-    def copy(self, name: str, value: torch.Tensor) -> StoredTensor:
-        """The tensor of state `name`, now with a copy of `value`'s elements."""
+    def copy(self, name: str, value: torch.Tensor, scales: torch.Tensor | None = None) -> StoredTensor:
+        """The tensor of state `name`, now with a copy of `value`'s elements. `scales`: of those, if they are codes."""
         mine = self.tensors[name]
-        if value is not mine:
+        if value is mine:
+            return mine
+        if mine.dtype == CODES and value.dtype != CODES:
+            encode_into(name, mine, self.tensors[scale_of(name)], value)
+        elif value.dtype == CODES and mine.dtype != CODES:
+            decode_into(name, mine, value, scales)
+        else:
             copy_into(mine, value)
         return mine
 
@@ -311,7 +338,10 @@ class ParameterStates:
         """`shape`: if it isn't the parameter's."""
         parameter, storage = self.parameter, self.parameter.storage
         space = self._spaces.pop(name, None)
-        if shape is None or shape == parameter.shape:
+        if is_scale(name, self.tensors):
+            shape = scales_shape(parameter.shape)
+            mine = space if space is not None else storage.for_scales()
+        elif shape is None or shape == parameter.shape:
             mine = space if space is not None and space.dtype == dtype else storage.for_state(dtype)
         else:  # of many ranks, all have the same
             how = (storage.placement.optimizer, storage.config, shape.numel(), dtype, storage.device)

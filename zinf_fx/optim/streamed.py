@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 
 from zinf_fx.errors import OptimizerError
 from zinf_fx.interrupts import held_back, sealed
-from zinf_fx.optim.arithmetic import Group, StateLayout, as_groups, skips, step_groups, without_hooks
+from zinf_fx.optim.arithmetic import Group, StateDtype, StateLayout, as_groups, skips, step_groups, without_hooks
 from zinf_fx.optim.batch import Batch, RecurringBatch
+from zinf_fx.optim.blockwise import EIGHT_BITS
 from zinf_fx.optim.in_backward import GRADIENT_BUFFER, check_steps_in_backward, follow, gone, second_gradient
 from zinf_fx.optim.kept import KeptStates
 from zinf_fx.optim.layouts import GroupLayouts, Layouts
@@ -65,7 +66,8 @@ class Streamed(Optimizer):
             tensors, or scaled by a GradScaler, never do.
         step_in_backward: whether backward updates parameters.
         state_dtype: of the element-wise states in the store, where the torch class's own is wider: torch.bfloat16
-            halves their bytes. They are updated in the class's dtype, and rounded when they are stored; masters stay.
+            halves their bytes, "8bit" quarters them (see `optim.blockwise`). They are updated in the class's dtype, and
+            rounded when they are stored; masters stay.
         step_seconds: for which training did the last step's arithmetic, or waited for it, until now.
         torn: what is known after a step that was interrupted, else None. Stepping is refused until `load_state_dict`.
 
@@ -93,10 +95,10 @@ class Streamed(Optimizer):
         *args: Any,
         overlap: bool = True,
         step_in_backward: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: StateDtype | None = None,
         **kwargs: Any,
     ) -> None:
-        if state_dtype not in (dtypes := (None, torch.float32, torch.bfloat16)):
+        if state_dtype not in (dtypes := (None, torch.float32, torch.bfloat16, EIGHT_BITS)):
             raise OptimizerError(f"state_dtype={state_dtype!r} is not accepted: {', '.join(map(str, dtypes))} are")
         accepted = inspect.signature(self._arithmetic)
         given = accepted.bind(params, *args, **kwargs).arguments

@@ -207,7 +207,7 @@ class OpenWhole(OpenPart):
         self._made = {}
         super().close()
 
-    def _open(self, tensor: StoredTensor, load: bool) -> Window | DeviceWindow | _Gathered:
+    def _open(self, tensor: StoredTensor, load: bool, state: str = "") -> Window | DeviceWindow | _Gathered:
         if tensor.storage.share.in_shares:
             return self._keep(_Gathered(tensor, self._place))
         return self._keep(open_window(tensor.storage, self._place, 0, tensor.numel(), load=load))

@@ -12,12 +12,15 @@ from functools import cached_property
 import torch
 
 from zinf_fx.config import Config
+from zinf_fx.sizes import PAGE
 
-# Shards of what may live on NVMe are whole blocks of the store in every dtype: bytes, which are frozen, by themselves,
-# and all that has gradients and states of other dtypes, divided alike. Others are whole vectors, for kernels.
-_NVME_BYTES = 4096
-_NVME_ELEMENTS = 2048
-_MEMORY_ELEMENTS = 16
+BLOCK = 256
+"""Elements of an optimizer's state that may share a scale: see `optim.blockwise`."""
+
+# Shards of what may live on NVMe are whole pages of the store in every dtype: a parameter, its gradient and its states
+# are divided alike, and any may be of bytes. Others are whole blocks.
+_NVME_ELEMENTS = PAGE
+_MEMORY_ELEMENTS = BLOCK
 
 
 @dataclass(frozen=True)
@@ -105,13 +108,10 @@ class Shards:
     owner: int | None = None
 
     @classmethod
-    def of(
-        cls, numel: int, ranks: int, on_nvme: bool, owner: int | None = None, dtype: torch.dtype | None = None
-    ) -> Shards:
+    def of(cls, numel: int, ranks: int, on_nvme: bool, owner: int | None = None) -> Shards:
         """The division over so many ranks as one segment. `on_nvme`: whether any state of the parameter lives there:
-        all of them are divided alike. `dtype`: where it is not known, one of at least two bytes."""
-        in_store = _NVME_BYTES if dtype is not None and dtype.itemsize == 1 else _NVME_ELEMENTS
-        step = in_store if on_nvme else _MEMORY_ELEMENTS
+        all of them are divided alike."""
+        step = _NVME_ELEMENTS if on_nvme else _MEMORY_ELEMENTS
         return cls(numel, ranks, numel, step if ranks > 1 else 1, owner if ranks > 1 else None)
 
     def in_tiles(self, per_row: int, limit: int) -> Shards:
@@ -123,6 +123,12 @@ class Shards:
         each = -(-rows // -(-rows // most))
         each = -(-each // unit) * unit
         return replace(self, segment=min(each * per_row, self.numel))
+
+    def in_blocks(self) -> Shards:
+        """The division of the tensor's blocks, each of which is a part of one shard."""
+        assert self.ranks == 1 or self.step % BLOCK == 0, self
+        numel, segment = -(-self.numel // BLOCK), -(-self.segment // BLOCK)
+        return replace(self, numel=numel, segment=segment, step=max(self.step // BLOCK, 1))
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
@@ -196,7 +202,7 @@ def shards_of(shape: Sequence[int], dtype: torch.dtype, ranks: int, config: Conf
     if limit == "auto":
         budgets = [budget for budget in (config.device_memory, config.host_memory) if budget is not None]
         limit = max(min(budgets) // _SMALLEST_TILE, 1) if budgets else None
-    whole = Shards.of(math.prod(shape), ranks, config.placement.on_nvme, owner, dtype)
+    whole = Shards.of(math.prod(shape), ranks, config.placement.on_nvme, owner)
     if limit is None or ranks == 1 or len(shape) < 2 or whole.numel * dtype.itemsize <= limit:
         return whole
     return whole.in_tiles(math.prod(shape[1:]), limit // dtype.itemsize)

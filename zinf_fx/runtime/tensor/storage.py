@@ -217,6 +217,11 @@ class TensorStorage:
         """New, uninitialised storage for an optimizer's state; partitioned from ZeRO's stage 1 on."""
         return self.like(self.placement.optimizer, dtype, self.placement.stage >= 1)
 
+    def for_scales(self) -> TensorStorage:
+        """New, uninitialised storage for the scales of an optimizer's state, one for each block, divided as the state
+        is: on the device where the states live there, else in host memory."""
+        return TensorStorage.scales_side_by_side([self])[0]
+
     @staticmethod
     def gradients_side_by_side(
         several: Sequence[TensorStorage], dtype: torch.dtype | None = None
@@ -230,6 +235,14 @@ class TensorStorage:
         """As `for_state`, of parameters of one model, in one home."""
         placement = several[0].placement
         return _side_by_side(several, placement.optimizer, dtype, placement.stage >= 1)
+
+    @staticmethod
+    def scales_side_by_side(several: Sequence[TensorStorage]) -> list[TensorStorage]:
+        """As `for_scales`, of parameters of one model, in one home."""
+        placement = several[0].placement
+        tier: Tier = "device" if placement.optimizer == "device" else "host"
+        shards = [one.share.shards.in_blocks() for one in several]
+        return _side_by_side(several, tier, torch.float32, placement.stage >= 1, shards)
 
     def like(self, tier: Tier, dtype: torch.dtype | None = None, partitioned: bool = False) -> TensorStorage:
         """New, uninitialised storage for a tensor of as many elements."""
@@ -356,16 +369,22 @@ class TensorStorage:
 
 
 def _side_by_side(
-    several: Sequence[TensorStorage], tier: Tier, dtype: torch.dtype | None, partitioned: bool
+    several: Sequence[TensorStorage],
+    tier: Tier,
+    dtype: torch.dtype | None,
+    partitioned: bool,
+    shards: Sequence[Shards] | None = None,
 ) -> list[TensorStorage]:
-    """New, uninitialised storages for tensors with as many elements as these, in one home on `tier`."""
+    """New, uninitialised storages for tensors divided by `shards`, in one home on `tier`; default as these are."""
     first, dtype = several[0], dtype or several[0].dtype
-    shares = [Share(one.numel, one.share.ranks, partitioned, one.share.shards) for one in several]
+    shards = shards or [one.share.shards for one in several]
+    whose = zip(several, shards, strict=True)
+    shares = [Share(each.numel, one.share.ranks, partitioned, each) for one, each in whose]
     *starts, end = starts_of((share.held for share in shares), dtype)
     home = Home(first.usable_tiers(), tier, end, dtype, first.device)
     found = []
     for one, share, start in zip(several, shares, starts, strict=True):
-        how = (one.config, one.numel, dtype, home.device, share.ranks, partitioned, share.shards)
+        how = (one.config, share.shards.numel, dtype, home.device, share.ranks, partitioned, share.shards)
         storage = TensorStorage(home.tiers, tier, *how, at=(home, start))
         storage.share.part_of = one.share.part_of
         found.append(storage)

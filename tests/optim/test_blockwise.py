@@ -1,0 +1,156 @@
+"""Codes of 8 bits with scales of blocks: the maps, the native code, and states that are kept so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import zinf_fx
+from zinf_fx import optim
+from zinf_fx.errors import OptimizerError
+from zinf_fx.optim import blockwise
+from zinf_fx.optim.blockwise import BLOCK, decode, encode, scale_of
+
+STATES = ("exp_avg", "exp_avg_sq")
+
+
+def coded(name: str, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes and scales of a state."""
+    found = torch.empty(values.numel(), dtype=torch.uint8), torch.empty(-(-values.numel() // BLOCK))
+    encode(name, values.flatten(), *found)
+    return found
+
+
+def rounded(name: str, values: torch.Tensor) -> torch.Tensor:
+    """What is left of a state's values when they were codes."""
+    return decode(name, *coded(name, values), torch.empty(values.numel())).view(values.shape)
+
+
+def values_of(name: str, state: dict[str, Any]) -> torch.Tensor:
+    """The values of a state that an optimizer shows, in the parameter's shape."""
+    codes, scales = (state[one].full_tensor() for one in (name, scale_of(name)))
+    return decode(name, codes.flatten(), scales, torch.empty(codes.numel())).view(codes.shape)
+
+
+def test_the_maps_are_those_of_dynamic_quantisation() -> None:
+    signed, unsigned = blockwise._numbers(True), blockwise._numbers(False)
+    assert len(set(signed)) == len(set(unsigned)) == 256
+    # As bitsandbytes.functional.create_dynamic_map has them.
+    assert (signed[0], signed[127], signed[-2], signed[-1]) == pytest.approx((-0.99296875, 0, 0.99296875, 1))
+    assert unsigned[:3] + unsigned[-2:] == pytest.approx([0, 3.25e-7, 7.75e-7, 0.996484375, 1])
+    assert signed[128] == pytest.approx(5.5e-7)
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("count", [1, BLOCK - 1, BLOCK, BLOCK + 1, 100_003])
+def test_codes_are_the_nearest(name: str, count: int) -> None:
+    torch.manual_seed(count)
+    values = torch.randn(count) * torch.exp(4 * torch.randn(count))
+    values = values.abs() if name == "exp_avg_sq" else values
+    codes, scales = coded(name, values)
+    blocks = torch.nn.functional.pad(values, (0, -count % BLOCK)).view(-1, BLOCK)
+    assert torch.equal(scales, blocks.abs().amax(-1))
+    table = torch.tensor(blockwise._numbers(name == "exp_avg"))
+    divided = values / scales.repeat_interleave(BLOCK)[:count]
+    distances = (divided[:2000, None] - table).abs()
+    assert torch.equal(distances.gather(1, codes[:2000, None].long())[:, 0], distances.amin(-1))
+    bounds = (table[1:] + table[:-1]) / 2
+    assert torch.equal(codes.long(), torch.bucketize(divided, bounds))
+    expected = table[codes.long()] * scales.repeat_interleave(BLOCK)[:count]
+    assert torch.equal(decode(name, codes, scales, torch.empty(count)), expected)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_zeros_stay_and_what_is_not_finite_makes_a_block_nan(name: str) -> None:
+    values = torch.zeros(3 * BLOCK)
+    assert torch.equal(rounded(name, values), values)
+    values[5], values[BLOCK + 5] = torch.inf, torch.nan
+    assert rounded(name, values).isnan().view(3, BLOCK).all(-1).tolist() == [True, True, False]
+
+
+OPTIMIZERS = {"AdamW": {"amsgrad": True}, "SGD": {"lr": 0.1, "momentum": 0.9}, "NAdam": {}}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("placement", ["device", "host", "nvme"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bitwise_equal_to_an_explicit_loop(twins, name: str, placement: str, dtype: torch.dtype) -> None:
+    """In chunks, packs and pieces, and in any placement: states in memory, whose codes are taken after each step."""
+    pair = twins(placement, dtype, pack="auto")
+    optimizer = getattr(optim, name)(pair.stored, state_dtype="8bit", **OPTIMIZERS[name])
+    fused = {} if name == "NAdam" else {"fused": True}
+    reference = getattr(torch.optim, name)(pair.masters, **OPTIMIZERS[name], **fused)
+    for _ in range(4):
+        pair.give_gradients()
+        optimizer.step()
+        reference.step()
+        for master in pair.masters:
+            for state, value in reference.state[master].items():
+                if state not in ("step", "mu_product"):
+                    value.copy_(rounded(state, value))
+        pair.check()
+    for stored, master in zip(pair.stored, pair.masters, strict=True):
+        for state, value in reference.state[master].items():
+            if scale_of(state) in optimizer.state[stored]:
+                assert torch.equal(values_of(state, optimizer.state[stored]), value), state
+
+
+def test_bytes_of_a_step(twins) -> None:
+    count = 1 << 18
+    pair = twins(dtype=torch.bfloat16, shapes=((count,),), chunk="1MiB")
+    optimizer = optim.AdamW(pair.stored, state_dtype="8bit", overlap=False)
+    store = pair.stored[0].storage.tiers.store
+    pair.give_gradients()
+    optimizer.step()
+    before = store.counters()
+    pair.give_gradients()
+    optimizer.step()
+    after = store.counters()
+    # The master and two codes are read and written, the parameter is written; scales are in host memory.
+    assert (after.bytes_read - before.bytes_read, after.bytes_written - before.bytes_written) == (6 * count, 8 * count)
+    assert all(optimizer.state[pair.stored[0]][scale_of(name)].storage.tier == "host" for name in STATES)
+
+
+@pytest.mark.parametrize("kind", [None, torch.bfloat16, "8bit", "plain"])
+def test_states_of_any_kind_are_loaded(twins, kind: object) -> None:
+    pair = twins()
+    parameters = pair.masters if kind == "plain" else pair.stored
+    optimizer = torch.optim.AdamW(parameters) if kind == "plain" else optim.AdamW(parameters, state_dtype=kind)
+    pair.give_gradients()
+    optimizer.step()
+    other = optim.AdamW(pair.stored, state_dtype="8bit")
+    other.load_state_dict(optimizer.state_dict())
+    for stored, parameter in zip(pair.stored, parameters, strict=True):
+        for name in STATES:
+            theirs = optimizer.state[parameter]
+            expected = values_of(name, theirs) if kind == "8bit" else rounded(name, full(theirs[name]).float())
+            assert torch.equal(values_of(name, other.state[stored]), expected), name
+    pair.give_gradients()
+    other.step()
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The full value of a tensor, stored or not."""
+    return tensor.full_tensor() if isinstance(tensor, zinf_fx.StoredTensor) else tensor
+
+
+def test_codes_are_loaded_into_states_of_fp32(twins) -> None:
+    pair = twins()
+    optimizer = optim.AdamW(pair.stored, state_dtype="8bit")
+    pair.give_gradients()
+    optimizer.step()
+    other = optim.AdamW(pair.stored)
+    other.load_state_dict(optimizer.state_dict())
+    for stored in pair.stored:
+        assert set(other.state[stored]) == {"step", *STATES}
+        for name in STATES:
+            assert torch.equal(other.state[stored][name].full_tensor(), values_of(name, optimizer.state[stored]))
+
+
+def test_float64_and_whole_parameters_are_refused(twins) -> None:
+    with pytest.raises(OptimizerError, match=r"torch.float64: states in torch.float64 can't be"):
+        optim.AdamW(twins(dtype=torch.float64).stored, state_dtype="8bit")
+    with pytest.raises(OptimizerError, match="leave state_dtype out"):
+        optim.Adafactor(twins(shapes=((130, 258),)).stored, state_dtype="8bit")

@@ -1,0 +1,190 @@
+"""States of 8 bits per element: codes, and a scale for each block of elements.
+
+The largest magnitude of a block is its scale, and each element, divided by it, becomes the nearest of the 256 numbers
+of dynamic quantisation, whose steps are about in proportion to what they stand for, over seven decades (8-bit
+Optimizers via Block-wise Quantization, Dettmers et al. 2021, sections 1.3 and 2, and appendix F). One map is signed;
+the other, for states that are never negative, has twice as many steps. Blocks have 256 elements, as those of torchao
+and bitsandbytes.
+
+[Note: blocks]
+The scales of a state are a tensor of their own, one element for each block, in memory where the update is. Blocks are
+counted from the first element of the whole parameter. Chunks and windows begin at multiples of WINDOW_ALIGNMENT
+elements behind a part that a rank updates, and such a part begins at a multiple of at least BLOCK elements (see
+`plan.sharding`). So no block lies in two of them, and codes and scales are the same for any chunks and ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import chain
+
+import torch
+
+from zinf_fx.errors import OptimizerError
+from zinf_fx.native import codes
+from zinf_fx.plan.sharding import BLOCK
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+
+EIGHT_BITS = "8bit"
+"""The name of such states among the values of `state_dtype`."""
+
+CODES = torch.uint8
+
+# Never negative, of the classes of torch.optim.
+_UNSIGNED = {"exp_avg_sq", "max_exp_avg_sq", "exp_inf", "sum", "square_avg", "acc_delta"}
+
+_SCALE = "_scale"
+
+
+def scale_of(name: str) -> str:
+    """The name of the scales of the state `name`."""
+    return name + _SCALE
+
+
+def is_scale(name: str, names: Mapping[str, object]) -> bool:
+    """Whether `name` is that of the scales of another state in `names`."""
+    return name.endswith(_SCALE) and name.removesuffix(_SCALE) in names
+
+
+def scales_shape(shape: Sequence[int]) -> torch.Size:
+    """Of the scales of a parameter of `shape`."""
+    return torch.Size([-(-math.prod(shape) // BLOCK)])
+
+
+def blocks_of(elements: range) -> range:
+    """The blocks that consecutive elements of a parameter are, from the first of a block on."""
+    assert elements.start % BLOCK == 0, elements
+    return range(elements.start // BLOCK, -(-elements.stop // BLOCK))
+
+
+def part_of(name: str, names: Mapping[str, object], elements: range) -> range:
+    """Of the state `name`, one of `names`, what belongs to some elements of the parameter."""
+    return blocks_of(elements) if is_scale(name, names) else elements
+
+
+def computed(name: str, memory: Mapping[str, torch.Tensor], values: torch.Tensor) -> torch.Tensor:
+    """Write a state that `memory` has in another form than its values to these; they are returned."""
+    if memory[name].dtype == CODES:
+        return decode(name, memory[name], memory[scale_of(name)], values)
+    return values.copy_(memory[name])
+
+
+def store_computed(name: str, memory: Mapping[str, torch.Tensor], values: torch.Tensor) -> None:
+    """The other way."""
+    if memory[name].dtype == CODES:
+        encode(name, values, memory[name], memory[scale_of(name)])
+    else:
+        memory[name].copy_(values)
+
+
+def check_can_be_coded(parameter: StoredTensor, dtype: torch.dtype) -> None:
+    """Raises: OptimizerError for a parameter whose states, in `dtype`, can't be codes of 8 bits."""
+    what = f"state_dtype={EIGHT_BITS!r} for a parameter of shape {tuple(parameter.shape)}"
+    if dtype != torch.float32:
+        raise OptimizerError(f"{what} and {parameter.dtype}: states in {dtype} can't be; leave it out")
+    if parameter.whole is not parameter:
+        raise OptimizerError(
+            f"{what}, which is a DTensor of tensor parallelism: blocks of its elements are in no order that another "
+            "division has; use state_dtype=torch.bfloat16"
+        )
+
+
+def decode(name: str, found: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Write the values, fp32 [n], of the codes [n] of a state and its scales [blocks]; they are returned."""
+    table = _table(_is_signed(name), values.device)
+    if values.device.type != "cpu":
+        whole = table[found.to(torch.int32)]
+        _by_blocks(torch.mul, whole, scales, values)
+        return values
+    count, threads = values.numel(), torch.get_num_threads()
+    even = count // BLOCK * BLOCK
+    for first, rows, columns in ((0, even // BLOCK, BLOCK), (even, int(even < count), count - even)):
+        codes.dequantize(
+            8,
+            found.data_ptr() + first,
+            BLOCK,
+            scales.data_ptr() + first // BLOCK * 4,
+            4,
+            rows,
+            columns,
+            BLOCK,
+            table.data_ptr(),
+            codes.FP32,
+            values.data_ptr() + first * 4,
+            threads,
+        )
+    return values
+
+
+def encode(name: str, values: torch.Tensor, found: torch.Tensor, scales: torch.Tensor) -> None:
+    """Write the codes [n] of the values, fp32 [n], of a state, and the scales [blocks]."""
+    values, bounds = values.contiguous(), _bounds(_is_signed(name), values.device)
+    if values.device.type == "cpu":
+        first = _first(_is_signed(name))
+        codes.nearest_of_256(
+            values.data_ptr(),
+            values.numel(),
+            BLOCK,
+            bounds.data_ptr(),
+            first.data_ptr(),
+            found.data_ptr(),
+            scales.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return
+    padded = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK))
+    largest = padded.view(-1, BLOCK).abs().amax(-1)
+    scales.copy_(torch.where(largest.isfinite(), largest, torch.nan))
+    divided = torch.empty_like(values)
+    _by_blocks(torch.div, values, torch.where(scales > 0, scales, 1.0), divided)
+    found.copy_(torch.bucketize(divided, bounds[:-1]))
+
+
+def _by_blocks(operation: object, values: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    """`operation` on each value [n] and the scale [blocks] of its block, in `out` [n]."""
+    even = values.numel() // BLOCK * BLOCK
+    operation(values[:even].view(-1, BLOCK), scales[: even // BLOCK, None], out=out[:even].view(-1, BLOCK))
+    operation(values[even:], scales[even // BLOCK :], out=out[even:])
+
+
+def _is_signed(name: str) -> bool:
+    return name not in _UNSIGNED
+
+
+def _numbers(signed: bool) -> list[float]:
+    """The 256 numbers of dynamic quantisation, ascending: of each decade the middles of equal steps, half of the number
+    of steps of the decade above it; zero, and one."""
+    decades = 7
+    found = [0.0, 1.0]
+    for decade in range(decades):
+        steps = 2 ** (decade if signed else decade + 1)
+        middles = (0.1 + 0.9 * (step + 0.5) / steps for step in range(steps))
+        found += [10.0 ** (decade - decades + 1) * middle for middle in middles]
+    return sorted(chain(found, (-number for number in found[2:])) if signed else found)
+
+
+@cache
+@torch.inference_mode(False)
+def _table(signed: bool, device: torch.device) -> torch.Tensor:
+    """The number of each code: fp32 [256]."""
+    return torch.tensor(_numbers(signed), dtype=torch.float32, device=device)
+
+
+@cache
+@torch.inference_mode(False)
+def _bounds(signed: bool, device: torch.device) -> torch.Tensor:
+    """Between the neighbours of the table, and an infinite one: fp32 [256]."""
+    table = _table(signed, torch.device("cpu"))
+    bounds = torch.cat([(table[1:] + table[:-1]) / 2, torch.tensor([torch.inf])])
+    return bounds.to(device)
+
+
+@cache
+@torch.inference_mode(False)
+def _first(signed: bool) -> torch.Tensor:
+    """For the upper 16 bits of any fp32 value, how many bounds lie below all values with these: uint8 [65536]."""
+    upper = torch.arange(1 << 16, dtype=torch.int64) << 16
+    least = torch.where(upper < 1 << 31, upper, upper + 0xFFFF - (1 << 32)).to(torch.int32).view(torch.float32)
+    return torch.bucketize(least, _bounds(signed, torch.device("cpu"))[:-1]).to(torch.uint8)
