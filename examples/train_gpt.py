@@ -60,13 +60,15 @@ def plain_job(config: GPTConfig, dtype: torch.dtype, lr: float) -> Job:
     return Job(model, model, optimizer, traffic=None)
 
 
-def zinf_job(config: GPTConfig, dtype: torch.dtype, lr: float, store: Path | None, placement: str) -> Job:
+def zinf_job(args: argparse.Namespace, config: GPTConfig, dtype: torch.dtype) -> Job:
     import zinf_fx
 
-    where = {} if store is None else {"store": store}
-    with default_dtype(dtype), zinf_fx.offloading(placement=placement, **where):
+    where = {} if args.store is None else {"store": args.store}
+    with default_dtype(dtype), zinf_fx.offloading(placement=args.placement or "infinity-nvme", **where):
         model = GPT(config)
-    optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY)
+    states = getattr(torch, args.state_dtype, args.state_dtype)
+    options = {"lr": args.lr, "betas": BETAS, "weight_decay": WEIGHT_DECAY, "state_dtype": states}
+    optimizer = zinf_fx.optim.AdamW(model.parameters(), **options)
 
     def traffic() -> tuple[int, int]:
         stats = zinf_fx.stats(model)
@@ -242,6 +244,8 @@ def parser() -> argparse.ArgumentParser:
     states = parser.add_argument_group("where the states live")
     states.add_argument("--store", type=Path, metavar="DIR", help="in place of $ZINF_STORE or the user cache")
     states.add_argument("--placement", help="a preset of zinf_fx.Config, such as infinity-nvme (used if not given)")
+    kinds = ("float32", "bfloat16", "8bit")
+    states.add_argument("--state-dtype", choices=kinds, default="float32", help="of the optimizer's moments")
     how = states.add_mutually_exclusive_group()
     how.add_argument("--compile", dest="plain", action="store_false", help="torch.compile(model, backend='zinf')")
     how.add_argument("--plain", action="store_true", help="ordinary PyTorch, everything in memory")
@@ -257,7 +261,7 @@ def start(args: argparse.Namespace, config: GPTConfig) -> Job:
     from zinf_fx.errors import ZinfError
 
     try:
-        return zinf_job(config, dtype, args.lr, args.store, args.placement or "infinity-nvme")
+        return zinf_job(args, config, dtype)
     except ZinfError as error:
         raise RefusedError(str(error)) from error
 
@@ -272,8 +276,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace, options: argparse.ArgumentParser, ranks: Together) -> int:
     if args.plain and ranks.size > 1:
         options.error("--plain is one process alone: leave out torchrun, or --plain")
-    if args.plain and (args.store or args.placement):
-        options.error("--plain keeps everything in memory: leave out --store and --placement")
+    if args.plain and (args.store or args.placement or args.state_dtype != "float32"):
+        options.error(
+            "--plain keeps everything in memory as PyTorch does: leave out --store, --placement, --state-dtype"
+        )
     try:
         config = GPTConfig(layers=args.layers, hidden=args.hidden, heads=args.heads, context=args.context)
     except ValueError as error:

@@ -54,9 +54,9 @@ def scales_shape(shape: Sequence[int]) -> torch.Size:
 
 
 def blocks_of(elements: range) -> range:
-    """The blocks that consecutive elements of a parameter are, from the first of a block on."""
-    assert elements.start % BLOCK == 0, elements
-    return range(elements.start // BLOCK, -(-elements.stop // BLOCK))
+    """The blocks that consecutive elements of a parameter are, from the first of a block on, or none behind the last."""
+    assert elements.start % BLOCK == 0 or not elements, elements
+    return range(-(-elements.start // BLOCK), -(-elements.stop // BLOCK))
 
 
 def part_of(name: str, names: Mapping[str, object], elements: range) -> range:
