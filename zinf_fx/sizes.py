@@ -9,6 +9,9 @@ WINDOW_ALIGNMENT = 4096
 """Elements: windows, and as far as they can the tiles and the optimizer's chunks, begin at multiples of so many. Their
 byte offsets suit direct I/O for every dtype, and vectorised kernels cut a tensor where they would without windows."""
 
+BLOCK = 256
+"""Elements of an optimizer's state that share a scale, where it is kept in 8 bits: see `optim.blockwise`."""
+
 PIECE = 16 << 20
 """Bytes of a tensor that are in memory at a time, where it is moved piece by piece."""
 

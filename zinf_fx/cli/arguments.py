@@ -7,6 +7,7 @@ import argparse
 from pathlib import Path
 from typing import Any, get_args
 
+from zinf_fx.adam import StateForm
 from zinf_fx.config import ACTIVATIONS, PRESETS, FrozenDtype, parse_count, parse_positive
 from zinf_fx.native.engine import provider_names
 from zinf_fx.plan import hardware
@@ -143,7 +144,9 @@ def _estimate(commands: argparse._SubParsersAction) -> None:
     model.add_argument("--lora", metavar="RANK", help="train adapters of this rank in fp32, and freeze all else")
     parser.add_argument("--frozen", choices=get_args(FrozenDtype), help="format of what is frozen (default: as it is)")
     parser.add_argument(
-        "--optimizer-bytes", metavar="N", help="states per parameter (default 12, of fp32 8; ZeRO-Infinity counts 16)"
+        "--optimizer-bytes",
+        metavar="N",
+        help="states per parameter (default 12, of fp32 8; ZeRO-Infinity counts 16; with moments of 8 bits, 6)",
     )
     cluster = parser.add_argument_group("hardware")
     cluster.add_argument(
@@ -268,6 +271,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--frozen-dtype", choices=get_args(FrozenDtype), help="format of frozen matrices (default: as they are)"
     )
+    parser.add_argument("--state-dtype", choices=get_args(StateForm), help="of Adam's moments (default: float32)")
     parser.add_argument("--no-residency", action="store_true", help="move tiles for every use, whatever room there is")
     parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks that train together (default: 1)")
     parser.add_argument(

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,7 +36,7 @@ def plans_of_target(
     fields = fields_of(options)
     requested = Config.of(None, fields)  # bad options are refused before a model is built
     if is_plan_file(options.target):
-        others = {"inference": False, "world_size": 1, "replicas": 1}
+        others = {"inference": False, "world_size": 1, "replicas": 1, "state_dtype": None}
         if given := [*fields, *(name for name, default in others.items() if getattr(options, name) != default)]:
             named = ", ".join(given)
             raise ConfigError(f"a plan file has its options already: leave {named} out, or give module:factory")
@@ -56,11 +57,14 @@ def is_plan_file(target: str) -> bool:
 
 
 @contextmanager
-def planning_target(options: argparse.Namespace) -> Iterator[dict[str, int]]:
-    """A block that plans the TARGET for the ranks that it gets. Raises: ZinfError for whatever can't be planned."""
+def planning_target(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A block that plans the TARGET for the ranks and the optimizer's states that it gets.
+
+    Raises: ZinfError for whatever can't be planned.
+    """
     doing = f"planning {options.target} on its example inputs"
     with running(doing), torch.no_grad() if options.inference else nullcontext():
-        yield {"world_size": options.world_size, "replicas": options.replicas}
+        yield {name: getattr(options, name) for name in ("world_size", "replicas", "state_dtype")}
 
 
 def _placement(text: str) -> str | dict[str, object]:

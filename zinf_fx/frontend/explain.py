@@ -12,12 +12,13 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import fx
 from torch.utils._pytree import tree_map, tree_map_only
 
+from zinf_fx.adam import StateForm
 from zinf_fx.config import LARGEST, Config, shortened
 from zinf_fx.cycles import no_search_for_cycles
 from zinf_fx.errors import ConfigError, PlanError, StoredTensorError, ZinfError
@@ -34,6 +35,7 @@ from zinf_fx.plan.sharding import Groups
 from zinf_fx.plan.show.table import render
 from zinf_fx.plan.simulation.event_graph import Compute
 from zinf_fx.quantisation import tables_of
+from zinf_fx.runtime.tensor.local_parameter import stored_in
 from zinf_fx.runtime.tensor.tensor_parallel import with_ranks
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ def explain(
     """The plan of `model(*example_inputs)` as text: a table per graph, and a summary.
 
     Forward and backward, or inference alone under `torch.no_grad()`, for `world_size` ranks, in `replicas` groups.
-    Options and errors are those of `plan_model`.
+    Options (`state_dtype` among them) and errors are those of `plan_model`.
     """
     return plan_model(model, example_inputs, config, world_size=world_size, replicas=replicas, **fields).text()
 
@@ -104,6 +106,7 @@ def plan_model(
     replicas: int = 1,
     timed: bool = False,
     hardware: Hardware | None = None,
+    state_dtype: torch.dtype | StateForm | None = None,
     **fields: object,
 ) -> Planning:
     """The plans of `model(*example_inputs)` (a mapping: keyword arguments) for `world_size` ranks. What is partitioned
@@ -113,7 +116,8 @@ def plan_model(
     model keeps the placement it has; the other options apply. `rates`: what choices are weighed with; default those of
     this machine, as far as they can be measured. Example inputs on the meta device stand for zeros. Grad
     mode decides between training and inference, as for a real call. `timed`: measure the operators on this machine, for
-    which every distinct one is run. `hardware`: what "auto" decides for; default this machine.
+    which every distinct one is run. `hardware`: what "auto" decides for; default this machine. `state_dtype`: what
+    Adam's moments are to be kept in; default as the optimizer that the parameters have keeps them, if any.
 
     Raises: ConfigError for bad options, or a placement that contradicts how the model was offloaded;
     StoredTensorError for a parameter that can't be stored; PlanError when a budget is too small, or the model can't be
@@ -129,12 +133,19 @@ def plan_model(
         raise ConfigError(f"world_size={shortened(world_size)} is not a number of ranks: give 1 or more")
     if not isinstance(replicas, int) or replicas < 1 or world_size % replicas:
         raise ConfigError(f"replicas={replicas!r} is not a number of equal groups that {world_size} ranks divide into")
+    form = None if state_dtype is None else str(state_dtype).removeprefix("torch.")
+    if form not in (None, *get_args(StateForm)):
+        accepted = ", ".join(map(repr, get_args(StateForm)))
+        raise ConfigError(f"state_dtype={state_dtype!r} is not accepted; accepted: {accepted}")
     in_force = _config_in_force(model, config, fields)
     decides = in_force.placement == "auto"
     groups = Groups.of(world_size, replicas, 3 if decides else in_force.placement.stage)
     # Where it isn't decided yet, any placement serves for capturing the graphs.
     planner = _Planner(Config.of(in_force, {"placement": "nvme"}) if decides else in_force, rates, groups)
     twin = _twin_of(model, planner.config)
+    if form is not None:
+        for stored in (one for parameter in twin.parameters() for one in stored_in(parameter)):
+            stored.storage.gradient.state_dtype = form
     inputs = tree_map_only(torch.Tensor, _off_meta, example_inputs)
     arguments = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     with no_search_for_cycles():

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from zinf_fx.adam import StateForm
 from zinf_fx.config import Config
 from zinf_fx.frontend.explain import Planning, plan_model
 from zinf_fx.plan.hardware import Hardware
@@ -30,7 +31,7 @@ def export_plan(
     backward, or inference alone under `torch.no_grad()`. What is on the meta device is planned for the CPU.
 
     Args:
-        config, fields: the options to plan with, as for `zinf_fx.offload`.
+        config, fields: the options to plan with, as for `zinf_fx.offload`; and `state_dtype`, as of the optimizer.
         world_size: ranks that train together.
         replicas: groups that they divide into, each of which has all model states, as with a two-dimensional mesh.
         hardware: what `placement="auto"` decides for; default this machine, at nominal rates. Other choices
@@ -52,11 +53,13 @@ def planning_for(
     *,
     world_size: int,
     replicas: int,
+    state_dtype: torch.dtype | StateForm | None = None,
     **fields: object,
 ) -> Planning:
     """As `plan_model`, with choices weighed with the rates of a described machine, if there is one."""
     rates = None if hardware is None else _rates_of(hardware, model, Config.of(config, fields))
-    return plan_model(model, example_inputs, config, rates, world_size, replicas, hardware=hardware, **fields)
+    how = {"hardware": hardware, "state_dtype": state_dtype}
+    return plan_model(model, example_inputs, config, rates, world_size, replicas, **how, **fields)
 
 
 def _rates_of(hardware: Hardware, model: torch.nn.Module, config: Config) -> Rates:

@@ -62,6 +62,7 @@ def tiles_of(
             tier=base.tier if asked is None else asked.parameters,
             gradient_tier=config.placement.gradients if moves else None,
             state_tier=config.placement.optimizer if moves else None,
+            state_dtype=(tensor.storage.gradient.state_dtype or known.gradient.state_dtype) if moves else None,
             ranks=ranks,
             shard=shards.size if shards else 0,
             partitioned=ranks > 1 and config.placement.stage == 3,

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
+from zinf_fx.adam import StateForm
 from zinf_fx.errors import OptimizerError
 from zinf_fx.optim.blockwise import CODES, EIGHT_BITS, scale_of
 
@@ -152,12 +153,14 @@ class StateLayout:
             tensor).
         whole: whether the update of an element depends on others, so that a parameter is updated whole.
         shapes: of the states that are tensors of another shape than the parameter's, where it is updated whole.
+        form: what element-wise states are kept in, where it isn't the class's own dtype.
     """
 
     tensors: Mapping[str, torch.dtype]
     scalars: Mapping[str, torch.dtype | None]
     whole: bool = False
     shapes: Mapping[str, torch.Size] = field(default_factory=dict)
+    form: StateForm | None = None
 
     def stored_as(self, narrow: StateDtype) -> StateLayout:
         """The same, with floating-point element-wise states no wider than `narrow`; of 8 bits, with scales."""
@@ -167,7 +170,8 @@ class StateLayout:
                 tensors |= {name: CODES, scale_of(name): torch.float32}
             elif narrow != EIGHT_BITS and dtype.is_floating_point and dtype.itemsize > narrow.itemsize:
                 tensors[name] = narrow
-        return StateLayout(MappingProxyType(tensors), self.scalars)
+        form = str(narrow).removeprefix("torch.") if tensors != self.tensors else None
+        return StateLayout(MappingProxyType(tensors), self.scalars, form=form)
 
     def zeros(self) -> State:
         """Zeros for the states that stay in memory."""

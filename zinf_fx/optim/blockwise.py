@@ -24,8 +24,8 @@ import torch
 
 from zinf_fx.errors import OptimizerError
 from zinf_fx.native import codes
-from zinf_fx.plan.sharding import BLOCK
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+from zinf_fx.sizes import BLOCK
 
 EIGHT_BITS = "8bit"
 """The name of such states among the values of `state_dtype`."""
@@ -54,7 +54,7 @@ def scales_shape(shape: Sequence[int]) -> torch.Size:
 
 
 def blocks_of(elements: range) -> range:
-    """The blocks that consecutive elements of a parameter are, from the first of a block on, or none behind the last."""
+    """The blocks that consecutive elements of a parameter are, from the first of a block on; of none, none."""
     assert elements.start % BLOCK == 0 or not elements, elements
     return range(-(-elements.start // BLOCK), -(-elements.stop // BLOCK))
 

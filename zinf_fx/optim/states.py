@@ -277,6 +277,7 @@ class ParameterStates:
         if layout.whole:
             self._check_room()
         else:
+            self.parameter.storage.gradient.state_dtype = layout.form  # for plans
             self._reserved = layout, dtype, self.parameter.storage.key
 
     def _check_room(self) -> None:

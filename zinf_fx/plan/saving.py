@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zinf_fx.adam import state_bytes, state_dtype
+from zinf_fx.adam import state_bytes, states_by_dtype
 from zinf_fx.plan.hardware import SECONDS_PER_DAY, Hardware
 from zinf_fx.plan.plan import Plan
 
@@ -43,9 +43,8 @@ def saved(plan: Plan) -> Saved:
         parameters[dtype] += count * size
         in_store += count * size * (tile.tier == "nvme")
         if tile.gradient_tier is not None:
-            nbytes = count * sum(state_bytes(size))
-            states[state_dtype(dtype, size)] += nbytes
-            in_store += nbytes * (tile.state_tier == "nvme")
+            states += states_by_dtype(count, dtype, size, tile.state_dtype)
+            in_store += count * sum(state_bytes(size, tile.state_dtype)) * (tile.state_tier == "nvme")
     return Saved(dict(parameters), dict(states), in_store)
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from zinf_fx.adam import StateForm
 from zinf_fx.config import Natural, Positive, Tier
 from zinf_fx.sizes import blocks
 
@@ -46,6 +47,7 @@ class Tile:
         tier: where it lives between uses.
         gradient_tier: where its gradient goes; None when the graph computes none for it.
         state_tier: where the optimizer's states of it live; None when the graph computes no gradient for it.
+        state_dtype: what these are kept in, masters besides; None: the dtype of the update.
         rows: first row of the parameter and the one behind the last, when the parameter has several tiles.
         activation: whether it is an activation: as flat as it lies in memory, and other values in every step.
         ranks: how many it is divided over; of an activation, those of tensor parallelism.
@@ -81,6 +83,7 @@ class Tile:
     owned: bool = False
     members: tuple[Member, ...] = ()
     state_tier: Tier | None = None
+    state_dtype: StateForm | None = None
 
     @cached_property
     def label(self) -> str:

@@ -12,10 +12,7 @@ from functools import cached_property
 import torch
 
 from zinf_fx.config import Config
-from zinf_fx.sizes import PAGE
-
-BLOCK = 256
-"""Elements of an optimizer's state that may share a scale: see `optim.blockwise`."""
+from zinf_fx.sizes import BLOCK, PAGE
 
 # Shards of what may live on NVMe are whole pages of the store in every dtype: a parameter, its gradient and its states
 # are divided alike, and any may be of bytes. Others are whole blocks.

@@ -177,7 +177,9 @@ class GraphContext:
         """All tiles, as events refer to them: the schedules of a step share it."""
         trains = self.kind != "inference"
         return tuple(
-            replace(tile, index=number) if trains else replace(tile, index=number, gradient_tier=None, state_tier=None)
+            replace(tile, index=number)
+            if trains
+            else replace(tile, index=number, gradient_tier=None, state_tier=None, state_dtype=None)
             for number, tile in enumerate(tile for token in self.tiles for tile in self.tiles_of(token).values())
         )
 

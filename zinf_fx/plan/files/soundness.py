@@ -82,6 +82,8 @@ def _check_tile(number: int, tile: Tile) -> None:
         raise PlanError(f"{where} has the index {tile.index}")
     if (tile.gradient_tier is None) != (tile.state_tier is None):
         raise PlanError(f"{where} has its gradient on {tile.gradient_tier}, and states on {tile.state_tier}")
+    if tile.state_dtype is not None and tile.state_tier is None:
+        raise PlanError(f"{where} has no states, and these in {tile.state_dtype}")
     if len(tile.shape) > _MOST_DIMENSIONS:
         raise PlanError(f"{where} has {len(tile.shape)} dimensions")
     nbytes = tile.dtype.itemsize

@@ -113,7 +113,7 @@ class Update:
     Attributes:
         on_device: whether the device updates them, where their states live.
         elements: that this rank updates.
-        states: bytes of fp32 states that the arithmetic reads, and writes.
+        states: bytes of states that the arithmetic reads, and writes.
         read, written: bytes from NVMe, and to it.
     """
 
@@ -148,7 +148,8 @@ def updates(plan: Plan) -> list[Update]:
     for tile in trained_in(plan):
         counts = tile.updated_elements(plan.stage)
         value = sum(blocks(elements * tile.dtype.itemsize) for elements in counts)
-        states = [elements * nbytes for elements in counts for nbytes in state_bytes(tile.dtype.itemsize)]
+        each = state_bytes(tile.dtype.itemsize, tile.state_dtype)
+        states = [elements * nbytes for elements in counts for nbytes in each]
         stored = sum(map(blocks, states)) if tile.state_tier == "nvme" else 0
         read = stored + (value if tile.gradient_tier == "nvme" else 0)
         read += value if tile.tier == "nvme" and not has_master(tile.dtype.itemsize) else 0

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
-from zinf_fx.adam import STATE_BYTES, has_master, state_bytes
+from zinf_fx.adam import STATE_BYTES, scales_nbytes, scratch_bytes, state_bytes
 from zinf_fx.config import Config, Tier
 from zinf_fx.plan.intervals import sums
 from zinf_fx.plan.memory.accounting import AT_A_TIME, CHUNKS_IN_MEMORY, trained_in, whole_parameters
@@ -76,7 +76,7 @@ def living_on(tier: Tier, tiles: Collection[Tile], stage: int) -> HostUse:
         "",
         parameters=sum(blocks(tile.held_nbytes) for tile in whole if tile.tier == tier),
         gradients=sum(blocks(tile.gradient_nbytes(stage)) for tile in trained if tile.gradient_tier == tier),
-        states=sum(_state_bytes(tile, stage) for tile in trained if tile.state_tier == tier),
+        states=sum(_state_bytes(tile, stage, tier) for tile in trained),
         activations=sum(blocks(tile.held_nbytes) for tile in tiles if tile.activation and tile.tier == tier),
     )
 
@@ -128,8 +128,9 @@ def chunk_buffers(
 def _bytes_in_chunk(tile: Tile) -> tuple[int, int, int]:
     """Per element of a parameter, what an update has in buffers, what of it is written back, and fp32 scratch."""
     size = tile.dtype.itemsize
-    written = sum(state_bytes(size)) * (tile.state_tier == "nvme") + size * (tile.tier == "nvme")
-    return written + size * (tile.gradient_tier == "nvme"), written, STATE_BYTES * has_master(size)
+    form = tile.state_dtype
+    written = sum(state_bytes(size, form)) * (tile.state_tier == "nvme") + size * (tile.tier == "nvme")
+    return written + size * (tile.gradient_tier == "nvme"), written, scratch_bytes(size, form)
 
 
 def living(plan: Plan) -> HostUse:
@@ -223,7 +224,11 @@ def _gradients(plan: Plan) -> list[int]:
     return sums(spans, clock.always)
 
 
-def _state_bytes(tile: Tile, stage: int) -> int:
-    """Bytes of Adam's states of a tile's parameters, each in whole blocks."""
-    each = state_bytes(tile.dtype.itemsize)
-    return sum(blocks(elements * nbytes) for elements in tile.updated_elements(stage) for nbytes in each)
+def _state_bytes(tile: Tile, stage: int, tier: Tier) -> int:
+    """Bytes of Adam's states of a tile's parameters on a tier, each in whole blocks; scales are in memory."""
+    counts, form = tile.updated_elements(stage), tile.state_dtype
+    each = state_bytes(tile.dtype.itemsize, form) if tile.state_tier == tier else ()
+    nbytes = [elements * one for elements in counts for one in each]
+    if tier == ("device" if tile.state_tier == "device" else "host"):
+        nbytes += [one for elements in counts for one in scales_nbytes(elements, form)]
+    return sum(map(blocks, nbytes))

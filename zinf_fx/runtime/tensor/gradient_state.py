@@ -9,6 +9,8 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
+from zinf_fx.adam import StateForm
+
 S = TypeVar("S")
 
 
@@ -34,12 +36,14 @@ class GradientState(Generic[S]):
         backwards_due: compiled forward passes with the parameter that have no backward pass yet.
         followed: whether there was a consumer at any time.
         any_followed: whether any gradient of this process is.
+        state_dtype: what the optimizer that consumes it keeps its states in; None: in the dtype of the update.
     """
 
     space: S | None = None
     backwards_due: int = 0
     followed: bool = False
     any_followed: ClassVar[bool] = False
+    state_dtype: StateForm | None = None
     _consumer: weakref.ref[GradientConsumer] | None = None
 
     @property
