@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from zinf_fx import Config
 from zinf_fx.plan.sharding import Groups, Owners, shards_of
+from zinf_fx.sizes import BLOCK
 
 
 @given(
@@ -37,15 +38,20 @@ def test_every_element_is_in_one_shard(
         assert one.padded == one.count and one.count % max(shape[1], 1) == 0  # whole rows, without padding
         assert (one.start + one.count, one.held + one.shard) == (following.start, following.held)
     assert shards.padded == sum(map(shards.held_by, range(ranks))) >= shards.numel
+    blocks = shards.in_blocks()  # of optimizer states that have a scale for each block
+    for rank in range(ranks):
+        pairs = list(zip(filter(None, shards.of_rank(rank)), filter(None, blocks.of_rank(rank)), strict=True))
+        assert [range(own.start // BLOCK, -(-own.stop // BLOCK)) for own, _ in pairs] == [own for _, own in pairs]
+        assert all(own.start % BLOCK == 0 for own, _ in pairs)
 
 
 def test_segments_are_of_the_size_asked_for():
-    shards = shards_of((1000, 64), torch.float32, 4, Config(tile=64 * 4 * 250, placement="host"))
-    assert [one.count // 64 for one in shards.segments] == [250, 250, 250, 250]
-    assert shards.of_rank(1)[2] == range(64 * 500 + 4000, 64 * 500 + 8000)
-    assert [one.start // 64 for one in shards.within(64 * 250, 64 * 500)] == [250, 500]
+    shards = shards_of((1024, 64), torch.float32, 4, Config(tile=64 * 4 * 256, placement="host"))
+    assert [one.count // 64 for one in shards.segments] == [256, 256, 256, 256]
+    assert shards.of_rank(1)[2] == range(64 * 512 + 4096, 64 * 512 + 8192)
+    assert [one.start // 64 for one in shards.within(64 * 256, 64 * 512)] == [256, 512]
     with pytest.raises(AssertionError):
-        shards.within(64, 64 * 250)
+        shards.within(64, 64 * 256)
 
 
 def test_owners_have_about_as_much_each():

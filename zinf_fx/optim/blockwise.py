@@ -25,7 +25,7 @@ import torch
 from zinf_fx.errors import OptimizerError
 from zinf_fx.native import codes
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
-from zinf_fx.sizes import BLOCK
+from zinf_fx.sizes import BLOCK, PAGE
 
 EIGHT_BITS = "8bit"
 """The name of such states among the values of `state_dtype`."""
@@ -88,6 +88,13 @@ def check_can_be_coded(parameter: StoredTensor, dtype: torch.dtype) -> None:
         raise OptimizerError(
             f"{what}, which is a DTensor of tensor parallelism: blocks of its elements are in no order that another "
             "division has; use state_dtype=torch.bfloat16"
+        )
+    storage = parameter.storage
+    shards, on_nvme = storage.share.shards, storage.placement.optimizer == "nvme"
+    if on_nvme and shards.ranks > 1 and len(shards.segments) > 1 and shards.step % PAGE:
+        raise OptimizerError(
+            f"{what}, which is divided over ranks tile by tile: parts of its codes are no whole pages of the store; "
+            "use tile=None or state_dtype=torch.bfloat16"
         )
 
 

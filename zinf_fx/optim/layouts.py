@@ -20,6 +20,13 @@ OfShapes = dict[torch.Size | None, StateLayout | None]
 """Layouts of whole parameters by shape; under None that of pieces, if the class can update pieces."""
 
 
+def check_state_dtype(state_dtype: object) -> None:
+    """Raises: OptimizerError for what isn't accepted."""
+    accepted = None, torch.float32, torch.bfloat16, EIGHT_BITS
+    if state_dtype not in accepted:
+        raise OptimizerError(f"state_dtype={state_dtype!r} is not accepted: {', '.join(map(repr, accepted))} are")
+
+
 class Layouts:
     """Layouts of the states of class `kind`, by what they depend on."""
 

@@ -18,10 +18,9 @@ from zinf_fx.errors import OptimizerError
 from zinf_fx.interrupts import held_back, sealed
 from zinf_fx.optim.arithmetic import Group, StateDtype, StateLayout, as_groups, skips, step_groups, without_hooks
 from zinf_fx.optim.batch import Batch, RecurringBatch
-from zinf_fx.optim.blockwise import EIGHT_BITS
 from zinf_fx.optim.in_backward import GRADIENT_BUFFER, check_steps_in_backward, follow, gone, second_gradient
 from zinf_fx.optim.kept import KeptStates
-from zinf_fx.optim.layouts import GroupLayouts, Layouts
+from zinf_fx.optim.layouts import GroupLayouts, Layouts, check_state_dtype
 from zinf_fx.optim.loading import taking_stored
 from zinf_fx.optim.recipe import Recipes, Update
 from zinf_fx.optim.resident import ResidentCall, Residents
@@ -98,8 +97,7 @@ class Streamed(Optimizer):
         state_dtype: StateDtype | None = None,
         **kwargs: Any,
     ) -> None:
-        if state_dtype not in (dtypes := (None, torch.float32, torch.bfloat16, EIGHT_BITS)):
-            raise OptimizerError(f"state_dtype={state_dtype!r} is not accepted: {', '.join(map(str, dtypes))} are")
+        check_state_dtype(state_dtype)
         accepted = inspect.signature(self._arithmetic)
         given = accepted.bind(params, *args, **kwargs).arguments
         if "fused" in accepted.parameters and given.get("fused") is None and not given.get("foreach"):

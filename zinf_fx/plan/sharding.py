@@ -12,11 +12,12 @@ from functools import cached_property
 import torch
 
 from zinf_fx.config import Config
-from zinf_fx.sizes import BLOCK, PAGE
+from zinf_fx.sizes import BLOCK
 
-# Shards of what may live on NVMe are whole pages of the store in every dtype: a parameter, its gradient and its states
-# are divided alike, and any may be of bytes. Others are whole blocks.
-_NVME_ELEMENTS = PAGE
+# Shards of what may live on NVMe are whole pages of the store in every dtype: bytes, which are frozen, by themselves,
+# and all that has gradients and states of other dtypes, divided alike. Others are whole blocks.
+_NVME_BYTES = 4096
+_NVME_ELEMENTS = 2048
 _MEMORY_ELEMENTS = BLOCK
 
 
@@ -105,10 +106,13 @@ class Shards:
     owner: int | None = None
 
     @classmethod
-    def of(cls, numel: int, ranks: int, on_nvme: bool, owner: int | None = None) -> Shards:
+    def of(
+        cls, numel: int, ranks: int, on_nvme: bool, owner: int | None = None, dtype: torch.dtype | None = None
+    ) -> Shards:
         """The division over so many ranks as one segment. `on_nvme`: whether any state of the parameter lives there:
-        all of them are divided alike."""
-        step = _NVME_ELEMENTS if on_nvme else _MEMORY_ELEMENTS
+        all of them are divided alike. `dtype`: where it is not known, one of at least two bytes."""
+        in_store = _NVME_BYTES if dtype is not None and dtype.itemsize == 1 else _NVME_ELEMENTS
+        step = in_store if on_nvme else _MEMORY_ELEMENTS
         return cls(numel, ranks, numel, step if ranks > 1 else 1, owner if ranks > 1 else None)
 
     def in_tiles(self, per_row: int, limit: int) -> Shards:
@@ -199,7 +203,7 @@ def shards_of(shape: Sequence[int], dtype: torch.dtype, ranks: int, config: Conf
     if limit == "auto":
         budgets = [budget for budget in (config.device_memory, config.host_memory) if budget is not None]
         limit = max(min(budgets) // _SMALLEST_TILE, 1) if budgets else None
-    whole = Shards.of(math.prod(shape), ranks, config.placement.on_nvme, owner)
+    whole = Shards.of(math.prod(shape), ranks, config.placement.on_nvme, owner, dtype)
     if limit is None or ranks == 1 or len(shape) < 2 or whole.numel * dtype.itemsize <= limit:
         return whole
     return whole.in_tiles(math.prod(shape[1:]), limit // dtype.itemsize)
