@@ -22,7 +22,7 @@ import zinf_fx
 from zinf_fx.checkpoint.files import FILES
 from zinf_fx.checkpoint.training.contents import parts_of
 from zinf_fx.checkpoint.training.saving import save
-from zinf_fx.errors import CheckpointError, StoreError
+from zinf_fx.errors import CheckpointError, OptimizerError, StoreError
 
 Values = dict[str, tuple[str, bytes]]
 """The dtype and the bytes of tensors."""
@@ -31,7 +31,9 @@ Values = dict[str, tuple[str, bytes]]
 class Job:
     """A training of a GPT with masters, by all ranks that there are."""
 
-    def __init__(self, placement: str, tensor_parallel: bool = False, **fields: Any) -> None:
+    def __init__(
+        self, placement: str, tensor_parallel: bool = False, state_dtype: str | None = None, **fields: Any
+    ) -> None:
         torch.manual_seed(int(fields.pop("seed", 0)))
         self.model = tp.GPT(tied=True).bfloat16()
         self.model.register_buffer("count", torch.zeros(3))
@@ -39,7 +41,7 @@ class Job:
             mesh = tp.mesh_of(1, dist.get_world_size())
             self.model = tp.parallel(self.model, mesh["tp"])
         zinf_fx.offload(self.model, placement=placement, **fields)
-        self.adam = zinf_fx.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.adam = zinf_fx.optim.AdamW(self.model.parameters(), lr=1e-2, state_dtype=state_dtype)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.adam, 0.9)
 
     def train(self, steps: int) -> None:
@@ -103,6 +105,23 @@ TILED = {"placement": "infinity-nvme", "tile": "4KiB"}
 def test_two_three_one_and_two_ranks(tmp_path: Path):
     parallel = {"placement": "infinity-cpu", "tensor_parallel": True}
     chain(tmp_path, [(2, TILED), (3, {"placement": "zero-2"}), (1, {"placement": "host"}), (2, parallel)])
+
+
+def test_codes_of_eight_bits_are_the_same_on_any_ranks(tmp_path: Path):
+    links = [(2, "infinity-nvme"), (3, "zero-2"), (1, "host")]
+    chain(tmp_path, [(size, {"placement": placement, "state_dtype": "8bit"}) for size, placement in links])
+
+
+def codes_in_tiles(rank: int) -> str:
+    model = zinf_fx.offload(nn.Linear(256, 256), placement="infinity-nvme", tile="32KiB")
+    with pytest.raises(OptimizerError) as refused:
+        zinf_fx.optim.AdamW(model.parameters(), state_dtype="8bit")
+    return str(refused.value)
+
+
+def test_codes_in_tiles_over_ranks_are_refused():
+    for text in on_ranks(2, codes_in_tiles):
+        assert "no whole pages of the store; use tile=None or state_dtype=torch.bfloat16" in text
 
 
 @pytest.mark.slow
