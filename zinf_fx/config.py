@@ -104,8 +104,67 @@ def _default_store() -> Path | tuple[Path, ...]:
 
 
 @dataclass(frozen=True)
-class Config:
-    """Options of zinf_fx.
+class RankOptions:
+    """Options of what many ranks train together.
+
+    Attributes:
+        process_group: the ranks that train one model together; None: all of torch.distributed's, where that is
+            initialised.
+        mesh: a torch.distributed DeviceMesh in its place. With one dimension, model states are partitioned over it;
+            with two (replicate, shard), over the second, and every index of the first has all of them.
+        partition: how what is partitioned is divided: "shards", every parameter in equal parts over all ranks, so that
+            each rank's disk and link works on every tile (bandwidth-centric partitioning; ZeRO-Infinity, section 6.1);
+            "owner": every parameter is whole at one rank, which broadcasts it (ZeRO-Offload), to compare with.
+        gradient_reduction: over the ranks: "mean", or "sum".
+        reduce_dtype: of gradients while they are summed over ranks; None: their own.
+        collective_timeout: seconds after which a collective that other ranks don't take part in is an error.
+    """
+
+    process_group: object = None
+    mesh: object = None
+    partition: Partition = "shards"
+    gradient_reduction: Reduction = "mean"
+    reduce_dtype: torch.dtype | None = None
+    collective_timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        import torch
+
+        self._check("partition", get_args(Partition))
+        self._check("gradient_reduction", get_args(Reduction))
+        if isinstance(self.reduce_dtype, str):
+            object.__setattr__(self, "reduce_dtype", getattr(torch, self.reduce_dtype, self.reduce_dtype))
+        self._check("reduce_dtype", (None, torch.float32, torch.bfloat16, torch.float16, torch.float64))
+        if not (isinstance(self.collective_timeout, (int, float)) and 0 < self.collective_timeout < math.inf):
+            raise ConfigError(f"collective_timeout={self.collective_timeout!r} is not accepted; give seconds, above 0")
+        group, mesh = self.process_group, self.mesh
+        available = torch.distributed.is_available()  # without it, there are no such classes either
+        if group is not None and not (available and isinstance(group, torch.distributed.ProcessGroup)):
+            raise ConfigError(f"process_group={group!r} is not a torch.distributed.ProcessGroup: see new_group()")
+        if mesh is None:
+            return
+        if group is not None:
+            raise ConfigError("mesh and process_group both say which ranks train together: give one of them")
+        if not (available and isinstance(mesh, torch.distributed.DeviceMesh)):
+            raise ConfigError(f"mesh={mesh!r} is not a torch.distributed DeviceMesh: see init_device_mesh()")
+        if mesh.ndim not in (1, 2):
+            raise ConfigError(
+                f"mesh={mesh!r} has {mesh.ndim} dimensions; accepted: one (shard), or two (replicate, shard). Of a "
+                "larger one, give a part, as mesh['replicate', 'shard']"
+            )
+        if mesh.get_coordinate() is None:
+            raise ConfigError(f"mesh={mesh!r} is one that this process is not in: give each rank a mesh of its own")
+
+    def _check(self, name: str, accepted: Sequence[object], *others: str) -> None:
+        value = getattr(self, name)
+        if not any(isinstance(value, type(one)) and value == one for one in accepted):  # 1 is not True
+            allowed = ", ".join([*map(repr, accepted), *others])
+            raise ConfigError(f"{name}={shortened(value)} is not accepted; accepted: {allowed}")
+
+
+@dataclass(frozen=True)
+class Config(RankOptions):
+    """Options of zinf_fx: those of `RankOptions`, and these.
 
     Attributes:
         store: directory of the NVMe tier, which must exist, or several on different devices, over which the bytes are
@@ -147,16 +206,10 @@ class Config:
             Pa; with activations on "host" or "nvme", Pa+cpu).
         checksum: compare a crc32c of what is read from the store with that of what was written.
         strict_direct: refuse a store where direct I/O doesn't work, instead of using the page cache.
-        process_group: the ranks that train one model together; None: all of torch.distributed's, where that is
-            initialised.
-        mesh: a torch.distributed DeviceMesh in its place. With one dimension, model states are partitioned over it;
-            with two (replicate, shard), over the second, and every index of the first has all of them.
-        partition: how what is partitioned is divided: "shards", every parameter in equal parts over all ranks, so that
-            each rank's disk and link works on every tile (bandwidth-centric partitioning; ZeRO-Infinity, section 6.1);
-            "owner": every parameter is whole at one rank, which broadcasts it (ZeRO-Offload), to compare with.
-        gradient_reduction: over the ranks: "mean", or "sum".
-        reduce_dtype: of gradients while they are summed over ranks; None: their own.
-        collective_timeout: seconds after which a collective that other ranks don't take part in is an error.
+        micro_batches: into how many equal parts the batch of a training step is divided along its first dimension.
+            All of them run an operator before the next one begins, so that parameters and gradients move once per step,
+            and every result is that of a loop over the parts. Takes sizes that Dynamo leaves open: `dynamic=True`.
+        micro_batch_loss: what the loss of the batch is of those of its micro-batches: "mean", or "sum".
     """
 
     store: Path | tuple[Path, ...] | None = None
@@ -173,16 +226,10 @@ class Config:
     partition_activations: bool = False
     checksum: bool = True
     strict_direct: bool = False
-    process_group: object = None
-    mesh: object = None
-    partition: Partition = "shards"
-    gradient_reduction: Reduction = "mean"
-    reduce_dtype: torch.dtype | None = None
-    collective_timeout: float = 600.0
+    micro_batches: Positive = 1
+    micro_batch_loss: Reduction = "mean"
 
     def __post_init__(self) -> None:
-        import torch
-
         def set_field(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
@@ -201,47 +248,15 @@ class Config:
         if type(self.activations) is not int or self.activations < 1:
             self._check("activations", ACTIVATIONS, "the number of layers between two checkpoints")
         self._check("frozen_dtype", (None, *get_args(FrozenDtype)))
-        self._check("partition", get_args(Partition))
-        self._check("gradient_reduction", get_args(Reduction))
-        if isinstance(self.reduce_dtype, str):
-            set_field("reduce_dtype", getattr(torch, self.reduce_dtype, self.reduce_dtype))
-        self._check("reduce_dtype", (None, torch.float32, torch.bfloat16, torch.float16, torch.float64))
-        if not (isinstance(self.collective_timeout, (int, float)) and 0 < self.collective_timeout < math.inf):
-            raise ConfigError(f"collective_timeout={self.collective_timeout!r} is not accepted; give seconds, above 0")
-        self._check_ranks()
+        if type(self.micro_batches) is not int or not 1 <= self.micro_batches <= LARGEST:
+            self._check("micro_batches", (), "a whole number of at least 1")
+        self._check("micro_batch_loss", get_args(Reduction))
+        super().__post_init__()
 
     def __deepcopy__(self, memo: dict) -> Config:
         """This: it doesn't change, and Dynamo, which meets it as a part of every stored tensor, would copy a process
         group or a mesh, of which there are no copies."""
         return self
-
-    def _check(self, name: str, accepted: Sequence[object], *others: str) -> None:
-        value = getattr(self, name)
-        if not any(isinstance(value, type(one)) and value == one for one in accepted):  # 1 is not True
-            allowed = ", ".join([*map(repr, accepted), *others])
-            raise ConfigError(f"{name}={shortened(value)} is not accepted; accepted: {allowed}")
-
-    def _check_ranks(self) -> None:
-        """Who trains together."""
-        import torch
-
-        group, mesh = self.process_group, self.mesh
-        available = torch.distributed.is_available()  # without it, there are no such classes either
-        if group is not None and not (available and isinstance(group, torch.distributed.ProcessGroup)):
-            raise ConfigError(f"process_group={group!r} is not a torch.distributed.ProcessGroup: see new_group()")
-        if mesh is None:
-            return
-        if group is not None:
-            raise ConfigError("mesh and process_group both say which ranks train together: give one of them")
-        if not (available and isinstance(mesh, torch.distributed.DeviceMesh)):
-            raise ConfigError(f"mesh={mesh!r} is not a torch.distributed DeviceMesh: see init_device_mesh()")
-        if mesh.ndim not in (1, 2):
-            raise ConfigError(
-                f"mesh={mesh!r} has {mesh.ndim} dimensions; accepted: one (shard), or two (replicate, shard). Of a "
-                "larger one, give a part, as mesh['replicate', 'shard']"
-            )
-        if mesh.get_coordinate() is None:
-            raise ConfigError(f"mesh={mesh!r} is one that this process is not in: give each rank a mesh of its own")
 
     @property
     def store_is_default(self) -> bool:
@@ -273,7 +288,7 @@ class Config:
     @classmethod
     def of(cls, config: Config | None, options: Mapping[str, object]) -> Config:
         """`config` with `options` replaced; unknown names are refused with the accepted ones."""
-        accepted = [f.name for f in fields(cls) if f.init]
+        accepted = option_names()
         if unknown := sorted(set(options) - set(accepted)):
             raise ConfigError(f"unknown option {', '.join(map(repr, unknown))}; accepted: {', '.join(accepted)}")
         if config is None:
@@ -283,6 +298,11 @@ class Config:
         if config.store_is_default:
             options = {"store": None, **options}
         return replace(config, **options)  # type: ignore[arg-type]
+
+
+def option_names() -> list[str]:
+    """The names of all options, in the order in which people look for them."""
+    return [*Config.__annotations__, *RankOptions.__annotations__]
 
 
 def _parse_store(value: object) -> Path | tuple[Path, ...]:

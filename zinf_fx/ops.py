@@ -21,13 +21,16 @@ by mistake.
 | offload_activation | start the move of an activation to its tier; the token of the tile that it is from now on | |
 | written | the token of a parameter from now on, after the graph wrote to it; only while a graph is captured | |
 | write | start the move of a parameter's new value to its tier | |
+| micro_batch | a part of what holds a batch; only until the graph of one micro-batch is repeated for all of them | |
+| join | what all micro-batches computed, of what one computes; only until then | |
+| random_state, set_random_state | what a device's generator draws from next | |
 
 An activation that left comes back in backward as any tile does.
 `start` is the tile's first element in its parameter, when that has several tiles, and of a `member`, the parameter's
 first element in its pack; `after`, how many writes of the graph to the parameter come before; `shape`, of a
 `dequantize`, that of the values behind the first dimension, which the rows of bytes are, too. When an event happens,
 whether it crosses the turn, what it finds in memory and where its buffer lies, the node's `Event` says, and no
-argument.
+argument. `how` a `join` makes one value of those of `count` micro-batches: "cat" along `dim`, "mean" or "sum".
 """
 
 from __future__ import annotations
@@ -56,6 +59,10 @@ _library.define("offload(Tensor token, Tensor shard, *, int start=0) -> ()")
 _library.define("offload_activation(Tensor value, SymInt[] stride) -> Tensor")
 _library.define("written(Tensor value) -> Tensor")
 _library.define("write(Tensor token, Tensor value, *, int after=0) -> ()")
+_library.define("micro_batch(Tensor batch, int dim, int count) -> Tensor")
+_library.define("join(Tensor value, str how, int count, int dim=0) -> Tensor")
+_library.define("random_state(Device device) -> Tensor")
+_library.define("set_random_state(Tensor state, Device device) -> ()")
 
 gather = torch.ops.zinf.gather.default
 pack = torch.ops.zinf.pack.default
@@ -72,6 +79,10 @@ offload = torch.ops.zinf.offload.default
 offload_activation = torch.ops.zinf.offload_activation.default
 written = torch.ops.zinf.written.default
 write = torch.ops.zinf.write.default
+micro_batch = torch.ops.zinf.micro_batch.default
+join = torch.ops.zinf.join.default
+random_state = torch.ops.zinf.random_state.default
+set_random_state = torch.ops.zinf.set_random_state.default
 
 TRANSFERS = (fetch, upload, allgather)
 LOWERED = (*TRANSFERS, wait, release, reduce_scatter, offload, offload_activation, write)
@@ -91,7 +102,7 @@ KINDS = {op: op._schema.name.removeprefix("zinf::") for op in LOWERED}
 # Node metadata: the event of the schedule that a lowered node is.
 EVENT = "zinf_event"
 
-for _op in LOWERED:
+for _op in (*LOWERED, random_state, set_random_state):
     # FX removes a node without users unless it is known to have an effect.
     torch.fx.node.has_side_effect(_op)
 
@@ -131,7 +142,23 @@ def _token(value: torch.Tensor | list[torch.Tensor], stride: Sequence[int] = ())
     return torch.empty((), dtype=torch.int64, device="cpu")
 
 
-for _name in ("fetch", "upload", "allgather", "release", "offload", "write"):
+@torch.library.register_fake("zinf::micro_batch", lib=_library)
+def _micro_batch(batch: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+    part = batch.narrow(dim, 0, batch.shape[dim] // count)
+    return torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=part.device)
+
+
+@torch.library.register_fake("zinf::join", lib=_library)
+def _joined(value: torch.Tensor, how: str, count: int, dim: int = 0) -> torch.Tensor:
+    return torch.cat([value] * count, dim) if how == "cat" else torch.empty_like(value)
+
+
+@torch.library.register_fake("zinf::random_state", lib=_library)
+def _random_state(device: torch.device) -> torch.Tensor:
+    return torch.empty(_generator(device).get_state().shape, dtype=torch.uint8)
+
+
+for _name in ("fetch", "upload", "allgather", "release", "offload", "write", "set_random_state"):
     torch.library.register_fake(f"zinf::{_name}", lambda *args, **kwargs: None, lib=_library)
 
 
@@ -143,3 +170,44 @@ def implement_gather(kernel) -> None:
 def implement_dequantize(kernel) -> None:
     """Give `dequantize` its kernel; called once, by the module that knows the formats."""
     _library.impl("dequantize", kernel, "CompositeExplicitAutograd")
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """The generator that operations on a device draw from."""
+    if device.type == "cpu":
+        return torch.default_generator
+    torch.cuda.init()
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+
+
+@torch.library.impl("zinf::random_state", "CompositeExplicitAutograd", lib=_library)
+def _get_random_state(device: torch.device) -> torch.Tensor:
+    return _generator(device).get_state()
+
+
+@torch.library.impl("zinf::set_random_state", "CompositeExplicitAutograd", lib=_library)
+def _set_random_state(state: torch.Tensor, device: torch.device) -> None:
+    _generator(device).set_state(state)
+
+
+def _remember_division(ctx, inputs: tuple, output: torch.Tensor) -> None:
+    ctx.division = inputs[1:]
+
+
+def _micro_batch_backward(ctx, gradient: torch.Tensor) -> tuple:
+    dim, count = ctx.division
+    return join(gradient, "cat", count, dim), None, None
+
+
+def _join_backward(ctx, gradient: torch.Tensor) -> tuple:
+    """The gradient of what one micro-batch computed."""
+    how, count, *dim = ctx.division
+    if how == "cat":
+        gradient = micro_batch(gradient, *(dim or (0,)), count)
+    elif how == "mean":
+        gradient = gradient / count
+    return gradient, None, None, None
+
+
+for _name, _backward in (("micro_batch", _micro_batch_backward), ("join", _join_backward)):
+    torch.library.register_autograd(f"zinf::{_name}", _backward, setup_context=_remember_division, lib=_library)

@@ -272,6 +272,12 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
         "--frozen-dtype", choices=get_args(FrozenDtype), help="format of frozen matrices (default: as they are)"
     )
     parser.add_argument("--state-dtype", choices=get_args(StateForm), help="of Adam's moments (default: float32)")
+    parser.add_argument(
+        "--micro-batches",
+        metavar="N",
+        help="divide the batch of the example inputs into so many equal parts, which run each operator one after the "
+        "other (default: 1)",
+    )
     parser.add_argument("--no-residency", action="store_true", help="move tiles for every use, whatever room there is")
     parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks that train together (default: 1)")
     parser.add_argument(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zinf_fx.cli.target import build, running
-from zinf_fx.config import Config, shortened
+from zinf_fx.config import Config, parse_count, shortened
 from zinf_fx.errors import ConfigError
 from zinf_fx.frontend.explain import Planning, plan_model
 from zinf_fx.plan.files.file import load_plan
@@ -99,5 +99,6 @@ _READ: dict[str, Callable[[str], object]] = {
     "tile": lambda text: None if text == "none" else text,
     "pack": lambda text: None if text == "none" else text,
     "frozen_dtype": str,
+    "micro_batches": lambda text: parse_count(text, "micro_batches"),
     "activations": lambda text: int(text) if text.isdecimal() and len(text) < 19 else text,
 }

@@ -21,6 +21,7 @@ from zinf_fx.frontend.equal_values import replicas_of
 from zinf_fx.frontend.given_plan import about_given, plan_for
 from zinf_fx.frontend.graph_inputs import graph_inputs, origin_of, roles_of, unmoved_bytes
 from zinf_fx.frontend.local_inputs import taking_local, traced
+from zinf_fx.frontend.micro_batches import of_one_micro_batch
 from zinf_fx.frontend.parameter_writes import noted_writes, refusing_lost_writes
 from zinf_fx.frontend.tiles import gradient_positions, tiles_of
 from zinf_fx.machine.rates import measured
@@ -76,6 +77,7 @@ class Capture:
         given = list(inputs)
         self._inputs = graph_inputs(module, given, given if seen is None else seen)
         self._standing_in = frozenset(one.name for one in self._inputs if one.taken is not one.given)  # for DTensors
+        self._inputs = of_one_micro_batch(module, self._inputs, config)
         self._together = Agreement(config, groups, self._inputs)
         self._contexts: dict[str, GraphContext] = {}
         self._rates = rates

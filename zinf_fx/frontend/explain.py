@@ -231,7 +231,8 @@ def _off_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 def _zeros_like(tensor: torch.Tensor, device: torch.device) -> Callable[[], torch.Tensor]:
     """Makes zeros of a tensor's shape, which require a gradient if it does, and keeps nothing of the tensor."""
-    shape, stride, dtype, requires_grad = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
+    shape, stride = ([int(size) for size in sizes] for sizes in (tensor.shape, tensor.stride()))
+    dtype, requires_grad = tensor.dtype, tensor.requires_grad
 
     def make() -> torch.Tensor:
         return torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_().requires_grad_(requires_grad)
@@ -257,11 +258,12 @@ class _Planner:
 
         Dynamo keeps what it compiles with the code object of the outermost frame, so each planner has one of its own.
         After a graph break the frames are those of the model's class: there, isolation keeps this backend's results
-        apart, and static shapes keep it from making the user's next compilation dynamic.
+        apart, and static shapes keep it from making the user's next compilation dynamic. A batch that is divided has
+        to be told from other sizes.
         """
         call = FunctionType(_call.__code__.replace(), _call.__globals__)
         isolation = {"isolate_recompiles": True} if CAN_ISOLATE else {}
-        return torch.compile(call, backend=self, dynamic=False, **isolation)
+        return torch.compile(call, backend=self, dynamic=self.config.micro_batches > 1, **isolation)
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from zinf_fx.frontend.capture import Capture

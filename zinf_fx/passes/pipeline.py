@@ -46,6 +46,7 @@ from zinf_fx.passes.lowering.recompute_gathers import RecomputeGathers
 from zinf_fx.passes.lowering.reduce_gradients import ReduceGradients
 from zinf_fx.passes.lowering.regions import Regions
 from zinf_fx.passes.lowering.sink_gathers import SinkGathers
+from zinf_fx.passes.lowering.vertical import vertical
 from zinf_fx.passes.scheduling.buffers import excess, place_buffers
 from zinf_fx.passes.scheduling.prefetch import Prefetch
 from zinf_fx.passes.scheduling.refusal import refusal_of_buffers
@@ -146,7 +147,8 @@ def _activations(context: GraphContext, tile_limit: int | None) -> Pass:
 
 
 def _room_for_activations(context: GraphContext, tile_limit: int | None) -> int | None:
-    """What of the device's budget the states that live there and the tiles in flight leave; None: there is no budget.
+    """What of the device's budget the states that live there and the tiles in flight leave, for each micro-batch; None:
+    there is no budget.
 
     Tiles get what `_TILES_TOGETHER` of the largest take, and at least a quarter.
     """
@@ -155,7 +157,8 @@ def _room_for_activations(context: GraphContext, tile_limit: int | None) -> int 
         return None
     moved = [tile.gathered_nbytes for tile in context.tiles.values() if tile.needs_buffer]
     largest = min(max(moved, default=0), budget if tile_limit is None else tile_limit)
-    return max(budget - context.living_on_device.total - max(_TILES_TOGETHER * largest, budget // 4), 0)
+    room = budget - context.living_on_device.total - max(_TILES_TOGETHER * largest, budget // 4)
+    return max(room, 0) // context.config.micro_batches
 
 
 def divided_training(
@@ -176,6 +179,7 @@ def divided_training(
     choices = choices_in(joint.graph, before)
     context = run_passes(joint.graph, context, [RecomputeGathers(), ReduceGradients()])
     forward, backward = partition(joint, joint_inputs, context, **arguments)
+    vertical(forward, backward, context, arguments["num_fwd_outputs"])
     leaving, kept = saved_activations(
         forward.graph, arguments["num_fwd_outputs"], context.config.activation_tier, context.tensor_ranks
     )

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import torch
 
-from zinf_fx.config import LARGEST, Config, shortened
+from zinf_fx.config import LARGEST, Config, option_names, shortened
 from zinf_fx.errors import ConfigError, PlanFileError, ZinfError
 from zinf_fx.placement import Placement, PlacementRules
 
@@ -63,7 +63,7 @@ def decode(kind: type, value: object, what: str, refusal: type[ZinfError] = Plan
 
 def shared_options() -> list[str]:
     """The names of the options that a plan file holds."""
-    return [one.name for one in fields(Config) if one.init and one.name not in LOCAL_OPTIONS]
+    return [name for name in option_names() if name not in LOCAL_OPTIONS]
 
 
 @cache

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from zinf_fx.passes.activations.segments import is_random
 from zinf_fx.passes.ir.collectives import group_of, is_collective
 from zinf_fx.passes.ir.framework import GraphContext
+from zinf_fx.passes.ir.randomness import is_random
 
 EQUAL = "zinf_equal"
 """Node metadata: whether the node's value is equal on all ranks of tensor parallelism."""

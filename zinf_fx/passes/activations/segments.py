@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Collection, Iterable, Sequence
 
@@ -12,8 +11,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from zinf_fx import ops
 from zinf_fx.passes.ir.aliases import memory_node
-from zinf_fx.passes.ir.collectives import WAIT, argument_of, is_collective
+from zinf_fx.passes.ir.collectives import WAIT, is_collective
 from zinf_fx.passes.ir.framework import GraphContext, bytes_computed, is_compute
+from zinf_fx.passes.ir.randomness import is_random, source_of
 from zinf_fx.passes.ir.tile_values import tile_values
 
 # The first number in a parameter's name is that of its layer, and what stands before it tells stacks of layers apart.
@@ -104,33 +104,17 @@ class Segments:
         ends = set(cuts)
         for position, node in enumerate(self.forward):
             # A member of a tuple is computed with the tuple.
-            number_of[node] = number = number_of.get(_source(node), len(found) - 1)
+            number_of[node] = number = number_of.get(source_of(node), len(found) - 1)
             found[number].append(node)
             if position in ends:
                 found.append([])
         return found
 
 
-def _source(node: fx.Node) -> fx.Node:
-    """Of a member of a tuple, the node that computes the tuple."""
-    while node.target is operator.getitem:
-        node = node.args[0]
-    return node
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether computing the node again would draw other random numbers. Attention without dropout draws none."""
-    node = _source(node)
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    names = [argument.name for argument in node.target._schema.arguments]
-    return "dropout_p" not in names or bool(argument_of(node, "dropout_p"))
-
-
 def has_effects(node: fx.Node) -> bool:
     """Whether computing the node again would repeat an effect; AOTAutograd of torch 2.15 refuses a graph that asks for
     it, and that of earlier versions saves the result whatever the tag."""
-    return _source(node).target is torch.ops.higher_order.with_effects
+    return source_of(node).target is torch.ops.higher_order.with_effects
 
 
 def _forward_nodes(graph: fx.Graph, backward_outputs: int, tiles: Collection[fx.Node]) -> list[fx.Node]:
@@ -140,7 +124,7 @@ def _forward_nodes(graph: fx.Graph, backward_outputs: int, tiles: Collection[fx.
         if node in needed:
             needed.update(node.all_input_nodes)
     # What else a needed node computes may be for backward alone: a mask, the statistics of a norm.
-    return [n for n in graph.nodes if is_compute(n) and n not in tiles and (n in needed or _source(n) in needed)]
+    return [n for n in graph.nodes if is_compute(n) and n not in tiles and (n in needed or source_of(n) in needed)]
 
 
 def _crossing(forward: list[fx.Node]) -> list[list[fx.Node]]:

@@ -73,8 +73,18 @@ def _together(gradients: Sequence[torch.Tensor], starts: Sequence[int], numel: i
     return gradients
 
 
-# The runtime knows a pack by its parameters, so that these cost as much as an index.
-_RUN_AS = {ops.member: _member, ops.together: _together}
+def _nothing(*state: object) -> torch.Tensor:
+    return torch.empty(0)
+
+
+# The runtime knows a pack by its parameters, so that these cost as much as an index. What is timed draws from whatever
+# state the generator has.
+_RUN_AS = {
+    ops.member: _member,
+    ops.together: _together,
+    ops.random_state: _nothing,
+    ops.set_random_state: _nothing,
+}
 
 
 def _measured(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> float:

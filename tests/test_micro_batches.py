@@ -1,0 +1,281 @@
+"""A step of several micro-batches, operator by operator, equals a loop over them, and moves what one of them moves."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gate import slow
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+import zinf_fx
+from zinf_fx.plan.memory.accounting import phases
+
+WIDTH, WORDS, LENGTH, PART = 16, 32, 6, 2
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, h: Tensor) -> Tensor:
+        batch, length, width = h.shape
+        q, k, v = (x.view(batch, length, 2, width // 2).transpose(1, 2) for x in self.qkv(self.norm(h)).split(width, 2))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(h.shape)
+        h = h + self.dropout(self.out(attended))
+        return h + self.dropout(self.down(F.gelu(self.up(h))))
+
+
+class Model(nn.Module):
+    """Gives its loss, and its logits of shape [batch, length, words]."""
+
+    def __init__(self, dropout: float = 0.1, tied: bool = False) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.Sequential(Block(dropout), Block(dropout))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, words: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.blocks(self.words(words) + self.places(torch.arange(words.shape[1])))
+        logits = self.head(h)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def tokens(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    words = torch.randint(0, WORDS, (2, count * PART, LENGTH), generator=torch.Generator().manual_seed(seed))
+    return words[0], words[1]
+
+
+def loop(model: nn.Module, count: int, *batch: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """What plain PyTorch does: a backward pass for each micro-batch. Returns losses and logits."""
+    found = []
+    for part in zip(*(one.chunk(count) for one in batch), strict=True):
+        loss, logits = model(*part)
+        (loss * scale if scale else loss / count).backward()
+        found.append((loss.detach(), logits.detach()))
+    return torch.stack([loss for loss, _ in found]), torch.cat([logits for _, logits in found])
+
+
+def twin_of(plain: nn.Module, store: Path, **options: Any) -> tuple[nn.Module, Callable[..., Any]]:
+    """A copy that is stored, and that compiled."""
+    placement = options.pop("placement", "nvme")
+    twin = zinf_fx.offload(copy.deepcopy(plain), store=store, placement=placement)
+    return twin, torch.compile(twin, backend="zinf", dynamic=True, options=options)
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def assert_same_gradients(twin: nn.Module, plain: nn.Module) -> None:
+    for (name, ours), theirs in zip(twin.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(full(ours.grad), theirs.grad), name
+
+
+@pytest.mark.parametrize(
+    ("count", "options"),
+    [
+        (8, {"pack": None, "residency": False}),
+        (2, {"activations": "recompute", "pack": None}),
+        (4, {"activations": "offload", "placement": "host"}),
+        (4, {"device_memory": "160KiB", "activations": "auto"}),
+        slow(4, {"placement": "device"}),
+        slow(3, {"prefetch": None, "pack": None}),
+    ],
+    ids=str,
+)
+def test_a_step_equals_the_loop(tmp_path: Path, count: int, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    plain = Model()
+    twin, compiled = twin_of(plain, tmp_path, micro_batches=count, **options)
+    ours = zinf_fx.optim.AdamW(twin.parameters(), lr=1e-2)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    for step in range(3):
+        batch = tokens(count, step)
+        torch.manual_seed(step)
+        losses, expected = loop(plain, count, *batch)
+        after = torch.get_rng_state()
+        torch.manual_seed(step)
+        loss, logits = compiled(*batch)
+        loss.backward()
+        assert torch.equal(torch.get_rng_state(), after)
+        assert torch.equal(logits, expected)
+        assert torch.allclose(loss, losses.mean(), rtol=1e-6)
+        assert_same_gradients(twin, plain)
+        norms = [torch.nn.utils.clip_grad_norm_(one.parameters(), 0.5) for one in (twin, plain)]
+        assert torch.equal(*norms)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, one), other in zip(twin.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.full_tensor(), other), name
+
+
+@pytest.mark.parametrize("group", [2, slow(1), slow(4)])
+def test_groups_accumulate(tmp_path: Path, group: int) -> None:
+    """Eight micro-batches in groups: a sum of sums, which rounds in other places than the loop's."""
+    torch.manual_seed(0)
+    plain = Model(dropout=0.0)
+    twin, compiled = twin_of(plain, tmp_path, micro_batches=group)
+    batch = tokens(8)
+    loop(plain, 8, *batch)
+    for part in zip(*(one.chunk(8 // group) for one in batch), strict=True):
+        (compiled(*part)[0] * group / 8).backward()
+    for (name, one), other in zip(twin.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(one.grad), other.grad, rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_a_tied_weight_has_both_gradients_summed_by_themselves(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = Model(tied=True)
+    twin, compiled = twin_of(plain, tmp_path, micro_batches=4, pack=None)
+    batch = tokens(4)
+    torch.manual_seed(1)
+    loop(plain, 4, *batch)
+    torch.manual_seed(1)
+    compiled(*batch)[0].backward()
+    tied = twin.words.weight.grad.full_tensor()
+    torch.testing.assert_close(tied, plain.words.weight.grad, rtol=1e-5, atol=1e-8)
+    assert torch.equal(twin.places.weight.grad.full_tensor(), plain.places.weight.grad)
+
+
+def test_losses_are_summed_where_that_is_asked_for(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = Model(dropout=0.0)
+    twin, compiled = twin_of(plain, tmp_path, micro_batches=4, micro_batch_loss="sum")
+    batch = tokens(4)
+    losses, _ = loop(plain, 4, *batch, scale=1.0)
+    loss, _ = compiled(*batch)
+    loss.backward()
+    torch.testing.assert_close(loss, losses.sum(), rtol=1e-6, atol=0.0)
+    assert_same_gradients(twin, plain)
+
+
+def test_inputs_and_results_that_are_differentiated(tmp_path: Path) -> None:
+    """The batch's own gradient, and that of a result which is no loss; a result that depends on no micro-batch."""
+
+    class Both(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+            y = super().forward(x)
+            return y.transpose(0, 1), self.weight.square().sum(), (y > 0).sum(), x.shape[0]
+
+    torch.manual_seed(0)
+    plain = Both(3, 5)
+    twin, compiled = twin_of(plain, tmp_path, micro_batches=2)
+    ours, theirs = (torch.arange(24.0).view(8, 3).div(7).requires_grad_() for _ in range(2))
+    tangent = torch.randn(5, 8)
+    y, penalty, positive, size = compiled(ours)
+    assert size == 8
+    ((y * tangent).sum() + penalty).backward()
+    for x, part in zip(theirs.chunk(2), tangent.chunk(2, 1), strict=True):
+        z, penalty_here, *_ = plain(x)
+        ((z * part).sum() + penalty_here / 2).backward()
+    assert torch.equal(penalty, penalty_here)
+    assert positive == (y > 0).sum()
+    assert torch.equal(ours.grad, theirs.grad)
+    assert_same_gradients(twin, plain)
+
+
+def test_parameters_and_gradients_move_once(tmp_path: Path) -> None:
+    """As planned, and as measured."""
+    torch.manual_seed(0)
+    model, batch, options = Model(), tokens(8), {"pack": None, "residency": False, "placement": "nvme"}
+    one = zinf_fx.export_plan(model, tuple(x[:PART] for x in batch), **options)
+    all_of_them = zinf_fx.export_plan(model, batch, micro_batches=8, **options)
+    assert [traffic for _, traffic in phases(all_of_them)] == [traffic for _, traffic in phases(one)]
+    assert [len(graph.events) for graph in all_of_them.graphs] == [len(graph.events) for graph in one.graphs]
+
+    moved = {}
+    for count, inputs in ((1, tuple(x[:PART] for x in batch)), (8, batch)):
+        torch._dynamo.reset()
+        twin, compiled = twin_of(model, tmp_path, micro_batches=count, pack=None, residency=False)
+        optimizer = zinf_fx.optim.AdamW(twin.parameters(), lr=1e-2)
+        for _ in range(3):
+            before = zinf_fx.stats(twin)
+            compiled(*inputs)[0].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.finish()
+        after = zinf_fx.stats(twin)
+        moved[count] = after.bytes_read - before.bytes_read, after.bytes_written - before.bytes_written
+    # The head of the next step may have been fetched when the step is over, or not.
+    assert moved[8] == pytest.approx(moved[1], rel=0.02)
+
+
+def test_each_size_of_the_batch_has_a_plan_and_evaluation_is_whole(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = Model(dropout=0.0)
+    twin, compiled = twin_of(plain, tmp_path, micro_batches=2)
+    for count in (2, 4, 2):
+        batch = tuple(x[: count * PART] for x in tokens(4))
+        plain.zero_grad()
+        twin.zero_grad()
+        loop(plain, 2, *batch)
+        compiled(*batch)[0].backward()
+        assert_same_gradients(twin, plain)
+    three = tuple(x[:3] for x in tokens(4))  # which can't be divided by two
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*three)[1], plain(*three)[1])
+
+
+def test_a_plan_file_is_followed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain, batch = Model(dropout=0.0), tokens(4)
+    zinf_fx.export_plan(plain, batch, micro_batches=4, placement="nvme").save(tmp_path / "plan.json")
+    twin, compiled = twin_of(plain, tmp_path, plan=tmp_path / "plan.json")
+    loop(plain, 4, *batch)
+    compiled(*batch)[0].backward()
+    assert_same_gradients(twin, plain)
+
+
+def _squared(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x[:LENGTH], x[:LENGTH]
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "options", "dynamic", "expected"),
+    [
+        (Model(), tokens(4), {"micro_batches": 4}, False, "sizes in the captured graph are fixed"),
+        (Model(), tokens(4), {"micro_batches": 3}, True, "has 8 elements .* is no multiple"),
+        (Model(), _squared(tokens(4)[0]), {"micro_batches": 3}, True, "or are equal to it: exactly one"),
+        (nn.BatchNorm1d(4), (torch.ones(8, 4),), {"micro_batches": 2}, True, "Statistics of a batch"),
+        (nn.Linear(4, 4), (torch.ones(8, 4),), {"micro_batches": 0}, True, "micro_batches=0 is not accepted"),
+    ],
+    ids=["fixed", "multiple", "equal", "batch norm", "zero"],
+)
+def test_refused(model: nn.Module, inputs: tuple, options: dict, dynamic: bool, expected: str, tmp_path: Path) -> None:
+    compiled = torch.compile(
+        model, backend="zinf", dynamic=dynamic, options={**options, "placement": "host", "store": tmp_path}
+    )
+    with pytest.raises(BackendCompilerFailed, match=expected):
+        compiled(*inputs)
+    assert not any(isinstance(one, zinf_fx.StoredTensor) for one in model.parameters()), "nothing was changed"
+
+
+def test_another_size_that_is_equal_by_chance(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain, batch = Model(dropout=0.0), tokens(3)  # six of six words
+    twin = zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, placement="nvme")
+    for x in batch:
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+    loop(plain, 3, *batch)
+    torch.compile(twin, backend="zinf", options={"micro_batches": 3})(*batch)[0].backward()
+    assert_same_gradients(twin, plain)

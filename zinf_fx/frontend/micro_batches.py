@@ -1,0 +1,181 @@
+"""Dynamo's graph of a whole batch -> that of one micro-batch, which takes and gives the batch. See
+[Note: micro-batches]."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch.distributed.tensor import DTensor
+
+from zinf_fx import ops
+from zinf_fx.config import Config
+from zinf_fx.errors import ConfigError
+from zinf_fx.frontend.graph_inputs import GraphInput
+
+
+def of_one_micro_batch(module: fx.GraphModule, inputs: Sequence[GraphInput], config: Config) -> list[GraphInput]:
+    """Have `module`, in place, compute one of `config.micro_batches`. Returns its inputs, of which all sizes are those
+    of this call from now on: Dynamo makes another graph for others.
+
+    The batch is what the first dimension of the call's first tensor has. Without gradients nothing is divided.
+
+    Raises: ConfigError where sizes that depend on the batch can't be told from others, or it can't be divided.
+    """
+    if config.micro_batches == 1 or not torch.is_grad_enabled() or not any(map(_is_differentiated, inputs)):
+        return list(inputs)
+    placeholders = module.graph.find_nodes(op="placeholder")
+    (output,) = module.graph.find_nodes(op="output")
+    batch = _batch_of(placeholders, inputs, config)
+    joins = {node: batch.joined_by(node) for node in output.all_input_nodes if node not in placeholders}
+    sizes = {node: batch.micro_size(node) for node in placeholders if isinstance(_value(node), torch.SymInt)}
+    dims = {node: batch.dim_of(node, f"input '{one.name}'") for node, one in zip(placeholders, inputs, strict=True)}
+    with module.graph.inserting_after(placeholders[-1]):
+        for node, dim in dims.items():
+            if dim is not None:
+                part = module.graph.call_function(ops.micro_batch, (node, dim, batch.count))
+                node.replace_all_uses_with(part, delete_user_cb=lambda user, part=part: user is not part)
+    for node in sizes:
+        for user in set(node.users) - {output}:
+            user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda one: sizes.get(one, one))
+    with module.graph.inserting_before(output):
+        joined = {node: module.graph.call_function(ops.join, (node, *how)) for node, how in joins.items() if how}
+    output.args = fx.map_arg(output.args, lambda node: joined.get(node, node))
+    fixed = [_fixed(node, one) for node, one in zip(placeholders, inputs, strict=True)]
+    for one in inputs:
+        if isinstance(one.given, torch.SymInt):
+            int(one.given)  # which makes a guard of it
+    return fixed
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """How sizes of the captured graph depend on the batch.
+
+    Attributes:
+        symbol: the size of the batch, in Dynamo's sizes.
+        size: what it is in this call.
+        count: of its micro-batches.
+        loss: what losses of micro-batches are made one by, "mean" or "sum".
+    """
+
+    symbol: sympy.Symbol
+    size: int
+    count: int
+    loss: str
+
+    def dim_of(self, node: fx.Node, what: str) -> int | None:
+        """The dimension of a tensor that is the batch's; None: none is. Raises: ConfigError."""
+        value = _value(node)
+        if not isinstance(value, torch.Tensor):
+            return None
+        depending = [dim for dim, size in enumerate(value.shape) if self.symbol in _expression(size).free_symbols]
+        if not depending:
+            return None
+        if len(depending) > 1 or _expression(value.shape[depending[0]]) != self.symbol or isinstance(value, DTensor):
+            raise ConfigError(
+                f"micro_batches={self.count}: {what} is of shape {list(map(_hint, value.shape))}, of which dimensions "
+                f"{depending} depend on the batch size {self.size}, or are equal to it: exactly one has to be it. "
+                "Where another size is the same by chance, call torch._dynamo.maybe_mark_dynamic(x, 0) for each tensor "
+                "x of the batch, in the place of dynamic=True"
+            )
+        return depending[0]
+
+    def joined_by(self, result: fx.Node) -> tuple[Any, ...] | None:
+        """How the caller's result is made of those of the micro-batches; None: they have it alike. Raises:
+        ConfigError."""
+        value = _value(result)
+        if not isinstance(value, torch.Tensor):
+            if self.symbol in _expression(value).free_symbols:
+                raise ConfigError(
+                    f"micro_batches={self.count}: the model returns the number {_hint(value)}, which depends on the "
+                    "batch: take it from what the model is called with"
+                )
+            return None
+        dim = self.dim_of(result, f"the model's result '{result}'")
+        if dim is not None:
+            return ("cat", self.count, dim)
+        if value.dim() or value.dtype is torch.bool:
+            return None
+        return (self.loss if value.is_floating_point() else "sum", self.count)
+
+    def micro_size(self, node: fx.Node) -> int:
+        """A size that the graph is called with, of a micro-batch. Raises: ConfigError."""
+        size = _value(node)
+        expression = _expression(size)
+        if self.symbol not in expression.free_symbols:
+            return _hint(size)
+        if expression != self.symbol:
+            raise ConfigError(
+                f"micro_batches={self.count}: the graph is called with the size {expression} of the batch size "
+                f"{self.symbol}, which a graph break makes of it: remove the break (TORCH_LOGS=graph_breaks shows it)"
+            )
+        return self.size // self.count
+
+
+def _batch_of(placeholders: Sequence[fx.Node], inputs: Sequence[GraphInput], config: Config) -> _Batch:
+    """What the call's batch is. Raises: ConfigError."""
+    count = config.micro_batches
+    for node, one in zip(placeholders, inputs, strict=True):
+        value = _value(node)
+        if not one.comes_with_call or not isinstance(value, torch.Tensor) or not value.dim():
+            continue
+        if getattr(one.given, "_dynamo_dynamic_indices", None):
+            raise ConfigError(
+                f"micro_batches={count}: '{one.name}' was given to torch._dynamo.mark_dynamic, which refuses a graph "
+                "for one size of the batch: call maybe_mark_dynamic in its place, or torch.compile(..., dynamic=True)"
+            )
+        expression = _expression(value.shape[0])
+        if isinstance(expression, sympy.Symbol):
+            size = _hint(value.shape[0])
+            if size % count:
+                raise ConfigError(
+                    f"micro_batches={count}: the batch has {size} elements ('{one.name}' is of shape "
+                    f"{list(map(_hint, value.shape))}), which is no multiple of it: leave out the last, smaller batch "
+                    "(drop_last=True of a DataLoader), or give another number"
+                )
+            return _Batch(expression, size, count, config.micro_batch_loss)
+    raise ConfigError(
+        f"micro_batches={count}: the sizes in the captured graph are fixed, so that it can't be told which of them are "
+        "the batch's: compile with torch.compile(model, backend='zinf', dynamic=True, options=...), or call "
+        "torch._dynamo.maybe_mark_dynamic(x, 0) for each tensor x of the batch before the first step"
+    )
+
+
+def _is_differentiated(one: GraphInput) -> bool:
+    return isinstance(one.taken, torch.Tensor) and one.taken.requires_grad
+
+
+def _value(node: fx.Node) -> object:
+    return node.meta.get("example_value")
+
+
+def _expression(size: object) -> sympy.Basic:
+    """A size as Dynamo knows it."""
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.sympify(0)
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    """A size in this call, of which Dynamo makes no guard."""
+    return size.node.hint if isinstance(size, torch.SymInt) else size
+
+
+def _fixed(node: fx.Node, one: GraphInput) -> GraphInput:
+    """An input with the sizes of this call."""
+    value = _value(node)
+    if (
+        one.is_stored
+        or not isinstance(value, torch.Tensor)
+        or not any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride()))
+    ):
+        return one
+    sizes, strides = ([_hint(size) for size in each] for each in (value.shape, value.stride()))
+    with detect_fake_mode([value]):
+        fixed = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+    fixed.requires_grad_(value.requires_grad)
+    return replace(one, given=fixed, taken=fixed, seen=fixed)

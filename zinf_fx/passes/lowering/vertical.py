@@ -1,0 +1,284 @@
+"""Forward and backward of one micro-batch -> those of several, operator by operator.
+
+A loop over k micro-batches moves every parameter through the memory hierarchy k times. Here all micro-batches run an
+operator before the next operator begins, so that a tile is there once per pass; gradients are added where they are
+computed, and leave once. Published as vertical scheduling (GreedySnake).
+
+[Note: micro-batches] A graph is captured for one of k micro-batches: `zinf::micro_batch` is that part of what holds
+the batch, and `zinf::join` makes what the caller gets of what every micro-batch computes. What depends on a micro-batch
+is repeated for each; everything else (tiles, masks, constants) is computed once. Each micro-batch computes what the
+loop would compute, in the shapes of the loop, and a gradient is the same sum in the same order, so that every bit is
+the same. After this pass a graph is like any other, and no later stage knows of micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from itertools import chain, groupby
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from zinf_fx import ops
+from zinf_fx.errors import ConfigError
+from zinf_fx.passes.ir.framework import GraphContext, operator_of
+from zinf_fx.passes.ir.randomness import draws, draws_by_shape, run_by
+from zinf_fx.passes.lowering.regions import Regions
+from zinf_fx.passes.lowering.sink_gathers import SinkGathers
+
+aten = torch.ops.aten
+
+_TAKE_ALL = (ops.reduce_scatter, ops.together, ops.join)
+
+
+def vertical(forward: fx.GraphModule, backward: fx.GraphModule, context: GraphContext, results: int) -> None:
+    """Make a step of `Config.micro_batches` of the partitioned graphs of one: see [Note: micro-batches]. `results`: how
+    many outputs of forward the caller gets; the others are saved for backward.
+
+    Raises: ConfigError where what the caller gets is neither a matter of the whole batch nor of its parts.
+    """
+    count = context.config.micro_batches
+    if count == 1:
+        return
+    step = _Repeated(forward.graph, replace(context, kind="forward", gradients={}), count)
+    each = step.finish(results)
+    forward.graph = step.graph
+    inputs = backward.graph.find_nodes(op="placeholder")
+    saved = {placeholder for placeholder, is_of_each in zip(inputs, each, strict=False) if is_of_each}
+    step = _Repeated(backward.graph, replace(context, kind="backward", backward_outputs=0), count, saved)
+    step.finish_with_sums()
+    backward.graph = step.graph
+
+
+class _Repeated:
+    """A graph with what depends on a micro-batch repeated for each.
+
+    Attributes:
+        graph: the new graph.
+    """
+
+    def __init__(
+        self, template: fx.Graph, context: GraphContext, count: int, saved: Collection[fx.Node] | None = None
+    ) -> None:
+        """`saved`: the inputs of a backward graph that every micro-batch has one of; None: it is a forward graph, whose
+        inputs are those of the batch."""
+        SinkGathers()(template, context)
+        Regions()(template, context)
+        self.graph = fx.Graph(template.owning_module)
+        self._template, self._count = template, count
+        self._once: dict[fx.Node, fx.Node] = {}
+        self._each: dict[fx.Node, list[fx.Node]] = {}  # what every micro-batch has one of
+        self._sums: dict[fx.Node, fx.Node] = {}  # of what has been emitted
+        for placeholder in template.find_nodes(op="placeholder"):
+            if saved is None or placeholder not in saved:
+                self._once[placeholder] = self.graph.node_copy(placeholder)
+            else:
+                names = [_name(placeholder, number) for number in range(count)]
+                self._each[placeholder] = [self._made("placeholder", name, (), {}, placeholder, name) for name in names]
+        self._repeated, self._after = _depending(template, self._each)
+        self._summed = {one for node in self._after for one in _summed_for(node)}
+        if saved is not None:
+            self._summed.update(one for one in template.output_node().all_input_nodes if one in self._repeated)
+        for placeholder, copies in self._each.items():
+            for number, copy in enumerate(copies if placeholder in self._summed else ()):
+                self._add(placeholder, copy, number)
+        self._states = self._draw_ahead(list(filter(draws, template.nodes)))
+        inner = [node for node in template.nodes if node.op not in ("placeholder", "output")]
+        for _, nodes in groupby(inner, operator_of):
+            self._emit(list(nodes))
+
+    def finish(self, results: int) -> list[bool]:
+        """Return what a forward graph does: its first `results` outputs, and of what is saved, what each micro-batch
+        has. Tells of everything that the template saves whether each has one. Raises: ConfigError."""
+        for device, states in self._states.items():
+            self.graph.call_function(ops.set_random_state, (states[-1], device))
+        outputs = self._template.output_node().args[0]
+        parts = [node for node in self._template.nodes if _writes_to_an_input(node)]
+        for node in [*parts, *(one for one in outputs[:results] if one in self._repeated)]:
+            raise ConfigError(
+                f"micro_batches={self._count}: the model writes to a buffer, or returns what depends on the batch and "
+                f"is no part of it ({node.format_node()}). Statistics of a batch (BatchNorm) need the whole batch: "
+                "leave micro_batches out, or use a norm without them"
+            )
+        saved = [self._each.get(node) or [self._once[node]] for node in outputs[results:]]
+        self._returns([*map(self._once.get, outputs[:results]), *chain(*saved)])
+        return [node in self._each for node in outputs[results:]]
+
+    def finish_with_sums(self) -> None:
+        """Return what a backward graph does: gradients of all micro-batches."""
+        results = self._template.output_node().args[0]
+        self._returns([self._sums.get(node) or self._once.get(node) for node in results])
+
+    def _returns(self, results: list[fx.Node | None]) -> None:
+        old = self._template.output_node()
+        self.graph.output(type(old.args[0])(results)).meta = dict(old.meta)
+
+    def _made(self, op: str, target: Any, args: tuple, kwargs: dict, like: fx.Node, name: str | None = None) -> fx.Node:
+        """A new node whose value is of the type of `like`'s."""
+        node = self.graph.create_node(op, target, args, kwargs, name)
+        node.meta = dict(like.meta)
+        return node
+
+    def _emit(self, nodes: Sequence[fx.Node]) -> None:
+        """One operator: what all micro-batches share, each of them, and what is made of all."""
+        for node in nodes:
+            if node not in self._repeated and node not in self._after:
+                self._once[node] = self.graph.node_copy(node, self._once.__getitem__)
+        for number in range(self._count):
+            for node in nodes:
+                if node in self._repeated:
+                    self._emit_one(node, number)
+        for node in nodes:
+            if node in self._after:
+                self._once[node] = self._joined(node) if node.target is ops.join else self._of_sums(node)
+
+    def _emit_one(self, node: fx.Node, number: int) -> None:
+        """What one micro-batch has of a node."""
+        name = _name(node, number)
+        if node.target is ops.micro_batch:
+            batch, dim, _ = node.args
+            size = node.meta["val"].shape[dim]
+            bounds = (dim, number * size, (number + 1) * size)
+            copy = self._made("call_function", aten.slice.Tensor, (self._once[batch], *bounds), {}, node, name)
+            copy.meta["val"] = batch.meta["val"].narrow(dim, number * size, size)
+        else:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: self._of(one, number))
+            if draws(node):
+                device = _device_of(node)
+                self.graph.call_function(ops.set_random_state, (self._states[device][number], device))
+            copy = self._made(node.op, node.target, args, kwargs, node, name)
+            if draws(node):
+                self._states[device][number] = self._state(device)
+        self._each.setdefault(node, []).append(copy)
+        if node in self._summed:
+            self._add(node, copy, number)
+
+    def _of(self, node: fx.Node, number: int) -> fx.Node:
+        return self._each[node][number] if node in self._each else self._once[node]
+
+    def _add(self, node: fx.Node, copy: fx.Node, number: int) -> None:
+        """Add what a micro-batch has to what those before it have: the first sum is new memory, to which others are
+        added."""
+        if number == 0:
+            self._sums[node] = copy
+        else:
+            add = aten.add.Tensor if number == 1 else aten.add_.Tensor
+            self._sums[node] = self._made("call_function", add, (self._sums[node], copy), {}, copy)
+
+    def _sum(self, node: fx.Node) -> fx.Node:
+        """The sum over all micro-batches; of what is already made of all, itself."""
+        if node in self._after:
+            return self._once[node]
+        if node not in self._sums:  # which depends on no micro-batch
+            for number in range(self._count):
+                self._add(node, self._once[node], number)
+        return self._sums[node]
+
+    def _of_sums(self, node: fx.Node) -> fx.Node:
+        """What is made of sums."""
+        summed = _summed_for(node)
+        return self.graph.node_copy(node, lambda one: self._sum(one) if one in summed else self._once[one])
+
+    def _joined(self, node: fx.Node) -> fx.Node:
+        """What the caller gets of all micro-batches."""
+        value, how, count, *dim = node.args
+        if how == "cat":
+            parts = [self._of(value, number) for number in range(count)]
+            return self._made("call_function", aten.cat.default, (parts, *dim), {}, node, node.name)
+        total = self._sum(value)
+        if how == "sum":
+            return total
+        return self._made("call_function", aten.div.Tensor, (total, count), {}, node, node.name)
+
+    # Random numbers
+
+    def _draw_ahead(self, nodes: Sequence[fx.Node]) -> dict[torch.device, list[fx.Node]]:
+        """By device, the state of its generator where each micro-batch begins, as the loop would find it: behind the
+        forward passes of those before, which draw here from what has no values. Raises: ConfigError."""
+        for node in nodes:
+            if not draws_by_shape(node):
+                raise ConfigError(
+                    f"micro_batches={self._count}: how many random numbers {node.target} draws may depend on values, "
+                    f"so that those of a loop are not known ahead ({node.format_node()}): leave micro_batches out"
+                )
+        states: dict[torch.device, list[fx.Node]] = {}
+        for device in dict.fromkeys(map(_device_of, nodes)):
+            states[device] = [self._state(device)]
+            for _ in range(1, self._count):
+                for node in nodes:
+                    if _device_of(node) == device:
+                        self._draw_from_nothing(node)
+                states[device].append(self._state(device))
+        return states
+
+    def _draw_from_nothing(self, node: fx.Node) -> None:
+        def nothing(one: fx.Node) -> fx.Node:
+            value = one.meta["val"]
+            if not isinstance(value, torch.Tensor):
+                return self._once[one]
+            options = {"dtype": value.dtype, "device": value.device}
+            return self._made("call_function", aten.zeros.default, (list(value.shape),), options, one)
+
+        target, args = run_by(node)
+        args, kwargs = fx.map_arg((args, node.kwargs), nothing)
+        self._made("call_function", target, args, kwargs, node)
+
+    def _state(self, device: torch.device) -> fx.Node:
+        return self.graph.call_function(ops.random_state, (device,))
+
+
+def _name(node: fx.Node, number: int) -> str:
+    """What is saved has one name in forward and backward."""
+    return f"{node.name}_of_{number}"
+
+
+def _device_of(node: fx.Node) -> torch.device:
+    return next(one.device for one in tree_leaves(node.meta["val"]) if isinstance(one, torch.Tensor))
+
+
+def _depending(template: fx.Graph, inputs: Collection[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
+    """The nodes that depend on a micro-batch, as those `inputs` do, and those that take what all have computed."""
+    repeated, after = set(inputs), _sums_over_operators(template)
+    for node in template.nodes:
+        if node.op in ("placeholder", "output") or node in after:
+            continue
+        if node.target in _TAKE_ALL or not after.isdisjoint(node.all_input_nodes):
+            after.add(node)
+        elif node.target is ops.micro_batch or draws(node) or not repeated.isdisjoint(node.all_input_nodes):
+            repeated.add(node)
+    return repeated, after
+
+
+def _sums_over_operators(template: fx.Graph) -> set[fx.Node]:
+    """The sums of gradients that several operators compute for one tile, as for a tied weight: each of them is summed
+    over the micro-batches by itself, or all would be held until the last one is there. The loop adds in another order,
+    so that only here a gradient may differ from its in the last bits."""
+    found: set[fx.Node] = set()
+    due = [one for node in template.nodes if node.target in _TAKE_ALL for one in _summed_for(node)]
+    while due:
+        node = due.pop()
+        if node.target is aten.add.Tensor and not node.kwargs and len(node.users) == 1:
+            terms = [one for one in node.args if isinstance(one, fx.Node)]
+            if len(terms) == 2 and any(operator_of(one) < operator_of(node) for one in terms):
+                found.add(node)
+                due += terms
+    return found
+
+
+def _writes_to_an_input(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable and any(one.op == "placeholder" for one in node.all_input_nodes)
+
+
+def _summed_for(node: fx.Node) -> Sequence[fx.Node]:
+    """The inputs of a node of which it takes the sums over all micro-batches."""
+    if node.target is ops.reduce_scatter:
+        return node.args[1:]
+    if node.target is ops.together:
+        return node.args[0]
+    if node.target is ops.join:
+        return node.args[:1] if node.args[1] != "cat" else ()
+    return node.args if node.target is aten.add.Tensor else ()  # of [Note: micro-batches], the sums over operators
