@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from breaking_files import Failing, Killed, WithoutLinks
+from breaking_files import Failing, Killed, LosingPower, WithoutLinks, put
 from counting import Counting
 from forked import run
 from gate import named, slow
@@ -22,6 +22,7 @@ from jobs import Job, assert_equal
 
 import zinf_fx
 from zinf_fx.checkpoint.training import behind
+from zinf_fx.checkpoint.training.catalog import checkpoints_in
 from zinf_fx.checkpoint.training.loading import manifest_of
 from zinf_fx.errors import CheckpointError, ConfigError, StoreError
 
@@ -53,6 +54,10 @@ class KilledElsewhere(WithoutLinks, Killed):
 
 class FailingElsewhere(WithoutLinks, Failing):
     """Failing, on another file system."""
+
+
+class LosingPowerElsewhere(WithoutLinks, LosingPower):
+    """Losing power, on another file system."""
 
 
 def managed(job: Job | Counting, directory: Path, files: Any, **options: Any) -> zinf_fx.CheckpointManager:
@@ -203,6 +208,36 @@ def test_kills_at_operations(tmp_path: Path, other: Counting, every: int):
         if not died:
             break
     assert len(found) > 20 / every and found == sorted(found) and set(found) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("ignores", ["", "sync", "sync_data"])
+def test_power_fails_at_every_operation(tmp_path: Path, other: Counting, ignores: str):
+    """Of a copy behind training, with a step meanwhile. A disk that doesn't sync shows why copies do."""
+    root, image = tmp_path / "disk", tmp_path / "image"
+    root.mkdir()
+    job = Counting(tmp_path / "store")
+    manager = managed(job, root, WithoutLinks())
+    job.step()
+    manager.save(1)
+    disk = manager.files = LosingPowerElsewhere(root, ignores)
+    job.step()
+    with manager:
+        manager.after_step(2)
+        job.step()
+
+    def resumed(content: dict[str, bytes | None]) -> int:
+        other.steps = managed(other, put(content, image), WithoutLinks()).resume()
+        other.check()
+        return other.steps
+
+    def is_damaged(content: dict[str, bytes | None]) -> bool:
+        return any(not one.is_whole and not one.is_left_over for one in checkpoints_in(put(content, image)))
+
+    assert any(map(is_damaged, disk.images)) == bool(ignores)
+    if not ignores:
+        found = [resumed(content) for content in disk.images]
+        assert len(found) > 10 and set(found) == {1, 2}
+        assert {resumed(content) for content in disk.after()} == {2}
 
 
 FULL = StoreError("write", "somewhere", "no space", errno=errno.ENOSPC)
