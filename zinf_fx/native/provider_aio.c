@@ -26,6 +26,7 @@ struct aio {
     aio_context_t kernel;
     int wake;
     unsigned most;
+    unsigned flying;        /* blocks that the kernel has */
     struct iocb **controls; /* `most` of each */
     struct io_event *events;
 };
@@ -183,6 +184,7 @@ static int aio_submit(void *context, struct zinf_block **blocks, unsigned count)
         aio->controls[i] = &block->control;
     }
     int taken = aio->calls.submit(aio->kernel, count, aio->controls);
+    aio->flying += taken > 0 ? (unsigned)taken : 0;
     return taken ? taken : -EAGAIN;
 }
 
@@ -197,13 +199,15 @@ static int aio_reap(void *context, struct zinf_block **blocks, unsigned max)
         blocks[i] = (struct zinf_block *)(uintptr_t)aio->events[i].data;
         blocks[i]->result = aio->events[i].res;
     }
+    aio->flying -= count > 0 ? (unsigned)count : 0;
     return count == -EINTR ? 0 : count;
 }
 
 static void aio_close(void *context)
 {
     struct aio *aio = context;
-    if (!keep_idle(aio->most, aio->kernel))
+    /* Destroying it waits for what the kernel still has, which the next engine must not be told of. */
+    if (aio->flying || !keep_idle(aio->most, aio->kernel))
         aio->calls.destroy(aio->kernel); /* fails only for a context that doesn't exist */
     aio_free(aio);
 }
