@@ -1,0 +1,41 @@
+"""Micro-batches over several ranks: each reduces its gradients once, as DistributedDataParallel does after no_sync."""
+
+from __future__ import annotations
+
+import torch
+from ranks import training
+from ranks.launching import on_ranks
+
+import zinf_fx
+
+COUNT, STEPS = 4, 3
+
+
+def trained(rank: int) -> tuple[float, int, int]:
+    """The largest difference of a parameter to DistributedDataParallel's at the end, and the bytes that this rank sent
+    in a step of several micro-batches, and in one of one."""
+    _, parameters = training.train_ddp(STEPS, COUNT)
+    stored = zinf_fx.offload(training.model(seed=rank), placement="infinity-nvme")
+    optimizer = zinf_fx.optim.AdamW(stored.parameters(), lr=1e-2)
+    sent = []
+    for count in (COUNT, 1):
+        run = torch.compile(stored, backend="zinf", dynamic=True, options={"micro_batches": count})
+        for step in training.batches(STEPS, rank, COUNT) if count == COUNT else training.batches(2, rank, 1):
+            before = zinf_fx.stats(stored).sent_bytes
+            run(*(torch.cat(parts) for parts in zip(*step, strict=True))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.finish()
+        sent.append(zinf_fx.stats(stored).sent_bytes - before)
+        if count == COUNT:
+            with zinf_fx.gathered(stored) as values:
+                names = [name for name, _ in stored.named_parameters()]
+                pairs = [(one, parameters[name]) for name, one in zip(names, values, strict=True)]
+                difference = max((one - other).abs().max().item() for one, other in pairs)
+    return difference, *sent
+
+
+def test_two_ranks_train_as_distributed_data_parallel_and_send_as_much_as_with_one_micro_batch() -> None:
+    for difference, of_several, of_one in on_ranks(2, trained):
+        assert difference < 1e-5  # weights are tied: see [Note: micro-batches]
+        assert of_several == of_one > 0
