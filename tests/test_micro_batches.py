@@ -200,6 +200,7 @@ def test_parameters_and_gradients_move_once(tmp_path: Path) -> None:
     model, batch, options = Model(), tokens(8), {"pack": None, "residency": False, "placement": "nvme"}
     one = zinf_fx.export_plan(model, tuple(x[:PART] for x in batch), **options)
     all_of_them = zinf_fx.export_plan(model, batch, micro_batches=8, **options)
+    assert ", 8 micro-batches" in zinf_fx.explain(model, *batch, micro_batches=8, **options)
     assert [traffic for _, traffic in phases(all_of_them)] == [traffic for _, traffic in phases(one)]
     assert [len(graph.events) for graph in all_of_them.graphs] == [len(graph.events) for graph in one.graphs]
 
