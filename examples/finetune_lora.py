@@ -18,10 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
-import accelerate
-import peft
 import torch
-import transformers
 from corpus import CorpusError, load_corpus
 from gpt import default_dtype
 from resident import peak_resident_bytes, resident_bytes
@@ -30,6 +27,13 @@ from tqdm import tqdm
 
 import zinf_fx
 from zinf_fx.errors import ZinfError
+
+try:
+    import accelerate
+    import peft
+    import transformers
+except ImportError as error:
+    sys.exit(f"finetune_lora.py needs {error.name}: pip install -e '.[test,clients]'")
 
 SIZES = {
     "tiny": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4},
