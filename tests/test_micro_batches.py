@@ -194,6 +194,48 @@ def test_inputs_and_results_that_are_differentiated(tmp_path: Path) -> None:
     assert_same_gradients(twin, plain)
 
 
+def test_what_depends_on_no_micro_batch(tmp_path: Path) -> None:
+    """Results, numbers and gradients of what all micro-batches share are those of one call; 1-d inputs are no batch."""
+
+    class Shared(nn.Linear):
+        def forward(self, anchors: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+            near = (super().forward(x)[:, 0, None] - 2 * anchors[None]).square()
+            return near.mean(), self.weight * 2, anchors.square().sum(), x.shape[1] * 2 + 1
+
+    torch.manual_seed(0)
+    plain = Shared(4, 3)
+    twin, compiled = twin_of(plain, tmp_path, micro_batches=2)
+    x, (ours, theirs) = torch.randn(8, 4), (torch.arange(6.0).requires_grad_() for _ in range(2))
+    for call, anchors in ((compiled, ours), (plain, theirs)):
+        loss, twice, shared, number = call(anchors, x)
+        assert number == 9
+        (loss + twice.sum() + shared).backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+    for mine, expected in zip(twin.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(mine.grad), expected.grad)
+
+
+def test_random_numbers_by_layout(tmp_path: Path) -> None:
+    class Noisy(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = super().forward(x).transpose(1, 2)
+            y = y + torch.randn_like(y)
+            return y.square().mean(), y
+
+    torch.manual_seed(0)
+    plain = Noisy(5, 7)
+    twin, compiled = twin_of(plain, tmp_path, micro_batches=3)
+    x = torch.randn(6, 4, 5)
+    torch.manual_seed(1)
+    _, expected = loop(plain, 3, x)
+    after = torch.get_rng_state()
+    torch.manual_seed(1)
+    loss, y = compiled(x)
+    loss.backward()
+    assert torch.equal(y, expected) and torch.equal(torch.get_rng_state(), after)
+    assert_same_gradients(twin, plain)
+
+
 def test_parameters_and_gradients_move_once(tmp_path: Path) -> None:
     """As planned, and as measured."""
     torch.manual_seed(0)
@@ -247,6 +289,11 @@ def test_a_plan_file_is_followed(tmp_path: Path) -> None:
     assert_same_gradients(twin, plain)
 
 
+class Writes(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(2)).sum()
+
+
 def _squared(x: Tensor) -> tuple[Tensor, Tensor]:
     return x[:LENGTH], x[:LENGTH]
 
@@ -259,8 +306,9 @@ def _squared(x: Tensor) -> tuple[Tensor, Tensor]:
         (Model(), _squared(tokens(4)[0]), {"micro_batches": 3}, True, "or are equal to it: exactly one"),
         (nn.BatchNorm1d(4), (torch.ones(8, 4),), {"micro_batches": 2}, True, "Statistics of a batch"),
         (nn.Linear(4, 4), (torch.ones(8, 4),), {"micro_batches": 0}, True, "micro_batches=0 is not accepted"),
+        (Writes(4, 4), (torch.ones(8, 4),), {"micro_batches": 2}, True, "writes in place"),
     ],
-    ids=["fixed", "multiple", "equal", "batch norm", "zero"],
+    ids=["fixed", "multiple", "equal", "batch norm", "zero", "in place"],
 )
 def test_refused(model: nn.Module, inputs: tuple, options: dict, dynamic: bool, expected: str, tmp_path: Path) -> None:
     compiled = torch.compile(

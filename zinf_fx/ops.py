@@ -180,6 +180,12 @@ def _generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
+@torch.library.impl("zinf::join", "CompositeExplicitAutograd", lib=_library)
+def _join_constants(value: torch.Tensor, how: str, count: int, dim: int = 0) -> torch.Tensor:
+    """Of a constant, which capture computes with; a graph has no other that is run."""
+    return torch.cat([value] * count, dim) if how == "cat" else value.clone()
+
+
 @torch.library.impl("zinf::random_state", "CompositeExplicitAutograd", lib=_library)
 def _get_random_state(device: torch.device) -> torch.Tensor:
     return _generator(device).get_state()

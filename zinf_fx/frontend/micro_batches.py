@@ -23,7 +23,7 @@ def of_one_micro_batch(module: fx.GraphModule, inputs: Sequence[GraphInput], con
     """Have `module`, in place, compute one of `config.micro_batches`. Returns its inputs, of which all sizes are those
     of this call from now on: Dynamo makes another graph for others.
 
-    The batch is what the first dimension of the call's first tensor has. Without gradients nothing is divided.
+    The batch is what the first dimension of the call's tensors has. Without gradients nothing is divided.
 
     Raises: ConfigError where sizes that depend on the batch can't be told from others, or it can't be divided.
     """
@@ -32,6 +32,7 @@ def of_one_micro_batch(module: fx.GraphModule, inputs: Sequence[GraphInput], con
     placeholders = module.graph.find_nodes(op="placeholder")
     (output,) = module.graph.find_nodes(op="output")
     batch = _batch_of(placeholders, inputs, config)
+    _check_values(module.graph, placeholders, batch)
     joins = {node: batch.joined_by(node) for node in output.all_input_nodes if node not in placeholders}
     sizes = {node: batch.micro_size(node) for node in placeholders if isinstance(_value(node), torch.SymInt)}
     dims = {node: batch.dim_of(node, f"input '{one.name}'") for node, one in zip(placeholders, inputs, strict=True)}
@@ -100,9 +101,9 @@ class _Batch:
         dim = self.dim_of(result, f"the model's result '{result}'")
         if dim is not None:
             return ("cat", self.count, dim)
-        if value.dim() or value.dtype is torch.bool:
-            return None
-        return (self.loss if value.is_floating_point() else "sum", self.count)
+        if value.is_floating_point():
+            return (self.loss if value.dim() == 0 else "mean", self.count)
+        return ("sum", self.count) if value.dim() == 0 and value.dtype is not torch.bool else None
 
     def micro_size(self, node: fx.Node) -> int:
         """A size that the graph is called with, of a micro-batch. Raises: ConfigError."""
@@ -121,30 +122,55 @@ class _Batch:
 def _batch_of(placeholders: Sequence[fx.Node], inputs: Sequence[GraphInput], config: Config) -> _Batch:
     """What the call's batch is. Raises: ConfigError."""
     count = config.micro_batches
-    for node, one in zip(placeholders, inputs, strict=True):
-        value = _value(node)
-        if not one.comes_with_call or not isinstance(value, torch.Tensor) or not value.dim():
-            continue
+    found: dict[sympy.Symbol, tuple[fx.Node, GraphInput]] = {}  # sizes that a first dimension has, of matrices before
+    given = [(node, one) for node, one in zip(placeholders, inputs, strict=True) if one.comes_with_call]
+    tensors = [(node, one) for node, one in given if isinstance(_value(node), torch.Tensor) and _value(node).dim()]
+    for node, one in sorted(tensors, key=lambda each: _value(each[0]).dim() == 1):
         if getattr(one.given, "_dynamo_dynamic_indices", None):
             raise ConfigError(
                 f"micro_batches={count}: '{one.name}' was given to torch._dynamo.mark_dynamic, which refuses a graph "
                 "for one size of the batch: call maybe_mark_dynamic in its place, or torch.compile(..., dynamic=True)"
             )
-        expression = _expression(value.shape[0])
-        if isinstance(expression, sympy.Symbol):
-            size = _hint(value.shape[0])
-            if size % count:
-                raise ConfigError(
-                    f"micro_batches={count}: the batch has {size} elements ('{one.name}' is of shape "
-                    f"{list(map(_hint, value.shape))}), which is no multiple of it: leave out the last, smaller batch "
-                    "(drop_last=True of a DataLoader), or give another number"
-                )
-            return _Batch(expression, size, count, config.micro_batch_loss)
+        expression = _expression(_value(node).shape[0])
+        if isinstance(expression, sympy.Symbol) and (_value(node).dim() > 1 or not found):
+            found.setdefault(expression, (node, one))
+    if len(found) > 1:
+        shapes = ", ".join(f"'{one.name}' {list(map(_hint, _value(node).shape))}" for node, one in found.values())
+        raise ConfigError(
+            f"micro_batches={count}: tensors of the call differ in their first dimension ({shapes}), and it can't be "
+            "told which is the batch: call torch._dynamo.maybe_mark_dynamic(x, 0) for each tensor x of the batch "
+            "before the first step, in the place of dynamic=True"
+        )
+    for expression, (node, one) in found.items():
+        size = _hint(_value(node).shape[0])
+        if size % count:
+            raise ConfigError(
+                f"micro_batches={count}: the batch has {size} elements ('{one.name}' is of shape "
+                f"{list(map(_hint, _value(node).shape))}), which is no multiple of it: leave out the last, smaller "
+                "batch (drop_last=True of a DataLoader), or give another number"
+            )
+        return _Batch(expression, size, count, config.micro_batch_loss)
     raise ConfigError(
         f"micro_batches={count}: the sizes in the captured graph are fixed, so that it can't be told which of them are "
         "the batch's: compile with torch.compile(model, backend='zinf', dynamic=True, options=...), or call "
         "torch._dynamo.maybe_mark_dynamic(x, 0) for each tensor x of the batch before the first step"
     )
+
+
+def _check_values(graph: fx.Graph, placeholders: Sequence[fx.Node], batch: _Batch) -> None:
+    """Raises: ConfigError for a model that writes to the batch, or has a value with two dimensions of its size."""
+    for node in graph.nodes:
+        value = _value(node)
+        if not isinstance(value, torch.Tensor):
+            continue
+        dims = [dim for dim, size in enumerate(value.shape) if _expression(size) == batch.symbol]
+        if len(dims) > 1:
+            batch.dim_of(node, f"the value '{node}' of the model")
+        if dims and node in placeholders and value._version:
+            raise ConfigError(
+                f"micro_batches={batch.count}: the model writes in place to '{node}', a tensor of the batch, "
+                "which would be lost: compute with a copy of it"
+            )
 
 
 def _is_differentiated(one: GraphInput) -> bool:

@@ -104,13 +104,13 @@ class _Repeated:
                 "leave micro_batches out, or use a norm without them"
             )
         saved = [self._each.get(node) or [self._once[node]] for node in outputs[results:]]
-        self._returns([*map(self._once.get, outputs[:results]), *chain(*saved)])
+        self._returns([*(self._once.get(one, one) for one in outputs[:results]), *chain(*saved)])
         return [node in self._each for node in outputs[results:]]
 
     def finish_with_sums(self) -> None:
         """Return what a backward graph does: gradients of all micro-batches."""
         results = self._template.output_node().args[0]
-        self._returns([self._sums.get(node) or self._once.get(node) for node in results])
+        self._returns([self._sum(one) if isinstance(one, fx.Node) else one for one in results])
 
     def _returns(self, results: list[fx.Node | None]) -> None:
         old = self._template.output_node()
@@ -188,6 +188,8 @@ class _Repeated:
         if how == "cat":
             parts = [self._of(value, number) for number in range(count)]
             return self._made("call_function", aten.cat.default, (parts, *dim), {}, node, node.name)
+        if value in self._once and (how == "mean" or not value.meta["val"].is_floating_point()):
+            return self._once[value]  # which all have alike
         total = self._sum(value)
         if how == "sum":
             return total
@@ -216,11 +218,23 @@ class _Repeated:
 
     def _draw_from_nothing(self, node: fx.Node) -> None:
         def nothing(one: fx.Node) -> fx.Node:
-            value = one.meta["val"]
-            if not isinstance(value, torch.Tensor):
+            value = one.meta.get("val")
+            if one in self._once and not isinstance(value, torch.Tensor):
                 return self._once[one]
+            if value is None:
+                raise ConfigError(
+                    f"micro_batches={self._count}: the model draws random numbers in torch.utils.checkpoint "
+                    f"({node.format_node()}), where it isn't known ahead how many: take the checkpointing out, and "
+                    "give activations='recompute'"
+                )
             options = {"dtype": value.dtype, "device": value.device}
-            return self._made("call_function", aten.zeros.default, (list(value.shape),), options, one)
+            if value.is_contiguous():
+                return self._made("call_function", aten.zeros.default, (list(value.shape),), options, one)
+            strides = zip(value.shape, value.stride(), strict=True)
+            extent = 1 + sum((size - 1) * stride for size, stride in strides) if value.numel() else 0
+            flat = self._made("call_function", aten.zeros.default, ([extent],), options, one)
+            layout = (list(value.shape), list(value.stride()))  # by which kernels may draw in another order
+            return self._made("call_function", aten.as_strided.default, (flat, *layout), {}, one)
 
         target, args = run_by(node)
         args, kwargs = fx.map_arg((args, node.kwargs), nothing)
