@@ -176,8 +176,8 @@ def dequantised(
     if out is None:
         out = torch.empty(packed.shape[0], *shape, dtype=dtype, device=packed.device)
     runs, values = packed.reshape(-1, kind.row_nbytes(columns)), out.view(-1, columns)
-    if packed.device.type == "cpu" and dtype in _NATIVE:
-        _dequantise_natively(runs, values, kind)
+    if can_dequantise_parts(packed, dtype):
+        dequantise_part(runs, columns, range(columns), name, values)
         return out
     for part in _runs_at_a_time(len(runs), columns, packed.device):
         _dequantise(runs[part], values[part], kind)
@@ -187,23 +187,32 @@ def dequantised(
 ops.implement_dequantize(dequantised)
 
 _NATIVE = {torch.float32: codes.FP32, torch.bfloat16: codes.BF16}
+_CODES = {torch.int8: codes.INTEGERS, torch.float8_e4m3fn: codes.E4M3, None: codes.PAIRS}
 
 
-def _dequantise_natively(runs: torch.Tensor, values: torch.Tensor, kind: Format) -> None:
-    """As `_dequantise`, with the same result."""
-    (rows, row_nbytes), columns = runs.shape, values.shape[1]
+def can_dequantise_parts(packed: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether `dequantise_part` makes values of this dtype where the bytes are."""
+    return packed.device.type == "cpu" and dtype in _NATIVE
+
+
+def dequantise_part(runs: torch.Tensor, length: int, columns: range, name: str, out: torch.Tensor) -> None:
+    """As `dequantised`, for some columns of runs of `length` values: runs [n, row_nbytes] -> out [n, len(columns)],
+    contiguous. Columns begin where a block does."""
+    kind, start = FORMATS[name], columns.start
+    block, skipped = kind.block or length, start * kind.bits // 8
+    scales = kind.codes_nbytes(length) + start // block * _SCALE.itemsize
     codes.dequantize(
-        kind.bits,
-        runs.data_ptr(),
-        row_nbytes,
-        runs.data_ptr() + kind.codes_nbytes(columns),
-        row_nbytes,
-        rows,
-        columns,
-        kind.block or columns,
-        _values_of_bytes(kind.name).data_ptr(),
-        _NATIVE[values.dtype],
-        values.data_ptr(),
+        _CODES[kind.dtype],
+        runs.data_ptr() + skipped,
+        runs.shape[1],
+        runs.data_ptr() + scales,
+        runs.shape[1],
+        len(runs),
+        len(columns),
+        block,
+        _table(torch.device("cpu")).data_ptr(),
+        _NATIVE[out.dtype],
+        out.data_ptr(),
         torch.get_num_threads(),
     )
 
@@ -228,9 +237,16 @@ def _runs_at_a_time(count: int, columns: int, device: torch.device) -> list[slic
 
 @cache
 @torch.inference_mode(False)
+def _table(device: torch.device) -> torch.Tensor:
+    """That of NormalFloat: [16]."""
+    return torch.tensor(_NORMAL_FLOAT, device=device, dtype=_SCALE)
+
+
+@cache
+@torch.inference_mode(False)
 def _midpoints(device: torch.device) -> torch.Tensor:
     """Between the neighbours of the table of NormalFloat: [15]."""
-    table = torch.tensor(_NORMAL_FLOAT, device=device)
+    table = _table(device)
     return (table[1:] + table[:-1]) / 2
 
 
@@ -238,16 +254,6 @@ def _midpoints(device: torch.device) -> torch.Tensor:
 @torch.inference_mode(False)
 def _pairs(device: torch.device) -> torch.Tensor:
     """The two values of NormalFloat that a byte has: [256, 2]."""
-    table = torch.tensor(_NORMAL_FLOAT, device=device)
+    table = _table(device)
     numbers = torch.arange(256, device=device)
     return torch.stack([table[numbers >> 4], table[numbers & 15]], -1)
-
-
-@cache
-@torch.inference_mode(False)
-def _values_of_bytes(name: str) -> torch.Tensor:
-    """The fp32 values of each byte of codes: [256], or [256, 2] where two codes share a byte."""
-    kind = FORMATS[name]
-    if kind.dtype is None:
-        return _pairs(torch.device("cpu"))
-    return torch.arange(256, dtype=torch.uint8, device="cpu").view(kind.dtype).to(_SCALE)

@@ -1,7 +1,7 @@
 /* Codes of few bits become values, and values codes.
  *
  * Rows of codes, `codes_stride` bytes from one to the next, and of fp32 scales, one per block of `block` values,
- * `scales_stride` bytes from one to the next. A value is its code's entry of a table, times the scale of its block,
+ * `scales_stride` bytes from one to the next. A value is what its code stands for times the scale of its block, in fp32,
  * rounded once to the dtype that is asked for, to nearest and to even.
  */
 #ifndef ZINF_CODES_H
@@ -15,9 +15,15 @@
 #define ZINF_FP32 0
 #define ZINF_BF16 1
 
-/* Codes of 8 bits: a table of 256 entries; or of 4, two in a byte: one of 256 pairs of entries, and an even `block`.
- * values: [rows, columns], contiguous. */
-void zinf_dequantize(int bits, const uint8_t *codes, size_t codes_stride, const uint8_t *scales, size_t scales_stride,
+/* What codes stand for: signed integers of 8 bits; numbers of 8 bits, E4M3 without infinities; places in a table of 16,
+ * two in a byte, the first in its high half, where `block` is even; or places of 8 bits in a table of 256. */
+#define ZINF_INTEGERS 0
+#define ZINF_E4M3 1
+#define ZINF_PAIRS 2
+#define ZINF_PLACES 3
+
+/* values: [rows, columns], contiguous. */
+void zinf_dequantize(int kind, const uint8_t *codes, size_t codes_stride, const uint8_t *scales, size_t scales_stride,
                      size_t rows, size_t columns, size_t block, const float *table, int dtype, void *values);
 
 /* The other way for 4 bits: of each of 2 * `pairs` values, how many of 15 bounds lie below it, two in a byte. */

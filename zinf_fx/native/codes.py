@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from zinf_fx.native._engine import ffi, lib
 
 FP32, BF16 = lib.ZINF_FP32, lib.ZINF_BF16
+INTEGERS, E4M3, PAIRS, PLACES = lib.ZINF_INTEGERS, lib.ZINF_E4M3, lib.ZINF_PAIRS, lib.ZINF_PLACES
 
 # Values that are worth a thread of their own: about 0.2 ms of work.
 _WORTH_A_THREAD = 1 << 19
@@ -17,7 +18,7 @@ _threads: ThreadPoolExecutor | None = None
 
 
 def dequantize(
-    bits: int,
+    kind: int,
     codes: int,
     codes_stride: int,
     scales: int,
@@ -30,8 +31,8 @@ def dequantize(
     values: int,
     threads: int,
 ) -> None:
-    """Write the values of rows of codes of 4 or 8 `bits`. `codes`, `scales`, `table` and `values` are addresses; the
-    rest is as codes.h says. Other threads run meanwhile; so many share the rows, if there are enough."""
+    """Write the values of rows of codes. `codes`, `scales`, `table` and `values` are addresses; the rest is as codes.h
+    says. Other threads run meanwhile; so many share the rows, if there are enough."""
     itemsize = 4 if dtype == FP32 else 2
     shares = max(min(threads, rows, rows * columns // _WORTH_A_THREAD), 1)
     starts = [rows * share // shares for share in range(shares + 1)]
@@ -39,7 +40,7 @@ def dequantize(
     def work(share: int) -> None:
         start, stop = starts[share], starts[share + 1]
         lib.zinf_dequantize(
-            bits,
+            kind,
             ffi.cast("const uint8_t *", codes + start * codes_stride),
             codes_stride,
             ffi.cast("const uint8_t *", scales + start * scales_stride),

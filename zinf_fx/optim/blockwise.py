@@ -109,7 +109,7 @@ def decode(name: str, found: torch.Tensor, scales: torch.Tensor, values: torch.T
     even = count // BLOCK * BLOCK
     for first, rows, columns in ((0, even // BLOCK, BLOCK), (even, int(even < count), count - even)):
         codes.dequantize(
-            8,
+            codes.PLACES,
             found.data_ptr() + first,
             BLOCK,
             scales.data_ptr() + first // BLOCK * 4,
