@@ -2,7 +2,7 @@
 
 `gather` is what capture emits, and runs in eager code too. So does `dequantize`. The passes lower `gather` to
 the others, which the executor binds to its own methods: they have no kernel of their own, so a graph can't run unbound
-by mistake.
+by mistake. Of a `mm` and a `dequantize`, they make a `quantised_mm`, which has one.
 
 | op | meaning | ZeRO-Infinity, section 6.2 |
 |---|---|---|
@@ -10,6 +10,7 @@ by mistake.
 | pack | the token of a pack: of the parameters with these tokens, which move together | |
 | member | a parameter of a pack that was gathered | |
 | dequantize | the values of a tensor of which the bytes of a quantised format were gathered | |
+| quantised_mm | a product with these values, or with their transposition, which are never there all at once | |
 | together | the gradients of the parameters of a pack, as they lie in it | |
 | fetch | start the NVMe -> host read of this rank's shard | nc-transfer |
 | upload | start the host -> device copy of the shard | cg-transfer |
@@ -48,6 +49,10 @@ _library.define(
 _library.define("pack(Tensor[] tokens) -> Tensor")
 _library.define("member(Tensor(a) pack, SymInt[] shape, *, int start, int number) -> Tensor(a)")
 _library.define("dequantize(Tensor packed, int[] shape, str format, ScalarType dtype) -> Tensor")
+_library.define(
+    "quantised_mm(Tensor left, Tensor packed, int columns, str format, ScalarType dtype, bool transposed, *, "
+    "Tensor? bias=None) -> Tensor"
+)
 _library.define("together(Tensor[] gradients, int[] starts, int numel) -> Tensor")
 _library.define("fetch(Tensor token, *, int start=0) -> ()")
 _library.define("upload(Tensor token, *, int start=0) -> ()")
@@ -68,6 +73,7 @@ gather = torch.ops.zinf.gather.default
 pack = torch.ops.zinf.pack.default
 member = torch.ops.zinf.member.default
 dequantize = torch.ops.zinf.dequantize.default
+quantised_mm = torch.ops.zinf.quantised_mm.default
 together = torch.ops.zinf.together.default
 fetch = torch.ops.zinf.fetch.default
 upload = torch.ops.zinf.upload.default
@@ -125,6 +131,20 @@ def _dequantized(packed: torch.Tensor, shape: list[int], format: str, dtype: tor
     return packed.new_empty((packed.shape[0], *shape), dtype=dtype)
 
 
+@torch.library.register_fake("zinf::quantised_mm", lib=_library)
+def _product(
+    left: torch.Tensor,
+    packed: torch.Tensor,
+    columns: int,
+    format: str,
+    dtype: torch.dtype,
+    transposed: bool,
+    *,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return left.new_empty(left.shape[0], packed.shape[0] if transposed else columns, dtype=dtype)
+
+
 @torch.library.register_fake("zinf::together", lib=_library)
 def _together(gradients: list[torch.Tensor], starts: list[int], numel: int) -> torch.Tensor:
     return gradients[0].new_empty(numel)
@@ -170,6 +190,11 @@ def implement_gather(kernel) -> None:
 def implement_dequantize(kernel) -> None:
     """Give `dequantize` its kernel; called once, by the module that knows the formats."""
     _library.impl("dequantize", kernel, "CompositeExplicitAutograd")
+
+
+def implement_quantised_mm(kernel) -> None:
+    """Give `quantised_mm` its kernel; called once, by the module that has the memory for values."""
+    _library.impl("quantised_mm", kernel, "CompositeExplicitAutograd")
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -42,6 +42,7 @@ from zinf_fx.passes.lowering.lower_gathers import LowerGathers
 from zinf_fx.passes.lowering.offload_gradients import OffloadGradients
 from zinf_fx.passes.lowering.parameter_writes import PlaceWrites
 from zinf_fx.passes.lowering.partition import partition
+from zinf_fx.passes.lowering.quantised_products import MultiplyQuantised
 from zinf_fx.passes.lowering.recompute_gathers import RecomputeGathers
 from zinf_fx.passes.lowering.reduce_gradients import ReduceGradients
 from zinf_fx.passes.lowering.regions import Regions
@@ -207,7 +208,7 @@ def _schedule(module: fx.GraphModule, context: GraphContext, *extra: Pass) -> tu
 
 def lowering() -> list[Pass]:
     """The passes that make operators, and what each tile's journey consists of."""
-    return [PlaceWrites(), SinkGathers(), Regions(), LowerGathers()]
+    return [PlaceWrites(), SinkGathers(), MultiplyQuantised(), Regions(), LowerGathers()]
 
 
 def _with_buffers(scheduled: Sequence[Planned]) -> list[Planned]:

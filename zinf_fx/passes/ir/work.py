@@ -7,10 +7,16 @@ from typing import NamedTuple
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+from zinf_fx import ops
 from zinf_fx.passes.ir.aliases import is_view_node
 from zinf_fx.passes.ir.framework import bytes_computed
+
+
+@register_flop_formula(ops.quantised_mm.overloadpacket)
+def _flops_of_product(left: torch.Size, *args: object, out_shape: torch.Size, **kwargs: object) -> int:
+    return 2 * left.numel() * out_shape[1]
 
 
 class Work(NamedTuple):

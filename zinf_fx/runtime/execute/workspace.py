@@ -1,4 +1,4 @@
-"""Memory for the values of quantised tiles, which live for an operator or two."""
+"""The values of quantised tiles, which live for an operator or two, and products with them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from collections.abc import Sequence
 import torch
 
 from zinf_fx import ops
-from zinf_fx.quantisation import dequantised
+from zinf_fx.quantisation import can_dequantise_parts, dequantise_part, dequantised
 from zinf_fx.runtime.memory.buffers import Arena
 from zinf_fx.runtime.tensor.tiers import physical_memory
 
 # Bytes of values below which an ordinary allocation costs little.
 _LARGE = 1 << 20
+# Bytes of a matrix's values that are there at a time: they are still in the cache when they are multiplied.
+_AT_A_TIME = 8 << 20
+# A part of a matrix has a multiple of so many rows or columns: a block of every format begins at such a column.
+_ALIGNED = 64
+# Products with parts are, bit for bit, those with the whole matrix. In fp32, kernels sum in an order of its own.
+_IN_PARTS = torch.bfloat16
 
 _arena: Arena | None = None
 
@@ -24,11 +30,61 @@ def dequantize(packed: torch.Tensor, shape: Sequence[int], name: str, dtype: tor
     whole = torch.Size((packed.shape[0], *shape))
     if packed.device.type != "cpu" or whole.numel() * dtype.itemsize < _LARGE:
         return ops.dequantize(packed, shape, name, dtype)
+    return dequantised(packed, shape, name, dtype, out=_leased(whole.numel(), dtype).view(whole))
+
+
+def quantised_mm(
+    left: torch.Tensor,
+    packed: torch.Tensor,
+    columns: int,
+    name: str,
+    dtype: torch.dtype,
+    transposed: bool,
+    *,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """left [n, columns] @ values.T + bias -> [n, rows] where `transposed`, else left [n, rows] @ values + bias ->
+    [n, columns], of a matrix with the bytes packed [rows, nbytes].
+
+    Each element of the result is summed over a whole row, or column, of values. Of those there are a few at a time on
+    the CPU, in bf16.
+    """
+    rows = len(packed)
+    results, summed = (rows, columns) if transposed else (columns, rows)
+    at_a_time = max(_AT_A_TIME // (summed * dtype.itemsize) // _ALIGNED, 1) * _ALIGNED
+    if at_a_time >= results or dtype is not _IN_PARTS or not can_dequantise_parts(packed, dtype):
+        values = dequantize(packed, (columns,), name, dtype)
+        return _product(left, values.t() if transposed else values, bias)
+    product = left.new_empty(len(left), results)
+    room = _leased(at_a_time * summed, dtype)
+    for start in range(0, results, at_a_time):
+        part = range(start, min(start + at_a_time, results))
+        these = slice(part.start, part.stop)
+        if transposed:
+            values = room[: len(part) * columns].view(len(part), columns)
+            dequantise_part(packed[these], columns, range(columns), name, values)
+            values = values.t()
+        else:
+            values = room[: rows * len(part)].view(rows, len(part))
+            dequantise_part(packed, columns, part, name, values)
+        product[:, these] = _product(left, values, None if bias is None else bias[..., these])
+    return product
+
+
+ops.implement_quantised_mm(quantised_mm)
+
+
+def _product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
+
+
+def _leased(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for so many values."""
     global _arena
     if _arena is None:
         _arena = Arena("values of quantised tiles", physical_memory(), option="the machine's memory")
-    (values,) = _arena.lease(whole.numel() * dtype.itemsize).owning_tensors([(0, whole, dtype)])
-    return dequantised(packed, shape, name, dtype, out=values)
+    (values,) = _arena.lease(count * dtype.itemsize).owning_tensors([(0, torch.Size((count,)), dtype)])
+    return values
 
 
 def _after_fork() -> None:
