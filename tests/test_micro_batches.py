@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from gate import slow
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.utils.checkpoint import checkpoint
 
 import zinf_fx
 from zinf_fx.plan.memory.accounting import phases
@@ -294,6 +295,11 @@ class Writes(nn.Linear):
         return super().forward(x.mul_(2)).sum()
 
 
+class Checkpointed(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: F.dropout(F.linear(x, self.weight), 0.2), x, use_reentrant=False).sum()
+
+
 def _squared(x: Tensor) -> tuple[Tensor, Tensor]:
     return x[:LENGTH], x[:LENGTH]
 
@@ -307,8 +313,9 @@ def _squared(x: Tensor) -> tuple[Tensor, Tensor]:
         (nn.BatchNorm1d(4), (torch.ones(8, 4),), {"micro_batches": 2}, True, "Statistics of a batch"),
         (nn.Linear(4, 4), (torch.ones(8, 4),), {"micro_batches": 0}, True, "micro_batches=0 is not accepted"),
         (Writes(4, 4), (torch.ones(8, 4),), {"micro_batches": 2}, True, "writes in place"),
+        (Checkpointed(4, 4), (torch.ones(8, 4),), {"micro_batches": 2}, True, "take the checkpointing out"),
     ],
-    ids=["fixed", "multiple", "equal", "batch norm", "zero", "in place"],
+    ids=["fixed", "multiple", "equal", "batch norm", "zero", "in place", "checkpoint"],
 )
 def test_refused(model: nn.Module, inputs: tuple, options: dict, dynamic: bool, expected: str, tmp_path: Path) -> None:
     compiled = torch.compile(

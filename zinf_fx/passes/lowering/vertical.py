@@ -201,6 +201,12 @@ class _Repeated:
         """By device, the state of its generator where each micro-batch begins, as the loop would find it: behind the
         forward passes of those before, which draw here from what has no values. Raises: ConfigError."""
         for node in nodes:
+            if run_by(node)[0] is not node.target:
+                raise ConfigError(
+                    f"micro_batches={self._count}: the model draws random numbers in torch.utils.checkpoint "
+                    f"({node.format_node()}), which backward repeats: take the checkpointing out, and give "
+                    "activations='recompute'"
+                )
             if not draws_by_shape(node):
                 raise ConfigError(
                     f"micro_batches={self._count}: how many random numbers {node.target} draws may depend on values, "
@@ -218,15 +224,9 @@ class _Repeated:
 
     def _draw_from_nothing(self, node: fx.Node) -> None:
         def nothing(one: fx.Node) -> fx.Node:
-            value = one.meta.get("val")
-            if one in self._once and not isinstance(value, torch.Tensor):
+            value = one.meta["val"]
+            if not isinstance(value, torch.Tensor):
                 return self._once[one]
-            if value is None:
-                raise ConfigError(
-                    f"micro_batches={self._count}: the model draws random numbers in torch.utils.checkpoint "
-                    f"({node.format_node()}), where it isn't known ahead how many: take the checkpointing out, and "
-                    "give activations='recompute'"
-                )
             options = {"dtype": value.dtype, "device": value.device}
             if value.is_contiguous():
                 return self._made("call_function", aten.zeros.default, (list(value.shape),), options, one)
