@@ -256,6 +256,55 @@ def test_what_is_written_is_rounded_to_the_format(tmp_path: Path, how):
     assert (weight.full_tensor() - value).abs().max() < 0.02
 
 
+def row_written(weight: Tensor) -> None:
+    weight[0] = 0.5
+
+
+def data_written(weight: Tensor) -> None:
+    weight.data[0, :] = 0.5
+
+
+def value_modified(weight: Tensor) -> None:
+    with zinf_fx.gathered(weight, modify=True) as value:
+        value[0] = 0.5
+
+
+def value_copied(weight: Tensor) -> None:
+    value = weight.full_tensor()
+    value[0] = 0.5
+    weight.copy_(value)
+
+
+PARTS = (row_written, data_written, value_modified, value_copied)
+
+
+@pytest.mark.parametrize(("name", "write"), list(zip(("int8", "nf4", "fp8", "nf4"), PARTS, strict=True)))
+def test_what_is_not_written_keeps_its_bytes(tmp_path: Path, name, write):
+    """Values that were quantised in fp32 and are shown in bf16 would give other bytes."""
+    model = zinf_fx.offload(built(), store=tmp_path, placement="nvme", frozen_dtype=name)
+    weight = model.to(torch.bfloat16).head.weight
+    before, value = weight.storage.value().view(16, -1).clone(), weight.full_tensor()
+    assert not torch.equal(quantised(value, name), before)
+    with torch.no_grad():
+        write(weight)
+    after = weight.storage.value().view(16, -1)
+    assert torch.equal(after[1:], before[1:]) and not torch.equal(after[0], before[0])
+    assert torch.equal(weight.full_tensor()[0], torch.full((WIDTH,), 0.5, dtype=torch.bfloat16))
+
+
+def test_blocks_of_which_nothing_is_written_keep_their_bytes(tmp_path: Path):
+    frozen = nn.Linear(200, 3).requires_grad_(False)
+    weight = zinf_fx.offload(frozen, store=tmp_path, placement="nvme", frozen_dtype="nf4").to(torch.bfloat16).weight
+    before = weight.full_tensor()
+    with torch.no_grad():
+        weight[1, 64:70] = 7.0
+    after = weight.full_tensor()
+    assert (after[1, 64:70] == 7).all()
+    others = torch.ones_like(after, dtype=torch.bool)
+    others[1, 64:128] = False
+    assert torch.equal(after[others], before[others])
+
+
 def test_copies_have_the_same_bytes(tmp_path: Path):
     model = zinf_fx.offload(built(torch.bfloat16), store=tmp_path, placement="nvme", frozen_dtype="nf4")
     weight, twin = model.head.weight, copy.deepcopy(model).head.weight
@@ -277,6 +326,11 @@ def test_what_can_not_be_honoured_is_refused(tmp_path: Path):
     model = zinf_fx.offload(built(), store=tmp_path, placement="nvme", frozen_dtype="nf4")
     with pytest.raises(StoredTensorError, match="quantised as nf4, which can't be trained: train adapters"):
         model.requires_grad_()
+    with pytest.raises(StoredTensorError, match="quantised as nf4, which can't be trained: train adapters"):
+        model.head.weight.requires_grad = True
+    with pytest.raises(StoredTensorError, match="quantised as nf4, which can't be trained: train adapters"):
+        nn.Parameter(model.head.weight)
+    assert not model.head.weight.requires_grad
     before = model.head.weight.full_tensor()
     with pytest.raises(StoredTensorError, match="infinite values"), torch.no_grad():
         model.head.weight.fill_(torch.nan)

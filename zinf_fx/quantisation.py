@@ -133,13 +133,43 @@ def quantised(value: torch.Tensor, name: str) -> torch.Tensor:
     return packed.view(quantised_shape(value.shape, name))
 
 
+@torch.no_grad()
+def quantised_over(packed: torch.Tensor, value: torch.Tensor, name: str) -> torch.Tensor:
+    """The bytes of a tensor [rows, ..., columns], as `quantised`, but where they are there already: blocks of which no
+    value differs from what `packed` [rows, nbytes] says keep their bytes, since quantising values that were rounded
+    once may give others.
+    """
+    kind, columns = FORMATS[name], value.shape[-1]
+    runs, values = packed.clone().view(-1, kind.row_nbytes(columns)), value.reshape(-1, columns)
+    for part in _runs_at_a_time(len(runs), columns, value.device):
+        before = dequantised(runs[part], (columns,), name, value.dtype)
+        differs = _in_blocks(before != values[part], kind).any(-1)
+        (changed,) = differs.any(-1).nonzero(as_tuple=True)
+        bytes_then, bytes_now = runs[part][changed], quantised(values[part][changed], name)
+        for then, now in zip(_blocks_of(bytes_then, columns, kind), _blocks_of(bytes_now, columns, kind), strict=True):
+            now.copy_(torch.where(differs[changed].unsqueeze(-1), now, then))
+        runs[part][changed] = bytes_now
+    return runs.view(packed.shape)
+
+
+def _blocks_of(runs: torch.Tensor, columns: int, kind: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes and the scales of each block of runs [n, row_nbytes]: two views [n, blocks, nbytes]."""
+    codes_nbytes, blocks = kind.codes_nbytes(columns), kind.blocks(columns)
+    return runs[:, :codes_nbytes].unflatten(1, (blocks, -1)), runs[:, codes_nbytes:].unflatten(1, (blocks, -1))
+
+
+def _in_blocks(runs: torch.Tensor, kind: Format) -> torch.Tensor:
+    """Runs [n, columns], padded to whole blocks, as [n, blocks, values]."""
+    blocks = kind.blocks(runs.shape[1])
+    if kind.block is not None:
+        runs = torch.nn.functional.pad(runs, (0, blocks * kind.block - runs.shape[1]))
+    return runs.view(len(runs), blocks, -1)
+
+
 def _quantise(runs: torch.Tensor, packed: torch.Tensor, kind: Format) -> None:
     """Write the bytes of runs [n, columns] in fp32 to [n, row_nbytes]."""
     columns = runs.shape[1]
-    blocks = kind.blocks(columns)
-    if kind.block is not None:
-        runs = torch.nn.functional.pad(runs, (0, blocks * kind.block - columns))
-    runs = runs.view(len(runs), blocks, -1)
+    runs = _in_blocks(runs, kind)
     magnitude = runs.abs().amax(-1)
     if not torch.isfinite(magnitude).all():
         raise ValueError(f"infinite values and NaN can't be stored as {kind.name}")

@@ -31,7 +31,7 @@ from zinf_fx.plan.packs import in_packs, moves, nbytes_in_pack, pack_limit, star
 from zinf_fx.plan.sharding import Owners, shards_of
 from zinf_fx.quantisation import can_be_quantised, is_table, tables_of
 from zinf_fx.runtime.gradients.accumulate import add_gradient, reserve_gradients
-from zinf_fx.runtime.memory.device import device_of
+from zinf_fx.runtime.memory.device import check_device, device_of
 from zinf_fx.runtime.memory.heap import trim_heap
 from zinf_fx.runtime.memory.mapped import MappedFiles, place_in_file
 from zinf_fx.runtime.ranks import Ranks
@@ -39,7 +39,7 @@ from zinf_fx.runtime.tensor.home import Home
 from zinf_fx.runtime.tensor.local_parameter import LocalParameter, local_part, placed_as, stored_parameter
 from zinf_fx.runtime.tensor.quantised import Form, quantised_bytes
 from zinf_fx.runtime.tensor.storage import TensorStorage
-from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter, check_device, take_implementation
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter, take_implementation
 from zinf_fx.runtime.tensor.tensor_parallel import (
     check_distributed,
     check_not_sharded,

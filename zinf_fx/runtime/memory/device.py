@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 from torch import cuda
 
+from zinf_fx.errors import StoredTensorError
 from zinf_fx.runtime.memory.leases import Ticket
 from zinf_fx.runtime.memory.pinned import slabs
 from zinf_fx.runtime.recorder import RECORDER
@@ -258,3 +259,11 @@ def device_of(device: torch.device) -> Device:
     if device.type == "cuda":
         return _cuda(cuda.current_device() if device.index is None else device.index)
     return {"cpu": CPU}[device.type]
+
+
+def check_device(device: torch.device, what: str) -> None:
+    """Raises: StoredTensorError for a device that tiles can't be brought to."""
+    if device.type not in ("cpu", "cuda"):
+        raise StoredTensorError(
+            f"{what} is on device '{device}': tiles are brought to the CPU and to CUDA devices only"
+        )

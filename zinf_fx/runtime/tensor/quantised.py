@@ -13,7 +13,7 @@ import torch
 
 from zinf_fx import ops
 from zinf_fx.errors import StoredTensorError
-from zinf_fx.quantisation import quantised, quantised_shape
+from zinf_fx.quantisation import quantised, quantised_over, quantised_shape
 from zinf_fx.runtime.tensor.views import ViewStep
 
 Stored = TypeVar("Stored", bound=torch.Tensor)
@@ -68,10 +68,11 @@ def bytes_of(tensor: Stored) -> Stored:
     return type(tensor)(tensor.token, tensor.base, storage=tensor.storage)
 
 
-def quantised_bytes(value: torch.Tensor, name: str) -> torch.Tensor:
-    """As `quantised`. Raises: StoredTensorError for values that the format doesn't have."""
+def quantised_bytes(value: torch.Tensor, name: str, over: torch.Tensor | None = None) -> torch.Tensor:
+    """As `quantised`, or as `quantised_over` the bytes that are there. Raises: StoredTensorError for values that the
+    format doesn't have."""
     try:
-        return quantised(value, name)
+        return quantised(value, name) if over is None else quantised_over(over, value, name)
     except ValueError as error:
         raise StoredTensorError(f"a tensor of shape {tuple(value.shape)} can't be quantised: {error}") from None
 

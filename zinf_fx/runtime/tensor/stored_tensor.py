@@ -25,6 +25,7 @@ from zinf_fx.errors import StoredTensorError
 from zinf_fx.interrupts import held_back
 from zinf_fx.quantisation import quantised_shape
 from zinf_fx.runtime.exclusive import RUNNING
+from zinf_fx.runtime.memory.device import check_device
 from zinf_fx.runtime.tensor import view_writes
 from zinf_fx.runtime.tensor.arrival import take_gradient
 from zinf_fx.runtime.tensor.copies import stored_again
@@ -296,11 +297,21 @@ class StoredTensor(Checkpointable, torch.Tensor):
         """How the stored bytes become values, where they are of a quantised format."""
         return Quantised.of(self.views)
 
-    def requires_grad_(self, requires_grad: bool = True) -> StoredTensor:
-        """As of any tensor. Raises: StoredTensorError where a quantised one is to be trained."""
+    @property
+    def requires_grad(self) -> bool:
+        """As of any tensor. Setting it raises StoredTensorError where what is quantised, or in a base, would train."""
+        return torch.Tensor.requires_grad.__get__(self)
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:
         if requires_grad:
             check_trainable(self.shape, self.quantised, self._storage is not None and self._storage.is_read_only)
-        return super().requires_grad_(requires_grad)
+        torch.Tensor.requires_grad.__set__(self, requires_grad)
+
+    def requires_grad_(self, requires_grad: bool = True) -> StoredTensor:
+        """As of any tensor. Raises: StoredTensorError, as setting `requires_grad` does."""
+        self.requires_grad = requires_grad
+        return self
 
     def expect_gradient(self) -> None:
         """Before a use that autograd may record: what arrives as `grad` will go to its tier, after the user's hooks.
@@ -436,11 +447,3 @@ def as_parameter(tensor: torch.Tensor) -> torch.Tensor:
     """Give `tensor` nn.Parameter's mark."""
     tensor._is_param = True
     return tensor
-
-
-def check_device(device: torch.device, what: str) -> None:
-    """Raises: StoredTensorError for a device that tiles can't be brought to."""
-    if device.type not in ("cpu", "cuda"):
-        raise StoredTensorError(
-            f"{what} is on device '{device}': tiles are brought to the CPU and to CUDA devices only"
-        )

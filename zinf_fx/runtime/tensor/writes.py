@@ -50,16 +50,20 @@ def _write_through(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dic
     # `out=` may resize its tensor, which must not happen to resident bytes.
     in_scratch = any(argument.is_out for argument in func._schema.arguments)
     overwrites = func in OVERWRITES and not any(a is args[0] for a in args[1:])
+    # A value that is copied over all of a quantised tensor may be mostly what it has (`gathered` with `modify`).
+    quantises_all = overwrites and func is not aten.copy_.default
     bases: dict[int, torch.Tensor] = {}  # by storage key: two views of one parameter change one value
+    packed: dict[int, torch.Tensor] = {}  # likewise: the bytes of quantised ones, unless all of them are replaced
     values: dict[int, torch.Tensor] = {}  # by tensor
     for tensor in mutated:
         storage = tensor.storage
         quantised = Quantised.of(tensor.views)
         if storage.key not in bases:
-            if overwrites and quantised is not None and len(tensor.views) == 1:
+            if quantises_all and quantised is not None and len(tensor.views) == 1:
                 bases[storage.key] = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
             elif quantised is not None:
-                bases[storage.key] = tensor.views[0](storage.value().view(tensor.base.shape))
+                packed[storage.key] = storage.value().view(tensor.base.shape)
+                bases[storage.key] = tensor.views[0](packed[storage.key])
             elif storage.in_place:
                 flat = storage.value().clone() if in_scratch else storage.value()
                 bases[storage.key] = flat.view(tensor.base.shape)
@@ -82,7 +86,7 @@ def _write_through(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dic
         storage.share.agreed = storage.share.ranks.size == 1
         base, quantised = bases.pop(storage.key, None), Quantised.of(tensor.views)
         if base is not None and quantised is not None:
-            storage.set(quantised_bytes(base, quantised.format))
+            storage.set(quantised_bytes(base, quantised.format, packed.pop(storage.key, None)))
         elif base is not None:
             storage.bytes.written() if storage.in_place and not in_scratch else storage.set(base)
     originals = {id(values[id(tensor)]): tensor for tensor in mutated}
