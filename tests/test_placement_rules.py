@@ -17,8 +17,11 @@ from torch import nn
 import zinf_fx
 from zinf_fx.adam import state_bytes
 from zinf_fx.errors import ConfigError, PlanError
+from zinf_fx.frontend.auto_placement import sizes_of
 from zinf_fx.placement import Placement, PlacementRules, in_common
 from zinf_fx.plan.memory.use import living_on
+from zinf_fx.plan.sharding import Groups
+from zinf_fx.quantisation import tables_of
 from zinf_fx.sizes import blocks
 
 STEPS, WIDTH = 3, 64
@@ -311,6 +314,26 @@ def test_auto_leaves_what_trains_on_the_device_beside_a_frozen_base(
     (line,) = [message for message in caplog.messages if message.startswith("placement auto")]
     assert "frozen parameters (1 MiB) on nvme, trained ones (0 MiB) on device, gradients (0 MiB) on device" in line
     check_bytes(plans[0], model, own)
+
+
+@pytest.mark.parametrize("how", [offloaded, in_one_line])
+@pytest.mark.parametrize(("frozen_dtype", "place"), [(None, "nvme"), ("nf4", "device")])
+def test_auto_counts_a_frozen_base_as_it_is_stored(tmp_path: Path, how: Callable, frozen_dtype: str, place: str) -> None:
+    """In fp32 it is over the device's budget, and in 4 bits it is below a seventh of that."""
+    model, call = how(adapted(256), "auto", tmp_path, device_memory="512KiB", frozen_dtype=frozen_dtype)
+    call(batch(256))
+    bases = [layer.base.weight for layer in model.layers]
+    assert {one.base.tier if isinstance(one, zinf_fx.StoredTensor) else "device" for one in bases} == {place}
+
+
+def test_auto_counts_a_table_in_full() -> None:
+    """A table of embeddings is stored as it is, and other matrices of its size are not."""
+    found = []
+    for module in (nn.Embedding(64, 64), nn.Linear(64, 64, bias=False)):
+        tables = tables_of([module])
+        sizes = sizes_of([module.weight.requires_grad_(False)], zinf_fx.Config(frozen_dtype="int8"), Groups(), tables)
+        found.append(sizes.parameters)
+    assert found == [64 * 64 * 4, 64 * (64 + 4)]
 
 
 def test_what_is_in_common() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from zinf_fx.config import Config
+from zinf_fx.frontend.quantising import form_of
 from zinf_fx.placement import Placement, PlacementRules
 from zinf_fx.plan.hardware import DTYPES, Disks, Hardware, Link, Memory, load
 from zinf_fx.plan.placement.decision import Decision, by_rule_alone, words
@@ -31,9 +32,11 @@ _OPTIMIZER_BYTES = 12  # fp32 master weight, first and second moment (ZeRO, sect
 _NOMINAL_DEVICE = "rtx-4090"
 
 
-def placed_by_rule(config: Config, parameters: Sequence[torch.Tensor] | None) -> Placement | PlacementRules:
+def placed_by_rule(
+    config: Config, parameters: Sequence[torch.Tensor] | None, tables: Collection[int] = ()
+) -> Placement | PlacementRules:
     """The placement for a model of these parameters, by the rule alone; None: a model of unknown size, whose states go
-    to the store.
+    to the store. `tables`: as in `sizes_of`.
 
     Raises: BudgetError when no memory has room.
     """
@@ -44,16 +47,19 @@ def placed_by_rule(config: Config, parameters: Sequence[torch.Tensor] | None) ->
         )
         return Placement("nvme", "host", "nvme")
     here, groups = trained_here(parameters), Ranks.of(config).groups
-    decision = by_rule_here(config, here, groups, "inputs are not known")
-    note(decision, sizes_of(here, groups))
+    sizes = sizes_of(here, config, groups, tables)
+    decision = by_rule_here(config, here, groups, sizes, "inputs are not known")
+    note(decision, sizes)
     return decision.placement
 
 
-def by_rule_here(config: Config, parameters: Sequence[torch.Tensor], groups: Groups, why: str) -> Decision:
+def by_rule_here(
+    config: Config, parameters: Sequence[torch.Tensor], groups: Groups, sizes: Sizes, why: str
+) -> Decision:
     """What the rule decides for this machine, where activations are unknown. Raises: BudgetError."""
     hardware = this_machine(config, device_of_most(parameters))
     rooms = Rooms.of(hardware, config, groups.ranks, None)
-    return by_rule_alone(sizes_of(parameters, groups), rooms, hardware.name, why)
+    return by_rule_alone(sizes, rooms, hardware.name, why)
 
 
 def note(decision: Decision, sizes: Sizes) -> None:
@@ -61,13 +67,19 @@ def note(decision: Decision, sizes: Sizes) -> None:
     log.info("placement auto: %s: %s", words(decision.placement, sizes), decision.reason)
 
 
-def sizes_of(parameters: Sequence[torch.Tensor], groups: Groups) -> Sizes:
-    """Of the states that one rank has, with everything partitioned over its group."""
+def sizes_of(
+    parameters: Sequence[torch.Tensor], config: Config, groups: Groups, tables: Collection[int] = ()
+) -> Sizes:
+    """Of the states that one rank has, as they are to be stored, with everything partitioned over its group. `tables`:
+    ids of parameters that are looked up by rows."""
 
     def part(nbytes: int) -> int:
         return -(-nbytes // groups.shards)
 
-    trained, frozen = (sum(p.nbytes for p in parameters if p.requires_grad is trains) for trains in (True, False))
+    def stored(trains: bool) -> int:
+        return sum(form_of(p, config, tables).nbytes for p in parameters if p.requires_grad is trains)
+
+    trained, frozen = stored(True), stored(False)
     states = sum(p.numel() * _OPTIMIZER_BYTES for p in parameters if p.requires_grad)
     if 0 < trained < frozen:
         return Sizes(part(trained), part(trained), part(states), frozen=part(frozen))

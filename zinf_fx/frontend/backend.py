@@ -22,7 +22,7 @@ import zinf_fx.optim  # noqa: F401  (registers what stored tensors need in any o
 from zinf_fx.config import PRESETS, Config
 from zinf_fx.errors import ConfigError
 from zinf_fx.frontend.abstract import abstract_inputs
-from zinf_fx.frontend.auto_placement import by_rule_here
+from zinf_fx.frontend.auto_placement import by_rule_here, sizes_of
 from zinf_fx.frontend.capture import Capture
 from zinf_fx.frontend.each_placement import check_rules, contradicted_by, placed, placement_of_all, stored_among
 from zinf_fx.frontend.given_plan import check_offloaded, options_with, plans_given
@@ -84,7 +84,8 @@ def zinf(
         beside = Config.of(in_force, {"placement": requested.placement})  # like those that are stored, but for where
         config = decided(beside, plain, lambda ranked: at_first_call(module, inputs, ranked, plain))
         many = Ranks.of(config).size > 1  # whose gradients are to be reduced
-        if many or requested.placement != "auto" or config.placement != PRESETS["device"]:
+        all_stay = requested.placement == "auto" and config.placement == PRESETS["device"]
+        if many or not all_stay or config.frozen_dtype is not None:  # in which what is frozen takes less room there
             return _offloaded(module, inputs, config, plans)
     # A graph without parameters concerns no other rank, which may have no such graph.
     return Capture(module, inputs, in_force, plans, groups=None if stored else Groups()).compile()
@@ -198,12 +199,13 @@ def _store_the_rest(model: torch.nn.Module, options: dict[str, Any]) -> None:
     config = Config.of(None, options_with(plans, options))
     if _in_ddp(config, model):
         return
-    ranks, parameters = Ranks.of(config), list(rest.values())
+    ranks, parameters, tables = Ranks.of(config), list(rest.values()), tables_of(model.modules())
     if config.placement == "auto" and ranks.size == 1:
-        alone = by_rule_here(config, parameters, ranks.groups, "no captured graph uses them")
-        if alone.nothing_moves:
+        sizes = sizes_of(parameters, config, ranks.groups, tables)
+        alone = by_rule_here(config, parameters, ranks.groups, sizes, "no captured graph uses them")
+        if alone.nothing_moves and config.frozen_dtype is None:
             return
-    nbytes, tables = in_words(sum(parameter.nbytes for parameter in parameters)), tables_of(model.modules())
+    nbytes = in_words(sum(parameter.nbytes for parameter in parameters))
     stored = stored_among(present.items())
     if stored:
         like = next(iter(stored.values())).base.config
@@ -215,7 +217,7 @@ def _store_the_rest(model: torch.nn.Module, options: dict[str, Any]) -> None:
         return
     check_not_sharded(model)
     note_staying(present)
-    offload_parameters(rest, decided(config, parameters), tables)
+    offload_parameters(rest, decided(config, parameters, tables=tables), tables)
     log.warning(
         "Dynamo captured nothing of %s that uses a parameter. Its %d parameters, %s, are stored, and each operation "
         "gathers those it uses, without a plan. TORCH_LOGS=graph_breaks,recompiles shows why: recurrent layers are "

@@ -160,7 +160,8 @@ def plan_model(
             ) from error
         if decides:
             parameters = [parameter for parameter in model.parameters() if not stays(parameter)]
-            decision, plans = decided_for(planner.captures, parameters, in_force, groups, hardware)
+            tables = tables_of(model.modules())
+            decision, plans = decided_for(planner.captures, parameters, in_force, groups, hardware, tables)
         else:
             decision, plans = None, moving(capture.planned() for capture in planner.captures)
     return Planning(plans, decision, list(_timed(planner.captures, decision)) if timed else [])

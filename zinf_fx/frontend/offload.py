@@ -84,10 +84,11 @@ def offload(model: torch.nn.Module, config: Config | None = None, **fields: obje
     note_staying({name: parameter for name, parameter in present.items() if name not in composed.whole})
     ordinary = {name: parameter for name, parameter in present.items() if is_ordinary(parameter)}
     parameters = ordinary | composed.parts
-    config = decided(config, list(parameters.values()))
+    tables = tables_of(model.modules())
+    config = decided(config, list(parameters.values()), tables=tables)
     configs = configs_of(config, ordinary | composed.whole)
     configs |= {part: configs[whole] for part, whole in composed.whole_of.items()}
-    offload_parameters(parameters, config, tables_of(model.modules()), configs)
+    offload_parameters(parameters, config, tables, configs)
     composed.put_together()
     for name, buffer in model.named_buffers():
         if not buffer.is_meta:
@@ -407,10 +408,12 @@ def decided(
     config: Config,
     parameters: list[torch.Tensor] | None,
     find: Callable[[Config], Placement | PlacementRules] | None = None,
+    tables: Collection[int] = (),
 ) -> Config:
     """`config` with its ranks and its placement decided from the parameters (all of them; None: not yet known).
 
-    `find`: decides where the placement is "auto"; default the rule alone. Ranks take what the first one finds.
+    `find`: decides where the placement is "auto"; default the rule alone. `tables`: ids of parameters that are looked
+    up by rows. Ranks take what the first one finds.
 
     Raises: ConfigError for ranks that can't train these parameters, or can't do so in this placement.
     """
@@ -419,7 +422,7 @@ def decided(
     if config.placement == "auto":
         found: Placement | PlacementRules | ZinfError
         try:
-            found = find(config) if find is not None else placed_by_rule(config, parameters)
+            found = find(config) if find is not None else placed_by_rule(config, parameters, tables)
         except ZinfError as error:  # of the first rank, it is raised on every rank
             found = error
         found = of_first(config, parameters or (), found, "the placement")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -13,6 +13,7 @@ from zinf_fx.config import Config
 from zinf_fx.frontend.abstract import abstract_inputs
 from zinf_fx.frontend.auto_placement import by_rule_here, device_of_most, note, sizes_of, this_machine, trained_here
 from zinf_fx.frontend.capture import Capture
+from zinf_fx.frontend.quantising import tables_in
 from zinf_fx.placement import Placement, PlacementRules
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.placement.decision import Decision, decide
@@ -27,10 +28,12 @@ def decided_for(
     config: Config,
     groups: Groups,
     hardware: Hardware | None = None,
+    tables: Collection[int] = (),
 ) -> tuple[Decision, list[Plan]]:
     """The placement of the model that these graphs are of, and their plans with it.
 
-    `hardware`: to decide for; default this machine, at nominal rates. Raises: BudgetError when nothing fits.
+    `hardware`: to decide for; default this machine, at nominal rates. `tables`: ids of parameters that are looked up by
+    rows. Raises: BudgetError when nothing fits.
     """
     here = trained_here(parameters)
     if hardware is None:
@@ -40,7 +43,7 @@ def decided_for(
     def plans_with(placement: Placement | PlacementRules) -> list[Plan]:
         return moving(capture.planned(placement) for capture in captures)
 
-    sizes = sizes_of(here, groups)
+    sizes = sizes_of(here, config, groups, tables)
     decision = decide(plans_with, sizes, config, hardware, groups.ranks, len(here))
     note(decision, sizes)
     return decision, plans_with(decision.placement)
@@ -53,13 +56,15 @@ def at_first_call(
     with room for activations. Raises: BudgetError when nothing fits."""
     groups = Ranks.of(config).groups
     here = trained_here(parameters)
-    alone = by_rule_here(config, here, groups, "nothing leaves")
+    tables = tables_in(module, inputs)
+    sizes = sizes_of(here, config, groups, tables)
+    alone = by_rule_here(config, here, groups, sizes, "nothing leaves")
     if alone.nothing_moves:
-        note(alone, sizes_of(here, groups))
+        note(alone, sizes)
         return alone.placement
     anywhere = Config.of(config, {"placement": "nvme"})
     capture = Capture(module, abstract_inputs(module, inputs, anywhere), anywhere, groups=groups, seen=inputs)
-    return decided_for([capture], parameters, config, groups)[0].placement
+    return decided_for([capture], parameters, config, groups, tables=tables)[0].placement
 
 
 def moving(plans: Iterable[Plan | None]) -> list[Plan]:
