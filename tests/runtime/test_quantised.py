@@ -12,7 +12,7 @@ from twins import fresh_dynamo  # noqa: F401
 
 import zinf_fx
 from zinf_fx import StoredTensor
-from zinf_fx.errors import BudgetError, StoredTensorError
+from zinf_fx.errors import BudgetError, CheckpointError, StoredTensorError
 from zinf_fx.frontend.explain import plan_model
 from zinf_fx.plan.show.table import render
 
@@ -131,6 +131,35 @@ def test_tensors_of_a_parameter_are_stored_once(tmp_path):
             zinf_fx.offload(model, store=tmp_path, placement="nvme")
         storages.append([model[1].weight.packed.storage, model[1].weight.scale.storage])
     assert all(one is other for one, other in zip(*storages, strict=True))
+
+
+def test_checkpoints_have_what_a_parameter_is_made_of(tmp_path):
+    """Those of a model in memory, and of one whose parts are stored, which load each other's."""
+    (tmp_path / "store").mkdir()
+    saved, stored = quantised("tensor subclass"), quantised("tensor subclass")
+    zinf_fx.offload(stored, store=tmp_path / "store", placement="nvme")
+    assert not torch.equal(saved[1].weight.packed, stored[1].weight.packed.full_tensor())
+    zinf_fx.save_checkpoint(tmp_path / "first", saved)
+    zinf_fx.load_checkpoint(tmp_path / "first", stored)
+    again = quantised("tensor subclass")
+    zinf_fx.save_checkpoint(tmp_path / "second", stored)
+    zinf_fx.load_checkpoint(tmp_path / "second", again)
+    x = torch.randn(2, 8)
+    assert torch.equal(stored(x), saved(x)) and torch.equal(again(x), saved(x))
+    assert torch.equal(again[1].weight.packed, saved[1].weight.packed)
+
+
+def test_checkpoints_of_other_classes_of_parameters_are_refused(tmp_path):
+    model, plain = quantised("tensor subclass"), quantised("parameter subclass")
+    zinf_fx.save_checkpoint(tmp_path / "saved", model)
+    with pytest.raises(CheckpointError, match=r"an ordinary tensor, and a test_quantised.Packed with None in the ch"):
+        zinf_fx.load_checkpoint(tmp_path / "saved", plain)
+    with pytest.raises(CheckpointError, match=r"'1.weight' .* is a Packed, made of packed, scale, .*save_checkpoint"):
+        zinf_fx.export_safetensors(model, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+    zinf_fx.export_safetensors(plain, tmp_path / "exported")
+    with pytest.raises(CheckpointError, match=r"'1.weight' .* is a Packed, made of packed, scale, .*save_checkpoint"):
+        zinf_fx.load_safetensors(model, tmp_path / "exported")
 
 
 @pytest.mark.parametrize("kind", QUANTISED)

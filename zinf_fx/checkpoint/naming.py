@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zinf_fx.config import Config
 from zinf_fx.errors import CheckpointError
-from zinf_fx.runtime.tensor.local_parameter import stored_parameter
+from zinf_fx.runtime.tensor.local_parameter import made_of, stored_parameter
 from zinf_fx.runtime.tensor.tensor_parallel import tensor_ranks
 
 
@@ -33,6 +33,11 @@ def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             raise CheckpointError(
                 f"'{name}' in the state dict is a {type(value).__name__}, and safetensors files have tensors only: "
                 "save it by itself, with torch.save or as JSON"
+            )
+        if parts := made_of(value):
+            raise CheckpointError(
+                f"'{name}' in the state dict is a {type(value).__name__}, made of {', '.join(parts)}, and safetensors "
+                "files have ordinary tensors only: save_checkpoint() and load_checkpoint() take what it is made of"
             )
         check_has_values(value, f"'{name}' in the state dict")
     return dict(found)

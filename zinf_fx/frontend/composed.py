@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zinf_fx.frontend.staying import stays
 from zinf_fx.interrupts import held_back
-from zinf_fx.runtime.tensor.local_parameter import stored_in
+from zinf_fx.runtime.tensor.local_parameter import made_of, stored_in
 
 
 class Composed:
@@ -28,7 +27,7 @@ class Composed:
         self.whole = {
             name: parameter
             for name, parameter in parameters.items()
-            if stays(parameter) and is_traceable_wrapper_subclass(parameter) and not stored_in(parameter)
+            if stays(parameter) and made_of(parameter) and not stored_in(parameter)
         }
         self.parts: dict[str, torch.nn.Parameter] = {}
         self.whole_of: dict[str, str] = {}
@@ -37,9 +36,9 @@ class Composed:
             self.whole_of |= dict.fromkeys(self.parts.keys() - self.whole_of.keys(), name)
 
     def _take_apart(self, name: str, tensor: torch.Tensor) -> None:
-        for attribute in tensor.__tensor_flatten__()[0]:
-            part, its_name = getattr(tensor, attribute), f"{name}.{attribute}"
-            if is_traceable_wrapper_subclass(part):
+        for attribute, part in made_of(tensor).items():
+            its_name = f"{name}.{attribute}"
+            if made_of(part):
                 self._take_apart(its_name, part)
             else:
                 self.parts[its_name] = torch.nn.Parameter(part.detach(), requires_grad=False)
@@ -50,12 +49,11 @@ class Composed:
             _replace(parameter, self._of_parts(name, parameter))
 
     def _of_parts(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        attributes, context = tensor.__tensor_flatten__()
         inner = {}
-        for attribute in attributes:
-            part, its_name = getattr(tensor, attribute), f"{name}.{attribute}"
-            nested = is_traceable_wrapper_subclass(part)
-            inner[attribute] = self._of_parts(its_name, part) if nested else self.parts[its_name]
+        for attribute, part in made_of(tensor).items():
+            its_name = f"{name}.{attribute}"
+            inner[attribute] = self._of_parts(its_name, part) if made_of(part) else self.parts[its_name]
+        context = tensor.__tensor_flatten__()[1]
         return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
 
 

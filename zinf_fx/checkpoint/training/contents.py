@@ -18,7 +18,7 @@ from zinf_fx.checkpoint.training.parts.state import Stateful, StatePart, ValuePa
 from zinf_fx.errors import CheckpointError
 from zinf_fx.optim.streamed import Streamed
 from zinf_fx.runtime.exclusive import RUNNING
-from zinf_fx.runtime.tensor.local_parameter import stored_parameter
+from zinf_fx.runtime.tensor.local_parameter import stored_in
 
 Parts = Mapping[str, Part | ValuePart]
 
@@ -70,8 +70,8 @@ def unwritten_in(parts: Parts) -> set[int]:
     """The keys of the storages of frozen parameters, which no step rewrites."""
     present = [part.part if isinstance(part, HeldPart) else part for part in parts.values()]
     modules = [part.module for part in present if isinstance(part, ModulePart)]
-    frozen = (stored_parameter(p) for module in modules for p in module.parameters() if not p.requires_grad)
-    return {parameter.storage.key for parameter in frozen if parameter is not None}
+    frozen = (p for module in modules for p in module.parameters() if not p.requires_grad)
+    return {stored.storage.key for parameter in frozen for stored in stored_in(parameter)}
 
 
 @contextmanager

@@ -41,10 +41,15 @@ def stored_in(parameter: torch.Tensor) -> list[StoredTensor]:
     """What stands for a parameter that was offloaded; of one that is made of several tensors, those that are stored."""
     if (stored := stored_parameter(parameter)) is not None:
         return [stored]
-    if isinstance(parameter, DTensor) or not is_traceable_wrapper_subclass(parameter):
-        return []
-    parts = (getattr(parameter, attribute) for attribute in parameter.__tensor_flatten__()[0])
-    return [stored for part in parts for stored in stored_in(part)]
+    return [stored for part in made_of(parameter).values() for stored in stored_in(part)]
+
+
+def made_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """By name, the tensors that one is made of whose class is a quantising library's, or another's that says it
+    (`__tensor_flatten__`); of one that is stored, and of a DTensor, none."""
+    if isinstance(tensor, (StoredTensor, DTensor)) or not is_traceable_wrapper_subclass(tensor):
+        return {}
+    return {attribute: getattr(tensor, attribute) for attribute in tensor.__tensor_flatten__()[0]}
 
 
 def stored_parameter(parameter: object) -> StoredTensor | None:

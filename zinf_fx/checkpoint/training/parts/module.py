@@ -10,10 +10,15 @@ import torch
 from zinf_fx.checkpoint.naming import unwrapped
 from zinf_fx.checkpoint.training.parts.part import Collected, Matching
 from zinf_fx.checkpoint.training.values import decode, encode
+from zinf_fx.runtime.tensor.local_parameter import made_of
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 FORMATS = "quantised"
 """Of the plain values, by the names of quantised tensors, how their bytes become values."""
+
+COMPOSED = "composed"
+"""Of the plain values, by the names of tensors that were saved as those that they are made of, of what class they are,
+and what else that says of them."""
 
 # What torch.compile puts into the names of a module's members.
 _WRAPPER = "_orig_mod."
@@ -29,15 +34,15 @@ class ModulePart:
         self.module = unwrapped(module)
 
     def collect(self, collected: Collected) -> dict[str, Any]:
-        tensors, extra = self._state()
+        tensors, extra, composed = self._state()
         for name, tensor in tensors.items():
             collected.add(tensor, f"{self.name}/{name}")
         values = {n: encode(value, f"{self.name}/{n}", collected.keep) for n, value in extra.items()}
         formats = {name: how for name, tensor in tensors.items() if (how := format_of(tensor)) is not None}
-        return {"extra": values, FORMATS: formats}
+        return {"extra": values, FORMATS: formats, COMPOSED: composed}
 
     def match(self, values: Mapping[str, Any], matching: Matching) -> None:
-        tensors, extra = self._state()
+        tensors, extra, composed = self._state()
         for name, tensor in tensors.items():
             mine, saved = format_of(tensor), values.get(FORMATS, {}).get(name)
             if mine != saved:
@@ -45,24 +50,51 @@ class ModulePart:
                     f"'{self.name}/{name}' is {_words(mine)}, and {_words(saved)} in the checkpoint"
                 )
             matching.target(f"{self.name}/{name}", tensor)
+        theirs = values.get(COMPOSED, {})
+        for name in composed | theirs:
+            if (mine := composed.get(name)) != (saved := theirs.get(name)):
+                matching.differences.append(
+                    f"'{self.name}/{name}' is {_class_words(mine)}, and {_class_words(saved)} in the checkpoint"
+                )
         matching.prefixes.append(f"{self.name}/")
         matching.compare(f"extra state of {self.name}:", extra, values["extra"])
         if extra:
             found = {name: decode(one, matching.in_memory) for name, one in values["extra"].items()}
             matching.end.append(lambda: self._load_extra(found))
 
-    def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """What `state_dict()` gives: tensors, but those of a base that can't change, and extra state."""
+    def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, list[str]]]:
+        """What `state_dict()` gives: tensors, but those of a base that can't change, and extra state. In the place of
+        tensors that are made of several come these, by their names behind it; what such are comes by their names."""
         state = {name.replace(_WRAPPER, ""): value for name, value in self.module.state_dict().items()}
-        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-        extra = {name: value for name, value in state.items() if name not in tensors}
-        return {name: tensor for name, tensor in tensors.items() if not is_read_only(tensor)}, extra
+        tensors: dict[str, torch.Tensor] = {}
+        composed: dict[str, list[str]] = {}
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                _take_apart(value, name, tensors, composed)
+        extra = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
+        return {name: tensor for name, tensor in tensors.items() if not is_read_only(tensor)}, extra, composed
 
     def _load_extra(self, found: Mapping[str, Any]) -> None:
         names = self.module.state_dict()
         self.module.load_state_dict(
             {n: found[m] for n in names if (m := n.replace(_WRAPPER, "")) in found}, strict=False
         )
+
+
+def _take_apart(
+    tensor: torch.Tensor, name: str, tensors: dict[str, torch.Tensor], composed: dict[str, list[str]]
+) -> None:
+    """Add a tensor, or those that it is made of and what it is, by its name."""
+    if not (parts := made_of(tensor)):
+        tensors[name] = tensor
+        return
+    composed[name] = [f"{type(tensor).__module__}.{type(tensor).__qualname__}", repr(tensor.__tensor_flatten__()[1])]
+    for attribute, part in parts.items():
+        _take_apart(part, f"{name}.{attribute}", tensors, composed)
+
+
+def _class_words(what: list[str] | None) -> str:
+    return "an ordinary tensor" if what is None else f"a {what[0]} with {what[1]}"
 
 
 def format_of(tensor: torch.Tensor) -> list[str] | None:
