@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from ranks.launching import on_ranks
 from test_base import meta, saved
-from test_frozen_formats import base_of, built, in_memory
+from test_frozen_formats import Model, base_of, built, in_memory
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -50,6 +50,45 @@ def compared(rank: int, base: str) -> dict[str, Any]:
         loss = torch.compile(attached, backend="zinf")(torch.arange(16).view(2, 8))
         found["attached"] = bool(torch.equal(loss, in_memory(built(), attached)(torch.arange(16).view(2, 8))))
     return found
+
+
+def saved_by_ranks(rank: int, directory: str) -> None:
+    model = zinf_fx.offload(built(), placement="nvme", frozen_dtype="nf4")
+    zinf_fx.save_checkpoint(directory + "/checkpoint", model)
+    zinf_fx.export_safetensors(model, directory + "/weights")
+
+
+def loaded_by_ranks(rank: int, directory: str) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    model = zinf_fx.offload(Model(), placement="nvme", frozen_dtype="nf4")
+    zinf_fx.load_checkpoint(directory + "/checkpoint", model)
+    found = [parameter.storage.value() for parameter in base_of(model).values()]
+    zinf_fx.load_safetensors(model, directory + "/weights")
+    return [*found, *(parameter.full_tensor() for parameter in base_of(model).values())]
+
+
+def test_checkpoints_of_ranks_have_the_bytes(tmp_path: Path):
+    """One rank loads what two saved, and two what one saved; weights are exported as values."""
+    (tmp_path / "store").mkdir()
+    two, one = tmp_path / "two", tmp_path / "one"
+    two.mkdir(), one.mkdir()
+    on_ranks(2, saved_by_ranks, str(two))
+    expected = base_of(zinf_fx.offload(built(), store=tmp_path / "store", placement="nvme", frozen_dtype="nf4"))
+    torch.manual_seed(1)
+    model = zinf_fx.offload(Model(), store=tmp_path / "store", placement="nvme", frozen_dtype="nf4")
+    zinf_fx.load_checkpoint(two / "checkpoint", model)
+    for mine, theirs in zip(base_of(model).values(), expected.values(), strict=True):
+        assert torch.equal(mine.storage.value(), theirs.storage.value())
+    zinf_fx.save_checkpoint(one / "checkpoint", model)
+    plain = Model()
+    zinf_fx.load_safetensors(plain, two / "weights")
+    for name, mine in expected.items():
+        assert torch.equal(plain.get_parameter(name), mine.full_tensor())
+    zinf_fx.export_safetensors(model, one / "weights")
+    bytes_and_values = [t.storage.value() for t in expected.values()], [t.full_tensor() for t in expected.values()]
+    for found in on_ranks(2, loaded_by_ranks, str(one)):
+        for mine, theirs in zip(found, [*bytes_and_values[0], *bytes_and_values[1]], strict=True):
+            torch.testing.assert_close(mine, theirs)
 
 
 def refused(rank: int, base: str) -> list[str]:
