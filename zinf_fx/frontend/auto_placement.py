@@ -67,9 +67,7 @@ def note(decision: Decision, sizes: Sizes) -> None:
     log.info("placement auto: %s: %s", words(decision.placement, sizes), decision.reason)
 
 
-def sizes_of(
-    parameters: Sequence[torch.Tensor], config: Config, groups: Groups, tables: Collection[int] = ()
-) -> Sizes:
+def sizes_of(parameters: Sequence[torch.Tensor], config: Config, groups: Groups, tables: Collection[int] = ()) -> Sizes:
     """Of the states that one rank has, as they are to be stored, with everything partitioned over its group. `tables`:
     ids of parameters that are looked up by rows."""
 
