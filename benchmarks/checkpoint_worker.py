@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -28,6 +29,15 @@ from zinf_fx.checkpoint.training.loading import manifest_of
 from zinf_fx.checkpoint.training.saving import save
 
 MANAGED = ("generations", "behind")
+
+
+class Block(NamedTuple):
+    """Of steps that follow each other: how many, and of one of them the seconds, and the bytes that the store moved."""
+
+    steps: int
+    step: float
+    read: float
+    written: float
 
 
 class WithoutLinks(Files):
@@ -74,7 +84,13 @@ def measure(request: dict) -> dict:
         elif way in MANAGED:
             manager.save(request["steps"])
 
-    def steps() -> int:
+    def plain_steps() -> int:
+        for _ in range(request["steps"]):
+            step()
+        optimizer.finish()
+        return request["steps"]
+
+    def steps_with_saves() -> int:
         """Returns how many there were: those that were asked for, or as many as one copy goes on behind."""
         done = 0
         with manager:
@@ -89,18 +105,24 @@ def measure(request: dict) -> dict:
         optimizer.finish()
         return done
 
+    def block(steps: Callable[[], int]) -> Block:
+        before, started = store.counters(), time.perf_counter()
+        done = steps()
+        seconds, after = time.perf_counter() - started, store.counters()
+        moved = [(after.bytes_read - before.bytes_read) / done, (after.bytes_written - before.bytes_written) / done]
+        return Block(done, seconds / done, *moved)
+
     step()  # compiles
-    if way != "behind":
+    plain_steps()
+    peak_of_steps = peak_resident_bytes()
+    if way not in ("nothing", "behind"):
         save_in_this_way()  # the first one has no room of an earlier one
-    step()
-    optimizer.finish()
-    before = store.counters()
-    started = time.perf_counter()
-    done = steps()
-    seconds = (time.perf_counter() - started) / done
-    after = store.counters()
+    plain, saving = [], []
+    for _ in range(request["blocks"]):
+        plain.append(block(plain_steps))
+        saving.append(block(plain_steps if way == "nothing" else steps_with_saves))
     saves = [timed(save_in_this_way) for _ in range(request["saves"] if way != "nothing" else 0)]
-    trained, loads, nbytes = peak_resident_bytes(), [], 0
+    peak, loads, nbytes = peak_resident_bytes(), [], 0
     if way in (*MANAGED, "copies"):
         saved = target / ("checkpoint" if way == "copies" else name_of(request["steps"]))
         given = {} if way == "copies" else {STEP: 0}
@@ -109,15 +131,13 @@ def measure(request: dict) -> dict:
     elif way == "torch.save":
         nbytes = (target / "checkpoint.pt").stat().st_size
     return {
-        "step": seconds,
-        "steps": done,
-        "read": (after.bytes_read - before.bytes_read) / done,
-        "written": (after.bytes_written - before.bytes_written) / done,
+        "plain": [one._asdict() for one in plain],
+        "saving": [one._asdict() for one in saving],
         "saves": saves,
         "loads": loads,
         "nbytes": nbytes,
-        "peak": trained,
-        "peak_with_load": peak_resident_bytes(),
+        "peak": peak,
+        "grown": peak - peak_of_steps,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
     }
 

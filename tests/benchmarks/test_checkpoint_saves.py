@@ -9,7 +9,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import checkpoint
 
-TINY = ["--layers", "1", "--hidden", "64", "--heads", "1", "--context", "64", "--steps", "1", "--saves", "1"]
+TINY = [
+    "--layers",
+    "1",
+    "--hidden",
+    "64",
+    "--heads",
+    "1",
+    "--context",
+    "64",
+    "--steps",
+    "1",
+    "--blocks",
+    "1",
+    "--saves",
+    "1",
+]
 
 
 @pytest.mark.slow

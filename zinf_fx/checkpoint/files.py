@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from zinf_fx.checkpoint import freeing
 from zinf_fx.errors import CheckpointError, ZinfError
 from zinf_fx.native.engine import WRITE, File, FileTicket
 
@@ -43,7 +44,13 @@ class Files:
 
     def reserve(self, fd: int, nbytes: int) -> None:
         """Give the file so many bytes of the disk."""
-        if nbytes:
+        if not nbytes:
+            return
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+        except OSError as error:
+            if error.errno != errno.ENOSPC or not freeing.wait_for_room():
+                raise
             os.posix_fallocate(fd, 0, nbytes)
 
     def start_write(self, file: File, address: int, offset: int, nbytes: int, owner: object) -> FileTicket:
@@ -73,8 +80,8 @@ class Files:
         os.rename(old, new)
 
     def remove(self, path: Path) -> None:
-        """Remove a file, if it is there."""
-        path.unlink(missing_ok=True)
+        """Remove a file, if it is there. Bytes of a large one are given back behind the caller."""
+        freeing.remove(path)
 
 
 FILES = Files()

@@ -1,0 +1,66 @@
+"""Large files are removed at once by their names; a thread gives back their bytes.
+
+Where a file system tells its device of each freed extent, as with the mount option `discard`, that takes a second for
+some GiB.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from pathlib import Path
+
+LARGE = 64 << 20
+"""Bytes of a file, from which on it is worth a thread."""
+
+_BLOCK = 512  # bytes, in which the system counts what a file takes
+
+_under_way: set[threading.Thread] = set()
+
+
+def remove(path: Path) -> None:
+    """Remove a file, if it is there: its name is gone when this returns. Raises: OSError."""
+    fd = _opened_if_large(path)
+    try:
+        path.unlink(missing_ok=True)
+    except BaseException:
+        if fd is not None:
+            os.close(fd)
+        raise
+    if fd is not None:
+        thread = threading.Thread(target=_give_back, args=(fd,), name="zinf: freeing a file")
+        _under_way.add(thread)
+        try:
+            thread.start()
+        except RuntimeError:  # there can't be more threads
+            _under_way.discard(thread)
+            os.close(fd)
+
+
+def wait_for_room() -> bool:
+    """Wait until what was removed is given back. Returns whether there was anything to wait for."""
+    threads = list(_under_way)
+    for thread in threads:
+        thread.join()
+    return bool(threads)
+
+
+def _opened_if_large(path: Path) -> int | None:
+    """A descriptor of a file that is given back with its last name; None of others, and of one that can't be opened."""
+    try:
+        info = path.lstat()
+        if stat.S_ISREG(info.st_mode) and info.st_nlink == 1 and info.st_blocks * _BLOCK >= LARGE:
+            return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        pass
+    return None
+
+
+def _give_back(fd: int) -> None:
+    os.close(fd)
+    _under_way.discard(threading.current_thread())
+
+
+# A process made by fork would have the files, too, and keep their bytes for as long as it lives.
+os.register_at_fork(before=wait_for_room)
