@@ -87,6 +87,7 @@ class Behind:
     bandwidth: float | None = None
 
 
+@no_search_for_cycles()
 def save(
     directory: Path,
     parts: Parts,
