@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 import zinf_fx
 from zinf_fx.plan.memory.accounting import phases
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from gpt import GPT, GPTConfig
 
 WIDTH, WORDS, LENGTH, PART = 16, 32, 6, 2
 
@@ -278,6 +282,21 @@ def test_each_size_of_the_batch_has_a_plan_and_evaluation_is_whole(tmp_path: Pat
     three = tuple(x[:3] for x in tokens(4))  # which can't be divided by two
     with torch.no_grad():
         torch.testing.assert_close(compiled(*three)[1], plain(*three)[1])
+
+
+def test_tensors_of_a_second_size_are_one_batch(tmp_path: Path) -> None:
+    """For sizes that differ from those before, Dynamo has a symbol for every tensor's."""
+    torch.manual_seed(0)
+    plain = GPT(GPTConfig(layers=1, hidden=WIDTH, heads=2, context=31, vocabulary=WORDS, tied=False))
+    twin, compiled = twin_of(plain, tmp_path, micro_batches=2)
+    for count in (2, 4):
+        batch = [torch.randint(0, WORDS, (count * PART, 31)) for _ in range(2)]
+        plain.zero_grad()
+        twin.zero_grad()
+        for part in zip(*(one.chunk(2) for one in batch), strict=True):
+            (plain(*part) / 2).backward()
+        compiled(*batch).backward()
+        assert_same_gradients(twin, plain)
 
 
 def test_a_plan_file_is_followed(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ class _Batch:
 def _batch_of(placeholders: Sequence[fx.Node], inputs: Sequence[GraphInput], config: Config) -> _Batch:
     """What the call's batch is. Raises: ConfigError."""
     count = config.micro_batches
-    found: dict[sympy.Symbol, tuple[fx.Node, GraphInput]] = {}  # sizes that a first dimension has, of matrices before
+    found: list[tuple[fx.Node, GraphInput]] = []  # that have sizes of their own in the first dimension, matrices before
     given = [(node, one) for node, one in zip(placeholders, inputs, strict=True) if one.comes_with_call]
     tensors = [(node, one) for node, one in given if isinstance(_value(node), torch.Tensor) and _value(node).dim()]
     for node, one in sorted(tensors, key=lambda each: _value(each[0]).dim() == 1):
@@ -131,25 +131,28 @@ def _batch_of(placeholders: Sequence[fx.Node], inputs: Sequence[GraphInput], con
                 f"micro_batches={count}: '{one.name}' was given to torch._dynamo.mark_dynamic, which refuses a graph "
                 "for one size of the batch: call maybe_mark_dynamic in its place, or torch.compile(..., dynamic=True)"
             )
-        expression = _expression(_value(node).shape[0])
-        if isinstance(expression, sympy.Symbol) and (_value(node).dim() > 1 or not found):
-            found.setdefault(expression, (node, one))
+        size = _first(node)
+        if not isinstance(_expression(size), sympy.Symbol) or (_value(node).dim() == 1 and found):
+            continue
+        # From the second size of the batch on, Dynamo has a symbol for each tensor's: comparing them makes them one.
+        if not any(_hint(size) == _hint(_first(other)) and size == _first(other) for other, _ in found):
+            found.append((node, one))
     if len(found) > 1:
-        shapes = ", ".join(f"'{one.name}' {list(map(_hint, _value(node).shape))}" for node, one in found.values())
+        shapes = ", ".join(f"'{one.name}' {list(map(_hint, _value(node).shape))}" for node, one in found)
         raise ConfigError(
             f"micro_batches={count}: tensors of the call differ in their first dimension ({shapes}), and it can't be "
             "told which is the batch: call torch._dynamo.maybe_mark_dynamic(x, 0) for each tensor x of the batch "
             "before the first step, in the place of dynamic=True"
         )
-    for expression, (node, one) in found.items():
-        size = _hint(_value(node).shape[0])
+    for node, one in found:
+        size = _hint(_first(node))
         if size % count:
             raise ConfigError(
                 f"micro_batches={count}: the batch has {size} elements ('{one.name}' is of shape "
                 f"{list(map(_hint, _value(node).shape))}), which is no multiple of it: leave out the last, smaller "
                 "batch (drop_last=True of a DataLoader), or give another number"
             )
-        return _Batch(expression, size, count, config.micro_batch_loss)
+        return _Batch(_expression(_first(node)), size, count, config.micro_batch_loss)
     raise ConfigError(
         f"micro_batches={count}: the sizes in the captured graph are fixed, so that it can't be told which of them are "
         "the batch's: compile with torch.compile(model, backend='zinf', dynamic=True, options=...), or call "
@@ -179,6 +182,11 @@ def _is_differentiated(one: GraphInput) -> bool:
 
 def _value(node: fx.Node) -> object:
     return node.meta.get("example_value")
+
+
+def _first(node: fx.Node) -> int | torch.SymInt:
+    """The first dimension of a tensor."""
+    return _value(node).shape[0]
 
 
 def _expression(size: object) -> sympy.Basic:
