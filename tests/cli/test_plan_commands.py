@@ -190,6 +190,13 @@ def test_without_overlap_a_step_is_the_sum_of_its_jobs(plan_file: Path, capsys: 
     assert alone == pytest.approx(work) and overlapped < 0.95 * alone
 
 
+def test_a_loop_over_micro_batches_is_simulated(plan_file: Path, capsys: pytest.CaptureFixture):
+    assert main(["simulate", str(plan_file), "--hardware", "a100", "--accumulate", "3"]) == 0
+    assert "3 times before the optimizer's step" in capsys.readouterr().out
+    assert main(["simulate", str(plan_file), "--hardware", "a100", "--accumulate", "0"]) == 2
+    assert "accumulate" in capsys.readouterr().err
+
+
 def test_a_plan_of_many_ranks_is_simulated_on_as_many_nodes(tmp_path: Path, capsys: pytest.CaptureFixture):
     path = tmp_path / "plan.json"
     assert main(["export-plan", TARGET, "-o", str(path), "--placement", "nvme", "--world-size", "32"]) == 0

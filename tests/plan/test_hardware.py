@@ -15,7 +15,7 @@ TEXT = files(hardware).joinpath("dgx-2.toml").read_text()
 
 
 def test_every_description_of_the_package_loads():
-    assert hardware.names() == ["dgx-2", "dgx-a100", "dgx-h100", "rtx-4090"]
+    assert hardware.names() == ["a100", "dgx-2", "dgx-a100", "dgx-h100", "rtx-4090"]
     for name in hardware.names():
         found = hardware.load(name)
         assert found.name and found.ranks == found.nodes * found.ranks_per_node

@@ -276,6 +276,22 @@ def test_a_step_that_overlaps_begins_with_the_optimizer_of_the_one_before():
     assert max(end for _, end in times.values()) == 37  # as long as one after the other: there is but one parameter
 
 
+def test_a_loop_adds_to_the_gradients_of_the_micro_batches_before():
+    """Which come to the device: from the disk in 1 s, and up in another; the sum goes back as it came the first time.
+    The second forward pass doesn't wait for the first gradient to be written."""
+    found = simulate_plan(training(), TWO, SECONDS, overlap=False, accumulate=2)
+    first = [job.name for job in found.jobs].index("write w")
+    again = timeline(replace(found, jobs=found.jobs[first:], timings=found.timings[first:]))
+    again = {name: (round(start, 6), round(end, 6)) for name, (start, end) in again.items()}  # adding takes 12 ns
+    assert again["write w"] == (24, 26) and again["fetch w"] == (14, 15)  # behind the first write, from 12 to 14
+    assert (again["forward 0"], again["backward 0"]) == ((12, 13), (17, 19))
+    assert [again[name] for name in ("reduce_scatter w", "read w", "upload w")] == [(19, 20), (20, 21), (21, 22)]
+    assert again["add w"][0] == 22 and again["read_states 0"] == (26, 33)
+    kept = simulate_plan(training("device"), TWO, SECONDS, overlap=False, accumulate=2)
+    moved = {job.name for job in kept.jobs if job.name.endswith(" w")}
+    assert moved == {"fetch w", "upload w", "allgather w", "reduce_scatter w", "add w"}
+
+
 def of_parameters(count: int, nbytes: int = 2 * BLOCK, state_tier: str = "nvme") -> Plan:
     """So many operators each way, each with a parameter of its own in host memory; a chunk of states for each."""
     shape, where = (nbytes // 2,), {"tier": "host", "gradient_tier": "host", "state_tier": state_tier}

@@ -107,6 +107,12 @@ def _simulate(commands: argparse._SubParsersAction) -> None:
         action="store_false",
         help="a step ends with the optimizer's, which otherwise goes on in the next forward pass",
     )
+    parser.add_argument(
+        "--accumulate",
+        metavar="N",
+        default="1",
+        help="times that a loop runs the plan, adding gradients, before the optimizer's step (1)",
+    )
     _add_saving(parser)
     parser.add_argument("--json", action="store_true", help="print the figures, and the timeline, as JSON")
     _add_planning(parser)

@@ -37,11 +37,13 @@ def run(options: argparse.Namespace) -> None:
     planned = plans_of_target(options, timed, described)
     plan = planned.only("a simulation")
     hardware = described().with_ranks(plan.world_size)
+    accumulate = parse_count(options.accumulate, "accumulate")
     how = {"run": one_after_another if options.no_overlap else simulate, "overlap": options.overlap}
+    how |= {"accumulate": accumulate}
     if batches is not None:
         found = {batch: simulate_plan(with_batch(plan, batch), hardware, **how) for batch in batches}
         text = json.dumps([{"batch": b} | _data(p) for b, p in found.items()]) if options.json else _sweep_table(found)
-        print(text if options.json else f"{_title(planned, plan, hardware)}\n\n{text}")
+        print(text if options.json else f"{_title(planned, plan, hardware, accumulate)}\n\n{text}")
         return
     simulation = simulate_plan(plan, hardware, *planned.seconds, **how)
     saves = checkpoints(saved(plan), hardware, **saving_of(options))
@@ -50,15 +52,16 @@ def run(options: argparse.Namespace) -> None:
         timeline = {"timeline": [asdict(one) for one in slices(plan, simulation)]}
         print(json.dumps(_data(simulation) | decision | {"saves": asdict(saves)} | timeline))
     else:
-        parts = [_title(planned, plan, hardware), _report(simulation)]
+        parts = [_title(planned, plan, hardware, accumulate), _report(simulation)]
         parts += [checkpoints_text(saves)] if saves.of_one.states else []
         print("\n\n".join(parts))
 
 
-def _title(planned: Planning, plan: Plan, hardware: Hardware) -> str:
+def _title(planned: Planning, plan: Plan, hardware: Hardware, accumulate: int) -> str:
     decided = f"{planned.decision}\n\n" if planned.decision is not None else ""
     operators = " + ".join(f"{len(graph.operators):,} {graph.kind}" for graph in plan.graphs)
-    return f"{decided}A step of {operators} operators on {hardware.name}, batch {_batch_text(plan)}, simulated"
+    times = f", {accumulate} times before the optimizer's step" if accumulate > 1 else ""
+    return f"{decided}A step of {operators} operators on {hardware.name}, batch {_batch_text(plan)}{times}, simulated"
 
 
 def _batch_text(plan: Plan) -> str:

@@ -174,6 +174,7 @@ def simulate_plan(
     compute: Compute | None = None,
     run: Callable[[Sequence[Job]], Simulation] = simulate,
     overlap: bool = True,
+    accumulate: int = 1,
 ) -> Simulation:
     """A step of a plan on one rank of the hardware.
 
@@ -181,9 +182,10 @@ def simulate_plan(
         compute: measured seconds of each operator; default what the hardware's figures say.
         run: how its jobs follow each other.
         overlap: the optimizer's step goes on in the next forward pass.
+        accumulate: how many micro-batches a loop runs the plan's graphs for before the optimizer's step.
 
     Raises: PlanError for another number of ranks; ConfigError for a dtype without a peak.
     """
     compute = compute_seconds(plan, hardware) if compute is None else compute
-    flops = sum(operator.flops for graph in plan.graphs for operator in graph.operators)
-    return replace(run(event_graph(plan, hardware, compute, overlap)), flops=flops)
+    flops = accumulate * sum(operator.flops for graph in plan.graphs for operator in graph.operators)
+    return replace(run(event_graph(plan, hardware, compute, overlap, accumulate)), flops=flops)

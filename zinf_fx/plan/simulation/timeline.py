@@ -29,6 +29,7 @@ LANE_OF: dict[str, Lane] = {
     "all_reduce": "reduce",
     "offload": "offload",
     "read": "offload",
+    "add": "offload",
     "write": "offload",
     "update": "optimizer",
     "read_states": "optimizer",
