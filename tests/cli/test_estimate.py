@@ -208,7 +208,7 @@ def test_the_papers_tables_as_json(capsys: pytest.CaptureFixture[str]):
         ([*SMALL, "--efficiency", "half"], "efficiency='half' is not a positive number"),
         ([*SMALL, "--efficiency", "90"], "efficiency=90 is not accepted: give numbers above 0 and below 1"),
         ([*SMALL, "--placement", "zero-9"], "placement='zero-9' is unknown; accepted: 'dp', 'zero-1'"),
-        ([*SMALL, "--hardware", "dgx-9"], "hardware 'dgx-9' is unknown; accepted: dgx-2, dgx-a100"),
+        ([*SMALL, "--hardware", "dgx-9"], "hardware 'dgx-9' is unknown; accepted: a100, dgx-2, dgx-a100"),
         ([*SMALL, "--hardware", "gone.toml"], "hardware file gone.toml can't be read"),
         ([*SMALL, "--store", "/tmp"], "store='/tmp' is only for --hardware this-machine"),
         ([*SMALL, "--dtype", "bfloat16"], "NVIDIA DGX-2 has no peak for bfloat16; it has: float16, float32"),

@@ -62,7 +62,7 @@ def test_what_a_description_may_leave_out():
 
 
 def test_what_there_is_not():
-    with pytest.raises(ConfigError, match=r"hardware 'dgx-3' is unknown; accepted: dgx-2, .*, or a file NAME\.toml"):
+    with pytest.raises(ConfigError, match=r"hardware 'dgx-3' is unknown; accepted: a100, .*, or a file NAME\.toml"):
         hardware.load("dgx-3")
     with pytest.raises(ConfigError, match=r"hardware file gone\.toml can't be read: .*No such file"):
         hardware.load("gone.toml")
