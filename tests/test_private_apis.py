@@ -36,6 +36,11 @@ FUNCTIONS: dict[str, tuple[tuple[str, ...], str]] = {
         ("joint_module", "_joint_inputs", "num_fwd_outputs", "static_lifetime_input_indices"),
         "passes/lowering/partition.py",
     ),
+    "torch._inductor.compile_fx.compile_fx_inner": (("gm", "example_inputs"), "runtime/execute/inductor.py"),
+    "torch._inductor.decomposition.select_decomp_table": ((), "runtime/execute/inductor.py"),
+    "torch._inductor.cpp_builder.get_cpp_compiler": ((), "runtime/execute/inductor.py"),
+    "torch.utils._triton.has_triton": ((), "runtime/execute/inductor.py"),
+    "torch.fx.experimental.proxy_tensor.make_fx": (("f", "decomposition_table"), "runtime/execute/inductor.py"),
     "torch.library.register_fake": (("op", "lib"), "ops.py"),
     "torch.fx.node.has_side_effect": (("fn",), "ops.py"),
     "torch.nn.modules.module.register_module_parameter_registration_hook": (("hook",), "frontend/offload.py"),
@@ -55,6 +60,9 @@ FUNCTIONS: dict[str, tuple[tuple[str, ...], str]] = {
 
 # Private names without a signature to look at.
 NAMES: dict[str, str] = {
+    "torch._inductor.exc.InvalidCxxCompiler": "runtime/execute/inductor.py: there is no compiler",
+    "torch._dispatch.python.enable_python_dispatcher": "runtime/execute/inductor.py records operations on open sizes",
+    "torch._guards.TracingContext": "runtime/execute/inductor.py has one without strides that others wait for",
     "torch._C._swap_tensor_impl": "runtime/tensor/stored_tensor.py gives a parameter its stored twin's implementation",
     "torch._dynamo.OptimizedModule": "backend.py waits for the first call of each",
     "torch._dynamo.eval_frame.innermost_backend": "backend.py asks which backend a module is compiled with",

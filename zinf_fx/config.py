@@ -23,6 +23,7 @@ Positive = Annotated[int, 1]
 Activations = Literal["keep", "recompute", "offload", "auto"]
 ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
 FrozenDtype = Literal["int8", "nf4", "fp8"]
+Compute = Literal["eager", "inductor"]
 Partition = Literal["shards", "owner"]
 Reduction = Literal["mean", "sum"]
 LEAST_CHUNK = 1 << 16
@@ -204,6 +205,9 @@ class Config(RankOptions):
         partition_activations: with tensor parallelism, each rank keeps its part only of what is saved for backward and
             equal on all ranks that divide parameters; it is all-gathered when backward needs it (ZeRO, section 6.1:
             Pa; with activations on "host" or "nvme", Pa+cpu).
+        compute: "eager": an operator's operations run one after the other, by PyTorch's own kernels, so that results
+            are those of plain PyTorch to the bit; "inductor": Inductor compiles them together, for which it needs a C++
+            compiler.
         checksum: compare a crc32c of what is read from the store with that of what was written.
         strict_direct: refuse a store where direct I/O doesn't work, instead of using the page cache.
         micro_batches: into how many equal parts the batch of a training step is divided along its first dimension.
@@ -224,6 +228,7 @@ class Config(RankOptions):
     frozen_dtype: FrozenDtype | None = None
     activations: Activations | Positive = "keep"
     partition_activations: bool = False
+    compute: Compute = "eager"
     checksum: bool = True
     strict_direct: bool = False
     micro_batches: Positive = 1
@@ -248,6 +253,7 @@ class Config(RankOptions):
         if type(self.activations) is not int or self.activations < 1:
             self._check("activations", ACTIVATIONS, "the number of layers between two checkpoints")
         self._check("frozen_dtype", (None, *get_args(FrozenDtype)))
+        self._check("compute", get_args(Compute))
         if type(self.micro_batches) is not int or not 1 <= self.micro_batches <= LARGEST:
             self._check("micro_batches", (), "a whole number of at least 1")
         self._check("micro_batch_loss", get_args(Reduction))

@@ -21,6 +21,7 @@ from zinf_fx.config import Config
 from zinf_fx.frontend.capture import Capture
 from zinf_fx.passes import pipeline
 from zinf_fx.passes.ir.framework import GraphContext, Pass
+from zinf_fx.passes.lowering.compute_regions import FormRegions
 from zinf_fx.runtime.tensor.storage import AbstractStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter
 
@@ -204,7 +205,18 @@ def assert_trains_like_eager(
     same(record.gradients, gradients, "gradient of")
     same(dict(model.named_buffers()), dict(eager.named_buffers()), "buffer")
     assert_passes_keep_values(record, tolerance)
+    assert_regions_keep_values(record)
     return record
+
+
+def assert_regions_keep_values(record: Record) -> None:
+    """Run every planned graph, and what becomes of it where operators are compiled, without compiling them."""
+    for kind, (module, context) in record.planned.items():
+        graph = copy_graph(module.graph)
+        expected = record.run(graph, context, module)
+        found = record.run(graph, pipeline.run_passes(graph, context, [FormRegions()]), module)
+        for name in ("results", "gradients", "inputs"):
+            assert_same(getattr(found, name), getattr(expected, name), f"{kind} graph in regions: {name}")
 
 
 def assert_passes_keep_values(record: Record, tolerance: float = 1e-4) -> None:

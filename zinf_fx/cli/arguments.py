@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from zinf_fx.adam import StateForm
-from zinf_fx.config import ACTIVATIONS, PRESETS, FrozenDtype, parse_count, parse_positive
+from zinf_fx.config import ACTIVATIONS, PRESETS, Compute, FrozenDtype, parse_count, parse_positive
 from zinf_fx.native.engine import provider_names
 from zinf_fx.plan import hardware
 
@@ -276,6 +276,11 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--frozen-dtype", choices=get_args(FrozenDtype), help="format of frozen matrices (default: as they are)"
+    )
+    parser.add_argument(
+        "--compute",
+        choices=get_args(Compute),
+        help="what computes an operator: PyTorch's kernels one by one (default: eager), or one that Inductor makes",
     )
     parser.add_argument("--state-dtype", choices=get_args(StateForm), help="of Adam's moments (default: float32)")
     parser.add_argument(

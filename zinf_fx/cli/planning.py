@@ -99,6 +99,7 @@ _READ: dict[str, Callable[[str], object]] = {
     "tile": lambda text: None if text == "none" else text,
     "pack": lambda text: None if text == "none" else text,
     "frozen_dtype": str,
+    "compute": str,
     "micro_batches": lambda text: parse_count(text, "micro_batches"),
     "activations": lambda text: int(text) if text.isdecimal() and len(text) < 19 else text,
 }

@@ -30,8 +30,9 @@ from zinf_fx.passes.following import follow_inference, follow_training
 from zinf_fx.passes.ir.fingerprint import fingerprint_of
 from zinf_fx.passes.ir.framework import GraphContext, is_compute, operator_of
 from zinf_fx.passes.ir.rewriting import copied
+from zinf_fx.passes.lowering.compute_regions import FormRegions, Region
 from zinf_fx.passes.lowering.offload_gradients import gradients_left_alone
-from zinf_fx.passes.pipeline import plan_inference, plan_of, plan_training
+from zinf_fx.passes.pipeline import plan_inference, plan_of, plan_training, run_passes
 from zinf_fx.placement import Placement, PlacementRules
 from zinf_fx.plan.memory.use import most
 from zinf_fx.plan.plan import Plan
@@ -40,6 +41,7 @@ from zinf_fx.plan.schedule import GraphKind
 from zinf_fx.plan.sharding import Groups
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.execute.executor import EXECUTOR, Program
+from zinf_fx.runtime.execute.inductor import CompiledRegion, check_can_compile, compiled_region
 from zinf_fx.runtime.tensor.local_parameter import local_input
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
@@ -106,6 +108,8 @@ class Capture:
 
     def compile(self) -> Callable[..., Any]:
         """Plan the graph; the result is called with the values of the graph's inputs."""
+        if self.config.compute == "inductor" and self._compiles:
+            check_can_compile({one.given.device for one in self._inputs if isinstance(one.given, torch.Tensor)})
         self._together.check_together(self._inputs)
         if self._rates is None:  # while values can be computed
             self._rates = self._together.rates_of_first(self._inputs, self._measured())
@@ -266,12 +270,22 @@ class Capture:
         tokens = {tile: context.keys[tile].token for tile in gradients_left_alone(module.graph)}
         return {t: position_of[one] for t, one in tokens.items() if context.tiles[one].name not in self._standing_in}
 
+    def _regions(self, graph: fx.Graph, context: GraphContext) -> dict[str, CompiledRegion]:
+        """Put the operations of a planned graph into regions. By the names of the nodes that stand for these, what
+        computes them."""
+        run_passes(graph, context, [FormRegions()])
+        labels = [operator.label for operator in self.plan.graph(context.kind).operators]
+        regions = [node for node in graph.nodes if isinstance(node.target, Region)]
+        where = {node: f"operator {(n := operator_of(node))} of {context.kind} ({labels[n]})" for node in regions}
+        return {node.name: compiled_region(node.target.module, node.target.text, where[node]) for node in regions}
+
     def _bind(self, module: fx.GraphModule, kind: GraphKind) -> Callable[[list], Any]:
         context = self._contexts[kind]
         tokens = [key.token for key in context.keys]
-        operators = {node.name: operator_of(node) for node in module.graph.nodes if is_compute(node)}
         left_alone = self._left_alone(module, context)
-        program = Program(module, self.plan, kind, tokens, operators, self._together.tensor_ranks, left_alone)
+        regions = self._regions(module.graph, context) if self.config.compute == "inductor" else {}
+        operators = {node.name: operator_of(node) for node in module.graph.nodes if is_compute(node)}
+        program = Program(module, self.plan, kind, tokens, operators, self._together.tensor_ranks, left_alone, regions)
 
         # A caller that compiles its whole training step must not trace into the runtime.
         run = torch.compiler.disable(lambda arguments: program(arguments))

@@ -207,7 +207,8 @@ def _header(plan: Plan) -> str:
     tile, pack = (in_words(size) if isinstance(size, int) else size for size in (config.tile, config.pack))
     frozen = f", frozen matrices {config.frozen_dtype}" if config.frozen_dtype else ""
     divided = f", {config.micro_batches} micro-batches" if config.micro_batches > 1 else ""
-    lines.append(f"options    activations {config.activations}, tile {tile}, pack {pack}{frozen}{divided}")
+    compiled = ", operators compiled by Inductor" if config.compute == "inductor" else ""
+    lines.append(f"options    activations {config.activations}, tile {tile}, pack {pack}{frozen}{divided}{compiled}")
     if plan.kept or leaving:
         gone = sum(tile.held_nbytes for tile in leaving)
         text = f"saved      {in_words(plan.kept)} of activations stay on the device from forward to backward"

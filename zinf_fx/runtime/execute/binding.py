@@ -10,6 +10,7 @@ from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule
+from zinf_fx.runtime.execute.inductor import CompiledRegion
 from zinf_fx.runtime.execute.workspace import dequantize
 
 _TAKE_A_VALUE = (ops.reduce_scatter, ops.offload, ops.write)
@@ -42,6 +43,7 @@ def bind(
     here: Here,
     packs: Collection[int],
     gradients: Mapping[int, int],
+    regions: Mapping[str, CompiledRegion],
 ) -> fx.GraphModule:
     """The graph as a function of (run, arguments): its `zinf` nodes become calls of the run's methods, which is told
     when the head ends, and when an operator begins and ends, too.
@@ -50,6 +52,7 @@ def bind(
     is a list of the parameters in them, and whose gradient a list of theirs: nothing is put together in memory.
     `gradients`: by tile, which output of the graph takes a gradient that is kept: autograd leaves it in the parameter's
     `grad`, or adds it to what is there.
+    `regions`: by the names of the nodes that stand for several operations, what computes them.
     `arguments` is a reversed list from which each input is popped, so that inputs die with their last use.
     """
     bound = fx.Graph()
@@ -111,6 +114,9 @@ def bind(
             copies[node] = fx.node.map_arg(node.args[0], copies.__getitem__)
         elif node.target is ops.dequantize:
             copies[node] = bound.call_function(dequantize, fx.node.map_arg(node.args, copies.__getitem__))
+        elif node.name in regions:  # which gets the only reference to a value that nothing else needs
+            inputs = bound.call_function(_listed, fx.node.map_arg(node.args, copies.__getitem__))
+            copies[node] = bound.call_function(regions[node.name], (inputs,))
         elif node.op == "output":
             if copied:
                 bound.call_method("copy_gradients", (run, tuple(copied), tuple(copied.values())))
@@ -121,6 +127,10 @@ def bind(
         if last.get(number) == node.name:
             bound.call_method("end_operator", (run,))
     return fx.GraphModule(module, bound, class_name=f"Planned{module.__class__.__name__}")
+
+
+def _listed(*values: object) -> list[object]:
+    return list(values)
 
 
 def method_of(event: Event) -> str:

@@ -18,6 +18,7 @@ from zinf_fx.plan.schedule import GraphKind, Tile
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.execute.activations import ActivationSlots
 from zinf_fx.runtime.execute.binding import Here, bind, head_fetches
+from zinf_fx.runtime.execute.inductor import CompiledRegion
 from zinf_fx.runtime.execute.inputs import Inputs
 from zinf_fx.runtime.execute.transfers import FlyingTile, Staging
 from zinf_fx.runtime.gradients.leaving import LeavingGradients
@@ -79,10 +80,12 @@ class Program(Stage):
         operators: Mapping[str, int],
         tensor_ranks: Ranks = ALONE,
         left_alone: Mapping[int, int] = MappingProxyType({}),
+        regions: Mapping[str, CompiledRegion] = MappingProxyType({}),
     ) -> None:
         """`operators`: by the names of the nodes that compute, which operator they belong to. `tensor_ranks`: over
         which activations are divided. `left_alone`: the tiles whose gradients may be kept as they are computed, and
-        the positions that these have among the results of backward."""
+        the positions that these have among the results of backward. `regions`: by the names of the nodes that stand
+        for several operations, what computes them."""
         super().__init__()
         self.plan = plan
         self.schedule = schedule = plan.graph(kind)
@@ -106,7 +109,7 @@ class Program(Stage):
         writes = [e for graph in plan.graphs for e in graph.events if e.kind in ("offload_activation", "write")]
         to_nvme = any(schedule.tiles[event.tile].tier == "nvme" for event in writes)
         self.awaits_writes = schedule.kind != "forward" and to_nvme
-        self._planned, self._operators, self._left_alone = module, operators, left_alone
+        self._planned, self._operators, self._left_alone, self._regions = module, operators, left_alone, regions
         self._bound: dict[Here, fx.GraphModule] = {}
         self._module: fx.GraphModule | None = None  # for the storages of the last run
         self._here: Here | None = None  # with them
@@ -163,7 +166,9 @@ class Program(Stage):
         kept = frozenset(tile for tile in kept if parameters[tile].placement.gradients == "device")
         self._here = Here(frozenset(in_place), plain, kept, followed)
         if self._here not in self._bound:
-            self._bound[self._here] = bind(self._planned, self._operators, self._here, self._packed, self._left_alone)
+            self._bound[self._here] = bind(
+                self._planned, self._operators, self._here, self._packed, self._left_alone, self._regions
+            )
         self._module = self._bound[self._here]
         waits = [event.tile for event in self.schedule.events if event.kind == "wait" and event.tile in in_place]
         tiles = {tile: self.schedule.tiles[tile] for tile in waits}

@@ -1,0 +1,139 @@
+"""A region is compiled once for all that are equal, and runs with PyTorch's kernels where that goes wrong."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+import zinf_fx
+from zinf_fx.errors import ConfigError
+from zinf_fx.runtime.execute import inductor
+from zinf_fx.runtime.execute.inductor import CompiledRegion, compiled_region
+
+Function = Callable[..., Sequence[Tensor]]
+
+
+def captured(function: Function, *inputs: Tensor) -> fx.GraphModule:
+    """The function as a region's module is."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    module = make_fx(function)(*(mode.from_tensor(one, static_shapes=True) for one in inputs))
+    output = module.graph.output_node()
+    output.meta["val"] = tuple(node.meta["val"] for node in output.args[0])
+    return module
+
+
+def places(tensors: Sequence[Tensor]) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def test_results_lie_as_captured_and_share_no_memory() -> None:
+    """Copies, sums with zero and operations that come twice are results of their own; strides are those of PyTorch's
+    kernels, where Inductor's would be others."""
+
+    def compute(x: Tensor, empty: Tensor) -> list[Tensor]:
+        turned = torch.cat([empty, torch.tanh(x).transpose(1, 2)])
+        return [torch.tanh(x), torch.tanh(x), torch.tanh(x).clone(), x.clone(), x + 0, turned]
+
+    x, empty = torch.randn(2, 3, 4), torch.empty(0)
+    region = CompiledRegion(captured(compute, x, empty), "a test")
+    for _ in range(2):
+        inputs = [x, empty]
+        results = region(inputs)
+        assert not inputs and region.is_compiled
+        assert len(places([x, *results])) == 7
+        for one, expected in zip(results, compute(x, empty), strict=True):
+            torch.testing.assert_close(one, expected)
+            assert one.stride() == expected.stride()
+
+
+def test_equal_regions_share_what_is_compiled_and_files_keep_it() -> None:
+    def compute(x: Tensor) -> list[Tensor]:
+        return [torch.exp(x).sum(1) * 3]
+
+    module = captured(compute, torch.ones(5, 7))
+    region = compiled_region(module, "text", "one")
+    assert compiled_region(captured(compute, torch.ones(5, 7)), "text", "other") is region
+    assert region.is_compiled
+    del region
+    gc.collect()
+    before = dict(counters["inductor"])
+    compiled_region(module, "text", "one")
+    assert counters["inductor"]["fxgraph_cache_hit"] == before.get("fxgraph_cache_hit", 0) + 1
+    assert counters["inductor"]["fxgraph_cache_miss"] == before.get("fxgraph_cache_miss", 0)
+
+
+def test_inputs_of_one_type_are_told_apart() -> None:
+    """Nodes of a graph may share what describes their values."""
+    module = captured(lambda x, y: [torch.tanh(x), torch.tanh(y)], torch.ones(3), torch.ones(3))
+    x, y = module.graph.find_nodes(op="placeholder")
+    y.meta["val"] = x.meta["val"]
+    region = CompiledRegion(module, "a test")
+    ones, twos = region([torch.full((3,), 1.0), torch.full((3,), 2.0)])
+    assert region.is_compiled and ones.tolist() < twos.tolist()
+
+
+def _raises(inputs: list) -> list[Tensor]:
+    inputs.clear()
+    raise AssertionError("expected size 2==3")
+
+
+@pytest.mark.parametrize(
+    ("compiled", "why"),
+    [
+        (lambda inputs: [inputs[0], inputs[0] * 2], "result 0 of its compiled code shares memory with an input"),
+        (lambda inputs: [inputs[0] + 1] * 2, "result 1 of its compiled code shares memory with"),
+        (lambda inputs: [(inputs[0] + 1).t().contiguous().t(), inputs[0] * 2], "strides (1, 2), not (2, 3) and (3, 1)"),
+        (_raises, "its compiled code raised AssertionError: expected size 2==3"),
+        (None, "Inductor can't compile it: NotImplementedError: no such operation"),
+    ],
+    ids=["an input is a result", "one result twice", "other strides", "raises", "is not compiled"],
+)
+def test_what_goes_wrong_runs_with_pytorchs_kernels_and_is_said_once(
+    compiled: Function | None, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def compile_region(module: fx.GraphModule) -> Function:
+        if compiled is None:
+            raise NotImplementedError("no such operation\nwith details")
+        return compiled
+
+    monkeypatch.setattr(inductor, "_compiled", compile_region)
+    x = torch.randn(2, 3)
+    region = CompiledRegion(captured(lambda x: [x + 1, x * 2], x), "operator 3 of forward (mm)")
+    with caplog.at_level(logging.WARNING, "zinf_fx"):
+        for _ in range(2):
+            results = region([x])
+            assert torch.equal(results[0], x + 1) and torch.equal(results[1], x * 2)
+    assert not region.is_compiled
+    (message,) = [record.getMessage() for record in caplog.records] or [""]
+    assert message.startswith("operator 3 of forward (mm) runs with PyTorch's own kernels") and why in message
+
+
+def test_an_error_that_the_inputs_are_to_blame_for_is_pytorchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inductor, "_compiled", lambda module: _raises)
+    region = CompiledRegion(captured(lambda x: [x.view(6)], torch.ones(2, 3)), "a test")
+    with pytest.raises(RuntimeError, match="shape '\\[6\\]' is invalid"):
+        region([torch.ones(5)])
+    assert region.is_compiled
+
+
+def test_without_a_compiler_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inductor_config.cpp, "cxx", ("no-such-compiler",))
+    model = torch.nn.Linear(2, 2)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="zinf", options={"compute": "inductor", "placement": "host"})
+    with pytest.raises(Exception, match="compute='inductor' needs a C\\+\\+ compiler") as error:
+        compiled(torch.ones(1, 2))
+    assert isinstance(getattr(error.value, "inner_exception", error.value), ConfigError)
+    assert type(model.weight) is torch.nn.Parameter
+    with pytest.raises(ConfigError, match="compute='triton' is not accepted; accepted: 'eager', 'inductor'"):
+        zinf_fx.Config(compute="triton")
