@@ -6,24 +6,26 @@ systemd-run --user --scope -p MemoryMax=4G python examples/bigger_than_memory.py
 python examples/bigger_than_memory.py --memory 2GiB --resident 1GiB --checkpoint DIR   # kill it, and start it again
 
 The limit is that of this process's control group or, without one, the machine's memory. Parameters, gradients and
-optimizer states are on disk, 16 bytes per parameter: they need as much free space. Exit code 1: more was resident than
-`--resident` allows. With `--checkpoint`, every step is saved there, and training goes on behind the last one.
+optimizer states are on disk, 16 bytes per parameter (`--state-dtype 8bit`: 10): they need as much free space. Exit code
+1: more was resident than `--resident` allows. With `--checkpoint`, every step is saved there, and training goes on
+behind the last one, with the model that it was begun with.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 from corpus import CorpusError, batches, load_corpus
-from fitting import BYTES, BYTES_PER_PARAMETER, KINDS, Fit, RefusedError, fit, room_on
-from gpt import GPT, default_dtype
+from fitting import MOMENTS, Fit, RefusedError, bytes_per_parameter, fit, parameters_of, room_on
+from gpt import GPT, GPTConfig, default_dtype
 from memory_limit import MemoryLimit, memory_limit
 from resident import peak_resident_bytes, resident_bytes
 from tabulate import tabulate
@@ -44,6 +46,7 @@ RESIDENT = 4 << 30
 ARENA_SHARE = 0.25
 # What of it must be free when training begins.
 FREE_SHARE = 0.5
+MODEL = "gpt.json"  # beside the checkpoints: the shape of the model
 CONSTRUCT, FORWARD, BACKWARD, OPTIMIZER, SAVE = "construct", "forward", "backward", "optimizer", "keep"
 
 
@@ -101,15 +104,28 @@ class Outcome:
     after: zinf_fx.Stats
 
 
+@dataclass(frozen=True)
+class Optimizer:
+    """The learning rate, and what moments are stored as."""
+
+    lr: float
+    state_dtype: str
+
+    def of(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        states = getattr(torch, self.state_dtype, self.state_dtype)
+        options = {"lr": self.lr, "betas": (0.9, 0.95), "weight_decay": 0.1, "state_dtype": states}
+        return zinf_fx.optim.AdamW(model.parameters(), **options)
+
+
 def train(
-    fitted: Fit, config: zinf_fx.Config, data: Iterator, lr: float, progress: Progress, directory: Path | None
+    fitted: Fit, config: zinf_fx.Config, data: Iterator, kind: Optimizer, progress: Progress, directory: Path | None
 ) -> Outcome:
     """Train, saving each step to `directory`, if any, and going on from what is there."""
     progress.phase(CONSTRUCT)
     started = time.perf_counter()
     with default_dtype(torch.bfloat16), zinf_fx.offloading(config):
         model = GPT(fitted.config)
-    optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = kind.of(model)
     built = time.perf_counter() - started
     progress.note(f"built in {built:.1f} s, never whole in memory: resident {in_words(resident_bytes())}")
     loss_of = torch.compile(model, backend="zinf")
@@ -141,20 +157,26 @@ def train(
     return Outcome(progress.losses, progress.seconds, before, zinf_fx.stats(model))
 
 
-def report(limit: MemoryLimit, resident: int, fitted: Fit, config: zinf_fx.Config, outcome: Outcome) -> str:
+def report(
+    limit: MemoryLimit, resident: int, fitted: Fit, config: zinf_fx.Config, moments: str, outcome: Outcome
+) -> str:
     peak, steps, stats = peak_resident_bytes(), len(outcome.losses), outcome.after
     read, written = stats.bytes_read - outcome.before.bytes_read, stats.bytes_written - outcome.before.bytes_written
-    tier_of = {kind: getattr(config.placement, kind) for kind in BYTES}
+    tier_of = {kind: getattr(config.placement, kind) for kind in fitted.each}
+    kinds = {"parameters": "bfloat16", "gradients": "bfloat16", "optimizer": f"master copy, and moments in {moments}"}
     rows = [
         ("memory limit", f"{in_words(limit.nbytes)}, {limit.source}"),
         ("may be resident", in_words(resident)),
         ("parameters", f"{fitted.parameters:,}, {fitted.shape}"),
         *(
-            (f"{kind}: {KINDS[kind]}", f"{in_words(fitted.parameters * each)} on {tier_of[kind]}, {each} bytes each")
-            for kind, each in BYTES.items()
+            (f"{kind}: {kinds[kind]}", f"{in_words(fitted.parameters * each)} on {tier_of[kind]}, {each} bytes each")
+            for kind, each in fitted.each.items()
         ),
         *(
-            (f"states on {tier}", in_words(fitted.parameters * sum(BYTES[k] for k in BYTES if tier_of[k] == tier)))
+            (
+                f"states on {tier}",
+                in_words(fitted.parameters * sum(fitted.each[k] for k in tier_of if tier_of[k] == tier)),
+            )
             for tier in TIERS
         ),
         ("states / memory limit", f"{fitted.states / limit.nbytes:.1f}"),
@@ -205,6 +227,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--lr", type=positive_float, help="learning rate (default: 0.1 / width / layers, which needs no warm-up)"
     )
+    parser.add_argument(
+        "--state-dtype", choices=MOMENTS, default="float32", help="of the optimizer's moments (default: float32)"
+    )
     parser.add_argument("--seed", type=not_negative, default=0, help="(default: 0)")
     parser.add_argument(
         "--checkpoint", type=Path, metavar="DIR", help="save each step there, and go on behind the last one that is"
@@ -238,17 +263,50 @@ def prepared(args: argparse.Namespace) -> tuple[MemoryLimit, int, zinf_fx.Config
     )
     room = room_on(config.stores)
     room = room if args.disk is None else min(args.disk, room)
-    if args.checkpoint is not None:  # the new one, and the one before
-        room = room * BYTES_PER_PARAMETER // (BYTES_PER_PARAMETER + 2 * (BYTES["parameters"] + BYTES["optimizer"]))
-    return limit, resident, config, fit(states, limit.nbytes, room, args.context)
+    each = bytes_per_parameter(args.state_dtype)
+    if args.checkpoint is not None and (args.checkpoint / MODEL).exists():
+        return limit, resident, config, begun(args.checkpoint / MODEL, args.state_dtype)
+    if args.checkpoint is not None:  # a step leaves what is saved as it is, and writes parameters and states elsewhere
+        room = room * sum(each.values()) // (sum(each.values()) + each["parameters"] + each["optimizer"])
+    return limit, resident, config, fit(states, limit.nbytes, room, args.context, each)
+
+
+def begun(path: Path, state_dtype: str) -> Fit:
+    """The model of the training that is to go on: the disk, of which that took a part, doesn't say it again. Raises:
+    RefusedError."""
+    try:
+        content = json.loads(path.read_text())
+        shape = GPTConfig(**content["model"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RefusedError(f"{path} can't be read, and says which model was trained: {error}") from None
+    if content.get("state_dtype") != state_dtype:
+        raise RefusedError(
+            f"{path} says that training began with --state-dtype {content.get('state_dtype')}: give the same, or "
+            "another --checkpoint"
+        )
+    note = f"the model is that of {path}"
+    return Fit(shape, parameters_of(shape), bytes_per_parameter(state_dtype), note)
+
+
+def note_begun(path: Path, fitted: Fit, state_dtype: str) -> None:
+    """Say there which model is trained. Raises: RefusedError."""
+    content = {"model": asdict(fitted.config), "state_dtype": state_dtype}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content))
+    except OSError as error:
+        raise RefusedError(f"{path} can't be written: {error.strerror}; choose another --checkpoint") from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser()
     args = options.parse_args(arguments)
     try:
-        data = batches(load_corpus(args.text).training, 1, args.context, args.seed)
+        text = load_corpus(args.text).training
         limit, resident, config, fitted = prepared(args)
+        data = batches(text, 1, fitted.config.context, args.seed)
+        if args.checkpoint is not None:
+            note_begun(args.checkpoint / MODEL, fitted, args.state_dtype)
     except (CorpusError, RefusedError, ZinfError) as error:
         options.error(str(error))
 
@@ -261,7 +319,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with progress.timeline.running():
             lr = 0.1 / (fitted.config.hidden * fitted.config.layers) if args.lr is None else args.lr
-            outcome = train(fitted, config, data, lr, progress, args.checkpoint)
+            kind = Optimizer(lr, args.state_dtype)
+            outcome = train(fitted, config, data, kind, progress, args.checkpoint)
     except ZinfError as error:
         options.error(str(error))
     finally:
@@ -273,7 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if terminal else 100
     glyphs = BLOCKS if terminal and not args.ascii else ASCII
-    print(f"\n{report(limit, resident, fitted, config, outcome)}")
+    print(f"\n{report(limit, resident, fitted, config, args.state_dtype, outcome)}")
     print(f"\n{progress.timeline.chart(resident, glyphs, width)}")
     if args.plot:
         progress.timeline.write_svg(args.plot, resident)

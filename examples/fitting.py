@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,10 +13,14 @@ from gpt import GPT, GPTConfig
 from zinf_fx.runtime.disk.filesystem import file_system_of
 from zinf_fx.sizes import in_words
 
-# Per parameter: itself and its gradient in bfloat16; a master copy and two moments in float32.
-BYTES = {"parameters": 2, "gradients": 2, "optimizer": 12}
-BYTES_PER_PARAMETER = sum(BYTES.values())
-KINDS = {"parameters": "bfloat16", "gradients": "bfloat16", "optimizer": "master copy and two moments, float32"}
+# Bytes of an element of the optimizer's two moments, on disk.
+MOMENTS = {"float32": 4, "bfloat16": 2, "8bit": 1}
+
+
+def bytes_per_parameter(state_dtype: str) -> dict[str, int]:
+    """Of itself and its gradient in bfloat16, and of the optimizer's master copy in float32 and moments."""
+    return {"parameters": 2, "gradients": 2, "optimizer": 4 + 2 * MOMENTS[state_dtype]}
+
 
 # The part of the free disk space that may be taken: others write there too.
 DISK_SHARE = 0.95
@@ -30,16 +34,18 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Fit:
-    """A model for this machine, what of it there is, and what was changed to make it fit."""
+    """A model for this machine, what of it there is, bytes per parameter of each kind, and what was changed to make it
+    fit."""
 
     config: GPTConfig
     parameters: int
+    each: Mapping[str, int]
     note: str | None = None
 
     @property
     def states(self) -> int:
         """Bytes of everything that training keeps from step to step."""
-        return self.parameters * BYTES_PER_PARAMETER
+        return self.parameters * sum(self.each.values())
 
     @property
     def shape(self) -> str:
@@ -51,9 +57,8 @@ def parameters_of(config: GPTConfig) -> int:
         return sum(parameter.numel() for parameter in GPT(config).parameters())
 
 
-def shaped(states: int, context: int) -> GPTConfig:
-    """A GPT of usual proportions whose states have about so many bytes, not fewer."""
-    parameters = states / BYTES_PER_PARAMETER
+def shaped(parameters: float, context: int) -> GPTConfig:
+    """A GPT of usual proportions with about so many parameters, not fewer."""
     layers = (parameters / (12 * HIDDEN_PER_LAYER**2)) ** (1 / 3)  # a block has about 12 hidden**2
     hidden = max(1, round(layers * HIDDEN_PER_LAYER / HEAD_SIZE)) * HEAD_SIZE
     one = GPTConfig(layers=1, hidden=hidden, heads=hidden // HEAD_SIZE, context=context)
@@ -61,15 +66,15 @@ def shaped(states: int, context: int) -> GPTConfig:
     return replace(one, layers=1 + max(0, math.ceil((parameters - parameters_of(one)) / block)))
 
 
-def fit(states: int, memory: int, room: int, context: int) -> Fit:
+def fit(states: int, memory: int, room: int, context: int, each: Mapping[str, int]) -> Fit:
     """The GPT whose states have at least `states` bytes or, where the disk has only `room`, as many as it holds.
 
     Raises: RefusedError if they would not exceed the memory then.
     """
-    config = shaped(min(states, room), context)
-    while config.layers > 1 and parameters_of(config) * BYTES_PER_PARAMETER > room:
+    config = shaped(min(states, room) / sum(each.values()), context)
+    while config.layers > 1 and parameters_of(config) * sum(each.values()) > room:
         config = replace(config, layers=config.layers - 1)
-    found = Fit(config, parameters_of(config))
+    found = Fit(config, parameters_of(config), each)
     if found.states > room or found.states <= memory:
         raise RefusedError(
             f"states larger than the memory, {in_words(memory)}, don't fit the disk, of which {in_words(room)} may be "

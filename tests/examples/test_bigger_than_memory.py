@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 import bigger_than_memory
 from bigger_than_memory import main
-from fitting import BYTES_PER_PARAMETER, RefusedError, fit, parameters_of, room_on, shaped
+from fitting import RefusedError, bytes_per_parameter, fit, parameters_of, room_on, shaped
 from gpt import GPT
 from memory_limit import MemoryLimit, memory_limit
 from timeline import Sample, Timeline
@@ -21,6 +21,8 @@ from timeline import Sample, Timeline
 from zinf_fx.plan.show.curve import ASCII
 
 MIB, GIB = 1 << 20, 1 << 30
+EACH = bytes_per_parameter("float32")
+BYTES_PER_PARAMETER = sum(EACH.values())
 
 
 def test_a_run_on_a_disk_that_is_a_little_larger_than_the_memory(tmp_path: Path) -> None:
@@ -71,13 +73,13 @@ def test_a_run_on_a_disk_that_is_a_little_larger_than_the_memory(tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_what_was_killed_goes_on(tmp_path: Path) -> None:
-    options = ["--memory", "1GiB", "--resident", "1GiB", "--disk", "3GiB", "--steps", "3", "--context", "64"]
+    options = ["--memory", "1GiB", "--resident", "1GiB", "--steps", "3", "--context", "64", "--state-dtype", "8bit"]
     stores = [tmp_path / name for name in ("a", "b", "c")]
     for store in stores:
         store.mkdir()
 
-    def command(store: Path, checkpoint: str) -> list[str]:
-        places = ["--store", str(store), "--checkpoint", str(tmp_path / checkpoint)]
+    def command(store: Path, checkpoint: str, disk: str = "2GiB") -> list[str]:
+        places = ["--store", str(store), "--checkpoint", str(tmp_path / checkpoint), "--disk", disk]
         return [sys.executable, bigger_than_memory.__file__, *options, *places]
 
     whole = subprocess.run(command(stores[0], "whole"), capture_output=True, text=True, timeout=280)
@@ -86,7 +88,7 @@ def test_what_was_killed_goes_on(tmp_path: Path) -> None:
         for line in killed.stdout:
             if line.startswith("step 2/3"):
                 killed.kill()
-    rest = subprocess.run(command(stores[2], "killed"), capture_output=True, text=True, timeout=280)
+    rest = subprocess.run(command(stores[2], "killed", disk="1.1GiB"), capture_output=True, text=True, timeout=280)
     assert rest.returncode == 0, rest.stderr
     steps = {
         output: re.findall(r"^step (\d)/3  loss (\S+)", output, re.MULTILINE) for output in (whole.stdout, rest.stdout)
@@ -128,6 +130,21 @@ class TestRefusals:
         out, err = capsys.readouterr()
         assert exit.value.code == 2 and out == "" and message in err and list(tmp_path.iterdir()) == []
 
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ("{", "can't be read, and says which model was trained"),
+            ('{"model": {"layers": 1, "hidden": 64}, "state_dtype": "8bit"}', "began with --state-dtype 8bit: give"),
+        ],
+    )
+    def test_what_was_begun_otherwise(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, message: str
+    ) -> None:
+        (tmp_path / bigger_than_memory.MODEL).write_text(content)
+        with pytest.raises(SystemExit):
+            main(["--store", str(tmp_path / "store"), "--checkpoint", str(tmp_path)])
+        assert message in capsys.readouterr().err and (tmp_path / bigger_than_memory.MODEL).read_text() == content
+
     def test_a_store_in_memory(self) -> None:
         if not Path("/dev/shm").is_dir():
             pytest.skip("no /dev/shm here")
@@ -138,24 +155,24 @@ class TestRefusals:
 class TestFitting:
     @pytest.mark.parametrize("states", [200 * MIB, 3 * GIB, 48 * GIB, 500 * GIB])
     def test_the_model_is_as_large_as_asked(self, states: int) -> None:
-        found = fit(states, memory=states // 2, room=1 << 50, context=128)
+        found = fit(states, memory=states // 2, room=1 << 50, context=128, each=EACH)
         assert found.note is None and states <= found.states <= 1.35 * states
         assert found.states == found.parameters * 16
         assert found.config.hidden == 128 * found.config.heads
         assert 20 <= found.config.hidden / found.config.layers <= 120
 
     def test_a_model_has_the_parameters_that_are_counted(self) -> None:
-        config = shaped(20 * MIB, 64)
+        config = shaped(20 * MIB / 16, 64)
         assert parameters_of(config) == sum(parameter.numel() for parameter in GPT(config).parameters())
 
     def test_a_disk_that_is_too_small_scales_the_model_down(self) -> None:
-        found = fit(48 * GIB, memory=24 * GIB, room=30 * GIB, context=128)
+        found = fit(48 * GIB, memory=24 * GIB, room=30 * GIB, context=128, each=EACH)
         assert 24 * GIB < found.states <= 30 * GIB
         assert found.note == "scaled down: states of 48.0 GiB don't fit 30.0 GiB of the disk"
 
     def test_what_would_not_exceed_the_memory_is_refused(self) -> None:
         with pytest.raises(RefusedError, match=r"larger than the memory, 24.0 GiB, don't fit the disk"):
-            fit(48 * GIB, memory=24 * GIB, room=24 * GIB, context=128)
+            fit(48 * GIB, memory=24 * GIB, room=24 * GIB, context=128, each=EACH)
 
     def test_directories_of_one_disk_count_once(self, tmp_path: Path) -> None:
         (tmp_path / "a").mkdir()

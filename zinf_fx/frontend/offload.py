@@ -32,7 +32,7 @@ from zinf_fx.plan.sharding import Owners, shards_of
 from zinf_fx.quantisation import can_be_quantised, is_table, tables_of
 from zinf_fx.runtime.gradients.accumulate import add_gradient, reserve_gradients
 from zinf_fx.runtime.memory.device import check_device, device_of
-from zinf_fx.runtime.memory.heap import trim_heap
+from zinf_fx.runtime.memory.heap import pass_through, trim_heap
 from zinf_fx.runtime.memory.mapped import MappedFiles, place_in_file
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.home import Home
@@ -50,8 +50,8 @@ from zinf_fx.runtime.tensor.tensor_parallel import (
 )
 from zinf_fx.runtime.tensor.tiers import Tiers, drain_after
 
-# Bytes of parameters that may have left before the memory that they took is given back to the system.
-_TRIM_EVERY = 64 << 20
+# Bytes of mapped files that may have been read before their memory is given back to the system.
+_MAPPED_AT_ONCE = 64 << 20
 
 # transformers' `from_pretrained` looks for it in the environment at each call. Unless it is set, threads read and
 # convert a whole checkpoint ahead of the modules that take its tensors over.
@@ -141,8 +141,7 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
     staying: dict[int, weakref.ref[torch.nn.Parameter]] = {}
     tables: dict[int, weakref.ref[torch.nn.Parameter]] = {}
     current: weakref.ref[torch.nn.Module] | None = None
-    freed = 0
-    mapped = MappedFiles(_TRIM_EVERY, config.stores[0])
+    mapped = MappedFiles(_MAPPED_AT_ONCE, config.stores[0])
 
     def register(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
         nonlocal current
@@ -171,7 +170,6 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
                 store(parameter)
 
     def store(parameter: torch.nn.Parameter, loaded: bool = False) -> None:
-        nonlocal freed
         if stored_parameter(parameter) is not None or is_lazy(parameter) or parameter.is_meta:
             return
         if stays(parameter):
@@ -186,10 +184,7 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
         twins = _all_reserved({"": parameter}, {"": form}, tiers, {"": config}, owners)
         # The twin gets the memory of `parameter`, and must not be kept.
         replace_in_place(parameter, _written(parameter, twins.pop(), mapped if loaded else None))
-        freed += parameter.nbytes
-        if freed >= _TRIM_EVERY:
-            freed = 0
-            trim_heap()
+        pass_through(parameter.nbytes)
 
     handles = [
         register_module_parameter_registration_hook(register),

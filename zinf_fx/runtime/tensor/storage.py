@@ -18,6 +18,7 @@ from zinf_fx.plan.packs import starts_of
 from zinf_fx.plan.sharding import Shards
 from zinf_fx.runtime.memory.buffers import aligned_empty
 from zinf_fx.runtime.memory.device import CPU, Device
+from zinf_fx.runtime.memory.heap import pass_through
 from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.recorder import RECORDER, REFRESH
 from zinf_fx.runtime.tensor.gradient_state import GradientState
@@ -266,6 +267,7 @@ class TensorStorage:
         if held.on_device is not None:
             return held.on_device
         if self.device.in_host_memory:
+            pass_through(held.nbytes)
             memory = aligned_empty(held.nbytes)[: held.nbytes].view(self.dtype)
             if self.numel:
                 held.read(0, memory, memory).wait()

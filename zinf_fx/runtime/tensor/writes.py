@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from zinf_fx import ops
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.interrupts import held_back
+from zinf_fx.runtime.memory.heap import pass_through
 from zinf_fx.runtime.tensor import view_writes
 from zinf_fx.runtime.tensor.operations import OVERWRITES
 from zinf_fx.runtime.tensor.quantised import Quantised, quantised_bytes
@@ -68,6 +69,7 @@ def _write_through(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dic
                 flat = storage.value().clone() if in_scratch else storage.value()
                 bases[storage.key] = flat.view(tensor.base.shape)
             elif overwrites and not tensor.views:
+                pass_through(tensor.nbytes)
                 bases[storage.key] = torch.empty(tensor.base.shape, dtype=storage.dtype, device=tensor.device)
             else:
                 bases[storage.key] = storage.value().view(tensor.base.shape)
