@@ -5,8 +5,9 @@
 
 All model states are on NVMe. "vertical": all micro-batches run an operator before the next one begins
 (`micro_batches`); "horizontal": a forward and a backward pass for each, as gradient accumulation does; "in memory":
-that loop in plain PyTorch. Steps take turns, and ratios are taken within each round. "simulated" is the time of a
-vertical step that `zinf-fx simulate --hardware this-machine` predicts, of operators that are timed here.
+that loop in plain PyTorch. Steps take turns, and ratios are taken within each round. "simulated" are the seconds that
+`zinf-fx simulate --hardware this-machine` predicts, of the disk, the memory and operators that are measured in the same
+round.
 """
 
 from __future__ import annotations
@@ -106,14 +107,19 @@ def options_of(args: argparse.Namespace, count: int) -> dict[str, object]:
     return {"micro_batches": count, "activations": args.activations}
 
 
-def simulated(args: argparse.Namespace, count: int, store: str) -> float:
-    """Seconds that a vertical step is predicted to take here."""
+def simulated(args: argparse.Namespace, count: int, store: str) -> dict[str, float]:
+    """Seconds that a step is predicted to take here, by the way it is trained in."""
     hardware = measure_machine(store)
     with default_dtype(torch.bfloat16), torch.device("meta"):
         model = GPT(config_of(args))
-    batch = example_batch(config_of(args), count * args.micro_batch)
-    planning = plan_model(model, batch, store=store, placement="nvme", timed=True, **options_of(args, count))
-    return simulate_plan(planning.plans[0], hardware, planning.seconds[0], overlap=False).seconds
+
+    def seconds(micro_batches: int, accumulate: int) -> float:
+        batch = example_batch(config_of(args), micro_batches * args.micro_batch)
+        options = options_of(args, micro_batches)
+        planning = plan_model(model, batch, store=store, placement="nvme", timed=True, **options)
+        return simulate_plan(planning.plans[0], hardware, planning.seconds[0], accumulate=accumulate).seconds
+
+    return {"vertical": seconds(count, 1), "horizontal": seconds(1, count)}
 
 
 def measure(args: argparse.Namespace, store: str) -> list[dict]:
@@ -123,10 +129,11 @@ def measure(args: argparse.Namespace, store: str) -> list[dict]:
         for count in args.counts:
             bar.set_postfix_str(f"{count} micro-batches")
             trainings = {way: Training(args, way, count, store) for way in WAYS}
-            rounds = []
+            rounds, predicted = [], []
             for number in range(args.rounds):
                 turn = WAYS if number % 2 == 0 else WAYS[::-1]
                 rounds.append({way: trainings[way].seconds(args.steps) for way in turn})
+                predicted.append(simulated(args, count, store) if args.simulate else {})
                 bar.update()
             for way, training in trainings.items():
                 tokens = count * args.micro_batch * args.context
@@ -135,11 +142,14 @@ def measure(args: argparse.Namespace, store: str) -> list[dict]:
                 row |= {"tokens_per_second": median(tokens / one[way] for one in rounds)}
                 row |= {"to_horizontal": median(one["horizontal"] / one[way] for one in rounds)}
                 row |= {"to_memory": median(one["in memory"] / one[way] for one in rounds)}
+                if way in predicted[0]:
+                    pairs = list(zip(predicted, rounds, strict=True))
+                    row["simulated"] = median(guess[way] for guess, _ in pairs)
+                    row["simulated_to_measured"] = median(guess[way] / one[way] for guess, one in pairs)
                 rows.append(row)
             del trainings, training
             torch.compiler.reset()
             gc.collect()
-            rows[-len(WAYS)]["simulated"] = simulated(args, count, store) if args.simulate else None
     return rows
 
 
@@ -150,7 +160,7 @@ def table(rows: Sequence[dict]) -> str:
     for r in rows:
         guess, moved = r.get("simulated"), r["bytes_per_parameter"]
         numbers = [f"{r[name]:.2f}" for name in ("seconds", "tokens_per_second", "to_horizontal", "to_memory")]
-        more = ["", ""] if guess is None else [f"{guess:.2f}", f"{guess / r['seconds']:.2f}"]
+        more = ["", ""] if guess is None else [f"{guess:.2f}", f"{r['simulated_to_measured']:.2f}"]
         cells.append([r["micro_batches"], r["way"], *numbers, "" if moved is None else f"{moved:.1f}", *more])
     return tabulate(cells, headers, disable_numparse=True, colalign=("right", "left", *["right"] * 7))
 
