@@ -175,6 +175,26 @@ def test_inference_mode(tmp_path, tier: str):
     check_equal(plain, stored)
 
 
+VIEWS = {
+    "view": lambda weight: weight.view(4, -1),
+    "chunk": lambda weight: weight.chunk(2)[1],
+    "transposed": lambda weight: weight.t(),
+    "row": lambda weight: weight[1],
+    "detached": lambda weight: weight.detach(),
+    "data": lambda weight: weight.data,
+    "view of a view": lambda weight: weight.detach().view(-1)[2:5],
+}
+
+
+@pytest.mark.parametrize("how", VIEWS)
+def test_views_in_inference_mode_are_as_those_of_any_tensor(tmp_path, tier: str, how):
+    for model in twins(lambda: nn.Linear(8, 8), tmp_path, tier):
+        with torch.inference_mode():
+            seen = VIEWS[how](model.weight)
+            assert not seen.is_inference()
+        assert seen.sum() == VIEWS[how](model.weight).sum()
+
+
 def test_gradients_of_gradients(tmp_path, tier: str):
     for model in (models := twins(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh()), tmp_path, tier)):
         loss = model(torch.ones(2, 8)).square().sum()

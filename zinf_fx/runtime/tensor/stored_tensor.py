@@ -34,7 +34,7 @@ from zinf_fx.runtime.tensor.operations import HANDLERS, HORIZONTAL, METADATA_ONL
 from zinf_fx.runtime.tensor.quantised import Quantised, check_trainable
 from zinf_fx.runtime.tensor.spill import spilled
 from zinf_fx.runtime.tensor.storage import TensorStorage
-from zinf_fx.runtime.tensor.views import Base, ViewStep, memory_of, replayed
+from zinf_fx.runtime.tensor.views import Base, ViewStep, memory_of, replayed, without_values
 from zinf_fx.runtime.tensor.writes import foreach, mutated_arguments, write
 
 aten = torch.ops.aten
@@ -279,7 +279,7 @@ class StoredTensor(Checkpointable, torch.Tensor):
                 if func is aten._to_copy.default and not torch.is_grad_enabled():
                     return args[0]._convert(kwargs)
             if func in METADATA_ONLY:
-                return func(torch.empty_like(args[0]._meta(), device=args[0].device), *args[1:], **kwargs)
+                return func(torch.empty_like(without_values(args[0]), device=args[0].device), *args[1:], **kwargs)
         if args and isinstance(args[0], (list, tuple)) and func._schema.name.startswith(HORIZONTAL):
             return foreach(StoredTensor, func, args, kwargs)
         if mutated:
@@ -373,8 +373,12 @@ class StoredTensor(Checkpointable, torch.Tensor):
         return replayed(self.views, value)
 
     def _twin(self) -> StoredTensor:
-        twin = StoredTensor(self.token, self.base, self.views, self if self.views else None, self._storage)
-        return self._handed_on(twin)
+        return self._handed_on(self._seen(self.views, self if self.views else None))
+
+    def _seen(self, views: tuple[ViewStep, ...], like: torch.Tensor | None) -> StoredTensor:
+        """Another view of the same bytes: in inference mode, of a tensor from outside of it, one as from outside."""
+        with torch.inference_mode(torch.is_inference_mode_enabled() and self.is_inference()):
+            return StoredTensor(self.token, self.base, views, like, self._storage)
 
     def _handed_on(self, twin: StoredTensor) -> StoredTensor:
         """`twin`, which may take this tensor's place in a DTensor parameter: see [Note: DTensor parameters]."""
@@ -383,23 +387,15 @@ class StoredTensor(Checkpointable, torch.Tensor):
             twin.parameter = self._local_of
         return twin
 
-    def _meta(self) -> torch.Tensor:
-        """A tensor without values that has this one's metadata."""
-        if not self.numel():
-            return torch.empty(self.shape, dtype=self.dtype, device="meta")
-        whole = torch.empty((), dtype=self.dtype, device="meta")
-        return whole.as_strided(self.shape, self.stride(), self.storage_offset())
-
     def _view(self, func: Any, args: tuple, kwargs: dict) -> Any:
         self.expect_gradient()
-        results = func(self._meta(), *args, **kwargs)
+        results = func(without_values(self), *args, **kwargs)
         if func is aten.view.default and results.shape == self.shape:  # all of it, as DTensor.to_local() gives it
             return self._twin()
         frozen = tuple(tuple(a) if isinstance(a, list) else a for a in args)
 
         def wrap(like: torch.Tensor, index: int | None) -> StoredTensor:
-            step = ViewStep(func, frozen, tuple(kwargs.items()), index)
-            return StoredTensor(self.token, self.base, (*self.views, step), like, self._storage)
+            return self._seen((*self.views, ViewStep(func, frozen, tuple(kwargs.items()), index)), like)
 
         if isinstance(results, (list, tuple)):
             return [wrap(like, index) for index, like in enumerate(results)]

@@ -32,6 +32,14 @@ def replayed(views: Iterable[ViewStep], value: torch.Tensor) -> torch.Tensor:
     return value
 
 
+def without_values(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without values that has the metadata of this one."""
+    if not tensor.numel():
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    whole = torch.empty((), dtype=tensor.dtype, device="meta")
+    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
 class Base(NamedTuple):
     """What is known of the stored value, before any view, without looking at its storage. `is_part`: of a tensor that
     tensor parallelism divides."""
