@@ -139,6 +139,22 @@ def test_a_module_takes_the_place_of_one_whose_submodules_have_stored_parameters
     assert not isinstance(head[2].weight, StoredTensor), "in a new place"
 
 
+class Busy(nn.Sequential):
+    """A module that can't be asked for its parameters while it is taken apart."""
+
+    def named_modules(self, *args: object, **kwargs: object):
+        raise AttributeError("its layer is gone")
+
+
+def test_a_module_that_is_being_taken_apart_is_replaced(tmp_path):
+    model = zinf_fx.offload(nn.Sequential(nn.Sequential(nn.Linear(6, 4))), store=tmp_path, placement="nvme")
+    inner = model[0][0]
+    model._modules["0"] = Busy(inner)
+    value = nn.Linear(6, 4)
+    model[0] = nn.Sequential(value)
+    assert isinstance(value.weight, StoredTensor)
+
+
 def test_a_meta_parameter_in_the_place_of_a_stored_one_stays(tmp_path):
     model = zinf_fx.offload(nn.Linear(6, 4), store=tmp_path, placement="nvme")
     model.weight = nn.Parameter(torch.empty(4, 6, device="meta"))

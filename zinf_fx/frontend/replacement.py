@@ -6,7 +6,7 @@ What is added in a new place, such as the adapters of a fine-tuning library, sta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch.nn.modules.module import (
@@ -34,9 +34,21 @@ def _module_registered(parent: torch.nn.Module, name: str, module: torch.nn.Modu
     before = parent._modules.get(name)
     if before is None or module is None or before is module:
         return
-    stored = {own: p for own, p in before.named_parameters(name, remove_duplicate=False) if isinstance(p, StoredTensor)}
+    stored = {own: p for own, p in _parameters_in(before, name) if isinstance(p, StoredTensor)}
     if stored:
-        _store_like(stored, dict(module.named_parameters(prefix=name)))
+        once = {id(parameter): (own, parameter) for own, parameter in reversed([*_parameters_in(module, name)])}
+        _store_like(stored, dict(reversed(once.values())))
+
+
+def _parameters_in(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """As `named_parameters`, tied ones under each name. A library's module may do more when it is asked for those than
+    it can do while it is being replaced (PEFT's of attention puts its base's weights back)."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield f"{prefix}.{name}", parameter
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _parameters_in(child, f"{prefix}.{name}")
 
 
 def _store_like(before: Mapping[str, StoredTensor], now: Mapping[str, torch.nn.Parameter | None]) -> None:
