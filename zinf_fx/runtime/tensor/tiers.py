@@ -22,6 +22,7 @@ from zinf_fx.runtime.memory.counters import Counters
 from zinf_fx.runtime.memory.device import Device
 from zinf_fx.runtime.memory.device_arena import DeviceArena
 from zinf_fx.runtime.memory.freelist import round_up
+from zinf_fx.runtime.memory.heap import return_large_blocks
 from zinf_fx.runtime.memory.leases import Buffer
 from zinf_fx.runtime.tensor.write_queue import WriteQueue
 from zinf_fx.sizes import PAGE
@@ -58,6 +59,8 @@ class Tiers:
         self.config = config
         self.pid = os.getpid()
         self.host = Arena("host", config.host_memory or physical_memory())
+        if config.host_memory is not None or config.device_memory is not None:
+            return_large_blocks()
         self.counters = Counters()
         self.background: Background | None = None
         self._on_devices: dict[Device, DeviceArena] = {}

@@ -1,0 +1,44 @@
+"""What a process holds of memory that it has freed."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import pytest
+from forked import Running
+
+# Blocks of an operator's results between small ones that stay, after one such block was freed before.
+PROGRAM = """
+import os, sys
+import torch, zinf_fx
+budget, variable, store = sys.argv[1:]
+if variable == "True":
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(32 << 20)
+options = {} if budget == "None" else {budget: "256MiB"}
+model = zinf_fx.offload(torch.nn.Linear(8, 8), store=store, placement="nvme", **options)
+torch.zeros(31 << 20, dtype=torch.uint8)
+def resident():
+    pages = open("/proc/self/statm").read().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+before, staying = resident(), []
+for _ in range(64):
+    large = [torch.ones(3 << 20, dtype=torch.uint8) for _ in range(2)]
+    staying.append(torch.ones(64 << 10, dtype=torch.uint8))
+    staying.append(large.pop())
+staying = staying[::2]
+print(resident() - before)
+"""
+STAYING, FREED = 64 * (64 << 10), 64 * (3 << 20)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library's malloc")
+@pytest.mark.parametrize(
+    ("budget", "variable", "returns"),
+    [("host_memory", False, True), ("device_memory", False, True), (None, False, False), ("host_memory", True, False)],
+)
+def test_large_blocks_go_back_to_the_system_within_a_budget(tmp_path: Path, budget, variable, returns):
+    end = Running(PROGRAM, budget, variable, tmp_path).end()
+    assert end.returncode == 0, end
+    held = int(end.stdout)
+    assert held < STAYING + (16 << 20) if returns else held > FREED // 2
