@@ -43,6 +43,7 @@ from zinf_fx.sizes import PAGE
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from arguments import check, computing_with
 from gpt import GPT, GPTConfig, default_dtype, example_batch
 from master_adamw import adamw
 from optimizer import Request, recorded, seconds
@@ -320,18 +321,9 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser()
     args = options.parse_args(arguments)
-    for name in ("layers", "hidden", "heads", "context", "batch", "rounds", "steps", "threads"):
-        if getattr(args, name) < 1:
-            options.error(f"--{name} must be at least 1, not {getattr(args, name)}")
-    if args.hidden % args.heads:
-        options.error(f"--hidden ({args.hidden}) must be a multiple of --heads ({args.heads})")
-    before = torch.get_num_threads()
-    torch.set_num_threads(args.threads)
-    try:
-        with tempfile.TemporaryDirectory(prefix="disk-bound-") as directory:
-            rows = measure(args, args.store or directory)
-    finally:
-        torch.set_num_threads(before)
+    check(options, args, "layers", "hidden", "heads", "context", "batch", "rounds", "steps", "threads")
+    with computing_with(args.threads), tempfile.TemporaryDirectory(prefix="disk-bound-") as directory:
+        rows = measure(args, args.store or directory)
     if args.json:
         print(json.dumps({"machine": machine(), "torch": torch.__version__, "rows": rows}))
         return 0

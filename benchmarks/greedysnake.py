@@ -32,7 +32,9 @@ from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.simulation.simulate import Simulation, simulate_plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from arguments import check
 from gpt import GPT, GPTConfig, default_dtype, example_batch
 
 MACHINE, ITS_DRIVES = "a100", 4
@@ -134,10 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table."""
     accepted = parser()
     options = accepted.parse_args(arguments)
-    for name in ("sequences", "drives", "micro_batches", "context"):
-        given = getattr(options, name)
-        if min(given if isinstance(given, list) else [given]) < 1:
-            accepted.error(f"--{name.replace('_', '-')} must be at least 1, not {given}")
+    check(accepted, options, "sequences", "drives", "micro_batches", "context")
     found = [
         row
         for run in RUNS

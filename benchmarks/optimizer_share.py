@@ -27,6 +27,7 @@ import zinf_fx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
+from arguments import check
 from gpt import GPT, GPTConfig, default_dtype, example_batch
 from train_step import machine
 from train_step_variant import OPTIONS, plain, timed_step
@@ -126,9 +127,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser()
     args = options.parse_args(arguments)
-    for name in ("layers", "hidden", "heads", "context", "batch", "steps", "rounds"):
-        if getattr(args, name) < 1:
-            options.error(f"--{name} must be at least 1, not {getattr(args, name)}")
+    check(options, args, "layers", "hidden", "heads", "context", "batch", "steps", "rounds")
     result = measure(args)
     if args.json:
         print(json.dumps(result))

@@ -35,6 +35,7 @@ from zinf_fx.plan.simulation.simulate import simulate_plan
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from arguments import check, computing_with
 from gpt import GPT, GPTConfig, default_dtype, example_batch
 from master_adamw import adamw
 from train_step import machine
@@ -189,21 +190,10 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser()
     args = options.parse_args(arguments)
-    numbers = {
-        name: getattr(args, name) for name in ("layers", "hidden", "heads", "context", "micro_batch", "rounds", "steps")
-    }
-    for name, number in [*numbers.items(), ("threads", args.threads), *(("counts", one) for one in args.counts)]:
-        if number < 1:
-            options.error(f"--{name.replace('_', '-')} must be at least 1, not {number}")
-    if args.hidden % args.heads:
-        options.error(f"--hidden ({args.hidden}) must be a multiple of --heads ({args.heads})")
-    before = torch.get_num_threads()
-    torch.set_num_threads(args.threads)
-    try:
-        with tempfile.TemporaryDirectory(prefix="vertical-") as directory:
-            rows = measure(args, args.store or directory)
-    finally:
-        torch.set_num_threads(before)
+    numbers = ("layers", "hidden", "heads", "context", "micro_batch", "counts", "rounds", "steps", "threads")
+    check(options, args, *numbers)
+    with computing_with(args.threads), tempfile.TemporaryDirectory(prefix="vertical-") as directory:
+        rows = measure(args, args.store or directory)
     if args.json:
         print(json.dumps({"machine": machine(), "torch": torch.__version__, "rows": rows}))
         return 0
