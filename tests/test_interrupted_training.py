@@ -214,6 +214,13 @@ def test_interrupts_line_by_line(tmp_path: Path, case: str, first: int):
     interrupt_lines(tmp_path, case, first, 2)
 
 
+def interrupt_after(begins: threading.Event, seconds: float) -> None:
+    """Interrupt this process, so long after `begins` is set."""
+    begins.wait()
+    time.sleep(seconds)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def interrupt_at_random(store: Path, case: str, seconds: float, seed: int) -> None:
     """Steps with a Ctrl-C at a random moment of each, in PyTorch's code and in ours."""
     training, at_random = Training(store, **CASES[case]), random.Random(seed)
@@ -224,10 +231,12 @@ def interrupt_at_random(store: Path, case: str, seconds: float, seed: int) -> No
     number = 0
     while time.perf_counter() < begun + seconds:
         number += 1
-        ctrl_c = threading.Timer(at_random.uniform(0, 1.5 * usual), os.kill, (os.getpid(), signal.SIGINT))
+        begins = threading.Event()
+        ctrl_c = threading.Thread(target=interrupt_after, args=(begins, at_random.uniform(0, 1.5 * usual)))
+        ctrl_c.start()
         came = False
         try:
-            ctrl_c.start()
+            begins.set()
             training.whole_step()
         except KeyboardInterrupt:
             came = True

@@ -72,9 +72,12 @@ def test_predicted_peaks_are_the_measured_ones(tmp_path: Path, name: str) -> Non
         optimizer.zero_grad()
         peaks.append(peak)
     planned = {use.phase: use.total for use in host_arena(plan)}
+    of_step = planned.pop("optimizer")
     for peak in peaks:
+        # Of the last gradients' writes, which are planned beside the first chunks, some may have ended before these.
+        assert 0.9 * of_step <= peak.pop("optimizer") <= (1 + TOLERANCE) * of_step
         assert peak == pytest.approx(planned, rel=TOLERANCE)
-    assert zinf_fx.stats(model).planned_host_bytes == most(plan) >= max(planned.values()) > 0
+    assert zinf_fx.stats(model).planned_host_bytes == most(plan) >= max(of_step, *planned.values()) > 0
     assert "as planned" in str(zinf_fx.stats(model))
     for use in host_arena(plan):
         if use.phase != "optimizer" and config.device_memory is not None:
