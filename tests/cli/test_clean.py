@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,34 @@ def test_what_stays_and_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert f"stays    {starting}: it has no lock" in out
     assert f"stays    {foreign}: it holds something that the store didn't make" in out
     assert (foreign / "mine").exists() and starting.exists()
+
+
+KILLED = """
+import os, sys, torch, zinf_fx
+model = zinf_fx.offload(torch.nn.Linear(512, 512), store=sys.argv[1], placement="nvme")
+optimizer = zinf_fx.optim.AdamW(model.parameters())
+for _ in range(2):
+    model(torch.ones(2, 512)).sum().backward()
+    optimizer.step()
+    optimizer.finish()
+    zinf_fx.save_checkpoint(sys.argv[2], model, optimizer)
+os._exit(1)
+"""
+
+
+def test_what_checkpoints_of_dead_jobs_have_besides_is_freed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, saved = tmp_path / "store", tmp_path / "saved"
+    store.mkdir()
+    run(KILLED, store, saved)
+    (link,) = saved.glob("*.extents")
+    before = link.stat().st_blocks
+    assert main(["clean", str(saved), str(store)]) == 0  # whatever their order
+    removed, freed = capsys.readouterr().out.splitlines()
+    assert removed.startswith(f"removed  {store}/zinf-scratch-")
+    assert re.fullmatch(rf"freed    \d+\.\d MiB of {link}, which are in no checkpoint", freed)
+    assert link.stat().st_blocks < before / 1.5
+    assert main(["checkpoint", "verify", str(saved)]) == 0
+    capsys.readouterr()
+    assert main(["clean", str(saved)]) == 0 and capsys.readouterr().out == f"{saved}: no scratch directories\n"

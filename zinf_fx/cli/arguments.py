@@ -250,11 +250,13 @@ def _doctor(commands: argparse._SubParsersAction) -> None:
 def _clean(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "clean",
-        help="remove the scratch directories of dead jobs",
-        description="Removes the scratch directories that jobs left behind when they were killed. Those of running "
-        "jobs are locked and stay, and so does everything that isn't a scratch directory.",
+        help="give back what dead jobs left on the disk",
+        description="Removes the scratch directories that jobs left behind when they were killed, and frees what is in "
+        "no checkpoint of the files that such a job shared with its checkpoints. What running jobs have is locked and "
+        "stays, and so does everything else.",
     )
-    parser.add_argument("directory", metavar="DIR", nargs="?", type=Path, help="the store; default: that of Config()")
+    what = "stores, and directories with checkpoints; default: the store of Config()"
+    parser.add_argument("directories", metavar="DIR", nargs="*", type=Path, help=what)
 
 
 def _add_planning(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""`zinf-fx clean [DIR]`: removes the scratch directories that dead jobs left behind."""
+"""`zinf-fx clean [DIR ...]`: gives back what dead jobs left behind in stores and in the files of checkpoints."""
 
 from __future__ import annotations
 
@@ -7,22 +7,28 @@ from pathlib import Path
 
 from zinf_fx.config import Config
 from zinf_fx.runtime.disk.scratch import IN_USE, survey
+from zinf_fx.sizes import in_words
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print what was removed, and what stays. Raises: StoreError for a directory that can't be read."""
-    if options.directory is not None:
-        _clean(options.directory)
+    """Print what was removed or freed, and what stays. Raises: ZinfError for a directory that can't be read."""
+    if options.directories:
+        found = {directory: _clean(directory) for directory in options.directories}
+        for directory in options.directories:  # a checkpoint's file may have had another name in a store
+            if not _give_back(directory) and not found[directory]:
+                print(f"{directory}: no scratch directories")
         return
     config = Config()
     for directory in config.stores:
         if directory.exists() or not config.store_is_default:
-            _clean(directory)
+            if not _clean(directory):
+                print(f"{directory}: no scratch directories")
         else:
             print(f"{directory}: nothing to clean, the default store was never used")
 
 
-def _clean(directory: Path) -> None:
+def _clean(directory: Path) -> bool:
+    """Whether there was anything to say."""
     found = survey(directory, remove=True)
     for path, stays in sorted(found.items(), key=lambda item: (item[1] is not None, item[0])):
         if stays is None:
@@ -31,5 +37,15 @@ def _clean(directory: Path) -> None:
             print(f"in use   {path}")
         else:
             print(f"stays    {path}: {stays}")
-    if not found:
-        print(f"{directory}: no scratch directories")
+    return bool(found)
+
+
+def _give_back(directory: Path) -> bool:
+    """The same, of the checkpoints in a directory, if there are any."""
+    from zinf_fx.checkpoint.training.catalog import checkpoints_in  # it takes a second to import PyTorch
+    from zinf_fx.checkpoint.training.sweeping import give_back_unnamed
+
+    given = give_back_unnamed(checkpoints_in(directory))
+    for path, nbytes in given.items():
+        print(f"freed    {in_words(nbytes)} of {path}, which are in no checkpoint")
+    return bool(given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from pathlib import Path
 
 from zinf_fx.checkpoint.training.catalog import Found
 from zinf_fx.runtime.disk.links import abandoned, give_back
@@ -12,9 +13,9 @@ from zinf_fx.sizes import PAGE
 _BLOCK = 512  # bytes, in which the system counts what a file takes
 
 
-def give_back_unnamed(found: Iterable[Found]) -> None:
+def give_back_unnamed(found: Iterable[Found]) -> dict[Path, int]:
     """Give back to the file system what is in no checkpoint, of each store's file whose names are all among these
-    checkpoints, and whose job is over."""
+    checkpoints, and whose job is over. Returns how many bytes, by one name of each file of which there were any."""
     by_file: dict[tuple[int, int], list[tuple[Found, str]]] = {}
     for one in found:
         for file in one.manifest.files if one.manifest is not None else ():
@@ -22,19 +23,20 @@ def give_back_unnamed(found: Iterable[Found]) -> None:
             if file.of_store and path.exists():
                 info = path.stat()
                 by_file.setdefault((info.st_dev, info.st_ino), []).append((one, file.path))
-    for links in by_file.values():
-        _give_back(links)
+    given = {links[0][0].path / links[0][1]: _give_back(links) for links in by_file.values()}
+    return {path: nbytes for path, nbytes in given.items() if nbytes}
 
 
-def _give_back(links: list[tuple[Found, str]]) -> None:
+def _give_back(links: list[tuple[Found, str]]) -> int:
     """The same, of one file by all of its names that are known."""
     (first, name), *_ = links
     with abandoned(first.path / name) as file:
         if file is None:
-            return
+            return 0
         fd, info = file
-        if info.st_nlink == len(links):
-            content = [part for one, path in links for part in one.manifest.content_of(path)]
-            if info.st_blocks * _BLOCK > sum(map(len, content)) + PAGE:
-                give_back(fd, content)
-                os.fsync(fd)
+        content = [part for one, path in links for part in one.manifest.content_of(path)]
+        if info.st_nlink > len(links) or info.st_blocks * _BLOCK <= sum(map(len, content)) + PAGE:
+            return 0
+        give_back(fd, content)
+        os.fsync(fd)
+        return (info.st_blocks - os.fstat(fd).st_blocks) * _BLOCK
