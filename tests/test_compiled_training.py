@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 import pytest
+import test_transformers
 import torch
 from gate import slow
 from torch import Tensor, nn
@@ -98,3 +99,62 @@ def test_trains_as_with_pytorchs_kernels_and_the_same_each_time(
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     again = trained(model, tmp_path, "inductor", placement, **options)
     assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_other_sizes(dynamic: bool | None, tmp_path: Path, compiled: list[CompiledRegion]) -> None:
+    torch.manual_seed(1)
+    plain = Layers()
+    calls = []
+    for compute in ("eager", "inductor"):
+        torch._dynamo.reset()
+        options = {"compute": compute, "store": tmp_path, "placement": "nvme"}
+        calls.append(torch.compile(copy.deepcopy(plain), backend="zinf", options=options, dynamic=dynamic))
+    for rows in (2, 3, 5, 1):
+        losses = []
+        for call in calls:
+            torch.manual_seed(rows)
+            losses.append(call(torch.randn(rows, 2 * rows, WIDTH)))
+            losses[-1].backward()
+        torch.testing.assert_close(*losses)
+        for one, other in zip(*(call.parameters() for call in calls), strict=True):
+            torch.testing.assert_close(one.grad.full_tensor(), other.grad.full_tensor())
+    assert compiled and all(region.is_compiled for region in compiled)
+
+
+def test_a_plan_says_what_computes(tmp_path: Path, compiled: list[CompiledRegion]) -> None:
+    model, batch = Layers(), torch.randn(4, 6, WIDTH)
+    plan = zinf_fx.export_plan(model, (batch,), placement="infinity-nvme", compute="inductor")
+    plan.save(tmp_path / "plan.json")
+    assert "operators compiled by Inductor" in zinf_fx.explain(model, batch, placement="nvme", compute="inductor")
+    options = {"plan": tmp_path / "plan.json", "store": tmp_path}
+    torch.compile(model, backend="zinf", options=options)(batch).backward()
+    assert compiled
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="compute is 'inductor' in the plan, and 'eager' here"):
+        torch.compile(Layers(), backend="zinf", options={**options, "compute": "eager"})(batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", test_transformers.MODELS)
+def test_models_of_transformers(name: str, tmp_path: Path, compiled: list[CompiledRegion]) -> None:
+    build, inputs = test_transformers.MODELS[name]
+    found = []
+    for compute in ("eager", "inductor"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = zinf_fx.offload(build().train(), store=tmp_path, placement="infinity-nvme")
+        call = torch.compile(model, backend="zinf", options={"compute": compute})
+        optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-3)
+        torch.manual_seed(1)
+        losses = []
+        for _ in range(3):
+            loss = call(**inputs()).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        found.append(losses)
+    torch.testing.assert_close(*found)
+    assert compiled and all(region.is_compiled for region in compiled)

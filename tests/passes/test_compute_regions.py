@@ -80,7 +80,7 @@ def test_golden_of_tiles_that_move() -> None:
           %13 = %11[1] : f32[2, 3, 2]
           %14 = aten.native_dropout(%12, 0.5, True) : (f32[2, 3, 2], bool[2, 3, 2])
           %15 = %14[0] : f32[2, 3, 2]
-          %16 = region(%15, %10) : (f32[])  # compute_regions
+          %16 = region(%15, %13) : (f32[])  # compute_regions
           %17 = %16[0] : f32[]  # compute_regions
         return %17, %13
         """,
@@ -121,7 +121,7 @@ def test_golden_of_tiles_that_stay() -> None:
           %9 = %7[1] : f32[2, 3, 2]
           %10 = aten.native_dropout(%8, 0.5, True) : (f32[2, 3, 2], bool[2, 3, 2])
           %11 = %10[0] : f32[2, 3, 2]
-          %12 = region(%11, %6) : (f32[])  # compute_regions
+          %12 = region(%11, %9) : (f32[])  # compute_regions
           %13 = %12[0] : f32[]  # compute_regions
         return %13, %9
         """,
@@ -154,6 +154,19 @@ def test_equal_layers_have_equal_regions_whatever_is_between_them() -> None:
     built.run(*LOWERING, FormRegions())
     texts = [region.text for region in regions_of(built)]
     assert texts[0] == texts[1] == texts[3] != texts[2]
+
+
+def test_regions_that_compute_with_other_parts_are_equal() -> None:
+    built = Builder("forward")
+    x = built.input(6, 4)
+    parts = [built.call(aten.slice.Tensor, x, 0, start, start + 2) for start in (0, 2, 4)]
+    results = [built.call(aten.exp.default, built.call(aten.relu.default, part)) for part in parts]
+    for number, result in enumerate(results):  # no two of them are of one run
+        built.call(aten.copy_.default, parts[number], result)
+    built.returns(*results)
+    built.run(*LOWERING)
+    built.check_values(FormRegions())
+    assert len({region.text for region in regions_of(built)}) == 1
 
 
 def test_a_deeper_model_has_no_other_regions() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,6 +21,8 @@ _Place = Literal["inside", "before", "between", "behind", "apart"]
 _FEWEST = 2
 # What only names values that are there, or lie together.
 _NAMING = (ops.member, ops.together, ops.pack)
+# Views of a part of a tensor.
+_PARTS = {"slice", "select", "split", "split_with_sizes", "unbind", "diagonal", "unfold", "as_strided"}
 _NOT_BY_SHAPE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -49,9 +51,9 @@ class FormRegions(Pass):
     A run ends where an event is due that moves bytes or frees them: what has to be there is waited for at the same
     place as before, and nothing stays longer. Events that do neither, because a tile stays where it is or because there
     is one rank, move to the beginning or the end of the run. So do views: a region makes of its inputs the views that
-    it takes, and what others take of its results is made behind it. No result of a region is a view, then, and none
-    shares memory with a tile. An operation stays by itself when it draws random numbers, writes to its input, has
-    results of sizes that only values tell, or isn't one of PyTorch's.
+    it takes, unless they are parts, and what others take of its results is made behind it. No result of a region is a
+    view, then, and none shares memory with a tile. An operation stays by itself when it draws random numbers, writes to
+    its input, has results of sizes that only values tell, or isn't one of PyTorch's.
     """
 
     name = "compute_regions"
@@ -181,7 +183,7 @@ class _Forming:
         if run is not None and (place == "apart" or operator_of(node) != run.operator):
             self._end()
         if place == "inside":
-            if self._run is not None and any(source in self._run.behind for source in _sources(node)):
+            if self._run is not None and any(one in self._run.behind for one in _taken_by(node, self._run.inside)):
                 self._end()
             self._run = self._run or _Run(operator_of(node))
             self._run.add(node, inside=True)
@@ -226,7 +228,7 @@ class _Forming:
             previous.append(node)
             previous = node
         for node in reversed(self._nodes):
-            if node in self._replaced or (_is_remade(node) and not node.users):
+            if node in self._replaced or (_is_view(node) and not node.users):
                 self._graph.erase_node(node)
 
 
@@ -240,22 +242,36 @@ def _is_result(node: fx.Node, inside: set[fx.Node]) -> bool:
 def _is_taken(user: fx.Node, inside: set[fx.Node]) -> bool:
     if user in inside:
         return False
-    return not _is_remade(user) or any(_is_taken(other, inside) for other in user.users)
+    return not _is_view(user) or any(_is_taken(other, inside) for other in user.users)
 
 
-def _is_remade(node: fx.Node) -> bool:
-    """Whether a region makes this view by itself."""
+def _is_view(node: fx.Node) -> bool:
+    """Whether a node makes a view, or is one of several views that another makes."""
     if node.target is operator.getitem:
-        return not isinstance(node.args[0].meta.get("val"), torch.Tensor) and _is_remade(node.args[0])
+        return not isinstance(node.args[0].meta.get("val"), torch.Tensor) and _is_view(node.args[0])
     is_ours = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "prims")
     return is_ours and is_view_node(node)
 
 
-def _sources(node: fx.Node) -> Iterator[fx.Node]:
-    """What an operation takes, or takes views of."""
+def _is_remade(view: fx.Node, inside: Collection[fx.Node]) -> bool:
+    """Whether the region of these operations makes a view by itself. A part of what it takes is made before, so that
+    regions that compute with different parts are equal."""
+    if not _is_view(view):
+        return False
+    is_part = view.target is operator.getitem or view.target._opname in _PARTS
+    return not is_part or any(one in inside or _is_view_of(one, inside) for one in view.all_input_nodes)
+
+
+def _is_view_of(node: fx.Node, inside: Collection[fx.Node]) -> bool:
+    """Whether a node is a view of what one of these operations computes."""
+    return _is_view(node) and any(one in inside or _is_view_of(one, inside) for one in node.all_input_nodes)
+
+
+def _taken_by(node: fx.Node, inside: Collection[fx.Node]) -> Iterator[fx.Node]:
+    """What an operation takes, or takes views of that its region makes."""
     for source in node.all_input_nodes:
-        if _is_remade(source):
-            yield from _sources(source)
+        if _is_remade(source, inside):
+            yield from _taken_by(source, inside)
         else:
             yield source
 
@@ -273,7 +289,7 @@ def _region(inside: dict[fx.Node, None], results: list[fx.Node], outer: fx.Graph
     def take(node: fx.Node) -> fx.Node:
         nonlocal last_input
         if node not in copies:
-            if _is_remade(node) or node in inside:
+            if node in inside or _is_remade(node, inside):
                 copies[node] = copy(node)
             else:
                 with graph.inserting_before() if last_input is None else graph.inserting_after(last_input):

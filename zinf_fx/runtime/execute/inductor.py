@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
@@ -118,11 +119,8 @@ _REGIONS: WeakValueDictionary[Hashable, CompiledRegion] = WeakValueDictionary()
 def compiled_region(module: fx.GraphModule, text: str, where: str) -> CompiledRegion:
     """A region, compiled. `text` is the same for regions that compute the same of values of the same types; `where`
     names the operator in warnings."""
-    values = [value for node in module.graph.nodes for value in tree_leaves(node.meta["val"])]
-    sizes = (size for one in values if isinstance(one, torch.Tensor) for size in (*one.shape, *one.stride()))
-    is_open = any(isinstance(one, torch.SymInt) for one in (*values, *sizes))
-    # Symbols in the text are those of one environment.
-    key = (text, torch.get_num_threads(), detect_fake_mode(values).shape_env if is_open else None)
+    # Symbols in the text are those of one graph's sizes.
+    key = (text, torch.get_num_threads(), _mode_of(module).shape_env if _has_open_sizes(module) else None)
     region = _REGIONS.get(key)
     if region is None:
         _REGIONS[key] = region = CompiledRegion(module, where)
@@ -132,18 +130,32 @@ def compiled_region(module: fx.GraphModule, text: str, where: str) -> CompiledRe
 def _compiled(module: fx.GraphModule) -> Boxed:
     """What Inductor makes of a graph whose inputs are fake tensors. Sizes that it takes for granted become conditions
     of the graph that Dynamo compiles at the time."""
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
 
-    mode = detect_fake_mode([node.meta["val"] for node in module.graph.nodes])
+    mode = _mode_of(module)
+    # Of a region with open sizes, its files would tell conditions of the whole graph, which are not to be had there.
+    files = config.patch(fx_graph_cache=config.fx_graph_cache and not _has_open_sizes(module))
     compute = torch.func.functionalize(_LaidOut(module).run)
-    with tracing(TracingContext(mode)), torch.no_grad():
+    with tracing(TracingContext(mode)), torch.no_grad(), files:
         with mode, enable_python_dispatcher():
             inputs = [_another(node.meta["val"]) for node in module.graph.find_nodes(op="placeholder")]
             traced = make_fx(compute, select_decomp_table())(*inputs)
         results = traced.graph.output_node()
         results.meta["user_visible_output_idxs"] = list(range(len(results.args[0])))  # they keep their strides
         return compile_fx_inner(traced, inputs)
+
+
+def _mode_of(module: fx.GraphModule) -> FakeTensorMode:
+    return detect_fake_mode([node.meta["val"] for node in module.graph.nodes])
+
+
+def _has_open_sizes(module: fx.GraphModule) -> bool:
+    """Whether the region is for tensors of any size."""
+    values = [value for node in module.graph.nodes for value in tree_leaves(node.meta["val"])]
+    sizes = (size for one in values if isinstance(one, torch.Tensor) for size in (*one.shape, *one.stride()))
+    return any(isinstance(one, torch.SymInt) for one in (*values, *sizes))
 
 
 def _another(value: torch.Tensor | torch.SymInt) -> torch.Tensor | torch.SymInt:
