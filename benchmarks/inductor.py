@@ -1,0 +1,219 @@
+"""Operators that Inductor compiles (`compute="inductor"`): how far their results are from those of PyTorch's kernels,
+how long compiling takes for models of several depths, and a training step beside plain `torch.compile` in memory.
+
+    python benchmarks/inductor.py                                       # all tables; the steps of 303 M parameters
+    python benchmarks/inductor.py --tables errors compile               # minutes
+    python benchmarks/inductor.py --tables steps --layers 4 --rounds 3  # a smaller model
+
+Errors are those after some steps of SGD, of gradients in the first, relative to the largest; plain `torch.compile` is
+there for comparison. Each compilation is a process of its own with a cache of its own, which is empty; the same again
+finds what it compiled in files. Variants of the steps live in one process and take turns; ratios are taken within a
+round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from itertools import chain
+from pathlib import Path
+from statistics import median
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+from tqdm import tqdm
+
+import zinf_fx
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+from gpt import GPT, GPTConfig, default_dtype, example_batch
+from train_step import machine
+
+WORKER = Path(__file__).with_name("inductor_worker.py")
+TABLES = ("errors", "compile", "steps")
+IN_MEMORY = "torch.compile"
+Loss = Callable[..., Tensor]
+
+
+def trained(name: str, dtype: torch.dtype, placement: str, store: Path, steps: int) -> list[list[Tensor]]:
+    """Losses, gradients of the first step and parameters at the end, of a small GPT. `name`: what computes."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    config = GPTConfig(layers=3, hidden=64, heads=4, context=32)
+    with default_dtype(dtype):
+        model = GPT(config)
+    if name in ("eager", "inductor"):
+        zinf_fx.offload(model, placement=placement, store=store)
+        call: Loss = torch.compile(model, backend="zinf", options={"compute": name})
+        optimizer = zinf_fx.optim.SGD(model.parameters(), lr=0.1)
+    else:
+        call = torch.compile(model, backend="aot_eager" if name == "aot_eager" else "inductor")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, gradients = [], []
+    for number in range(steps):
+        torch.manual_seed(number)
+        loss = call(*example_batch(config, 4))
+        loss.backward()
+        if not gradients:
+            gradients = [full(parameter.grad) for parameter in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [losses, gradients, [full(parameter.detach()) for parameter in model.parameters()]]
+
+
+def full(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+
+
+def largest_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Relative to the largest element of each tensor."""
+    pairs = zip(found, expected, strict=True)
+    return max(((a - b).abs().max() / b.abs().max().clamp(min=1e-30)).item() for a, b in pairs)
+
+
+def errors(args: argparse.Namespace) -> str:
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for name, other, placement in (
+            (IN_MEMORY, "aot_eager", "-"),
+            *(("inductor", "eager", placement) for placement in args.placements),
+        ):
+            with tempfile.TemporaryDirectory(dir=args.store) as store:
+                expected, found, again = (
+                    trained(one, dtype, placement, Path(store), args.error_steps) for one in (other, name, name)
+                )
+            pairs = zip(chain(*found), chain(*again), strict=True)
+            same = all(torch.equal(one, other) for one, other in pairs)
+            values = [f"{largest_error(one, two):.1e}" for one, two in zip(found, expected, strict=True)]
+            rows.append([str(dtype).removeprefix("torch."), name, placement, *values, "yes" if same else "NO"])
+    heads = ["", "", "placement", "losses", "first gradients", "parameters", "again the same"]
+    return tabulate(rows, heads, disable_numparse=True)
+
+
+def compile_times(args: argparse.Namespace) -> str:
+    rows = []
+    for name in (IN_MEMORY, *args.placements):
+        for layers in args.depths:
+            request = {"name": name, "layers": layers, "store": args.store and str(args.store)}
+            with tempfile.TemporaryDirectory() as cache:
+                first, second = (worker(request, cache) for _ in range(2))
+            seconds = [f"{first[key]:.1f}" for key in ("compiling", "rest")] + [f"{second['compiling']:.1f}"]
+            rows.append([name, layers, *seconds, first["compiled"], second["compiled"], first["calls"]])
+    heads = ["", "layers", "s to compile", "s to capture\nand plan", "s to compile,\nsecond process"]
+    heads += ["graphs\ncompiled", "second\nprocess", "regions\nper step"]
+    return tabulate(rows, heads, disable_numparse=True)
+
+
+def worker(request: dict, cache: str) -> dict:
+    """The answer of a process that compiles."""
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
+    command = [sys.executable, str(WORKER), json.dumps(request)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"{request} ended with status {done.returncode}:\n{done.stderr.strip()}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+class Variant:
+    """One model with its optimizer, trained in one way."""
+
+    def __init__(self, placement: str, compute: str, args: argparse.Namespace) -> None:
+        torch.manual_seed(0)
+        self.name = placement if compute == "" else f"{placement}, {compute}"
+        self.config = GPTConfig(layers=args.layers, hidden=args.hidden, heads=args.heads, context=args.context)
+        dtype = getattr(torch, args.dtype)
+        if placement == IN_MEMORY:
+            with default_dtype(dtype):
+                model = GPT(self.config)
+            self.optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            self.loss: Loss = torch.compile(model)
+        else:
+            with default_dtype(dtype), zinf_fx.offloading(placement=placement, store=args.store):
+                model = GPT(self.config)
+            self.optimizer = zinf_fx.optim.AdamW(model.parameters())
+            self.loss = torch.compile(model, backend="zinf", options={"compute": compute})
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.batch = example_batch(self.config, args.batch)
+        self.first = self.step()
+        self.step()
+
+    def step(self) -> float:
+        """Seconds of a step, with what goes on behind it, which would else go on in another variant's."""
+        started = time.perf_counter()
+        loss = self.loss(*self.batch)
+        loss.item()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.name != IN_MEMORY:
+            with self.optimizer.between_steps():
+                pass
+        return time.perf_counter() - started
+
+
+def steps(args: argparse.Namespace) -> str:
+    kinds = [(IN_MEMORY, ""), *((placement, one) for placement in args.placements for one in args.computes)]
+    variants = [Variant(*kind, args) for kind in kinds]
+    rounds: list[dict[str, float]] = []
+    for _ in tqdm(range(args.rounds), unit="round", disable=not sys.stderr.isatty()):
+        order = variants if len(rounds) % 2 == 0 else variants[::-1]
+        rounds.append({variant.name: variant.step() for variant in order})
+    rows = []
+    for variant in variants:
+        ratios = [one[variant.name] / one[IN_MEMORY] for one in rounds]
+        seconds = median(one[variant.name] for one in rounds)
+        cells = [f"{seconds:.3f}", f"{median(ratios):.3f}", f"{min(ratios):.3f} to {max(ratios):.3f}"]
+        rows.append([variant.name, *cells, f"{variant.first:.1f}"])
+    title = (
+        f"GPT {args.layers} x {args.hidden}, {variants[0].parameters:,} parameters, {args.dtype}, batch {args.batch} x "
+        f"{args.context}, {torch.get_num_threads()} threads, {args.rounds} rounds\n"
+    )
+    heads = ["", "s per step", f"/ {IN_MEMORY}", "least to most", "first step s"]
+    return title + tabulate(rows, heads, disable_numparse=True)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
+    parser.add_argument("--placements", nargs="+", default=["device", "infinity-nvme"])
+    parser.add_argument("--computes", nargs="+", choices=("eager", "inductor"), default=["inductor"], help="of steps")
+    parser.add_argument("--depths", nargs="+", type=int, default=[6, 24, 48], help="layers of what is compiled")
+    parser.add_argument("--error-steps", type=int, default=5, help="steps after which errors are looked at")
+    parser.add_argument("--layers", type=int, default=24, help="of the steps' model, as all below")
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--store", type=Path, help="directory of the store (default: zinf_fx's)")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser()
+    args = options.parse_args(arguments)
+    counts = ("error_steps", "layers", "hidden", "heads", "context", "batch", "rounds")
+    for name in counts:
+        if getattr(args, name) < 1:
+            options.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    if args.hidden % args.heads:
+        options.error(f"--hidden ({args.hidden}) must be a multiple of --heads ({args.heads})")
+    print(f"{machine()}; torch {torch.__version__}")
+    for name, table in (("errors", errors), ("compile", compile_times), ("steps", steps)):
+        if name in args.tables:
+            print(f"\n{table(args)}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
