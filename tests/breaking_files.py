@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import signal
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from itertools import product
@@ -60,6 +61,19 @@ class Killed(_Seen):
         self.left -= 1
         if not self.left:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Timed(_Seen):
+    """Notes when each operation was begun, by the clock that all processes of the machine have, and with what names."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[float, str, list[str]]] = []
+
+    def before(self, operation: str, arguments: tuple) -> None:
+        names = [one.name for one in arguments if isinstance(one, Path)]
+        if operation in ("sync", "sync_data"):
+            names = [Path(os.readlink(f"/proc/self/fd/{arguments[0]}")).name]
+        self.begun.append((time.monotonic(), operation, names))
 
 
 Image = dict[str, bytes | None]

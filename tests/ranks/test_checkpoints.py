@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from breaking_files import Failing
+from breaking_files import Failing, Timed
 from ranks import tensor_parallel as tp
 from ranks.launching import on_ranks
 from torch import nn
@@ -258,6 +258,31 @@ def test_what_fails_on_one_rank_fails_on_all_and_leaves_no_rank_s_files(tmp_path
         expected = "CheckpointError: collecting what is to be saved failed on rank 1 of 2: "
         assert first.startswith(expected) and why in first
         assert why in second and "on rank" not in second
+
+
+def timed(rank: int, folder: Path) -> list[tuple[float, str, list[str]]]:
+    """What each rank does to files for the second of two checkpoints, and when."""
+    job, files = Job("nvme", store=folder / "store"), Timed()
+    job.train(1)
+    job.save(folder / "saved")
+    job.train(1)
+    save(folder / "saved", parts_of(job.model, job.adam, {"schedule": job.schedule}), files)
+    return files.begun
+
+
+def test_a_power_failure_can_not_take_what_any_rank_wrote_from_a_checkpoint(tmp_path: Path):
+    (tmp_path / "store").mkdir()
+    ranks = on_ranks(2, timed, tmp_path)
+    (committed,) = (when for when, what, names in ranks[0] if what == "rename" and "manifest.json" in names)
+    for begun in ranks:
+        synced = {what: {} for what in ("sync", "sync_data")}  # by names, when last
+        for when, what, names in begun:
+            if what in synced and when < committed:
+                synced[what][names[0]] = when
+        # Files that come by the names that they are synced by: a link's is that of the store's file.
+        come = [(when, names[0]) for when, what, names in begun if what in ("create", "link") and "data" in names[0]]
+        assert come and all(when < synced["sync_data"][name] < synced["sync"]["saved"] for when, name in come)
+        assert all(committed < when for when, what, names in begun if what == "remove" and "data" in names[0])
 
 
 def loading_fails(rank: int, directory: Path) -> list[str]:
