@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 from collections.abc import Callable, Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import zinf_fx
 from zinf_fx.errors import ConfigError
 from zinf_fx.runtime.execute import inductor
+from zinf_fx.runtime.execute.binding import Here, bind
 from zinf_fx.runtime.execute.inductor import CompiledRegion, compiled_region
 
 Function = Callable[..., Sequence[Tensor]]
@@ -124,6 +127,26 @@ def test_an_error_that_the_inputs_are_to_blame_for_is_pytorchs_own(monkeypatch: 
     with pytest.raises(RuntimeError, match="shape '\\[6\\]' is invalid"):
         region([torch.ones(5)])
     assert region.is_compiled
+
+
+def test_a_value_that_nothing_else_needs_dies_inside_of_the_region() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    value = graph.call_function(torch.exp, (x,))
+    result = graph.call_function(torch.neg, (value, x), name="region")
+    graph.output((result, x))
+    alive = []
+
+    def region(inputs: list[Tensor]) -> Tensor:
+        references = list(map(weakref.ref, inputs))
+        inputs.clear()
+        alive.extend(reference() is not None for reference in references)
+        return torch.zeros(1)
+
+    here = Here(frozenset(), frozenset(), frozenset(), False)
+    bound = bind(fx.GraphModule({}, graph), {"exp": 0, "region": 0}, here, (), {}, {"region": region})
+    bound(mock.MagicMock(), [torch.ones(1)])
+    assert alive == [False, True]  # the value, and an input that is a result
 
 
 def test_without_a_compiler_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
