@@ -42,6 +42,24 @@ class Twins:
             reference.step()
             self.check()
 
+    def train_rounding(
+        self,
+        optimizer: torch.optim.Optimizer,
+        reference: torch.optim.Optimizer,
+        rounded: Callable[[str, torch.Tensor], torch.Tensor],
+        steps: int,
+    ) -> None:
+        """The same; after each step the reference's states, by name, become what is left of them when stored."""
+        for _ in range(steps):
+            self.give_gradients()
+            optimizer.step()
+            reference.step()
+            for master in self.masters:
+                for state, value in reference.state[master].items():
+                    if state not in ("step", "mu_product"):
+                        value.copy_(rounded(state, value))
+            self.check()
+
     def check(self) -> None:
         """Stored parameters equal the plain ones, which are the masters rounded."""
         for index, (stored, plain, master) in enumerate(zip(self.stored, self.plain, self.masters, strict=True)):

@@ -82,15 +82,7 @@ def test_bitwise_equal_to_an_explicit_loop(twins, name: str, placement: str, dty
     optimizer = getattr(optim, name)(pair.stored, state_dtype="8bit", **OPTIMIZERS[name])
     fused = {} if name == "NAdam" else {"fused": True}
     reference = getattr(torch.optim, name)(pair.masters, **OPTIMIZERS[name], **fused)
-    for _ in range(4):
-        pair.give_gradients()
-        optimizer.step()
-        reference.step()
-        for master in pair.masters:
-            for state, value in reference.state[master].items():
-                if state not in ("step", "mu_product"):
-                    value.copy_(rounded(state, value))
-        pair.check()
+    pair.train_rounding(optimizer, reference, rounded, steps=4)
     for stored, master in zip(pair.stored, pair.masters, strict=True):
         for state, value in reference.state[master].items():
             if scale_of(state) in optimizer.state[stored]:

@@ -25,15 +25,7 @@ def test_bitwise_equal_to_an_explicit_loop(twins, name: str, placement: str, dty
     optimizer = getattr(optim, name)(pair.stored, state_dtype=torch.bfloat16, **OPTIMIZERS[name])
     fused = {} if name == "NAdam" else {"fused": True}
     reference = getattr(torch.optim, name)(pair.masters, **OPTIMIZERS[name], **fused)
-    for _ in range(5):
-        pair.give_gradients()
-        optimizer.step()
-        reference.step()
-        for master in pair.masters:
-            for state, value in reference.state[master].items():
-                if state not in ("step", "mu_product"):
-                    value.copy_(value.bfloat16())
-        pair.check()
+    pair.train_rounding(optimizer, reference, lambda name, value: value.bfloat16(), steps=5)
     for stored, master in zip(pair.stored, pair.masters, strict=True):
         for state, value in reference.state[master].items():
             mine = optimizer.state[stored][state]

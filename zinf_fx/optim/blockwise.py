@@ -112,14 +112,14 @@ def decode(name: str, found: torch.Tensor, scales: torch.Tensor, values: torch.T
             codes.PLACES,
             found.data_ptr() + first,
             BLOCK,
-            scales.data_ptr() + first // BLOCK * 4,
-            4,
+            scales.data_ptr() + first // BLOCK * scales.itemsize,
+            scales.itemsize,
             rows,
             columns,
             BLOCK,
             table.data_ptr(),
             codes.FP32,
-            values.data_ptr() + first * 4,
+            values.data_ptr() + first * values.itemsize,
             threads,
         )
     return values
