@@ -1,7 +1,8 @@
 """Fine-tune a frozen model that does not fit with LoRA: the base streams from disk in 4 or 8 bits, the adapter stays.
 
 python examples/finetune_lora.py                                   # a small random Llama over the standard library
-python examples/finetune_lora.py --size 7b --length 256            # a random one of 6.7 billion parameters
+python examples/finetune_lora.py --size 7b --batch 1 --length 128 --rank 8 --activations recompute \
+    --host-memory 256MiB --steps 2 --generate 4                    # a random one of 6.7 billion parameters in 2 GiB
 python examples/finetune_lora.py Llama-3.1-8B --text book.txt --store /mnt/nvme --base /mnt/nvme/llama-nf4
 
 A checkpoint is a directory that `from_pretrained` reads; it goes to the store quantised, tensor by tensor. With --base,
@@ -15,6 +16,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -130,7 +132,7 @@ def train(model: torch.nn.Module, data: Callable[[], torch.Tensor], args: argpar
                 print(f"step {step}/{args.steps}  {line}", flush=True)
             bar.set_postfix_str(line, refresh=False)
             bar.update()
-    later = median(seconds[1:] or seconds)
+    later, peak = median(seconds[1:] or seconds), peak_resident_bytes()
     stats = zinf_fx.stats(model)
     return [
         ["loss, first and last step", f"{losses[0]:.3f}, {losses[-1]:.3f}"],
@@ -139,7 +141,36 @@ def train(model: torch.nn.Module, data: Callable[[], torch.Tensor], args: argpar
         ["tokens per second", f"{args.batch * args.length / later:,.1f}"],
         ["read from disk per step", f"{median(read[1:] or read) / 2**30:.2f} GiB"],
         ["written to disk since the base was stored", f"{(stats.bytes_written - args.stored) / 2**20:.1f} MiB"],
-        ["peak resident memory", f"{peak_resident_bytes() / 2**20:,.0f} MiB"],
+        ["peak resident memory", f"{peak / 2**20:,.0f} MiB"],
+    ]
+
+
+def continued(model: torch.nn.Module, prompt: torch.Tensor, args: argparse.Namespace) -> list[list]:
+    """Rows of the report: what the tuned model says after `prompt`, [1, length], greedily."""
+    base = model.get_base_model().eval()
+    base.compile(backend="zinf")
+    ends = []
+    count = args.generate
+
+    def note(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        ends.append(time.perf_counter())
+        return scores
+
+    with torch.no_grad():
+        found = base.generate(
+            prompt, attention_mask=torch.ones_like(prompt), min_new_tokens=count, max_new_tokens=count, use_cache=True,
+            do_sample=False, logits_processor=[note],
+        )  # fmt: skip
+    said = found[0, prompt.shape[1] :].tolist()
+    if args.checkpoint is not None:
+        text = transformers.AutoTokenizer.from_pretrained(args.checkpoint).decode(said)
+    else:
+        text = bytes(number % BYTES for number in said).decode(errors="replace")
+    seconds = [end - start for start, end in pairwise(ends)]
+    return [
+        ["generated", repr(text)],
+        ["a token, of which the first ones are compiled", f"{median(seconds):.2f} s" if seconds else ""],
+        ["peak resident memory by then", f"{peak_resident_bytes() / 2**20:,.0f} MiB"],
     ]
 
 
@@ -161,6 +192,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--length", type=int, default=128, help="tokens per sequence")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--activations", default="keep", help="keep, recompute, offload or auto")
+    parser.add_argument("--generate", type=int, default=0, metavar="TOKENS", help="that follow a text after training")
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
@@ -180,6 +212,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{count:,} parameters, of which {trained:,} are trained; the base is {args.frozen} on disk", flush=True)
     rows = train(model, batches(tokens, args.batch, args.length, args.seed), args)
     model.save_pretrained(args.output)
+    if args.generate:
+        rows += continued(model, tokens[None, :32], args)
     print(f"\n{tabulate(rows, tablefmt='plain', colalign=('left', 'right'))}\n\nthe adapter is in '{args.output}'")
     return 0
 

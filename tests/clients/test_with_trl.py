@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import peft
@@ -11,6 +12,7 @@ import torch
 from datasets import Dataset
 from rows import Row
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
@@ -27,24 +29,44 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=known, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>")
 
 
+def base(name: str, store: Path, stored: bool) -> nn.Module:
+    """GPT-2 in fp32, in bf16, or frozen with the values that a format has; on disk where it is `stored`."""
+    torch.manual_seed(0)
+    model = test_transformers._gpt2()
+    if name == "bf16":
+        model.to(torch.bfloat16)
+    if name != "nf4":
+        return zinf_fx.offload(model, store=store, placement="nvme") if stored else model
+    quantised = zinf_fx.offload(
+        copy.deepcopy(model).requires_grad_(False), store=store, placement="nvme", frozen_dtype=name
+    )
+    assert quantised.transformer.h[0].attn.c_attn.weight.quantised is not None
+    if stored:
+        return quantised
+    with torch.no_grad():
+        for mine, theirs in zip(model.parameters(), quantised.parameters(), strict=True):
+            mine.copy_(theirs.full_tensor())
+    return model
+
+
 @pytest.mark.parametrize(
-    "lora",
+    ("lora", "kind"),
     [
-        pytest.param(False, marks=pytest.mark.row("trl", "`SFTTrainer`, GPT-2, a text dataset in memory")),
-        pytest.param(True, marks=pytest.mark.row("trl", "`SFTTrainer` with `peft_config` (LoRA)")),
+        pytest.param(False, "fp32", marks=pytest.mark.row("trl", "`SFTTrainer`, GPT-2, a text dataset in memory")),
+        pytest.param(True, "fp32", marks=pytest.mark.row("trl", "`SFTTrainer` with `peft_config` (LoRA)")),
+        pytest.param(True, "bf16", marks=pytest.mark.row("trl", "`SFTTrainer` with `peft_config`, over bf16")),
+        pytest.param(True, "nf4", marks=pytest.mark.row("trl", "`SFTTrainer` with `peft_config`, over nf4")),
     ],
 )
-def test_supervised_fine_tuning(row: Row, tmp_path: Path, lora: bool) -> None:
+def test_supervised_fine_tuning(row: Row, tmp_path: Path, lora: bool, kind: str) -> None:
     found = {}
     adapters = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True) if lora else None
     for name, compiled in (
         ("plain", {}),
         ("stored", {"torch_compile": True, "torch_compile_backend": "zinf"}),
     ):
+        model = base(kind, tmp_path / "store", stored=bool(compiled))
         torch.manual_seed(0)
-        model = test_transformers._gpt2()
-        if compiled:
-            zinf_fx.offload(model, store=tmp_path / "store", placement="nvme")
         arguments = SFTConfig(
             output_dir=str(tmp_path / name), per_device_train_batch_size=2, max_length=12, learning_rate=1e-2,
             max_steps=4, logging_steps=1, report_to=[], use_cpu=True, bf16=False, disable_tqdm=True, seed=0,
