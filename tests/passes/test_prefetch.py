@@ -30,9 +30,9 @@ DISTANCES = [(1, 2, 3), (0, 0, 0), (0, 0, 1), (0, 1, 2), (2, 2, 2), (1, 4, 9)]
 KIB = 1024
 
 
-def chain(count: int, size: int = 16, **options: object) -> Builder:
+def chain(count: int, size: int = 16, kind: str = "forward", **options: object) -> Builder:
     """`count` operators; each multiplies by a matrix of its own, 1 KiB by default."""
-    built = Builder("forward", {f"w{i}": (size, size) for i in range(count)}, **options)
+    built = Builder(kind, {f"w{i}": (size, size) for i in range(count)}, **options)
     x = built.input(2, size)
     for i in range(count):
         x = built.call(aten.mm.default, x, built.gather(f"w{i}"))
@@ -50,6 +50,20 @@ def places(built: Builder, op: object, turn: bool = False) -> dict[str, int]:
 def peak(built: Builder) -> int:
     ledger = Ledger(spans(built.graph, built.context), operators_in(built.graph), None)
     return max(ledger.at(operator) for operator in range(HEAD, operators_in(built.graph)))
+
+
+def test_in_inference_so_much_is_under_way_that_the_disk_has_more_when_it_is_done() -> None:
+    """Matrices of 16 MiB: with four of them before it, a fetch fills 64 MiB."""
+    built = chain(8, 2048, "inference")
+    Prefetch()(built.graph, built.context)
+    assert places(built, ops.fetch) == {f"w{i}": max(i - 4, HEAD) for i in range(8)}
+    assert places(built, ops.upload) == {f"w{i}": max(i - 2, HEAD) for i in range(8)}
+    small = chain(8, kind="inference")
+    Prefetch()(small.graph, small.context)
+    assert set(places(small, ops.fetch).values()) == {HEAD}
+    budgeted = chain(8, 2048, "inference", host_memory="176MiB")  # 128 MiB of gradients live there
+    Prefetch()(budgeted.graph, budgeted.context)
+    assert peak(budgeted) <= 48 << 20
 
 
 def test_golden() -> None:

@@ -7,8 +7,11 @@ graph starts the head of the backward graph in its last operators, as if the two
 
 from __future__ import annotations
 
-from collections import defaultdict
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import fx
@@ -35,6 +38,9 @@ from zinf_fx.passes.scheduling.refusal import refusal
 from zinf_fx.plan.journeys import TRANSFERS, Journeys
 from zinf_fx.plan.schedule import HEAD
 
+# Bytes that are on their way in inference, where operators may take less time than a request: twice the requests that
+# the engine has under way, which the disk serves side by side, so that it has more when these are done.
+_UNDER_WAY = 64 << 20
 # Operators between the one that computes a gradient and the one during which it is offloaded.
 _OFFLOAD_DISTANCE = 2
 
@@ -49,7 +55,8 @@ class Prefetch(Pass):
 
     Attributes:
         distances: operators between use and the start of (all-gather, upload, fetch); None: each starts in the operator
-            that uses it, gradients leave at once, and there is no turn.
+            that uses it, gradients leave at once, and there is no turn. In inference a fetch starts earlier where less
+            than 64 MiB are fetched for the operators in between.
     """
 
     name = "prefetch"
@@ -86,20 +93,41 @@ class Prefetch(Pass):
 
     def _move_ahead(self, graph: fx.Graph, context: GraphContext, ledger: Ledger) -> None:
         journeys, nodes, starts = Journeys([outline(graph, context)]), events_in(graph), operator_starts(graph)
-        distance_of = self._distance_of
+        distance_of, fills_the_queue = self._distance_of, None
+        if context.kind == "inference" and self.distances is not None:
+            fetched = Counter[int]()
+            for stay in journeys:
+                fetched[stay.fetch.operator] += tile_bytes(context.table[stay.tile])
+            fills_the_queue = _under_way(fetched)
         moved = []
         for stay in sorted(journeys, key=lambda stay: stay.fetch):
             use, before = stay.fetch.operator, HEAD - 1
             if stay.number and context.comes_anew(context.keys[stay.tile].token):
                 before = journeys.of_tile[stay.tile][stay.number - 1].release.operator  # this one ends first
-            wanted = max(use - distance_of[ops.fetch], HEAD, before + 1)
+            wanted = use - distance_of[ops.fetch]
+            if fills_the_queue is not None:
+                wanted = min(wanted, fills_the_queue(use))
+            wanted = max(wanted, HEAD, before + 1)
             earliest = ledger.extend(tile_bytes(context.table[stay.tile]), use, wanted)
             for number in (stay.steps[kind].number for kind in TRANSFERS):
-                moved.append((max(use - distance_of[nodes[number].target], earliest), use, number))
+                target = nodes[number].target
+                start = earliest if target is ops.fetch else max(use - distance_of[target], earliest)
+                moved.append((start, use, number))
         # What starts first stands first: the head before operator 0, which may begin at the same node. Among those of
         # one operator the nearer use stands first, because the disk serves requests in order.
         for operator, _, number in sorted(moved):
             move_to(nodes[number], operator, starts[operator])
+
+
+def _under_way(fetched: Mapping[int, int]) -> Callable[[int], int]:
+    """For an operator, the last one before it from which on `_UNDER_WAY` bytes are fetched for others before it; HEAD:
+    there are not so many. `fetched`: bytes, by the operators that use them."""
+    before = [0, *accumulate(fetched[operator] for operator in range(max(fetched, default=HEAD) + 1))]
+
+    def found(operator: int) -> int:
+        return max(bisect_right(before, before[operator] - _UNDER_WAY) - 1, HEAD)
+
+    return found
 
 
 def _start_successor(graph: fx.Graph, context: GraphContext, ledger: Ledger) -> None:
