@@ -181,7 +181,8 @@ class Config(RankOptions):
             backward, and tiles and gradients in flight, in bytes or as "4GiB". None: no limit.
         host_memory: budget of the host tier, in bytes or as "4GiB". None: the machine's memory.
         prefetch: how many operators ahead of its use a tile's all-gather, upload and fetch start (ZeRO-Infinity,
-            section 6.2). None: each starts when it is needed.
+            section 6.2); in inference, fetches so early that up to 64 MiB are under way. None: each starts when it is
+            needed.
         residency: keep tiles in memory between uses where the budgets leave room, those first that are used next;
             without a budget, tiles of norms and biases alone. False: every use moves its tile again.
         chunk: bytes of fp32 master weights per chunk of the optimizer step.
