@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import operator
 
+import pytest
 import torch
 from building import Builder, aten
 from capturing import train
 from models import Block
 from torch import Tensor, nn
 
+from zinf_fx.config import Config
 from zinf_fx.passes.ir.framework import events_in
 from zinf_fx.passes.lowering.compute_regions import FormRegions, Region
 from zinf_fx.passes.lowering.lower_gathers import LowerGathers
@@ -169,9 +171,13 @@ def test_regions_that_compute_with_other_parts_are_equal() -> None:
     assert len({region.text for region in regions_of(built)}) == 1
 
 
-def test_a_deeper_model_has_no_other_regions() -> None:
+@pytest.mark.parametrize("pack", [None, "auto"])
+def test_a_deeper_model_has_no_other_regions(pack: str | None) -> None:
+    """Whether each parameter moves by itself, or those of all layers together, in one operator."""
+
     def texts(layers: int) -> set[str]:
-        record = train(nn.Sequential(*(Block(8) for _ in range(layers)), Sum()), torch.randn(3, 8))
+        model = nn.Sequential(*(Block(8) for _ in range(layers)), Sum())
+        record = train(model, torch.randn(3, 8), config=Config(placement="infinity-nvme", pack=pack))
         for module, context in record.planned.values():
             run_passes(module.graph, context, [FormRegions()])
         regions = (n.target for module, _ in record.planned.values() for n in module.graph.nodes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -48,10 +48,11 @@ class Region:
 class FormRegions(Pass):
     """Replace each run of operations of an operator by one node, whose target is a `Region`.
 
-    A run ends where an event is due that moves bytes or frees them: what has to be there is waited for at the same
-    place as before, and nothing stays longer. Events that do neither, because a tile stays where it is or because there
-    is one rank, move to the beginning or the end of the run. So do views: a region makes of its inputs the views that
-    it takes, unless they are parts, and what others take of its results is made behind it. No result of a region is a
+    A run ends where another matrix of the model is needed, so that layers in one pack have equal regions, too, and
+    where an event is due that moves bytes or frees them: what has to be there is waited for at the same place as
+    before, and nothing stays longer. Events that do neither, because a tile stays where it is or because there is one
+    rank, move to the beginning or the end of the run. So do views: a region makes of its inputs the views that it
+    takes, unless they are parts, and what others take of its results is made behind it. No result of a region is a
     view, then, and none shares memory with a tile. An operation stays by itself when it draws random numbers, writes to
     its input, has results of sizes that only values tell, or isn't one of PyTorch's.
     """
@@ -154,6 +155,7 @@ class _Run:
     inside: dict[fx.Node, None] = field(default_factory=dict)
     behind: dict[fx.Node, None] = field(default_factory=dict)
     nodes: list[fx.Node] = field(default_factory=list)  # both, in the graph's order
+    matrices: set[fx.Node] = field(default_factory=set)  # that are taken inside
 
     def add(self, node: fx.Node, inside: bool) -> None:
         (self.inside if inside else self.behind)[node] = None
@@ -183,9 +185,12 @@ class _Forming:
         if run is not None and (place == "apart" or operator_of(node) != run.operator):
             self._end()
         if place == "inside":
-            if self._run is not None and any(one in self._run.behind for one in _taken_by(node, self._run.inside)):
-                self._end()
+            if self._run is not None:
+                taken = list(_taken_by(node, self._run.inside))
+                if any(one in self._run.behind for one in taken) or not _matrices(taken) <= self._run.matrices:
+                    self._end()
             self._run = self._run or _Run(operator_of(node))
+            self._run.matrices |= _matrices(_taken_by(node, self._run.inside))
             self._run.add(node, inside=True)
             if not isinstance(node.meta["val"], torch.Tensor):
                 for member in (user for user in node.users if user.target is operator.getitem):
@@ -274,6 +279,11 @@ def _taken_by(node: fx.Node, inside: Collection[fx.Node]) -> Iterator[fx.Node]:
             yield from _taken_by(source, inside)
         else:
             yield source
+
+
+def _matrices(taken: Iterable[fx.Node]) -> set[fx.Node]:
+    """The matrices of the model among what is taken."""
+    return {node for node in taken if node.target in (ops.wait, ops.member) and node.meta["val"].dim() > 1}
 
 
 def _region(inside: dict[fx.Node, None], results: list[fx.Node], outer: fx.Graph) -> tuple[Region, list[fx.Node]]:
