@@ -149,8 +149,8 @@ def test_a_value_that_nothing_else_needs_dies_inside_of_the_region() -> None:
     assert alive == [False, True]  # the value, and an input that is a result
 
 
-def test_without_a_compiler_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inductor_config.cpp, "cxx", ("no-such-compiler",))
+@inductor_config.patch({"cpp.cxx": ("no-such-compiler",)})
+def test_without_a_compiler_nothing_is_changed() -> None:
     model = torch.nn.Linear(2, 2)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="zinf", options={"compute": "inductor", "placement": "host"})

@@ -209,8 +209,7 @@ class _Forming:
             self._order += run.nodes
             return
         inside = set(run.inside)
-        results = [node for node in inside if _is_result(node, inside)]
-        results = [node for node in run.inside if node in results]
+        results = [node for node in run.inside if _is_result(node, inside)]
         region, inputs = _region(run.inside, results, self._graph)
         with self._graph.inserting_before(self._graph.output_node()):
             call = self._graph.call_function(region, tuple(inputs))
