@@ -49,8 +49,9 @@ class Files:
         try:
             os.posix_fallocate(fd, 0, nbytes)
         except OSError as error:
-            if error.errno != errno.ENOSPC or not freeing.wait_for_room():
+            if error.errno != errno.ENOSPC:
                 raise
+            freeing.wait_for_room()
             os.posix_fallocate(fd, 0, nbytes)
 
     def start_write(self, file: File, address: int, offset: int, nbytes: int, owner: object) -> FileTicket:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 import stat
 import threading
+import weakref
 from pathlib import Path
+
+from zinf_fx.runtime.disk.filesystem import taken_by
 
 LARGE = 64 << 20
 """Bytes of a file, from which on it is worth a thread."""
 
-_BLOCK = 512  # bytes, in which the system counts what a file takes
-
-_under_way: set[threading.Thread] = set()
+_under_way: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def remove(path: Path) -> None:
@@ -29,37 +30,30 @@ def remove(path: Path) -> None:
             os.close(fd)
         raise
     if fd is not None:
-        thread = threading.Thread(target=_give_back, args=(fd,), name="zinf: freeing a file")
-        _under_way.add(thread)
+        thread = threading.Thread(target=os.close, args=(fd,), name="zinf: freeing a file")
         try:
             thread.start()
         except RuntimeError:  # there can't be more threads
-            _under_way.discard(thread)
             os.close(fd)
+        else:
+            _under_way.add(thread)
 
 
-def wait_for_room() -> bool:
-    """Wait until what was removed is given back. Returns whether there was anything to wait for."""
-    threads = list(_under_way)
-    for thread in threads:
+def wait_for_room() -> None:
+    """Wait until what was removed is given back."""
+    for thread in list(_under_way):
         thread.join()
-    return bool(threads)
 
 
 def _opened_if_large(path: Path) -> int | None:
     """A descriptor of a file that is given back with its last name; None of others, and of one that can't be opened."""
     try:
         info = path.lstat()
-        if stat.S_ISREG(info.st_mode) and info.st_nlink == 1 and info.st_blocks * _BLOCK >= LARGE:
+        if stat.S_ISREG(info.st_mode) and info.st_nlink == 1 and taken_by(info) >= LARGE:
             return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         pass
     return None
-
-
-def _give_back(fd: int) -> None:
-    os.close(fd)
-    _under_way.discard(threading.current_thread())
 
 
 # A process made by fork would have the files, too, and keep their bytes for as long as it lives.

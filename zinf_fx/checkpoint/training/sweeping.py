@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from zinf_fx.checkpoint.training.catalog import Found
+from zinf_fx.runtime.disk.filesystem import taken_by
 from zinf_fx.runtime.disk.links import abandoned, give_back
 from zinf_fx.sizes import PAGE
-
-_BLOCK = 512  # bytes, in which the system counts what a file takes
 
 
 def give_back_unnamed(found: Iterable[Found]) -> dict[Path, int]:
@@ -35,8 +34,8 @@ def _give_back(links: list[tuple[Found, str]]) -> int:
             return 0
         fd, info = file
         content = [part for one, path in links for part in one.manifest.content_of(path)]
-        if info.st_nlink > len(links) or info.st_blocks * _BLOCK <= sum(map(len, content)) + PAGE:
+        if info.st_nlink > len(links) or taken_by(info) <= sum(map(len, content)) + PAGE:
             return 0
         give_back(fd, content)
         os.fsync(fd)
-        return (info.st_blocks - os.fstat(fd).st_blocks) * _BLOCK
+        return taken_by(info) - taken_by(os.fstat(fd))

@@ -83,3 +83,8 @@ def _mount(device: str, path: Path) -> tuple[str, str, Path]:
 def _unescape(field: str) -> str:
     """mountinfo writes a space as \\040."""
     return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field)
+
+
+def taken_by(info: os.stat_result) -> int:
+    """Bytes of the disk that a file takes, holes left out."""
+    return 512 * info.st_blocks
