@@ -12,19 +12,21 @@ from zinf_fx.sizes import in_words
 
 def run(options: argparse.Namespace) -> None:
     """Print what was removed or freed, and what stays. Raises: ZinfError for a directory that can't be read."""
-    if options.directories:
-        found = {directory: _clean(directory) for directory in options.directories}
-        for directory in options.directories:  # a checkpoint's file may have had another name in a store
-            if not _give_back(directory) and not found[directory]:
-                print(f"{directory}: no scratch directories")
-        return
+    directories = options.directories or _stores()
+    said = {directory: _clean(directory) for directory in directories}
+    for directory in directories:  # a checkpoint's file may have had another name in a store
+        if not (_give_back(directory) or said[directory]):
+            print(f"{directory}: no scratch directories")
+
+
+def _stores() -> list[Path]:
+    """Those of `Config()`."""
     config = Config()
+    used = [directory for directory in config.stores if directory.exists() or not config.store_is_default]
     for directory in config.stores:
-        if directory.exists() or not config.store_is_default:
-            if not _clean(directory):
-                print(f"{directory}: no scratch directories")
-        else:
+        if directory not in used:
             print(f"{directory}: nothing to clean, the default store was never used")
+    return used
 
 
 def _clean(directory: Path) -> bool:

@@ -28,8 +28,8 @@ def trim_heap() -> None:
 
 
 def pass_through(nbytes: int) -> None:
-    """Say that a value of so many bytes is about to be allocated, which is freed before long: whenever 64 MiB of such
-    have been, freed memory is given back to the system."""
+    """Say that a value of so many bytes is allocated and freed before long: whenever 64 MiB of such have been, freed
+    memory is given back to the system."""
     global _since
     _since += nbytes
     if _since >= _EVERY:
