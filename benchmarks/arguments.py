@@ -1,4 +1,4 @@
-"""What several benchmarks check of their arguments, and the threads that they compute with."""
+"""What several benchmarks have as arguments and check of them, and the threads that they compute with."""
 
 from __future__ import annotations
 
@@ -30,3 +30,11 @@ def computing_with(threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def add_gpt(parser: argparse.ArgumentParser, context: int) -> None:
+    """The shape of a GPT, by default of 303 M parameters; `context`: bytes of text in a sequence, by default."""
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--context", type=int, default=context)

@@ -43,7 +43,7 @@ from zinf_fx.sizes import PAGE
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from arguments import check, computing_with
+from arguments import add_gpt, check, computing_with
 from gpt import GPT, GPTConfig, default_dtype, example_batch
 from master_adamw import adamw
 from optimizer import Request, recorded, seconds
@@ -301,10 +301,7 @@ def parser() -> argparse.ArgumentParser:
         description="A training step that the disk bounds, beside the disk's limit.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--context", type=int, default=64)
+    add_gpt(parser, context=64)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--placement", choices=("nvme", "infinity-nvme"), default="nvme", help="of the model states")
     kinds = ("float32", "bfloat16", "8bit")

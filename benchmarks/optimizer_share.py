@@ -27,7 +27,7 @@ import zinf_fx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-from arguments import check
+from arguments import add_gpt, check
 from gpt import GPT, GPTConfig, default_dtype, example_batch
 from train_step import machine
 from train_step_variant import OPTIONS, plain, timed_step
@@ -110,10 +110,7 @@ def parser() -> argparse.ArgumentParser:
         description="What the optimizer adds to forward and backward.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--context", type=int, default=512)
+    add_gpt(parser, context=512)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="of the optimizer")
     parser.add_argument("--placement", default="nvme", help="a preset of zinf_fx.Config")

@@ -35,7 +35,7 @@ from zinf_fx.plan.simulation.simulate import simulate_plan
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from arguments import check, computing_with
+from arguments import add_gpt, check, computing_with
 from gpt import GPT, GPTConfig, default_dtype, example_batch
 from master_adamw import adamw
 from train_step import machine
@@ -171,10 +171,7 @@ def parser() -> argparse.ArgumentParser:
         description="Steps of several micro-batches, operator by operator and one after the other.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--context", type=int, default=128)
+    add_gpt(parser, context=128)
     parser.add_argument("--micro-batch", type=int, default=1, help="sequences in each")
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 4, 16], help="micro-batches of a step")
     parser.add_argument("--activations", choices=("keep", "recompute", "offload"), default="keep")
