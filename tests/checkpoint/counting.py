@@ -16,12 +16,12 @@ from zinf_fx.checkpoint.training.saving import save
 class Counting:
     """A training in which all elements of each tensor are the same, and tell how many steps were done."""
 
-    def __init__(self, store: Path) -> None:
+    def __init__(self, store: Path, **fields: object) -> None:
         store.mkdir(exist_ok=True, parents=True)
         self.model = nn.Sequential(nn.Linear(40, 90), nn.Linear(90, 300)).to(torch.bfloat16)
         for parameter in self.model.parameters():
             nn.init.zeros_(parameter)
-        zinf_fx.offload(self.model, store=store, placement="nvme")
+        zinf_fx.offload(self.model, store=store, placement="nvme", **fields)
         self.optimizer = zinf_fx.optim.SGD(self.model.parameters(), lr=1.0, momentum=1.0)
         self.steps = 0
 

@@ -212,7 +212,7 @@ class Engine:
 
 
 class PageSums:
-    """The checksums of consecutive pages of 4096 bytes, none of which was written yet.
+    """The checksums of consecutive pages of 4096 bytes, none of which is known yet.
 
     They are in memory, 4 bytes a page, so that data which is not what was written last can't come with a checksum that
     fits. `generation` tells one life of the same pages from the next.
@@ -224,6 +224,11 @@ class PageSums:
         self.pages = pages
         self.generation = generation
         self.table = ffi.new("uint32_t[]", pages)
+
+    def learn(self, first: int, address: int, nbytes: int, offset: int) -> None:
+        """Have the checksums of whole pages in memory, which lie at `offset` of the file, without writing them."""
+        table = self.table + first
+        lib.zinf_page_sums(ffi.cast("void *", address), nbytes, offset, self.generation, table)
 
     def joined(self, first: int, pages: int, offset: int, crc: int = 0) -> int | None:
         """The CRC-32C of consecutive pages that lie at `offset` of the file, as of one piece of data, behind data with

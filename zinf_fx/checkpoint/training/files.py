@@ -22,7 +22,7 @@ from zinf_fx.errors import CheckpointError
 log = logging.getLogger("zinf_fx")
 
 MANIFEST, NEW_MANIFEST = "manifest.json", "manifest.json.new"
-_DATA = re.compile(r"data-[0-9a-f]{8}-\d+-\d+\.(safetensors|extents)")
+_DATA = re.compile(r"data-[0-9a-f]{8}-(?P<rank>\d+)-\d+\.(safetensors|extents)")
 # Bytes: of a manifest of ten trillion parameters.
 _LARGEST_MANIFEST = 4 << 30
 
@@ -35,6 +35,12 @@ def data_name(save: str, rank: int, number: int) -> str:
 def link_name(save: str, rank: int, number: int) -> str:
     """The name of a store's data file in a checkpoint."""
     return f"data-{save}-{rank}-{number}.extents"
+
+
+def rank_of(name: str) -> int | None:
+    """The number of the rank that saved a data file; None for other names."""
+    found = _DATA.fullmatch(name)
+    return None if found is None else int(found["rank"])
 
 
 def read_manifest(directory: Path) -> bytes:

@@ -133,7 +133,7 @@ class KeptInStore:
 
     def _link(self, tiers: Tiers, generation: Generation, found: list[tuple[Run, range, Piece | None]]) -> str | None:
         """Give the data files their names in the checkpoint. Returns why that is not possible."""
-        numbers: dict[int, int] = {}  # of the links, by volume
+        numbers: dict[int, int] = {}  # of the links, by data file
         pieces, others = [], []
         for run, elements, piece in found:
             if piece is None:
@@ -142,12 +142,12 @@ class KeptInStore:
                 number = numbers.setdefault(piece.file, len(self.files) + len(numbers))
                 pieces.append(StoredPiece(run, replace(piece, file=number)))
         files = []
-        for volume, number in numbers.items():
-            linked, path = tiers.store.volumes[volume], self._directory / self._name_link(number)
+        for file, number in numbers.items():
+            linked, path = tiers.store.files[file], self._directory / self._name_link(number)
             here = [one for one in pieces if one.piece.file == number]
             content = [range(p.piece.offset, p.piece.offset + p.nbytes + p.piece.padding) for p in here]
             try:
-                generation.link(volume, path, content, self._files.link)
+                generation.link(file, path, content, self._files.link)
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise
@@ -165,8 +165,8 @@ class KeptInStore:
 
 
 def _pieces(generation: Generation, runs: Sequence[Run]) -> Iterator[tuple[Run, range, Piece | None]]:
-    """The elements of runs, as they lie in the volumes, whose numbers the pieces have for files; without a piece where
-    they have to be copied."""
+    """The elements of runs, as they lie in data files of the store, whose numbers the pieces have; without a piece
+    where they have to be copied."""
     for run in runs:
         in_store, itemsize = run.holding.home.in_store, run.holding.dtype.itemsize
         for elements in run.holding.chunks(run.elements):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from zinf_fx.checkpoint.agreement import all_ranks, together
 from zinf_fx.checkpoint.files import refusals
-from zinf_fx.checkpoint.training.contents import OPTIMIZER, Parts, between_steps, parts_of, streamed_in
+from zinf_fx.checkpoint.training.adopting import Adoption
+from zinf_fx.checkpoint.training.contents import OPTIMIZER, Parts, between_steps, parts_of, streamed_in, unwritten_in
 from zinf_fx.checkpoint.training.files import MANIFEST, read_manifest
 from zinf_fx.checkpoint.training.holdings import Holding
 from zinf_fx.checkpoint.training.manifest import Manifest, SavedFile, SavedTensor, from_text
@@ -73,7 +74,7 @@ def load(directory: Path, parts: Parts, left_out: list[str], report: Report = la
             for optimizer in streamed_in(parts):
                 optimizer.torn = LOADED_IN_PART
             try:
-                _read(directory, manifest, matching, report)
+                _read(directory, manifest, matching, unwritten_in(parts), report)
             except BaseException as error:
                 error.add_note("some of the model is loaded, and some is not: load a whole checkpoint before training")
                 raise
@@ -164,8 +165,9 @@ def _of_rank(name: str, saved: Mapping[str, Any], matching: Matching) -> Mapping
     return saved["ranks"][matching.rank] if matching.rank < len(saved["ranks"]) else None
 
 
-def _read(directory: Path, manifest: Manifest, matching: Matching, report: Report) -> None:
-    """Read all that was matched. Raises: CheckpointError, StoreError, and what loading a state raises."""
+def _read(directory: Path, manifest: Manifest, matching: Matching, unwritten: Collection[int], report: Report) -> None:
+    """Read all that was matched; `unwritten`: keys of the storages that no step rewrites. Raises: CheckpointError,
+    StoreError, and what loading a state raises."""
     for change in matching.begin:
         change()
     stores = {holding.tiers for _, holding in matching.targets} - {None}
@@ -173,8 +175,10 @@ def _read(directory: Path, manifest: Manifest, matching: Matching, report: Repor
         for tiers in stores:
             rooms.enter_context(tiers.stepping())
         handles = rooms.enter_context(opened([directory / file.path for file in manifest.files]))
+        adoption = Adoption(directory, manifest, matching)
+        adoption.complete(handles, unwritten, report)
         reader = rooms.enter_context(closing(Reader(handles, report)))
-        for saved, holding in sorted(matching.targets, key=_first_place):
+        for saved, holding in sorted(adoption.others, key=_first_place):
             reader.read(saved, holding)
         reader.end()
     for tiers in stores:

@@ -46,7 +46,12 @@ class Memory:
 
 
 class Reading:
-    """A piece that is being read, and its elements when they are there and have the right checksum."""
+    """A piece that is being read, and its elements when they are there and have the right checksum.
+
+    Attributes:
+        nbytes: of the elements.
+        pages: that they are in: the address in memory, how many bytes, and the offset in the file.
+    """
 
     def __init__(self, file: File, tensor: SavedTensor, piece: Piece, memory: Memory) -> None:
         self.piece, self._tensor, self._file = piece, tensor, file
@@ -55,6 +60,7 @@ class Reading:
         length = round_up(piece.offset + self.nbytes + piece.padding - first, PAGE)
         self._room, self._memory = memory, memory.take(length)
         self._skip = piece.offset - first
+        self.pages = self._memory.data_ptr(), length, first
         self._ticket = file.submit(READ, self._memory.data_ptr(), first, length, self._memory)
         self._elements: torch.Tensor | None = None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zinf_fx.checkpoint.training.catalog import Found
 from zinf_fx.runtime.disk.filesystem import taken_by
-from zinf_fx.runtime.disk.links import abandoned, give_back
+from zinf_fx.runtime.disk.links import abandoned, give_back_all_but
 from zinf_fx.sizes import PAGE
 
 
@@ -36,6 +36,6 @@ def _give_back(links: list[tuple[Found, str]]) -> int:
         content = [part for one, path in links for part in one.manifest.content_of(path)]
         if info.st_nlink > len(links) or taken_by(info) <= sum(map(len, content)) + PAGE:
             return 0
-        give_back(fd, content)
+        give_back_all_but(fd, content)
         os.fsync(fd)
         return taken_by(info) - taken_by(os.fstat(fd))

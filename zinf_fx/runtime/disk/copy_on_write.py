@@ -106,6 +106,25 @@ class CopyOnWrite:
             else:
                 self._ahead = heir
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether anybody keeps any bytes, or kept them, and they moved."""
+        return bool(self._kept) or len(self._live) > 1 or self._ahead is not None
+
+    @held_back
+    def adopt(self, keeper: object, extent: Extent, *, reserve: bool) -> None:
+        """Have the bytes of another extent of the same capacity, which are kept for `keeper`. Nobody has kept any of
+        those before, which are where they will be rewritten, with `reserve`, or free."""
+        with self._locked():
+            assert not self.is_kept and extent.capacity == self.capacity, f"{extent} can't be adopted"
+            (before,) = self._live
+            self._live = [_whole(extent)]
+            self._kept[keeper] = list(self._live)
+            if reserve:
+                self._ahead = before.extent
+            else:
+                self._give_back([before])
+
     @sealed
     def release(self, keeper: object) -> None:
         """What is kept for `keeper` alone is free again."""

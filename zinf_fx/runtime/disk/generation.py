@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from zinf_fx.runtime.disk.copy_on_write import CopyOnWrite
-from zinf_fx.runtime.disk.store import Store
+from zinf_fx.runtime.disk.store import Extent, Store
 
 
 class Generation:
@@ -16,7 +16,7 @@ class Generation:
         self.key = object()  # by which the bytes know it: no circle keeps the store
         self._store = store
         self._frozen: list[CopyOnWrite] = []
-        self._links: dict[int, Path] = {}  # by the number of the volume
+        self._links: dict[int, Path] = {}  # by the number of the data file
 
     def freeze(self, several: Mapping[CopyOnWrite, bool], replaced: Sequence[Generation]) -> None:
         """Keep these bytes as they are, with room for those that will be rewritten. `replaced`: generations that are
@@ -29,11 +29,20 @@ class Generation:
             self.release()
             raise
 
-    def link(self, volume: int, path: Path, content: Iterable[range], link: Callable[[Path, Path], None]) -> None:
-        """Give the data file of a volume another name, for some bytes of it. Raises: OSError."""
-        linked = self._store.volumes[volume]
+    def adopt(self, one: CopyOnWrite, extent: Extent, *, reserve: bool) -> None:
+        """Have bytes of adopted files, and keep them as they are: see `CopyOnWrite.adopt`."""
+        one.adopt(self.key, extent, reserve=reserve)
+        self._frozen.append(one)
+
+    def has_link(self, number: int, path: Path) -> None:
+        """A data file has another name for bytes of it already."""
+        self._links[number] = path
+
+    def link(self, number: int, path: Path, content: Iterable[range], link: Callable[[Path, Path], None]) -> None:
+        """Give a data file another name, for some bytes of it. Raises: OSError."""
+        linked = self._store.files[number]
         link(linked.path, path)
-        self._links[volume] = path
+        self._links[number] = path
         linked.links.add(path, linked.descriptor, content)
 
     def is_in(self, directories: Iterable[Path]) -> bool:
@@ -43,12 +52,12 @@ class Generation:
     @property
     def is_gone(self) -> bool:
         """Whether none of its links is there any more."""
-        return all(path in self._store.volumes[number].gone_links() for number, path in self._links.items())
+        return all(path in self._store.files[number].gone_links() for number, path in self._links.items())
 
     def release(self) -> None:
         """Its bytes are the store's again, but for those that others keep, too."""
         for number, path in self._links.items():
-            self._store.volumes[number].links.forget(path)
+            self._store.files[number].links.forget(path)
         self._links.clear()
         while self._frozen:
             self._frozen.pop().release(self.key)

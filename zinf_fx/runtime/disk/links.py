@@ -40,26 +40,39 @@ class Links:
     def gone(self, fd: int) -> set[Path]:
         """The names that the file of `fd`, which has one in its scratch directory besides, doesn't have any more. None,
         while it has others that are not known: the directory with the link may have been renamed."""
+        there = self._there(fd)
+        return self._bytes.keys() - there if self.are_all(fd) else set()
+
+    def are_all(self, fd: int) -> bool:
+        """Whether the file of `fd`, which has a name in its scratch directory besides, has no others than these."""
+        return os.fstat(fd).st_nlink == 1 + len(self._there(fd))
+
+    def _there(self, fd: int) -> set[Path]:
+        """The names that the file of `fd` still has."""
         info = os.fstat(fd)
-        there = {path for path in self._bytes if _is(path, info)}
-        return self._bytes.keys() - there if info.st_nlink == 1 + len(there) else set()
+        return {path for path in self._bytes if _is(path, info)}
 
     def give_back_others(self, fd: int) -> None:
         """Give back all bytes of the file that no link is there for."""
         gone = self.gone(fd)
         content = [part for path, parts in self._bytes.items() if path not in gone for part in parts]
         if content:
-            give_back(fd, content)
+            give_back_all_but(fd, content)
 
 
-def give_back(fd: int, content: Iterable[range]) -> None:
-    """Give back to the file system what an open file has besides some bytes; its size stays. Where the file system
-    can't do that, nothing happens."""
+def give_back_all_but(fd: int, content: Iterable[range]) -> None:
+    """As `give_back`, of what an open file has besides some bytes."""
     others = FreeList([(0, os.fstat(fd).st_size)])
     for part in content:
         others.discard(part.start, part.stop)
+    give_back(fd, (range(start, end) for start, end in others))
+
+
+def give_back(fd: int, several: Iterable[range]) -> None:
+    """Give back to the file system some bytes of an open file; its size stays. Where the file system can't do that,
+    nothing happens."""
     libc = ctypes.CDLL(None, use_errno=True)
-    for start, end in others:
+    for start, end in ((one.start, one.stop) for one in several):
         arguments = fd, _KEEP_SIZE | _PUNCH_HOLE, ctypes.c_long(start), ctypes.c_long(end - start)
         if libc.fallocate(*arguments) and ctypes.get_errno() in (errno.EOPNOTSUPP, errno.ENOSYS):
             return

@@ -49,6 +49,11 @@ def refusals(operation: str, path: Path, otherwise: str) -> Iterator[None]:
         raise StoreError(operation, path, HINTS.get(error.errno, otherwise), errno=error.errno) from error
 
 
+def data_name(number: int) -> str:
+    """The name of a data file in a scratch directory."""
+    return f"data-{number}"
+
+
 class Scratch:
     """A scratch directory that this process holds the lock of.
 
@@ -89,8 +94,21 @@ class Scratch:
         self._made.append(path)
         return fd
 
+    def link(self, path: Path, name: str) -> None:
+        """Gives a file elsewhere on the device a name in the directory, too. Raises: StoreError."""
+        assert CONTENT.fullmatch(name), f"{name!r} is no name for a scratch file"
+        with refusals("link", path, "the file system gives it no other name"):
+            os.link(path, self.path / name, follow_symlinks=False)
+        self._made.append(self.path / name)
+
+    def open(self, name: str) -> int:
+        """Opens a file in the directory for reading and writing. Raises: StoreError."""
+        path = self.path / name
+        with refusals("open", path, "the file can't be opened"):
+            return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+
     def unlink(self, name: str) -> None:
-        """Removes a file that `create` made, if it got so far."""
+        """Removes a file's name in the directory, if it got one."""
         path = self.path / name
         if path in self._made:
             self._made.remove(path)

@@ -8,13 +8,14 @@ import itertools
 import logging
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from zinf_fx.errors import ConfigError, StoreError
 from zinf_fx.interrupts import held_back, sealed
 from zinf_fx.native.engine import BLOCK, DEPTH, HINTS, READ, WRITE, FileTicket, IoCounters, PageSums
+from zinf_fx.runtime.disk.data_file import DataFile
 from zinf_fx.runtime.disk.measure import weights_of
 from zinf_fx.runtime.disk.probe import candidates
 from zinf_fx.runtime.disk.read_only import ReadOnlyFile
@@ -156,6 +157,43 @@ class Store:
         self._live[generation] = capacity
         return Extent(nbytes, capacity, unit, places, generation, sums)
 
+    def adopt(self, path: Path, content: Iterable[range]) -> int:
+        """Go on with a data file of another store, of which a checkpoint has some bytes, whole pages, under the name
+        `path`: see [Note: adopted files]. Returns its number, until `part_with_unused`.
+
+        Raises: StoreError where it is this store's own already, lies on no volume's device, or may not have one more
+        name; nothing is changed then.
+        """
+        self._check_usable("adopt a data file")
+        info = os.stat(path)
+        if any(file.is_same(info) for file in self.files):
+            raise StoreError("adopt", path, "it is a data file of this store already")
+        for volume in self._volumes:
+            if volume.device == info.st_dev:
+                self.files.append(volume.adopt(path, content))
+                return len(self.files) - 1
+        raise StoreError("adopt", path, "it is on another device than the store")
+
+    def adopted(self, nbytes: int, unit: int, places: tuple[Place, ...], sums: PageSums) -> Extent:
+        """Pages of adopted files as an extent, whose i-th `unit` bytes are at `places[i]`, and which have these
+        checksums."""
+        capacity = round_up(nbytes, PAGE)
+        self._live[sums.generation] = capacity
+        for run in runs(places, unit, 0, capacity):
+            self.files[run.volume].in_use += run.nbytes
+        return Extent(nbytes, capacity, unit, places, sums.generation, sums if self.checksum else None)
+
+    def new_sums(self, nbytes: int) -> PageSums:
+        """The checksums of an extent that is to be."""
+        return PageSums(round_up(nbytes, PAGE) // PAGE, next(self._generations))
+
+    def part_with_unused(self) -> None:
+        """Close the adopted files of which no extent has anything."""
+        for file in self.files[len(self._volumes) :]:
+            if not file.in_use:
+                file.detach()
+                file.remove()
+
     @sealed
     def free(self, extent: Extent) -> None:
         """Gives an extent's space back to the store. No request for it may be under way. Safe in a finalizer."""
@@ -172,8 +210,9 @@ class Store:
         else:
             del self._live[extent.generation]
         for run in runs(extent.places, extent.unit, start, nbytes):
-            self._volumes[run.volume].give(run.offset, run.nbytes)
-            self._turns.take_back(run.volume, run.nbytes)
+            self.files[run.volume].give(run.offset, run.nbytes)
+            if run.volume < len(self._volumes):
+                self._turns.take_back(run.volume, run.nbytes)
 
     def read(self, extent: Extent, address: int, offset: int, nbytes: int, *, owner: object = None) -> Ticket:
         """Starts reading `nbytes` bytes of the extent from `offset` on into memory at `address`.
@@ -211,6 +250,11 @@ class Store:
         return self._volumes
 
     @property
+    def files(self) -> list[DataFile]:
+        """The data files by their numbers: those of the volumes, and then those that were adopted."""
+        return self._resources.files
+
+    @property
     def path(self) -> Path:
         """The first data file."""
         return self._volumes[0].path
@@ -228,7 +272,7 @@ class Store:
     @property
     def in_use(self) -> int:
         """Bytes of allocated extents."""
-        return sum(volume.in_use for volume in self._volumes)
+        return sum(file.in_use for file in self.files)
 
     def counters(self) -> IoCounters:
         """All counters at one moment, those of several devices added up."""
@@ -281,7 +325,7 @@ class Store:
         tickets: list[FileTicket] = []
         try:
             for run in runs(extent.places, extent.unit, offset, length):
-                ticket = self._volumes[run.volume].file.submit(
+                ticket = self.files[run.volume].file.submit(
                     operation,
                     address + run.start - offset,
                     run.offset,

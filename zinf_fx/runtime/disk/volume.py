@@ -5,29 +5,27 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from zinf_fx.errors import StoreError
-from zinf_fx.native.engine import BLOCK, DEPTH, HINTS, Engine, File
-from zinf_fx.runtime.disk.links import Links
-from zinf_fx.runtime.disk.probe import reopen, working_engine
+from zinf_fx.native.engine import BLOCK, DEPTH, HINTS, Engine
+from zinf_fx.runtime.disk.data_file import AdoptedFile, DataFile
+from zinf_fx.runtime.disk.probe import working_engine
 from zinf_fx.runtime.disk.read_only import ReadOnlyFile
-from zinf_fx.runtime.disk.scratch import Scratch
+from zinf_fx.runtime.disk.scratch import Scratch, data_name
 from zinf_fx.runtime.memory.freelist import Space, round_up
 from zinf_fx.sizes import PAGE
 
-DATA = "data-0"
 SMALLEST_STEP, LARGEST_STEP = 4 << 20, 256 << 20
 
 
-class Volume:
-    """A data file at `path`, on one device, and the engine that moves its bytes.
+class Volume(DataFile):
+    """A data file that grows in a scratch directory of its own, and the engine that moves its bytes.
 
     Attributes:
-        file: for transfers.
+        engine: of the device.
         refused: the providers that don't work here, and why.
-        links: other names of the data file, whose bytes stay when the volume is gone.
 
     Args:
         directory: an existing, writable directory.
@@ -39,24 +37,15 @@ class Volume:
     """
 
     def __init__(self, directory: Path, names: tuple[str, ...], start: Callable[[int, str], Engine]) -> None:
+        super().__init__(Scratch(directory), data_name(0))
         self.directory = directory
-        self.size = 0
-        """Bytes of the data file."""
         self._growing = threading.Lock()
         self._space = Space()
-        self._descriptors: list[int] = []
-        self.file: File | None = None
-        self.links = Links()
-        self._scratch = Scratch(directory)
-        self.path = self._scratch.path / DATA
+        self._adopted = 0
         try:
             self.device = os.stat(directory).st_dev
             self.engine, self.refused = working_engine(self._scratch, names, lambda name: start(self.device, name))
-            self._plain = self._scratch.create(DATA)
-            self._descriptors.append(self._plain)
-            direct = reopen(self._plain, self.engine.provider)
-            self._descriptors.append(direct)
-            self.file = self.engine.attach(direct, self.path, alignment=PAGE)
+            self._open(self._scratch.create(self.path.name), self.engine)
         except BaseException:
             self.detach()
             self.remove()
@@ -85,27 +74,16 @@ class Volume:
         """Gives back what `take` returned. Safe in a finalizer."""
         self._space.give(offset, nbytes)
 
-    @property
-    def descriptor(self) -> int:
-        """Of the data file, without direct I/O."""
-        return self._plain
-
-    def gone_links(self) -> set[Path]:
-        """Those of `links` that the data file doesn't have any more."""
-        return self.links.gone(self._plain)
-
-    def detach(self) -> None:
-        """Waits for what is under way. A forked child leaves it alone."""
-        if self.file is not None:
-            self.file.detach()
+    def adopt(self, path: Path, content: Iterable[range]) -> AdoptedFile:
+        """A data file of another store on this device, which a checkpoint has under the name `path` for some bytes of
+        it: see [Note: adopted files]. Raises: StoreError; nothing is left behind."""
+        self._adopted += 1
+        return AdoptedFile(self._scratch, data_name(self._adopted), self.engine, path, content)
 
     def remove(self) -> None:
         """Closes and deletes the files, once the engine is closed or they are detached from it. Of a data file that has
         another name, all is given back that is not there for that. In a forked child, only closes them."""
-        if self._descriptors and self._scratch.is_ours:
-            self.links.give_back_others(self._plain)
-        while self._descriptors:
-            os.close(self._descriptors.pop())
+        super().remove()
         self.unlink()
 
     def unlink(self) -> None:
@@ -118,9 +96,9 @@ class Volume:
         step = round_up(max(needed, min(max(self.size, SMALLEST_STEP), LARGEST_STEP)), PAGE)
         for nbytes in (step, needed) if step > needed else (needed,):
             try:
-                os.posix_fallocate(self._plain, self.size, nbytes)
+                os.posix_fallocate(self.descriptor, self.size, nbytes)
             except OSError as error:
-                os.ftruncate(self._plain, self.size)  # a failed reservation may leave a part of itself
+                os.ftruncate(self.descriptor, self.size)  # a failed reservation may leave a part of itself
                 if nbytes > needed:
                     continue
                 raise self._no_room(needed, error) from error
@@ -130,7 +108,7 @@ class Volume:
 
     def _no_room(self, needed: int, error: OSError) -> StoreError:
         try:
-            status = os.fstatvfs(self._plain)
+            status = os.fstatvfs(self.descriptor)
             free = f"{status.f_bavail * status.f_frsize} bytes"
         except OSError as unknown:
             free = f"an unknown number of bytes ({unknown.strerror})"
@@ -149,6 +127,7 @@ class Volumes:
     """Several volumes, and one I/O thread and queue per device. They are given back by `close`, or nothing is made.
 
     Attributes:
+        files: their data files by number, and behind them those of other stores that this one goes on with.
         others: files of somebody else that the engines read from.
 
     Raises: StoreError when a directory can't be used.
@@ -160,12 +139,13 @@ class Volumes:
         self.pid = os.getpid()
         self.engines: dict[tuple[int, str], Engine] = {}
         self.all: list[Volume] = []
-
+        self.files: list[DataFile] = []
         self._depth, self._block = depth, block
         self.others: weakref.WeakSet[ReadOnlyFile] = weakref.WeakSet()
         try:
             for directory in directories:
                 self.all.append(Volume(directory, names, self.engine))
+                self.files.append(self.all[-1])
         except BaseException:
             self.close()
             raise
@@ -181,7 +161,7 @@ class Volumes:
     def close(self) -> None:
         """Everything in order: requests, threads, descriptors, files, locks. A forked child only closes descriptors."""
         try:
-            for file in (*self.all, *self.others):
+            for file in (*self.files, *self.others):
                 file.detach()
             for engine in self.engines.values():
                 engine.close()
@@ -189,8 +169,12 @@ class Volumes:
             for volume in self.all:
                 volume.unlink()
             raise
-        for volume in self.all:
-            volume.remove()
+        self.remove()
+
+    def remove(self) -> None:
+        """Closes and deletes all files, from which everything is detached. In a forked child, only closes them."""
+        for file in reversed(self.files):
+            file.remove()
 
 
 _of_this_process: weakref.WeakSet[Volumes] = weakref.WeakSet()
@@ -199,8 +183,7 @@ _of_this_process: weakref.WeakSet[Volumes] = weakref.WeakSet()
 def _after_fork() -> None:
     """A child that outlives its parent must neither hold the parent's lock nor its disk space."""
     for volumes in list(_of_this_process):
-        for volume in volumes.all:
-            volume.remove()
+        volumes.remove()
 
 
 os.register_at_fork(after_in_child=_after_fork)

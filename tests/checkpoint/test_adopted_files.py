@@ -1,0 +1,205 @@
+"""A checkpoint by generations is taken up where it lies: nothing is written, and it stays as it was."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from counting import Counting
+
+import zinf_fx
+from zinf_fx.errors import CheckpointError, StoreError
+from zinf_fx.runtime.disk.scratch import Scratch, survey
+from zinf_fx.runtime.disk.store import Store
+
+
+class Job(Counting):
+    """One whose tensors are each by itself on the disk: what is in packs begins within pages, and is copied."""
+
+    def __init__(self, store: Path) -> None:
+        super().__init__(store, pack=None)
+
+
+def saved_by_a_dead_job(tmp_path: Path, steps: int = 1, kept: str | None = None) -> Path:
+    """The directory of a checkpoint whose store is gone; `kept`: the directory of one that was made a step before."""
+    job = Job(tmp_path / "first")
+    if kept is not None:
+        job.step()
+        job.save(tmp_path / kept)
+    for _ in range(steps):
+        job.step()
+    job.save(tmp_path / "saved")
+    store_of(job).close()
+    return tmp_path / "saved"
+
+
+def store_of(job: Job) -> Store:
+    return job.model[0].weight.storage.tiers.store
+
+
+def taken(path: Path) -> int:
+    return path.stat().st_blocks * 512
+
+
+def test_nothing_is_written_and_no_space_is_taken(tmp_path: Path):
+    saved = saved_by_a_dead_job(tmp_path, steps=3)
+    (link,) = saved.glob("*.extents")
+    job = Job(tmp_path / "second")
+    job.step()
+    job.optimizer.finish()
+    store = store_of(job)
+    before, size, on_disk = store.counters(), store.volumes[0].size, taken(link)
+    assert job.load(saved) == 3
+    after = store.counters()
+    assert after.bytes_written == before.bytes_written
+    assert store.volumes[0].size == size
+    (adopted,) = store.files[1:]
+    assert adopted.path.samefile(link) and adopted.in_use > 0
+    job.check()
+    in_use = store.in_use
+    for _ in range(3):
+        job.step()
+        job.save(saved)  # replaces what it was loaded from: the pages of that are written again
+    job.check()
+    assert store.in_use == in_use and store.volumes[0].size == size and taken(adopted.path) == on_disk
+    assert Job(tmp_path / "third").load(saved) == 6
+
+
+def test_an_earlier_checkpoint_and_other_jobs_keep_what_they_have(tmp_path: Path):
+    """They have pages in the same file, of which this job knows nothing."""
+    saved = saved_by_a_dead_job(tmp_path, kept="earlier")
+    jobs = [Job(tmp_path / name) for name in ("second", "third")]
+    for job in jobs:
+        assert job.load(saved) == 2
+    shutil.rmtree(saved)
+    for number, job in enumerate(jobs):
+        for _ in range(3):
+            job.step()
+            job.save(tmp_path / f"saved by {number}")
+        job.check()
+    store_of(jobs[0]).close()
+    jobs[1].check()
+    reader = Job(tmp_path / "reader")
+    found = [reader.load(tmp_path / name) for name in ("earlier", "saved by 0", "saved by 1")]
+    assert found == [1, 5, 5]
+
+
+def test_a_job_that_is_alive_goes_on_beside_those_that_take_up_its_checkpoint(tmp_path: Path):
+    first, second = Job(tmp_path / "first"), Job(tmp_path / "second")
+    first.step()
+    first.save(tmp_path / "saved")
+    second.load(tmp_path / "saved")
+    for _ in range(3):
+        first.step()
+        first.save(tmp_path / "saved")
+        second.check()
+    second.step()
+    second.save(tmp_path / "saved by the second")
+    first.step()
+    first.check()
+    second.check()
+
+
+def test_another_model_in_the_same_store_copies(tmp_path: Path):
+    """Two names of one file in a store would hide from it when a checkpoint is gone."""
+    first, second = Job(tmp_path / "first"), Job(tmp_path / "first")
+    assert store_of(first) is store_of(second)
+    first.step()
+    first.save(tmp_path / "saved")
+    second.load(tmp_path / "saved")
+    in_use = store_of(first).in_use
+    for _ in range(3):
+        first.step()
+        first.save(tmp_path / "saved")
+    first.check()
+    second.check()
+    assert store_of(first).in_use == in_use
+
+
+def test_what_is_left_of_the_file_goes_with_the_last_who_has_it(tmp_path: Path):
+    saved = saved_by_a_dead_job(tmp_path)
+    (link,) = saved.glob("*.extents")
+    job = Job(tmp_path / "second")
+    job.load(saved)
+    job.step()
+    job.optimizer.finish()
+    before = taken(link)
+    store_of(job).close()
+    assert list((tmp_path / "second").iterdir()) == [] and link.stat().st_nlink == 1
+    assert taken(link) == before
+    assert Job(tmp_path / "third").load(saved) == 1
+
+
+def test_a_killed_job_leaves_the_checkpoint_and_names_that_are_swept(tmp_path: Path):
+    saved = saved_by_a_dead_job(tmp_path)
+    (link,) = saved.glob("*.extents")
+    child = os.fork()
+    if not child:
+        job = Job(tmp_path / "second")
+        job.load(saved)
+        os._exit(1)
+    os.waitpid(child, 0)
+    assert link.stat().st_nlink == 2
+    survey(tmp_path / "second", remove=True)
+    assert link.stat().st_nlink == 1 and Job(tmp_path / "third").load(saved) == 1
+
+
+def test_a_damaged_page_is_found_before_anything_is_taken_over(tmp_path: Path):
+    saved = saved_by_a_dead_job(tmp_path)
+    (link,) = saved.glob("*.extents")
+    with link.open("r+b") as file:
+        content = bytearray(file.read())
+        for start in range(0, len(content), 4096):  # whichever pages it has
+            content[start] ^= 1
+        file.seek(0)
+        file.write(content)
+    job = Job(tmp_path / "second")
+    job.step()
+    with pytest.raises(CheckpointError, match=f"{link.name} is damaged"):
+        job.load(saved)
+    assert link.stat().st_nlink == 1 and store_of(job).in_use == sum(v.in_use for v in store_of(job).volumes)
+    (scratch,) = (tmp_path / "second").iterdir()
+    assert sorted(path.name for path in scratch.iterdir()) == ["data-0", "lock"]
+
+
+@pytest.mark.parametrize("refuses", ["link", "open"])
+def test_a_file_that_can_not_be_adopted_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refuses: str
+):
+    saved = saved_by_a_dead_job(tmp_path)
+    job = Job(tmp_path / "second")
+    job.step()
+
+    def refuse(self: Scratch, name: object, *_: object) -> None:
+        raise StoreError(refuses, str(name), "the file system gives it no other name")
+
+    monkeypatch.setattr(Scratch, refuses, refuse)
+    with caplog.at_level(logging.INFO, logger="zinf_fx"):
+        assert job.load(saved) == 1
+    assert "is copied to the store: " in caplog.text and "no other name" in caplog.text
+    (link,) = saved.glob("*.extents")
+    assert link.stat().st_nlink == 1 and len(store_of(job).files) == 1
+
+
+def test_stripes_over_several_directories(tmp_path: Path):
+    """An extent that lies in two files by turns lies so in the store that goes on with it."""
+    values = {}
+    for name in ("first", "second"):
+        stores = [tmp_path / name / half for half in ("one", "two")]
+        for path in stores:
+            path.mkdir(parents=True)
+        model = torch.nn.Linear(2048, 2048 + 1024, bias=False)
+        zinf_fx.offload(model, store=stores, placement="nvme")
+        store = model.weight.storage.tiers.store
+        if name == "first":
+            zinf_fx.save_checkpoint(tmp_path / "saved", model)
+        else:
+            zinf_fx.load_checkpoint(tmp_path / "saved", model)
+            assert len(store.files) == 4
+        values[name] = model.weight.full_tensor()
+        store.close()
+    assert torch.equal(values["first"], values["second"])

@@ -1,0 +1,124 @@
+"""The data files of a store: those that it makes, and those of another store that a checkpoint has."""
+
+from __future__ import annotations
+
+import abc
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from zinf_fx.native.engine import Engine, File
+from zinf_fx.runtime.disk.links import Links, give_back
+from zinf_fx.runtime.disk.probe import reopen
+from zinf_fx.runtime.disk.scratch import Scratch
+from zinf_fx.sizes import PAGE
+
+
+class DataFile(abc.ABC):
+    """A data file at `path`, in a scratch directory.
+
+    Attributes:
+        file: for transfers; None before it is open.
+        size: of the file in bytes.
+        in_use: bytes of it that are extents.
+        links: other names of the file, whose bytes stay when the store is gone.
+    """
+
+    in_use: int
+
+    def __init__(self, scratch: Scratch, name: str) -> None:
+        self.path = scratch.path / name
+        self.file: File | None = None
+        self.size = 0
+        self.links = Links()
+        self._scratch = scratch
+        self._descriptors: list[int] = []
+
+    def _open(self, plain: int, engine: Engine) -> None:
+        """Let an engine work on the file, of which `plain` is a descriptor without direct I/O. Takes that over."""
+        self._descriptors.append(plain)
+        direct = reopen(plain, engine.provider)
+        self._descriptors.append(direct)
+        self.file = engine.attach(direct, self.path, alignment=PAGE)
+
+    @property
+    def descriptor(self) -> int:
+        """Of the file, without direct I/O."""
+        return self._descriptors[0]
+
+    def is_same(self, info: os.stat_result) -> bool:
+        """Whether this is the file of which the system says that, and open."""
+        return bool(self._descriptors) and os.path.samestat(os.fstat(self.descriptor), info)
+
+    def gone_links(self) -> set[Path]:
+        """Those of `links` that the file doesn't have any more."""
+        return self.links.gone(self.descriptor)
+
+    @abc.abstractmethod
+    def give(self, offset: int, nbytes: int) -> None:
+        """No extent has these bytes any more. Safe in a finalizer."""
+
+    def detach(self) -> None:
+        """Waits for what is under way. A forked child leaves it alone."""
+        if self.file is not None:
+            self.file.detach()
+
+    def remove(self) -> None:
+        """Closes the file, which is detached from the engine, and gives back what no other name is there for. In a
+        forked child, only closes it."""
+        if self._descriptors and self._scratch.is_ours:
+            self._give_back_others()
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+    def _give_back_others(self) -> None:
+        self.links.give_back_others(self.descriptor)
+
+
+class AdoptedFile(DataFile):
+    """A data file of another store, which this one goes on with.
+
+    [Note: adopted files]
+    A job that takes up a training could read what the checkpoint has, and write it to a data file of its own. Where the
+    checkpoint has it in a data file of the store before, on the same device, that file gets one more name instead, in
+    this job's scratch directory, and what the checkpoint has becomes extents of this store. They are kept for the
+    checkpoint, as if this job had saved it: see [Note: generations]. So nothing is written, and the disk has it once.
+
+    Of the rest of the file nothing is known: others may have it, such as an earlier checkpoint, or the store that made
+    it. So nothing is allocated there. What no extent has any more, when the checkpoint is gone, goes back to the file
+    system.
+
+    Args:
+        name: in the scratch directory.
+        link: its name in the checkpoint; `content`: the bytes that this one has there.
+
+    Raises: StoreError where the file can't have one more name, or be opened; nothing is left behind.
+    """
+
+    def __init__(self, scratch: Scratch, name: str, engine: Engine, link: Path, content: Iterable[range]) -> None:
+        super().__init__(scratch, name)
+        self.in_use = 0
+        scratch.link(link, name)
+        try:
+            self._open(scratch.open(name), engine)
+        except BaseException:
+            self.remove()
+            raise
+        self.size = os.fstat(self.descriptor).st_size
+        self.links.add(link, self.descriptor, content)
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """As above: `CopyOnWrite` has kept the bytes until the checkpoint was gone."""
+        self.in_use -= nbytes
+        if self._descriptors:
+            give_back(self.descriptor, [range(offset, offset + nbytes)])
+
+    def remove(self) -> None:
+        """As above. Its name in the scratch directory goes, too."""
+        super().remove()
+        if self._scratch.is_ours:
+            self._scratch.unlink(self.path.name)
+
+    def _give_back_others(self) -> None:
+        if self.links.are_all(self.descriptor):
+            super()._give_back_others()
