@@ -28,7 +28,7 @@ from zinf_fx.runtime.disk.measure import Trial
 from zinf_fx.sizes import in_words
 
 WORKER = Path(__file__).with_name("frozen_worker.py")
-FORMATS = ("nf4", "int8", "fp8", "bf16")
+FORMATS = ("nf4", "mxfp4", "int8", "fp8", "fp8_block", "bf16")
 HEADERS = ("base", "s/step", "/ memory", "limit / step", "read, planned", "counted", "peak", "/ memory")
 
 

@@ -180,7 +180,12 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("checkpoint", nargs="?", type=Path, help="a directory that from_pretrained reads")
     parser.add_argument("--size", choices=list(SIZES), default="tiny", help="of the random base where none is given")
-    parser.add_argument("--frozen", choices=("nf4", "int8", "fp8"), default="nf4", help="format of the base on disk")
+    parser.add_argument(
+        "--frozen",
+        choices=("nf4", "mxfp4", "int8", "fp8", "fp8_block"),
+        default="nf4",
+        help="format of the base on disk",
+    )
     parser.add_argument("--rank", type=int, default=16, help="of the adapters")
     parser.add_argument("--text", type=Path, help="a file; without one, Python's standard library")
     parser.add_argument("--store", type=Path, help="an existing directory on the disk to use; default: zinf_fx's own")

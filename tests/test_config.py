@@ -27,7 +27,7 @@ REFUSED = {
     "falling prefetch": ({"prefetch": (3, 2, 1)}, "must not fall"),
     "tiny chunk": ({"chunk": 4096}, "the least is 64KiB"),
     "tile": ({"tile": "automatic"}, "tile='automatic' is not a size"),
-    "frozen_dtype": ({"frozen_dtype": "nf3"}, "accepted: None, 'int8', 'nf4', 'fp8'"),
+    "frozen_dtype": ({"frozen_dtype": "nf3"}, "accepted: None, 'int8', 'fp8', 'fp8_block', 'nf4', 'mxfp4'"),
     "activations": ({"activations": "all"}, "accepted: 'keep', 'recompute', 'offload', 'auto', the number of layers"),
     "activations, no layers": ({"activations": 0}, "activations=0 is not accepted"),
     "activations, no number": ({"activations": True}, "activations=True is not accepted"),

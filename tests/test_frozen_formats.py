@@ -316,7 +316,10 @@ def test_copies_have_the_same_bytes(tmp_path: Path):
 
 
 def test_what_can_not_be_honoured_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"frozen_dtype='nf3' is not accepted; accepted: None, 'int8', 'nf4', 'fp8'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"frozen_dtype='nf3' is not accepted; accepted: None, 'int8', 'fp8', 'fp8_block', 'nf4', 'mxfp4'",
+    ):
         zinf_fx.offload(built(), store=tmp_path, frozen_dtype="nf3")
     model = built()
     model.head.weight.data[3, 5] = torch.inf

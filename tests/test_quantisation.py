@@ -28,6 +28,8 @@ def test_options_name_the_formats():
         ("nf4", (10, 64), 10 * (32 + 4)),
         ("nf4", (10, 65), 10 * (64 + 8)),
         ("nf4", (4096, 4096), 4096 * (2048 + 256)),
+        ("fp8_block", (10, 129), 10 * (132 + 2 * 4)),
+        ("mxfp4", (10, 65), 10 * (48 + 3)),
     ],
 )
 def test_bytes(name, shape, nbytes):
@@ -56,8 +58,10 @@ def test_what_is_quantised_is_smaller_then(what):
 
 
 # By format, how far a value may be from its own, as a part of its block's largest magnitude: half the widest gap
-# between neighbours of the table, half a step of 1/127, and half of three bits behind the leading one.
-LARGEST_ERRORS = {"int8": 0.5 / 127, "fp8": 2**-4, "nf4": (1.0 - 0.6961928009986877) / 2}
+# between neighbours of the table, half a step of 1/127, and half of three bits behind the leading one; of mxfp4, what
+# lies above 6, up to 8.
+LARGEST_ERRORS = {"int8": 0.5 / 127, "fp8": 2**-4, "fp8_block": 2**-4, "nf4": (1.0 - 0.6961928009986877) / 2}
+LARGEST_ERRORS["mxfp4"] = 2 / 8
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -72,7 +76,8 @@ def test_values_come_back_within_half_a_step(name, shape):
     padded = torch.nn.functional.pad(value, (0, -shape[-1] % block)).unflatten(-1, (-1, block))
     largest = padded.abs().amax(-1, keepdim=True).expand_as(padded).flatten(-2)[..., : shape[-1]]
     assert ((back - value).abs() <= LARGEST_ERRORS[name] * 1.0001 * largest).all()
-    assert (back.abs().amax(-1) - value.abs().amax(-1)).abs().max() < 1e-5 * 100
+    if name != "mxfp4":
+        assert (back.abs().amax(-1) - value.abs().amax(-1)).abs().max() < 1e-5 * 100
     zeros = quantised(torch.zeros(shape), name)
     assert dequantised(zeros, shape[1:], name, torch.bfloat16).abs().max() == 0
 
@@ -91,6 +96,40 @@ def test_the_values_of_each_code_of_nf4():
     below = -normal.icdf(torch.linspace(0.5, offset, 8)[1:]).flip(0)
     expected = torch.cat([below, torch.zeros(1), above]) / above[-1]
     assert torch.allclose(values / 2, expected, atol=1e-4)
+
+
+def test_the_values_of_each_code_of_mxfp4():
+    """By hand, from OCP Microscaling Formats, sections 5.3.3 and 5.4.1: E2M1, and an exponent with a bias of 127."""
+    packed = torch.zeros(3, 17, dtype=torch.uint8)
+    packed[:, :8] = torch.tensor([0x01, 0x23, 0x45, 0x67, 0x89, 0xAB, 0xCD, 0xEF], dtype=torch.uint8)
+    packed[:, 16] = torch.tensor([129, 0, 255], dtype=torch.uint8)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):  # two of native code, one of torch
+        values = dequantised(packed, (32,), "mxfp4", dtype)
+        of_codes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+        assert torch.equal(values[0, :16], 4 * torch.cat([of_codes, -of_codes]).to(dtype))
+        assert values[0, 8].signbit() and values[2].isnan().all()
+        assert torch.equal(values[1, :16].float(), (2.0**-127 * torch.cat([of_codes, -of_codes])).to(dtype).float())
+
+
+def test_values_between_two_codes_of_mxfp4_become_the_even_one():
+    """By hand: the scale of a block is the power of two of its largest magnitude, over that of 4."""
+    value = torch.zeros(2, 32)
+    value[0, :9] = torch.tensor([4.0, 0.25, 0.75, -1.25, 1.75, 2.5, -3.5, 5.0, 7.9])
+    value[1, :3] = torch.tensor([1.0, 0.7, 1.99])
+    packed = quantised(value, "mxfp4")
+    assert packed[:, 16].tolist() == [127, 125]
+    back = dequantised(packed, (32,), "mxfp4", torch.float32)
+    assert back[0, :9].tolist() == [4.0, 0.0, 1.0, -1.0, 2.0, 2.0, -4.0, 4.0, 6.0]
+    assert back[1, :3].tolist() == [1.0, 0.75, 1.5]
+
+
+def test_what_was_rounded_to_mxfp4_is_not_rounded_again():
+    """Whatever the scale was, where it is none of the smallest, or largest."""
+    torch.manual_seed(0)
+    packed = torch.randint(256, (64, 68), dtype=torch.uint8)
+    packed[:, 64:] = torch.randint(3, 250, (64, 4))
+    values = dequantised(packed, (128,), "mxfp4", torch.float32)
+    assert torch.equal(dequantised(quantised(values, "mxfp4"), (128,), "mxfp4", torch.float32), values)
 
 
 @pytest.mark.parametrize("name", FORMATS)

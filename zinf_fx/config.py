@@ -22,7 +22,7 @@ Positive = Annotated[int, 1]
 
 Activations = Literal["keep", "recompute", "offload", "auto"]
 ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
-FrozenDtype = Literal["int8", "nf4", "fp8"]
+FrozenDtype = Literal["int8", "fp8", "fp8_block", "nf4", "mxfp4"]
 Compute = Literal["eager", "inductor"]
 Partition = Literal["shards", "owner"]
 Reduction = Literal["mean", "sum"]
@@ -193,10 +193,12 @@ class Config(RankOptions):
         pack: bytes, or a text such as "16MiB", up to which small parameters of one kind move together, as one tile
             (ZeRO, section 6.2: constant-size buffers); "auto": 4 MiB, or less where a budget is below 256 MiB. None:
             each parameter moves by itself. Over ranks, one collective moves a pack.
-        frozen_dtype: format in which frozen matrices are stored, moved and gathered: "int8" (one scale per row), "nf4"
-            (QLoRA, section 3: 4 bits, one scale per 64 values), or "fp8" (e4m3, one scale per row). The graph makes
-            values of them where it uses them. Embedding tables, and matrices with rows of less than 64 values, stay as
-            they are. `zinf_fx.offloading` freezes the matrices that it quantises. None: as they are.
+        frozen_dtype: format in which frozen matrices are stored, moved and gathered: "int8" (one scale per row), "fp8"
+            (e4m3, one scale per row), "fp8_block" (e4m3, one scale per 128 values), "nf4" (QLoRA, section 3: 4 bits,
+            one scale per 64 values), or "mxfp4" (OCP Microscaling Formats: e2m1, one power of two per 32 values). The
+            graph makes values of them where it uses them. Embedding tables, and matrices with rows of less than 64
+            values, stay as they are. `zinf_fx.offloading` freezes the matrices that it quantises. None: as they are,
+            or come: `load_safetensors` keeps what is published in a format.
         activations: "keep": what eager PyTorch saves; "recompute": backward computes them again from a few checkpoints,
             chosen for the least peak; a number: from a checkpoint before every so many layers (ZeRO-Infinity,
             equation 3: ci); "offload": what eager PyTorch saves leaves the device; "auto": each is kept, recomputed or

@@ -1,14 +1,18 @@
 """Formats of few bits per weight: how values become bytes, and bytes values again.
 
 A quantised tensor [rows, ..., columns] is a matrix of bytes [rows, row_nbytes]: of each run of `columns` values first
-the codes, padded to whole scales, then one fp32 scale per block. So any rows of the tensor lie in consecutive bytes
-together with their scales, and can be moved and dequantised by themselves.
+the codes, padded to whole scales, then one scale per block. So any rows of the tensor lie in consecutive bytes together
+with their scales, and can be moved and dequantised by themselves.
 
-| format | bits | block | code | source |
-|---|---|---|---|---|
-| int8 | 8 | columns | signed integer, the block's largest magnitude at 127 | LLM.int8 (2022), section 2.1, by rows |
-| fp8 | 8 | columns | float8_e4m3fn, the block's largest magnitude at 448 | OCP 8-bit floating point (2023), E4M3 |
-| nf4 | 4 | 64 | place in the table of NormalFloat, high half of a byte first | QLoRA (2023), section 3 and appendix E |
+| format | bits | block | scale | code | source |
+|---|---|---|---|---|---|
+| int8 | 8 | columns | fp32 | signed integer, the largest magnitude at 127 | LLM.int8 (2022), section 2.1, by rows |
+| fp8 | 8 | columns | fp32 | float8_e4m3fn, the largest magnitude at 448 | OCP 8-bit floating point (2023), E4M3 |
+| fp8_block | 8 | 128 | fp32 | as fp8 | DeepSeek-V3 (2024), section 3.3, where 128 rows share a scale, too |
+| nf4 | 4 | 64 | fp32 | place in the table of NormalFloat | QLoRA (2023), section 3 and appendix E |
+| mxfp4 | 4 | 32 | E8M0 | E2M1 | OCP Microscaling Formats (2023), sections 5.3.3, 5.4.1 and 6.3 |
+
+Of two codes in a byte, the first is in the high half.
 """
 
 from __future__ import annotations
@@ -42,7 +46,11 @@ _NORMAL_FLOAT = (
     0.7229568362236023,
     1.0,
 )
-_SCALE = torch.float32
+# The values of E2M1's codes: a bit of sign, two of exponent, one of mantissa.
+_E2M1 = tuple(sign * magnitude for sign in (1.0, -1.0) for magnitude in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+_E8M0 = torch.float8_e8m0fnu
+# The exponent of E8M0's codes is less than the code by so much.
+_BIAS = 127
 # Values that are worked on at a time on the CPU: what one operation leaves to the next stays in the cache.
 _AT_A_TIME = 1 << 18
 # Values of a row that are worth scales of their own: a block of nf4.
@@ -60,12 +68,16 @@ class Format:
         dtype: of one code; None: two codes share a byte.
         largest: the code of a block's largest magnitude.
         block: values that share a scale; None: all of a row.
+        scale: the dtype of one.
+        table: the values of codes without a dtype.
     """
 
     name: str
     dtype: torch.dtype | None
     largest: float
     block: int | None = None
+    scale: torch.dtype = torch.float32
+    table: tuple[float, ...] | None = None
 
     @property
     def bits(self) -> int:
@@ -77,22 +89,23 @@ class Format:
         return 1 if self.block is None else -(-columns // self.block)
 
     def codes_nbytes(self, columns: int) -> int:
-        """Bytes of the codes of a row, padded to whole blocks and to whole scales."""
-        if self.block is not None:
-            columns = self.blocks(columns) * self.block
-        nbytes = columns if self.dtype is not None else columns // 2
-        return -(-nbytes // _SCALE.itemsize) * _SCALE.itemsize
+        """Bytes of the codes of a row, padded to whole scales, and where two share a byte to whole blocks."""
+        nbytes = columns if self.dtype is not None else self.blocks(columns) * self.block // 2
+        return -(-nbytes // self.scale.itemsize) * self.scale.itemsize
 
     def row_nbytes(self, columns: int) -> int:
         """Bytes of a row: its codes and its scales."""
-        return self.codes_nbytes(columns) + self.blocks(columns) * _SCALE.itemsize
+        return self.codes_nbytes(columns) + self.blocks(columns) * self.scale.itemsize
 
 
-FORMATS: dict[str, Format] = {
-    "int8": Format("int8", torch.int8, 127.0),
-    "nf4": Format("nf4", None, 1.0, 64),
-    "fp8": Format("fp8", torch.float8_e4m3fn, torch.finfo(torch.float8_e4m3fn).max),
-}
+_KINDS = (
+    Format("int8", torch.int8, 127.0),
+    Format("fp8", torch.float8_e4m3fn, torch.finfo(torch.float8_e4m3fn).max),
+    Format("fp8_block", torch.float8_e4m3fn, torch.finfo(torch.float8_e4m3fn).max, 128),
+    Format("nf4", None, 1.0, 64, table=_NORMAL_FLOAT),
+    Format("mxfp4", None, 6.0, 32, scale=_E8M0, table=_E2M1),
+)
+FORMATS: dict[str, Format] = {kind.name: kind for kind in _KINDS}
 
 
 def can_be_quantised(tensor: torch.Tensor) -> bool:
@@ -140,22 +153,20 @@ def quantised_over(packed: torch.Tensor, value: torch.Tensor, name: str) -> torc
     once may give others.
     """
     kind, columns = FORMATS[name], value.shape[-1]
+    codes_nbytes, block_nbytes = kind.codes_nbytes(columns), (kind.block or columns) * kind.bits // 8
     runs, values = packed.clone().view(-1, kind.row_nbytes(columns)), value.reshape(-1, columns)
     for part in _runs_at_a_time(len(runs), columns, value.device):
         before = dequantised(runs[part], (columns,), name, value.dtype)
         differs = _in_blocks(before != values[part], kind).any(-1)
         (changed,) = differs.any(-1).nonzero(as_tuple=True)
-        bytes_then, bytes_now = runs[part][changed], quantised(values[part][changed], name)
-        for then, now in zip(_blocks_of(bytes_then, columns, kind), _blocks_of(bytes_now, columns, kind), strict=True):
-            now.copy_(torch.where(differs[changed].unsqueeze(-1), now, then))
-        runs[part][changed] = bytes_now
+        of_codes = torch.nn.functional.pad(
+            differs[changed].repeat_interleave(block_nbytes, 1)[:, :codes_nbytes],
+            (0, max(codes_nbytes - differs.shape[1] * block_nbytes, 0)),
+        )
+        of_scales = differs[changed].repeat_interleave(kind.scale.itemsize, 1)
+        bytes_now = quantised(values[part][changed], name)
+        runs[part][changed] = torch.where(torch.cat([of_codes, of_scales], 1), bytes_now, runs[part][changed])
     return runs.view(packed.shape)
-
-
-def _blocks_of(runs: torch.Tensor, columns: int, kind: Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes and the scales of each block of runs [n, row_nbytes]: two views [n, blocks, nbytes]."""
-    codes_nbytes, blocks = kind.codes_nbytes(columns), kind.blocks(columns)
-    return runs[:, :codes_nbytes].unflatten(1, (blocks, -1)), runs[:, codes_nbytes:].unflatten(1, (blocks, -1))
 
 
 def _in_blocks(runs: torch.Tensor, kind: Format) -> torch.Tensor:
@@ -173,15 +184,31 @@ def _quantise(runs: torch.Tensor, packed: torch.Tensor, kind: Format) -> None:
     magnitude = runs.abs().amax(-1)
     if not torch.isfinite(magnitude).all():
         raise ValueError(f"infinite values and NaN can't be stored as {kind.name}")
-    scales = magnitude / kind.largest
     codes_nbytes = kind.codes_nbytes(columns)
-    packed[:, codes_nbytes:].view(_SCALE).copy_(scales)
-    scaled = (runs / torch.where(scales > 0, scales, 1.0).unsqueeze(-1)).flatten(1)
+    if kind.scale is _E8M0:
+        # The largest power of two that the codes have comes to where the block's largest magnitude has its own.
+        exponents = (torch.frexp(magnitude).exponent - math.frexp(kind.largest)[1]).clamp(min=-_BIAS)
+        packed[:, codes_nbytes:] = exponents + _BIAS
+        scaled = torch.ldexp(runs, -exponents.unsqueeze(-1)).flatten(1)
+    else:
+        scales = magnitude / kind.largest
+        packed[:, codes_nbytes:].view(kind.scale).copy_(scales)
+        scaled = (runs / torch.where(scales > 0, scales, 1.0).unsqueeze(-1)).flatten(1)
     if kind.dtype is None:
-        packed[:, :codes_nbytes] = _nearest_of_16(scaled)
+        packed[:, :codes_nbytes] = _NEAREST[kind.name](scaled)
         return
-    scaled = scaled.round() if kind.dtype is torch.int8 else scaled
+    scaled = scaled[:, :columns].round() if kind.dtype is torch.int8 else scaled[:, :columns]
     packed[:, :columns].view(kind.dtype).copy_(scaled.clamp(-kind.largest, kind.largest))
+
+
+def _nearest_e2m1(scaled: torch.Tensor) -> torch.Tensor:
+    """The codes of E2M1 that are nearest to values, or even, and the largest for larger ones: fp32 [n, columns] ->
+    uint8 [n, columns / 2]."""
+    magnitude = scaled.abs()
+    exponent = (magnitude >= 2).int() + (magnitude >= 4)  # of 2 above 1; below 2, steps are of 1/2
+    steps = torch.ldexp(magnitude, 1 - exponent).round().int() + 2 * exponent
+    high, low = (steps.clamp(max=7) + 8 * scaled.signbit()).to(torch.uint8).unflatten(1, (-1, 2)).unbind(-1)
+    return high << 4 | low
 
 
 def _nearest_of_16(scaled: torch.Tensor) -> torch.Tensor:
@@ -193,6 +220,9 @@ def _nearest_of_16(scaled: torch.Tensor) -> torch.Tensor:
     scaled, found = scaled.contiguous(), torch.empty(len(scaled), scaled.shape[1] // 2, dtype=torch.uint8)
     codes.nearest_of_16(scaled.data_ptr(), found.numel(), bounds.data_ptr(), found.data_ptr(), torch.get_num_threads())
     return found
+
+
+_NEAREST = {"nf4": _nearest_of_16, "mxfp4": _nearest_e2m1}
 
 
 def dequantised(
@@ -218,6 +248,7 @@ ops.implement_dequantize(dequantised)
 
 _NATIVE = {torch.float32: codes.FP32, torch.bfloat16: codes.BF16}
 _CODES = {torch.int8: codes.INTEGERS, torch.float8_e4m3fn: codes.E4M3, None: codes.PAIRS}
+_SCALES = {torch.float32: codes.SCALES_FP32, _E8M0: codes.SCALES_E8M0}
 
 
 def can_dequantise_parts(packed: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -230,17 +261,18 @@ def dequantise_part(runs: torch.Tensor, length: int, columns: range, name: str, 
     contiguous. Columns begin where a block does."""
     kind, start = FORMATS[name], columns.start
     block, skipped = kind.block or length, start * kind.bits // 8
-    scales = kind.codes_nbytes(length) + start // block * _SCALE.itemsize
+    scales = kind.codes_nbytes(length) + start // block * kind.scale.itemsize
     codes.dequantize(
         _CODES[kind.dtype],
         runs.data_ptr() + skipped,
         runs.shape[1],
+        _SCALES[kind.scale],
         runs.data_ptr() + scales,
         runs.shape[1],
         len(runs),
         len(columns),
         block,
-        _table(torch.device("cpu")).data_ptr(),
+        0 if kind.table is None else _table(name, torch.device("cpu")).data_ptr(),
         _NATIVE[out.dtype],
         out.data_ptr(),
         torch.get_num_threads(),
@@ -250,11 +282,13 @@ def dequantise_part(runs: torch.Tensor, length: int, columns: range, name: str, 
 def _dequantise(runs: torch.Tensor, values: torch.Tensor, kind: Format) -> None:
     """Write the values of runs [n, row_nbytes] to [n, columns]."""
     columns, codes_nbytes = values.shape[1], kind.codes_nbytes(values.shape[1])
-    scales = runs[:, codes_nbytes:].view(_SCALE)
+    scales = runs[:, codes_nbytes:].view(kind.scale).to(torch.float32)
     if kind.dtype is not None:
-        values.copy_(runs[:, :columns].view(kind.dtype).to(_SCALE).mul_(scales))
+        if kind.block is not None:
+            scales = scales.repeat_interleave(kind.block, 1)[:, :columns]
+        values.copy_(runs[:, :columns].view(kind.dtype).to(torch.float32).mul_(scales))
         return
-    pairs = torch.nn.functional.embedding(runs[:, :codes_nbytes].to(torch.int32), _pairs(runs.device))
+    pairs = torch.nn.functional.embedding(runs[:, :codes_nbytes].to(torch.int32), _pairs(kind.name, runs.device))
     scaled = pairs.view(len(runs), -1, kind.block).mul_(scales.unsqueeze(-1)).view(len(runs), -1)
     values.copy_(scaled[:, :columns])
 
@@ -267,23 +301,23 @@ def _runs_at_a_time(count: int, columns: int, device: torch.device) -> list[slic
 
 @cache
 @torch.inference_mode(False)
-def _table(device: torch.device) -> torch.Tensor:
-    """That of NormalFloat: [16]."""
-    return torch.tensor(_NORMAL_FLOAT, device=device, dtype=_SCALE)
+def _table(name: str, device: torch.device) -> torch.Tensor:
+    """The values of the codes of a format: fp32 [16]."""
+    return torch.tensor(FORMATS[name].table, device=device, dtype=torch.float32)
 
 
 @cache
 @torch.inference_mode(False)
 def _midpoints(device: torch.device) -> torch.Tensor:
     """Between the neighbours of the table of NormalFloat: [15]."""
-    table = _table(device)
+    table = _table("nf4", device)
     return (table[1:] + table[:-1]) / 2
 
 
 @cache
 @torch.inference_mode(False)
-def _pairs(device: torch.device) -> torch.Tensor:
-    """The two values of NormalFloat that a byte has: [256, 2]."""
-    table = _table(device)
+def _pairs(name: str, device: torch.device) -> torch.Tensor:
+    """The two values of codes of a format that a byte has: fp32 [256, 2]."""
+    table = _table(name, device)
     numbers = torch.arange(256, device=device)
     return torch.stack([table[numbers >> 4], table[numbers & 15]], -1)

@@ -12,10 +12,10 @@ from zinf_fx.runtime.execute import workspace
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("name", ["nf4", "int8", "fp8"])
+@pytest.mark.parametrize("name", ["nf4", "int8", "fp8", "fp8_block", "mxfp4"])
 @pytest.mark.parametrize("shape", [(200, 192), (321, 1100)], ids=str)
 def test_parts_give_the_same_bits(monkeypatch, shape, name, dtype, threads):
-    """Of 64 rows or columns, of which the last part has fewer; the second shape is no multiple of a block."""
+    """Of 128 rows or columns, of which the last part has fewer; the second shape is no multiple of a block."""
     monkeypatch.setattr(workspace, "_AT_A_TIME", 1)
     torch.manual_seed(0)
     (rows, columns), before = shape, torch.get_num_threads()

@@ -32,9 +32,16 @@ static inline void store(const float *values, size_t count, int dtype, void *tar
 
 static inline size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
-static inline float scale_at(const uint8_t *scales, size_t block) {
+static inline float scale_at(int scale_kind, const uint8_t *scales, size_t block) {
+    uint32_t bits;
+    if (scale_kind == ZINF_SCALES_FP32) {
+        memcpy(&bits, scales + block * sizeof bits, sizeof bits);
+    } else {
+        const uint32_t exponent = scales[block];
+        bits = exponent == 255 ? 0x7fc00000 : exponent ? exponent << 23 : 0x00400000; /* 2^-127 is subnormal */
+    }
     float scale;
-    memcpy(&scale, scales + block * sizeof scale, sizeof scale);
+    memcpy(&scale, &bits, sizeof scale);
     return scale;
 }
 
@@ -54,12 +61,12 @@ static inline float of_e4m3(uint8_t code) {
 
 /* A row [columns] of codes of 8 bits. */
 static inline __attribute__((always_inline)) void
-row_of_8(int kind, const uint8_t *codes, const uint8_t *scales, size_t columns, size_t block, const float *table,
-         int dtype, void *values, size_t position) {
+row_of_8(int kind, const uint8_t *codes, int scale_kind, const uint8_t *scales, size_t columns, size_t block,
+         const float *table, int dtype, void *values, size_t position) {
     float strip[STRIP];
     for (size_t start = 0; start < columns; start += block) {
         const size_t end = least(start + block, columns);
-        const float scale = scale_at(scales, start / block);
+        const float scale = scale_at(scale_kind, scales, start / block);
         for (size_t first = start; first < end; first += STRIP) {
             const size_t count = least(STRIP, end - first);
             if (kind == ZINF_INTEGERS)
@@ -129,14 +136,15 @@ static void look_up_32(const uint8_t *codes, size_t nbytes, const uint16_t *of_c
 
 /* A row [columns] to bf16. */
 #define ROW_OF_4                                                                                                       \
-    (const uint8_t *codes, const uint8_t *scales, size_t columns, size_t block, const float *table, uint16_t *values)
+    (const uint8_t *codes, int scale_kind, const uint8_t *scales, size_t columns, size_t block, const float *table,    \
+     uint16_t *values)
 
 static inline __attribute__((always_inline)) void
-row_with(look_up *look_up, const uint8_t *codes, const uint8_t *scales, size_t columns, size_t block,
+row_with(look_up *look_up, const uint8_t *codes, int scale_kind, const uint8_t *scales, size_t columns, size_t block,
          const float *table, uint16_t *values) {
     for (size_t start = 0; start < columns; start += block) {
         const size_t count = least(block, columns - start);
-        const float scale = scale_at(scales, start / block);
+        const float scale = scale_at(scale_kind, scales, start / block);
         uint16_t of_code[16];
         for (int code = 0; code < 16; code++) of_code[code] = bf16_of(table[code] * scale);
         look_up(codes + start / 2, count / 2, of_code, values + start);
@@ -146,14 +154,14 @@ row_with(look_up *look_up, const uint8_t *codes, const uint8_t *scales, size_t c
 
 typedef void row_of_4 ROW_OF_4;
 
-static void row_plain ROW_OF_4 { row_with(look_up_each, codes, scales, columns, block, table, values); }
+static void row_plain ROW_OF_4 { row_with(look_up_each, codes, scale_kind, scales, columns, block, table, values); }
 
 #ifdef HAS_PROCESSORS
 FOR_PROCESSOR("x86-64-v3")
-static void row_v3 ROW_OF_4 { row_with(look_up_64, codes, scales, columns, block, table, values); }
+static void row_v3 ROW_OF_4 { row_with(look_up_64, codes, scale_kind, scales, columns, block, table, values); }
 
 FOR_PROCESSOR("x86-64-v4")
-static void row_v4 ROW_OF_4 { row_with(look_up_32, codes, scales, columns, block, table, values); }
+static void row_v4 ROW_OF_4 { row_with(look_up_32, codes, scale_kind, scales, columns, block, table, values); }
 
 static row_of_4 *best_row(void) {
     if (__builtin_cpu_supports("x86-64-v4")) return row_v4;
@@ -164,11 +172,11 @@ static row_of_4 *best_row(void) { return row_plain; }
 #endif
 
 /* As a row of 4 bits, to fp32. */
-static void row_in_fp32(const uint8_t *codes, const uint8_t *scales, size_t columns, size_t block, const float *table,
-                        float *values) {
+static void row_in_fp32(const uint8_t *codes, int scale_kind, const uint8_t *scales, size_t columns, size_t block,
+                        const float *table, float *values) {
     for (size_t start = 0; start < columns; start += block) {
         const size_t count = least(block, columns - start);
-        const float scale = scale_at(scales, start / block);
+        const float scale = scale_at(scale_kind, scales, start / block);
         float of_code[16];
         for (int code = 0; code < 16; code++) of_code[code] = table[code] * scale;
         for (size_t i = start; i < start + count; i++)
@@ -177,16 +185,17 @@ static void row_in_fp32(const uint8_t *codes, const uint8_t *scales, size_t colu
 }
 
 FOR_EACH_PROCESSOR
-void zinf_dequantize(int kind, const uint8_t *codes, size_t codes_stride, const uint8_t *scales, size_t scales_stride,
-                     size_t rows, size_t columns, size_t block, const float *table, int dtype, void *values) {
+void zinf_dequantize(int kind, const uint8_t *codes, size_t codes_stride, int scale_kind, const uint8_t *scales,
+                     size_t scales_stride, size_t rows, size_t columns, size_t block, const float *table, int dtype,
+                     void *values) {
     row_of_4 *const row_in_bf16 = best_row();
     for (size_t row = 0; row < rows; row++, codes += codes_stride, scales += scales_stride) {
         if (kind != ZINF_PAIRS)
-            row_of_8(kind, codes, scales, columns, block, table, dtype, values, row * columns);
+            row_of_8(kind, codes, scale_kind, scales, columns, block, table, dtype, values, row * columns);
         else if (dtype == ZINF_BF16)
-            row_in_bf16(codes, scales, columns, block, table, (uint16_t *)values + row * columns);
+            row_in_bf16(codes, scale_kind, scales, columns, block, table, (uint16_t *)values + row * columns);
         else
-            row_in_fp32(codes, scales, columns, block, table, (float *)values + row * columns);
+            row_in_fp32(codes, scale_kind, scales, columns, block, table, (float *)values + row * columns);
     }
 }
 

@@ -1,6 +1,6 @@
 /* Codes of few bits become values, and values codes.
  *
- * Rows of codes, `codes_stride` bytes from one to the next, and of fp32 scales, one per block of `block` values,
+ * Rows of codes, `codes_stride` bytes from one to the next, and of scales, one per block of `block` values,
  * `scales_stride` bytes from one to the next. A value is what its code stands for times the scale of its block, in fp32,
  * rounded once to the dtype that is asked for, to nearest and to even.
  */
@@ -22,9 +22,14 @@
 #define ZINF_PAIRS 2
 #define ZINF_PLACES 3
 
+/* What a scale is: fp32; or E8M0, the exponent of a power of two in a byte, with a bias of 127, where 255 is NaN. */
+#define ZINF_SCALES_FP32 0
+#define ZINF_SCALES_E8M0 1
+
 /* values: [rows, columns], contiguous. */
-void zinf_dequantize(int kind, const uint8_t *codes, size_t codes_stride, const uint8_t *scales, size_t scales_stride,
-                     size_t rows, size_t columns, size_t block, const float *table, int dtype, void *values);
+void zinf_dequantize(int kind, const uint8_t *codes, size_t codes_stride, int scale_kind, const uint8_t *scales,
+                     size_t scales_stride, size_t rows, size_t columns, size_t block, const float *table, int dtype,
+                     void *values);
 
 /* The other way for 4 bits: of each of 2 * `pairs` values, how many of 15 bounds lie below it, two in a byte. */
 void zinf_quantize_4(const float *values, size_t pairs, const float *bounds, uint8_t *codes);

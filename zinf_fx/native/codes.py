@@ -10,6 +10,7 @@ from zinf_fx.native._engine import ffi, lib
 
 FP32, BF16 = lib.ZINF_FP32, lib.ZINF_BF16
 INTEGERS, E4M3, PAIRS, PLACES = lib.ZINF_INTEGERS, lib.ZINF_E4M3, lib.ZINF_PAIRS, lib.ZINF_PLACES
+SCALES_FP32, SCALES_E8M0 = lib.ZINF_SCALES_FP32, lib.ZINF_SCALES_E8M0
 
 # Values that are worth a thread of their own: about 0.2 ms of work.
 _WORTH_A_THREAD = 1 << 19
@@ -21,6 +22,7 @@ def dequantize(
     kind: int,
     codes: int,
     codes_stride: int,
+    scale_kind: int,
     scales: int,
     scales_stride: int,
     rows: int,
@@ -43,6 +45,7 @@ def dequantize(
             kind,
             ffi.cast("const uint8_t *", codes + start * codes_stride),
             codes_stride,
+            scale_kind,
             ffi.cast("const uint8_t *", scales + start * scales_stride),
             scales_stride,
             stop - start,

@@ -112,6 +112,7 @@ def decode(name: str, found: torch.Tensor, scales: torch.Tensor, values: torch.T
             codes.PLACES,
             found.data_ptr() + first,
             BLOCK,
+            codes.SCALES_FP32,
             scales.data_ptr() + first // BLOCK * scales.itemsize,
             scales.itemsize,
             rows,

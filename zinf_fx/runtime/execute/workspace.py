@@ -17,7 +17,7 @@ _LARGE = 1 << 20
 # Bytes of a matrix's values that are there at a time: they are still in the cache when they are multiplied.
 _AT_A_TIME = 8 << 20
 # A part of a matrix has a multiple of so many rows or columns: a block of every format begins at such a column.
-_ALIGNED = 64
+_ALIGNED = 128
 # Products with parts are, bit for bit, those with the whole matrix. In fp32, kernels sum in an order of its own.
 _IN_PARTS = torch.bfloat16
 
