@@ -9,6 +9,7 @@ import torch
 from ranks.launching import on_ranks
 from test_base import meta, saved
 from test_frozen_formats import Model, base_of, built, in_memory
+from test_published import attached, loaded, written
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -32,8 +33,22 @@ def trained(rank: int, run: Any, parameters: list[torch.Tensor]) -> list[torch.T
     return [*losses, *stored]
 
 
-def compared(rank: int, base: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def of_published(rank: int, directory: str) -> bool:
+    """Whether weights that are published as codes and scales have their values, in the store and from another one."""
+    torch.manual_seed(rank)  # what is loaded is not what is there already
+    values = torch.load(directory + "/values.pt")
+    models = [make(Path(directory), placement="nvme") for make in (attached, loaded)]
+    halves = all(2 * one.experts.storage.share.held >= one.experts.storage.numel for one in models)
+    same = (
+        torch.equal(parameter.full_tensor(), values[name])
+        for one in models
+        for name, parameter in one.named_parameters()
+    )
+    return halves and all(same)
+
+
+def compared(rank: int, base: str, codes: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"published": of_published(rank, codes)}
     model = zinf_fx.offload(built(), placement="nvme", frozen_dtype="nf4")
     plain = in_memory(built(), model)
     held = sum(tensor.storage.bytes.nbytes for tensor in base_of(model).values())
@@ -118,8 +133,11 @@ def test_a_base_that_one_rank_can_not_read_is_no_rank_s(tmp_path: Path):
 
 
 def test_each_rank_has_its_part_of_the_bytes(tmp_path: Path):
-    for found in on_ranks(2, compared, str(saved(tmp_path, "nf4"))):
+    codes = tmp_path / "codes"
+    codes.mkdir()
+    torch.save(written(codes), codes / "values.pt")
+    for found in on_ranks(2, compared, str(saved(tmp_path, "nf4")), str(codes)):
         held, whole = found["held"]
         assert whole // 2 <= held <= whole // 2 + 4 * 4096
         assert found["differences"] < 1e-5
-        assert found["attached"]
+        assert found["attached"] and found["published"]

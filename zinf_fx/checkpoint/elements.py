@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from zinf_fx.checkpoint.safetensors_file import Place
-from zinf_fx.errors import CheckpointError
-from zinf_fx.runtime.memory.buffers import octets
+from zinf_fx.checkpoint.published import Published, PublishedBytes, PublishedValues
+from zinf_fx.checkpoint.safetensors_file import Place, WeightFiles
 from zinf_fx.runtime.tensor.gathered import gathered
+from zinf_fx.runtime.tensor.quantised import Quantised, bytes_of
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
@@ -68,24 +68,61 @@ def _of_all_ranks(storage: TensorStorage, held: StoredBytes) -> Iterator[torch.T
         yield full.cpu()
 
 
+class Elements(Protocol):
+    """Those of a tensor in files, flat and in order."""
+
+    dtype: torch.dtype
+
+    def read(self, memory: torch.Tensor, first: int) -> None:
+        """Fill contiguous `memory`, of this dtype, with the elements from number `first` on."""
+
+
+class _InOrder:
+    """The elements of a tensor that lie in a file as they are."""
+
+    def __init__(self, place: Place, files: WeightFiles) -> None:
+        self.dtype = place.kind.dtype
+        self._place, self._files = place, files
+
+    def read(self, memory: torch.Tensor, first: int) -> None:
+        self._files.fill(memory, self._place, first * self.dtype.itemsize)
+
+
 @torch.no_grad()
-def fill(tensor: torch.Tensor, file: int, place: Place) -> None:
-    """Replace all elements of a tensor by those at a place in an open file, converted to the tensor's dtype.
+def fill(tensor: torch.Tensor, files: WeightFiles, place: Place | Published) -> None:
+    """Replace all elements of a tensor by those at a place in files, converted to the tensor's dtype. What is
+    published in the format that the tensor is quantised in keeps its codes and scales.
 
     Of a tensor that several ranks have parts of, every rank reads its own.
     Raises: CheckpointError for a file that is shorter by now, StoreError.
     """
-    if isinstance(tensor, StoredTensor) and not tensor.views:
-        _fill_stored(tensor, file, place)
+    is_published = isinstance(place, Published)
+    if (
+        is_published
+        and isinstance(tensor, StoredTensor)
+        and tensor.views == quantised_as(place, tensor).steps(tensor.shape)
+    ):
+        _fill_stored(bytes_of(tensor), PublishedBytes(place, files))
         return
-    value = torch.empty(place.kind.shape, dtype=place.kind.dtype)
-    _read(value, file, place, 0)
+    elements = PublishedValues(place, files, tensor.dtype) if is_published else _InOrder(place, files)
+    if isinstance(tensor, StoredTensor) and not tensor.views and not (is_published and place.transposed):
+        _fill_stored(tensor, elements)
+        return
+    value = torch.empty(place.rows_shape if is_published else place.shape, dtype=elements.dtype)
+    elements.read(value, 0)
+    if is_published and place.transposed:
+        value = value.mT
     if isinstance(tensor, DTensor):
         value = distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
     tensor.copy_(value)
 
 
-def _fill_stored(tensor: StoredTensor, file: int, place: Place) -> None:
+def quantised_as(published: Published, tensor: torch.Tensor) -> Quantised:
+    """How the bytes of a published weight become the values of this tensor."""
+    return Quantised(published.format, tensor.dtype, published.transposed)
+
+
+def _fill_stored(tensor: StoredTensor, elements: Elements) -> None:
     storage, share = tensor.storage, tensor.storage.share
     held = storage.settled()
     owned = share.own if share.partitioned else (range(storage.numel),)
@@ -93,11 +130,11 @@ def _fill_stored(tensor: StoredTensor, file: int, place: Place) -> None:
         window = held.window(share.position(part.start), len(part), load=False)
         try:
             memory = window.wait()
-            if place.kind.dtype == storage.dtype:
-                _read(memory, file, place, part.start)
+            if elements.dtype == storage.dtype:
+                elements.read(memory, part.start)
             else:
-                read = torch.empty(len(part), dtype=place.kind.dtype)
-                _read(read, file, place, part.start)
+                read = torch.empty(len(part), dtype=elements.dtype)
+                elements.read(read, part.start)
                 memory.copy_(read)
         except BaseException:
             window.close()
@@ -132,13 +169,3 @@ def replace(storage: TensorStorage, value: torch.Tensor, after_piece: Callable[[
         if after_piece is not None:
             after_piece()
     storage.share.stale = False
-
-
-def _read(memory: torch.Tensor, file: int, place: Place, first: int) -> None:
-    """Fill contiguous `memory` with the elements of a tensor in a file from number `first` on."""
-    left, offset = octets(memory), place.offset + first * memory.dtype.itemsize
-    while left:
-        count = os.preadv(file, [left], offset)
-        if not count:
-            raise CheckpointError(f"'{place.path}' ends at byte {offset}, within a tensor: it was changed meanwhile")
-        left, offset = left[count:], offset + count

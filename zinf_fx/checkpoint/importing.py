@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
 
 from zinf_fx.checkpoint.agreement import together
-from zinf_fx.checkpoint.elements import fill
+from zinf_fx.checkpoint.elements import fill, quantised_as
 from zinf_fx.checkpoint.files import lies_within
 from zinf_fx.checkpoint.naming import Everyone, names_of_tied, tensors_of, unwrapped
-from zinf_fx.checkpoint.safetensors_file import Place, places_in
+from zinf_fx.checkpoint.published import Published, as_published
+from zinf_fx.checkpoint.safetensors_file import Place, WeightFiles, places_in
 from zinf_fx.checkpoint.weight_files import INDEX, WHOLE
 from zinf_fx.errors import CheckpointError
+from zinf_fx.quantisation import tables_of
+from zinf_fx.runtime.tensor.copies import stored_as
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter, take_implementation
 
 _SHOWN = 3  # of many names, in an error
 
@@ -29,6 +32,10 @@ def load_safetensors(model: torch.nn.Module, path: str | Path) -> None:
     64 MiB on their way to the disk; of many ranks, each reads its own parts, of files that all of them find under the
     path.
 
+    Weights that are published as codes and scales (FP8, MXFP4: see `checkpoint.published`) are taken by their values.
+    A frozen parameter that was stored as it was, without `frozen_dtype`, takes the codes and scales themselves, row by
+    row, unless it is a table of embeddings: it is quantised from then on.
+
     Raises: CheckpointError on every rank when the files don't fit the model, which is as before then, or when they
     can't be read to their end; StoreError.
     """
@@ -36,19 +43,35 @@ def load_safetensors(model: torch.nn.Module, path: str | Path) -> None:
     tensors = tensors_of(model)
     everyone = Everyone(tensors.values())
     with together("comparing weights with the model", *everyone.ranks):
-        places = places_of(path)
-        _check_fit(model, tensors, places, path)
-    with together("loading weights", *everyone.ranks):
-        by_file: dict[Path, list[str]] = {}
-        for name, place in places.items():
-            by_file.setdefault(place.path, []).append(name)
-        for file, names in by_file.items():
-            opened = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                for name in sorted(names, key=lambda name: places[name].offset):
-                    fill(tensors[name], opened, places[name])
-            finally:
-                os.close(opened)
+        places, wrong = as_published(places_of(path), tensors)
+        _check_fit(model, tensors, places, path, wrong)
+    tables = tables_of(model.modules())
+    with together("loading weights", *everyone.ranks), WeightFiles() as files:
+        for name in sorted(places, key=lambda name: places[name].begin):
+            tensor, place = tensors[name], places[name]
+            if isinstance(place, Published) and _takes_codes(tensor, tables):
+                _become(tensor, files, place)
+            else:
+                fill(tensor, files, place)
+
+
+def _takes_codes(tensor: torch.Tensor, tables: Collection[int]) -> bool:
+    """Whether a tensor is a frozen parameter that was stored without a format asked for. `tables`: ids of those that
+    are looked up by rows."""
+    if not isinstance(tensor, StoredTensor) or not isinstance(tensor, torch.nn.Parameter) or id(tensor) in tables:
+        return False
+    storage = tensor.storage
+    is_whole = not tensor.views and tensor.parameter is tensor and not storage.share.part_of
+    changes = not tensor.requires_grad and tensor.grad is None and not storage.is_read_only
+    return is_whole and changes and storage.config.frozen_dtype is None
+
+
+def _become(tensor: StoredTensor, files: WeightFiles, published: Published) -> None:
+    """Let a stored parameter have the codes and scales of a published weight."""
+    with torch.inference_mode(False):
+        twin = as_parameter(stored_as(tensor, quantised_as(published, tensor)))
+    fill(twin, files, published)
+    take_implementation(tensor, twin)
 
 
 def places_of(path: Path) -> dict[str, Place]:
@@ -85,27 +108,44 @@ def _file_of(index: Path, name: object) -> Path:
 
 
 def _check_fit(
-    model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], places: Mapping[str, Place], path: Path
+    model: torch.nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    places: Mapping[str, Place | Published],
+    path: Path,
+    wrong: list[str],
 ) -> None:
-    """Raises: CheckpointError unless each of the model's tensors has one value of its shape in the files."""
+    """Raises: CheckpointError unless each of the model's tensors has one value of its shape in the files, or if
+    anything is `wrong` with them already."""
+    if wrong:
+        raise misfit(path, wrong)
     given = [names for names in names_of_tied(model, dict(tensors)) if any(name in places for name in names)]
     known = {name for names in given for name in names}
-    wrong = []
     if missing := [name for name in tensors if name not in known]:
         wrong.append(f"it lacks {_some(missing)}")
     if unexpected := [name for name in places if name not in tensors]:
         wrong.append(f"the model has no {_some(unexpected)}")
     for name, place in places.items():
-        if name in tensors and tuple(tensors[name].shape) != place.kind.shape:
-            wrong.append(f"'{name}' is {place.kind}, the model's has shape {list(tensors[name].shape)}")
-        elif name in tensors and place.kind.dtype.is_complex and not tensors[name].is_complex():
-            wrong.append(f"'{name}' is {place.kind}, the model's is real")
+        if name in tensors and tuple(tensors[name].shape) != place.shape:
+            wrong.append(f"'{name}' is {place}, the model's has shape {list(tensors[name].shape)}")
+        elif name in tensors and place.is_complex and not tensors[name].is_complex():
+            wrong.append(f"'{name}' is {place}, the model's is real")
     if wrong:
-        more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise CheckpointError(
-            f"'{path}' doesn't fit {type(model).__name__}: {'; '.join(wrong[:_SHOWN])}{more}. Nothing was loaded: give "
-            "the checkpoint of this model, or rename its tensors"
+            f"'{path}' doesn't fit {type(model).__name__}: {_few(wrong)}. Nothing was loaded: give the checkpoint of "
+            "this model, or rename its tensors"
         )
+
+
+def misfit(path: Path, wrong: list[str]) -> CheckpointError:
+    """Of files whose codes and scales don't fit each other, in these ways."""
+    return CheckpointError(
+        f"'{path}' has weights whose codes and scales don't fit each other: {_few(wrong)}. Nothing was loaded: copy it "
+        "anew, or let the library that wrote it dequantise it"
+    )
+
+
+def _few(wrong: list[str]) -> str:
+    return "; ".join(wrong[:_SHOWN]) + (f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else "")
 
 
 def _some(names: list[str]) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from zinf_fx.checkpoint.importing import places_of
+from zinf_fx.checkpoint.importing import misfit, places_of
+from zinf_fx.checkpoint.published import Published, as_published
 from zinf_fx.checkpoint.training.files import MANIFEST
 from zinf_fx.checkpoint.training.loading import check_files, manifest_of
 from zinf_fx.checkpoint.training.manifest import Manifest, SavedTensor
@@ -24,24 +26,31 @@ class Located:
     Attributes:
         offset: of its first byte; the others follow.
         shape, dtype: of what is stored: of a quantised tensor, its bytes.
-        quantised: the format of one that is, and the dtype of its values.
+        quantised: the format of one that is, the dtype of its values, and whether they are transposed.
     """
 
     path: Path
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    quantised: tuple[str, torch.dtype] | None = None
+    quantised: tuple[str, torch.dtype, bool] | None = None
 
 
-def located(path: Path) -> dict[str, Located]:
+def located(path: Path, wanted: Mapping[str, torch.Tensor]) -> dict[str, Located | Published]:
     """By name, where the parameters and buffers of a model are: in a checkpoint that `save_checkpoint` wrote, or in
-    safetensors files, as `load_safetensors` takes them.
+    safetensors files, as `load_safetensors` takes them. `wanted`: the model's.
 
-    Raises: CheckpointError for what is neither, and for a checkpoint in which a tensor is not in one piece.
+    Raises: CheckpointError for what is neither, for a checkpoint in which a tensor is not in one piece, and for codes
+    and scales that don't fit each other.
     """
     if not (path / MANIFEST).is_file():
-        return {n: Located(p.path, p.offset, p.kind.shape, p.kind.dtype) for n, p in places_of(path).items()}
+        places, wrong = as_published(places_of(path), wanted)
+        if wrong:
+            raise misfit(path, wrong)
+        return {
+            name: one if isinstance(one, Published) else Located(one.path, one.offset, one.shape, one.kind.dtype)
+            for name, one in places.items()
+        }
     manifest = manifest_of(path)
     check_files(path, manifest)
     formats = manifest.values.get(_MODEL, {}).get(FORMATS, {})
@@ -50,7 +59,7 @@ def located(path: Path) -> dict[str, Located]:
         part, _, name = whole.partition("/")
         if part == _MODEL:
             how = formats.get(name)
-            quantised = None if how is None else (how[0], getattr(torch, how[1]))
+            quantised = None if how is None else (how[0], getattr(torch, how[1]), len(how) > 2)
             file, offset = _in_one_piece(path, manifest, saved)
             found[name] = Located(file, offset, saved.shape, saved.dtype, quantised)
     return found

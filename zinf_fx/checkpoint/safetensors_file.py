@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import safetensors
 import torch
 
 from zinf_fx.errors import CheckpointError
+from zinf_fx.runtime.memory.buffers import octets
 
 # By the names that the format has for them. It has more, for which torch has no dtype, such as those of 4 and 6 bits.
 _NAMES = {
@@ -75,6 +77,60 @@ class Place:
     path: Path
     kind: Kind
     offset: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor."""
+        return self.kind.shape
+
+    @property
+    def is_complex(self) -> bool:
+        """Whether its values are complex numbers."""
+        return self.kind.dtype.is_complex
+
+    @property
+    def begin(self) -> tuple[Path, int]:
+        """Orders tensors as they lie in files."""
+        return self.path, self.offset
+
+    def __str__(self) -> str:
+        return str(self.kind)
+
+
+class WeightFiles:
+    """The bytes of tensors in files, each of which is opened when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, int] = {}
+
+    def __enter__(self) -> WeightFiles:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def fill(self, memory: torch.Tensor, place: Place, first: int) -> None:
+        """Fill contiguous `memory` with the bytes of a tensor from number `first` on.
+
+        Raises: CheckpointError for a file that is shorter by now; OSError.
+        """
+        if place.path not in self._open:
+            self._open[place.path] = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC)
+        left, offset = octets(memory), place.offset + first
+        while left:
+            count = os.preadv(self._open[place.path], [left], offset)
+            if not count:
+                raise CheckpointError(
+                    f"'{place.path}' ends at byte {offset}, within a tensor: it was changed meanwhile"
+                )
+            left, offset = left[count:], offset + count
+
+    def read(self, place: Place, first: int, nbytes: int) -> torch.Tensor:
+        """So many bytes of a tensor from number `first` on: uint8, flat."""
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        self.fill(memory, place, first)
+        return memory
 
 
 def name_of(dtype: torch.dtype) -> str | None:

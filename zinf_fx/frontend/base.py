@@ -10,8 +10,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from zinf_fx.checkpoint.agreement import together
+from zinf_fx.checkpoint.elements import fill, quantised_as
 from zinf_fx.checkpoint.in_place import Located, located
 from zinf_fx.checkpoint.naming import unwrapped
+from zinf_fx.checkpoint.published import Published
+from zinf_fx.checkpoint.safetensors_file import WeightFiles
 from zinf_fx.checkpoint.training.parts.part import listed
 from zinf_fx.config import Config
 from zinf_fx.errors import CheckpointError, ConfigError
@@ -19,8 +22,7 @@ from zinf_fx.frontend.each_placement import configs_of
 from zinf_fx.frontend.offload import decided, replace_in_place
 from zinf_fx.frontend.staying import is_ordinary
 from zinf_fx.interrupts import held_back
-from zinf_fx.plan.sharding import shards_of
-from zinf_fx.quantisation import quantised_shape
+from zinf_fx.plan.sharding import Owners, shards_of
 from zinf_fx.runtime.disk.read_only import FileExtent, ReadOnlyFile
 from zinf_fx.runtime.memory.device import device_of
 from zinf_fx.runtime.ranks import Ranks
@@ -40,6 +42,10 @@ def attach_base(
     `frozen_dtype="nf4"`, 4 bits), or has safetensors files, such as a downloaded model. Nothing of it is copied or
     written, so any number of jobs may use one at a time, and none can damage it. What begins at a multiple of 4096
     bytes, as everything in a checkpoint does, is read directly; else through the page cache, which is slower.
+
+    Weights that are published as codes and scales (FP8, MXFP4: see `checkpoint.published`) are the exception: rows of
+    codes go to this model's store, each with its scales, tables of embeddings too, and to its checkpoints. To share
+    them, save a model that `load_safetensors` gave them once, and attach that.
 
     Parameters may be on the meta device, and their values are not looked at; buffers on the meta device take those of
     the files. Adapters are added afterwards. Of many ranks, each reads its part.
@@ -62,7 +68,7 @@ def attach_base(
         )
     buffers = {name: one for name, one in model.named_buffers(remove_duplicate=False) if one.is_meta}
     with together("attaching a base", Ranks.of(config)), torch.inference_mode(False):
-        found = located(path)
+        found = located(path, parameters)
         _check_fit(model, parameters, buffers, found, path)
         _check_formats(config, parameters, found, path)
         twins = _twins(parameters, found, configs)
@@ -89,15 +95,40 @@ def _take_over(
 
 
 def _twins(
-    parameters: Mapping[str, torch.nn.Parameter], found: Mapping[str, Located], configs: Mapping[str, Config]
+    parameters: Mapping[str, torch.nn.Parameter],
+    found: Mapping[str, Located | Published],
+    configs: Mapping[str, Config],
 ) -> dict[int, StoredTensor]:
     """By the id of each parameter, what takes its place."""
     files: dict[Path, ReadOnlyFile] = {}
     twins: dict[int, StoredTensor] = {}
-    for name, parameter in parameters.items():
-        if id(parameter) not in twins and name in found:
-            twins[id(parameter)] = _twin(name, parameter, found[name], configs[name], files)
+    with WeightFiles() as opened:
+        for name, parameter in parameters.items():
+            place = found.get(name)
+            if id(parameter) in twins or place is None:
+                continue
+            if isinstance(place, Published):
+                twins[id(parameter)] = _packed(name, parameter, place, configs[name], opened)
+            else:
+                twins[id(parameter)] = _twin(name, parameter, place, configs[name], files)
     return twins
+
+
+def _packed(
+    name: str, parameter: torch.Tensor, published: Published, config: Config, files: WeightFiles
+) -> StoredTensor:
+    """The stored parameter that has the codes and scales of a published weight, in the store. Raises: StoreError."""
+    tiers, ranks, quantised = Tiers.of(config), Ranks.of(config), quantised_as(published, parameter)
+    shape, dtype = torch.Size(quantised.bytes_shape(parameter.shape)), torch.uint8
+    device = torch.device("cpu") if parameter.is_meta else parameter.device
+    shards = shards_of(shape, dtype, ranks.shards, config, Owners(config, ranks.shards).next(shape.numel()))
+    storage = TensorStorage(
+        tiers, "nvme", config, shape.numel(), dtype, device_of(device), ranks, config.placement.stage == 3, shards
+    )
+    storage.label = f"parameter '{name}'"
+    twin = as_parameter(StoredTensor.of(storage, parameter.shape, device, quantised=quantised))
+    fill(twin, files, published)
+    return twin
 
 
 def _twin(
@@ -154,7 +185,7 @@ def _check_fit(
     model: torch.nn.Module,
     parameters: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
-    found: Mapping[str, Located],
+    found: Mapping[str, Located | Published],
     path: Path,
 ) -> None:
     """Raises: CheckpointError unless all parameters, and buffers without values, are in the files as the model has
@@ -186,10 +217,10 @@ def _check_fit(
 
 
 def _check_formats(
-    config: Config, parameters: Mapping[str, torch.Tensor], found: Mapping[str, Located], path: Path
+    config: Config, parameters: Mapping[str, torch.Tensor], found: Mapping[str, Located | Published], path: Path
 ) -> None:
     """Raises: ConfigError for a `frozen_dtype` that is not the format of what is quantised in the files."""
-    formats = {one.quantised[0] for name in parameters if (one := found.get(name)) is not None and one.quantised}
+    formats = {_format_of(found[name]) for name in parameters if name in found} - {None}
     if config.frozen_dtype is not None and formats != {config.frozen_dtype}:
         has = ", ".join(sorted(formats)) or "not quantised"
         raise ConfigError(
@@ -199,14 +230,25 @@ def _check_formats(
         )
 
 
-def _form(parameter: torch.Tensor, place: Located) -> str:
+def _format_of(place: Located | Published) -> str | None:
+    """That of what is quantised in the files."""
+    if isinstance(place, Published):
+        return place.format
+    return None if place.quantised is None else place.quantised[0]
+
+
+def _form(parameter: torch.Tensor, place: Located | Published) -> str:
     """What a parameter would be in the files."""
     shape = list(parameter.shape)
+    if isinstance(place, Published):
+        return f"{place.format}{shape}"
     if place.quantised is not None and len(shape) >= 2:
-        shape = list(quantised_shape(shape, place.quantised[0]))
+        shape = list(Quantised(*place.quantised).bytes_shape(shape))
     return f"{str(parameter.dtype).removeprefix('torch.')}{shape}"
 
 
-def _form_of(place: Located) -> str:
+def _form_of(place: Located | Published) -> str:
+    if isinstance(place, Published):
+        return str(place)
     dtype = place.dtype if place.quantised is None else place.quantised[1]
     return f"{str(dtype).removeprefix('torch.')}{list(place.shape)}"

@@ -150,7 +150,7 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
             current = weakref.ref(module)
         if parameter is None:
             return
-        if is_table(module):
+        if is_table(module) and stored_parameter(parameter) is None:
             tables[id(parameter)] = weakref.ref(parameter)
         before = module._parameters.get(name)
         if before is not None and before.is_meta:  # its value comes from a checkpoint, and is final
@@ -177,7 +177,8 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
             return
         check_storable(parameter, f"a parameter of shape {tuple(parameter.shape)}")
         check_ranks(config, [parameter])
-        is_looked_up = id(parameter) in tables and tables[id(parameter)]() is parameter
+        table = tables.pop(id(parameter), None)  # converting a module refuses parameters that anybody holds weakly
+        is_looked_up = table is not None and table() is parameter
         if config.frozen_dtype is not None and can_be_quantised(parameter) and not is_looked_up:
             parameter.requires_grad_(False)
         form = form_of(parameter, config, {id(parameter)} if is_looked_up else ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TypeVar
 
 import torch
@@ -21,7 +22,7 @@ def stored_again(tensor: Stored, dtype: torch.dtype, device: torch.device, value
     the same, and give values of `dtype`."""
     storage, share, target = tensor.storage, tensor.storage.share, device_of(device)
     quantised = Quantised.of(tensor.views)
-    if quantised is not None and len(tensor.views) == 1 and value is None:
+    if quantised is not None and tensor.views == quantised.steps(tensor.shape) and value is None:
         quantised = quantised._replace(dtype=dtype)
         form, shape, shards = Form(tensor.base.shape, tensor.base.dtype, quantised), tensor.shape, share.shards
         source = storage.value()
@@ -37,3 +38,18 @@ def stored_again(tensor: Stored, dtype: torch.dtype, device: torch.device, value
     twin.share.take_state(share)
     twin.label = storage.label
     return type(tensor).of(twin, shape, target.torch_device, quantised=form.quantised)
+
+
+@held_back
+def stored_as(tensor: Stored, quantised: Quantised) -> Stored:
+    """A new stored tensor without a value yet, of the shape of this one, whose bytes are to become values in this way.
+
+    Raises: StoreError when there is no room.
+    """
+    storage, share = tensor.storage, tensor.storage.share
+    shape, dtype = quantised.bytes_shape(tensor.shape), torch.uint8
+    shards = shards_of(shape, dtype, share.ranks.shards, storage.config, share.shards.owner)
+    how = (math.prod(shape), dtype, device_of(tensor.device), share.ranks, share.partitioned, shards)
+    twin = TensorStorage(storage.tiers, storage.tier, storage.config, *how)
+    twin.label = storage.label
+    return type(tensor).of(twin, tensor.shape, tensor.device, quantised=quantised)

@@ -19,15 +19,34 @@ from zinf_fx.runtime.tensor.views import ViewStep
 Stored = TypeVar("Stored", bound=torch.Tensor)
 
 
+_TRANSPOSITION = ViewStep(torch.ops.aten.transpose.int, (-2, -1), (), None)
+
+
 class Quantised(NamedTuple):
-    """How bytes become values: by which format, and of which dtype."""
+    """How bytes become values: by which format, and of which dtype; and whether the rows that lie in the bytes are the
+    columns of the tensor."""
 
     format: str
     dtype: torch.dtype
+    transposed: bool = False
 
-    def step(self, shape: Sequence[int]) -> ViewStep:
-        """The operation that makes the values of a tensor of `shape`."""
-        return ViewStep(ops.dequantize, (tuple(shape[1:]), *self), (), None)
+    def rows_of(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape [..., rows, columns] as which the values of a tensor of `shape` lie in the bytes."""
+        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else tuple(shape)
+
+    def bytes_shape(self, shape: Sequence[int]) -> tuple[int, int]:
+        """That of the matrix of bytes of a tensor of `shape`."""
+        return quantised_shape(self.rows_of(shape), self.format)
+
+    def like(self, shape: Sequence[int]) -> torch.Tensor:
+        """A tensor without values that has the metadata of one of `shape`."""
+        rows = torch.empty(self.rows_of(shape), dtype=self.dtype, device="meta")
+        return rows.mT if self.transposed else rows
+
+    def steps(self, shape: Sequence[int]) -> tuple[ViewStep, ...]:
+        """The operations that make the values of a tensor of `shape`."""
+        values = ViewStep(ops.dequantize, (self.rows_of(shape)[1:], self.format, self.dtype), (), None)
+        return (values, _TRANSPOSITION) if self.transposed else (values,)
 
     @classmethod
     def of(cls, views: Sequence[ViewStep]) -> Quantised | None:
@@ -35,7 +54,7 @@ class Quantised(NamedTuple):
         if not views or views[0].op is not ops.dequantize:
             return None
         _, name, dtype = views[0].args
-        return cls(name, dtype)
+        return cls(name, dtype, views[1:2] == (_TRANSPOSITION,))
 
 
 class Form(NamedTuple):

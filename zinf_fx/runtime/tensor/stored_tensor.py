@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from zinf_fx import ops
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.interrupts import held_back
-from zinf_fx.quantisation import quantised_shape
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.memory.device import check_device
 from zinf_fx.runtime.tensor import view_writes
@@ -96,9 +95,9 @@ class StoredTensor(Checkpointable, torch.Tensor):
         if quantised is None:
             base = Base(torch.Size(shape), storage.dtype, *where, is_part)
             return cls(storage.token, base, storage=storage, requires_grad=requires_grad)
-        like = torch.empty(tuple(shape), dtype=quantised.dtype, device="meta")
-        base = Base(torch.Size(quantised_shape(like.shape, quantised.format)), storage.dtype, *where, is_part)
-        return cls(storage.token, base, (quantised.step(like.shape),), like, storage)
+        shape = tuple(shape)
+        base = Base(torch.Size(quantised.bytes_shape(shape)), storage.dtype, *where, is_part)
+        return cls(storage.token, base, quantised.steps(shape), quantised.like(shape), storage)
 
     # -- traceable wrapper subclass: identity goes in the token, never in the context -------------------------------
 

@@ -98,13 +98,16 @@ def _class_words(what: list[str] | None) -> str:
 
 
 def format_of(tensor: torch.Tensor) -> list[str] | None:
-    """The format and dtype of a quantised tensor, as JSON has them."""
+    """The format and dtype of a quantised tensor, and whether it is transposed, as JSON has them."""
     quantised = tensor.quantised if isinstance(tensor, StoredTensor) else None
-    return None if quantised is None else [quantised.format, str(quantised.dtype).removeprefix("torch.")]
+    if quantised is None:
+        return None
+    how = [quantised.format, str(quantised.dtype).removeprefix("torch.")]
+    return [*how, "transposed"] if quantised.transposed else how
 
 
 def _words(how: list[str] | None) -> str:
-    return "not quantised" if how is None else f"quantised as {how[0]}, of {how[1]}"
+    return "not quantised" if how is None else f"quantised as {how[0]}, of {', '.join(how[1:])}"
 
 
 def is_read_only(tensor: torch.Tensor) -> bool:

@@ -1,0 +1,62 @@
+"""Quantised models as they are published for transformers: their values are those that transformers makes of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from accelerate import init_empty_weights
+from safetensors.torch import save_file
+from test_published import published
+from torch import Tensor
+from twins import fresh_dynamo  # noqa: F401
+
+import zinf_fx
+
+BF16 = torch.bfloat16
+SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
+
+
+def fp8() -> tuple[transformers.PretrainedConfig, dict[str, str], dict]:
+    config = transformers.Qwen3Config(hidden_size=128, intermediate_size=256, head_dim=128, **SMALL)
+    layer = "model.layers.0."
+    names = [f"self_attn.{one}_proj" for one in "qkvo"] + [f"mlp.{one}_proj" for one in ("gate", "up", "down")]
+    how = {f"{layer}{name}.weight": "blocks" for name in names}
+    return config, how, {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+
+
+def mxfp4() -> tuple[transformers.PretrainedConfig, dict[str, str], dict]:
+    """With as many columns as rows, which don't tell that these are swapped."""
+    config = transformers.GptOssConfig(
+        hidden_size=64, intermediate_size=64, head_dim=32, num_local_experts=2, num_experts_per_tok=1, **SMALL
+    )
+    experts = "model.layers.0.mlp.experts."
+    how = {f"{experts}gate_up_proj": "_blocks", f"{experts}down_proj": "_blocks"}
+    return config, how, {"quant_method": "mxfp4", "dequantize": True}
+
+
+@pytest.mark.parametrize("model", [fp8, mxfp4])
+def test_values_are_those_of_transformers(tmp_path: Path, model):
+    torch.manual_seed(0)
+    config, how, quantisation = model()
+    config.tie_word_embeddings = False
+    plain = transformers.AutoModelForCausalLM.from_config(config, dtype=BF16)
+    files, _ = published(plain.state_dict(), how)
+    save_file({name: tensor.contiguous() for name, tensor in files.items()}, tmp_path / "model.safetensors")
+    described = {**plain.config.to_dict(), "architectures": [type(plain).__name__], "quantization_config": quantisation}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=BF16)
+    with init_empty_weights(include_buffers=False):
+        empty = transformers.AutoModelForCausalLM.from_config(config, dtype=BF16)
+    (tmp_path / "store").mkdir()
+    mine = zinf_fx.attach_base(empty, tmp_path, store=tmp_path / "store")
+    theirs: dict[str, Tensor] = expected.state_dict()
+    for name, parameter in mine.named_parameters():
+        assert torch.equal(parameter.full_tensor(), theirs[name]) and not parameter.isnan().any()
+        assert (parameter.quantised is not None) == (name in how)
+    tokens = torch.arange(7)[None]
+    with torch.no_grad():
+        assert torch.equal(torch.compile(mine, backend="zinf")(tokens).logits, expected(tokens).logits)

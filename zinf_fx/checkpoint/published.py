@@ -1,0 +1,229 @@
+"""Weights as quantised models are published: codes in one tensor of a safetensors file, their scales in another.
+
+| codes | scales | what shares a scale | format |
+|---|---|---|---|
+| `W`, float8_e4m3fn [..., rows, columns] | `W_scale_inv` or `W_scale` | all of a matrix, or a row | fp8 |
+| | | a block of 128 columns, in 128 rows or in one (DeepSeek-V3) | fp8_block |
+| `W`, int8 [..., rows, columns] | `W_scale` (compressed-tensors, symmetric) | all of a matrix, or a row | int8 |
+| `W_blocks`, uint8 [..., rows, blocks, 16] | `W_scales`, uint8 [..., rows, blocks] | 32 columns | mxfp4 |
+| `W.blocks` | `W.scales` | 32 columns | mxfp4 |
+
+`W_blocks` and `W_scales` are of a parameter [..., columns, rows] (gpt-oss in transformers), `W.blocks` and `W.scales`
+of one [..., rows, columns] (gpt-oss as its authors read it). The first value in a byte is in the low half.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from zinf_fx.checkpoint.safetensors_file import Place, WeightFiles
+from zinf_fx.quantisation import FORMATS, dequantised
+
+# In the order in which they are looked for, behind the name of the codes.
+_SCALE_NAMES = ("_scale_inv", "_scale")
+_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+_OF_CODES = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}
+# What is beside the codes of a linear layer that multiplies them with codes of its inputs, which are not made here.
+_OF_INPUTS = ("input_scale", "activation_scale")
+_BLOCK_ROWS = 128
+_MXFP4 = {"_blocks": ("_scales", True), ".blocks": (".scales", False)}  # with whether the parameter is transposed
+
+
+@dataclass(frozen=True)
+class Published:
+    """A weight in files, as codes and scales.
+
+    Attributes:
+        codes, scales: where they are.
+        format: that which has the same codes and scales, row by row.
+        rows_shape: of the values, as the codes lie: [..., rows, columns].
+        grid: of the scales: [matrices, rows, columns]; one matrix of them may be for all.
+        rows_per_scale: rows of a matrix that share scales.
+        transposed: whether the parameter has the last two dimensions the other way round.
+    """
+
+    codes: Place
+    scales: Place
+    format: str
+    rows_shape: tuple[int, ...]
+    grid: tuple[int, int, int]
+    rows_per_scale: int
+    transposed: bool = False
+
+    is_complex = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the parameter that has the values."""
+        *matrices, rows, columns = self.rows_shape
+        return (*matrices, columns, rows) if self.transposed else self.rows_shape
+
+    @property
+    def begin(self) -> tuple[Path, int]:
+        """Orders weights as their codes lie in files."""
+        return self.codes.begin
+
+    def __str__(self) -> str:
+        return f"{self.format}{list(self.shape)}"
+
+    def rows(self, files: WeightFiles, numbers: range) -> torch.Tensor:
+        """Consecutive rows of all matrices in their format: uint8 [rows, row_nbytes].
+
+        Raises: CheckpointError for a file that is shorter by now.
+        """
+        kind, (height, columns) = FORMATS[self.format], self.rows_shape[-2:]
+        per_row = columns * kind.bits // 8
+        codes = files.read(self.codes, numbers.start * per_row, len(numbers) * per_row).view(-1, per_row)
+        if kind.dtype is None:
+            codes = codes << 4 | codes >> 4
+        packed = torch.zeros(len(numbers), kind.row_nbytes(columns), dtype=torch.uint8)
+        packed[:, :per_row] = codes
+        matrices, scale_rows, scale_columns = self.grid
+        found = torch.arange(numbers.start, numbers.stop)
+        own = (found // height if matrices > 1 else 0) * scale_rows + found % height // self.rows_per_scale
+        first, last = int(own.min()), int(own.max())
+        itemsize = self.scales.kind.dtype.itemsize
+        nbytes = [count * scale_columns * itemsize for count in (first, last + 1 - first)]
+        scales = files.read(self.scales, *nbytes).view(self.scales.kind.dtype).view(-1, scale_columns)
+        if self.scales.kind.dtype is not torch.uint8:
+            scales = scales.to(kind.scale)
+        packed[:, kind.codes_nbytes(columns) :] = scales[own - first].view(torch.uint8)
+        return packed
+
+
+class PublishedBytes:
+    """The elements of a published weight in its format: uint8."""
+
+    dtype = torch.uint8
+
+    def __init__(self, published: Published, files: WeightFiles) -> None:
+        self._published, self._files = published, files
+
+    def read(self, memory: torch.Tensor, first: int) -> None:
+        """Fill contiguous `memory` with the elements from number `first` on."""
+        published = self._published
+        per_row = FORMATS[published.format].row_nbytes(published.rows_shape[-1])
+        numbers, skipped = _rows_with(range(first, first + memory.numel()), per_row)
+        memory.view(-1).copy_(published.rows(self._files, numbers).view(-1)[skipped : skipped + memory.numel()])
+
+
+class PublishedValues:
+    """The values of a published weight, as the codes lie, rounded once to a dtype."""
+
+    def __init__(self, published: Published, files: WeightFiles, dtype: torch.dtype) -> None:
+        self._published, self._files = published, files
+        self.dtype = dtype
+
+    def read(self, memory: torch.Tensor, first: int) -> None:
+        """Fill contiguous `memory` with the values from number `first` on."""
+        published, columns = self._published, self._published.rows_shape[-1]
+        numbers, skipped = _rows_with(range(first, first + memory.numel()), columns)
+        values = dequantised(published.rows(self._files, numbers), (columns,), published.format, self.dtype)
+        memory.view(-1).copy_(values.view(-1)[skipped : skipped + memory.numel()])
+
+
+def _rows_with(elements: range, per_row: int) -> tuple[range, int]:
+    """The rows that have these elements, and how many elements of the first are not among them."""
+    return range(elements.start // per_row, -(-elements.stop // per_row)), elements.start % per_row
+
+
+def as_published(
+    places: Mapping[str, Place], wanted: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, Place | Published], list[str]]:
+    """What is in files by the names of a model's tensors, codes and scales put together; and what is wrong with these.
+
+    `wanted`: the model's tensors. One that has codes or scales itself takes them from the files.
+    """
+    found: dict[str, Place | Published] = dict(places)
+    wrong: list[str] = []
+    has_scales = any(name.endswith(_SCALE_NAMES) for name in places)
+    for name, place in places.items():
+        how: Published | str | None = None
+        ending = name[-len("_blocks") :]
+        if name in wanted:
+            if place.kind.dtype in _OF_CODES and wanted[name].is_floating_point() and wanted[name].itemsize > 1:
+                scales = next((name + ending for ending in _SCALE_NAMES if name + ending in places), None)
+                if scales is None and not has_scales:
+                    continue  # values that were rounded, without scales
+                how = _with_scales(name, scales, places)
+                stem = name.removesuffix("weight")
+                for other in (scales, *(stem + ending for ending in _OF_INPUTS)):
+                    found.pop(other, None)
+        elif ending in _MXFP4 and name.removesuffix(ending) in wanted:
+            whole, (scale_ending, transposed) = name.removesuffix(ending), _MXFP4[ending]
+            how = _mxfp4(name, whole + scale_ending, places, transposed)
+            found.pop(name)
+            found.pop(whole + scale_ending, None)
+            name = whole
+        if isinstance(how, Published):
+            found[name] = how
+        elif how is not None:
+            wrong.append(how)
+            found.pop(name, None)
+    return found, wrong
+
+
+def _with_scales(name: str, scale_name: str | None, places: Mapping[str, Place]) -> Published | str:
+    """A weight of 8-bit codes, or what is wrong with it."""
+    codes = places[name]
+    if scale_name is None:
+        names = " or ".join(f"'{name}{ending}'" for ending in _SCALE_NAMES)
+        return f"'{name}' is {codes.kind}, and there is no {names} beside it"
+    if f"{name}_zero_point" in places:
+        return f"'{name}' has '{name}_zero_point' beside it, and only codes without zero points are read"
+    scales = places[scale_name]
+    misfit = f"'{scale_name}' is {scales.kind}, which doesn't fit '{name}', {codes.kind}"
+    if scales.kind.dtype not in _SCALE_DTYPES:
+        return f"{misfit}: scales of {', '.join(str(dtype).removeprefix('torch.') for dtype in _SCALE_DTYPES)} are read"
+    if len(codes.kind.shape) < 2:
+        return f"{misfit}: only matrices are read"
+    *matrices, rows, columns = codes.kind.shape
+    grid = _grid(scales.kind.shape, tuple(matrices), rows)
+    per_scale = None if grid is None else _rows_per_scale(grid[1], rows)
+    by_codes = _OF_CODES[codes.kind.dtype]
+    if per_scale is not None and grid[2] == 1:
+        return Published(codes, scales, by_codes, codes.kind.shape, grid, per_scale)
+    blocked = FORMATS["fp8_block"]
+    if per_scale is not None and grid[2] == blocked.blocks(columns) and by_codes == "fp8":
+        return Published(codes, scales, blocked.name, codes.kind.shape, grid, per_scale)
+    blocks = f", a row or a block of {_BLOCK_ROWS} x {blocked.block}" if by_codes == "fp8" else " or a row"
+    return f"{misfit}: scales of a matrix{blocks} are read"
+
+
+def _grid(shape: tuple[int, ...], matrices: tuple[int, ...], rows: int) -> tuple[int, int, int] | None:
+    """Scales [matrices, rows, columns] that have a shape, of so many matrices."""
+    count = math.prod(matrices)
+    if math.prod(shape) == 1:
+        return (1, 1, 1)
+    if shape == matrices:
+        return (count, 1, 1)
+    if shape == (*matrices, rows):
+        return (count, rows, 1)
+    return (count, *shape[-2:]) if shape[:-2] == matrices and len(shape) > 1 else None
+
+
+def _rows_per_scale(scale_rows: int, rows: int) -> int | None:
+    for each in (rows, 1, _BLOCK_ROWS):
+        if scale_rows == -(-rows // each):
+            return each
+    return None
+
+
+def _mxfp4(name: str, scale_name: str, places: Mapping[str, Place], transposed: bool) -> Published | str:
+    """A weight of 4-bit codes, or what is wrong with it."""
+    codes, scales = places[name], places.get(scale_name)
+    if scales is None:
+        return f"'{name}' is {codes.kind}, and there is no '{scale_name}' beside it"
+    kind = FORMATS["mxfp4"]
+    *matrices, rows, blocks, nbytes = (1, 1, *codes.kind.shape) if len(codes.kind.shape) < 3 else codes.kind.shape
+    if codes.kind.dtype is not torch.uint8 or nbytes != kind.block // 2 or len(codes.kind.shape) < 3:
+        return f"'{name}' is {codes.kind}: blocks of MXFP4 are uint8[..., rows, blocks, {kind.block // 2}]"
+    if scales.kind.shape != codes.kind.shape[:-1] or scales.kind.dtype not in (torch.uint8, torch.float8_e8m0fnu):
+        return f"'{scale_name}' is {scales.kind}, which doesn't fit '{name}', {codes.kind}: one byte per block is read"
+    shape = (*matrices, rows, blocks * kind.block)
+    return Published(codes, scales, kind.name, shape, (math.prod(matrices), rows, blocks), 1, transposed)
