@@ -110,7 +110,9 @@ class Subject:
         torch.manual_seed(0)
         with default_dtype(torch.bfloat16), zinf_fx.offloading(store=store, placement=args.placement, pack="auto"):
             self.model = GPT(config)
-        states = {"state_dtype": getattr(torch, args.state_dtype, args.state_dtype)}
+        dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+        kept = {"state_dtype": args.state_dtype, "master_dtype": args.master_dtype}
+        states = {option: dtypes.get(name, name) for option, name in kept.items()}
         self._optimizer = zinf_fx.optim.AdamW(self.model.parameters(), **MODES[mode], **states, **OPTIONS)
         self._loss = torch.compile(self.model, backend="zinf")
         self._batch = example_batch(config, args.batch)
@@ -306,6 +308,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--placement", choices=("nvme", "infinity-nvme"), default="nvme", help="of the model states")
     kinds = ("float32", "bfloat16", "8bit")
     parser.add_argument("--state-dtype", choices=kinds, default="float32", help="of the moments")
+    parser.add_argument("--master-dtype", choices=("float32", "split"), default="float32", help="of the masters")
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES), help="of the optimizer")
     parser.add_argument("--rounds", type=int, default=5, help="of steps, the engine alone, and PyTorch in memory")
     parser.add_argument("--steps", type=int, default=2, help="measured steps of a round")
@@ -326,8 +329,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     print(f"{machine()}; torch {torch.__version__}, {args.threads} thread(s)")
     print(
-        f"GPT {args.layers} x {args.hidden}, {rows[0]['parameters']:,} parameters, bfloat16, AdamW with fp32 masters, "
-        f"moments in {args.state_dtype}, batch {args.batch} x {args.context}; {args.placement}, pack='auto'"
+        f"GPT {args.layers} x {args.hidden}, {rows[0]['parameters']:,} parameters, bfloat16, AdamW, masters in "
+        f"{args.master_dtype}, moments in {args.state_dtype}, batch {args.batch} x {args.context}; {args.placement}, "
+        "pack='auto'"
     )
     print(f"medians of {args.rounds} rounds of {args.steps} steps; ratios within each round\n")
     print(table(rows))

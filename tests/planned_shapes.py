@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -16,11 +16,12 @@ from gpt import GPT, GPTConfig
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, a batch, and the options that it trains with."""
+    """A model, a batch, and the options that it trains with; `states`: those of its optimizer."""
 
     model: Callable[[], nn.Module]
     batch: Callable[[], tuple[torch.Tensor, ...]]
     options: dict[str, object]
+    states: dict[str, str] = field(default_factory=dict)
 
 
 class Wide(nn.Module):
@@ -72,6 +73,12 @@ SHAPES = {
     "deep": Shape(gpt(4, 128), tokens, {"placement": "nvme", "device_memory": "4MiB", "chunk": "128KiB"}),
     "broad": Shape(gpt(2, 512), tokens, {"placement": "infinity-nvme", "chunk": "4MiB"}),
     "untied, bf16": Shape(gpt(2, 256, False, torch.bfloat16), tokens, {"placement": "nvme", "chunk": "1MiB"}),
+    "bf16, states of fewer bytes": Shape(
+        gpt(2, 256, False, torch.bfloat16),
+        tokens,
+        {"placement": "nvme", "chunk": "1MiB"},
+        {"state_dtype": "8bit", "master_dtype": "split"},
+    ),
     "in host memory": Shape(gpt(2, 256), tokens, {"placement": "infinity-cpu"}),
     "within a host budget": Shape(gpt(2, 256), tokens, {"placement": "infinity-nvme", "host_memory": "24MiB"}),
     "recomputed": Shape(gpt(2, 256), tokens, {"placement": "nvme", "activations": "recompute", "chunk": "8MiB"}),

@@ -15,7 +15,7 @@ from gate import slow
 from torch import nn
 
 import zinf_fx
-from zinf_fx.adam import state_bytes
+from zinf_fx.adam import AdamStates
 from zinf_fx.errors import ConfigError, PlanError
 from zinf_fx.frontend.auto_placement import sizes_of
 from zinf_fx.placement import Placement, PlacementRules, in_common
@@ -156,7 +156,7 @@ def check_bytes(plan: zinf_fx.Plan, model: Net, placements: dict[str, Placement]
             found["parameters"] += blocks(one.nbytes) * (own.parameters == tier)
             if one.requires_grad:
                 found["gradients"] += blocks(one.nbytes) * (own.gradients == tier)
-                of_states = sum(blocks(one.numel() * nbytes) for nbytes in state_bytes(4))
+                of_states = sum(blocks(one.numel() * nbytes) for nbytes in AdamStates(4).bytes_each)
                 found["states"] += of_states * (own.optimizer == tier)
         use = living_on(tier, plan.tiles, plan.stage)
         assert {state: getattr(use, state) for state in found} == found, tier

@@ -35,6 +35,7 @@ ARRANGEMENTS = ("deep", "in host memory", "activations on disk, within a host bu
 PEAKS = (
     *ARRANGEMENTS,
     "wide, tiled",
+    "bf16, states of fewer bytes",
     "written, within a host budget",
     "activations in host memory",
     "spread over the tiers, within a host budget",
@@ -49,7 +50,8 @@ def test_predicted_peaks_are_the_measured_ones(tmp_path: Path, name: str) -> Non
     shape = SHAPES[name]
     torch.manual_seed(0)
     model = zinf_fx.offload(shape.model(), store=tmp_path, **shape.options)
-    compiled, optimizer = torch.compile(model, backend="zinf"), zinf_fx.optim.AdamW(model.parameters(), overlap=False)
+    compiled = torch.compile(model, backend="zinf")
+    optimizer = zinf_fx.optim.AdamW(model.parameters(), overlap=False, **shape.states)
     config = next(iter(model.parameters())).storage.config
     host = next(iter(model.parameters())).storage.tiers.host
     peaks: list[dict[str, int]] = []

@@ -43,12 +43,18 @@ def test_a_model_in_memory_has_zeros():
     assert "nothing on NVMe" in str(stats)
 
 
-@pytest.mark.parametrize(("placement", "dtype"), [("nvme", torch.bfloat16), ("infinity-nvme", torch.float32)])
-def test_a_step_moves_what_its_plan_says(tmp_path: Path, placement: str, dtype: torch.dtype):
+FEWER = {"state_dtype": "8bit", "master_dtype": "split"}
+
+
+@pytest.mark.parametrize(
+    ("placement", "dtype", "states"),
+    [("nvme", torch.bfloat16, {}), ("nvme", torch.bfloat16, FEWER), ("infinity-nvme", torch.float32, {})],
+)
+def test_a_step_moves_what_its_plan_says(tmp_path: Path, placement: str, dtype: torch.dtype, states: dict[str, str]):
     stored = zinf_fx.offload(model().to(dtype), store=tmp_path, placement=placement)
     compiled = torch.compile(stored, backend="zinf")
     # From a step in the background, forward takes what is on its way to the store, and reads less.
-    optimizer = zinf_fx.optim.AdamW(compiled.parameters(), overlap=False)
+    optimizer = zinf_fx.optim.AdamW(compiled.parameters(), overlap=False, **states)
     x = torch.randn(8, 256, dtype=dtype)
 
     def step() -> None:

@@ -1,16 +1,17 @@
 """What Adam keeps of a parameter: two moments of each element and, of one of low precision, a master.
 
 They are in fp32 (mixed precision; ZeRO, section 3.1), or in the parameter's own dtype where that is wider. Moments may
-be kept in another form.
+be kept in another form, and masters split: what the weights don't have of them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
-from zinf_fx.sizes import BLOCK
+from zinf_fx.sizes import BITS, BLOCK
 
 STATE_BYTES = 4
 """Bytes of an element in fp32."""
@@ -18,8 +19,15 @@ STATE_BYTES = 4
 StateForm = Literal["float32", "bfloat16", "8bit"]
 """Of moments in the store, where it isn't the dtype of the update: a dtype, or codes of 8 bits with fp32 scales."""
 
+MasterForm = Literal["float32", "split"]
+"""Of the masters of bf16 parameters: fp32, or the lower 16 bits of it, with one more bit in memory."""
+
+SPLIT: MasterForm = "split"
+
 _MOMENTS = 2
 _BYTES: Mapping[StateForm, int] = {"float32": 4, "bfloat16": 2, "8bit": 1}
+_DTYPES: Mapping[StateForm, str] = {"float32": "float32", "bfloat16": "bfloat16", "8bit": "uint8"}
+_LOWER_BYTES = 2
 
 
 def has_master(itemsize: int) -> bool:
@@ -27,33 +35,78 @@ def has_master(itemsize: int) -> bool:
     return itemsize < STATE_BYTES
 
 
-def state_bytes(itemsize: int, form: StateForm | None = None) -> tuple[int, ...]:
-    """Bytes per element of each state of a parameter of so many bytes per element, without scales."""
-    moment = max(itemsize, STATE_BYTES) if form is None else _BYTES[form]
-    return (STATE_BYTES,) * has_master(itemsize) + (moment,) * _MOMENTS
-
-
-def scales_nbytes(elements: int, form: StateForm | None) -> tuple[int, ...]:
-    """Bytes of the scales of each state of so many elements. They are in memory where the update is."""
-    return (STATE_BYTES * -(-elements // BLOCK),) * (_MOMENTS if form == "8bit" else 0)
-
-
-def scratch_bytes(itemsize: int, form: StateForm | None) -> int:
-    """Bytes of memory per element for what an update has in other dtypes than its own: the gradient, and moments."""
-    update = max(itemsize, STATE_BYTES)
-    narrowed = form is not None and _BYTES[form] < update
-    return update * (1 + _MOMENTS) if narrowed else STATE_BYTES * has_master(itemsize)
-
-
-def states_by_dtype(elements: int, dtype: str, itemsize: int, form: StateForm | None = None) -> Counter[str]:
-    """Bytes of the states of so many elements of a parameter, by dtype."""
-    master, moments = STATE_BYTES * has_master(itemsize), sum(state_bytes(itemsize, form)[-_MOMENTS:])
-    found = Counter({state_dtype(dtype, itemsize): elements * master})
-    found["uint8" if form == "8bit" else form or state_dtype(dtype, itemsize)] += elements * moments
-    found["float32"] += sum(scales_nbytes(elements, form))
-    return +found
-
-
 def state_dtype(dtype: str, itemsize: float) -> str:
     """That of the states of such a parameter, which has so many bytes per element."""
     return dtype if itemsize > STATE_BYTES else "float32"
+
+
+@dataclass(frozen=True)
+class AdamStates:
+    """The states of a parameter of `itemsize` bytes per element.
+
+    Attributes:
+        moments: what these are kept in; None: the dtype of the update.
+        splits: whether a master is split.
+    """
+
+    itemsize: int
+    moments: StateForm | None = None
+    splits: bool = False
+
+    @property
+    def bytes_each(self) -> tuple[int, ...]:
+        """Bytes per element of each state, without companions."""
+        return (*self._master, *((self._moment,) * _MOMENTS))
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes per element of all, companions among them."""
+        of_blocks = sum(self.companions_nbytes(BLOCK)) / BLOCK
+        return sum(self.bytes_each) + of_blocks
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether an update needs the weights too, as its masters or as a part of them."""
+        return self.splits or not has_master(self.itemsize)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of memory per element for what an update has in other dtypes than its own: the gradient, moments, and
+        split masters."""
+        update = max(self.itemsize, STATE_BYTES)
+        others = _MOMENTS * (self._moment < update) + self._is_split
+        return update * (1 + others) if others else STATE_BYTES * has_master(self.itemsize)
+
+    def companions_nbytes(self, elements: int) -> tuple[int, ...]:
+        """Bytes of the companion of each state of so many elements, if it has one. They are in memory where the update
+        is."""
+        bits, scales = self._bits_nbytes(elements), self._scales_nbytes(elements)
+        return tuple(nbytes for nbytes in (bits, *((scales,) * _MOMENTS)) if nbytes)
+
+    def nbytes_by_dtype(self, elements: int, dtype: str) -> Counter[str]:
+        """Bytes of the states of so many elements of a parameter in `dtype`, by theirs."""
+        own = state_dtype(dtype, self.itemsize)
+        found = Counter({"int16" if self._is_split else own: elements * sum(self._master)})
+        found[own if self.moments is None else _DTYPES[self.moments]] += elements * self._moment * _MOMENTS
+        found["uint8"] += self._bits_nbytes(elements)
+        found["float32"] += self._scales_nbytes(elements) * _MOMENTS
+        return +found
+
+    def _bits_nbytes(self, elements: int) -> int:
+        return -(-elements // BITS) if self._is_split else 0
+
+    def _scales_nbytes(self, elements: int) -> int:
+        """Of one moment."""
+        return STATE_BYTES * -(-elements // BLOCK) if self.moments == "8bit" else 0
+
+    @property
+    def _is_split(self) -> bool:
+        return self.splits and has_master(self.itemsize)
+
+    @property
+    def _master(self) -> tuple[int, ...]:
+        return (_LOWER_BYTES if self.splits else STATE_BYTES,) * has_master(self.itemsize)
+
+    @property
+    def _moment(self) -> int:
+        return max(self.itemsize, STATE_BYTES) if self.moments is None else _BYTES[self.moments]

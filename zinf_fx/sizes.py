@@ -12,6 +12,9 @@ byte offsets suit direct I/O for every dtype, and vectorised kernels cut a tenso
 BLOCK = 256
 """Elements of an optimizer's state that share a scale, where it is kept in 8 bits: see `optim.blockwise`."""
 
+BITS = 8
+"""In a byte: elements that share one, where a bit of each is kept (see `optim.split`)."""
+
 PIECE = 16 << 20
 """Bytes of a tensor that are in memory at a time, where it is moved piece by piece."""
 

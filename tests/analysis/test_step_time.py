@@ -6,7 +6,7 @@ import pytest
 import sympy
 
 from zinf_fx.analysis import symbols as s
-from zinf_fx.analysis.memory import ZERO_STATES
+from zinf_fx.analysis.memory import ZERO_STATES, StateBytes
 from zinf_fx.analysis.step_time import step_time
 from zinf_fx.analysis.symbols import evaluate
 from zinf_fx.analysis.traffic import bytes_moved
@@ -45,6 +45,15 @@ def test_disk_bytes_are_those_that_one_rank_moves_per_parameter():
     values = {**ZERO_STATES.values, s.parameters: 1, s.ranks: 1}
     assert (evaluate(moved.disk_read, values), evaluate(moved.disk_written, values)) == (16, 14)
     assert evaluate(moved.link, values) == 0
+
+
+def test_weights_that_an_update_reads_are_read_once_more():
+    """As those of fp32 are, and of bf16 with split masters, but where they don't live on NVMe."""
+    few = StateBytes(2, 2, 4, reread=2)
+    values = {**few.values, s.parameters: 1, s.ranks: 1}
+    found = (bytes_moved(preset, recompute=False) for preset in ("infinity-nvme", "infinity-cpu"))
+    assert [evaluate(moved.disk_read, values) for moved in found] == [2 + 2 + 4 + 2, 0]
+    assert few.total == 8
 
 
 def test_a_recomputation_loads_parameters_again_and_checkpoints_may_leave():

@@ -198,10 +198,6 @@ def in_two_groups(store: Path) -> Job:
             "optimizer is a zinf_fx.optim.Adam, and zinf_fx.optim.AdamW in the check",
         ),
         (in_two_groups, "optimizer has 2 groups, and 1 in the checkpoint"),
-        (
-            other(options={"state_dtype": torch.bfloat16}),
-            r"first.weight.exp_avg' has dtype torch.bfloat16, and torch.fl",
-        ),
     ],
 )
 def test_what_does_not_fit(job: Job, tmp_path: Path, make: Callable[[Path], Job], says: str):

@@ -47,7 +47,7 @@ def test_in_any_placement(tmp_path: Path, placement: str, at: int):
         {"options": {"step_in_backward": True}, "scales": False},
         {"options": {"step_in_backward": True}, "scales": False, "compiled": True},
         {"options": {"state_dtype": torch.bfloat16}},
-        {"options": {"state_dtype": "8bit"}},
+        {"options": {"state_dtype": "8bit", "master_dtype": "split"}},
         {"fields": {"pack": "auto"}, "compiled": True},
         {"fields": {"chunk": "64KiB", "host_memory": "4MiB"}},
         {"dtype": torch.float32, "options": {"amsgrad": True}},
@@ -64,6 +64,33 @@ def test_in_any_placement(tmp_path: Path, placement: str, at: int):
 def test_with_any_options(tmp_path: Path, how: dict[str, Any]):
     at = 4 if how.get("options", {}).get("step_in_backward") else 5
     resumed_equals_uninterrupted(tmp_path, at, 7, **how)
+
+
+FORMS = {"split": {"master_dtype": "split"}, "whole": {}, "few": {"state_dtype": "8bit", "master_dtype": "split"}}
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("split", "whole"), ("whole", "split"), ("whole", "few"), ("few", "whole")]
+)
+def test_states_of_another_form(tmp_path: Path, saved: str, loaded: str):
+    """They are what `load_state_dict` makes of them. Masters lose nothing: the training goes on bit for bit."""
+    first = Job(tmp_path / "a", seed=1, options=FORMS[saved])
+    first.train(4)
+    first.save(tmp_path / "checkpoint")
+    second, third = (Job(tmp_path / name, seed=2, options=FORMS[loaded]) for name in "bc")
+    second.load(tmp_path / "checkpoint")
+    third.model.load_state_dict(first.model.state_dict())
+    third.adam.load_state_dict(first.adam.state_dict())
+    states = [{n: one for n, one in job.values().items() if not n.startswith("grad")} for job in (second, third)]
+    assert_equal(*states)
+    if "few" in (saved, loaded):
+        return
+    torch.manual_seed(5)
+    losses = first.train(8)
+    torch.manual_seed(5)
+    assert second.train(8) == losses
+    weights = ({n: one for n, one in job.values().items() if n.startswith("model")} for job in (first, second))
+    assert_equal(*weights)
 
 
 def test_before_the_first_step(tmp_path: Path):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from zinf_fx.errors import ConfigError
-from zinf_fx.estimate import Estimate, Prediction, Workload, estimate, of_transformer
+from zinf_fx.estimate import Estimate, Optimizer, Prediction, Workload, estimate, of_transformer
 from zinf_fx.plan import hardware
 from zinf_fx.plan.hardware import Disks, Hardware, Link, Memory
 from zinf_fx.plan.saving import Saved, Saving, checkpoints
@@ -53,7 +53,7 @@ def test_the_largest_models_of_figure_6a(
 
 def test_models_of_section_5_1_1_and_figure_1():
     """Model states of 100T parameters in 96 nodes; a trillion parameters per node in 32."""
-    huge = by_preset(estimate(transformer(315, 160 << 10, 1024, optimizer_bytes=16), replace(DGX_2, nodes=96)))
+    huge = by_preset(estimate(transformer(315, 160 << 10, 1024, optimizer=Optimizer(16)), replace(DGX_2, nodes=96)))
     assert huge["nvme"].fit.memory["nvme"] * 96 == 240 * 315 * (160 << 10) ** 2
     assert "nvme" not in huge["nvme"].fit.exceeded
     many = by_preset(estimate(transformer(256, 102400, 1024), replace(DGX_2, nodes=32)))
@@ -183,7 +183,7 @@ def test_bandwidths_are_those_of_section_4():
     """With 16 bytes of optimizer states: 68 GB/s for parameters at batch 1 and 50 %, 1.23 TB/s at batch 2 and 90 %."""
     cluster = replace(DGX_2, nodes=32)
     for batch, wanted, row, expected in ((1, 0.5, 0, 68.36e9), (2, 0.9, 2, 1.2305e12 / 512)):
-        work = transformer(128, 25600, 256, batch, optimizer_bytes=16)
+        work = transformer(128, 25600, 256, batch, optimizer=Optimizer(16))
         need = estimate(work, cluster, wanted=(wanted,), preset="nvme").needs[row]
         assert need.bandwidths[wanted] == pytest.approx(expected, rel=1e-3), need.moved
     between, slow, states = estimate(transformer(128, 25600, 256), cluster, wanted=(0.5,), preset="nvme").needs

@@ -9,8 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from zinf_fx.errors import ConfigError
-from zinf_fx.estimate import estimate, of_module, of_transformer
-from zinf_fx.estimate.workload import states_of
+from zinf_fx.estimate import Optimizer, estimate, of_module, of_transformer
 from zinf_fx.plan.hardware import load
 
 
@@ -57,7 +56,17 @@ def test_full_precision_takes_twice_the_room_for_values_and_no_master():
 
 
 def test_optimizer_bytes_can_be_said():
-    assert states_of("bfloat16", 16).total == 20
+    assert Optimizer(16).states_of(torch.bfloat16).total == 20
+
+
+def test_states_of_fewer_bytes():
+    """Scales are 8 bytes for 256 elements, and of a split master, a byte has a bit for each of eight."""
+    few = Optimizer(state_dtype="8bit", master_dtype="split")
+    half, full = few.states_of(torch.bfloat16), few.states_of(torch.float32)
+    assert (half.optimizer, half.reread) == (2 + 2 + 8 / 256 + 1 / 8, 2)
+    assert (full.optimizer, full.reread) == (2 + 8 / 256, 4) and Optimizer().states_of(torch.bfloat16).reread == 0
+    with pytest.raises(ConfigError, match=r"'split' is for bfloat16 parameters, and these are torch\.float16"):
+        few.states_of(torch.float16)
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
@@ -147,10 +156,10 @@ def test_frozen_matrices_of_a_module_count_in_their_format():
 
 
 def test_what_is_frozen_is_not_written():
-    """Every step reads the base three times from NVMe, and writes what is trained."""
+    """Every step reads the base three times from NVMe, writes what is trained, and reads that, its own master, too."""
     workload = of_transformer(layers=2, hidden=64, heads=2, batch=3, sequence=5, lora=4, frozen="nf4")
     found = {one.preset: one for one in estimate(workload, load("rtx-4090")).predictions}["infinity-nvme"]
     trained = 4 * 2 * 4 * 16 * 64
     assert found.disk_written == pytest.approx(trained + 2 * trained, abs=2)
     base = 12 * 2 * 64**2 * 0.5625
-    assert found.disk_read == pytest.approx(3 * (base + trained) + 2 * trained, abs=2)
+    assert found.disk_read == pytest.approx(3 * (base + trained) + 2 * trained + trained, abs=2)

@@ -11,7 +11,8 @@ import zinf_fx
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError
 from zinf_fx.optim import blockwise
-from zinf_fx.optim.blockwise import BLOCK, decode, encode, scale_of
+from zinf_fx.optim.blockwise import BLOCK, decode, encode
+from zinf_fx.optim.companions import companion_of
 
 STATES = ("exp_avg", "exp_avg_sq")
 
@@ -30,7 +31,7 @@ def rounded(name: str, values: torch.Tensor) -> torch.Tensor:
 
 def values_of(name: str, state: dict[str, Any]) -> torch.Tensor:
     """The values of a state that an optimizer shows, in the parameter's shape."""
-    codes, scales = (state[one].full_tensor() for one in (name, scale_of(name)))
+    codes, scales = (state[one].full_tensor() for one in (name, companion_of(name)))
     return decode(name, codes.flatten(), scales, torch.empty(codes.numel())).view(codes.shape)
 
 
@@ -85,7 +86,7 @@ def test_bitwise_equal_to_an_explicit_loop(twins, name: str, placement: str, dty
     pair.train_rounding(optimizer, reference, rounded, steps=4)
     for stored, master in zip(pair.stored, pair.masters, strict=True):
         for state, value in reference.state[master].items():
-            if scale_of(state) in optimizer.state[stored]:
+            if companion_of(state) in optimizer.state[stored]:
                 assert torch.equal(values_of(state, optimizer.state[stored]), value), state
 
 
@@ -102,7 +103,7 @@ def test_bytes_of_a_step(twins) -> None:
     after = store.counters()
     # The master and two codes are read and written, the parameter is written; scales are in host memory.
     assert (after.bytes_read - before.bytes_read, after.bytes_written - before.bytes_written) == (6 * count, 8 * count)
-    assert all(optimizer.state[pair.stored[0]][scale_of(name)].storage.tier == "host" for name in STATES)
+    assert all(optimizer.state[pair.stored[0]][companion_of(name)].storage.tier == "host" for name in STATES)
 
 
 @pytest.mark.parametrize("kind", [None, torch.bfloat16, "8bit", "plain"])

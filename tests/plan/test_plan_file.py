@@ -156,6 +156,14 @@ BROKEN: dict[str, tuple[Callable[[dict], object], str]] = {
     "no such dtype": (lambda p: p["graphs"][0]["tiles"][0].update(dtype="os"), "'os' is no dtype"),
     "no such tier": (lambda p: p["graphs"][0]["tiles"][0].update(tier="cloud"), "'cloud' is none of device"),
     "a gradient without states": (lambda p: p["graphs"][0]["tiles"][0].pop("state_tier"), "and states on None"),
+    "moments without states": (
+        lambda p: p["graphs"][0]["tiles"][0].update(gradient_tier=None, state_tier=None, state_dtype="8bit"),
+        "has no states, and state_dtype 8bit",
+    ),
+    "half of an fp32 master": (
+        lambda p: p["graphs"][0]["tiles"][0].update(master_dtype="split"),
+        "is torch.float32, and has a master in split",
+    ),
     "huge tile": (lambda p: p["graphs"][0]["tiles"][0].update(shape=[2**40, 2**40]), "more bytes than any memory"),
     "endless shape": (lambda p: p["graphs"][0]["tiles"][0].update(shape=[2] * 1000), "has 1000 dimensions"),
     "negative shape": (lambda p: p["graphs"][0]["tiles"][0].update(shape=[-1]), r"shape\[0\]=-1 is less than 0"),

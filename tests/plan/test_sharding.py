@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from zinf_fx import Config
 from zinf_fx.plan.sharding import Groups, Owners, shards_of
-from zinf_fx.sizes import BLOCK
+from zinf_fx.sizes import BITS, BLOCK
 
 
 @given(
@@ -38,11 +38,12 @@ def test_every_element_is_in_one_shard(
         assert one.padded == one.count and one.count % max(shape[1], 1) == 0  # whole rows, without padding
         assert (one.start + one.count, one.held + one.shard) == (following.start, following.held)
     assert shards.padded == sum(map(shards.held_by, range(ranks))) >= shards.numel
-    blocks = shards.in_blocks()  # of optimizer states that have a scale for each block
-    for rank in range(ranks):
-        pairs = list(zip(filter(None, shards.of_rank(rank)), filter(None, blocks.of_rank(rank)), strict=True))
-        assert [range(own.start // BLOCK, -(-own.stop // BLOCK)) for own, _ in pairs] == [own for _, own in pairs]
-        assert all(own.start % BLOCK == 0 for own, _ in pairs)
+    for each in (BITS, BLOCK):  # of optimizer states, what has one companion
+        blocks = shards.in_blocks(each)
+        for rank in range(ranks):
+            pairs = list(zip(filter(None, shards.of_rank(rank)), filter(None, blocks.of_rank(rank)), strict=True))
+            assert [range(own.start // each, -(-own.stop // each)) for own, _ in pairs] == [own for _, own in pairs]
+            assert all(own.start % each == 0 for own, _ in pairs)
 
 
 def test_segments_are_of_the_size_asked_for():

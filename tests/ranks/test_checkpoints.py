@@ -23,6 +23,7 @@ from zinf_fx.checkpoint.files import FILES
 from zinf_fx.checkpoint.training.contents import parts_of
 from zinf_fx.checkpoint.training.saving import save
 from zinf_fx.errors import CheckpointError, OptimizerError, StoreError
+from zinf_fx.optim.split import join
 
 Values = dict[str, tuple[str, bytes]]
 """The dtype and the bytes of tensors."""
@@ -32,7 +33,12 @@ class Job:
     """A training of a GPT with masters, by all ranks that there are."""
 
     def __init__(
-        self, placement: str, tensor_parallel: bool = False, state_dtype: str | None = None, **fields: Any
+        self,
+        placement: str,
+        tensor_parallel: bool = False,
+        state_dtype: str | None = None,
+        master_dtype: str | None = None,
+        **fields: Any,
     ) -> None:
         torch.manual_seed(int(fields.pop("seed", 0)))
         self.model = tp.GPT(tied=True).bfloat16()
@@ -41,7 +47,8 @@ class Job:
             mesh = tp.mesh_of(1, dist.get_world_size())
             self.model = tp.parallel(self.model, mesh["tp"])
         zinf_fx.offload(self.model, placement=placement, **fields)
-        self.adam = zinf_fx.optim.AdamW(self.model.parameters(), lr=1e-2, state_dtype=state_dtype)
+        options = {"state_dtype": state_dtype, "master_dtype": master_dtype}
+        self.adam = zinf_fx.optim.AdamW(self.model.parameters(), lr=1e-2, **options)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.adam, 0.9)
 
     def train(self, steps: int) -> None:
@@ -65,13 +72,26 @@ class Job:
         found |= {f"{name}.grad": p.grad for p, name in names.items() if p.grad is not None}
         for parameter, entry in self.adam.state.items():
             found |= {f"{names[parameter]}.{name}": value for name, value in entry.items()}
-        whole = {}
+        whole: Values = {}
         for name, tensor in found.items():
             with zinf_fx.gathered(tensor) as value:
                 value = value.full_tensor() if isinstance(value, DTensor) else value
                 octets = value.detach().contiguous().view(-1).view(torch.uint8)
                 whole[name] = str(value.dtype), octets.numpy().tobytes()
-        return whole | {"lr": ("", str(self.schedule.get_last_lr()).encode())}
+        return _joined(whole) | {"lr": ("", str(self.schedule.get_last_lr()).encode())}
+
+
+def _joined(values: Values) -> Values:
+    """The same, with masters of fp32 in the place of those that are split."""
+    ups = {name: name.removesuffix(".master_up") for name in values if name.endswith(".master_up")}
+    found = {name: value for name, value in values.items() if name not in ups}
+    for up, parameter in ups.items():
+        lower = f"{parameter}.master"
+        octets = [torch.frombuffer(bytearray(values[one][1]), dtype=torch.uint8) for one in (parameter, lower, up)]
+        weights, kept = octets[0].view(torch.bfloat16), octets[1].view(torch.int16)
+        masters = join(weights, kept, octets[2], torch.empty(weights.numel()))
+        found[lower] = "torch.float32", masters.view(torch.uint8).numpy().tobytes()
+    return found
 
 
 def took_up(rank: int, source: Path | None, target: Path, how: dict[str, Any]) -> tuple[Values, Values]:
@@ -108,8 +128,10 @@ def test_two_three_one_and_two_ranks(tmp_path: Path):
 
 
 def test_codes_of_eight_bits_are_the_same_on_any_ranks(tmp_path: Path):
-    links = [(2, "infinity-nvme"), (3, "zero-2"), (1, "host")]
-    chain(tmp_path, [(size, {"placement": placement, "state_dtype": "8bit"}) for size, placement in links])
+    """And masters have every bit, split or not."""
+    links = [(2, "infinity-nvme", "split"), (3, "zero-2", "split"), (1, "host", None), (2, "infinity-cpu", "split")]
+    options = {"state_dtype": "8bit"}
+    chain(tmp_path, [(size, {"placement": tier, "master_dtype": form, **options}) for size, tier, form in links])
 
 
 def codes_in_tiles(rank: int) -> str:

@@ -68,9 +68,9 @@ def test_a_step_is_skipped_on_every_rank_when_one_has_an_infinite_gradient():
             assert scales == found["plain"][0] and difference == 0.0, placement
 
 
-def in_low_precision(rank: int, cases: dict[str, bool], state_dtype: str | None = None) -> dict[str, float]:
+def in_low_precision(rank: int, cases: dict[str, bool], options: dict[str, str]) -> dict[str, float]:
     """By placement: the largest difference of bf16 parameters, after steps in `step()` or in backward, to an explicit
-    fp32 master that is stepped with the average of the ranks' gradients, and whose states are kept in `state_dtype`."""
+    fp32 master that is stepped with the average of the ranks' gradients, and whose states are kept as `options` say."""
     plain = training.model(torch.bfloat16)
     trained = [p for p in plain.parameters() if p.requires_grad]
     masters = [p.detach().float().requires_grad_() for p in trained]
@@ -87,15 +87,14 @@ def in_low_precision(rank: int, cases: dict[str, bool], state_dtype: str | None 
         with torch.no_grad():
             for p, master in zip(trained, masters, strict=True):
                 p.copy_(master)
-        for state in optimizer.state.values() if state_dtype is not None else ():
+        for state in optimizer.state.values() if options else ():
             for name in ("exp_avg", "exp_avg_sq"):
                 _round(name, state[name])
     found = {}
     for placement, in_backward in cases.items():
         model = zinf_fx.offload(training.model(torch.bfloat16), placement=placement)
         run = torch.compile(model, backend="zinf")
-        options = {"step_in_backward": in_backward, "state_dtype": state_dtype}
-        mine = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2, **options)
+        mine = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2, step_in_backward=in_backward, **options)
         for (batch,) in training.batches(3, rank, 1):
             run(*batch).backward()
             mine.step()
@@ -113,11 +112,11 @@ def _round(name: str, value: torch.Tensor) -> None:
     decode(name, codes, scales, value.view(-1))
 
 
-@pytest.mark.parametrize("state_dtype", [None, "8bit"])
+@pytest.mark.parametrize("options", [{}, {"state_dtype": "8bit", "master_dtype": "split"}])
 @pytest.mark.parametrize("cases", [WITH_MASTERS, slow({"zero-2": True})])
-def test_masters_and_steps_in_backward(cases: dict[str, bool], state_dtype: str | None):
+def test_masters_and_steps_in_backward(cases: dict[str, bool], options: dict[str, str]):
     """With codes, blocks are those of the whole parameter on any number of ranks."""
-    for found in on_ranks(2, in_low_precision, cases, state_dtype):
+    for found in on_ranks(2, in_low_precision, cases, options):
         assert found == dict.fromkeys(cases, 0.0)
 
 

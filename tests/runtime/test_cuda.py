@@ -376,7 +376,7 @@ def test_the_arena_holds_what_its_plan_says(tmp_path: Path, name: str, overlap: 
     model = zinf_fx.offload(shape.model().to(CUDA), store=tmp_path, **shape.options)
     (plan,) = plan_model(model, batch()).plans
     compiled = torch.compile(model, backend="zinf")
-    optimizer = zinf_fx.optim.AdamW(model.parameters(), overlap=overlap)
+    optimizer = zinf_fx.optim.AdamW(model.parameters(), overlap=overlap, **shape.states)
     for _ in range(4):
         compiled(*batch()).backward()
         optimizer.step()

@@ -55,7 +55,10 @@ def test_predicted_peaks_are_the_measured_ones_and_training_is_that_of_plain_pyt
     plain = shape.model()
     model = zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, **shape.options)
     sides = [
-        (torch.compile(model, backend="zinf"), zinf_fx.optim.AdamW(model.parameters(), overlap=overlap)),
+        (
+            torch.compile(model, backend="zinf"),
+            zinf_fx.optim.AdamW(model.parameters(), overlap=overlap, **shape.states),
+        ),
         (plain, torch.optim.AdamW(plain.parameters(), fused=True)),
     ]
     with followed_plans(model) as plans:

@@ -5,7 +5,7 @@ ZeRO-Infinity, section 3, for a Transformer trained with Adam in mixed precision
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import sympy
 
@@ -15,21 +15,28 @@ from zinf_fx.analysis.symbols import batch, heads, hidden, interval, layers, seq
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes per parameter of each model state; of a model with several dtypes, or frozen parameters, on average."""
+    """Bytes per parameter of each model state; of a model with several dtypes, or frozen parameters, on average.
+    `reread`: of the parameters, what an update reads."""
 
     parameters: float
     gradients: float
     optimizer: float
+    reread: float = 0.0
 
     @property
     def total(self) -> float:
         """Of all model states."""
-        return sum(astuple(self))
+        return self.parameters + self.gradients + self.optimizer
 
     @property
     def values(self) -> dict[sympy.Symbol, float]:
         """For `evaluate`."""
-        return {s.parameter_bytes: self.parameters, s.gradient_bytes: self.gradients, s.optimizer_bytes: self.optimizer}
+        return {
+            s.parameter_bytes: self.parameters,
+            s.gradient_bytes: self.gradients,
+            s.optimizer_bytes: self.optimizer,
+            s.reread_bytes: self.reread,
+        }
 
 
 # fp16 parameters and gradients; fp32 parameters, momentum and variance: K = 12 (ZeRO, section 3.1).

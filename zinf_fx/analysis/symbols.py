@@ -61,6 +61,8 @@ checkpoint_bytes = sympy.Symbol("A", nonnegative=True)
 parameter_bytes = _whole("b_p")
 gradient_bytes = _whole("b_g")
 optimizer_bytes = _whole("K")
+reread_bytes = sympy.Symbol("b_r", nonnegative=True)
+"""Of the weights, what an update reads: all of those that are their own masters, or a part of them; else none."""
 
 
 def evaluate(expression: sympy.Expr, values: Mapping[sympy.Symbol, float]) -> float:

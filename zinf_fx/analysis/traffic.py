@@ -75,7 +75,9 @@ def bytes_moved(preset: str, *, recompute: bool, checkpoints: Tier = "device") -
         read=loads * parameters if on_nvme["parameters"] else zero,
         written=gradients if on_nvme["gradients"] else zero,
         updated=2 * optimizer,
-        update_read=(optimizer if on_nvme["optimizer"] else zero) + (gradients if on_nvme["gradients"] else zero),
+        update_read=(optimizer if on_nvme["optimizer"] else zero)
+        + (gradients if on_nvme["gradients"] else zero)
+        + (_updated(s.reread_bytes, partitioned) if on_nvme["parameters"] else zero),
         update_written=(optimizer if on_nvme["optimizer"] else zero)
         + (_trained(partitioned) if on_nvme["parameters"] else zero),
     )
@@ -84,4 +86,9 @@ def bytes_moved(preset: str, *, recompute: bool, checkpoints: Tier = "device") -
 def _trained(partitioned: Collection[str]) -> sympy.Expr:
     """Bytes of the trained parameters that one device updates: their gradients are as large, and frozen ones have
     none."""
-    return s.gradient_bytes * s.parameters / (s.ranks if "parameters" in partitioned else 1)
+    return _updated(s.gradient_bytes, partitioned)
+
+
+def _updated(bytes_each: sympy.Expr, partitioned: Collection[str]) -> sympy.Expr:
+    """So many bytes of each of the parameters that one device updates."""
+    return bytes_each * s.parameters / (s.ranks if "parameters" in partitioned else 1)

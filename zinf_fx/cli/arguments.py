@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 from typing import Any, get_args
 
-from zinf_fx.adam import StateForm
+from zinf_fx.adam import MasterForm, StateForm
 from zinf_fx.config import ACTIVATIONS, PRESETS, Compute, FrozenDtype, parse_count, parse_positive
 from zinf_fx.native.engine import provider_names
 from zinf_fx.plan import hardware
@@ -152,8 +152,9 @@ def _estimate(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--optimizer-bytes",
         metavar="N",
-        help="states per parameter (default 12, of fp32 8; ZeRO-Infinity counts 16; with moments of 8 bits, 6)",
+        help="states per parameter, in place of Adam's (12, of fp32 8; ZeRO-Infinity counts 16)",
     )
+    _add_states(parser)
     cluster = parser.add_argument_group("hardware")
     cluster.add_argument(
         "--hardware",
@@ -284,7 +285,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
         choices=get_args(Compute),
         help="what computes an operator: PyTorch's kernels one by one (default: eager), or one that Inductor makes",
     )
-    parser.add_argument("--state-dtype", choices=get_args(StateForm), help="of Adam's moments (default: float32)")
+    _add_states(parser)
     parser.add_argument(
         "--micro-batches",
         metavar="N",
@@ -298,3 +299,11 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--inference", action="store_true", help="plan a call under torch.no_grad()")
     parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
+
+
+def _add_states(parser: argparse.ArgumentParser) -> None:
+    """What the optimizer keeps its states in."""
+    parser.add_argument("--state-dtype", choices=get_args(StateForm), help="of Adam's moments (default: float32)")
+    parser.add_argument(
+        "--master-dtype", choices=get_args(MasterForm), help="of the masters of bf16 parameters (default: float32)"
+    )

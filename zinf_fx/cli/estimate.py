@@ -15,7 +15,7 @@ from zinf_fx.cli.machine import hardware_of
 from zinf_fx.cli.target import build, running
 from zinf_fx.config import parse_bytes, parse_count, parse_positive, parse_rate
 from zinf_fx.errors import ConfigError
-from zinf_fx.estimate import Estimate, Workload, estimate, of_module, of_transformer
+from zinf_fx.estimate import Estimate, Optimizer, Workload, estimate, of_module, of_transformer
 from zinf_fx.estimate.table import estimate_text
 from zinf_fx.plan import hardware as descriptions
 from zinf_fx.plan.hardware import Hardware
@@ -52,14 +52,16 @@ def _reproduce(options: argparse.Namespace) -> None:
 
 
 def _workload(options: argparse.Namespace, machine: Hardware) -> Workload:
-    optimizer_bytes = _count(options, "optimizer_bytes")
+    optimizer = Optimizer(_count(options, "optimizer_bytes"), options.state_dtype, options.master_dtype)
+    if optimizer.nbytes is not None and (given := _given(options, ("state_dtype", "master_dtype"))):
+        raise ConfigError(f"optimizer-bytes has all states, and {', '.join(given)} was given: leave one of them out")
     if options.target is not None:
         if given := _given(options, (*_DIMENSIONS, "checkpoint_interval", "dtype", "lora")):
             named = ", ".join(given).replace("_", "-")
             raise ConfigError(f"the target {options.target} has its own dimensions: leave out {named}")
         model, inputs = build(options.target)
         with running(f"running {options.target} on its example inputs, without values,"):
-            return of_module(model, inputs, name=options.target, optimizer_bytes=optimizer_bytes, frozen=options.frozen)
+            return of_module(model, inputs, name=options.target, optimizer=optimizer, frozen=options.frozen)
     given = _given(options, _DIMENSIONS)
     if missing := [f"--{name}" for name in _DIMENSIONS if name not in given]:
         raise ConfigError(f"no model: give a TARGET, or dimensions ({', '.join(missing)} missing)")
@@ -68,7 +70,7 @@ def _workload(options: argparse.Namespace, machine: Hardware) -> Workload:
     if interval > dimensions["layers"]:
         raise ConfigError(f"checkpoint-interval={interval} is more than the {dimensions['layers']} layers")
     half = next((dtype for dtype in ("bfloat16", "float16") if dtype in machine.peak), "float32")
-    how = {"lora": _count(options, "lora"), "frozen": options.frozen, "optimizer_bytes": optimizer_bytes}
+    how = {"lora": _count(options, "lora"), "frozen": options.frozen, "optimizer": optimizer}
     return of_transformer(**dimensions, interval=interval, dtype=options.dtype or half, **how)
 
 

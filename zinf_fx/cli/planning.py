@@ -36,7 +36,7 @@ def plans_of_target(
     fields = fields_of(options)
     requested = Config.of(None, fields)  # bad options are refused before a model is built
     if is_plan_file(options.target):
-        others = {"inference": False, "world_size": 1, "replicas": 1, "state_dtype": None}
+        others = {"inference": False, "world_size": 1, "replicas": 1, "state_dtype": None, "master_dtype": None}
         if given := [*fields, *(name for name, default in others.items() if getattr(options, name) != default)]:
             named = ", ".join(given)
             raise ConfigError(f"a plan file has its options already: leave {named} out, or give module:factory")
@@ -64,7 +64,7 @@ def planning_target(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """
     doing = f"planning {options.target} on its example inputs"
     with running(doing), torch.no_grad() if options.inference else nullcontext():
-        yield {name: getattr(options, name) for name in ("world_size", "replicas", "state_dtype")}
+        yield {name: getattr(options, name) for name in ("world_size", "replicas", "state_dtype", "master_dtype")}
 
 
 def _placement(text: str) -> str | dict[str, object]:

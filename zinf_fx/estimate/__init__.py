@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from zinf_fx.estimate.prediction import Estimate, Need, Prediction, estimate
-from zinf_fx.estimate.workload import Workload, of_module, of_transformer
+from zinf_fx.estimate.workload import Optimizer, Workload, of_module, of_transformer
 
-__all__ = ["Estimate", "Need", "Prediction", "Workload", "estimate", "of_module", "of_transformer"]
+__all__ = ["Estimate", "Need", "Optimizer", "Prediction", "Workload", "estimate", "of_module", "of_transformer"]

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from zinf_fx.adam import state_bytes
+from zinf_fx.adam import SPLIT, AdamStates, MasterForm, StateForm, has_master
 from zinf_fx.analysis import efficiency, memory
 from zinf_fx.analysis import symbols as s
 from zinf_fx.analysis.memory import StateBytes
@@ -48,13 +48,34 @@ class Workload:
     recompute: bool
 
 
-def states_of(dtype: str, optimizer_bytes: float | None = None) -> StateBytes:
-    """Bytes per parameter of mixed-precision or fp32 Adam; a parameter in fp32 is its own master.
+@dataclass(frozen=True)
+class Optimizer:
+    """What an optimizer keeps of a parameter: Adam's states, or `nbytes` per element in their place.
 
-    `optimizer_bytes`: instead of 12 or 8.
+    Attributes:
+        state_dtype, master_dtype: of the moments, and of the masters of bf16 parameters; None: fp32.
     """
-    size = getattr(torch, dtype).itemsize
-    return StateBytes(size, size, optimizer_bytes or sum(state_bytes(size)))
+
+    nbytes: float | None = None
+    state_dtype: StateForm | None = None
+    master_dtype: MasterForm | None = None
+
+    def states_of(self, dtype: torch.dtype) -> StateBytes:
+        """Bytes per parameter of a dtype; one in fp32 is its own master."""
+        size = dtype.itemsize
+        adam = self._adam(dtype)
+        reread = size if adam.reads_weights else 0
+        return StateBytes(size, size, adam.nbytes if self.nbytes is None else self.nbytes, reread)
+
+    def _adam(self, dtype: torch.dtype) -> AdamStates:
+        splits = self.master_dtype == SPLIT and dtype == torch.bfloat16
+        if self.master_dtype == SPLIT and has_master(dtype.itemsize) and not splits:
+            raise ConfigError(f"master-dtype={SPLIT!r} is for bfloat16 parameters, and these are {dtype}: leave it out")
+        return AdamStates(dtype.itemsize, self.state_dtype, splits)
+
+
+ADAM = Optimizer()
+"""In mixed precision."""
 
 
 def of_transformer(
@@ -66,7 +87,7 @@ def of_transformer(
     sequence: int,
     interval: int = 1,
     dtype: str = "bfloat16",
-    optimizer_bytes: float | None = None,
+    optimizer: Optimizer = ADAM,
     lora: int | None = None,
     frozen: str | None = None,
 ) -> Workload:
@@ -79,7 +100,7 @@ def of_transformer(
     """
     if frozen is not None and lora is None:
         raise ConfigError(f"frozen={frozen!r} is a format of frozen parameters, and all are trained: give --lora RANK")
-    states = states_of(dtype, optimizer_bytes)
+    states = optimizer.states_of(getattr(torch, dtype))
     values = {
         s.layers: layers,
         s.hidden: hidden,
@@ -105,11 +126,11 @@ def of_transformer(
     )
     if lora is None:
         return whole
-    return _with_adapters(whole, layers, hidden, batch * sequence, lora, frozen, optimizer_bytes)
+    return _with_adapters(whole, layers, hidden, batch * sequence, lora, frozen, optimizer)
 
 
 def _with_adapters(
-    base: Workload, layers: int, hidden: int, tokens: int, rank: int, frozen: str | None, optimizer_bytes: float | None
+    base: Workload, layers: int, hidden: int, tokens: int, rank: int, frozen: str | None, optimizer: Optimizer
 ) -> Workload:
     """The workload where adapters of a rank are trained beside the linear layers, and `base` is frozen in a format.
 
@@ -120,7 +141,7 @@ def _with_adapters(
     count = base.parameters + adapters
     values_nbytes = base.states.parameters
     nbytes = values_nbytes if frozen is None else FORMATS[frozen].row_nbytes(hidden) / hidden
-    own = states_of("float32", optimizer_bytes)
+    own = optimizer.states_of(torch.float32)
     share = adapters / count
     # Of a frozen layer, no gradient of the weight is computed: one of three products of a step is left out.
     work = 2 * tokens * (3 * base.parameters + 4 * adapters)
@@ -130,7 +151,12 @@ def _with_adapters(
         base,
         model=f"{base.model}; LoRA of rank {rank:,}, all else frozen in {frozen or base.dtype}",
         parameters=count,
-        states=StateBytes(nbytes * (1 - share) + own.parameters * share, own.gradients * share, own.optimizer * share),
+        states=StateBytes(
+            nbytes * (1 - share) + own.parameters * share,
+            own.gradients * share,
+            own.optimizer * share,
+            own.reread * share,
+        ),
         work=work,
         working_states=int(largest),
     )
@@ -141,7 +167,7 @@ def of_module(
     inputs: Sequence[Any] | Mapping[str, Any],
     *,
     name: str,
-    optimizer_bytes: float | None = None,
+    optimizer: Optimizer = ADAM,
     frozen: str | None = None,
 ) -> Workload:
     """A module with example inputs for one device, run forward and backward on tensors without values.
@@ -174,7 +200,8 @@ def of_module(
         states=StateBytes(
             sum(map(nbytes, everything)) / count,
             sum(one.nbytes for one in trained) / count,
-            sum(one.numel() * (optimizer_bytes or sum(state_bytes(one.itemsize))) for one in trained) / count,
+            sum(one.numel() * optimizer.states_of(one.dtype).optimizer for one in trained) / count,
+            sum(one.numel() * optimizer.states_of(one.dtype).reread for one in trained) / count,
         ),
         work=run.work,
         checkpoints=run.saved,

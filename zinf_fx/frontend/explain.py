@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map, tree_map_only
 
-from zinf_fx.adam import StateForm
+from zinf_fx.adam import MasterForm, StateForm
 from zinf_fx.config import LARGEST, Config, shortened
 from zinf_fx.cycles import no_search_for_cycles
 from zinf_fx.errors import ConfigError, PlanError, StoredTensorError, ZinfError
@@ -107,6 +107,7 @@ def plan_model(
     timed: bool = False,
     hardware: Hardware | None = None,
     state_dtype: torch.dtype | StateForm | None = None,
+    master_dtype: torch.dtype | MasterForm | None = None,
     **fields: object,
 ) -> Planning:
     """The plans of `model(*example_inputs)` (a mapping: keyword arguments) for `world_size` ranks. What is partitioned
@@ -117,7 +118,8 @@ def plan_model(
     this machine, as far as they can be measured. Example inputs on the meta device stand for zeros. Grad
     mode decides between training and inference, as for a real call. `timed`: measure the operators on this machine, for
     which every distinct one is run. `hardware`: what "auto" decides for; default this machine. `state_dtype`: what
-    Adam's moments are to be kept in; default as the optimizer that the parameters have keeps them, if any.
+    Adam's moments are to be kept in, and `master_dtype` masters of bf16 parameters; default as the optimizer that the
+    parameters have keeps them, if any.
 
     Raises: ConfigError for bad options, or a placement that contradicts how the model was offloaded;
     StoredTensorError for a parameter that can't be stored; PlanError when a budget is too small, or the model can't be
@@ -133,19 +135,18 @@ def plan_model(
         raise ConfigError(f"world_size={shortened(world_size)} is not a number of ranks: give 1 or more")
     if not isinstance(replicas, int) or replicas < 1 or world_size % replicas:
         raise ConfigError(f"replicas={replicas!r} is not a number of equal groups that {world_size} ranks divide into")
-    form = None if state_dtype is None else str(state_dtype).removeprefix("torch.")
-    if form not in (None, *get_args(StateForm)):
-        accepted = ", ".join(map(repr, get_args(StateForm)))
-        raise ConfigError(f"state_dtype={state_dtype!r} is not accepted; accepted: {accepted}")
+    form = _form("state_dtype", state_dtype, get_args(StateForm))
+    master = _form("master_dtype", master_dtype, get_args(MasterForm))
     in_force = _config_in_force(model, config, fields)
     decides = in_force.placement == "auto"
     groups = Groups.of(world_size, replicas, 3 if decides else in_force.placement.stage)
     # Where it isn't decided yet, any placement serves for capturing the graphs.
     planner = _Planner(Config.of(in_force, {"placement": "nvme"}) if decides else in_force, rates, groups)
     twin = _twin_of(model, planner.config)
-    if form is not None:
-        for stored in (one for parameter in twin.parameters() for one in stored_in(parameter)):
-            stored.storage.gradient.state_dtype = form
+    for stored in (one for parameter in twin.parameters() for one in stored_in(parameter)):
+        gradient = stored.storage.gradient
+        gradient.state_dtype = form or gradient.state_dtype
+        gradient.master_dtype = (master if stored.dtype == torch.bfloat16 else None) or gradient.master_dtype
     inputs = tree_map_only(torch.Tensor, _off_meta, example_inputs)
     arguments = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     with no_search_for_cycles():
@@ -275,6 +276,14 @@ class _Planner:
         (output,) = module.graph.find_nodes(op="output")
         results = tree_map(_stand_in, output.args[0])
         return lambda *arguments: tree_map_only(FunctionType, lambda make: make(), results)
+
+
+def _form(option: str, given: object, accepted: Sequence[str]) -> str | None:
+    """What plans have for an option of optimizers. Raises: ConfigError."""
+    form = None if given is None else str(given).removeprefix("torch.")
+    if form not in (None, *accepted):
+        raise ConfigError(f"{option}={given!r} is not accepted; accepted: {', '.join(map(repr, accepted))}")
+    return form
 
 
 # Not up to torch 2.11.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zinf_fx.adam import StateForm
+from zinf_fx.adam import MasterForm, StateForm
 from zinf_fx.config import Config
 from zinf_fx.frontend.explain import Planning, plan_model
 from zinf_fx.plan.hardware import Hardware
@@ -31,7 +31,8 @@ def export_plan(
     backward, or inference alone under `torch.no_grad()`. What is on the meta device is planned for the CPU.
 
     Args:
-        config, fields: the options to plan with, as for `zinf_fx.offload`; and `state_dtype`, as of the optimizer.
+        config, fields: the options to plan with, as for `zinf_fx.offload`; and `state_dtype` and `master_dtype`,
+            as of the optimizer.
         world_size: ranks that train together.
         replicas: groups that they divide into, each of which has all model states, as with a two-dimensional mesh.
         hardware: what `placement="auto"` decides for; default this machine, at nominal rates. Other choices
@@ -54,11 +55,12 @@ def planning_for(
     world_size: int,
     replicas: int,
     state_dtype: torch.dtype | StateForm | None = None,
+    master_dtype: torch.dtype | MasterForm | None = None,
     **fields: object,
 ) -> Planning:
     """As `plan_model`, with choices weighed with the rates of a described machine, if there is one."""
     rates = None if hardware is None else _rates_of(hardware, model, Config.of(config, fields))
-    how = {"hardware": hardware, "state_dtype": state_dtype}
+    how = {"hardware": hardware, "state_dtype": state_dtype, "master_dtype": master_dtype}
     return plan_model(model, example_inputs, config, rates, world_size, replicas, **how, **fields)
 
 

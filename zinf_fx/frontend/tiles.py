@@ -63,6 +63,7 @@ def tiles_of(
             gradient_tier=config.placement.gradients if moves else None,
             state_tier=config.placement.optimizer if moves else None,
             state_dtype=(tensor.storage.gradient.state_dtype or known.gradient.state_dtype) if moves else None,
+            master_dtype=(tensor.storage.gradient.master_dtype or known.gradient.master_dtype) if moves else None,
             ranks=ranks,
             shard=shards.size if shards else 0,
             partitioned=ranks > 1 and config.placement.stage == 3,

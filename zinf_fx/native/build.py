@@ -9,7 +9,7 @@ from cffi import FFI
 HERE = Path("zinf_fx/native")  # setuptools wants paths relative to setup.py
 FOLDER = Path(__file__).resolve().parent
 SOURCES, HEADERS = ([path.name for path in sorted(FOLDER.glob(f"[!_]*.{kind}"))] for kind in "ch")
-SEEN_BY_PYTHON = ("codes.h", "folding.h", "checksum.h", "engine.h")
+SEEN_BY_PYTHON = ("codes.h", "masters.h", "folding.h", "checksum.h", "engine.h")
 
 
 def declarations() -> str:

@@ -2,18 +2,10 @@
 
 #include <string.h>
 
+#include "processors.h"
+
 /* Values that are computed in fp32 before they are rounded: few enough for the first cache. */
 #define STRIP 256
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
-/* The compiler makes one version for each of these processors, and the loader takes the best. */
-#define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"), optimize("O3")))
-#define FOR_PROCESSOR(name) __attribute__((target("arch=" name), optimize("O3")))
-#define HAS_PROCESSORS
-#include <immintrin.h>
-#else
-#define FOR_EACH_PROCESSOR
-#endif
 
 static inline uint16_t bf16_of(float value) {
     uint32_t bits;

@@ -10,14 +10,15 @@ from itertools import chain
 from numbers import Number
 from operator import is_
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from zinf_fx.adam import StateForm
+from zinf_fx.adam import SPLIT, MasterForm, StateForm
 from zinf_fx.errors import OptimizerError
-from zinf_fx.optim.blockwise import CODES, EIGHT_BITS, scale_of
+from zinf_fx.optim.companions import CODES, LOWER, MASTER, MASTER_UP, SCALES, UPS, companion_of
+from zinf_fx.optim.forms import EIGHT_BITS, KeptAs
 
 # What torch.optim's classes note on themselves when they have looked at their parameters for the first time.
 _CHECKED_ONCE = {"_need_device_dtype_check_for_fused"}
@@ -27,10 +28,6 @@ Group = dict[str, Any]
 
 State = dict[str, Any]
 """What an optimizer's `state` has for one parameter: tensors and numbers by name."""
-
-
-StateDtype = torch.dtype | Literal["8bit"]
-"""Of element-wise states in the store: a dtype, or codes of 8 bits with scales of blocks."""
 
 
 def snapshot(group: Group) -> Group:
@@ -154,6 +151,7 @@ class StateLayout:
         whole: whether the update of an element depends on others, so that a parameter is updated whole.
         shapes: of the states that are tensors of another shape than the parameter's, where it is updated whole.
         form: what element-wise states are kept in, where it isn't the class's own dtype.
+        splits: whether masters are split.
     """
 
     tensors: Mapping[str, torch.dtype]
@@ -161,17 +159,29 @@ class StateLayout:
     whole: bool = False
     shapes: Mapping[str, torch.Size] = field(default_factory=dict)
     form: StateForm | None = None
+    splits: bool = False
 
-    def stored_as(self, narrow: StateDtype) -> StateLayout:
-        """The same, with floating-point element-wise states no wider than `narrow`; of 8 bits, with scales."""
-        tensors = dict(self.tensors)
-        for name, dtype in self.tensors.items():
+    def stored_as(self, kept: KeptAs) -> StateLayout:
+        """The same, with floating-point element-wise states no wider than they are to be; of 8 bits, with scales."""
+        tensors, narrow = dict(self.tensors), kept.state_dtype
+        for name, dtype in self.tensors.items() if narrow is not None else ():
             if narrow == EIGHT_BITS and dtype.is_floating_point:
-                tensors |= {name: CODES, scale_of(name): torch.float32}
+                tensors |= {name: CODES, companion_of(name): SCALES.dtype}
             elif narrow != EIGHT_BITS and dtype.is_floating_point and dtype.itemsize > narrow.itemsize:
                 tensors[name] = narrow
         form = str(narrow).removeprefix("torch.") if tensors != self.tensors else None
-        return StateLayout(MappingProxyType(tensors), self.scalars, form=form)
+        return StateLayout(MappingProxyType(tensors), self.scalars, form=form, splits=kept.splits)
+
+    def of_master(self, own: torch.dtype, update: torch.dtype) -> dict[str, torch.dtype]:
+        """What is kept of the master of a parameter of dtype `own` that is updated in `update`, by name: nothing of one
+        that is its own."""
+        if own == update:
+            return {}
+        return {MASTER: LOWER, MASTER_UP: UPS.dtype} if self.splits else {MASTER: update}
+
+    def master_form(self, own: torch.dtype, update: torch.dtype) -> MasterForm | None:
+        """For plans, where it isn't the dtype of the update."""
+        return SPLIT if MASTER_UP in self.of_master(own, update) else None
 
     def zeros(self) -> State:
         """Zeros for the states that stay in memory."""

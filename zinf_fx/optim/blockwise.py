@@ -6,17 +6,12 @@ Optimizers via Block-wise Quantization, Dettmers et al. 2021, sections 1.3 and 2
 the other, for states that are never negative, has twice as many steps. Blocks have 256 elements, as those of torchao
 and bitsandbytes.
 
-[Note: blocks]
-The scales of a state are a tensor of their own, one element for each block, in memory where the update is. Blocks are
-counted from the first element of the whole parameter. Chunks and windows begin at multiples of WINDOW_ALIGNMENT
-elements behind a part that a rank updates, and such a part begins at a multiple of at least BLOCK elements (see
-`plan.sharding`). So no block lies in two of them, and codes and scales are the same for any chunks and ranks.
+The scales of a state are its companion: see [Note: companions].
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from itertools import chain
 
@@ -24,57 +19,26 @@ import torch
 
 from zinf_fx.errors import OptimizerError
 from zinf_fx.native import codes
+from zinf_fx.optim.companions import CODES, companion_of
+from zinf_fx.optim.forms import EIGHT_BITS
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.sizes import BLOCK, PAGE
 
-EIGHT_BITS = "8bit"
-"""The name of such states among the values of `state_dtype`."""
-
-CODES = torch.uint8
-
 # Never negative, of the classes of torch.optim.
 _UNSIGNED = {"exp_avg_sq", "max_exp_avg_sq", "exp_inf", "sum", "square_avg", "acc_delta"}
-
-_SCALE = "_scale"
-
-
-def scale_of(name: str) -> str:
-    """The name of the scales of the state `name`."""
-    return name + _SCALE
-
-
-def is_scale(name: str, names: Mapping[str, object]) -> bool:
-    """Whether `name` is that of the scales of another state in `names`."""
-    return name.endswith(_SCALE) and name.removesuffix(_SCALE) in names
-
-
-def scales_shape(shape: Sequence[int]) -> torch.Size:
-    """Of the scales of a parameter of `shape`."""
-    return torch.Size([-(-math.prod(shape) // BLOCK)])
-
-
-def blocks_of(elements: range) -> range:
-    """The blocks that consecutive elements of a parameter are, from the first of a block on; of none, none."""
-    assert elements.start % BLOCK == 0 or not elements, elements
-    return range(-(-elements.start // BLOCK), -(-elements.stop // BLOCK))
-
-
-def part_of(name: str, names: Mapping[str, object], elements: range) -> range:
-    """Of the state `name`, one of `names`, what belongs to some elements of the parameter."""
-    return blocks_of(elements) if is_scale(name, names) else elements
 
 
 def computed(name: str, memory: Mapping[str, torch.Tensor], values: torch.Tensor) -> torch.Tensor:
     """Write a state that `memory` has in another form than its values to these; they are returned."""
     if memory[name].dtype == CODES:
-        return decode(name, memory[name], memory[scale_of(name)], values)
+        return decode(name, memory[name], memory[companion_of(name)], values)
     return values.copy_(memory[name])
 
 
 def store_computed(name: str, memory: Mapping[str, torch.Tensor], values: torch.Tensor) -> None:
     """The other way."""
     if memory[name].dtype == CODES:
-        encode(name, values, memory[name], memory[scale_of(name)])
+        encode(name, values, memory[name], memory[companion_of(name)])
     else:
         memory[name].copy_(values)
 

@@ -1,4 +1,5 @@
-"""States become codes of 8 bits, and codes states, a chunk at a time, where one kind is loaded into the other."""
+"""States become codes of 8 bits or split masters, and these states, a chunk at a time, where one kind is loaded into
+the other."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from contextlib import ExitStack
 import torch
 
 from zinf_fx.interrupts import held_back, let_through
-from zinf_fx.optim.blockwise import blocks_of, decode, encode
+from zinf_fx.optim import blockwise, split
+from zinf_fx.optim.companions import MASTER, companion_of, kind_of, part_of
 from zinf_fx.optim.elements import open_elements, overwritten
 from zinf_fx.runtime.memory.device import CPU
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
@@ -16,31 +18,47 @@ from zinf_fx.sizes import pieces_of
 
 
 @held_back
-def encode_into(name: str, codes: StoredTensor, scales: StoredTensor, value: torch.Tensor) -> None:
-    """Write the codes and the scales of a state's value, stored or not."""
-    (value,) = _divided_as(codes, [value])
-    for part in _parts(codes):
+def encode_into(name: str, target: StoredTensor, companion: StoredTensor, value: torch.Tensor) -> None:
+    """Write the value of a state, stored or not, in fewer bytes, with its companion."""
+    (value,) = _divided_as(target, [value], name)
+    for part in _parts(target):
         with ExitStack() as windows:
             source = open_elements(value, CPU, part.start, len(part))
             windows.callback(source.close)
-            found = [windows.enter_context(overwritten(*one)) for one in ((codes, part), (scales, blocks_of(part)))]
-            encode(name, source.wait().to(torch.float32), *found)
+            beside = _beside(name, part)
+            found = [windows.enter_context(overwritten(*one)) for one in ((target, part), (companion, beside))]
+            values = source.wait().to(torch.float32)
+            if name == MASTER:
+                split.split(values, values.to(torch.bfloat16), *found)
+            else:
+                blockwise.encode(name, values, *found)
 
 
 @held_back
-def decode_into(name: str, target: StoredTensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """Write the values of a state's codes and scales, stored or not."""
-    codes, scales = _divided_as(target, [codes, scales])
+def decode_into(
+    name: str, target: StoredTensor, value: torch.Tensor, companion: torch.Tensor, parameter: StoredTensor
+) -> None:
+    """Write the values of a state in fewer bytes with its companion, stored or not. `parameter`: whose it is."""
+    value, companion = _divided_as(target, [value, companion], name)
     for part in _parts(target):
         with ExitStack() as windows:
-            sources = [
-                open_elements(one, CPU, p.start, len(p)) for one, p in ((codes, part), (scales, blocks_of(part)))
-            ]
+            beside = _beside(name, part)
+            several = [(value, part), (companion, beside), *([(parameter, part)] if name == MASTER else [])]
+            sources = [open_elements(one, CPU, some.start, len(some)) for one, some in several]
             for source in sources:
                 windows.callback(source.close)
             elements = windows.enter_context(overwritten(target, part))
-            found = [source.wait() for source in sources]
-            elements.copy_(decode(name, *found, torch.empty(len(part))))
+            found, values = [source.wait() for source in sources], torch.empty(len(part))
+            if name == MASTER:
+                *kept, weights = found
+                elements.copy_(split.join(weights, *kept, values))
+            else:
+                elements.copy_(blockwise.decode(name, *found, values))
+
+
+def _beside(name: str, part: range) -> range:
+    """Of the companion of state `name`, what belongs to some elements."""
+    return part_of(companion_of(name), (name,), part)
 
 
 def _parts(tensor: StoredTensor) -> Iterator[range]:
@@ -52,14 +70,17 @@ def _parts(tensor: StoredTensor) -> Iterator[range]:
                 yield part
 
 
-def _divided_as(target: StoredTensor, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The values; those whole that may be divided over other ranks than the target's."""
+def _divided_as(target: StoredTensor, values: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
+    """The values, those whole that may be divided over other ranks than the target's: of state `name` and its
+    companion."""
     mine = target.storage.share
+    each = kind_of(companion_of(name), (name,)).elements
 
     def divided(value: torch.Tensor) -> torch.Tensor:
         if not isinstance(value, StoredTensor):
             return value
-        theirs, shards = value.storage.share, mine.shards if value.shape == target.shape else mine.shards.in_blocks()
+        theirs = value.storage.share
+        shards = mine.shards if value.shape == target.shape else mine.shards.in_blocks(each)
         alike = (theirs.partitioned and theirs.shards) == (mine.partitioned and shards)
         return value if alike else value.full_tensor()
 

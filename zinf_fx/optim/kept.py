@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from zinf_fx.optim.arithmetic import StateLayout
-from zinf_fx.optim.blockwise import is_scale
-from zinf_fx.optim.states import MASTER, ParameterStates, State, follows, working_dtype
+from zinf_fx.optim.companions import MASTER, MASTER_UP, kind_of
+from zinf_fx.optim.states import ParameterStates, State, follows, working_dtype
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
@@ -48,11 +48,12 @@ class KeptStates:
         first, layout = together[0]
         storages = [parameter.storage for parameter, _ in together]
         dtype = self.dtype(first)
-        names = {**({MASTER: dtype} if dtype != first.dtype else {}), **layout.tensors}
+        names = {**layout.of_master(first.dtype, dtype), **layout.tensors}
+        kinds = {name: kind_of(name, names) for name in names}
         rows = {
-            name: TensorStorage.scales_side_by_side(storages)
-            if is_scale(name, names)
-            else TensorStorage.states_side_by_side(storages, kept_in)
+            name: TensorStorage.states_side_by_side(storages, kept_in)
+            if (kind := kinds[name]) is None
+            else TensorStorage.companions_side_by_side(storages, kind.dtype, kind.elements)
             for name, kept_in in names.items()
         }
         for number, (parameter, _) in enumerate(together):
@@ -68,7 +69,8 @@ class KeptStates:
             states = self.states[parameter] = ParameterStates(parameter, dtype, self._spaces.pop(parameter, None))
         states.reserve(layout, dtype)
         if not states.has_master and parameter.whole in shown:
-            shown[parameter.whole].pop(MASTER, None)
+            for name in (MASTER, MASTER_UP):
+                shown[parameter.whole].pop(name, None)
         return states
 
     def load(

@@ -8,8 +8,10 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_fx.errors import OptimizerError
-from zinf_fx.optim.arithmetic import Group, NotElementwise, StateDtype, StateLayout, probe
-from zinf_fx.optim.blockwise import EIGHT_BITS, check_can_be_coded
+from zinf_fx.optim.arithmetic import Group, NotElementwise, StateLayout, probe
+from zinf_fx.optim.blockwise import check_can_be_coded
+from zinf_fx.optim.forms import EIGHT_BITS, KeptAs
+from zinf_fx.optim.split import check_can_be_split
 from zinf_fx.optim.whole import check_can_be_whole, whole_layout
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
@@ -18,13 +20,6 @@ _REMEMBERED = 64
 
 OfShapes = dict[torch.Size | None, StateLayout | None]
 """Layouts of whole parameters by shape; under None that of pieces, if the class can update pieces."""
-
-
-def check_state_dtype(state_dtype: object) -> None:
-    """Raises: OptimizerError for what isn't accepted."""
-    accepted = None, torch.float32, torch.bfloat16, EIGHT_BITS
-    if state_dtype not in accepted:
-        raise OptimizerError(f"state_dtype={state_dtype!r} is not accepted: {', '.join(map(repr, accepted))} are")
 
 
 class Layouts:
@@ -36,11 +31,8 @@ class Layouts:
         # model has.
         self._known: dict[tuple[str, torch.dtype], OfShapes] = {}
 
-    def under(
-        self, optimizer: Optimizer, group: Group, *, state_dtype: StateDtype | None, in_backward: bool
-    ) -> GroupLayouts:
-        """Those under the present options of `group`. `state_dtype`: of element-wise states in the store;
-        `in_backward`: whether backward is to update parameters.
+    def under(self, optimizer: Optimizer, group: Group, kept: KeptAs, *, in_backward: bool) -> GroupLayouts:
+        """Those under the present options of `group`. `in_backward`: whether backward is to update parameters.
 
         Raises: OptimizerError for options that can't be honoured.
         """
@@ -52,21 +44,21 @@ class Layouts:
         def known(dtype: torch.dtype) -> OfShapes:
             found = self._known.get((options, dtype))
             if found is None:
-                found = {None: _of_pieces(optimizer, self._kind, group, dtype, state_dtype)}
+                found = {None: _of_pieces(optimizer, self._kind, group, dtype, kept)}
                 self._known = {(options, dtype): found, **dict(list(self._known.items())[: _REMEMBERED - 1])}
             return found
 
-        return GroupLayouts(optimizer, self._kind, group, known, state_dtype=state_dtype, in_backward=in_backward)
+        return GroupLayouts(optimizer, self._kind, group, known, kept, in_backward=in_backward)
 
 
 def _of_pieces(
-    optimizer: Optimizer, kind: type[Optimizer], group: Group, dtype: torch.dtype, state_dtype: StateDtype | None
+    optimizer: Optimizer, kind: type[Optimizer], group: Group, dtype: torch.dtype, kept: KeptAs
 ) -> StateLayout | None:
     try:
         layout = probe(optimizer, kind, group, dtype)
     except NotElementwise:
         return None
-    return layout if state_dtype is None else layout.stored_as(state_dtype)
+    return layout.stored_as(kept)
 
 
 class GroupLayouts:
@@ -78,13 +70,13 @@ class GroupLayouts:
         kind: type[Optimizer],
         group: Group,
         find: Callable[[torch.dtype], OfShapes],
+        kept: KeptAs,
         *,
-        state_dtype: StateDtype | None,
         in_backward: bool,
     ) -> None:
         """`find`: what is known of updates in a dtype."""
         self._optimizer, self._kind, self._group, self._find = optimizer, kind, group, find
-        self._state_dtype, self._in_backward = state_dtype, in_backward
+        self._kept, self._in_backward = kept, in_backward
         self._known: dict[torch.dtype, OfShapes] = {}
 
     def of_pieces(self, dtype: torch.dtype) -> StateLayout | None:
@@ -97,10 +89,12 @@ class GroupLayouts:
     def of(self, parameter: StoredTensor, dtype: torch.dtype) -> StateLayout:
         """That of `parameter`, updated in `dtype`. Raises: OptimizerError for what can't be streamed."""
         if (layout := self.of_pieces(dtype)) is not None:
-            if self._state_dtype == EIGHT_BITS:
+            if self._kept.state_dtype == EIGHT_BITS:
                 check_can_be_coded(parameter, dtype)
+            if layout.of_master(parameter.dtype, dtype) and self._kept.splits:
+                check_can_be_split(parameter)
             return layout
-        check_can_be_whole(self._kind, parameter, in_backward=self._in_backward, narrowed=self._state_dtype is not None)
+        check_can_be_whole(self._kind, parameter, in_backward=self._in_backward, narrowed=self._kept.narrowed)
         known, shape = self._known[dtype], parameter.shape
         if shape not in known:
             known[shape] = whole_layout(self._optimizer, self._kind, self._group, shape, dtype)

@@ -10,12 +10,11 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_fx.optim.arithmetic import Group, State, same_objects, step_together
-from zinf_fx.optim.blockwise import part_of
 from zinf_fx.optim.chunks import charged
+from zinf_fx.optim.companions import MASTER_UP, part_of
 from zinf_fx.optim.elements import moved
-from zinf_fx.optim.opened import OpenWindows, begin_update, end_update, take_over_written
+from zinf_fx.optim.opened import OpenWindows, begin_update, end_update, store_weights, take_over_written, weights_of
 from zinf_fx.optim.recipe import Recipe, Update
-from zinf_fx.optim.states import MASTER
 from zinf_fx.plan.memory.accounting import AT_A_TIME
 from zinf_fx.plan.packs import starts_of
 from zinf_fx.runtime.memory.cut import Cut
@@ -70,7 +69,8 @@ class PackedStates:
 
     def calls(
         self,
-        weights: Elements,
+        parameters: Elements,
+        masters: Mapping[str, Elements],
         gradients: Elements,
         states: Mapping[str, Elements],
         shown: Mapping[torch.Tensor, State],
@@ -78,7 +78,7 @@ class PackedStates:
     ) -> Iterator[_Call]:
         """The calls of the torch class that update the parameters, over these elements of each, to run one after the
         other. `shown`, `scratch`: as of `OpenPack.update`."""
-        over = [weights, gradients, *states.values()]
+        over = [parameters, *masters.values(), gradients, *states.values()]
         if self._last is not None and same_objects(self._last[0], over):
             calls = self._last[1]
             yield from calls
@@ -86,7 +86,7 @@ class PackedStates:
             calls = []
             for numbers in self._together(AT_A_TIME if self.updates[0][0].place is CPU else None):
                 updates = [self.updates[number] for number in numbers]
-                calls.append(_Call(updates, numbers, weights, gradients, states, shown, scratch))
+                calls.append(_Call(updates, numbers, parameters, masters, gradients, states, shown, scratch))
                 yield calls[-1]
         lasts = not self.scratch_rows and all(call.lasts and call.recipe.place is CPU for call in calls)
         self._last = (over, calls) if lasts else None
@@ -186,7 +186,8 @@ class _Call:
         self,
         updates: Sequence[Update],
         numbers: Sequence[int],
-        weights: Elements,
+        parameters: Elements,
+        masters: Mapping[str, Elements],
         gradients: Elements,
         states: Mapping[str, Elements],
         shown: Mapping[torch.Tensor, State],
@@ -196,19 +197,24 @@ class _Call:
         self.numbers, self.recipe = numbers, updates[0][0]
         self.lasts = False
         self._parameters = [states.parameter.whole for _, states in updates]
-        self._weights = [weights[number] for number in numbers]
+        self._stored = [parameters[number] for number in numbers]
+        self._masters = [{name: elements[number] for name, elements in masters.items()} for number in numbers]
+        self._weights: list[torch.Tensor] = []
         self._memory = [{name: elements[number] for name, elements in states.items()} for number in numbers]
         self._gradients: list[torch.Tensor] = []
         self._state: defaultdict[torch.Tensor, State] = defaultdict(dict)
         self._counts_are_shown = True
         counts_at = self.recipe.place if self.recipe.group.get("fused") else CPU
         rows, offset = None if scratch is None else scratch.flatten(1).view(self.recipe.dtype), 0
-        for (_, one), number, memory in zip(updates, numbers, self._memory, strict=True):
+        several = zip(updates, numbers, self._stored, self._masters, self._memory, strict=True)
+        for (_, one), number, stored, master, memory in several:
             entry = shown[one.parameter.whole]
             scalars = {k: moved(v, counts_at) for k, v in entry.items() if k not in one.tensors}
             self._counts_are_shown &= all(value is entry[name] for name, value in scalars.items())
             room = None if rows is None else rows[:, offset:]
-            weight = weights[number]
+            row = one.weights_row
+            weight = weights_of(stored, master, None if row is None else room[row, : stored.numel()])
+            self._weights.append(weight)
             state = begin_update(weight, gradients[number], memory, self.recipe.present, one.rounded, room)
             self._gradients.append(weight.grad)
             self._state[weight] = scalars | state
@@ -223,6 +229,11 @@ class _Call:
         if not self.lasts:
             for parameter, weight, memory in zip(self._parameters, self._weights, self._memory, strict=True):
                 shown[parameter].update(end_update(weight, memory, self._state[weight]))
+        if any(MASTER_UP in master for master in self._masters):
+            for each in zip(self._weights, self._stored, self._masters, strict=True):
+                store_weights(*each)
+        elif any(self._masters):
+            torch._foreach_copy_(self._stored, self._weights)
 
 
 class OpenPack(OpenWindows):
@@ -236,12 +247,11 @@ class OpenPack(OpenWindows):
         super().__init__()
         try:
             self._gradient = None if states.gradient_row is None else self._open(states.gradient_row, True)
-            self._master = None
-            if states.members[0].has_master:
-                self._master = self._open(states.state_rows[MASTER], MASTER in present)
-            self._has_masters = MASTER in present
-            self._refresh = self._master is not None and any(one.refresh for one in states.members)
-            self._parameter = self._open(states.parameter_row, self._master is None or self._refresh)
+            first = states.members[0]
+            self._known = present.issuperset(first.masters)
+            self._masters = {name: self._open(states.state_rows[name], self._known) for name in first.masters}
+            self._refresh = bool(self._masters) and any(one.refresh for one in states.members)
+            self._parameter = self._open(states.parameter_row, first.reads_weights or self._refresh)
             self._states = {name: self._open(states.state_rows[name], name in present) for name in recipe.names}
         except BaseException:
             self.close()
@@ -263,9 +273,10 @@ class OpenPack(OpenWindows):
         for window in self._windows:
             window.wait()
         if self._refresh:
-            masters, parameters = self.states.state_rows[MASTER].of(self._master), self._parameters()
-            for weights, parameter in zip(masters, parameters, strict=True):
-                take_over_written(weights, parameter, self._has_masters)
+            masters = self._of_states(self._masters)
+            for number, parameter in enumerate(self._parameters()):
+                of_one = {name: elements[number] for name, elements in masters.items()}
+                take_over_written(of_one, parameter, self._known)
 
     def update(
         self,
@@ -275,13 +286,13 @@ class OpenPack(OpenWindows):
     ) -> None:
         """Run the torch class, once for each group of options and some elements. `borrowed`: the class under a group's
         options; `shown`: the optimizer's state, which gets what isn't stored; `scratch`: as `OpenPiece.begin`."""
-        parameters = self._parameters()
-        weights = parameters if self._master is None else self.states.state_rows[MASTER].of(self._master)
-        states = {name: self.states.state_rows[name].of(window) for name, window in self._states.items()}
-        for call in self.states.calls(weights, self._gradients(), states, shown, scratch):
+        masters, states = self._of_states(self._masters), self._of_states(self._states)
+        for call in self.states.calls(self._parameters(), masters, self._gradients(), states, shown, scratch):
             call.run(borrowed(call.recipe.group, self._place), shown)
-            if self._master is not None:
-                torch._foreach_copy_([parameters[n] for n in call.numbers], [weights[n] for n in call.numbers])
+
+    def _of_states(self, windows: Mapping[str, Window | DeviceWindow]) -> dict[str, Elements]:
+        """What windows over states have of each parameter, by name."""
+        return {name: self.states.state_rows[name].of(window) for name, window in windows.items()}
 
     def _parameters(self) -> Elements:
         return self.states.parameter_row.of(self._parameter)

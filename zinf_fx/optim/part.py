@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping, Set
 
 import torch
 
-from zinf_fx.optim.blockwise import part_of
 from zinf_fx.optim.chunks import Piece
+from zinf_fx.optim.companions import part_of
 from zinf_fx.optim.elements import AnyWindow, open_elements, open_window
-from zinf_fx.optim.opened import OpenWindows, begin_update, end_update, take_over_written
-from zinf_fx.optim.states import MASTER, ParameterStates, State
+from zinf_fx.optim.opened import OpenWindows, begin_update, end_update, store_weights, take_over_written, weights_of
+from zinf_fx.optim.states import ParameterStates, State
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
 
@@ -28,7 +28,7 @@ class OpenPart(OpenWindows):
     weights: torch.Tensor
     state: State
 
-    def __init__(self, piece: Piece[ParameterStates], names: Iterable[str], present: Collection[str]) -> None:
+    def __init__(self, piece: Piece[ParameterStates], names: Iterable[str], present: Set[str]) -> None:
         """`names`: the states that are stored; those in `present` hold values, as does the master if it is in there.
 
         Raises: StoreError; no window is open then.
@@ -38,9 +38,10 @@ class OpenPart(OpenWindows):
         super().__init__()
         try:
             self._gradient = self._keep(self._open_gradient(states.gradient))
-            self._master = self._open(states.tensors[MASTER], MASTER in present) if states.has_master else None
+            self._known = present.issuperset(states.masters)
+            self._master = {n: self._open(states.tensors[n], self._known, n) for n in states.masters}
             self._refresh = states.refresh
-            self._parameter = self._open(states.parameter, self._master is None or self._refresh)
+            self._parameter = self._open(states.parameter, states.reads_weights or self._refresh)
             self._states = {name: self._open(states.tensors[name], name in present, name) for name in self.names}
         except BaseException:
             self.close()
@@ -61,19 +62,25 @@ class OpenPart(OpenWindows):
         master stays."""
         for window in self._windows:
             window.wait()
-        if self._master is not None and self._refresh:
-            take_over_written(self._master.wait(), self._parameter.wait(), MASTER in self._present)
+        if self._master and self._refresh:
+            take_over_written(self._elements_of(self._master), self._parameter.wait(), self._known)
 
-    @property
-    def _updated(self) -> torch.Tensor:
-        """The elements that the arithmetic changes, in its dtype."""
-        return (self._parameter if self._master is None else self._master).wait()
+    def _elements_of(
+        self, windows: Mapping[str, Window | DeviceWindow], some: range | None = None
+    ) -> dict[str, torch.Tensor]:
+        """What windows over states have, by name: of some of the elements that they are over; default all."""
+        found = {name: window.wait() for name, window in windows.items()}
+        if some is None:
+            return found
+        parts = {name: part_of(name, self.piece.owner.tensors, some) for name in found}
+        return {name: found[name][part.start : part.stop] for name, part in parts.items()}
 
     def store(self, unscaled: bool) -> None:
         """Start writing what was updated; with `unscaled`, the gradient is part of that."""
-        for window in (self._master, self._parameter, *self._states.values(), self._gradient if unscaled else None):
-            if window is not None:
-                window.store()
+        for window in (*self._master.values(), self._parameter, *self._states.values()):
+            window.store()
+        if unscaled:
+            self._gradient.store()
 
     def close(self) -> None:
         """Give back what was not stored, and what the torch class allocated."""
@@ -102,17 +109,17 @@ class OpenPiece(OpenPart):
         `scratch`: in the weights' dtype, `scratch_rows` of at least as many elements: for the gradient and for states
         in another dtype.
         """
-        self.weights = self._updated[elements]
-        names, some = self.piece.owner.tensors, range(elements.start, elements.stop)
-        parts = {name: part_of(name, names, some) for name in self._states}
-        self._memory = {n: self._states[n].wait()[part.start : part.stop] for n, part in parts.items()}
-        gradient, rounded = self._gradient.wait()[elements], self.piece.owner.rounded
+        stored, some = self.piece.owner, range(elements.start, elements.stop)
+        self._kept = self._elements_of(self._master, some)
+        room = None if stored.weights_row is None else scratch[stored.weights_row, : len(some)]
+        self.weights = weights_of(self._parameter.wait()[elements], self._kept, room)
+        self._memory = self._elements_of(self._states, some)
+        gradient, rounded = self._gradient.wait()[elements], stored.rounded
         self.state = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in scalars.items()}
         self.state |= begin_update(self.weights, gradient, self._memory, self._present, rounded, scratch)
 
     def end(self, elements: slice, state: State) -> State:
         """Put the updated weights and element-wise states where they will be stored from. Returns the other states."""
-        if self._master is not None:
-            self._parameter.wait()[elements].copy_(self.weights)
-        memory, self._memory = self._memory, {}
+        store_weights(self.weights, self._parameter.wait()[elements], self._kept)
+        memory, self._memory, self._kept = self._memory, {}, {}
         return end_update(self.weights, memory, state)

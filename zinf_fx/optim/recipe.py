@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from zinf_fx.optim.arithmetic import Group, StateLayout, snapshot
-from zinf_fx.optim.states import MASTER, ParameterStates
+from zinf_fx.optim.states import ParameterStates
 from zinf_fx.runtime.memory.device import Device
 
 
@@ -64,6 +64,6 @@ class Recipes:
         if key not in self._known:
             names = tuple(layout.tensors)
             if layout.whole:  # others may be present, and the class makes what it needs
-                names = tuple(name for name in states.tensors if name in present and name != MASTER)
+                names = tuple(name for name in states.tensors if name in present and name not in states.masters)
             self._known[key] = Recipe(snapshot(group), states.place, states.dtype, names, present, layout.whole)
         return self._known[key]

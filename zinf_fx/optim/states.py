@@ -8,8 +8,8 @@ import torch
 
 from zinf_fx.errors import OptimizerError, StoreError
 from zinf_fx.optim.arithmetic import State, StateLayout
-from zinf_fx.optim.blockwise import CODES, is_scale, part_of, scale_of, scales_shape
 from zinf_fx.optim.coded import decode_into, encode_into
+from zinf_fx.optim.companions import MASTER, MASTER_UP, companion_of, has_companion, kind_of, part_of
 from zinf_fx.optim.elements import copy_into
 from zinf_fx.plan.packs import spaced
 from zinf_fx.runtime.memory.device import CPU, Device
@@ -18,8 +18,7 @@ from zinf_fx.runtime.tensor.local_parameter import local_part
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
-MASTER = "master"
-"""Name of the fp32 copy of a low-precision parameter among its states."""
+_MASTERS = (MASTER, MASTER_UP)
 
 
 def working_dtype(parameter: StoredTensor) -> torch.dtype:
@@ -70,17 +69,19 @@ def fitting(entry: State, layout: StateLayout, parameter: StoredTensor, dtype: t
 
     Raises: OptimizerError if it can't be right.
     """
-    entry = {k: local_part(v) for k, v in entry.items() if v is not None and (k != MASTER or dtype != parameter.dtype)}
+    unused = (MASTER, MASTER_UP) if dtype == parameter.dtype else ()
+    entry = {name: local_part(value) for name, value in entry.items() if value is not None and name not in unused}
     shape = tuple(parameter.shape)
-    needed = layout.tensors.keys() | layout.scalars.keys()
-    needed -= {name for name in layout.tensors if is_scale(name, layout.tensors) and not _is_coded(entry, name)}
+    kinds = {name: kind_of(name, {MASTER, *layout.tensors}) for name in [*layout.tensors, *layout.shapes, *_MASTERS]}
+    needed = {name for name in (*layout.tensors, *layout.scalars) if kinds.get(name) is None}
+    needed |= _companions(entry)
     if entry and (missing := sorted(needed - entry.keys())):
         raise OptimizerError(
             f"the state to load for a parameter of shape {shape} lacks {', '.join(missing)}: it has "
             f"{', '.join(sorted(entry))}, so it was saved by another class of optimizer than {loads}"
         )
-    for name in [*layout.tensors, *layout.shapes, MASTER]:
-        expected = layout.shapes.get(name, scales_shape(shape) if is_scale(name, layout.tensors) else shape)
+    for name, kind in kinds.items():
+        expected = layout.shapes.get(name, shape if kind is None else kind.shape(shape))
         if name in entry and tuple(entry[name].shape) != tuple(expected):
             raise OptimizerError(
                 f"the state '{name}' to load has shape {tuple(entry[name].shape)}, its parameter {shape}: the "
@@ -89,14 +90,15 @@ def fitting(entry: State, layout: StateLayout, parameter: StoredTensor, dtype: t
     return entry
 
 
-def _is_coded(entry: State, scale: str) -> bool:
-    """Whether an entry has the state with these scales as codes."""
-    coded = (name for name, value in entry.items() if isinstance(value, torch.Tensor) and value.dtype == CODES)
-    return any(scale == scale_of(name) for name in coded)
+def _companions(entry: State) -> set[str]:
+    """The names of the companions that states in an entry have."""
+    states = (name for name in entry if kind_of(name, entry) is None)
+    return {companion_of(name) for name in states if has_companion(entry[name])}
 
 
 class ParameterStates:
-    """Reserved space for the states of one stored parameter, on the tier of optimizer states.
+    """Reserved space for the states of one stored parameter, on the tier of optimizer states; their companions are in
+    memory.
 
     Attributes:
         place: what updates the parameter.
@@ -113,8 +115,7 @@ class ParameterStates:
     def __init__(
         self, parameter: StoredTensor, dtype: torch.dtype, spaces: dict[str, TensorStorage] | None = None
     ) -> None:
-        """`dtype`: of the update; where it asks for a master, that is reserved. `spaces`: what is reserved already, by
-        the name of the state. Raises: StoreError for no space."""
+        """`dtype`: of the update. `spaces`: what is reserved already, by the name of the state."""
         self._spaces = spaces or {}
         # Whose tensors were looked for before these, the key of the parameter then, and whether they are there.
         self._behind: tuple[ParameterStates, int, bool] | None = None
@@ -128,8 +129,6 @@ class ParameterStates:
         self.refresh = True
         self.gradient: torch.Tensor | None = None
         self.dtype = dtype
-        if self.has_master:
-            self._reserve(MASTER, self.dtype)
 
     @property
     def in_shares(self) -> bool:
@@ -191,13 +190,14 @@ class ParameterStates:
     def load(self, entry: State, layout: StateLayout) -> State:
         """Copy the values of a fitting entry to their tier. Returns what the optimizer shows."""
         shown: State = {}
+        companions = _companions(entry)
         for name, value in entry.items():
-            if is_scale(name, entry) and name not in self.tensors:
+            if kind_of(name, entry) is not None and not (name in companions and name in self.tensors):
                 continue
             if name in self.tensors:
-                value = self.parameter.shown(self.copy(name, value, entry.get(scale_of(name))))
-                if (scale := scale_of(name)) in self.tensors:
-                    shown[scale] = self.parameter.shown(self.tensors[scale])
+                value = self.parameter.shown(self.copy(name, value, entry.get(companion_of(name))))
+                if (companion := companion_of(name)) in self.tensors:
+                    shown[companion] = self.parameter.shown(self.tensors[companion])
             elif name in layout.scalars:
                 dtype = layout.scalars[name]
                 value = value if dtype is None else torch.as_tensor(value, dtype=dtype).clone()
@@ -210,9 +210,25 @@ class ParameterStates:
         return self.parameter.dtype != self.dtype
 
     @cached_property
+    def masters(self) -> tuple[str, ...]:
+        """The names of what is kept of the master."""
+        return tuple(name for name in _MASTERS if name in self.tensors)
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether an update needs what the parameter holds, as its master or as a part of that."""
+        return self.masters != (MASTER,)
+
+    @cached_property
     def rounded(self) -> list[str]:
         """Names of the states that are kept in less than the dtype of the update, in order."""
-        return [name for name, tensor in self.tensors.items() if tensor.dtype.itemsize < self.dtype.itemsize]
+        states = (name for name in self.tensors if kind_of(name, self.tensors) is None)
+        return [name for name in states if self.tensors[name].dtype.itemsize < self.dtype.itemsize]
+
+    @property
+    def weights_row(self) -> int | None:
+        """Which of the rows of memory in the dtype of the update the master is for, where it is split."""
+        return 1 + self.rounded.index(MASTER) if MASTER in self.rounded else None
 
     @property
     def scratch_rows(self) -> int:
@@ -238,7 +254,7 @@ class ParameterStates:
     @cached_property
     def bytes_written(self) -> int:
         """Bytes per element that an update writes to the store."""
-        states = (tensor for name, tensor in self.tensors.items() if not is_scale(name, self.tensors))
+        states = (tensor for name, tensor in self.tensors.items() if kind_of(name, self.tensors) is None)
         tensors = (self.parameter, *states)
         return sum(tensor.dtype.itemsize for tensor in tensors if not tensor.storage.bytes.in_host_memory)
 
@@ -269,15 +285,21 @@ class ParameterStates:
                 f"a parameter got the shape {tuple(self.parameter.shape)} after its states were made: make a new "
                 "optimizer after resizing embeddings"
             )
-        if self.has_master != (MASTER in self.tensors):
-            self._reserve(MASTER, self.dtype) if self.has_master else self._keep(MASTER, None)
-        for name, dtype in layout.tensors.items():
+        of_master = layout.of_master(self.parameter.dtype, self.dtype)
+        if of_master != {name: self.tensors[name].dtype for name in self.masters}:
+            for name in self.masters:
+                self._keep(name, None)
+            for name, kept_in in of_master.items():
+                self._reserve(name, kept_in)
+        for name, kept_in in layout.tensors.items():
             if name not in self.tensors:
-                self._reserve(name, dtype, layout.shapes.get(name))
+                self._reserve(name, kept_in, layout.shapes.get(name))
         if layout.whole:
             self._check_room()
         else:
-            self.parameter.storage.gradient.state_dtype = layout.form  # for plans
+            gradient = self.parameter.storage.gradient  # which plans look at
+            gradient.state_dtype = layout.form
+            gradient.master_dtype = layout.master_form(self.parameter.dtype, self.dtype)
             self._reserved = layout, dtype, self.parameter.storage.key
 
     def _check_room(self) -> None:
@@ -299,7 +321,10 @@ class ParameterStates:
         present = frozenset(name for name in self.tensors if entry.get(name) is not None)
         for name in present:
             entry[name] = self.parameter.shown(self.take_over(name, local_part(entry[name])))
-        return present
+        made = {companion_of(name) for name in present} & self.tensors.keys() - present  # of values that had none
+        for name in made:
+            entry[name] = self.parameter.shown(self.tensors[name])
+        return present | made
 
     @cached_property
     def _names(self) -> frozenset[str]:
@@ -315,15 +340,17 @@ class ParameterStates:
             return value
         return self.copy(name, value)
 
-    def copy(self, name: str, value: torch.Tensor, scales: torch.Tensor | None = None) -> StoredTensor:
-        """The tensor of state `name`, now with a copy of `value`'s elements. `scales`: of those, if they are codes."""
+    def copy(self, name: str, value: torch.Tensor, companion: torch.Tensor | None = None) -> StoredTensor:
+        """The tensor of state `name`, now with a copy of `value`'s elements, which may have a `companion`."""
         mine = self.tensors[name]
         if value is mine:
             return mine
-        if mine.dtype == CODES and value.dtype != CODES:
-            encode_into(name, mine, self.tensors[scale_of(name)], value)
-        elif value.dtype == CODES and mine.dtype != CODES:
-            decode_into(name, mine, value, scales)
+        if mine.dtype == value.dtype or kind_of(name, self.tensors) is not None:
+            copy_into(mine, value)
+        elif has_companion(mine):
+            encode_into(name, mine, self.tensors[companion_of(name)], value)
+        elif has_companion(value):
+            decode_into(name, mine, value, companion, self.parameter)
         else:
             copy_into(mine, value)
         return mine
@@ -339,9 +366,10 @@ class ParameterStates:
         """`shape`: if it isn't the parameter's."""
         parameter, storage = self.parameter, self.parameter.storage
         space = self._spaces.pop(name, None)
-        if is_scale(name, self.tensors):
-            shape = scales_shape(parameter.shape)
-            mine = space if space is not None else storage.for_scales()
+        kind = kind_of(name, self.tensors)
+        if kind is not None:
+            shape = kind.shape(parameter.shape)
+            mine = space if space is not None else storage.for_companion(kind.dtype, kind.elements)
         elif shape is None or shape == parameter.shape:
             mine = space if space is not None and space.dtype == dtype else storage.for_state(dtype)
         else:  # of many ranks, all have the same
@@ -356,7 +384,7 @@ class ParameterStates:
         else:
             self.tensors[name] = tensor
         self._reserved = None
-        for known in ("rounded", "bytes_written", "_keys", "_homes", "_names"):
+        for known in ("masters", "rounded", "bytes_written", "_keys", "_homes", "_names"):
             self.__dict__.pop(known, None)
         self._behind = None
 

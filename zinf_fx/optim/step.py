@@ -26,7 +26,7 @@ from zinf_fx.optim.part import OpenPart
 from zinf_fx.optim.progress import Progress
 from zinf_fx.optim.recipe import Recipe
 from zinf_fx.optim.resident import ResidentCall
-from zinf_fx.optim.states import MASTER, ParameterStates, State
+from zinf_fx.optim.states import ParameterStates, State
 from zinf_fx.optim.torn import TornStep
 from zinf_fx.plan.memory.accounting import AT_A_TIME
 from zinf_fx.runtime.memory.device import CPU, Device
@@ -394,7 +394,7 @@ class StreamedStep:
         entry.update(scalars)
         entry.update((name, parameter.shown(states.tensors[name])) for name in names)
         if states.has_master:
-            entry[MASTER] = parameter.shown(states.tensors[MASTER])
+            entry.update((name, parameter.shown(states.tensors[name])) for name in states.masters)
             states.version = parameter.storage.bytes.version
 
     def _finished(self, several: Sequence[ParameterStates], touched: Iterable[int]) -> None:

@@ -16,15 +16,16 @@ from torch.optim import Optimizer
 
 from zinf_fx.errors import OptimizerError
 from zinf_fx.interrupts import held_back, sealed
-from zinf_fx.optim.arithmetic import Group, StateDtype, StateLayout, as_groups, skips, step_groups, without_hooks
+from zinf_fx.optim.arithmetic import Group, StateLayout, as_groups, skips, step_groups, without_hooks
 from zinf_fx.optim.batch import Batch, RecurringBatch
+from zinf_fx.optim.forms import KeptAs, MasterDtype, StateDtype
 from zinf_fx.optim.in_backward import GRADIENT_BUFFER, check_steps_in_backward, follow, gone, second_gradient
 from zinf_fx.optim.kept import KeptStates
-from zinf_fx.optim.layouts import GroupLayouts, Layouts, check_state_dtype
+from zinf_fx.optim.layouts import GroupLayouts, Layouts
 from zinf_fx.optim.loading import taking_stored
 from zinf_fx.optim.recipe import Recipes, Update
 from zinf_fx.optim.resident import ResidentCall, Residents
-from zinf_fx.optim.states import MASTER, State, check_gradient, fitting
+from zinf_fx.optim.states import State, check_gradient, fitting
 from zinf_fx.optim.step import StreamedStep
 from zinf_fx.optim.torn import ReservedStates, TornStep, check_loaded
 from zinf_fx.runtime.exclusive import RUNNING
@@ -64,9 +65,8 @@ class Streamed(Optimizer):
         overlap: whether steps go on in the background; may be changed between steps. Steps whose gradients are ordinary
             tensors, or scaled by a GradScaler, never do.
         step_in_backward: whether backward updates parameters.
-        state_dtype: of the element-wise states in the store, where the torch class's own is wider: torch.bfloat16
-            halves their bytes, "8bit" quarters them (see `optim.blockwise`). They are updated in the class's dtype, and
-            rounded when they are stored; masters stay.
+        kept_as: what the store has element-wise states in, `state_dtype` (torch.bfloat16, or "8bit": see `blockwise`),
+            and masters of bf16 parameters, `master_dtype` ("split", at no loss: see `split`), if not as it computes.
         step_seconds: for which training did the last step's arithmetic, or waited for it, until now.
         torn: what is known after a step that was interrupted, else None. Stepping is refused until `load_state_dict`.
 
@@ -80,7 +80,7 @@ class Streamed(Optimizer):
     _arithmetic: ClassVar[type[Optimizer]]
     _has_masters = True
     _constructed = False
-    _last_step = None
+    _last_step: StreamedStep | None = None
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -95,9 +95,10 @@ class Streamed(Optimizer):
         overlap: bool = True,
         step_in_backward: bool = False,
         state_dtype: StateDtype | None = None,
+        master_dtype: MasterDtype | None = None,
         **kwargs: Any,
     ) -> None:
-        check_state_dtype(state_dtype)
+        kept = KeptAs.of(state_dtype, master_dtype)
         accepted = inspect.signature(self._arithmetic)
         given = accepted.bind(params, *args, **kwargs).arguments
         if "fused" in accepted.parameters and given.get("fused") is None and not given.get("foreach"):
@@ -107,7 +108,7 @@ class Streamed(Optimizer):
         super().__init__([torch.nn.Parameter(torch.zeros(1, 1))], *args, **kwargs)
         self.param_groups.clear()
         self.state.clear()
-        self.overlap, self.step_in_backward, self.state_dtype = overlap, step_in_backward, state_dtype
+        self.overlap, self.step_in_backward, self.kept_as = overlap, step_in_backward, kept
         self._complete()
         for group in groups:
             super().add_param_group(group)
@@ -139,8 +140,7 @@ class Streamed(Optimizer):
             self._last_step.finish()
 
     def __getstate__(self) -> dict[str, Any]:
-        options = ("overlap", "step_in_backward", "state_dtype")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in options}}
+        return {**super().__getstate__(), **{k: getattr(self, k) for k in ("overlap", "step_in_backward", "kept_as")}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if not self._constructed:  # a copy, or unpickled
@@ -151,8 +151,7 @@ class Streamed(Optimizer):
         super().__setstate__(attributes)
 
     def _complete(self) -> None:
-        self._ordinary_seconds = 0.0
-        self._last_step: StreamedStep | None = None
+        self._ordinary_seconds, self._last_step = 0.0, None
         self._finishes_when_dropped = weakref.finalize(self, bool)
         self.torn: TornStep | None = None
         self._kept = KeptStates(masters=self._has_masters)
@@ -222,7 +221,7 @@ class Streamed(Optimizer):
         """Be what steps the stored parameters of `optimizer`, by its options, groups and states as they are now."""
         if not self._constructed:
             self._complete()
-            self.overlap, self.step_in_backward, self.state_dtype = False, False, None
+            self.overlap, self.step_in_backward, self.kept_as = False, False, KeptAs()
         attributes = without_hooks(optimizer)
         self.__dict__.update({k: v for k, v in attributes.items() if k not in ("state", "step")})
         self._state = optimizer.state
@@ -330,7 +329,7 @@ class Streamed(Optimizer):
 
         with taking_stored(self, fitted) as entries:
             super().load_state_dict(state_dict)
-        self._load(entries)
+        self.take_entries(entries)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -345,13 +344,14 @@ class Streamed(Optimizer):
 
     def _layouts_of(self, group: Group) -> GroupLayouts:
         """Of states, under the present options of a group."""
-        return self._layouts.under(self, group, state_dtype=self.state_dtype, in_backward=self.step_in_backward)
+        return self._layouts.under(self, group, self.kept_as, in_backward=self.step_in_backward)
 
     def _layout(self, group: Group, parameter: StoredTensor) -> StateLayout:
         """Of the states of a parameter of a group."""
         return self._layouts_of(group).of(parameter, self._kept.dtype(parameter))
 
-    def _load(self, entries: dict[StoredTensor, State]) -> None:
+    def take_entries(self, entries: dict[StoredTensor, State]) -> None:
+        """Copy values of states, in whatever form, to where they live."""
         self.torn = TornStep("a state dict was loaded in part", (), (), ())
         groups = {stored_parameter(p): group for group in self.param_groups for p in group["params"]}
         self._kept.load(entries, lambda parameter: self._layout(groups[parameter], parameter), self._state)
@@ -446,5 +446,5 @@ class Streamed(Optimizer):
         states = self._kept.reserve(parameter, layout, self._state)
         present = states.take_over_shown(self._state[parameter.whole])
         states.gradient = parameter.grad
-        states.refresh = MASTER not in present or states.version != parameter.storage.bytes.version
+        states.refresh = not present.issuperset(states.masters) or states.version != parameter.storage.bytes.version
         return self._recipes.of(number, group, states, layout, present), states

@@ -6,7 +6,7 @@ whole parameter at a time, and do there exactly what they do in memory.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_iter
 from zinf_fx.errors import OptimizerError
 from zinf_fx.optim.arithmetic import Group, StateLayout, borrow, kept_elsewhere, same_values, step_without_hooks
 from zinf_fx.optim.chunks import Piece
+from zinf_fx.optim.companions import MASTER
 from zinf_fx.optim.elements import AnyWindow, open_window
 from zinf_fx.optim.part import OpenPart
 from zinf_fx.optim.states import ParameterStates, State
@@ -112,8 +113,11 @@ def _refusal(kind: type[Optimizer], reason: str) -> OptimizerError:
     )
 
 
-def check_can_be_whole(kind: type[Optimizer], parameter: StoredTensor, *, in_backward: bool, narrowed: bool) -> None:
-    """Raises: OptimizerError where the update of a whole parameter is asked for what it can't do."""
+def check_can_be_whole(
+    kind: type[Optimizer], parameter: StoredTensor, *, in_backward: bool, narrowed: Sequence[str]
+) -> None:
+    """Raises: OptimizerError where the update of a whole parameter is asked for what it can't do. `narrowed`: options
+    that ask for other forms of what it keeps."""
     shape, storage = tuple(parameter.shape), parameter.storage
     why = f"{kind.__qualname__} updates whole parameters"
     if parameter.whole is not parameter:
@@ -124,7 +128,7 @@ def check_can_be_whole(kind: type[Optimizer], parameter: StoredTensor, *, in_bac
     if in_backward and storage.share.ranks.shards > 1:
         raise OptimizerError(f"{why}, which takes all ranks at the same time: leave step_in_backward out")
     if narrowed:
-        raise OptimizerError(f"{why}, whose states keep the dtypes that it gives them: leave state_dtype out")
+        raise OptimizerError(f"{why}, whose states keep the dtypes that it gives them: leave {narrowed[0]} out")
 
 
 class _Gathered:
@@ -163,7 +167,7 @@ class OpenWhole(OpenPart):
     `names` are known once `end` was called.
     """
 
-    def __init__(self, piece: Piece[ParameterStates], names: Iterable[str], present: Collection[str]) -> None:
+    def __init__(self, piece: Piece[ParameterStates], names: Iterable[str], present: Set[str]) -> None:
         super().__init__(piece, [name for name in names if name in present], present)
         self._made: dict[str, torch.Tensor] = {}
 
@@ -182,7 +186,7 @@ class OpenWhole(OpenPart):
         updated = self._updated
         if self.weights.data_ptr() != updated.data_ptr():  # `.data` was assigned
             updated.copy_(self.weights.reshape(-1))
-        if self._master is not None:
+        if self._master:
             self._parameter.wait().copy_(updated)
         rest: State = {}
         for name, value in state.items():
@@ -197,6 +201,11 @@ class OpenWhole(OpenPart):
         self.names = (*(name for name in self._memory if name in state and name not in self._made), *self._made)
         self._memory = {}
         return rest
+
+    @property
+    def _updated(self) -> torch.Tensor:
+        """What the class updates; flat. A split master is refused: see `check_can_be_whole`."""
+        return (self._master[MASTER] if self._master else self._parameter).wait()
 
     def store(self, unscaled: bool) -> None:
         super().store(unscaled)

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zinf_fx.adam import state_bytes, states_by_dtype
 from zinf_fx.plan.hardware import SECONDS_PER_DAY, Hardware
 from zinf_fx.plan.plan import Plan
 
@@ -39,12 +38,14 @@ def saved(plan: Plan) -> Saved:
         if tile.activation:
             continue
         dtype, size = str(tile.dtype).removeprefix("torch."), tile.dtype.itemsize
-        count = sum(member.numel for member in tile.members) or tile.numel
+        counts = [member.numel for member in tile.members] or [tile.numel]
+        count = sum(counts)
         parameters[dtype] += count * size
         in_store += count * size * (tile.tier == "nvme")
         if tile.gradient_tier is not None:
-            states += states_by_dtype(count, dtype, size, tile.state_dtype)
-            in_store += count * sum(state_bytes(size, tile.state_dtype)) * (tile.state_tier == "nvme")
+            for elements in counts:
+                states += tile.states.nbytes_by_dtype(elements, dtype)
+            in_store += count * sum(tile.states.bytes_each) * (tile.state_tier == "nvme")
     return Saved(dict(parameters), dict(states), in_store)
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from zinf_fx.adam import StateForm
+from zinf_fx.adam import SPLIT, AdamStates, MasterForm, StateForm
 from zinf_fx.config import Natural, Positive, Tier
 from zinf_fx.sizes import blocks
 
@@ -48,6 +48,7 @@ class Tile:
         gradient_tier: where its gradient goes; None when the graph computes none for it.
         state_tier: where the optimizer's states of it live; None when the graph computes no gradient for it.
         state_dtype: what these are kept in, masters besides; None: the dtype of the update.
+        master_dtype: the same of masters.
         rows: first row of the parameter and the one behind the last, when the parameter has several tiles.
         activation: whether it is an activation: as flat as it lies in memory, and other values in every step.
         ranks: how many it is divided over; of an activation, those of tensor parallelism.
@@ -84,6 +85,7 @@ class Tile:
     members: tuple[Member, ...] = ()
     state_tier: Tier | None = None
     state_dtype: StateForm | None = None
+    master_dtype: MasterForm | None = None
 
     @cached_property
     def label(self) -> str:
@@ -104,6 +106,11 @@ class Tile:
     def nbytes(self) -> int:
         """Size in bytes."""
         return self.numel * self.dtype.itemsize
+
+    @property
+    def states(self) -> AdamStates:
+        """What Adam keeps of it."""
+        return AdamStates(self.dtype.itemsize, self.state_dtype, self.master_dtype == SPLIT)
 
     @property
     def shard_nbytes(self) -> int:

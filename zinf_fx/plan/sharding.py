@@ -125,11 +125,11 @@ class Shards:
         each = -(-each // unit) * unit
         return replace(self, segment=min(each * per_row, self.numel))
 
-    def in_blocks(self) -> Shards:
-        """The division of the tensor's blocks, each of which is a part of one shard."""
-        assert self.ranks == 1 or self.step % BLOCK == 0, self
-        numel, segment = -(-self.numel // BLOCK), -(-self.segment // BLOCK)
-        return replace(self, numel=numel, segment=segment, step=max(self.step // BLOCK, 1))
+    def in_blocks(self, elements: int) -> Shards:
+        """The division of the tensor's blocks of so many elements, each of which is a part of one shard."""
+        assert self.ranks == 1 or self.step % elements == 0, self
+        numel, segment = -(-self.numel // elements), -(-self.segment // elements)
+        return replace(self, numel=numel, segment=segment, step=max(self.step // elements, 1))
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:

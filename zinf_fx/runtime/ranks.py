@@ -152,7 +152,8 @@ class Ranks:
             source = dist.get_global_rank(self._within, owner)
             return self._start("allgather", f"broadcast of {what}", full, dist.broadcast, self._within, full, source)
         self.sent_bytes += (self.shards - 1) * shard.nbytes
-        return self._start("allgather", f"all-gather of {what}", full, _all_gather, self._within, full, shard)
+        octets = (one.view(-1).view(torch.uint8) for one in (full, shard))  # collectives don't have all dtypes
+        return self._start("allgather", f"all-gather of {what}", full, _all_gather, self._within, *octets)
 
     def all_gather_segments(
         self, full: torch.Tensor, shard: torch.Tensor, segments: Sequence[Segment], what: str

@@ -179,7 +179,7 @@ class GraphContext:
         return tuple(
             replace(tile, index=number)
             if trains
-            else replace(tile, index=number, gradient_tier=None, state_tier=None, state_dtype=None)
+            else replace(tile, index=number, gradient_tier=None, state_tier=None, state_dtype=None, master_dtype=None)
             for number, tile in enumerate(tile for token in self.tiles for tile in self.tiles_of(token).values())
         )
 

@@ -190,7 +190,8 @@ def tile_text(tile: Tile) -> str:
     text = f"{_dtype_text(tile.dtype)}[{', '.join(map(str, tile.shape))}] on {tile.tier}"
     text += f", gradient on {tile.gradient_tier}" if tile.gradient_tier else ""
     text += f", states on {tile.state_tier}" if tile.state_tier not in (None, tile.tier) else ""
-    return text + (f", moments in {tile.state_dtype}" if tile.state_dtype else "")
+    text += f", moments in {tile.state_dtype}" if tile.state_dtype else ""
+    return text + (f", master {tile.master_dtype}" if tile.master_dtype else "")
 
 
 def target_text(target: object) -> str:

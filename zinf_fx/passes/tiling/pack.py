@@ -47,7 +47,7 @@ class PackParameters(Pass):
             tile, device = context.tiles[token], gather.args[3]
             trained = token in differentiated
             if token not in context.written and may_be_packed(tile, device.type, trained):
-                states = (tile.tier, tile.gradient_tier, tile.state_tier, tile.state_dtype)
+                states = (tile.tier, tile.gradient_tier, tile.state_tier, tile.state_dtype, tile.master_dtype)
                 kind = (tile.dtype, device, *states, trained, context.treatments.get(token))
                 several.append((token, kind, nbytes_in_pack(tile.numel, tile.dtype, tile.ranks * tile.shard)))
         packs = in_packs(several, self.limit)

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import torch
+
 from zinf_fx.adam import STATE_BYTES
 from zinf_fx.config import LARGEST
 from zinf_fx.errors import PlanError
@@ -82,8 +84,11 @@ def _check_tile(number: int, tile: Tile) -> None:
         raise PlanError(f"{where} has the index {tile.index}")
     if (tile.gradient_tier is None) != (tile.state_tier is None):
         raise PlanError(f"{where} has its gradient on {tile.gradient_tier}, and states on {tile.state_tier}")
-    if tile.state_dtype is not None and tile.state_tier is None:
-        raise PlanError(f"{where} has no states, and these in {tile.state_dtype}")
+    for option in ("state_dtype", "master_dtype"):
+        if getattr(tile, option) is not None and tile.state_tier is None:
+            raise PlanError(f"{where} has no states, and {option} {getattr(tile, option)}")
+    if tile.master_dtype is not None and tile.dtype != torch.bfloat16:
+        raise PlanError(f"{where} is {tile.dtype}, and has a master in {tile.master_dtype}")
     if len(tile.shape) > _MOST_DIMENSIONS:
         raise PlanError(f"{where} has {len(tile.shape)} dimensions")
     nbytes = tile.dtype.itemsize

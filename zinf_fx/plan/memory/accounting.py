@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, replace
 from operator import add
 
-from zinf_fx.adam import STATE_BYTES, has_master, state_bytes
+from zinf_fx.adam import STATE_BYTES
 from zinf_fx.plan.intervals import merged, sums
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import HEAD, GraphSchedule, Tile
@@ -143,16 +143,15 @@ def whole_parameters(tiles: Iterable[Tile]) -> list[Tile]:
 
 def updates(plan: Plan) -> list[Update]:
     """Of every parameter that is trained, in the order of the plan's tiles: states and gradients are read, states and
-    parameters written. A parameter of full precision is its own master, and is read too."""
+    parameters written. A parameter that is its own master, or a part of it, is read too."""
     found = []
     for tile in trained_in(plan):
         counts = tile.updated_elements(plan.stage)
         value = sum(blocks(elements * tile.dtype.itemsize) for elements in counts)
-        each = state_bytes(tile.dtype.itemsize, tile.state_dtype)
-        states = [elements * nbytes for elements in counts for nbytes in each]
+        states = [elements * nbytes for elements in counts for nbytes in tile.states.bytes_each]
         stored = sum(map(blocks, states)) if tile.state_tier == "nvme" else 0
         read = stored + (value if tile.gradient_tier == "nvme" else 0)
-        read += value if tile.tier == "nvme" and not has_master(tile.dtype.itemsize) else 0
+        read += value if tile.tier == "nvme" and tile.states.reads_weights else 0
         written = stored + (value if tile.tier == "nvme" else 0)
         found.append(Update(tile.name, tile.state_tier == "device", sum(counts), sum(states), read, written))
     return found

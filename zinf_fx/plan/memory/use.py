@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
-from zinf_fx.adam import STATE_BYTES, scales_nbytes, scratch_bytes, state_bytes
+from zinf_fx.adam import STATE_BYTES
 from zinf_fx.config import Config, Tier
 from zinf_fx.plan.intervals import sums
 from zinf_fx.plan.memory.accounting import AT_A_TIME, CHUNKS_IN_MEMORY, trained_in, whole_parameters
@@ -128,9 +128,8 @@ def chunk_buffers(
 def _bytes_in_chunk(tile: Tile) -> tuple[int, int, int]:
     """Per element of a parameter, what an update has in buffers, what of it is written back, and fp32 scratch."""
     size = tile.dtype.itemsize
-    form = tile.state_dtype
-    written = sum(state_bytes(size, form)) * (tile.state_tier == "nvme") + size * (tile.tier == "nvme")
-    return written + size * (tile.gradient_tier == "nvme"), written, scratch_bytes(size, form)
+    written = sum(tile.states.bytes_each) * (tile.state_tier == "nvme") + size * (tile.tier == "nvme")
+    return written + size * (tile.gradient_tier == "nvme"), written, tile.states.scratch_bytes
 
 
 def living(plan: Plan) -> HostUse:
@@ -225,10 +224,10 @@ def _gradients(plan: Plan) -> list[int]:
 
 
 def _state_bytes(tile: Tile, stage: int, tier: Tier) -> int:
-    """Bytes of Adam's states of a tile's parameters on a tier, each in whole blocks; scales are in memory."""
-    counts, form = tile.updated_elements(stage), tile.state_dtype
-    each = state_bytes(tile.dtype.itemsize, form) if tile.state_tier == tier else ()
+    """Bytes of Adam's states of a tile's parameters on a tier, each in whole blocks; companions are in memory."""
+    counts = tile.updated_elements(stage)
+    each = tile.states.bytes_each if tile.state_tier == tier else ()
     nbytes = [elements * one for elements in counts for one in each]
     if tier == ("device" if tile.state_tier == "device" else "host"):
-        nbytes += [one for elements in counts for one in scales_nbytes(elements, form)]
+        nbytes += [one for elements in counts for one in tile.states.companions_nbytes(elements)]
     return sum(map(blocks, nbytes))

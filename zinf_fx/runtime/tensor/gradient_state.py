@@ -9,7 +9,7 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
-from zinf_fx.adam import StateForm
+from zinf_fx.adam import MasterForm, StateForm
 
 S = TypeVar("S")
 
@@ -37,6 +37,7 @@ class GradientState(Generic[S]):
         followed: whether there was a consumer at any time.
         any_followed: whether any gradient of this process is.
         state_dtype: what the optimizer that consumes it keeps its states in; None: in the dtype of the update.
+        master_dtype: the same of its master.
     """
 
     space: S | None = None
@@ -44,6 +45,7 @@ class GradientState(Generic[S]):
     followed: bool = False
     any_followed: ClassVar[bool] = False
     state_dtype: StateForm | None = None
+    master_dtype: MasterForm | None = None
     _consumer: weakref.ref[GradientConsumer] | None = None
 
     @property

@@ -218,10 +218,10 @@ class TensorStorage:
         """New, uninitialised storage for an optimizer's state; partitioned from ZeRO's stage 1 on."""
         return self.like(self.placement.optimizer, dtype, self.placement.stage >= 1)
 
-    def for_scales(self) -> TensorStorage:
-        """New, uninitialised storage for the scales of an optimizer's state, one for each block, divided as the state
-        is: on the device where the states live there, else in host memory."""
-        return TensorStorage.scales_side_by_side([self])[0]
+    def for_companion(self, dtype: torch.dtype, elements: int) -> TensorStorage:
+        """New, uninitialised storage for the companion of an optimizer's state, one element of `dtype` for so many of
+        the state, divided as that is: on the device where the states live there, else in host memory."""
+        return TensorStorage.companions_side_by_side([self], dtype, elements)[0]
 
     @staticmethod
     def gradients_side_by_side(
@@ -238,12 +238,14 @@ class TensorStorage:
         return _side_by_side(several, placement.optimizer, dtype, placement.stage >= 1)
 
     @staticmethod
-    def scales_side_by_side(several: Sequence[TensorStorage]) -> list[TensorStorage]:
-        """As `for_scales`, of parameters of one model, in one home."""
+    def companions_side_by_side(
+        several: Sequence[TensorStorage], dtype: torch.dtype, elements: int
+    ) -> list[TensorStorage]:
+        """As `for_companion`, of parameters of one model, in one home."""
         placement = several[0].placement
         tier: Tier = "device" if placement.optimizer == "device" else "host"
-        shards = [one.share.shards.in_blocks() for one in several]
-        return _side_by_side(several, tier, torch.float32, placement.stage >= 1, shards)
+        shards = [one.share.shards.in_blocks(elements) for one in several]
+        return _side_by_side(several, tier, dtype, placement.stage >= 1, shards)
 
     def like(self, tier: Tier, dtype: torch.dtype | None = None, partitioned: bool = False) -> TensorStorage:
         """New, uninitialised storage for a tensor of as many elements."""

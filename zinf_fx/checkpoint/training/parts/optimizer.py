@@ -14,6 +14,7 @@ from zinf_fx.checkpoint.training.manifest import SavedTensor
 from zinf_fx.checkpoint.training.parts.part import Collected, Matching
 from zinf_fx.checkpoint.training.values import decode, encode
 from zinf_fx.errors import OptimizerError
+from zinf_fx.optim.companions import Companion, companion_of, kind_of
 from zinf_fx.optim.streamed import Streamed
 from zinf_fx.optim.torn import TornStep
 from zinf_fx.runtime.tensor.local_parameter import stored_parameter
@@ -100,20 +101,40 @@ class OptimizerPart:
     def _entry(
         self, parameter: torch.Tensor, entry: Mapping[str, Any], group: Mapping[str, Any], matching: Matching
     ) -> dict[str, Any]:
-        """The state of a parameter, with tensors into which the saved ones are to be read."""
+        """The state of a parameter, with tensors into which the saved ones are to be read. What this optimizer keeps in
+        another form is read into tensors of the saved form, and converted when everything is there."""
         stored = stored_parameter(parameter)
         is_streamed = stored is not None and isinstance(self.optimizer, Streamed)
         present: Mapping[str, Any] = self.optimizer.state.get(parameter, {})
         spaces = self.optimizer.reserved(stored, group) if is_streamed else present
+        others: dict[str, StoredTensor] = {}  # in the saved form
 
         def find(key: str, full_name: str) -> torch.Tensor:
             saved, space = matching.saved(full_name), spaces.get(key)
+            kind = kind_of(key, entry)
+            is_beside_one = kind is not None and key in map(companion_of, others)
+            if is_streamed and (is_beside_one or _is_in_another_form(space, saved)):
+                others[key] = _in_form(stored, saved, kind)
+                matching.target(full_name, stored.shown(others[key]))
+                return others[key]
             if not isinstance(space, torch.Tensor) or not (is_streamed or _alike(space, saved)):
                 space = _like(parameter, saved)
             matching.target(full_name, space)
             return space
 
-        return {key: decode(value, partial(find, key)) for key, value in entry.items()}
+        states_first = sorted(entry, key=lambda key: kind_of(key, entry) is not None)
+        found = {key: decode(entry[key], partial(find, key)) for key in states_first}
+        if others:
+            matching.end.append(partial(self._convert, stored, others))
+        mine = {name for key in others for name in (key, companion_of(key))} & spaces.keys()
+        return {key: value for key, value in found.items() if key not in others} | {key: spaces[key] for key in mine}
+
+    def _convert(self, parameter: StoredTensor, others: dict[str, StoredTensor]) -> None:
+        """Take over states of a parameter that were saved in another form."""
+        try:
+            self.optimizer.take_entries({parameter: others})
+        finally:
+            self.optimizer.torn = LOADED_IN_PART
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         try:
@@ -138,6 +159,17 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _alike(space: torch.Tensor, saved: SavedTensor) -> bool:
     return (tuple(space.shape), space.dtype) == (saved.shape, saved.dtype)
+
+
+def _is_in_another_form(space: object, saved: SavedTensor) -> bool:
+    return isinstance(space, torch.Tensor) and tuple(space.shape) == saved.shape and space.dtype != saved.dtype
+
+
+def _in_form(parameter: StoredTensor, saved: SavedTensor, kind: Companion | None) -> StoredTensor:
+    """A tensor for a saved state of a parameter or for its companion, of a kind, without values yet."""
+    storage = parameter.storage
+    space = storage.for_state(saved.dtype) if kind is None else storage.for_companion(kind.dtype, kind.elements)
+    return StoredTensor.of(space, parameter.shape if kind is None else saved.shape, parameter.device)
 
 
 def _like(parameter: torch.Tensor, saved: SavedTensor) -> torch.Tensor:

@@ -1,0 +1,232 @@
+"""Split masters: every bit of a master comes back, and training with them is that with masters of fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import zinf_fx
+from zinf_fx import optim
+from zinf_fx.errors import ConfigError, OptimizerError
+from zinf_fx.optim.companions import LOWER, MASTER, MASTER_UP, UPS
+from zinf_fx.optim.split import _join_anywhere, _split_anywhere, join, split
+from zinf_fx.passes.ir.printer import tile_text
+
+WAYS = {"native": (split, join), "operations": (_split_anywhere, _join_anywhere)}
+LOWERS = (0, 1, 0x1234, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
+
+
+def bits_of(masters: torch.Tensor) -> torch.Tensor:
+    return masters.view(torch.int32)
+
+
+def kept(masters: torch.Tensor, way: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The weights of masters, and what is kept beside them."""
+    weights = masters.to(torch.bfloat16)
+    found = torch.full((masters.numel(),), -1, dtype=LOWER), torch.full(UPS.shape(masters.shape), 255, dtype=UPS.dtype)
+    WAYS[way][0](masters, weights, *found)
+    return weights, *found
+
+
+def of_any_upper_half(lower: int) -> torch.Tensor:
+    """Masters of any sign, exponent and upper bits."""
+    return (torch.arange(1 << 16, dtype=torch.int32) << 16 | lower).view(torch.float32)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("lower", LOWERS)
+def test_every_bit_comes_back(lower: int, way: str) -> None:
+    masters = of_any_upper_half(lower)
+    found = WAYS[way][1](*kept(masters, way), torch.empty(masters.numel()))
+    nan = masters.isnan()
+    assert torch.equal(bits_of(found)[~nan], bits_of(masters)[~nan]) and found[nan].isnan().all()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 511, 513, 100_003])
+def test_of_any_size(count: int, way: str) -> None:
+    masters = torch.randn(count, generator=torch.Generator().manual_seed(count))
+    weights, lower, up = kept(masters, way)
+    assert torch.equal(bits_of(WAYS[way][1](weights, lower, up, torch.empty(count))), bits_of(masters))
+    if count % 8:
+        assert up[-1] >> count % 8 == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("up", [0, 255])
+@pytest.mark.parametrize("lower", LOWERS)
+def test_a_weight_that_was_written_has_a_master_that_is_rounded_to_it(lower: int, up: int, way: str) -> None:
+    """Whatever was kept of another one."""
+    weights = of_any_upper_half(0).to(torch.bfloat16)
+    beside = torch.full(weights.shape, lower).to(LOWER), torch.full(UPS.shape(weights.shape), up, dtype=UPS.dtype)
+    masters = WAYS[way][1](weights, *beside, torch.empty(weights.numel()))
+    assert torch.equal(masters.to(torch.bfloat16).nan_to_num(7.0), weights.nan_to_num(7.0))
+    assert torch.equal(masters.isnan(), weights.isnan())
+
+
+def masters_of(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The masters that an optimizer keeps, in fp32."""
+    found = []
+    for parameter in parameters:
+        state = optimizer.state[parameter]
+        master = state[MASTER].full_tensor().flatten()
+        if MASTER_UP in state:
+            weights, up = parameter.full_tensor().flatten(), state[MASTER_UP].full_tensor()
+            master = join(weights, master, up, torch.empty(master.numel()))
+        found.append(master.view(parameter.shape))
+    return found
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": {"amsgrad": True},
+    "SGD": {"lr": 0.25, "momentum": 0.5},  # whose masters are ties now and then
+    "NAdam": {},
+    "Adagrad": {},
+    "RMSprop": {},
+    "ASGD": {},
+}
+
+
+@pytest.mark.parametrize("placement", ["device", "host", "nvme"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bitwise_equal_to_an_explicit_loop(twins, name: str, placement: str) -> None:
+    pair = twins(placement, torch.bfloat16, pack="auto" if name != "RMSprop" else None)
+    optimizer = getattr(optim, name)(pair.stored, master_dtype="split", **OPTIMIZERS[name])
+    fused = {"fused": True} if name in ("AdamW", "SGD", "Adagrad") else {}
+    pair.train(optimizer, getattr(torch.optim, name)(pair.masters, **OPTIMIZERS[name], **fused), steps=4)
+    for found, expected in zip(masters_of(optimizer, pair.stored), pair.masters, strict=True):
+        assert torch.equal(bits_of(found), bits_of(expected))
+
+
+@pytest.mark.parametrize("state_dtype", ["8bit", torch.bfloat16])
+def test_beside_states_of_fewer_bytes(twins, state_dtype: object) -> None:
+    pairs = [twins(dtype=torch.bfloat16) for _ in range(2)]
+    both = [
+        optim.AdamW(pair.stored, state_dtype=state_dtype, master_dtype=master_dtype, lr=0.01)
+        for pair, master_dtype in zip(pairs, ("split", None), strict=True)
+    ]
+    for _ in range(3):
+        for pair, optimizer in zip(pairs, both, strict=True):
+            pair.give_gradients()
+            optimizer.step()
+    found, expected = (masters_of(optimizer, pair.stored) for optimizer, pair in zip(both, pairs, strict=True))
+    assert all(map(torch.equal, map(bits_of, found), map(bits_of, expected)))
+
+
+def test_bytes_of_a_step(twins) -> None:
+    """Those of masters are halved, and weights are read for them."""
+    count, moved = 1 << 18, {}
+    for master_dtype in (None, "split"):
+        pair = twins(dtype=torch.bfloat16, shapes=((count,),), chunk="1MiB")
+        optimizer = optim.AdamW(pair.stored, state_dtype="8bit", master_dtype=master_dtype, overlap=False)
+        store = pair.stored[0].storage.tiers.store
+        pair.give_gradients()
+        optimizer.step()
+        before = store.counters()
+        pair.give_gradients()
+        optimizer.step()
+        after = store.counters()
+        both = after.bytes_read - before.bytes_read, after.bytes_written - before.bytes_written
+        moved[master_dtype] = [nbytes / count for nbytes in both]
+    assert moved == {None: [6, 8], "split": [6, 6]}
+    assert optimizer.state[pair.stored[0]][MASTER_UP].storage.tier == "host"
+
+
+@pytest.mark.parametrize("saved", [None, "split", "plain"])
+@pytest.mark.parametrize("loaded", [None, "split"])
+def test_states_of_any_kind_are_loaded(twins, saved: str | None, loaded: str | None) -> None:
+    pair, other = (twins(dtype=torch.bfloat16) for _ in range(2))
+    kind = torch.optim.AdamW(pair.plain) if saved == "plain" else optim.AdamW(pair.stored, master_dtype=saved)
+    (pair if saved != "plain" else other).give_gradients()
+    if saved == "plain":
+        for plain in pair.plain:
+            plain.grad = torch.ones_like(plain)
+    kind.step()
+    taken = optim.AdamW(other.stored, master_dtype=loaded)
+    expected = [p.float() for p in pair.plain] if saved == "plain" else masters_of(kind, pair.stored)
+    for mine, theirs in zip(other.stored, pair.plain if saved == "plain" else pair.stored, strict=True):
+        with torch.no_grad():
+            mine.copy_(theirs if saved == "plain" else theirs.full_tensor())
+    taken.load_state_dict(kind.state_dict())
+    reference = torch.optim.AdamW(expected, fused=True)
+    reference.load_state_dict({**reference.state_dict(), "state": ordinary(kind.state_dict()["state"])})
+    for mine, master in zip(other.stored, expected, strict=True):
+        gradient = torch.randn(mine.shape, generator=pair.random).to(torch.bfloat16)
+        mine.grad, master.grad = gradient, gradient.float()
+    taken.step()
+    reference.step()
+    assert all(map(torch.equal, map(bits_of, masters_of(taken, other.stored)), map(bits_of, expected)))
+
+
+def ordinary(state: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """A state dict's, without masters, as ordinary tensors of fp32."""
+    values = {n: {k: v for k, v in one.items() if k not in (MASTER, MASTER_UP)} for n, one in state.items()}
+    return {
+        n: {k: (v.full_tensor() if hasattr(v, "full_tensor") else v.clone()).float() for k, v in one.items()}
+        for n, one in values.items()
+    }
+
+
+def test_weights_that_others_write_to(twins) -> None:
+    """What gets its value back has its master back; what is another one then is what the update begins with."""
+    pair = twins(dtype=torch.bfloat16)
+    optimizer = optim.AdamW(pair.stored, master_dtype="split")
+    reference = torch.optim.AdamW(pair.masters, fused=True)
+    pair.train(optimizer, reference, steps=1)
+    values = [parameter.full_tensor().clone() for parameter in pair.stored]
+    with torch.no_grad():
+        for parameter in pair.stored:
+            parameter.mul_(3.0)
+        for parameter, value in zip(pair.stored, values, strict=True):
+            parameter.copy_(value)
+    pair.train(optimizer, reference, steps=1)
+    with torch.no_grad():
+        pair.stored[0].zero_()
+    pair.give_gradients()
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert not pair.stored[0].full_tensor().any()
+
+
+def test_parameters_of_fp32_are_their_own_masters(twins) -> None:
+    pair = twins()
+    optimizer = optim.AdamW(pair.stored, master_dtype="split")
+    pair.train(optimizer, torch.optim.AdamW(pair.masters, fused=True))
+    assert MASTER not in optimizer.state[pair.stored[0]]
+
+
+def test_what_cannot_be_split_is_refused(twins) -> None:
+    with pytest.raises(OptimizerError, match=r"master_dtype='split' for .* torch.float16: the bits of bfloat16"):
+        optim.AdamW(twins(dtype=torch.float16).stored, master_dtype="split")
+    with pytest.raises(OptimizerError, match="leave master_dtype out"):
+        optim.Muon(twins(shapes=((130, 258),), dtype=torch.bfloat16).stored, master_dtype="split")
+    with pytest.raises(
+        OptimizerError, match=r"master_dtype=torch\.bfloat16 is not accepted: None, torch.float32, 'split'"
+    ):
+        optim.AdamW(twins().stored, master_dtype=torch.bfloat16)
+
+
+class Mixed(torch.nn.Module):
+    """A layer in bf16, and one in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.half, self.full = torch.nn.Linear(64, 64).bfloat16(), torch.nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.full(self.half(x).float()).sum()
+
+
+def test_plans_have_them() -> None:
+    """Of bf16 parameters; those of fp32 have no master."""
+    x = torch.zeros(2, 64).bfloat16()
+    plan = zinf_fx.export_plan(Mixed(), (x,), placement="nvme", pack=None, master_dtype="split")
+    forms = {tile.name: tile.master_dtype for tile in plan.tiles}
+    assert forms == {"half.weight": "split", "half.bias": "split", "full.weight": None, "full.bias": None}
+    assert [tile_text(tile).endswith(", master split") for tile in plan.tiles] == [
+        one is not None for one in forms.values()
+    ]
+    with pytest.raises(ConfigError, match="master_dtype='16bit' is not accepted; accepted: 'float32', 'split'"):
+        zinf_fx.export_plan(Mixed(), (x,), placement="nvme", master_dtype="16bit")
