@@ -213,10 +213,10 @@ class Mixed(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.half, self.full = torch.nn.Linear(64, 64).bfloat16(), torch.nn.Linear(64, 64)
+        self.narrow, self.wide = torch.nn.Linear(64, 64).bfloat16(), torch.nn.Linear(64, 64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.full(self.half(x).float()).sum()
+        return self.wide(self.narrow(x).float()).sum()
 
 
 def test_plans_have_them() -> None:
@@ -224,7 +224,7 @@ def test_plans_have_them() -> None:
     x = torch.zeros(2, 64).bfloat16()
     plan = zinf_fx.export_plan(Mixed(), (x,), placement="nvme", pack=None, master_dtype="split")
     forms = {tile.name: tile.master_dtype for tile in plan.tiles}
-    assert forms == {"half.weight": "split", "half.bias": "split", "full.weight": None, "full.bias": None}
+    assert forms == {"narrow.weight": "split", "narrow.bias": "split", "wide.weight": None, "wide.bias": None}
     assert [tile_text(tile).endswith(", master split") for tile in plan.tiles] == [
         one is not None for one in forms.values()
     ]
