@@ -12,7 +12,7 @@ from models import CASES
 from torch import nn
 
 import zinf_fx
-from zinf_fx import ops
+from zinf_fx import memories, ops
 from zinf_fx.config import Config
 from zinf_fx.errors import BudgetError, PlanError
 from zinf_fx.frontend.explain import plan_model
@@ -174,7 +174,7 @@ def test_explain_says_what_the_arena_is_for() -> None:
 
 def test_a_device_with_memory_of_its_own_has_a_region_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside what lives there, what is saved for backward, and gradients on their way out."""
-    monkeypatch.setattr("zinf_fx.passes.pipeline.has_own_memory", lambda device: True)
+    monkeypatch.setattr(memories, "IN_HOST_MEMORY", frozenset())
     for kib in (1000, 2500):
         plan = planned(device_memory=kib * KIB)
         assert 0 < plan.regions.device < most_on_device(plan) <= kib * KIB and excess(plan) <= 0

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from zinf_fx.runtime.memory.device import Copy, Device
+from zinf_fx import memories
+from zinf_fx.runtime.memory.device import MAKERS, Copy, Device
 from zinf_fx.runtime.memory.device_arena import DeviceArena
 from zinf_fx.runtime.memory.leases import Buffer
 
@@ -70,9 +71,8 @@ class LateCopy:
 def install(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
     """Stored tensors on the CPU compute on a late device from now on, and are planned for one."""
     late = LateDevice()
-    for module in ("runtime.tensor.copies", "frontend.offload", "runtime.execute.activations"):
-        monkeypatch.setattr(f"zinf_fx.{module}.device_of", lambda device: late)
-    monkeypatch.setattr("zinf_fx.passes.pipeline.has_own_memory", lambda device: True)
+    monkeypatch.setitem(MAKERS, "cpu", lambda device: late)
+    monkeypatch.setattr(memories, "IN_HOST_MEMORY", frozenset())
     monkeypatch.setattr(Buffer, "release", _release_and_spoil)
     return late
 

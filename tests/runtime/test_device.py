@@ -23,7 +23,6 @@ from zinf_fx.errors import StoreError
 from zinf_fx.runtime.execute.executor import EXECUTOR
 from zinf_fx.runtime.memory import leases
 from zinf_fx.runtime.memory.buffers import Arena
-from zinf_fx.runtime.memory.device import CPU, device_of
 from zinf_fx.runtime.memory.pinned import SLAB, slabs
 from zinf_fx.sizes import PAGE
 
@@ -276,9 +275,3 @@ def test_a_buffer_that_a_device_reads_is_not_free(monkeypatch: pytest.MonkeyPatc
     last.start(buffer.tensor((PAGE,), torch.uint8))
     buffer.release_after(last)
     assert [c.done() for c in copies] == [True] * 4 and not last.done()
-
-
-def test_the_cpu_computes_in_host_memory() -> None:
-    assert device_of(torch.device("cpu")) is CPU and CPU.in_host_memory
-    with pytest.raises(KeyError):
-        device_of(torch.device("meta"))

@@ -15,8 +15,7 @@ from streams import Stream
 from zinf_fx.config import Config
 from zinf_fx.plan.schedule import MemoryRegions, Tile
 from zinf_fx.runtime.execute.transfers import StagedTile
-from zinf_fx.runtime.memory import device as module
-from zinf_fx.runtime.memory.device import Cuda
+from zinf_fx.runtime.memory.device import CPU, Cuda, device_of
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.tiers import Tiers
 
@@ -27,7 +26,6 @@ NBYTES = COUNT * 4
 @pytest.fixture(params=[True, False], ids=["copies early", "copies late"])
 def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
     streams = Streams(eager_copies=request.param)
-    monkeypatch.setattr(module, "cuda", streams)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda memory, stream: None)  # memory here is of no device
     yield streams
     streams.synchronize()
@@ -41,7 +39,7 @@ class Tiles:
         self.cuda = cuda
         config = Config(store=store, placement="nvme", host_memory="4MiB")
         self.tiers = Tiers(config)
-        self.device = Cuda(torch.device("cpu"))
+        self.device = Cuda(torch.device("cpu"), cuda)
         self.tiers.plan(MemoryRegions(device=2 * NBYTES), 0, [self.device])
         self.storage = TensorStorage(self.tiers, tier, config, count * COUNT, torch.float32, self.device)
         window = self.storage.settled().window(load=False)
@@ -73,6 +71,12 @@ class Tiles:
         self.cuda.synchronize()
         assert [result.unique().tolist() for result in self.seen] == [[n + 1.0] for n in range(len(self.seen))]
         assert self.tiers.counters.displaced == 0 and self.tiers.device_arenas[self.device].in_use == 0
+
+
+def test_the_cpu_computes_in_host_memory() -> None:
+    assert device_of(torch.device("cpu")) is CPU and CPU.in_host_memory
+    with pytest.raises(KeyError):
+        device_of(torch.device("meta"))
 
 
 @pytest.mark.parametrize("tier", ["host", "nvme"])

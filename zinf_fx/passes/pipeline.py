@@ -9,12 +9,12 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch
 from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.config import Config
 from zinf_fx.errors import BudgetError, PlanError
+from zinf_fx.memories import has_own_memory
 from zinf_fx.passes.activations.choices import choices_in, tagged
 from zinf_fx.passes.activations.choose import ChooseActivations
 from zinf_fx.passes.activations.keep import KeepActivations
@@ -295,18 +295,13 @@ def run_passes(graph: fx.Graph, context: GraphContext, passes: Sequence[Pass]) -
 def schedule_of(graph: fx.Graph, context: GraphContext) -> GraphSchedule:
     """The schedule of a planned graph: its events are those that the graph's nodes carry."""
     events = tuple(map(event_of, events_in(graph)))
-    separate = any(has_own_memory(node.args[3]) for node in nodes_calling(graph, ops.wait))
+    separate = any(has_own_memory(node.args[3].type) for node in nodes_calling(graph, ops.wait))
     compute = computing(graph)
     operators = []
     for number in range(1 + max((*compute, *(event.operator for event in events)), default=0)):
         nodes = compute.get(number, [])
         operators.append(Operator(number, _label(nodes), len(nodes), *total(map(work_of, nodes))))
     return GraphSchedule(context.kind, context.table, tuple(operators), events, separate)
-
-
-def has_own_memory(device: torch.device) -> bool:
-    """Whether what computes on the device computes in its own memory, to which tiles are copied."""
-    return device.type != "cpu"
 
 
 _HEAVY = ("mm", "conv", "attention", "embedding", "linear", "dequantize")

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from zinf_fx.config import Config, Tier
+from zinf_fx.memories import has_own_memory
 from zinf_fx.plan.schedule import Member, Tile
 from zinf_fx.sizes import PAGE, blocks
 
@@ -48,7 +49,7 @@ def in_packs(several: Iterable[tuple[K, Hashable, int]], limit: int) -> list[lis
 
 def moves(tier: Tier, device: str) -> bool:
     """Whether what lives on a tier is brought to a device of this type from there."""
-    return tier == "nvme" or (tier == "host" and device != "cpu")
+    return tier == "nvme" or (tier == "host" and has_own_memory(device))
 
 
 def may_be_packed(tile: Tile, device: str, trained: bool) -> bool:

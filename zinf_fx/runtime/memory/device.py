@@ -14,8 +14,9 @@ the last owner, and what drops a place that other streams have used makes the ow
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
+from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -118,12 +119,13 @@ class Cuda(Device):
 
     in_host_memory = False
 
-    def __init__(self, torch_device: torch.device) -> None:
-        self.torch_device = torch_device
-        self.uploads = cuda.Stream(torch_device)
-        self.downloads = cuda.Stream(torch_device)
+    def __init__(self, torch_device: torch.device, api: ModuleType = cuda) -> None:
+        """`api`: what has the device's streams and events, as `torch.cuda` has them."""
+        self.torch_device, self.api = torch_device, api
+        self.uploads = api.Stream(torch_device)
+        self.downloads = api.Stream(torch_device)
         self._leaving: deque[_CudaDownload] = deque()
-        self._runtime = cuda.cudart()
+        self._runtime = api.cudart()
         self._owner: cuda.Stream | None = None  # of the memory of arenas
 
     def take_over(self, memory: torch.Tensor) -> None:
@@ -131,6 +133,10 @@ class Cuda(Device):
         if owner is not None and stream.cuda_stream != owner.cuda_stream:
             stream.wait_event(owner.record_event())
         self._owner = stream
+        self.used_by(stream, memory)
+
+    def used_by(self, stream: cuda.Stream, memory: torch.Tensor) -> None:
+        """PyTorch's allocator gives the memory to nobody else before what is queued on `stream` by its end is done."""
         memory.record_stream(stream)
 
     def dropped_by(self, stream: cuda.Stream) -> None:
@@ -153,7 +159,7 @@ class Cuda(Device):
 
     def compute(self) -> cuda.Stream:
         """The stream that compute is queued on at present."""
-        return cuda.current_stream(self.torch_device.index)
+        return self.api.current_stream(self.torch_device.index)
 
     def register(self, address: int, nbytes: int) -> str | None:
         portable = 1  # known in every CUDA context
@@ -179,7 +185,7 @@ class _CudaCopy:
     ) -> None:
         stream.wait_event(self._queued)
         address, itemsize = host.data_ptr(), host.dtype.itemsize
-        with cuda.stream(stream), RECORDER.work(kind, host.nbytes, self._device.torch_device):
+        with self._device.api.stream(stream), RECORDER.work(kind, host.nbytes, self._device.torch_device):
             for first, last in slabs(address, host.nbytes):
                 part = slice((first - address) // itemsize, (last - address) // itemsize)
                 target[part].copy_(source[part], non_blocking=True)
@@ -212,7 +218,7 @@ class _CudaUpload(_CudaCopy):
         if stream.cuda_stream not in self._users:
             stream.wait_event(self._copied)
             if self.value.untyped_storage().resizable():  # else a part of an arena: the allocator knows only the whole
-                self.value.record_stream(stream)  # free for others only after what is queued on this one, too
+                self._device.used_by(stream, self.value)  # free for others only after what is queued there, too
             self._users[stream.cuda_stream] = stream
 
     def drop(self) -> None:
@@ -250,20 +256,25 @@ class _CudaDownload(_CudaCopy):
 
 
 @cache
-def _cuda(index: int) -> Cuda:
+def _cuda(index: int) -> Device:
     return Cuda(torch.device("cuda", index))
+
+
+MAKERS: dict[str, Callable[[torch.device], Device]] = {
+    "cpu": lambda device: CPU,
+    "cuda": lambda device: _cuda(cuda.current_device() if device.index is None else device.index),
+}
+"""By PyTorch's types of devices, what computes on one."""
 
 
 def device_of(device: torch.device) -> Device:
     """What computes on a device of PyTorch's. Raises: KeyError for a type of device that is not supported."""
-    if device.type == "cuda":
-        return _cuda(cuda.current_device() if device.index is None else device.index)
-    return {"cpu": CPU}[device.type]
+    return MAKERS[device.type](device)
 
 
 def check_device(device: torch.device, what: str) -> None:
     """Raises: StoredTensorError for a device that tiles can't be brought to."""
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in MAKERS:
         raise StoredTensorError(
             f"{what} is on device '{device}': tiles are brought to the CPU and to CUDA devices only"
         )
