@@ -57,6 +57,7 @@ def test_an_endurance_may_be_unknown():
 def test_what_a_description_may_leave_out():
     plain = hardware.parse(TEXT, "x")
     assert plain.updates is None and not plain.unified
+    assert plain.launch == 5e-6 and hardware.parse(TEXT.replace("launch = 5e-6", ""), "x").launch == 0
     found = hardware.parse(TEXT.replace("nodes = 1", "nodes = 1\nupdates = 1.5e9\nunified = true", 1), "x")
     assert found.updates == 1.5e9 and found.unified
 
@@ -76,6 +77,7 @@ def test_what_there_is_not():
         ("nodes = 1", "nodes = ", "hardware x is not TOML: "),
         ("nodes = 1", "", "hardware x: 'nodes' is missing; needed: name, nodes"),
         ("nodes = 1", "nodes = 1\nupdates = -1", "updates=-1 is not a positive number"),
+        ("launch = 5e-6", "launch = -1", "launch=-1 is not a positive number"),
         ("nodes = 1", "nodes = 1\nunified = 1", "unified=1 is not true or false"),
         ("nodes = 1", "nodes = 1\nracks = 2", "unknown field 'racks'; accepted: name, nodes"),
         ("nodes = 1", "nodes = 0", "nodes=0 is less than 1"),

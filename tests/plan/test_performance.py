@@ -45,6 +45,16 @@ def test_an_operator_takes_the_longer_of_arithmetic_and_bytes(operator: Operator
     assert seconds_of_operator(operator, MACHINE) == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(
+    ("kernels", "seconds"),
+    [(0, 5.0), (9, 5.0), (11, 5.5)],
+)
+def test_an_operator_takes_as_long_as_its_launches_at_least(kernels: int, seconds: float):
+    operator = Operator(0, "mm, relu", 2, 3000, 100, 200, torch.float32, kernels)
+    assert seconds_of_operator(operator, replace(MACHINE, launch=0.5)) == pytest.approx(seconds)
+    assert seconds_of_operator(operator, MACHINE) == pytest.approx(5.0)
+
+
 def test_a_dtype_without_a_peak_is_refused():
     with pytest.raises(ConfigError, match="no peak for float64"):
         seconds_of_operator(Operator(0, "mm", 1, flops=1, dtype=torch.float64), MACHINE)

@@ -56,7 +56,8 @@ def test_rates_count_what_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert found.host.read == found.host.write == 2 * (1 << 20) / 0.5
     assert set(found.peak.values()) == {2 * 512**3 / 0.5}
     assert found.upload.latency == 0.5
-    assert found.unified and found.updates == AT_A_TIME / 0.5
+    assert found.unified and found.updates == AT_A_TIME / 0.5 and found.launch == 0
+    assert machine.launch_seconds(torch.device("cpu")) == 0.5 / 1000
 
 
 def test_the_mean_of_several_runs_counts(monkeypatch: pytest.MonkeyPatch):

@@ -20,6 +20,7 @@ CPU = torch.device("cpu")
 # Larger than caches, and small beside any memory.
 _COPIED = 256 << 20
 _SMALL = 4096
+_LAUNCHES = 1000
 _DISK_BYTES = 512 << 20
 # A measurement is repeated for so long, and at least so often; the mean counts.
 _SECONDS, _TIMES = 0.3, 3
@@ -58,6 +59,7 @@ def measure_machine(store: Path | str) -> Hardware:
         in_node=in_node,
         between_nodes=in_node,
         updates=update_rate(),
+        launch=launch_seconds(device) if cuda else 0.0,
         unified=not cuda,
     )
 
@@ -68,6 +70,18 @@ def peak_of(device: torch.device, dtype: torch.dtype) -> float:
     left, right = (torch.ones(n, n, dtype=dtype, device=device) for _ in range(2))
     result = torch.empty_like(left)
     return 2 * n**3 / _mean(lambda: torch.mm(left, right, out=result), device)
+
+
+def launch_seconds(device: torch.device) -> float:
+    """Seconds that the program takes to give a device one kernel. Those here compute next to nothing: the device is
+    done with one before the next comes."""
+    value = torch.zeros(1, device=device)
+
+    def launch() -> None:
+        for _ in range(_LAUNCHES):
+            value.add_(1.0)
+
+    return _mean(launch, device) / _LAUNCHES
 
 
 def update_rate() -> float:

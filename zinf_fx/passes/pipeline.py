@@ -296,11 +296,11 @@ def schedule_of(graph: fx.Graph, context: GraphContext) -> GraphSchedule:
     """The schedule of a planned graph: its events are those that the graph's nodes carry."""
     events = tuple(map(event_of, events_in(graph)))
     separate = any(has_own_memory(node.args[3].type) for node in nodes_calling(graph, ops.wait))
-    compute = computing(graph)
+    compute, fused = computing(graph), context.config.compute == "inductor"
     operators = []
     for number in range(1 + max((*compute, *(event.operator for event in events)), default=0)):
         nodes = compute.get(number, [])
-        operators.append(Operator(number, _label(nodes), len(nodes), *total(map(work_of, nodes))))
+        operators.append(Operator(number, _label(nodes), len(nodes), *total(map(work_of, nodes), fused)))
     return GraphSchedule(context.kind, context.table, tuple(operators), events, separate)
 
 

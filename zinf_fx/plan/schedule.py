@@ -196,6 +196,7 @@ class Operator:
         product_bytes: of memory that these read and write.
         other_bytes: of memory that its other nodes read and write.
         dtype: of most of its flops; None where there are none.
+        kernels: how many a device is given for it, one after the other.
     """
 
     index: Natural
@@ -205,6 +206,7 @@ class Operator:
     product_bytes: Natural = 0
     other_bytes: Natural = 0
     dtype: torch.dtype | None = None
+    kernels: Natural = 0
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
-"""How much a node computes: its floating point operations, and the bytes of memory that it reads and writes."""
+"""How much a node computes: its floating point operations, the bytes of memory that it reads and writes, and in how
+many kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -24,13 +26,14 @@ class Work(NamedTuple):
 
     `flops` of matrix products, convolutions and attention, by the formulas of `torch.utils.flop_counter`;
     `product_bytes` read and written by these; `other_bytes` by all others; `dtype` of most of the flops, None where
-    there are none.
+    there are none; `kernels` that a device is given, one by one.
     """
 
     flops: int = 0
     product_bytes: int = 0
     other_bytes: int = 0
     dtype: torch.dtype | None = None
+    kernels: int = 0
 
 
 def work_of(node: fx.Node) -> Work:
@@ -38,16 +41,18 @@ def work_of(node: fx.Node) -> Work:
     if is_view_node(node):
         return Work()
     nbytes = bytes_computed(node) + sum(map(bytes_computed, node.all_input_nodes))
+    other = Work(other_bytes=nbytes, kernels=int(_is_kernel(node)))
     count = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if count is None or not all(_is_static(one) for one in (node, *node.all_input_nodes)):
-        return Work(other_bytes=nbytes)
+        return other
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     flops = int(count(*args, **kwargs, out_val=node.meta["val"]))
-    return Work(flops, product_bytes=nbytes, dtype=_tensors(node)[0].dtype) if flops else Work(other_bytes=nbytes)
+    return Work(flops, product_bytes=nbytes, dtype=_tensors(node)[0].dtype, kernels=1) if flops else other
 
 
-def total(works: Iterable[Work]) -> Work:
-    """Of several nodes together."""
+def total(works: Iterable[Work], fused: bool = False) -> Work:
+    """Of several nodes together. `fused`: what is between two products is taken for one kernel, as a compiler of
+    regions makes it at best."""
     works = list(works)
     heaviest = max(works, key=lambda work: work.flops, default=Work())
     return Work(
@@ -55,7 +60,26 @@ def total(works: Iterable[Work]) -> Work:
         sum(work.product_bytes for work in works),
         sum(work.other_bytes for work in works),
         heaviest.dtype,
+        _kernels_fused(works) if fused else sum(work.kernels for work in works),
     )
+
+
+def _kernels_fused(works: Sequence[Work]) -> int:
+    of_kernels = [work for work in works if work.kernels]
+    runs = groupby(of_kernels, key=lambda work: bool(work.flops))
+    return sum(len(list(run)) if products else 1 for products, run in runs)
+
+
+# What the runtime does without computing: it knows a pack by its parameters, and draws from the generator itself.
+_NO_KERNELS = (ops.together, ops.random_state, ops.set_random_state)
+
+
+def _is_kernel(node: fx.Node) -> bool:
+    """Whether the node makes, or changes, tensors: sizes are computed by the program."""
+    if node.target in _NO_KERNELS or not isinstance(node.target, torch._ops.OperatorBase):
+        return False
+    schema = getattr(node.target, "_schema", None)
+    return bool(_tensors(node)) or (schema is not None and schema.is_mutable)
 
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:

@@ -111,6 +111,8 @@ class Hardware:
         in_node, between_nodes: what a collective of all ranks of one node sees, and of several nodes.
         updates: parameters per second that one node's CPUs update by Adam's arithmetic; None: as fast as host memory
             gives and takes the states.
+        launch: seconds that the program takes to give a device one kernel, whatever that computes; 0 where operators
+            are computed by the program itself.
         unified: device and host are one memory. Nothing is uploaded, and the device copies what leaves it.
     """
 
@@ -127,6 +129,7 @@ class Hardware:
     in_node: Link
     between_nodes: Link
     updates: _Updates = None
+    launch: _Number = 0.0
     unified: bool = False
 
     @property

@@ -19,9 +19,9 @@ def compute_seconds(plan: Plan, hardware: Hardware) -> Compute:
 
 def seconds_of_operator(operator: Operator, hardware: Hardware) -> float:
     """Matrix products take the time of their arithmetic or of their bytes, whichever is longer; all else, which runs
-    operation by operation, that of its bytes."""
+    operation by operation, that of its bytes. Where launching all that takes longer, the operator takes as long."""
     memory = hardware.device.read
     products = operator.product_bytes / memory
     if operator.dtype is not None:
         products = max(products, operator.flops / hardware.achieved(str(operator.dtype).removeprefix("torch.")))
-    return products + operator.other_bytes / memory
+    return max(products + operator.other_bytes / memory, operator.kernels * hardware.launch)
