@@ -20,6 +20,7 @@ from zinf_fx import StoredTensor
 from zinf_fx.frontend.explain import plan_model
 from zinf_fx.plan.memory.accounting import flows
 from zinf_fx.runtime.execute.executor import EXECUTOR
+from zinf_fx.runtime.memory.device import MAX_BYTES_LEAVING
 from zinf_fx.runtime.memory.pinned import SLAB
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -355,7 +356,7 @@ def test_device_memory_is_that_of_the_schedule(tmp_path: Path, placement: str) -
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
     tile = width * width * 4
-    leaving = 64 << 20  # gradients on their way to host memory
+    leaving = MAX_BYTES_LEAVING  # of gradients on their way to host memory
     assert planned < layers * tile / 2
     assert peak <= planned + leaving + 2 * tile
     model.zero_grad()

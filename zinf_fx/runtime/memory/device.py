@@ -27,8 +27,9 @@ from zinf_fx.runtime.memory.leases import Ticket
 from zinf_fx.runtime.memory.pinned import slabs
 from zinf_fx.runtime.recorder import RECORDER
 
-# Bytes of values that may be on their way to host memory before compute waits for the oldest.
-_MAX_BYTES_LEAVING = 64 << 20
+# Bytes of values that may be on their way to host memory before compute waits for the oldest; of large ones, twice the
+# largest: the link is busy with that for longer than it takes to compute what comes next.
+MAX_BYTES_LEAVING = 256 << 20
 
 
 class Copy(Ticket, Protocol):
@@ -125,6 +126,7 @@ class Cuda(Device):
         self.uploads = api.Stream(torch_device)
         self.downloads = api.Stream(torch_device)
         self._leaving: deque[_CudaDownload] = deque()
+        self._bytes_leaving = 0
         self._runtime = api.cudart()
         self._owner: cuda.Stream | None = None  # of the memory of arenas
 
@@ -152,9 +154,16 @@ class Cuda(Device):
         if value.device != self.torch_device:
             return CPU.download(value, host, after)
         copy = _CudaDownload(self, value.detach().reshape(-1).to(host.dtype), host, after)
+        while self._leaving and self._leaving[0].done():
+            self._bytes_leaving -= self._leaving.popleft().nbytes
         self._leaving.append(copy)
-        while len(self._leaving) > 1 and sum(c.nbytes for c in self._leaving) > _MAX_BYTES_LEAVING:
-            self._leaving.popleft().join()
+        self._bytes_leaving += copy.nbytes
+        while self._bytes_leaving > MAX_BYTES_LEAVING:
+            if self._bytes_leaving <= 2 * max(each.nbytes for each in self._leaving):
+                break
+            first = self._leaving.popleft()
+            first.join()
+            self._bytes_leaving -= first.nbytes
         return copy
 
     def compute(self) -> cuda.Stream:
