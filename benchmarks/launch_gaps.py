@@ -1,0 +1,212 @@
+"""Whether a GPU would ever wait for Python: a training step of Llama 8 B, launched on a device that isn't there.
+
+    python benchmarks/launch_gaps.py                                  # minutes; neither a GPU nor memory is needed
+    python benchmarks/launch_gaps.py --layers 2 --placements nvme --profile
+
+The stand-in (launch_queue.py) takes kernels and copies as long as a described machine would; what launches them is the
+runtime, with its graphs, transfers, windows and arenas, as on a GPU. Of each kernel it is known when it could have
+begun, and when it was launched: where that is later, the device waited for the program. Forward and backward passes
+follow each other without an optimizer's step. Rows are medians over the steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import gc
+import pstats
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+from launch_queue import Launch, LaunchQueue
+from llama import Llama, LlamaConfig
+from tabulate import tabulate
+
+import zinf_fx
+from zinf_fx.config import Config
+from zinf_fx.plan.hardware import Hardware, load
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.simulation.simulate import simulate_plan
+from zinf_fx.runtime.tensor.tiers import Tiers
+
+BUDGET = "400GiB"  # of host memory: address space, which is never touched
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward or backward pass.
+
+    Attributes:
+        launches: its kernels.
+        free: from when on the device was, before it; at the earliest, when the program began with it.
+        program: seconds for which the program ran; `waited`: for which it waited, by what for.
+    """
+
+    kind: str
+    launches: Sequence[Launch]
+    free: float
+    program: float
+    waited: dict[str, float]
+
+    @property
+    def kernels(self) -> float:
+        """Seconds."""
+        return sum(one.end - one.start for one in self.launches)
+
+    @property
+    def seconds(self) -> float:
+        """Of the device, with what it waits for."""
+        return self.launches[-1].end - self.free
+
+    @property
+    def awaiting_copies(self) -> float:
+        """Seconds for which the device waited for copies."""
+        return sum(max(one.ready - max(one.free, self.free), 0.0) for one in self.launches)
+
+    @property
+    def awaiting_program(self) -> float:
+        """Seconds for which it waited for the program."""
+        return sum(one.start - max(one.ready, self.free) for one in self.launches)
+
+    @property
+    def busy(self) -> float:
+        """The share of the device's time that it would compute if no copy ever kept it waiting."""
+        return self.kernels / (self.kernels + self.awaiting_program)
+
+
+def llama(layers: int) -> Llama:
+    """In bf16. Its memory is not touched."""
+    with torch.device("meta"):
+        model = Llama(LlamaConfig(layers=layers))
+    return model.to(torch.bfloat16).to_empty(device="cpu")
+
+
+def one_device(hardware: Hardware) -> Hardware:
+    """One device of a node, with its share of the node's memory and drives."""
+    ranks = hardware.ranks_per_node
+    host = replace(
+        hardware.host,
+        capacity=hardware.host.capacity // ranks,
+        read=hardware.host.read / ranks,
+        write=hardware.host.write / ranks,
+    )
+    nvme = replace(hardware.nvme, read=hardware.nvme.read / ranks, write=hardware.nvme.write / ranks)
+    return replace(hardware, nodes=1, ranks_per_node=1, host=host, nvme=nvme)
+
+
+def run(placement: str, args: argparse.Namespace, hardware: Hardware) -> tuple[list[list[Pass]], dict[str, float]]:
+    """The passes of each step; and by their kind, the seconds that they take as simulated."""
+    options = {"placement": placement, "checksum": False, "host_memory": BUDGET, "residency": args.residency}
+    queue = LaunchQueue(hardware, args.launch)
+    with tempfile.TemporaryDirectory(dir=args.store) as store, ExitStack() as device:
+        tiers = Tiers.of(Config(store=store, **options))
+        queue.serve(tiers.store)
+        device.enter_context(queue.standing_in())
+        model = zinf_fx.offload(llama(args.layers), store=store, **options)
+        step = torch.compile(model, backend="zinf")
+        tokens = torch.empty((args.batch, args.sequence), dtype=torch.int64)
+        profile = cProfile.Profile(queue.clock.now) if args.profile else None
+        steps = []
+        with zinf_fx.record(model, hardware=hardware) as recording:
+            step(tokens, tokens).backward()
+        (plan,) = recording.plans
+        for number in range(args.warm + args.steps):
+            if profile is not None and number == args.warm:
+                profile.enable()
+            passes: list[Pass] = []
+            with Measuring(queue, "forward", passes):
+                loss = step(tokens, tokens)
+            with Measuring(queue, "backward", passes):
+                loss.backward()
+            for parameter in model.parameters():
+                parameter.grad = None
+            if number >= args.warm:
+                steps.append(passes)
+        if profile is not None:
+            profile.disable()
+            pstats.Stats(profile).sort_stats("tottime").print_stats(35)
+        del model, step, loss, parameter, tiers
+        torch._dynamo.reset()
+        gc.collect()
+    return steps, simulated(plan, hardware)
+
+
+def simulated(plan: Plan, hardware: Hardware) -> dict[str, float]:
+    """Seconds of the passes of a step after which nothing is under way any more."""
+    found = simulate_plan(plan, hardware, overlap=False)
+    ends = {job.kind: timing.end for job, timing in zip(found.jobs, found.timings, strict=True)}
+    return {"forward": ends["forward"], "backward": ends["backward"] - ends["forward"]}
+
+
+class Measuring:
+    """A block that is a pass, noted in a list."""
+
+    def __init__(self, queue: LaunchQueue, kind: str, passes: list[Pass]) -> None:
+        self._queue, self._kind, self._passes = queue, kind, passes
+
+    def __enter__(self) -> None:
+        queue = self._queue
+        self._began, self._waited = queue.clock.now(), dict(queue.clock.waited)
+        self._first, self._free = len(queue.launches), max(queue.streams.compute.end, self._began)
+
+    def __exit__(self, *error: object) -> None:
+        clock = self._queue.clock
+        waited = {what: seconds - self._waited.get(what, 0.0) for what, seconds in clock.waited.items()}
+        program = clock.now() - self._began - sum(waited.values())
+        launches = self._queue.launches[self._first :]
+        if launches:
+            self._passes.append(Pass(self._kind, launches, self._free, program, waited))
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--layers", type=int, default=32)
+    options.add_argument("--batch", type=int, default=4)
+    options.add_argument("--sequence", type=int, default=2048)
+    options.add_argument("--placements", nargs="+", default=["device", "infinity-cpu", "infinity-nvme"])
+    options.add_argument("--hardware", default="dgx-h100", help="one device of it, with its share of the node")
+    options.add_argument("--launch", type=float, default=5e-6, help="seconds that PyTorch and the driver take for one")
+    options.add_argument("--steps", type=int, default=5)
+    options.add_argument("--warm", type=int, default=2, help="steps before them")
+    options.add_argument("--store", help="a directory for the stand-in's empty files")
+    options.add_argument("--residency", action="store_true", help="keep in memory what there is room for")
+    options.add_argument("--profile", action="store_true", help="print where Python's time goes")
+    args = options.parse_args()
+    hardware = replace(one_device(load(args.hardware)), launch=args.launch)
+    rows = []
+    for placement in args.placements:
+        steps, predicted = run(placement, args, hardware)
+        rows += [row(placement, several, predicted[several[0].kind]) for several in zip(*steps, strict=True)]
+    print(f"batch {args.batch} x {args.sequence}, {args.layers} layers, one device of {hardware.name}")
+    print(tabulate(rows, headers="keys", floatfmt=".3f"))
+
+
+def row(placement: str, several: Sequence[Pass], predicted: float) -> dict[str, object]:
+    """Of one kind of pass, with the seconds that it takes as simulated."""
+
+    def middle(what) -> float:
+        return median(map(what, several))
+
+    return {
+        "placement": placement,
+        "pass": several[0].kind,
+        "launches": middle(lambda one: len(one.launches)),
+        "us per launch": round(middle(lambda one: one.program / len(one.launches)) * 1e6),
+        "program s": middle(lambda one: one.program),
+        "kernels s": middle(lambda one: one.kernels),
+        "device s": middle(lambda one: one.seconds),
+        "simulated s": predicted,
+        "waits for copies s": middle(lambda one: one.awaiting_copies),
+        "for the program s": middle(lambda one: one.awaiting_program),
+        "busy but for copies": middle(lambda one: one.busy),
+        "program waited for": ", ".join(f"{k} {v:.2f} s" for k, v in several[-1].waited.items() if v >= 0.005),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

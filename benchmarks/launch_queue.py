@@ -1,0 +1,374 @@
+"""A CUDA device without one: its kernels and copies take the time that a description says, and its queue has the time
+at which the program launched each.
+
+Tensors of the device are tensors of the CPU that nobody computes: their memory is never touched, so a model may be far
+larger than this machine. The program is the one that runs on a GPU: the runtime's `Cuda`, over streams and events that
+are modelled here, and the operations of the graph, of which each is a launch. Its time is the processor time of its
+thread. What the stand-in itself takes doesn't count; in its place, a launch takes `launch` seconds: what PyTorch and
+the driver take for one. Where the program waits for the disk or for the device, its time goes on to when that is there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.flop_counter import flop_registry
+
+from zinf_fx import memories
+from zinf_fx.native.engine import READ
+from zinf_fx.plan.hardware import Hardware, Link
+from zinf_fx.runtime.disk.store import Store
+from zinf_fx.runtime.memory.device import MAKERS, Cuda
+
+aten = torch.ops.aten
+# Return their argument's memory, or memory without values, and so launch nothing.
+_NOT_LAUNCHED = {
+    aten._unsafe_view.default,
+    aten._local_scalar_dense.default,
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.set_.source_Storage,
+    aten.set_.source_Storage_storage_offset,
+    aten.set_.source_Tensor,
+    aten.resize_.default,
+}
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+# Bytes of the modelled disk: address space, of which no byte exists.
+_DISK = 1 << 44
+# An operation's way here is measured by so many calls, so often.
+_CALLS, _TIMES = 500, 5
+
+
+class Clock:
+    """The time of the thread that launches, in seconds.
+
+    Attributes:
+        waited: seconds for which it waited, by what for.
+    """
+
+    def __init__(self) -> None:
+        self._ahead = -time.thread_time()  # of the processor time
+        self.waited: dict[str, float] = {}
+
+    def now(self) -> float:
+        return self.at(time.thread_time())
+
+    def at(self, processor: float) -> float:
+        """The time at which the thread had so many seconds of processor time."""
+        return processor + self._ahead
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """A block that takes no time."""
+        began = time.thread_time()
+        try:
+            yield
+        finally:
+            self._ahead -= time.thread_time() - began
+
+    def spend(self, seconds: float) -> None:
+        """Let time pass."""
+        self._ahead += seconds
+
+    def wait(self, until: float, what: str) -> None:
+        """Let time pass until a moment."""
+        now = self.now()
+        if until > now:
+            self._ahead += until - now
+            self.waited[what] = self.waited.get(what, 0.0) + until - now
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel or a copy: when the program launched it, from when on the device could have run it, and when it ran.
+
+    Attributes:
+        ready: what ran before it on the stream is done, and what the stream waits for.
+        free: only the former.
+        places: addresses of the memory that it reads or writes: from where to where.
+    """
+
+    name: str
+    launched: float
+    free: float
+    ready: float
+    start: float
+    end: float
+    places: tuple[tuple[int, int], ...]
+
+    @property
+    def late(self) -> float:
+        """Seconds for which the device had nothing to do because the program had not come so far."""
+        return self.start - self.ready
+
+
+class Event:
+    """Comes at a moment that is known when it is recorded: nothing depends on what is queued later."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self._clock, self.seconds = clock, seconds
+
+    def query(self) -> bool:
+        return self.seconds <= self._clock.now()
+
+    def synchronize(self) -> None:
+        self._clock.wait(self.seconds, "the device")
+
+
+class Stream:
+    """Work in order. `end`: of the last; `after`: the last moment that it waits for."""
+
+    def __init__(self, clock: Clock, number: int) -> None:
+        self._clock, self.cuda_stream = clock, number
+        self.end = self.after = 0.0
+
+    def record_event(self) -> Event:
+        return Event(self._clock, max(self.end, self.after))
+
+    def wait_event(self, event: Event) -> None:
+        self.after = max(self.after, event.seconds)
+
+    def put(self, seconds: float, now: float) -> tuple[float, float, float]:
+        """Queue so many seconds of work: from when on the stream is free, from when on it can, when it begins."""
+        free, ready = self.end, max(self.end, self.after)
+        start = max(ready, now)
+        self.end = start + seconds
+        return free, ready, start
+
+
+class Streams:
+    """What `torch.cuda` is for the runtime's device."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._made: list[Stream] = []
+        self.compute = self.current = self.Stream()
+
+    def Stream(self, device: object = None) -> Stream:
+        self._made.append(Stream(self._clock, len(self._made)))
+        return self._made[-1]
+
+    def current_stream(self, index: object = None) -> Stream:
+        return self.current
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def cudart(self) -> SimpleNamespace:
+        return SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
+
+
+class StandIn(Cuda):
+    """The runtime's device, on modelled streams."""
+
+    def used_by(self, stream: Stream, memory: torch.Tensor) -> None:
+        """The memory is the CPU's, whose allocator knows no streams."""
+
+
+@dataclass
+class Disk:
+    """Requests one after the other, at the described rates: bytes per second."""
+
+    clock: Clock
+    read: float
+    write: float
+    _free: float = 0.0
+
+    def submit(self, operation: int, address: int, offset: int, nbytes: int, *_: object, **__: object) -> DiskTicket:
+        """As a `File`."""
+        with self.clock.stopped():
+            now = self.clock.now()
+            rate = self.read if operation == READ else self.write
+            start = max(self._free, now)
+            self._free = start + nbytes / rate
+            return DiskTicket(self.clock, start, self._free, "reads" if operation == READ else "writes")
+
+    def detach(self) -> None:
+        """As a `File`."""
+
+
+class DiskTicket:
+    """A request that is done at a known moment."""
+
+    def __init__(self, clock: Clock, start: float, end: float, what: str) -> None:
+        self._clock, self._start, self._end, self._what = clock, start, end, what
+
+    def done(self) -> bool:
+        return self._end <= self._clock.now()
+
+    def wait(self) -> None:
+        self._clock.wait(self._end, self._what)
+
+    def span(self) -> DiskTicket:
+        return self
+
+    def seconds(self) -> tuple[float, float] | None:
+        """As a `Span`."""
+        return (self._start, self._end) if self.done() else None
+
+
+class LaunchQueue(TorchDispatchMode):
+    """While this is on, operations on CPU tensors are launches on a device, and compute nothing.
+
+    Attributes:
+        launches: all kernels, in order.
+        copies: those of the other streams.
+    """
+
+    def __init__(self, hardware: Hardware, launch: float) -> None:
+        """`launch`: seconds that PyTorch and the driver take for each."""
+        super().__init__()
+        self.clock = Clock()
+        self.launches: list[Launch] = []
+        self.copies: list[Launch] = []
+        self.streams = Streams(self.clock)
+        self.device = StandIn(torch.device("cpu"), self.streams)
+        self.disk = Disk(self.clock, *(rate / hardware.ranks_per_node for rate in _rates(hardware)))
+        self._links: dict[Stream, tuple[str, Link]] = {
+            self.device.uploads: ("upload", hardware.upload),
+            self.device.downloads: ("download", hardware.download),
+        }
+        self._hardware, self._launch = hardware, launch
+        self._known: dict[object, tuple[float, Any]] = {}  # seconds and results of kernels
+        self._entry = 0.0  # seconds that it takes an operation to come here, and back
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is captured is captured as without this."""
+        return True
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """A block in which stored tensors of the CPU are computed with on this device."""
+        before, alone = MAKERS["cpu"], memories.IN_HOST_MEMORY
+        MAKERS["cpu"] = lambda torch_device: self.device
+        memories.IN_HOST_MEMORY = frozenset()
+        try:
+            with self:
+                self._entry = self._measured_entry()
+                yield
+        finally:
+            MAKERS["cpu"], memories.IN_HOST_MEMORY = before, alone
+
+    def _measured_entry(self) -> float:
+        """What an operation that isn't launched takes here longer than without this, as the clock sees it."""
+        value = torch.empty(1)
+
+        def seconds() -> float:
+            began = self.clock.now()
+            for _ in range(_CALLS):
+                value.view(1)
+            return self.clock.now() - began
+
+        here = [seconds() for _ in range(_TIMES)]
+        with _disable_current_modes():
+            elsewhere = [seconds() for _ in range(_TIMES)]
+        return (median(here) - median(elsewhere)) / _CALLS
+
+    def serve(self, store: Store) -> None:
+        """Model the disk of a store: nothing of it is read, written or reserved from now on."""
+        (volume,) = store.volumes
+        volume.file.detach()
+        volume.file = self.disk
+        volume._space.extend(volume.size, _DISK)
+        volume.size += _DISK
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        began = time.thread_time()
+        result = self._called(func, args, kwargs or {}, self.clock.at(began) - self._entry)
+        self.clock.spend(began - time.thread_time() - self._entry)
+        return result
+
+    def _called(self, func: Any, args: tuple, kwargs: dict[str, Any], now: float) -> Any:
+        if not _is_launched(func):
+            return func(*args, **kwargs)
+        flat, _ = tree_flatten((args, kwargs))
+        tensors = [one for one in flat if isinstance(one, torch.Tensor)]
+        if any(type(one) not in _PLAIN or one.is_meta for one in tensors):
+            return func(*args, **kwargs)
+        stream = self.streams.current
+        if stream in self._links:
+            name, link = self._links[stream]
+            seconds, result = link.seconds(tensors[0].nbytes), args[0]
+            kept = self.copies
+        else:
+            name, kept = str(func), self.launches
+            seconds, result = self._result_of(func, flat, args, kwargs)
+        free, ready, start = stream.put(seconds, now)
+        made = [one for one in tree_flatten(result)[0] if isinstance(one, torch.Tensor)]
+        places = tuple((one.data_ptr(), one.data_ptr() + one.nbytes) for one in (*tensors, *made) if one.nbytes)
+        kept.append(Launch(name, now, free, ready, start, stream.end, places))
+        self.clock.spend(self._launch)
+        return result
+
+    def _result_of(self, func: Any, flat: list[Any], args: tuple, kwargs: dict[str, Any]) -> tuple[float, Any]:
+        """Seconds of a kernel, and what it returns, without values."""
+        key = (func, *(_described(one) for one in flat))
+        if key not in self._known:
+            self._known[key] = self._modelled(func, args, kwargs)
+        seconds, made = self._known[key]
+        if func._schema.is_mutable:
+            return seconds, None if not func._schema.returns else kwargs.get("out", args[0] if args else None)
+        return seconds, tree_map(lambda one: _empty_like(one) if isinstance(one, torch.Tensor) else one, made)
+
+    def _modelled(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[float, Any]:
+        args, kwargs = tree_map(_on_meta, (args, kwargs))
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("meta")
+        made = func(*args, **kwargs)
+        count = flop_registry.get(func.overloadpacket)
+        flops = count(*args, **kwargs, out_val=made) if count is not None else 0
+        tensors = [one for one in tree_flatten((args, kwargs, made))[0] if isinstance(one, torch.Tensor)]
+        seconds = sum(one.nbytes for one in tensors) / self._hardware.device.read
+        if flops:
+            dtype = next(one.dtype for one in tree_flatten(made)[0] if isinstance(one, torch.Tensor))
+            seconds = max(seconds, flops / self._hardware.achieved(str(dtype).removeprefix("torch.")))
+        return seconds, made
+
+
+def _rates(hardware: Hardware) -> tuple[float, float]:
+    return hardware.nvme.read, hardware.nvme.write
+
+
+@cache
+def _is_launched(func: Any) -> bool:
+    """Whether an operation computes something."""
+    if not isinstance(func, torch._ops.OpOverload) or func in _NOT_LAUNCHED or func.namespace not in ("aten", "prims"):
+        return False
+    return func._schema.is_mutable or not any(one.alias_info for one in func._schema.returns)
+
+
+def _described(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape), value.stride()
+    return str(value)
+
+
+def _on_meta(value: object) -> object:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _empty_like(made: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(made.shape, made.stride(), dtype=made.dtype)

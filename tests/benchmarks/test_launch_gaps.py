@@ -1,0 +1,52 @@
+"""benchmarks/launch_gaps.py: one layer, whose memory nobody touches."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import launch_gaps
+from launch_queue import Launch
+
+from zinf_fx.plan.hardware import load
+
+
+def launch(free: float, ready: float, start: float, end: float) -> Launch:
+    return Launch("mm", start, free, ready, start, end, ())
+
+
+def test_waiting_is_divided_by_what_for():
+    """The device is free from 1 on, the program begins at 2; a copy comes at 5, and the second launch 1.5 late."""
+    launches = [launch(1, 5, 5, 6), launch(6, 6, 7.5, 9), launch(9, 9.5, 9.5, 10)]
+    found = launch_gaps.Pass("forward", launches, 2, 3.0, {})
+    assert (found.kernels, found.seconds) == (3, 8)
+    assert (found.awaiting_copies, found.awaiting_program) == (3.5, 1.5)
+    assert found.busy == pytest.approx(3 / 4.5)
+
+
+def test_a_device_of_a_node_has_its_share():
+    node = load("dgx-h100")
+    found = launch_gaps.one_device(node)
+    assert found.ranks == 1 and found.device == node.device
+    assert 8 * found.nvme.read == node.nvme.read and 8 * found.host.write == node.host.write
+
+
+def test_a_step_that_reads_from_a_disk(tmp_path: Path):
+    args = Namespace(
+        launch=5e-6, layers=1, batch=1, sequence=128, residency=False, store=tmp_path, warm=1, steps=1, profile=False
+    )
+    hardware = replace(launch_gaps.one_device(load("dgx-h100")), launch=args.launch)
+    ((forward, backward),), predicted = launch_gaps.run("infinity-nvme", args, hardware)
+    read = 2 * (2 * 128256 * 4096 + 2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336) / hardware.nvme.read
+    for one in (forward, backward):
+        assert one.kernels < one.seconds and len(one.launches) * args.launch < one.program
+        row = launch_gaps.row("infinity-nvme", [one], predicted[one.kind])
+        assert row["pass"] == one.kind and row["simulated s"] > 0
+    # The table of tokens is read in the pass before.
+    assert read / 3 < forward.waited["reads"] < forward.awaiting_copies + forward.program < 1.5 * read
+    assert predicted["forward"] == pytest.approx(read, rel=0.2)
