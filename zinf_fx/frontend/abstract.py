@@ -15,6 +15,7 @@ from zinf_fx.frontend.graph_inputs import input_names
 from zinf_fx.frontend.offload import check_storable
 from zinf_fx.frontend.quantising import form_of, tables_in
 from zinf_fx.frontend.staying import is_ordinary, stays
+from zinf_fx.runtime.tensor.annotated import annotate, annotations_of
 from zinf_fx.runtime.tensor.local_parameter import LocalParameter, distributed_as, local_part, stored_parameter
 from zinf_fx.runtime.tensor.quantised import Form
 from zinf_fx.runtime.tensor.storage import AbstractStorage
@@ -56,6 +57,7 @@ def abstract_parameter(
         whole = distributed_as(parameter, twin).requires_grad_(parameter.requires_grad)
         LocalParameter.of_whole(whole, twin)
         return as_parameter(whole)
+    annotate(twin, annotations_of(parameter), of=parameter)
     return as_parameter(twin.requires_grad_(parameter.requires_grad))
 
 

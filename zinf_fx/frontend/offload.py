@@ -35,6 +35,7 @@ from zinf_fx.runtime.memory.device import check_device, device_of
 from zinf_fx.runtime.memory.heap import pass_through, trim_heap
 from zinf_fx.runtime.memory.mapped import MappedFiles, place_in_file
 from zinf_fx.runtime.ranks import Ranks
+from zinf_fx.runtime.tensor.annotated import annotate, annotations_of, codes_kept, has_annotated_codes, keep_layout
 from zinf_fx.runtime.tensor.home import Home
 from zinf_fx.runtime.tensor.local_parameter import LocalParameter, local_part, placed_as, stored_parameter
 from zinf_fx.runtime.tensor.quantised import Form, quantised_bytes
@@ -65,8 +66,9 @@ def offload(model: torch.nn.Module, config: Config | None = None, **fields: obje
     Gradients that exist move too, and hooks stay. Of many ranks, all get the parameters and buffers of the first.
 
     With `frozen_dtype`, frozen matrices are quantised, except tables of embeddings. Of a frozen parameter that a
-    quantising library made of tensors (a traceable wrapper subclass, as torchao's are), these tensors move. Other
-    frozen ones of classes of their own stay where they are, and a warning says so.
+    quantising library made of tensors (a traceable wrapper subclass, as torchao's are), these tensors move; of those of
+    bitsandbytes, the codes, and scales stay. Other frozen ones of classes of their own stay where they are, and a
+    warning says so.
 
     Raises: ConfigError for bad options, and for others than those that a part of the model was offloaded with;
     StoreError when the store can't hold the parameters; StoredTensorError for a parameter that can't be stored. The
@@ -81,14 +83,17 @@ def offload(model: torch.nn.Module, config: Config | None = None, **fields: obje
         if (stored := stored_parameter(parameter)) is not None:
             _check_not_contradicted(config, given, stored, name)
     composed = Composed(present)
-    note_staying({name: parameter for name, parameter in present.items() if name not in composed.whole})
-    ordinary = {name: parameter for name, parameter in present.items() if is_ordinary(parameter)}
+    annotated = {name: parameter for name, parameter in present.items() if has_annotated_codes(parameter)}
+    taken = composed.whole | annotated
+    note_staying({name: parameter for name, parameter in present.items() if name not in taken})
+    ordinary = {name: parameter for name, parameter in present.items() if is_ordinary(parameter)} | annotated
     parameters = ordinary | composed.parts
     tables = tables_of(model.modules())
     config = decided(config, list(parameters.values()), tables=tables)
     configs = configs_of(config, ordinary | composed.whole)
     configs |= {part: configs[whole] for part, whole in composed.whole_of.items()}
-    offload_parameters(parameters, config, tables, configs)
+    with codes_kept(model):
+        offload_parameters(parameters, config, tables, configs)
     composed.put_together()
     for name, buffer in model.named_buffers():
         if not buffer.is_meta:
@@ -152,6 +157,8 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
             return
         if is_table(module) and stored_parameter(parameter) is None:
             tables[id(parameter)] = weakref.ref(parameter)
+        if has_annotated_codes(parameter):
+            keep_layout(module)
         before = module._parameters.get(name)
         if before is not None and before.is_meta:  # its value comes from a checkpoint, and is final
             store(parameter, loaded=True)
@@ -172,7 +179,7 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
     def store(parameter: torch.nn.Parameter, loaded: bool = False) -> None:
         if stored_parameter(parameter) is not None or is_lazy(parameter) or parameter.is_meta:
             return
-        if stays(parameter):
+        if stays(parameter) and not has_annotated_codes(parameter):
             staying[id(parameter)] = weakref.ref(parameter)  # it is met again in each module around its own
             return
         check_storable(parameter, f"a parameter of shape {tuple(parameter.shape)}")
@@ -328,6 +335,8 @@ def _written(parameter: torch.nn.Parameter, twin: StoredTensor, loaded: MappedFi
     was `loaded`, from files that are mapped, is each rank's, where all have it at one place in one file, of which each
     reads its own part alone."""
     value, ranks = local_part(parameter.detach()), twin.storage.share.ranks
+    if has_annotated_codes(parameter):
+        value = value.as_subclass(torch.Tensor)
     what = f"a parameter of shape {tuple(parameter.shape)}"
     places = ranks.of_all(place_in_file(value), what) if loaded is not None and ranks.size > 1 else [None]
     if places[0] is None or len(set(places)) > 1:
@@ -362,7 +371,9 @@ def replace_in_place(parameter: torch.nn.Parameter, twin: StoredTensor) -> None:
     if parameter.requires_grad and parameter.is_leaf and parameter._use_count() > 1:
         accumulate = torch.autograd.graph.get_gradient_edge(parameter).node
         accumulate.register_prehook(lambda gradients: add_gradient(parameter, gradients[0]))
+    annotations = annotations_of(parameter)
     take_implementation(parameter, twin)
+    annotate(parameter, annotations, of=parameter)
 
 
 def check_storable(parameter: torch.Tensor, what: str) -> None:
@@ -376,7 +387,7 @@ def check_storable(parameter: torch.Tensor, what: str) -> None:
         raise StoredTensorError(f"{what} has layout {parameter.layout}: only strided tensors can be stored")
     if isinstance(parameter, DTensor):
         check_distributed(parameter, what)
-    elif type(parameter) is not torch.nn.Parameter:
+    elif type(parameter) is not torch.nn.Parameter and not has_annotated_codes(parameter):
         raise StoredTensorError(
             f"{what} is a {type(parameter).__name__} that is trained: only plain nn.Parameter can be stored. Freeze it "
             "with requires_grad_(False), and it stays on its device"

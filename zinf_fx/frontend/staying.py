@@ -37,7 +37,8 @@ def note_staying(parameters: Mapping[str, object]) -> None:
     warnings.warn(
         f"{len(parameters)} frozen parameter(s), {in_words(sum(map(bytes_in_memory, parameters.values())))}, stay on "
         f"their device, such as '{name}', a {type(parameter).__name__}: only plain nn.Parameter can be stored, and "
-        "what offload() can take apart (traceable wrapper subclasses). Plans count them in device_memory. To store "
-        "them, offload the model before it is quantised",
+        "what offload() knows: traceable wrapper subclasses, and codes of bitsandbytes, which its layers have once "
+        "they were moved to a device. Plans count them in device_memory. To store them, offload the model before it "
+        "is quantised",
         stacklevel=3,
     )

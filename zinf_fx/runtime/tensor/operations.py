@@ -65,3 +65,8 @@ def is_view(func: Any) -> bool:
         return False
     alias = arguments[0].alias_info
     return alias is not None and not alias.is_write and all(r.alias_info is not None for r in func._schema.returns)
+
+
+def decodes(tensor: torch.Tensor, kwargs: dict) -> bool:
+    """Whether a conversion makes numbers of integers: `Module.to` doesn't, and what does computes with them."""
+    return not tensor.is_floating_point() and (kwargs.get("dtype") or tensor.dtype).is_floating_point

@@ -11,6 +11,7 @@ from typing import ClassVar, NoReturn
 
 import torch
 
+from zinf_fx import ops
 from zinf_fx.config import Config, Placement, Tier
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.interrupts import held_back
@@ -393,6 +394,14 @@ def _side_by_side(
         storage.share.part_of = one.share.part_of
         found.append(storage)
     return found
+
+
+def _gather_kernel(token: torch.Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Eager `zinf.gather`. Bytes that live on the device are returned themselves: no caller may write to them."""
+    return TensorStorage.of_token(token).value().view(shape)
+
+
+ops.implement_gather(_gather_kernel)
 
 
 class AbstractStorage(TensorStorage):

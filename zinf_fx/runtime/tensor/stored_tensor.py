@@ -26,10 +26,19 @@ from zinf_fx.interrupts import held_back
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.memory.device import check_device
 from zinf_fx.runtime.tensor import view_writes
+from zinf_fx.runtime.tensor.annotated import annotate, annotations_of
 from zinf_fx.runtime.tensor.arrival import take_gradient
 from zinf_fx.runtime.tensor.copies import stored_again
 from zinf_fx.runtime.tensor.distributed_checkpoint import Checkpointable
-from zinf_fx.runtime.tensor.operations import HANDLERS, HORIZONTAL, METADATA_ONLY, SAME_VALUE, in_autocast, is_view
+from zinf_fx.runtime.tensor.operations import (
+    HANDLERS,
+    HORIZONTAL,
+    METADATA_ONLY,
+    SAME_VALUE,
+    decodes,
+    in_autocast,
+    is_view,
+)
 from zinf_fx.runtime.tensor.quantised import Quantised, check_trainable
 from zinf_fx.runtime.tensor.spill import spilled
 from zinf_fx.runtime.tensor.storage import TensorStorage
@@ -51,6 +60,7 @@ class StoredTensor(Checkpointable, torch.Tensor):
     _local_of: StoredTensor | None = None  # of the local tensor of a DTensor: what stands for it
     _context: tuple | None = None  # for __tensor_flatten__
     _lease: object = None  # that of its storage
+    annotations: tuple[str, ...] = ()  # attributes that say what the bytes mean, where a library's modules know
     expects_gradient = False  # becomes true on an object, and goes where its implementation goes
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -158,6 +168,7 @@ class StoredTensor(Checkpointable, torch.Tensor):
             raise StoredTensorError("only leaves can be deep-copied: this stored tensor is the result of a computation")
         twin = memo[id(self)] = stored_again(self, self.dtype, self.device)
         twin.requires_grad_(self.requires_grad)
+        annotate(twin, annotations_of(self), of=self)
         if isinstance(self, torch.nn.Parameter):
             as_parameter(twin)
         if self.grad is not None:
@@ -275,7 +286,7 @@ class StoredTensor(Checkpointable, torch.Tensor):
             if not args[0].captured:
                 if is_view(func) or (func is aten._to_copy.default and in_autocast()):
                     return args[0]._view(func, args[1:], kwargs)
-                if func is aten._to_copy.default and not torch.is_grad_enabled():
+                if func is aten._to_copy.default and not torch.is_grad_enabled() and not decodes(args[0], kwargs):
                     return args[0]._convert(kwargs)
             if func in METADATA_ONLY:
                 return func(torch.empty_like(without_values(args[0]), device=args[0].device), *args[1:], **kwargs)
@@ -381,6 +392,7 @@ class StoredTensor(Checkpointable, torch.Tensor):
 
     def _handed_on(self, twin: StoredTensor) -> StoredTensor:
         """`twin`, which may take this tensor's place in a DTensor parameter: see [Note: DTensor parameters]."""
+        annotate(twin, annotations_of(self), of=self)
         if self._local_of is not None:
             self._local_of.hold()
             twin.parameter = self._local_of
@@ -406,14 +418,6 @@ class StoredTensor(Checkpointable, torch.Tensor):
         target = torch.device(kwargs.get("device") or self.device)
         check_device(target, "this stored tensor")
         return self._handed_on(stored_again(self, dtype, target))
-
-
-def _gather_kernel(token: torch.Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Eager `zinf.gather`. Bytes that live on the device are returned themselves: no caller may write to them."""
-    return TensorStorage.of_token(token).value().view(shape)
-
-
-ops.implement_gather(_gather_kernel)
 
 
 def hook_gradient(tensor: torch.Tensor, take: Callable[[torch.Tensor], None] | None) -> None:

@@ -22,6 +22,9 @@ from zinf_fx.runtime.tensor.views import replayed
 
 aten = torch.ops.aten
 
+# After which the first tensor has the elements of the second.
+_TAKE_OVER = (aten.copy_.default, aten.set_.source_Tensor)
+
 
 def mutated_arguments(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     """The stored tensors that `func` writes to."""
@@ -37,6 +40,8 @@ def mutated_arguments(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: 
 
 def write(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dict, mutated: list[torch.Tensor]) -> Any:
     """Run `func`, which writes to the stored tensors `mutated`."""
+    if func in _TAKE_OVER and _is_same(*args[:2]):  # load_state_dict() of what was loaded in place; `w.data = w`
+        return args[0]
     run = _write_in_graph if mutated[0].captured else _write_through
     return run(kind, func, args, kwargs, mutated)
 
@@ -44,8 +49,6 @@ def write(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dict, mutate
 @held_back
 def _write_through(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dict, mutated: list[torch.Tensor]) -> Any:
     """Run `func` on gathered values, then write what it changed back to the store."""
-    if func is aten.copy_.default and _is_same(*args[:2]):  # what was loaded in place is given to load_state_dict()
-        return args[0]
     for tensor in mutated:
         _check_writable(tensor, func)
     # `out=` may resize its tensor, which must not happen to resident bytes.
