@@ -42,13 +42,14 @@ from zinf_fx.runtime.tensor.operations import (
 from zinf_fx.runtime.tensor.quantised import Quantised, check_trainable
 from zinf_fx.runtime.tensor.spill import spilled
 from zinf_fx.runtime.tensor.storage import TensorStorage
+from zinf_fx.runtime.tensor.undivided import Undivided
 from zinf_fx.runtime.tensor.views import Base, ViewStep, memory_of, replayed, without_values
 from zinf_fx.runtime.tensor.writes import foreach, mutated_arguments, write
 
 aten = torch.ops.aten
 
 
-class StoredTensor(Checkpointable, torch.Tensor):
+class StoredTensor(Checkpointable, Undivided, torch.Tensor):
     """A tensor whose bytes live in the store. Made by `offload`, `offloading`, the executor and the optimizers."""
 
     token: torch.Tensor
