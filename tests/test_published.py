@@ -272,3 +272,45 @@ def test_values_without_any_scales_are_rounded_values(tmp_path: Path):
     other = nn.Linear(64, 64, bias=False)
     zinf_fx.load_safetensors(other, tmp_path)
     assert torch.equal(other.weight, layer.weight.to(E4M3).float())
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Module()
+        self.experts.gate_up_proj = nn.Parameter(torch.randn(2, 6, 128))
+
+
+def of_experts(heights: tuple[int, int, int, int] = (3, 3, 3, 3)) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    names = [f"experts.{number}.{part}.weight" for number in range(2) for part in ("gate_proj", "up_proj")]
+    tensors = {name: torch.randn(height, 128) for name, height in zip(names, heights, strict=True)}
+    return published(tensors, dict.fromkeys(tensors, "rows"))[0]
+
+
+EXPERTS_REFUSED = {
+    "one is missing": (
+        without("experts.1.up_proj.weight"),
+        "consists of 4 weights, of which 'experts.1.up_proj.weight'",
+    ),
+    "one has no scales": (without("experts.1.up_proj.weight_scale"), "no 'experts.1.up_proj.weight_scale_inv' or"),
+    "one has no codes": (
+        replaced("experts.1.up_proj.weight", torch.ones(3, 128)),
+        r"'experts.1.up_proj.weight' is float32\[3, 128\], and others of its experts are codes",
+    ),
+    "one is lower": (lambda files: files.update(of_experts((3, 3, 2, 4))), "of several formats or shapes"),
+    "all are lower": (lambda files: files.update(of_experts((2, 2, 2, 2))), r"fp8\[2, 4, 128\]"),
+}
+
+
+@pytest.mark.parametrize("what", EXPERTS_REFUSED)
+def test_experts_that_do_not_fit_are_refused_by_name(tmp_path: Path, what):
+    change, message = EXPERTS_REFUSED[what]
+    files = of_experts()
+    change(files)
+    save_file(files, tmp_path / "model.safetensors")
+    model = Experts()
+    before = model.experts.gate_up_proj.detach().clone()
+    with pytest.raises(CheckpointError, match=message):
+        zinf_fx.load_safetensors(model, tmp_path)
+    assert torch.equal(model.experts.gate_up_proj, before)

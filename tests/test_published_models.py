@@ -38,13 +38,40 @@ def mxfp4() -> tuple[transformers.PretrainedConfig, dict[str, str], dict]:
     return config, how, {"quant_method": "mxfp4", "dequantize": True}
 
 
-@pytest.mark.parametrize("model", [fp8, mxfp4])
+def experts() -> tuple[transformers.PretrainedConfig, dict[str, str], dict]:
+    """In files, each expert has matrices of its own."""
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=128, moe_intermediate_size=128, head_dim=128, num_experts=2, num_experts_per_tok=1, **SMALL
+    )
+    _, _, quantisation = fp8()
+    layer = "model.layers.0.mlp.experts."
+    how = {f"{layer}{e}.{part}_proj.weight": "blocks" for e in range(2) for part in ("gate", "up", "down")}
+    return config, how, {**quantisation, "modules_to_not_convert": ["self_attn"]}
+
+
+def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With those of experts one by one."""
+    found = {}
+    for name, tensor in tensors.items():
+        stem, _, own = name.rpartition(".")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(own, ())
+        if parts and stem.endswith("experts"):
+            for expert, matrix in enumerate(tensor):
+                found |= {
+                    f"{stem}.{expert}.{p}.weight": m for p, m in zip(parts, matrix.chunk(len(parts)), strict=True)
+                }
+        else:
+            found[name] = tensor
+    return found
+
+
+@pytest.mark.parametrize("model", [fp8, mxfp4, experts])
 def test_values_are_those_of_transformers(tmp_path: Path, model):
     torch.manual_seed(0)
     config, how, quantisation = model()
     config.tie_word_embeddings = False
     plain = transformers.AutoModelForCausalLM.from_config(config, dtype=BF16)
-    files, _ = published(plain.state_dict(), how)
+    files, _ = published(apart(plain.state_dict()) if model is experts else plain.state_dict(), how)
     save_file({name: tensor.contiguous() for name, tensor in files.items()}, tmp_path / "model.safetensors")
     described = {**plain.config.to_dict(), "architectures": [type(plain).__name__], "quantization_config": quantisation}
     (tmp_path / "config.json").write_text(json.dumps(described))
@@ -56,7 +83,8 @@ def test_values_are_those_of_transformers(tmp_path: Path, model):
     theirs: dict[str, Tensor] = expected.state_dict()
     for name, parameter in mine.named_parameters():
         assert torch.equal(parameter.full_tensor(), theirs[name]) and not parameter.isnan().any()
-        assert (parameter.quantised is not None) == (name in how)
+        is_packed = name in how or (model is experts and "experts" in name)
+        assert (parameter.quantised is not None) == is_packed
     tokens = torch.arange(7)[None]
     with torch.no_grad():
         assert torch.equal(torch.compile(mine, backend="zinf")(tokens).logits, expected(tokens).logits)

@@ -10,13 +10,20 @@
 
 `W_blocks` and `W_scales` are of a parameter [..., columns, rows] (gpt-oss in transformers), `W.blocks` and `W.scales`
 of one [..., rows, columns] (gpt-oss as its authors read it). The first value in a byte is in the low half.
+
+Experts that files have one by one, `experts.0.gate_proj.weight` and so on, may be one parameter of the model,
+`experts.gate_up_proj` [experts, rows, columns]: the rows of its matrices are those of the files in order.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -32,19 +39,54 @@ _OF_CODES = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}
 _OF_INPUTS = ("input_scale", "activation_scale")
 _BLOCK_ROWS = 128
 _MXFP4 = {"_blocks": ("_scales", True), ".blocks": (".scales", False)}  # with whether the parameter is transposed
+# Of which matrices of an expert each matrix of a parameter for all experts consists, from above.
+_OF_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
-@dataclass(frozen=True)
-class Published:
+class Published(ABC):
     """A weight in files, as codes and scales.
 
     Attributes:
-        codes, scales: where they are.
         format: that which has the same codes and scales, row by row.
         rows_shape: of the values, as the codes lie: [..., rows, columns].
+        transposed: whether the parameter has the last two dimensions the other way round.
+    """
+
+    format: str
+    rows_shape: tuple[int, ...]
+    transposed: bool
+    is_complex = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the parameter that has the values."""
+        *matrices, rows, columns = self.rows_shape
+        return (*matrices, columns, rows) if self.transposed else self.rows_shape
+
+    def __str__(self) -> str:
+        return f"{self.format}{list(self.shape)}"
+
+    @property
+    @abstractmethod
+    def begin(self) -> tuple[Path, int]:
+        """Orders weights as their codes lie in files."""
+
+    @abstractmethod
+    def rows(self, files: WeightFiles, numbers: range) -> torch.Tensor:
+        """Consecutive rows of all matrices in their format: uint8 [rows, row_nbytes].
+
+        Raises: CheckpointError for a file that is shorter by now.
+        """
+
+
+@dataclass(frozen=True)
+class Pair(Published):
+    """One tensor of codes, and one of scales.
+
+    Attributes:
+        codes, scales: where they are.
         grid: of the scales: [matrices, rows, columns]; one matrix of them may be for all.
         rows_per_scale: rows of a matrix that share scales.
-        transposed: whether the parameter has the last two dimensions the other way round.
     """
 
     codes: Place
@@ -55,27 +97,11 @@ class Published:
     rows_per_scale: int
     transposed: bool = False
 
-    is_complex = False
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the parameter that has the values."""
-        *matrices, rows, columns = self.rows_shape
-        return (*matrices, columns, rows) if self.transposed else self.rows_shape
-
     @property
     def begin(self) -> tuple[Path, int]:
-        """Orders weights as their codes lie in files."""
         return self.codes.begin
 
-    def __str__(self) -> str:
-        return f"{self.format}{list(self.shape)}"
-
     def rows(self, files: WeightFiles, numbers: range) -> torch.Tensor:
-        """Consecutive rows of all matrices in their format: uint8 [rows, row_nbytes].
-
-        Raises: CheckpointError for a file that is shorter by now.
-        """
         kind, (height, columns) = FORMATS[self.format], self.rows_shape[-2:]
         per_row = columns * kind.bits // 8
         codes = files.read(self.codes, numbers.start * per_row, len(numbers) * per_row).view(-1, per_row)
@@ -90,10 +116,45 @@ class Published:
         itemsize = self.scales.kind.dtype.itemsize
         nbytes = [count * scale_columns * itemsize for count in (first, last + 1 - first)]
         scales = files.read(self.scales, *nbytes).view(self.scales.kind.dtype).view(-1, scale_columns)
-        if self.scales.kind.dtype is not torch.uint8:
-            scales = scales.to(kind.scale)
+        scales = scales.to(kind.scale) if kind.scale is torch.float32 else scales.view(torch.uint8)
         packed[:, kind.codes_nbytes(columns) :] = scales[own - first].view(torch.uint8)
         return packed
+
+
+@dataclass(frozen=True)
+class Parts(Published):
+    """Matrices one below the other that are one parameter.
+
+    Attributes:
+        parts: of one format, with as many columns.
+    """
+
+    parts: tuple[Pair, ...]
+    rows_shape: tuple[int, ...]
+    transposed = False
+
+    @property
+    def format(self) -> str:
+        return self.parts[0].format
+
+    @property
+    def begin(self) -> tuple[Path, int]:
+        return min(part.begin for part in self.parts)
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """The number of the first row of each part."""
+        return [0, *accumulate(part.rows_shape[0] for part in self.parts)]
+
+    def rows(self, files: WeightFiles, numbers: range) -> torch.Tensor:
+        found, start = [], numbers.start
+        while start < numbers.stop:
+            number = bisect_right(self._starts, start) - 1
+            begin, end = self._starts[number : number + 2]
+            stop = min(end, numbers.stop)
+            found.append(self.parts[number].rows(files, range(start - begin, stop - begin)))
+            start = stop
+        return torch.cat(found)
 
 
 class PublishedBytes:
@@ -142,18 +203,18 @@ def as_published(
     found: dict[str, Place | Published] = dict(places)
     wrong: list[str] = []
     has_scales = any(name.endswith(_SCALE_NAMES) for name in places)
+    for name, tensor in wanted.items():
+        for part in _take_parts(name, tensor, found, wrong) if name not in places and has_scales else ():
+            _without_scales_of(part, found)
     for name, place in places.items():
         how: Published | str | None = None
         ending = name[-len("_blocks") :]
         if name in wanted:
             if place.kind.dtype in _OF_CODES and wanted[name].is_floating_point() and wanted[name].itemsize > 1:
-                scales = next((name + ending for ending in _SCALE_NAMES if name + ending in places), None)
-                if scales is None and not has_scales:
+                if not has_scales:
                     continue  # values that were rounded, without scales
-                how = _with_scales(name, scales, places)
-                stem = name.removesuffix("weight")
-                for other in (scales, *(stem + ending for ending in _OF_INPUTS)):
-                    found.pop(other, None)
+                how = _with_scales(name, places)
+                _without_scales_of(name, found)
         elif ending in _MXFP4 and name.removesuffix(ending) in wanted:
             whole, (scale_ending, transposed) = name.removesuffix(ending), _MXFP4[ending]
             how = _mxfp4(name, whole + scale_ending, places, transposed)
@@ -168,9 +229,46 @@ def as_published(
     return found, wrong
 
 
-def _with_scales(name: str, scale_name: str | None, places: Mapping[str, Place]) -> Published | str:
+def _without_scales_of(name: str, found: dict[str, Place | Published]) -> None:
+    """Leave out what is beside the codes of a weight."""
+    stem = name.removesuffix("weight")
+    for other in (*(name + ending for ending in _SCALE_NAMES), *(stem + ending for ending in _OF_INPUTS)):
+        found.pop(other, None)
+
+
+def _take_parts(name: str, tensor: torch.Tensor, found: dict[str, Place | Published], wrong: list[str]) -> list[str]:
+    """Put what files have by experts in the place of a parameter that has all of them; the names of the codes."""
+    stem, _, own = name.rpartition(".")
+    if own not in _OF_EXPERTS or tensor.dim() != 3:
+        return []
+    names = [f"{stem}.{number}.{part}.weight" for number in range(tensor.shape[0]) for part in _OF_EXPERTS[own]]
+    if not any(isinstance(one := found.get(each), Place) and one.kind.dtype in _OF_CODES for each in names):
+        return []
+    if missing := [each for each in names if each not in found]:
+        wrong.append(f"'{name}' consists of {len(names)} weights, of which '{missing[0]}' is not there")
+        return []
+    parts = [_with_scales(each, found) for each in names]
+    if faults := [part for part in parts if not isinstance(part, Pair)]:
+        wrong.append(faults[0])
+        return []
+    first = parts[: len(_OF_EXPERTS[own])]
+    rows, columns = sum(part.rows_shape[0] for part in first), first[0].rows_shape[-1]
+    shapes = [(part.format, *part.rows_shape) for part in parts]
+    if len({(part.format, part.rows_shape[1:]) for part in first}) > 1 or shapes != shapes[: len(first)] * len(tensor):
+        wrong.append(f"'{name}' consists of weights of several formats or shapes, '{names[0]}' and others")
+        return []
+    for each in names:
+        found.pop(each)
+    found[name] = Parts(tuple(parts), (len(tensor), rows, columns))
+    return names
+
+
+def _with_scales(name: str, places: Mapping[str, Place | Published]) -> Published | str:
     """A weight of 8-bit codes, or what is wrong with it."""
     codes = places[name]
+    if codes.kind.dtype not in _OF_CODES:
+        return f"'{name}' is {codes.kind}, and others of its experts are codes"
+    scale_name = next((name + ending for ending in _SCALE_NAMES if name + ending in places), None)
     if scale_name is None:
         names = " or ".join(f"'{name}{ending}'" for ending in _SCALE_NAMES)
         return f"'{name}' is {codes.kind}, and there is no {names} beside it"
@@ -187,10 +285,10 @@ def _with_scales(name: str, scale_name: str | None, places: Mapping[str, Place])
     per_scale = None if grid is None else _rows_per_scale(grid[1], rows)
     by_codes = _OF_CODES[codes.kind.dtype]
     if per_scale is not None and grid[2] == 1:
-        return Published(codes, scales, by_codes, codes.kind.shape, grid, per_scale)
+        return Pair(codes, scales, by_codes, codes.kind.shape, grid, per_scale)
     blocked = FORMATS["fp8_block"]
     if per_scale is not None and grid[2] == blocked.blocks(columns) and by_codes == "fp8":
-        return Published(codes, scales, blocked.name, codes.kind.shape, grid, per_scale)
+        return Pair(codes, scales, blocked.name, codes.kind.shape, grid, per_scale)
     blocks = f", a row or a block of {_BLOCK_ROWS} x {blocked.block}" if by_codes == "fp8" else " or a row"
     return f"{misfit}: scales of a matrix{blocks} are read"
 
@@ -226,4 +324,4 @@ def _mxfp4(name: str, scale_name: str, places: Mapping[str, Place], transposed: 
     if scales.kind.shape != codes.kind.shape[:-1] or scales.kind.dtype not in (torch.uint8, torch.float8_e8m0fnu):
         return f"'{scale_name}' is {scales.kind}, which doesn't fit '{name}', {codes.kind}: one byte per block is read"
     shape = (*matrices, rows, blocks * kind.block)
-    return Published(codes, scales, kind.name, shape, (math.prod(matrices), rows, blocks), 1, transposed)
+    return Pair(codes, scales, kind.name, shape, (math.prod(matrices), rows, blocks), 1, transposed)
