@@ -112,7 +112,7 @@ class Scratch:
         path = self.path / name
         if path in self._made:
             self._made.remove(path)
-            os.unlink(path)
+            path.unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Deletes the files that this object made, the directory, and the lock; in a forked child nothing. Either way,
