@@ -8,8 +8,9 @@ the last one, by generations; one that copies behind training, as to another fil
 `zinf_fx.save_checkpoint` by copying there; and `torch.save` of the state dicts, which is synced, too. A process has
 blocks of steps alone and of steps that are each followed by a save, in turns, and their times are compared; where
 nothing is saved, what is printed is how much blocks differ by themselves. Behind training goes one copy, and the steps
-are those meanwhile. Then saves follow each other while nothing else runs. One that copies reads what it writes: its
-rate counts both, as the engine's does, which copies a file in the same directory to a new one that replaces another.
+are those meanwhile. Then there are saves while nothing else runs: what the one before replaced was given back to the
+disk. One that copies reads what it writes: its rate counts both, as the engine's does, which copies a file in the same
+directory to a new one that replaces another.
 What a process's memory grows by, from its first steps on, is compared with that of one that saves nothing.
 """
 

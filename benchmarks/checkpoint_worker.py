@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import random
@@ -21,14 +20,12 @@ from resident import peak_resident_bytes
 from train_step_variant import OPTIONS
 
 import zinf_fx
-from zinf_fx.checkpoint.files import Files
+from zinf_fx.checkpoint.freeing import wait_for_room
 from zinf_fx.checkpoint.training.catalog import STEP, name_of
-from zinf_fx.checkpoint.training.contents import parts_of
 from zinf_fx.checkpoint.training.files import MANIFEST
 from zinf_fx.checkpoint.training.loading import manifest_of
-from zinf_fx.checkpoint.training.saving import save
 
-MANAGED = ("generations", "behind")
+MANAGED, COPYING = ("generations", "behind"), ("behind", "copies")
 
 
 class Block(NamedTuple):
@@ -38,13 +35,6 @@ class Block(NamedTuple):
     step: float
     read: float
     written: float
-
-
-class WithoutLinks(Files):
-    """Files of a directory that is taken for one on another file system than the store, so that all is copied."""
-
-    def link(self, old: Path, new: Path) -> None:
-        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
 
 def timed(action: Callable[[], object]) -> float:
@@ -71,8 +61,9 @@ def measure(request: dict) -> dict:
 
     # Of one checkpoint after the other, the last is kept; saves wait for the steps that go on in the background.
     manager = zinf_fx.CheckpointManager(target, model, optimizer, every_steps=1, keep=1)
-    if way == "behind":
-        manager.files = WithoutLinks()
+    if way in COPYING:
+        for volume in store.volumes:
+            volume.device = -1  # no directory is on that, so all is copied
 
     def save_in_this_way() -> None:
         if way == "torch.save":
@@ -80,7 +71,7 @@ def measure(request: dict) -> dict:
             with (target / "checkpoint.pt").open("rb") as file:
                 os.fsync(file.fileno())
         elif way == "copies":
-            save(target / "checkpoint", parts_of(model, optimizer, {}), WithoutLinks())
+            zinf_fx.save_checkpoint(target / "checkpoint", model, optimizer)
         elif way in MANAGED:
             manager.save(request["steps"])
 
@@ -121,7 +112,10 @@ def measure(request: dict) -> dict:
     for _ in range(request["blocks"]):
         plain.append(block(plain_steps))
         saving.append(block(plain_steps if way == "nothing" else steps_with_saves))
-    saves = [timed(save_in_this_way) for _ in range(request["saves"] if way != "nothing" else 0)]
+    saves = []
+    for _ in range(request["saves"] if way != "nothing" else 0):
+        wait_for_room()  # what was replaced is given back to the disk, as it is long before the next save of a training
+        saves.append(timed(save_in_this_way))
     peak, loads, nbytes = peak_resident_bytes(), [], 0
     if way in (*MANAGED, "copies"):
         saved = target / ("checkpoint" if way == "copies" else name_of(request["steps"]))
