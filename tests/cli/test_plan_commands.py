@@ -80,6 +80,7 @@ def test_simulate_prints_figures_and_a_sweep(plan_file: Path, capsys: pytest.Cap
     assert main(["simulate", str(plan_file)]) == 0
     text = capsys.readouterr().out
     assert "on RTX 4090 desktop, batch 4, simulated" in text and "TFLOP/s per device" in text and "disk" in text
+    assert " operators take as long as launching their kernels" in text
     assert main(["simulate", str(plan_file), "--json"]) == 0
     one = json.loads(capsys.readouterr().out)
     assert max(each["end"] for each in one["timeline"]) == one["seconds"]

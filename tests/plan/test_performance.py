@@ -13,7 +13,7 @@ from zinf_fx.plan.hardware import Disks, Hardware, Link, Memory
 from zinf_fx.plan.plan import Fingerprint, Plan
 from zinf_fx.plan.schedule import Event, GraphSchedule, Operator, Tile
 from zinf_fx.plan.simulation.batch import batch_of, with_batch
-from zinf_fx.plan.simulation.operator_time import seconds_of_operator
+from zinf_fx.plan.simulation.operator_time import decided_by_launches, seconds_of_operator
 from zinf_fx.plan.simulation.simulate import simulate_plan
 
 MACHINE = Hardware(
@@ -53,6 +53,15 @@ def test_an_operator_takes_as_long_as_its_launches_at_least(kernels: int, second
     operator = Operator(0, "mm, relu", 2, 3000, 100, 200, torch.float32, kernels)
     assert seconds_of_operator(operator, replace(MACHINE, launch=0.5)) == pytest.approx(seconds)
     assert seconds_of_operator(operator, MACHINE) == pytest.approx(5.0)
+
+
+def test_operators_that_launches_decide_are_counted():
+    """Of two operators, kernels take 3 and 1 s; each has four."""
+    of_two = plan()
+    (graph,) = of_two.graphs
+    of_two = replace(of_two, graphs=(replace(graph, operators=tuple(replace(o, kernels=4) for o in graph.operators)),))
+    counts = {launch: decided_by_launches(of_two, replace(MACHINE, launch=launch)) for launch in (0.0, 0.25, 0.5, 1.0)}
+    assert counts == {0.0: 0, 0.25: 0, 0.5: 1, 1.0: 2}
 
 
 def test_a_dtype_without_a_peak_is_refused():

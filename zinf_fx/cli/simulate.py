@@ -21,6 +21,7 @@ from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.saving import checkpoints, saved
 from zinf_fx.plan.show.saving import checkpoints_text
 from zinf_fx.plan.simulation.batch import batch_of, with_batch
+from zinf_fx.plan.simulation.operator_time import decided_by_launches
 from zinf_fx.plan.simulation.simulate import Simulation, Stall, one_after_another, simulate, simulate_plan
 from zinf_fx.plan.simulation.timeline import slices
 
@@ -52,7 +53,8 @@ def run(options: argparse.Namespace) -> None:
         timeline = {"timeline": [asdict(one) for one in slices(plan, simulation)]}
         print(json.dumps(_data(simulation) | decision | {"saves": asdict(saves)} | timeline))
     else:
-        parts = [_title(planned, plan, hardware, accumulate), _report(simulation)]
+        launches = 0 if planned.seconds else decided_by_launches(plan, hardware)
+        parts = [_title(planned, plan, hardware, accumulate), _report(simulation, launches)]
         parts += [checkpoints_text(saves)] if saves.of_one.states else []
         print("\n\n".join(parts))
 
@@ -83,10 +85,16 @@ def _batches(text: str | None) -> list[int] | None:
     return [parse_count(part, "batch") for part in parts]
 
 
-def _report(simulation: Simulation) -> str:
+def _report(simulation: Simulation, launches: int) -> str:
+    """`launches`: the operators that take as long as launching their kernels."""
     rate = simulation.flops_per_second / 1e12
     critical, stalled = simulation.critical_seconds, simulation.stalled
-    lines = [f"step {simulation.seconds:.4g} s, {rate:.4g} TFLOP/s per device (recomputation included)", ""]
+    lines = [f"step {simulation.seconds:.4g} s, {rate:.4g} TFLOP/s per device (recomputation included)"]
+    if launches:
+        lines.append(
+            f"{launches:,} operators take as long as launching their kernels: a larger batch costs them little"
+        )
+    lines.append("")
     rows = [
         [name, f"{share:.1%}", f"{critical[name]:.4g}", f"{stalled[name]:.4g}"]
         for name, share in simulation.utilisation.items()

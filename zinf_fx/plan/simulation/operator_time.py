@@ -18,10 +18,21 @@ def compute_seconds(plan: Plan, hardware: Hardware) -> Compute:
 
 
 def seconds_of_operator(operator: Operator, hardware: Hardware) -> float:
+    """Of its kernels, or of launching them where that takes longer."""
+    return max(_of_kernels(operator, hardware), operator.kernels * hardware.launch)
+
+
+def decided_by_launches(plan: Plan, hardware: Hardware) -> int:
+    """How many operators take as long as launching their kernels."""
+    operators = (operator for graph in plan.graphs for operator in graph.operators)
+    return sum(one.kernels * hardware.launch > _of_kernels(one, hardware) for one in operators)
+
+
+def _of_kernels(operator: Operator, hardware: Hardware) -> float:
     """Matrix products take the time of their arithmetic or of their bytes, whichever is longer; all else, which runs
-    operation by operation, that of its bytes. Where launching all that takes longer, the operator takes as long."""
+    operation by operation, that of its bytes."""
     memory = hardware.device.read
     products = operator.product_bytes / memory
     if operator.dtype is not None:
         products = max(products, operator.flops / hardware.achieved(str(operator.dtype).removeprefix("torch.")))
-    return max(products + operator.other_bytes / memory, operator.kernels * hardware.launch)
+    return products + operator.other_bytes / memory
