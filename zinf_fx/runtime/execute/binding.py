@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from zinf_fx import ops
-from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule
+from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, Tile
 from zinf_fx.runtime.execute.inductor import CompiledRegion
 from zinf_fx.runtime.execute.workspace import dequantize
 
@@ -39,6 +39,7 @@ class Here:
 
 def bind(
     module: fx.GraphModule,
+    tiles: Sequence[Tile],
     operators: Mapping[str, int],
     here: Here,
     packs: Collection[int],
@@ -46,7 +47,7 @@ def bind(
     regions: Mapping[str, CompiledRegion],
 ) -> fx.GraphModule:
     """The graph as a function of (run, arguments): its `zinf` nodes become calls of the run's methods, which is told
-    when the head ends, and when an operator begins and ends, too.
+    when the head ends, and when an operator begins and ends, too. Of one rank, there is nothing to gather or reduce.
 
     `operators`: by the names of the nodes that compute, which operator they belong to. `packs`: the tiles whose value
     is a list of the parameters in them, and whose gradient a list of theirs: nothing is put together in memory.
@@ -79,8 +80,12 @@ def bind(
             copies[node] = bound.call_method("pop", (arguments,))
             copies[node].name = node.name
         elif node.target in ops.KINDS:
-            if event.tile in here.gradients and event.kind == "reduce_scatter":
+            tile = tiles[event.tile]
+            alone = tile.ranks * tile.replicas == 1
+            if event.kind == "reduce_scatter" and (alone or event.tile in here.gradients):
                 copies[node] = copies[node.args[1]]
+                continue
+            if event.kind == "allgather" and alone:
                 continue
             if event.tile in here.kept and event.kind == "offload":
                 kept[gradients[event.tile]] = copies[node.args[1]]

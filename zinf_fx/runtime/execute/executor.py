@@ -166,9 +166,8 @@ class Program(Stage):
         kept = frozenset(tile for tile in kept if parameters[tile].placement.gradients == "device")
         self._here = Here(frozenset(in_place), plain, kept, followed)
         if self._here not in self._bound:
-            self._bound[self._here] = bind(
-                self._planned, self._operators, self._here, self._packed, self._left_alone, self._regions
-            )
+            graph = (self._planned, self.schedule.tiles, self._operators)
+            self._bound[self._here] = bind(*graph, self._here, self._packed, self._left_alone, self._regions)
         self._module = self._bound[self._here]
         waits = [event.tile for event in self.schedule.events if event.kind == "wait" and event.tile in in_place]
         tiles = {tile: self.schedule.tiles[tile] for tile in waits}
