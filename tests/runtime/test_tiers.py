@@ -4,8 +4,41 @@ from __future__ import annotations
 
 import gc
 
+import pytest
+
 from zinf_fx.config import Config
+from zinf_fx.runtime.memory.buffers import Arena
+from zinf_fx.runtime.memory.counters import Counters
+from zinf_fx.runtime.tensor import write_queue
 from zinf_fx.runtime.tensor.tiers import Tiers
+from zinf_fx.runtime.tensor.write_queue import WriteQueue
+from zinf_fx.sizes import PAGE
+
+
+class Write:
+    """One that is done when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.awaited = False
+
+    def done(self) -> bool:
+        return self.awaited
+
+    def wait(self) -> None:
+        self.awaited = True
+
+
+def test_a_large_write_waits_for_those_before_it_and_not_for_itself(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(write_queue, "_MAX_BYTES_WRITING", 3 * PAGE)
+    queue, arena = WriteQueue(Counters()), Arena("host", 32 * PAGE)
+    writes = [Write() for _ in range(5)]
+    seen = []
+    for write, pages in zip(writes, (1, 2, 8, 1, 2), strict=True):
+        queue.add(write, arena.lease(pages * PAGE), None)
+        seen.append([one.awaited for one in writes].count(True))
+    assert seen == [0, 0, 2, 3, 3]
+    queue.drain()
+    assert arena.in_use == 0 and all(write.awaited for write in writes)
 
 
 def test_one_store_directory_has_one_set_of_tiers(tmp_path):

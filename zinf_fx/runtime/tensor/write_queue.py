@@ -79,14 +79,15 @@ class WriteQueue:
         return bool(self._writes)
 
     def add(self, ticket: Ticket, buffer: Buffer, owner: object) -> None:
-        """Take over `buffer` until `ticket`, a write of `owner` from it, is done; waits where many are under way."""
+        """Take over `buffer` until `ticket`, a write of `owner` from it, is done; waits for others where many are under
+        way."""
         with self.lock:
             self._writes.append((ticket, buffer))
             self.nbytes += buffer.capacity
             if isinstance(ticket, DelayedWrite):
                 self._delayed.append((ticket, owner))
             self._begin_delayed()
-            self.limit(_MAX_BYTES_WRITING)
+            self.limit(max(_MAX_BYTES_WRITING, buffer.capacity))
 
     def limit(self, nbytes: int) -> None:
         """Wait until at most `nbytes` are under way. Raises: StoreError of one that failed."""
