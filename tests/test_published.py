@@ -14,7 +14,7 @@ from twins import fresh_dynamo  # noqa: F401
 
 import zinf_fx
 from zinf_fx import StoredTensor
-from zinf_fx.errors import CheckpointError, ConfigError
+from zinf_fx.errors import CheckpointError, ConfigError, StoredTensorError, StoreError
 from zinf_fx.quantisation import quantised_shape
 
 BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -204,6 +204,23 @@ def test_a_checkpoint_of_published_weights_is_a_base(tmp_path: Path):
         base.experts.zero_()
     zinf_fx.load_checkpoint(tmp_path / "base", base)
     assert torch.equal(base.experts.full_tensor(), values["experts"])
+
+
+def test_a_base_does_not_change_and_checkpoints_are_without_it(tmp_path: Path):
+    values = written(tmp_path)
+    model = Shifted(attached(tmp_path))
+    assert all(parameter.storage.is_read_only for parameter in model.base.parameters())
+    with pytest.raises(StoreError, match="a tensor of a base can't change"), torch.no_grad():
+        model.base.experts.zero_()
+    assert torch.equal(model.base.experts.full_tensor(), values["experts"])
+    with pytest.raises(StoredTensorError, match="can't be trained"):
+        model.base.requires_grad_()
+    zinf_fx.save_checkpoint(tmp_path / "adapter", model)
+    assert sum(path.stat().st_size for path in (tmp_path / "adapter").rglob("*") if path.is_file()) < 64 << 10
+    with torch.no_grad():
+        model.shift.zero_()
+    zinf_fx.load_checkpoint(tmp_path / "adapter", model)
+    assert model.shift.min() == 1
 
 
 def without(name: str) -> Callable[[dict[str, Tensor]], None]:

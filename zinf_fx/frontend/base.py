@@ -44,8 +44,8 @@ def attach_base(
     bytes, as everything in a checkpoint does, is read directly; else through the page cache, which is slower.
 
     Weights that are published as codes and scales (FP8, MXFP4: see `checkpoint.published`) are the exception: rows of
-    codes go to this model's store, each with its scales, tables of embeddings too, and to its checkpoints. To share
-    them, save a model that `load_safetensors` gave them once, and attach that.
+    codes go to this model's store, each with its scales, tables of embeddings too. To share them, save a model that
+    `load_safetensors` gave them once, and attach that.
 
     Parameters may be on the meta device, and their values are not looked at; buffers on the meta device take those of
     the files. Adapters are added afterwards. Of many ranks, each reads its part.
@@ -111,6 +111,11 @@ def _twins(
                 twins[id(parameter)] = _packed(name, parameter, place, configs[name], opened)
             else:
                 twins[id(parameter)] = _twin(name, parameter, place, configs[name], files)
+    packed = [twin.storage for twin in twins.values() if not twin.storage.is_read_only]
+    for tiers in {storage.tiers for storage in packed}:
+        tiers.drain()
+    for storage in packed:
+        storage.bytes.home.seal()
     return twins
 
 

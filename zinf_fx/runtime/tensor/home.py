@@ -58,6 +58,7 @@ class Home:
         self.followers: weakref.WeakSet[Window] = weakref.WeakSet()
         self.version = 0
         self.is_lent = False
+        self._is_sealed = False
         self.reads: Under = []
         self._writes: Under = []
         self._leaving: list[Leaving] = []
@@ -83,8 +84,12 @@ class Home:
 
     @property
     def is_read_only(self) -> bool:
-        """Whether the elements are in a file of somebody else."""
-        return isinstance(self.in_store, FileExtent)
+        """Whether the elements are a base's: in a file of somebody else, or sealed."""
+        return self._is_sealed or isinstance(self.in_store, FileExtent)
+
+    def seal(self) -> None:
+        """From now on, nothing is written here. Every write has arrived."""
+        self._is_sealed = True
 
     def vacate_with(self, owner: object) -> None:
         """Give the memory in the host arena back when `owner` is gone, until `occupy`, and stay until then. Nobody may
@@ -168,9 +173,15 @@ class Home:
         return others
 
     def write(self, first: int, memory: torch.Tensor, buffer: Buffer, after: Ticket | None) -> None:
-        """Start writing elements to the store from their memory, `buffer`, once `after` is done; takes over that."""
+        """Start writing elements to the store from their memory, `buffer`, once `after` is done; takes over that.
+
+        Raises: StoreError for what is read-only.
+        """
         elements = range(first, first + memory.numel())
         try:
+            if self._is_sealed:
+                why = "a tensor of a base can't change: load the files into a model of its own with load_safetensors()"
+                raise StoreError("write", self.tiers.store.directories[0], why)
             offset = first * self.dtype.itemsize
             write = partial(self.in_store.write, buffer.address, offset, memory.nbytes)
             with self._order:
