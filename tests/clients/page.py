@@ -33,8 +33,8 @@ built inside that block; one line for `torch.compile` alone, with the placement 
 """
 
 LIBRARIES = (
-    "torch", "torch.distributed.checkpoint", "transformers", "accelerate", "peft", "bitsandbytes", "trl", "lightning",
-    "timm", "torchvision", "diffusers", "huggingface_hub", "safetensors",
+    "torch", "torch.distributed.checkpoint", "transformers", "accelerate", "peft", "bitsandbytes", "torchao", "trl",
+    "lightning", "timm", "torchvision", "diffusers", "huggingface_hub", "safetensors",
 )  # fmt: skip
 
 Results = Mapping[str, Mapping[str, object]]
