@@ -26,7 +26,6 @@ import torch
 from corpus import CorpusError, batches, load_corpus
 from fitting import MOMENTS, Fit, RefusedError, bytes_per_parameter, fit, parameters_of, room_on
 from gpt import GPT, GPTConfig, default_dtype
-from memory_limit import MemoryLimit, memory_limit
 from resident import peak_resident_bytes, resident_bytes
 from tabulate import tabulate
 from timeline import Sample, Timeline
@@ -38,6 +37,7 @@ from zinf_fx.config import parse_bytes
 from zinf_fx.errors import ZinfError
 from zinf_fx.placement import TIERS
 from zinf_fx.plan.show.curve import ASCII, BLOCKS
+from zinf_fx.runtime.memory.limit import MemoryLimit, memory_limit
 from zinf_fx.sizes import in_words
 
 TIMES_THE_MEMORY = 2

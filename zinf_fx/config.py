@@ -179,7 +179,8 @@ class Config(RankOptions):
             `frozen` is the tier of parameters that don't train, where it isn't that of `parameters`.
         device_memory: budget for the states that live on the device, the activations that stay there from forward to
             backward, and tiles and gradients in flight, in bytes or as "4GiB". None: no limit.
-        host_memory: budget of the host tier, in bytes or as "4GiB". None: the machine's memory.
+        host_memory: budget of the host tier, in bytes or as "4GiB". None: the machine's memory, or what its control
+            group allows the process, such as a container's.
         prefetch: how many operators ahead of its use a tile's all-gather, upload and fetch start (ZeRO-Infinity,
             section 6.2); in inference, fetches so early that up to 64 MiB are under way. None: each starts when it is
             needed.

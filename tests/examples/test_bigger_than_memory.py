@@ -15,7 +15,6 @@ import bigger_than_memory
 from bigger_than_memory import main
 from fitting import RefusedError, bytes_per_parameter, fit, parameters_of, room_on, shaped
 from gpt import GPT
-from memory_limit import MemoryLimit, memory_limit
 from timeline import Sample, Timeline
 
 from zinf_fx.plan.show.curve import ASCII
@@ -178,39 +177,6 @@ class TestFitting:
         (tmp_path / "a").mkdir()
         once = room_on([tmp_path / "a"])
         assert once > 0 and room_on([tmp_path / "a", tmp_path / "not" / "there"]) == pytest.approx(once, rel=0.2)
-
-
-class TestMemoryLimit:
-    def group(self, tmp_path: Path, lines: str, **limits: str) -> MemoryLimit:
-        groups, mount = tmp_path / "cgroup", tmp_path / "mount"
-        groups.write_text(lines)
-        for name, text in limits.items():
-            file = mount / name.replace("__", "/")
-            file = file.with_name({"limit": "memory.limit_in_bytes", "max": "memory.max"}[file.name])
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(f"{text}\n")
-        return memory_limit(groups, mount)
-
-    def test_version_2_and_the_groups_around(self, tmp_path: Path) -> None:
-        limit = self.group(tmp_path, "0::/job/step\n", job__step__max="max", job__max="5000000", max="9000000")
-        assert limit == MemoryLimit(5_000_000, str(tmp_path / "mount" / "job" / "memory.max"))
-
-    def test_version_1(self, tmp_path: Path) -> None:
-        lines = "5:cpu,cpuacct:/job\n4:memory:/job\n0::/\n"
-        limit = self.group(tmp_path, lines, memory__job__limit="4000000", memory__limit=str(1 << 62))
-        assert limit == MemoryLimit(4_000_000, str(tmp_path / "mount" / "memory" / "job" / "memory.limit_in_bytes"))
-
-    def test_a_container_that_sees_its_own_group_as_the_root(self, tmp_path: Path) -> None:
-        limit = self.group(tmp_path, "4:memory:/docker/0123\n", memory__limit="3000000")
-        assert limit.nbytes == 3_000_000
-
-    @pytest.mark.parametrize("lines", ["0::/\n", "", "4:memory:/\n"])
-    def test_without_limits_it_is_the_machines(self, tmp_path: Path, lines: str) -> None:
-        limit = self.group(tmp_path, lines, max="max", memory__limit=str(1 << 62))
-        assert limit.source == "the machine's memory" and limit.nbytes > 256 * MIB
-
-    def test_without_control_groups(self, tmp_path: Path) -> None:
-        assert memory_limit(tmp_path / "none", tmp_path).source == "the machine's memory"
 
 
 class TestTimeline:

@@ -13,6 +13,7 @@ from ranks import training
 from ranks.launching import on_ranks
 
 import zinf_fx
+from zinf_fx.runtime.memory.limit import MemoryLimit
 
 SOON = 5.0
 
@@ -124,7 +125,7 @@ def decided(rank: int) -> list[str]:
 
     def memory(of_the_first: int) -> mock._patch:
         nbytes = 1 << 40 if rank else of_the_first
-        return mock.patch("zinf_fx.frontend.auto_placement.physical_memory", lambda: nbytes)
+        return mock.patch("zinf_fx.frontend.auto_placement.memory_limit", lambda: MemoryLimit(nbytes, "a test"))
 
     with memory(6_000_000):  # a rank's states take 5,263,360 bytes
         options = {"chunk": "64KiB", "pack": None}  # what else would be there at a time

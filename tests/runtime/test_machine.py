@@ -14,7 +14,7 @@ from zinf_fx.plan.hardware import DTYPES
 from zinf_fx.plan.memory.accounting import AT_A_TIME
 from zinf_fx.runtime.disk.filesystem import file_system_of
 from zinf_fx.runtime.disk.measure import Profile, store_profile
-from zinf_fx.runtime.tensor.tiers import physical_memory
+from zinf_fx.runtime.memory.limit import memory_limit
 
 PROFILE = Profile(read=3e9, write=6e9, mixed=4e9, provider="aio", depth=8, block=4 << 20, measured_at=1.0)
 
@@ -34,7 +34,7 @@ def test_a_cpu_is_one_device_with_half_of_the_memory(tmp_path: Path):
     store.mkdir()
     found = measure_machine(store)
     assert found.ranks == 1 and set(found.peak) == set(DTYPES) and all(peak > 0 for peak in found.peak.values())
-    assert found.device == found.host and 2 * found.host.capacity == pytest.approx(physical_memory(), abs=1)
+    assert found.device == found.host and 2 * found.host.capacity == pytest.approx(memory_limit().nbytes, abs=1)
     assert found.upload == found.download == found.in_node == found.between_nodes
     assert found.upload.bandwidth == found.host.read and 0 < found.upload.latency < 1
     assert found.nvme.read > 0 and found.nvme.write > 0 and found.nvme.endurance is None

@@ -21,9 +21,9 @@ from zinf_fx.plan.rates import NOMINAL
 from zinf_fx.plan.sharding import Groups
 from zinf_fx.runtime.disk.filesystem import file_system_of
 from zinf_fx.runtime.disk.measure import load_profile
+from zinf_fx.runtime.memory.limit import memory_limit
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.local_parameter import local_part
-from zinf_fx.runtime.tensor.tiers import physical_memory
 
 log = logging.getLogger("zinf_fx")
 
@@ -103,7 +103,7 @@ def this_machine(config: Config, device: torch.device) -> Hardware:
     on_cpu = device.type != "cuda"
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or (1 if on_cpu else torch.cuda.device_count())
     machine = _nominal() if on_cpu else load(_NOMINAL_DEVICE)
-    own = physical_memory() // ranks if on_cpu else torch.cuda.get_device_properties(device).total_memory
+    own = memory_limit().nbytes // ranks if on_cpu else torch.cuda.get_device_properties(device).total_memory
     free = sum({path.stat().st_dev: file_system_of(path).free for path in map(_existing, config.stores)}.values())
     disks = replace(machine.nvme, capacity=free)
     if (profile := load_profile(_existing(config.stores[0]))) is not None:
@@ -113,7 +113,7 @@ def this_machine(config: Config, device: torch.device) -> Hardware:
         name="this machine, at nominal rates",
         ranks_per_node=ranks,
         device=replace(machine.device, capacity=own),
-        host=replace(machine.host, capacity=0 if on_cpu else physical_memory()),
+        host=replace(machine.host, capacity=0 if on_cpu else memory_limit().nbytes),
         nvme=disks,
     )
 

@@ -14,7 +14,7 @@ from zinf_fx.plan.hardware import DTYPES, Disks, Hardware, Link, Memory
 from zinf_fx.plan.memory.accounting import AT_A_TIME
 from zinf_fx.runtime.disk.filesystem import file_system_of
 from zinf_fx.runtime.disk.measure import Trial, load_profile
-from zinf_fx.runtime.tensor.tiers import physical_memory
+from zinf_fx.runtime.memory.limit import memory_limit
 
 CPU = torch.device("cpu")
 # Larger than caches, and small beside any memory.
@@ -41,7 +41,7 @@ def measure_machine(store: Path | str) -> Hardware:
     nvme = _disk(store)
     cuda = torch.cuda.is_available()
     device = torch.device("cuda:0") if cuda else CPU
-    host = _memory(CPU, physical_memory() // (1 if cuda else 2))
+    host = _memory(CPU, memory_limit().nbytes // (1 if cuda else 2))
     upload, download = (link(CPU, device), link(device, CPU)) if cuda else (_in_memory(host),) * 2
     ranks = torch.cuda.device_count() if cuda else 1
     in_node = link(device, torch.device("cuda:1")) if ranks > 1 else upload

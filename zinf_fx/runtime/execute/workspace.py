@@ -10,7 +10,7 @@ import torch
 from zinf_fx import ops
 from zinf_fx.quantisation import can_dequantise_parts, dequantise_part, dequantised
 from zinf_fx.runtime.memory.buffers import Arena
-from zinf_fx.runtime.tensor.tiers import physical_memory
+from zinf_fx.runtime.memory.limit import memory_limit
 
 # Bytes of values below which an ordinary allocation costs little.
 _LARGE = 1 << 20
@@ -82,7 +82,7 @@ def _leased(count: int, dtype: torch.dtype) -> torch.Tensor:
     """Memory for so many values."""
     global _arena
     if _arena is None:
-        _arena = Arena("values of quantised tiles", physical_memory(), option="the machine's memory")
+        _arena = Arena("values of quantised tiles", memory_limit().nbytes, option="the machine's memory")
     (values,) = _arena.lease(count * dtype.itemsize).owning_tensors([(0, torch.Size((count,)), dtype)])
     return values
 

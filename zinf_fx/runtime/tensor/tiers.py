@@ -24,6 +24,7 @@ from zinf_fx.runtime.memory.device_arena import DeviceArena
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.memory.heap import return_large_blocks
 from zinf_fx.runtime.memory.leases import Buffer
+from zinf_fx.runtime.memory.limit import memory_limit
 from zinf_fx.runtime.tensor.write_queue import WriteQueue
 from zinf_fx.sizes import PAGE
 
@@ -58,8 +59,9 @@ class Tiers:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.pid = os.getpid()
-        self.host = Arena("host", config.host_memory or physical_memory())
-        if config.host_memory is not None or config.device_memory is not None:
+        limit = memory_limit()
+        self.host = Arena("host", config.host_memory or limit.nbytes)
+        if limit.by_group or config.host_memory is not None or config.device_memory is not None:
             return_large_blocks()
         self.counters = Counters()
         self.background: Background | None = None
@@ -242,8 +244,3 @@ def drain_after(error: BaseException, several: Iterable[Tiers]) -> None:
         except StoreError as failed:
             if str(failed) != str(error):
                 error.add_note(f"and then: {failed}")
-
-
-def physical_memory() -> int:
-    """The machine's memory in bytes."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -11,10 +11,15 @@ GROUPS, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """So many bytes, and what sets them."""
+    """So many bytes, and what sets them.
+
+    Attributes:
+        by_group: that is a control group, as containers and job schedulers make them: who takes more is killed.
+    """
 
     nbytes: int
     source: str
+    by_group: bool = True
 
 
 def memory_limit(groups: Path = GROUPS, mount: Path = MOUNT) -> MemoryLimit:
@@ -22,7 +27,9 @@ def memory_limit(groups: Path = GROUPS, mount: Path = MOUNT) -> MemoryLimit:
 
     `groups`: what Linux says of a process's groups, a line `number:controllers:path` for each hierarchy.
     """
-    machine = MemoryLimit(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "the machine's memory")
+    machine = MemoryLimit(
+        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "the machine's memory", by_group=False
+    )
     found = [machine]
     for line in groups.read_text().splitlines() if groups.exists() else ():
         _, controllers, path = line.split(":", 2)
