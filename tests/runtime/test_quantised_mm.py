@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from zinf_fx import ops
-from zinf_fx.quantisation import dequantised, quantised
+from zinf_fx.quantisation import FORMATS, dequantised, quantised
 from zinf_fx.runtime.execute import workspace
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("name", ["nf4", "int8", "fp8", "fp8_block", "mxfp4"])
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("shape", [(200, 192), (321, 1100)], ids=str)
 def test_parts_give_the_same_bits(monkeypatch, shape, name, dtype, threads):
     """Of 128 rows or columns, of which the last part has fewer; the second shape is no multiple of a block."""
@@ -32,3 +32,14 @@ def test_parts_give_the_same_bits(monkeypatch, shape, name, dtype, threads):
         assert torch.equal(other_way, gradient @ values)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_parts_begin_where_blocks_do(monkeypatch, name):
+    """Also where there is room for 200 columns at a time, and blocks have 32, 64 or 128."""
+    monkeypatch.setattr(workspace, "_AT_A_TIME", 200 * 321 * 2)
+    torch.manual_seed(0)
+    packed = quantised(torch.randn(321, 1100), name)
+    gradient = torch.randn(33, 321).bfloat16()
+    product = ops.quantised_mm(gradient, packed, 1100, name, torch.bfloat16, False)
+    assert torch.equal(product, gradient @ dequantised(packed, (1100,), name, torch.bfloat16))
