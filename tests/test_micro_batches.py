@@ -17,7 +17,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
 
 import zinf_fx
-from zinf_fx.plan.memory.accounting import phases
+from zinf_fx.frontend.explain import plan_model
+from zinf_fx.plan.memory.accounting import flows, phases
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from gpt import GPT, GPTConfig
@@ -102,6 +103,11 @@ def assert_same_gradients(twin: nn.Module, plain: nn.Module) -> None:
         (2, {"activations": "recompute", "pack": None}),
         (4, {"activations": "offload", "placement": "host"}),
         (4, {"device_memory": "160KiB", "activations": "auto"}),
+        (4, {"activations": "recompute", "pack": None, "micro_batch_group": "auto"}),
+        (2, {"activations": "offload", "placement": "host", "pack": None, "micro_batch_group": 3}),
+        (4, {"activations": 1, "device_memory": "160KiB", "micro_batch_group": "auto"}),
+        (2, {"activations": "recompute", "pack": None, "micro_batch_group": 100}),
+        slow(4, {"placement": "device", "micro_batch_group": "auto"}),
         slow(4, {"placement": "device"}),
         slow(3, {"prefetch": None, "pack": None}),
     ],
@@ -132,6 +138,46 @@ def test_a_step_equals_the_loop(tmp_path: Path, count: int, options: dict[str, A
             optimizer.zero_grad()
     for (name, one), other in zip(twin.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(one.full_tensor(), other), name
+
+
+def test_groups_compute_with_less_and_move_the_same(tmp_path: Path) -> None:
+    """What a layer computes again for backward is there of one micro-batch at a time, its tiles of all of them."""
+    torch.manual_seed(0)
+    plain = GPT(GPTConfig(layers=4, hidden=64, heads=2, context=32, vocabulary=WORDS, tied=False))
+    batch = torch.randint(0, WORDS, (2, 8, 32))
+    found = {}
+    for group in (1, "auto", 100):
+        options = {"micro_batches": 4, "micro_batch_group": group, "activations": 1, "pack": None}
+        (plan,) = plan_model(plain, batch.unbind(), placement="nvme", store=tmp_path, **options).plans
+        values = max(operator.values for operator in plan.graphs[1].operators)
+        moved = sum(each.nvme for _, each in phases(plan))
+        tiles = max(flow.device + flow.host for flow in flows(plan, plan.graphs[1]))
+        found[group] = values, moved, tiles, len(plan.graphs[1].operators)
+    assert found["auto"][0] < 0.7 * found[1][0]
+    assert found["auto"][1] == found[1][1]
+    assert found[1][2] < found["auto"][2] < found[100][2]
+    assert 1 == found[100][3] < found["auto"][3] < found[1][3]
+
+
+@pytest.mark.parametrize("group", ["auto", 100])
+def test_groups_take_the_memory_that_is_planned(tmp_path: Path, group: object) -> None:
+    torch.manual_seed(0)
+    model = zinf_fx.offload(
+        GPT(GPTConfig(layers=3, hidden=128, heads=2, context=32, vocabulary=WORDS, tied=False)),
+        store=tmp_path,
+        placement="nvme",
+        chunk="64KiB",
+    )
+    options = {"micro_batches": 4, "micro_batch_group": group, "activations": 1}
+    compiled = torch.compile(model, backend="zinf", dynamic=True, options=options)
+    optimizer = zinf_fx.optim.AdamW(model.parameters(), overlap=False)
+    for _ in range(3):
+        compiled(*torch.randint(0, WORDS, (2, 8, 32)).unbind()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    stats = zinf_fx.stats(model)
+    assert stats.peak_host_bytes == pytest.approx(stats.planned_host_bytes, rel=0.05), str(stats)
+    assert stats.displaced_buffers == 0, str(stats)
 
 
 @pytest.mark.parametrize("group", [2, slow(1), slow(4)])

@@ -215,8 +215,12 @@ class Config(RankOptions):
         checksum: compare a crc32c of what is read from the store with that of what was written.
         strict_direct: refuse a store where direct I/O doesn't work, instead of using the page cache.
         micro_batches: into how many equal parts the batch of a training step is divided along its first dimension.
-            All of them run an operator before the next one begins, so that parameters and gradients move once per step,
-            and every result is that of a loop over the parts. Takes sizes that Dynamo leaves open: `dynamic=True`.
+            All of them run an operator, or a group of these, before the next one begins, so that parameters and
+            gradients move once per step, and every result is that of a loop over the parts. Takes sizes that Dynamo
+            leaves open: `dynamic=True`.
+        micro_batch_group: what a micro-batch runs before the next one does: so many consecutive operators or, with
+            "auto", groups of them that end where least is handed on. What is computed and used up within a group is in
+            memory of one micro-batch at a time; the tiles of a group are there until all micro-batches have run it.
         micro_batch_loss: what the loss of the batch is of those of its micro-batches: "mean", or "sum".
     """
 
@@ -236,6 +240,7 @@ class Config(RankOptions):
     checksum: bool = True
     strict_direct: bool = False
     micro_batches: Positive = 1
+    micro_batch_group: Positive | Literal["auto"] = 1
     micro_batch_loss: Reduction = "mean"
 
     def __post_init__(self) -> None:
@@ -260,6 +265,8 @@ class Config(RankOptions):
         self._check("compute", get_args(Compute))
         if type(self.micro_batches) is not int or not 1 <= self.micro_batches <= LARGEST:
             self._check("micro_batches", (), "a whole number of at least 1")
+        if type(self.micro_batch_group) is not int or not 1 <= self.micro_batch_group <= LARGEST:
+            self._check("micro_batch_group", ("auto",), "a whole number of at least 1")
         self._check("micro_batch_loss", get_args(Reduction))
         super().__post_init__()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from ranks import training
 from ranks.launching import on_ranks
@@ -11,7 +12,7 @@ import zinf_fx
 COUNT, STEPS = 4, 3
 
 
-def trained(rank: int) -> tuple[float, int, int]:
+def trained(rank: int, group: object) -> tuple[float, int, int]:
     """The largest difference of a parameter to DistributedDataParallel's at the end, and the bytes that this rank sent
     in a step of several micro-batches, and in one of one."""
     _, parameters = training.train_ddp(STEPS, COUNT)
@@ -19,7 +20,8 @@ def trained(rank: int) -> tuple[float, int, int]:
     optimizer = zinf_fx.optim.AdamW(stored.parameters(), lr=1e-2)
     sent = []
     for count in (COUNT, 1):
-        run = torch.compile(stored, backend="zinf", dynamic=True, options={"micro_batches": count})
+        options = {"micro_batches": count, "micro_batch_group": group}
+        run = torch.compile(stored, backend="zinf", dynamic=True, options=options)
         for step in training.batches(STEPS, rank, COUNT) if count == COUNT else training.batches(2, rank, 1):
             before = zinf_fx.stats(stored).sent_bytes
             run(*(torch.cat(parts) for parts in zip(*step, strict=True))).backward()
@@ -35,7 +37,8 @@ def trained(rank: int) -> tuple[float, int, int]:
     return difference, *sent
 
 
-def test_two_ranks_train_as_distributed_data_parallel_and_send_as_much_as_with_one_micro_batch() -> None:
-    for difference, of_several, of_one in on_ranks(2, trained):
+@pytest.mark.parametrize("group", [1, "auto"])
+def test_two_ranks_train_as_distributed_data_parallel_and_send_as_much_as_with_one_micro_batch(group: object) -> None:
+    for difference, of_several, of_one in on_ranks(2, trained, group):
         assert difference < 1e-5  # weights are tied: see [Note: micro-batches]
         assert of_several == of_one > 0

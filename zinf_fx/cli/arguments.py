@@ -292,6 +292,12 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
         help="divide the batch of the example inputs into so many equal parts, which run each operator one after the "
         "other (default: 1)",
     )
+    parser.add_argument(
+        "--micro-batch-group",
+        metavar="N",
+        help="so many operators, one after the other, before the next of these parts runs them; auto: groups of them "
+        "that end where least is handed on (default: 1)",
+    )
     parser.add_argument("--no-residency", action="store_true", help="move tiles for every use, whatever room there is")
     parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks that train together (default: 1)")
     parser.add_argument(

@@ -101,5 +101,6 @@ _READ: dict[str, Callable[[str], object]] = {
     "frozen_dtype": str,
     "compute": str,
     "micro_batches": lambda text: parse_count(text, "micro_batches"),
+    "micro_batch_group": lambda text: text if text == "auto" else parse_count(text, "micro_batch_group"),
     "activations": lambda text: int(text) if text.isdecimal() and len(text) < 19 else text,
 }

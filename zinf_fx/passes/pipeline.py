@@ -37,6 +37,7 @@ from zinf_fx.passes.ir.framework import (
 )
 from zinf_fx.passes.ir.printer import print_graph
 from zinf_fx.passes.ir.rewriting import copied
+from zinf_fx.passes.ir.values import values_by_operator
 from zinf_fx.passes.ir.work import total, work_of
 from zinf_fx.passes.lowering.lower_gathers import LowerGathers
 from zinf_fx.passes.lowering.offload_gradients import OffloadGradients
@@ -296,11 +297,12 @@ def schedule_of(graph: fx.Graph, context: GraphContext) -> GraphSchedule:
     """The schedule of a planned graph: its events are those that the graph's nodes carry."""
     events = tuple(map(event_of, events_in(graph)))
     separate = any(has_own_memory(node.args[3].type) for node in nodes_calling(graph, ops.wait))
-    compute, fused = computing(graph), context.config.compute == "inductor"
+    compute, fused, values = computing(graph), context.config.compute == "inductor", values_by_operator(graph)
     operators = []
     for number in range(1 + max((*compute, *(event.operator for event in events)), default=0)):
         nodes = compute.get(number, [])
-        operators.append(Operator(number, _label(nodes), len(nodes), *total(map(work_of, nodes), fused)))
+        work = total(map(work_of, nodes), fused)
+        operators.append(Operator(number, _label(nodes), len(nodes), *work, values=values.get(number, 0)))
     return GraphSchedule(context.kind, context.table, tuple(operators), events, separate)
 
 

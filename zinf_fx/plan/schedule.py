@@ -197,6 +197,7 @@ class Operator:
         other_bytes: of memory that its other nodes read and write.
         dtype: of most of its flops; None where there are none.
         kernels: how many a device is given for it, one after the other.
+        values: bytes of values that it computes with at most, besides tiles, what was saved and what is.
     """
 
     index: Natural
@@ -207,6 +208,7 @@ class Operator:
     other_bytes: Natural = 0
     dtype: torch.dtype | None = None
     kernels: Natural = 0
+    values: Natural = 0
 
 
 @dataclass(frozen=True)

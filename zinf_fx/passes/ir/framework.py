@@ -21,6 +21,7 @@ from zinf_fx.plan.schedule import HEAD, Event, MemoryRegions, Tile
 
 # Node metadata that passes write and later stages read.
 OPERATOR = "zinf_operator"  # number of the operator that a computing node belongs to; HEAD before the first
+GROUP = "zinf_group"  # number of the group of operators that are one, as all micro-batches run them one after the other
 MADE_BY = "zinf_made_by"  # name of the pass that made the node
 
 

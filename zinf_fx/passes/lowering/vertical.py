@@ -1,14 +1,17 @@
-"""Forward and backward of one micro-batch -> those of several, operator by operator.
+"""Forward and backward of one micro-batch -> those of several, by groups of operators.
 
-A loop over k micro-batches moves every parameter through the memory hierarchy k times. Here all micro-batches run an
-operator before the next operator begins, so that a tile is there once per pass; gradients are added where they are
-computed, and leave once. Published as vertical scheduling (GreedySnake).
+A loop over k micro-batches moves every parameter through the memory hierarchy k times. Here all micro-batches run a
+group of operators before the next group begins, so that a tile is there once per pass; gradients are added where they
+are computed, and leave once. Published as vertical scheduling (GreedySnake), where a group is an operator. What is
+computed and used up in a group is there of one micro-batch at a time, and the group's tiles of all of them. The more
+operators a group has, the less there is of all micro-batches at once, as in a loop, which has all in one.
 
 [Note: micro-batches] A graph is captured for one of k micro-batches: `zinf::micro_batch` is that part of what holds
 the batch, and `zinf::join` makes what the caller gets of what every micro-batch computes. What depends on a micro-batch
 is repeated for each; everything else (tiles, masks, constants) is computed once. Each micro-batch computes what the
 loop would compute, in the shapes of the loop, and a gradient is the same sum in the same order, so that every bit is
-the same. After this pass a graph is like any other, and no later stage knows of micro-batches.
+the same. A group of several operators is one operator of the schedule, whose tiles come ahead of it, and those of the
+next groups while it runs. But for that, no later stage knows of micro-batches.
 """
 
 from __future__ import annotations
@@ -24,10 +27,12 @@ from torch.utils._pytree import tree_leaves
 
 from zinf_fx import ops
 from zinf_fx.errors import ConfigError
-from zinf_fx.passes.ir.framework import GraphContext, operator_of
+from zinf_fx.passes.ir.framework import GROUP, GraphContext, operator_of
 from zinf_fx.passes.ir.randomness import draws, draws_by_shape, run_by
+from zinf_fx.passes.lowering.operator_groups import groups_of
 from zinf_fx.passes.lowering.regions import Regions
 from zinf_fx.passes.lowering.sink_gathers import SinkGathers
+from zinf_fx.plan.schedule import HEAD
 
 aten = torch.ops.aten
 
@@ -69,6 +74,7 @@ class _Repeated:
         Regions()(template, context)
         self.graph = fx.Graph(template.owning_module)
         self._template, self._count = template, count
+        self._groups = groups_of(template, context)
         self._once: dict[fx.Node, fx.Node] = {}
         self._each: dict[fx.Node, list[fx.Node]] = {}  # what every micro-batch has one of
         self._sums: dict[fx.Node, fx.Node] = {}  # of what has been emitted
@@ -78,7 +84,7 @@ class _Repeated:
             else:
                 names = [_name(placeholder, number) for number in range(count)]
                 self._each[placeholder] = [self._made("placeholder", name, (), {}, placeholder, name) for name in names]
-        self._repeated, self._after = _depending(template, self._each)
+        self._repeated, self._after = _depending(template, self._each, self._groups)
         self._summed = {one for node in self._after for one in _summed_for(node)}
         if saved is not None:
             self._summed.update(one for one in template.output_node().all_input_nodes if one in self._repeated)
@@ -87,8 +93,8 @@ class _Repeated:
                 self._add(placeholder, copy, number)
         self._states = self._draw_ahead(list(filter(draws, template.nodes)))
         inner = [node for node in template.nodes if node.op not in ("placeholder", "output")]
-        for _, nodes in groupby(inner, operator_of):
-            self._emit(list(nodes))
+        for number, nodes in groupby(inner, self._group):
+            self._emit(number, list(nodes))
 
     def finish(self, results: int) -> list[bool]:
         """Return what a forward graph does: its first `results` outputs, and of what is saved, what each micro-batch
@@ -122,8 +128,12 @@ class _Repeated:
         node.meta = dict(like.meta)
         return node
 
-    def _emit(self, nodes: Sequence[fx.Node]) -> None:
-        """One operator: what all micro-batches share, each of them, and what is made of all."""
+    def _group(self, node: fx.Node) -> int:
+        return HEAD if operator_of(node) == HEAD else self._groups[operator_of(node)]
+
+    def _emit(self, group: int, nodes: Sequence[fx.Node]) -> None:
+        """A group of operators: what all micro-batches share, each of them, and, in the last, what is made of all."""
+        before = next(iter(reversed(self.graph.nodes)), None)
         for node in nodes:
             if node not in self._repeated and node not in self._after:
                 self._once[node] = self.graph.node_copy(node, self._once.__getitem__)
@@ -131,9 +141,17 @@ class _Repeated:
             for node in nodes:
                 if node in self._repeated:
                     self._emit_one(node, number)
-        for node in nodes:
-            if node in self._after:
-                self._once[node] = self._joined(node) if node.target is ops.join else self._of_sums(node)
+                elif node in self._after and number == self._count - 1:
+                    self._once[node] = self._joined(node) if node.target is ops.join else self._of_sums(node)
+        if len(set(map(operator_of, nodes))) > 1:
+            self._note(group, before)
+
+    def _note(self, group: int, before: fx.Node | None) -> None:
+        """All that follows a node is one group."""
+        for node in reversed(self.graph.nodes):
+            if node is before:
+                break
+            node.meta[GROUP] = group
 
     def _emit_one(self, node: fx.Node, number: int) -> None:
         """What one micro-batch has of a node."""
@@ -253,9 +271,11 @@ def _device_of(node: fx.Node) -> torch.device:
     return next(one.device for one in tree_leaves(node.meta["val"]) if isinstance(one, torch.Tensor))
 
 
-def _depending(template: fx.Graph, inputs: Collection[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
+def _depending(
+    template: fx.Graph, inputs: Collection[fx.Node], groups: Sequence[int]
+) -> tuple[set[fx.Node], set[fx.Node]]:
     """The nodes that depend on a micro-batch, as those `inputs` do, and those that take what all have computed."""
-    repeated, after = set(inputs), _sums_over_operators(template)
+    repeated, after = set(inputs), _sums_over_groups(template, groups)
     for node in template.nodes:
         if node.op in ("placeholder", "output") or node in after:
             continue
@@ -266,8 +286,8 @@ def _depending(template: fx.Graph, inputs: Collection[fx.Node]) -> tuple[set[fx.
     return repeated, after
 
 
-def _sums_over_operators(template: fx.Graph) -> set[fx.Node]:
-    """The sums of gradients that several operators compute for one tile, as for a tied weight: each of them is summed
+def _sums_over_groups(template: fx.Graph, groups: Sequence[int]) -> set[fx.Node]:
+    """The sums of gradients that several groups compute for one tile, as for a tied weight: each of them is summed
     over the micro-batches by itself, or all would be held until the last one is there. The loop adds in another order,
     so that only here a gradient may differ from its in the last bits."""
     found: set[fx.Node] = set()
@@ -276,7 +296,8 @@ def _sums_over_operators(template: fx.Graph) -> set[fx.Node]:
         node = due.pop()
         if node.target is aten.add.Tensor and not node.kwargs and len(node.users) == 1:
             terms = [one for one in node.args if isinstance(one, fx.Node)]
-            if len(terms) == 2 and any(operator_of(one) < operator_of(node) for one in terms):
+            mine = groups[operator_of(node)]
+            if len(terms) == 2 and any(groups[max(operator_of(one), 0)] < mine for one in terms):
                 found.add(node)
                 due += terms
     return found
@@ -295,4 +316,4 @@ def _summed_for(node: fx.Node) -> Sequence[fx.Node]:
         return node.args[0]
     if node.target is ops.join:
         return node.args[:1] if node.args[1] != "cat" else ()
-    return node.args if node.target is aten.add.Tensor else ()  # of [Note: micro-batches], the sums over operators
+    return node.args if node.target is aten.add.Tensor else ()  # of [Note: micro-batches], the sums over groups

@@ -207,6 +207,8 @@ def _header(plan: Plan) -> str:
     tile, pack = (in_words(size) if isinstance(size, int) else size for size in (config.tile, config.pack))
     frozen = f", frozen matrices {config.frozen_dtype}" if config.frozen_dtype else ""
     divided = f", {config.micro_batches} micro-batches" if config.micro_batches > 1 else ""
+    if divided and config.micro_batch_group != 1:
+        divided += f" by groups of {config.micro_batch_group} operators"
     compiled = ", operators compiled by Inductor" if config.compute == "inductor" else ""
     lines.append(f"options    activations {config.activations}, tile {tile}, pack {pack}{frozen}{divided}{compiled}")
     if plan.kept or leaving:
@@ -301,8 +303,9 @@ def _peaks(plan: Plan) -> str:
         sizes = max(f.device for f in of_graph), max(f.host for f in of_graph), peak.device + peak.host
         what = f"{graph.kind}, gradients included" if graph.kind == "backward" else graph.kind
         where = "head" if peak.operator == HEAD else str(peak.operator)
-        rows.append([what, *map(in_words, sizes), where if sizes[2] else ""])
-    headers = ["most in flight", "device", "host", "together", "in operator"]
+        values = max((operator.values for operator in graph.operators), default=0)
+        rows.append([what, *map(in_words, sizes), where if sizes[2] else "", in_words(values)])
+    headers = ["most in flight", "device", "host", "together", "in operator", "values computed with"]
     return _layout([headers], rows)
 
 

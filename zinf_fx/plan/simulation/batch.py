@@ -39,7 +39,9 @@ def with_batch(plan: Plan, batch: int | Fraction) -> Plan:
 
 
 def _operator_with(operator: Operator, factor: Fraction) -> Operator:
-    sizes = {name: int(getattr(operator, name) * factor) for name in ("flops", "product_bytes", "other_bytes")}
+    sizes = {
+        name: int(getattr(operator, name) * factor) for name in ("flops", "product_bytes", "other_bytes", "values")
+    }
     return replace(operator, **sizes)
 
 
