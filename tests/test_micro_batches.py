@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import zinf_fx
 from zinf_fx.frontend.explain import plan_model
 from zinf_fx.plan.memory.accounting import flows, phases
+from zinf_fx.plan.show.table import render
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from gpt import GPT, GPTConfig
@@ -153,6 +154,7 @@ def test_groups_compute_with_less_and_move_the_same(tmp_path: Path) -> None:
         moved = sum(each.nvme for _, each in phases(plan))
         tiles = max(flow.device + flow.host for flow in flows(plan, plan.graphs[1]))
         found[group] = values, moved, tiles, len(plan.graphs[1].operators)
+        assert ("4 micro-batches by groups of " in render(plan)) == (group != 1)
     assert found["auto"][0] < 0.7 * found[1][0]
     assert found["auto"][1] == found[1][1]
     assert found[1][2] < found["auto"][2] < found[100][2]

@@ -208,7 +208,8 @@ def _header(plan: Plan) -> str:
     frozen = f", frozen matrices {config.frozen_dtype}" if config.frozen_dtype else ""
     divided = f", {config.micro_batches} micro-batches" if config.micro_batches > 1 else ""
     if divided and config.micro_batch_group != 1:
-        divided += f" by groups of {config.micro_batch_group} operators"
+        size = "" if config.micro_batch_group == "auto" else f"{config.micro_batch_group} "
+        divided += f" by groups of {size}operators"
     compiled = ", operators compiled by Inductor" if config.compute == "inductor" else ""
     lines.append(f"options    activations {config.activations}, tile {tile}, pack {pack}{frozen}{divided}{compiled}")
     if plan.kept or leaving:
