@@ -40,17 +40,19 @@ class Links:
     def gone(self, fd: int) -> set[Path]:
         """The names that the file of `fd`, which has one in its scratch directory besides, doesn't have any more. None,
         while it has others that are not known: the directory with the link may have been renamed."""
-        there = self._there(fd)
-        return self._bytes.keys() - there if self.are_all(fd) else set()
+        there, are_all = self._there(fd)
+        return self._bytes.keys() - there if are_all else set()
 
     def are_all(self, fd: int) -> bool:
         """Whether the file of `fd`, which has a name in its scratch directory besides, has no others than these."""
-        return os.fstat(fd).st_nlink == 1 + len(self._there(fd))
+        return self._there(fd)[1]
 
-    def _there(self, fd: int) -> set[Path]:
-        """The names that the file of `fd` still has."""
+    def _there(self, fd: int) -> tuple[set[Path], bool]:
+        """The names that the file of `fd` still has, and whether these are all: of one look, or a name that could not
+        be looked at for a moment would be taken for one that is gone."""
         info = os.fstat(fd)
-        return {path for path in self._bytes if _is(path, info)}
+        there = {path for path in self._bytes if _is(path, info)}
+        return there, info.st_nlink == 1 + len(there)
 
     def give_back_others(self, fd: int) -> None:
         """Give back all bytes of the file that no link is there for."""
