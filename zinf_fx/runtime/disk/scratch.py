@@ -97,8 +97,10 @@ class Scratch:
     def link(self, path: Path, name: str) -> None:
         """Gives a file elsewhere on the device a name in the directory, too. Raises: StoreError."""
         assert CONTENT.fullmatch(name), f"{name!r} is no name for a scratch file"
-        with refusals("link", path, "the file system gives it no other name"):
+        try:
             os.link(path, self.path / name, follow_symlinks=False)
+        except OSError as error:  # hints are about store directories, and nothing is wrong with this one
+            raise StoreError("link", path, "it gets no other name there", errno=error.errno) from error
         self._made.append(self.path / name)
 
     def open(self, name: str) -> int:

@@ -161,11 +161,14 @@ class Store:
         """Go on with a data file of another store, of which a checkpoint has some bytes, whole pages, under the name
         `path`: see [Note: adopted files]. Returns its number, until `part_with_unused`.
 
-        Raises: StoreError where it is this store's own already, lies on no volume's device, or may not have one more
-        name; nothing is changed then.
+        Raises: StoreError where it is this store's own already, is gone, lies on no volume's device, or may not have
+        one more name; nothing is changed then.
         """
         self._check_usable("adopt a data file")
-        info = os.stat(path)
+        try:
+            info = os.stat(path)
+        except OSError as error:
+            raise StoreError("adopt", path, "it can't be looked at", errno=error.errno) from error
         if any(file.is_same(info) for file in self.files):
             raise StoreError("adopt", path, "it is a data file of this store already")
         for volume in self._volumes:
