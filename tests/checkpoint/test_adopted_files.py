@@ -5,20 +5,27 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from counting import Counting
 
 import zinf_fx
+from zinf_fx.checkpoint.training.adopting import Adoption
+from zinf_fx.checkpoint.training.manifest import Manifest, Piece, SavedBox, SavedFile, SavedTensor
+from zinf_fx.checkpoint.training.parts.part import Matching
 from zinf_fx.errors import CheckpointError, StoreError
+from zinf_fx.plan.sharding import Shards
+from zinf_fx.runtime.disk.copy_on_write import CopyOnWrite
 from zinf_fx.runtime.disk.scratch import Scratch, survey
 from zinf_fx.runtime.disk.store import Store
 
 
 class Job(Counting):
-    """One whose tensors are each by itself on the disk: what is in packs begins within pages, and is copied."""
+    """One whose tensors are each by itself on the disk: what is in packs has others beside it there, and is copied."""
 
     def __init__(self, store: Path) -> None:
         super().__init__(store, pack=None)
@@ -203,3 +210,36 @@ def test_stripes_over_several_directories(tmp_path: Path):
         values[name] = model.weight.full_tensor()
         store.close()
     assert torch.equal(values["first"], values["second"])
+
+
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_shards_that_were_divided_otherwise_are_copied(tmp_path: Path, tiles: int):
+    """Of three ranks and two tiles, the first has as many elements as in one tile, and others."""
+    shards = Shards(12288, ranks=3, segment=12288, step=2048)
+    pieces = [Piece(part.start, len(part), rank, 0, 0) for rank in range(3) for part in shards.of_rank(rank)]
+    saved = SavedTensor("model/w", torch.float32, (12288,), (SavedBox((0,), (12288,), tuple(pieces)),))
+    files = tuple(SavedFile(f"data-00000000-{rank}-0.extents", 16384, of_store=True) for rank in range(3))
+    manifest = Manifest("", "", 3, files, (saved,))
+    now = replace(shards, segment=12288 // tiles)
+    with Store(tmp_path) as store:
+        in_store = CopyOnWrite(store, 4 * now.held_by(0))
+
+        def in_pages(elements: range) -> range:
+            first = 4 * now.position(0, elements.start)
+            return range(first, first + 4 * len(elements))
+
+        holding = SimpleNamespace(
+            tiers=None, box=saved.boxes[0].box, held=list(now.of_rank(0)), in_pages=in_pages,
+            home=SimpleNamespace(in_store=in_store),
+        )  # fmt: skip
+        matching = Matching(manifest.by_name(), [], rank=0, ranks=3, ranks_then=3)
+        matching.targets.append((saved, holding))
+        assert len(Adoption(tmp_path, manifest, matching).others) == (tiles > 1)
+
+
+def test_a_checkpoint_that_is_gone_meanwhile_is_no_fault_of_the_store(tmp_path: Path):
+    with Store(tmp_path) as store:
+        for missing in (tmp_path / "data-00000000-0-0.extents", tmp_path / "none" / "data"):
+            with pytest.raises(StoreError, match=r"store adopt failed: .* it can't be looked at"):
+                store.adopt(missing, [])
+        assert len(store.files) == 1

@@ -125,9 +125,11 @@ class Adoption:
             return None
         placed: list[tuple[range, Piece]] = []
         for piece in boxes[0].pieces:
-            if any(piece.start in held for held in holding.held):
+            if wanted := [part for held in holding.held if (part := _common(held, piece.elements))]:
                 place = holding.in_pages(piece.elements)
                 if place is None or piece.file not in self._mine or piece.offset % PAGE:
+                    return None
+                if wanted != [piece.elements]:  # it is of a shard that was divided otherwise
                     return None
                 placed.append((range(place.start, place.stop + piece.padding), piece))
         placed.sort(key=lambda one: one[0].start)
@@ -198,6 +200,10 @@ class Adoption:
         log.info(
             "%s of the checkpoint in %s stay where they are", in_words(sum(o.nbytes for o in several)), self._directory
         )
+
+
+def _common(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))
 
 
 def _in_pages(piece: Piece, saved: SavedTensor) -> int:
