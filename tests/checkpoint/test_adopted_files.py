@@ -192,6 +192,26 @@ def test_a_file_that_can_not_be_adopted_is_copied(
     assert link.stat().st_nlink == 1 and len(store_of(job).files) == 1
 
 
+def test_what_is_read_meanwhile_is_waited_for(tmp_path: Path):
+    """A frozen parameter's space goes back to the store, for anybody to write to."""
+    saved = saved_by_a_dead_job(tmp_path)
+    job = Job(tmp_path / "second")
+    weight, store = job.model[0].weight.requires_grad_(False), store_of(job)
+    (before,) = weight.storage.bytes.home.in_store.extents
+    seen: list[bool] = []
+
+    class Read:
+        def done(self) -> bool:
+            return bool(seen)
+
+        def wait(self) -> None:
+            seen.append(before.generation in store._live)
+
+    weight.storage.bytes.home.reads.append((range(1), Read()))
+    job.load(saved)
+    assert seen == [True] and before.generation not in store._live
+
+
 def test_stripes_over_several_directories(tmp_path: Path):
     """An extent that lies in two files by turns lies so in the store that goes on with it."""
     values = {}

@@ -193,7 +193,8 @@ class Adoption:
             generation.has_link(number, self._directory / self._manifest.files[file].path)
         tiers.generations.append(generation)
         for one, its_sums in zip(several, sums, strict=True):
-            storage = one.target[1].tensor.storage
+            storage, home = one.target[1].tensor.storage, one.target[1].home
+            home.await_reads(range(home.count))  # ahead of their turn, from what may be given back now
             extent = tiers.store.adopted(one.nbytes, one.unit, one.places(numbers), its_sums)
             generation.adopt(one.in_store, extent, reserve=storage.key not in unwritten)
             storage.bytes.written()
