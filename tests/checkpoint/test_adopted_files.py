@@ -263,3 +263,22 @@ def test_a_checkpoint_that_is_gone_meanwhile_is_no_fault_of_the_store(tmp_path: 
             with pytest.raises(StoreError, match=r"store adopt failed: .* it can't be looked at"):
                 store.adopt(missing, [])
         assert len(store.files) == 1
+
+
+def test_an_interrupt_leaves_a_training_that_can_load_and_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    saved = saved_by_a_dead_job(tmp_path)
+    job = Job(tmp_path / "second")
+    job.step()
+
+    def interrupted(self: Store, *_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as during:
+        during.setattr(Store, "adopted", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            job.load(saved)
+    for _ in range(2):
+        assert job.load(saved) == 1
+        job.step()
+        job.save(tmp_path / "again")
+    job.check()

@@ -189,18 +189,20 @@ class Adoption:
         unwritten: Collection[int],
     ) -> None:
         generation = Generation(tiers.store)
-        for file, number in numbers.items():
-            generation.has_link(number, self._directory / self._manifest.files[file].path)
-        tiers.generations.append(generation)
-        for one, its_sums in zip(several, sums, strict=True):
-            storage, home = one.target[1].tensor.storage, one.target[1].home
-            home.await_reads(range(home.count))  # ahead of their turn, from what may be given back now
-            extent = tiers.store.adopted(one.nbytes, one.unit, one.places(numbers), its_sums)
-            generation.adopt(one.in_store, extent, reserve=storage.key not in unwritten)
-            storage.bytes.written()
-        log.info(
-            "%s of the checkpoint in %s stay where they are", in_words(sum(o.nbytes for o in several)), self._directory
-        )
+        try:
+            for one, its_sums in zip(several, sums, strict=True):
+                storage, home = one.target[1].tensor.storage, one.target[1].home
+                home.await_reads(range(home.count))  # ahead of their turn, from what may be given back now
+                extent = tiers.store.adopted(one.nbytes, one.unit, one.places(numbers), its_sums)
+                generation.adopt(one.in_store, extent, reserve=storage.key not in unwritten)
+                storage.bytes.written()
+        finally:  # Ctrl-C: files that nothing was taken over from are closed
+            for file, number in numbers.items():
+                if tiers.store.files[number].in_use:
+                    generation.has_link(number, self._directory / self._manifest.files[file].path)
+            tiers.generations.append(generation)
+        nbytes = sum(one.nbytes for one in several)
+        log.info("%s of the checkpoint in %s stay where they are", in_words(nbytes), self._directory)
 
 
 def _common(one: range, other: range) -> range:
