@@ -282,3 +282,24 @@ def test_an_interrupt_leaves_a_training_that_can_load_and_save(tmp_path: Path, m
         job.step()
         job.save(tmp_path / "again")
     job.check()
+
+
+def test_what_was_tied_and_is_not_any_more_is_taken_up_once(tmp_path: Path):
+    """Two tensors in one place would be written over each other once the checkpoint is gone."""
+    models = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(2)))
+        if name == "first":
+            model[1].weight = model[0].weight
+        models.append(zinf_fx.offload(model, store=tmp_path / name, placement="nvme", pack=None))
+    tied, untied = models
+    zinf_fx.save_checkpoint(tmp_path / "saved", tied)
+    tied[0].weight.storage.tiers.store.close()
+    zinf_fx.load_checkpoint(tmp_path / "saved", untied)
+    for step in range(4):
+        with torch.no_grad():
+            for number, layer in enumerate(untied):
+                layer.weight.fill_(10 * step + number)
+        zinf_fx.save_checkpoint(tmp_path / "saved", untied)
+    assert [layer.weight.full_tensor().unique().tolist() for layer in untied] == [[30.0], [31.0]]

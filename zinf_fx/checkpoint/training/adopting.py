@@ -90,12 +90,15 @@ class Adoption:
         for tiers in {holding.tiers for _, holding in matching.targets} - {None}:
             tiers.drain()
             tiers.release_generations()
+        taken: set[str] = set()
         for target in matching.targets:
-            whole = self._whole(*target)
+            saved, holding = target
+            whole = None if saved.name in taken else self._whole(saved, holding)  # two were tied, and are not any more
             if whole is None:
                 self.others.append(target)
             else:
-                self._by_tiers.setdefault(target[1].tiers, []).append(whole)
+                taken.add(saved.name)
+                self._by_tiers.setdefault(holding.tiers, []).append(whole)
 
     def complete(self, opened: Sequence[File], unwritten: Collection[int], report: Callable[[int], object]) -> None:
         """Read and take over what can be. `opened`: the manifest's files; `unwritten`: keys of the storages that nobody
