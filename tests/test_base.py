@@ -212,3 +212,27 @@ def test_a_base_is_not_trained(tmp_path: Path):
     model = zinf_fx.attach_base(meta(), saved(tmp_path, "as it is"), store=tmp_path / "store")
     with pytest.raises(StoredTensorError, match=r"read in place from a base, which can't be trained: train adapters"):
         model.requires_grad_()
+
+
+def test_a_base_stays_when_the_training_removes_its_checkpoint(tmp_path: Path):
+    """Whose pages it would write again, in the same file."""
+    for name in ("training", "reading"):
+        (tmp_path / name).mkdir()
+    model = zinf_fx.offload(nn.Linear(64, 64, bias=False), store=tmp_path / "training", placement="nvme", pack=None)
+    store = model.weight.storage.tiers.store
+
+    def save(value: float) -> None:
+        with torch.no_grad():
+            model.weight.fill_(value)
+        zinf_fx.save_checkpoint(tmp_path / "saved", model)
+
+    save(1.0)
+    base = nn.Linear(64, 64, bias=False).requires_grad_(False)
+    zinf_fx.attach_base(base, tmp_path / "saved", store=tmp_path / "reading", placement="nvme")
+    for value in (2.0, 3.0, 4.0):
+        save(value)
+    assert base.weight.full_tensor().unique().tolist() == [1.0]
+    before = store.in_use
+    del base
+    save(5.0)
+    assert store.in_use < before

@@ -39,9 +39,11 @@ class Links:
 
     def gone(self, fd: int) -> set[Path]:
         """The names that the file of `fd`, which has one in its scratch directory besides, doesn't have any more. None,
-        while it has others that are not known: the directory with the link may have been renamed."""
+        while it has others that are not known: the directory with the link may have been renamed; or while somebody
+        `reads` it in place."""
         there, are_all = self._there(fd)
-        return self._bytes.keys() - there if are_all else set()
+        gone = self._bytes.keys() - there if are_all else set()
+        return gone if gone and _is_alone(fd) else set()
 
     def are_all(self, fd: int) -> bool:
         """Whether the file of `fd`, which has a name in its scratch directory besides, has no others than these."""
@@ -78,6 +80,35 @@ def give_back(fd: int, several: Iterable[range]) -> None:
         arguments = fd, _KEEP_SIZE | _PUNCH_HOLE, ctypes.c_long(start), ctypes.c_long(end - start)
         if libc.fallocate(*arguments) and ctypes.get_errno() in (errno.EOPNOTSUPP, errno.ENOSYS):
             return
+
+
+def reads(fd: int, path: Path) -> bool:
+    """Let whoever has the file of `fd`, which is called `path`, know that what links are there for is read in place for
+    as long as it is open. Returns whether that is known before any of it can have been given back."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        pass
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    except OSError:
+        return False
+
+
+def _is_alone(fd: int) -> bool:
+    """Whether no other store has the file of `fd` open, and nobody reads it in place, as far as there are locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return True
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import READ, Engine, File, FileTicket, direct_alignment, is_direct
+from zinf_fx.runtime.disk.links import reads
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.memory.leases import Ticket
 from zinf_fx.runtime.recorder import RECORDER
@@ -21,7 +22,8 @@ BUFFERED = "buffered"
 
 
 class ReadOnlyFile:
-    """A file that is opened for reading. What begins at a page is read directly, all else through the page cache.
+    """A file that is opened for reading. What begins at a page is read directly, all else through the page cache. If it
+    is a store's, what a checkpoint has there stays as it is, also when the checkpoint is removed meanwhile.
 
     Args:
         path: an existing file.
@@ -40,6 +42,8 @@ class ReadOnlyFile:
             raise StoreError("open", path, "the file can't be read", errno=error.errno) from error
         descriptors = [plain]
         self._close = weakref.finalize(self, _close, self._files, descriptors)
+        if not reads(plain, path):
+            raise StoreError("open", path, "it is being changed: if it is still there, try again")
         status = os.fstat(plain)
         self.nbytes = status.st_size
         self._files[False] = engine(status.st_dev, BUFFERED).attach(plain, path, alignment=1)
