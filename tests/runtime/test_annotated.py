@@ -134,3 +134,10 @@ def test_what_has_no_codes_yet_stays_and_a_warning_says_how_it_leaves(tmp_path: 
     with pytest.warns(UserWarning, match="codes of bitsandbytes, which its layers have once they were moved"):
         zinf_fx.offload(layer, store=tmp_path, placement="nvme")
     assert type(layer.weight) is Params4bit
+
+
+def test_what_users_call_annotations_is_theirs(tmp_path: Path) -> None:
+    layer = nn.Linear(4, 4)
+    layer.weight.annotations = {"source": "a file"}
+    zinf_fx.offload(layer, store=tmp_path, placement="nvme")
+    assert isinstance(layer.weight, StoredTensor)

@@ -33,7 +33,7 @@ def annotations_of(parameter: torch.Tensor) -> dict[str, Any]:
     """The attributes that say what the codes of a parameter mean. The parameter itself stands for what has its codes.
     Of any other parameter, none."""
     if not has_annotated_codes(parameter):
-        return {name: vars(parameter)[name] for name in getattr(parameter, "annotations", ())}
+        return {name: vars(parameter)[name] for name in getattr(parameter, "_annotated", ())}
     return {name: parameter if is_codes_of(parameter, value) else value for name, value in vars(parameter).items()}
 
 
@@ -48,7 +48,7 @@ def annotate(tensor: torch.Tensor, annotations: dict[str, Any], of: torch.Tensor
     """Let a stored tensor have the annotations `of` a parameter, in whose place it is."""
     if annotations:
         vars(tensor).update({name: tensor if value is of else value for name, value in annotations.items()})
-        tensor.annotations = tuple(annotations)
+        tensor._annotated = tuple(annotations)
 
 
 @contextmanager

@@ -61,7 +61,7 @@ class StoredTensor(Checkpointable, Undivided, torch.Tensor):
     _local_of: StoredTensor | None = None  # of the local tensor of a DTensor: what stands for it
     _context: tuple | None = None  # for __tensor_flatten__
     _lease: object = None  # that of its storage
-    annotations: tuple[str, ...] = ()  # attributes that say what the bytes mean, where a library's modules know
+    _annotated: tuple[str, ...] = ()  # attributes that say what the bytes mean, where a library's modules know
     expects_gradient = False  # becomes true on an object, and goes where its implementation goes
 
     __torch_function__ = torch._C._disabled_torch_function_impl
