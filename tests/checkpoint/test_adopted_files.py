@@ -82,6 +82,7 @@ def test_an_earlier_checkpoint_and_other_jobs_keep_what_they_have(tmp_path: Path
     jobs = [Job(tmp_path / name) for name in ("second", "third")]
     for job in jobs:
         assert job.load(saved) == 2
+    assert [len(store_of(job).files) for job in jobs] == [2, 1]
     shutil.rmtree(saved)
     for number, job in enumerate(jobs):
         for _ in range(3):
@@ -95,15 +96,19 @@ def test_an_earlier_checkpoint_and_other_jobs_keep_what_they_have(tmp_path: Path
     assert found == [1, 5, 5]
 
 
-def test_a_job_that_is_alive_goes_on_beside_those_that_take_up_its_checkpoint(tmp_path: Path):
+def test_a_job_that_is_alive_keeps_its_room_when_others_take_up_its_checkpoint(tmp_path: Path):
+    """They copy: with a name of theirs the pages would not be its own again, and it would need those of a third set."""
     first, second = Job(tmp_path / "first"), Job(tmp_path / "second")
     first.step()
     first.save(tmp_path / "saved")
     second.load(tmp_path / "saved")
+    assert len(store_of(second).files) == 1
+    in_use = store_of(first).in_use
     for _ in range(3):
         first.step()
         first.save(tmp_path / "saved")
         second.check()
+    assert store_of(first).in_use == in_use
     second.step()
     second.save(tmp_path / "saved by the second")
     first.step()

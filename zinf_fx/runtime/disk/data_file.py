@@ -7,8 +7,9 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import Engine, File
-from zinf_fx.runtime.disk.links import Links, give_back
+from zinf_fx.runtime.disk.links import Links, give_back, is_alone
 from zinf_fx.runtime.disk.probe import reopen
 from zinf_fx.runtime.disk.scratch import Scratch
 from zinf_fx.sizes import PAGE
@@ -84,15 +85,19 @@ class AdoptedFile(DataFile):
     this job's scratch directory, and what the checkpoint has becomes extents of this store. They are kept for the
     checkpoint, as if this job had saved it: see [Note: generations]. So nothing is written, and the disk has it once.
 
-    Of the rest of the file nothing is known: others may have it, such as an earlier checkpoint, or the store that made
-    it. So nothing is allocated there. What no extent has any more, when the checkpoint is gone, goes back to the file
+    A file has one store at a time. The one that made it counts on its pages when the checkpoint is gone, and so does
+    one that took it up; a further name would keep them, and its next step would have no room.
+
+    Of the rest of the file nothing is known: others may have it, such as an earlier checkpoint. So nothing is allocated
+    there. What no extent has any more, when the checkpoint is gone, goes back to the file
     system.
 
     Args:
         name: in the scratch directory.
         link: its name in the checkpoint; `content`: the bytes that this one has there.
 
-    Raises: StoreError where the file can't have one more name, or be opened; nothing is left behind.
+    Raises: StoreError where another store has the file, or somebody reads it in place, and where it can't have one more
+    name, or be opened; nothing is left behind.
     """
 
     def __init__(self, scratch: Scratch, name: str, engine: Engine, link: Path, content: Iterable[range]) -> None:
@@ -101,6 +106,8 @@ class AdoptedFile(DataFile):
         scratch.link(link, name)
         try:
             self._open(scratch.open(name), engine)
+            if not is_alone(self.descriptor):
+                raise StoreError("adopt", link, "another job has the file, and counts on its pages")
         except BaseException:
             self.remove()
             raise

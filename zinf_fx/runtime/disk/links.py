@@ -43,7 +43,7 @@ class Links:
         `reads` it in place."""
         there, are_all = self._there(fd)
         gone = self._bytes.keys() - there if are_all else set()
-        return gone if gone and _is_alone(fd) else set()
+        return gone if gone and is_alone(fd) else set()
 
     def are_all(self, fd: int) -> bool:
         """Whether the file of `fd`, which has a name in its scratch directory besides, has no others than these."""
@@ -97,7 +97,7 @@ def reads(fd: int, path: Path) -> bool:
         return False
 
 
-def _is_alone(fd: int) -> bool:
+def is_alone(fd: int) -> bool:
     """Whether no other store has the file of `fd` open, and nobody reads it in place, as far as there are locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
