@@ -34,6 +34,16 @@ class Twins:
             stored.grad = None if index in skip else gradient
             master.grad = None if index in skip else gradient.to(master.dtype, copy=True)
 
+    def moved_by_a_step(self, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+        """Bytes that the store reads and writes in the second step; the first makes the states."""
+        store = self.stored[0].storage.tiers.store
+        for _ in range(2):
+            before = store.counters()
+            self.give_gradients()
+            optimizer.step()
+        after = store.counters()
+        return after.bytes_read - before.bytes_read, after.bytes_written - before.bytes_written
+
     def train(self, optimizer: torch.optim.Optimizer, reference: torch.optim.Optimizer, steps: int = 3) -> None:
         """Steps on both sides, each followed by the check that every parameter is bitwise equal."""
         for _ in range(steps):

@@ -121,15 +121,7 @@ def test_bytes_of_a_step(twins) -> None:
     for master_dtype in (None, "split"):
         pair = twins(dtype=torch.bfloat16, shapes=((count,),), chunk="1MiB")
         optimizer = optim.AdamW(pair.stored, state_dtype="8bit", master_dtype=master_dtype, overlap=False)
-        store = pair.stored[0].storage.tiers.store
-        pair.give_gradients()
-        optimizer.step()
-        before = store.counters()
-        pair.give_gradients()
-        optimizer.step()
-        after = store.counters()
-        both = after.bytes_read - before.bytes_read, after.bytes_written - before.bytes_written
-        moved[master_dtype] = [nbytes / count for nbytes in both]
+        moved[master_dtype] = [nbytes / count for nbytes in pair.moved_by_a_step(optimizer)]
     assert moved == {None: [6, 8], "split": [6, 6]}
     assert optimizer.state[pair.stored[0]][MASTER_UP].storage.tier == "host"
 

@@ -38,15 +38,7 @@ def test_bytes_and_state_dict(twins) -> None:
     for dtype in (None, torch.bfloat16):
         pair = twins(dtype=torch.bfloat16, shapes=((1 << 16,),))
         optimizer = optim.AdamW(pair.stored, state_dtype=dtype, overlap=False)
-        store = pair.stored[0].storage.tiers.store
-        pair.give_gradients()
-        optimizer.step()
-        before = store.counters()
-        pair.give_gradients()
-        optimizer.step()
-        after = store.counters()
-        moved = after.bytes_read - before.bytes_read, after.bytes_written - before.bytes_written
-        traffic[dtype] = [nbytes >> 16 for nbytes in moved]
+        traffic[dtype] = [nbytes >> 16 for nbytes in pair.moved_by_a_step(optimizer)]
         saved = optimizer.state_dict()
     # Master and moments are read and written, the parameter is written.
     assert traffic == {None: [12, 14], torch.bfloat16: [8, 10]}
