@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,3 +45,19 @@ def test_a_wrapper_that_ignores_them_trains_what_is_beside_them(model: nn.Module
     )
     run(torch.ones(2, 8)).sum().backward()
     assert beside.weight.grad is not None and isinstance(model.weight.grad, zinf_fx.StoredTensor)
+
+
+def test_whoever_asks_from_outside_of_any_function_is_answered(tmp_path: Path) -> None:
+    """As at a script's top level: nobody has called who asks."""
+    model = zinf_fx.offload(nn.Linear(8, 8), store=tmp_path, placement="nvme")
+    answers: list[bool] = []
+    answered = _thread.allocate_lock()
+    answered.acquire()
+
+    def ask() -> None:
+        with contextlib.suppress(ValueError):
+            answers.append(model.weight._fsdp_flattened)
+        answered.release()
+
+    _thread.start_new_thread(ask, ())
+    assert answered.acquire(timeout=60) and answers == [False]

@@ -19,8 +19,8 @@ class Undivided:
     @property
     def _fsdp_flattened(self) -> bool:
         """Raises: StoredTensorError where it is about to take this tensor."""
-        asks = sys._getframe(2)  # behind the function that reads this attribute of any tensor
-        if asks.f_code.co_name == _COLLECTS:
+        asks = sys._getframe(1).f_back  # behind the function that reads this attribute of any tensor
+        if asks is not None and asks.f_code.co_name == _COLLECTS:
             raise StoredTensorError(
                 "FullyShardedDataParallel would have the values of stored parameters in memory and divide them, as "
                 "zinf_fx does where they are stored: train the model without it, each rank the same, or wrap what else "
