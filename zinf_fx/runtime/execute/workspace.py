@@ -82,7 +82,8 @@ def _leased(count: int, dtype: torch.dtype) -> torch.Tensor:
     """Memory for so many values."""
     global _arena
     if _arena is None:
-        _arena = Arena("values of quantised tiles", memory_limit().nbytes, option="the machine's memory")
+        limit = memory_limit()
+        _arena = Arena("values of quantised tiles", limit.nbytes, option=limit.source)
     (values,) = _arena.lease(count * dtype.itemsize).owning_tensors([(0, torch.Size((count,)), dtype)])
     return values
 
