@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
+from arguments import check
 from launch_queue import Launch, LaunchQueue
 from llama import Llama, LlamaConfig
 from tabulate import tabulate
@@ -102,7 +103,7 @@ def one_device(hardware: Hardware) -> Hardware:
 def run(placement: str, args: argparse.Namespace, hardware: Hardware) -> tuple[list[list[Pass]], dict[str, float]]:
     """The passes of each step; and by their kind, the seconds that they take as simulated."""
     options = {"placement": placement, "checksum": False, "host_memory": BUDGET, "residency": args.residency}
-    queue = LaunchQueue(hardware, args.launch)
+    queue = LaunchQueue(hardware)
     with tempfile.TemporaryDirectory(dir=args.store) as store, ExitStack() as device:
         tiers = Tiers.of(Config(store=store, **options))
         queue.serve(tiers.store)
@@ -170,14 +171,17 @@ def main() -> None:
     options.add_argument("--sequence", type=int, default=2048)
     options.add_argument("--placements", nargs="+", default=["device", "infinity-cpu", "infinity-nvme"])
     options.add_argument("--hardware", default="dgx-h100", help="one device of it, with its share of the node")
-    options.add_argument("--launch", type=float, default=5e-6, help="seconds that PyTorch and the driver take for one")
+    options.add_argument("--launch", type=float, help="seconds that PyTorch and the driver take for one, if not those")
     options.add_argument("--steps", type=int, default=5)
     options.add_argument("--warm", type=int, default=2, help="steps before them")
     options.add_argument("--store", help="a directory for the stand-in's empty files")
     options.add_argument("--residency", action="store_true", help="keep in memory what there is room for")
     options.add_argument("--profile", action="store_true", help="print where Python's time goes")
     args = options.parse_args()
-    hardware = replace(one_device(load(args.hardware)), launch=args.launch)
+    check(options, args, "layers", "batch", "sequence", "steps")
+    hardware = one_device(load(args.hardware))
+    if args.launch is not None:
+        hardware = replace(hardware, launch=args.launch)
     rows = []
     for placement in args.placements:
         steps, predicted = run(placement, args, hardware)

@@ -233,8 +233,7 @@ class LaunchQueue(TorchDispatchMode):
         copies: those of the other streams.
     """
 
-    def __init__(self, hardware: Hardware, launch: float) -> None:
-        """`launch`: seconds that PyTorch and the driver take for each."""
+    def __init__(self, hardware: Hardware) -> None:
         super().__init__()
         self.clock = Clock()
         self.launches: list[Launch] = []
@@ -246,7 +245,7 @@ class LaunchQueue(TorchDispatchMode):
             self.device.uploads: ("upload", hardware.upload),
             self.device.downloads: ("download", hardware.download),
         }
-        self._hardware, self._launch = hardware, launch
+        self._hardware = hardware
         self._known: dict[object, tuple[float, Any]] = {}  # seconds and results of kernels
         self._entry = 0.0  # seconds that it takes an operation to come here, and back
 
@@ -318,7 +317,7 @@ class LaunchQueue(TorchDispatchMode):
         made = [one for one in tree_flatten(result)[0] if isinstance(one, torch.Tensor)]
         places = tuple((one.data_ptr(), one.data_ptr() + one.nbytes) for one in (*tensors, *made) if one.nbytes)
         kept.append(Launch(name, now, free, ready, start, stream.end, places))
-        self.clock.spend(self._launch)
+        self.clock.spend(self._hardware.launch)
         return result
 
     def _result_of(self, func: Any, flat: list[Any], args: tuple, kwargs: dict[str, Any]) -> tuple[float, Any]:

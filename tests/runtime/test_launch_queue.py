@@ -39,14 +39,15 @@ def hardware(disk: float, download: float) -> Hardware:
     """With a disk, and a link from the device, that move so many bytes per second."""
     described, memory = load("a100"), Memory(1 << 40, RATE, RATE)
     nvme = replace(described.nvme, read=disk, write=disk)
-    return replace(described, device=memory, nvme=nvme, upload=Link(RATE, 1e-6), download=Link(download, 1e-6))
+    links = {"upload": Link(RATE, 1e-6), "download": Link(download, 1e-6)}
+    return replace(described, device=memory, nvme=nvme, launch=0.0, **links)
 
 
 class Training:
     """A stack of layers that trains on a stand-in. Nothing is computed."""
 
     def __init__(self, store: Path, placement: str, disk: float, download: float) -> None:
-        self.queue = LaunchQueue(hardware(disk, download), launch=0.0)
+        self.queue = LaunchQueue(hardware(disk, download))
         self.options = {"placement": placement, "store": store, "checksum": False, "host_memory": "1GiB"}
         self.options |= {"pack": None, "residency": False}
         self._tiers = Tiers.of(Config(**self.options))
