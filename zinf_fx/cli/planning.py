@@ -90,6 +90,11 @@ def _prefetch(text: str) -> tuple[int, ...] | None:
         raise ConfigError(f"prefetch={text!r} is not accepted; give three distances such as 1,2,3, or none") from None
 
 
+def _number_or_word(text: str) -> int | str:
+    """The value of an option that accepts words, too: `Config` knows which."""
+    return int(text) if text.isdecimal() and len(text) < 19 else text
+
+
 # What makes an option's value of its text.
 _READ: dict[str, Callable[[str], object]] = {
     "placement": _placement,
@@ -101,6 +106,6 @@ _READ: dict[str, Callable[[str], object]] = {
     "frozen_dtype": str,
     "compute": str,
     "micro_batches": lambda text: parse_count(text, "micro_batches"),
-    "micro_batch_group": lambda text: text if text == "auto" else parse_count(text, "micro_batch_group"),
-    "activations": lambda text: int(text) if text.isdecimal() and len(text) < 19 else text,
+    "micro_batch_group": _number_or_word,
+    "activations": _number_or_word,
 }
