@@ -7,8 +7,9 @@ how long compiling takes for models of several depths, and a training step besid
 
 Errors are those after some steps of SGD, of gradients in the first, relative to the largest; plain `torch.compile` is
 there for comparison. Each compilation is a process of its own with a cache of its own, which is empty; the same again
-finds what it compiled in files. Variants of the steps live in one process and take turns; ratios are taken within a
-round.
+finds what it compiled in files. Variants of the steps live in one process and take turns of some steps in a row, of
+which the first isn't timed: an optimizer's step goes on during the next forward, so that what the first one takes from
+the step before its turn is missing, as what follows the last is. Ratios are taken within a round.
 """
 
 from __future__ import annotations
@@ -143,20 +144,25 @@ class Variant:
             self.loss = torch.compile(model, backend="zinf", options={"compute": compute})
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.batch = example_batch(self.config, args.batch)
-        self.first = self.step()
-        self.step()
+        self.first = self._step()
+        self.turn(1)
 
-    def step(self) -> float:
-        """Seconds of a step, with what goes on behind it, which would else go on in another variant's."""
+    def turn(self, steps: int) -> float:
+        """Median seconds of `steps` steps after one that isn't timed. Nothing goes on behind them when it returns."""
+        self._step()
+        seconds = median([self._step() for _ in range(steps)])
+        if self.name != IN_MEMORY:
+            with self.optimizer.between_steps():
+                pass
+        return seconds
+
+    def _step(self) -> float:
         started = time.perf_counter()
         loss = self.loss(*self.batch)
         loss.item()
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if self.name != IN_MEMORY:
-            with self.optimizer.between_steps():
-                pass
         return time.perf_counter() - started
 
 
@@ -166,7 +172,7 @@ def steps(args: argparse.Namespace) -> str:
     rounds: list[dict[str, float]] = []
     for _ in tqdm(range(args.rounds), unit="round", disable=not sys.stderr.isatty()):
         order = variants if len(rounds) % 2 == 0 else variants[::-1]
-        rounds.append({variant.name: variant.step() for variant in order})
+        rounds.append({variant.name: variant.turn(args.steps) for variant in order})
     rows = []
     for variant in variants:
         ratios = [one[variant.name] / one[IN_MEMORY] for one in rounds]
@@ -195,6 +201,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=2, help="timed ones of each variant in each round")
     parser.add_argument("--store", type=Path, help="directory of the store (default: zinf_fx's)")
     return parser
 
@@ -202,7 +209,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser()
     args = options.parse_args(arguments)
-    counts = ("error_steps", "layers", "hidden", "heads", "context", "batch", "rounds")
+    counts = ("error_steps", "layers", "hidden", "heads", "context", "batch", "rounds", "steps")
     for name in counts:
         if getattr(args, name) < 1:
             options.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")

@@ -245,12 +245,13 @@ def test_a_member_changed_by_hand_is_seen(tmp_path: Path) -> None:
 
 
 def test_models_built_piece_by_piece_and_copies(tmp_path: Path) -> None:
-    """Their parameters don't lie side by side, and move in packs of several transfers."""
+    """What leaves while a model is built is brought together at the end; copies move in packs of several transfers."""
     torch.manual_seed(0)
     plain = Net()
     torch.manual_seed(0)
     with zinf_fx.offloading(store=tmp_path, placement="nvme", pack="auto"):
         built = Net()
+    assert len({parameter.storage.bytes.home for parameter in built.parameters()}) == 1
     for model in (built, copy.deepcopy(built)):
         reference = copy.deepcopy(plain)
         call, (plainly, optimizer) = torch.compile(model, backend="zinf"), optimizers(reference, model)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from typing import TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -23,11 +24,12 @@ from zinf_fx.frontend.auto_placement import placed_by_rule
 from zinf_fx.frontend.composed import Composed
 from zinf_fx.frontend.converting import Converting
 from zinf_fx.frontend.each_placement import check_rules, check_stage, configs_of, contradicted_by
+from zinf_fx.frontend.packing import bring_together, packs_of
 from zinf_fx.frontend.quantising import form_of
 from zinf_fx.frontend.staying import is_ordinary, note_staying, stays
 from zinf_fx.interrupts import held_back
 from zinf_fx.placement import Placement, PlacementRules
-from zinf_fx.plan.packs import in_packs, moves, nbytes_in_pack, pack_limit, starts_of
+from zinf_fx.plan.packs import starts_of
 from zinf_fx.plan.sharding import Owners, shards_of
 from zinf_fx.quantisation import can_be_quantised, is_table, tables_of
 from zinf_fx.runtime.gradients.accumulate import add_gradient, reserve_gradients
@@ -50,6 +52,8 @@ from zinf_fx.runtime.tensor.tensor_parallel import (
     with_ranks,
 )
 from zinf_fx.runtime.tensor.tiers import Tiers, drain_after
+
+T = TypeVar("T")
 
 # Bytes of mapped files that may have been read before their memory is given back to the system.
 _MAPPED_AT_ONCE = 64 << 20
@@ -126,9 +130,9 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
     """Partitioned construction: parameters of models built in this block leave as each submodule is built.
 
     A module's parameters leave when another module registers one, or a parent takes the module over; what is left
-    leaves at the end of the block. What initialises them later writes to the store. So the model is never whole in
-    memory, and its initial values are those of an ordinary construction with the same seed. Parameters on the meta
-    device, and lazy ones, stay as they are.
+    leaves at the end of the block, where small ones of one kind are brought together. What initialises them later
+    writes to the store. So the model is never whole in memory, and its initial values are those of an ordinary
+    construction with the same seed. Parameters on the meta device, and lazy ones, stay as they are.
 
     In the block, the environment has HF_DEACTIVATE_ASYNC_LOAD=1 unless it has that variable already: with it,
     transformers reads one tensor of a checkpoint after the other, instead of all of them ahead in threads.
@@ -143,6 +147,8 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
     if config.placement.parameters == "nvme":
         _ = tiers.store  # a directory that can't be used shows before anything is built
     present: list[weakref.ref[torch.nn.Parameter]] = []  # those of `current` that have not left
+    modules: list[weakref.ref[torch.nn.Module]] = []
+    keys: set[int] = set()  # of the storages made in this block
     staying: dict[int, weakref.ref[torch.nn.Parameter]] = {}
     tables: dict[int, weakref.ref[torch.nn.Parameter]] = {}
     current: weakref.ref[torch.nn.Module] | None = None
@@ -153,6 +159,7 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
         if current is None or current() is not module:
             leave()
             current = weakref.ref(module)
+            modules.append(current)
         if parameter is None:
             return
         if is_table(module) and stored_parameter(parameter) is None:
@@ -193,6 +200,7 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
         # The twin gets the memory of `parameter`, and must not be kept.
         replace_in_place(parameter, _written(parameter, twins.pop(), mapped if loaded else None))
         pass_through(parameter.nbytes)
+        keys.add(parameter.storage.key)
 
     handles = [
         register_module_parameter_registration_hook(register),
@@ -205,13 +213,24 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
             yield
         leave()
         tiers.drain()
-        left = [parameter for parameter in (ref() for ref in staying.values()) if parameter is not None]
-        note_staying({f"number {n} of shape {tuple(one.shape)}": one for n, one in enumerate(left, start=1)})
+        bring_together(_stored_in(_living(modules), keys))
+        stay = _living(staying.values())
+        note_staying({f"number {n} of shape {tuple(one.shape)}": one for n, one in enumerate(stay, start=1)})
     finally:
         if before is None:
             os.environ.pop(_LOADS_IN_TURN, None)
         for handle in handles:
             handle.remove()
+
+
+def _living(several: Iterable[weakref.ref[T]]) -> list[T]:
+    return [one for one in (ref() for ref in several) if one is not None]
+
+
+def _stored_in(modules: Iterable[torch.nn.Module], keys: Collection[int]) -> list[StoredTensor]:
+    """Of the parameters that modules have of their own, those in storages of these keys."""
+    several = {id(one): one for module in modules for one in module._parameters.values()}
+    return [one for one in several.values() if isinstance(one, StoredTensor) and one.storage.key in keys]
 
 
 def offload_parameters(
@@ -262,35 +281,16 @@ def _all_reserved(
     """Of each parameter, what `_reserved` gives, by the options of its own: those side by side that may move together,
     which have the same."""
     homes: dict[str, tuple[Home, int]] = {}
-    together = _together(parameters, forms, configs)
-    for names in together:
+    packs = packs_of(parameters, forms, configs)
+    for names in packs:
         dtype, device, config = forms[names[0]].dtype, device_of(parameters[names[0]].device), configs[names[0]]
         *starts, end = starts_of((_held_of(forms[name], config, Ranks.of(config)) for name in names), dtype)
         home = Home(tiers, config.placement.parameters, end, dtype, device)
         homes |= {name: (home, start) for name, start in zip(names, starts, strict=True)}
     twins = {n: _reserved(one, forms[n], tiers, configs[n], owners, homes.get(n)) for n, one in parameters.items()}
-    for names in (*together, *([name] for name in parameters if name not in homes)):
+    for names in (*packs, *([name] for name in parameters if name not in homes)):
         reserve_gradients([twins[name] for name in names])
     return list(twins.values())
-
-
-def _together(
-    parameters: Mapping[str, torch.nn.Parameter], forms: Mapping[str, Form], configs: Mapping[str, Config]
-) -> list[list[str]]:
-    """The names of those that are to live side by side: small ones of one kind, in the order in which they come."""
-    config = next(iter(configs.values()), None)  # in which only the placement may differ from the others
-    limit = None if config is None or config.partition == "owner" else pack_limit(config)
-    if limit is None:
-        return []
-    found, ranks = [], Ranks.of(config).shards
-    for name, one in parameters.items():
-        form, placement = forms[name], configs[name].placement
-        shards = shards_of(form.shape, form.dtype, ranks, configs[name])
-        movable = moves(placement.parameters, one.device.type)
-        if movable and not isinstance(one, DTensor) and len(shards.segments) == 1:
-            kind = (form.dtype, one.device, one.requires_grad, one.grad is None, placement)
-            found.append((name, kind, nbytes_in_pack(form.numel, form.dtype, shards.padded)))
-    return in_packs(found, limit)
 
 
 def _held_of(form: Form, config: Config, ranks: Ranks) -> int:
