@@ -371,3 +371,23 @@ def test_a_member_that_is_updated_in_several_parts(tmp_path: Path) -> None:
             optimizer.zero_grad()
         results.append([parameter.full_tensor() for parameter in model.parameters()])
     assert all(map(torch.equal, *results))
+
+
+def test_members_with_a_larger_parameter_between_them_are_updated_at_once(tmp_path: Path) -> None:
+    layers = [nn.LayerNorm(1100), nn.Linear(1100, 1000, bias=False), nn.LayerNorm(1000), nn.Linear(1000, 4)]
+    plain, model = twins(tmp_path, nn.Sequential(*layers))
+    assert model[0].weight.storage.bytes.home is model[3].bias.storage.bytes.home
+    (plainly, optimizer), call = optimizers(plain, model), torch.compile(model, backend="zinf")
+    moved = 0
+    for _ in range(2):
+        batch = torch.randn(2, 1100)
+        one_step(plain, lambda some: plain(some).square().sum(), plainly, batch)
+        call(batch).square().sum().backward()
+        before = transfers(model)
+        optimizer.step()
+        optimizer.finish()
+        moved = transfers(model) - before
+        optimizer.zero_grad()
+    assert_equal(model, plain)
+    # One pack, and the larger one in two pieces: each is read with its gradient and two states, and three are written.
+    assert moved <= 24, moved

@@ -124,7 +124,7 @@ class Batch:
     def _cut(self, elements: int) -> list[Chunk]:
         chunks: list[Chunk] = []
         owners: dict[Recipe, list[Owner]] = {}
-        for updates in packed(sorted(self.updates, key=lambda update: update[1].parameter.storage.key), elements):
+        for updates in packed(self.updates, elements):
             recipe, states = updates[0]
             owners.setdefault(recipe, []).append(states if len(updates) == 1 else PackedStates(updates))
         for recipe, several in owners.items():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 import torch
 
 from zinf_fx.optim.arithmetic import StateLayout
 from zinf_fx.optim.companions import MASTER, MASTER_UP, kind_of
-from zinf_fx.optim.states import ParameterStates, State, follows, working_dtype
+from zinf_fx.optim.states import ParameterStates, State, by_home, follows, working_dtype
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
@@ -31,11 +32,12 @@ class KeptStates:
         dtype = working_dtype(parameter)
         return dtype if self._masters else parameter.dtype
 
-    def make_room(self, several: Iterable[tuple[StoredTensor, StateLayout]]) -> None:
+    def make_room(self, layouts: Mapping[StoredTensor, StateLayout]) -> None:
         """Before `reserve`: make room for the states of those among some parameters that live side by side, each with
         its layout, so that these live side by side too. Raises: StoreError when there is none."""
         runs: list[list[tuple[StoredTensor, StateLayout]]] = []
-        for one in several:
+        for parameter in chain.from_iterable(by_home(layouts)):
+            one = parameter, layouts[parameter]
             if runs and _joins(*runs[-1][-1], *one):
                 runs[-1].append(one)
             else:

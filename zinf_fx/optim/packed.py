@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -15,6 +15,7 @@ from zinf_fx.optim.companions import MASTER_UP, part_of
 from zinf_fx.optim.elements import moved
 from zinf_fx.optim.opened import OpenWindows, begin_update, end_update, store_weights, take_over_written, weights_of
 from zinf_fx.optim.recipe import Recipe, Update
+from zinf_fx.optim.states import by_home
 from zinf_fx.plan.memory.accounting import AT_A_TIME
 from zinf_fx.plan.packs import starts_of
 from zinf_fx.runtime.memory.cut import Cut
@@ -116,9 +117,17 @@ class PackedStates:
             yield numbers
 
 
-def packed(updates: Sequence[Update], elements: int) -> Iterator[list[Update]]:
-    """Updates, in the order in which their tensors were made, in groups that can be updated together: of at most so
-    many elements, each parameter charged as `chunks.cut` does."""
+def packed(updates: Iterable[Update], elements: int) -> list[list[Update]]:
+    """Updates in groups that can be updated together: of at most so many elements, each parameter charged as
+    `chunks.cut` does. Groups and what is in them come in the order in which the tensors were made."""
+    known = {update[1].parameter: update for update in updates}
+    homes = [[known[parameter] for parameter in several] for several in by_home(known)]
+    groups = [group for several in homes for group in _groups(several, elements)]
+    return sorted(groups, key=lambda group: group[0][1].parameter.storage.key)
+
+
+def _groups(updates: Sequence[Update], elements: int) -> Iterator[list[Update]]:
+    """Updates of one home: see `packed`."""
     together: list[Update] = []
     room = elements
     for update in updates:
@@ -128,8 +137,7 @@ def packed(updates: Sequence[Update], elements: int) -> Iterator[list[Update]]:
             together, room = [], elements
         together.append(update)
         room -= count
-    if together:
-        yield together
+    yield together
 
 
 def _joins(one: Update, other: Update) -> bool:

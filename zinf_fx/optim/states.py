@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 
 import torch
@@ -387,6 +388,14 @@ class ParameterStates:
         for known in ("masters", "rounded", "bytes_written", "_keys", "_homes", "_names"):
             self.__dict__.pop(known, None)
         self._behind = None
+
+
+def by_home(parameters: Iterable[StoredTensor]) -> list[list[StoredTensor]]:
+    """Parameters that live side by side together, and each such group, in the order in which they were made."""
+    homes: dict[Home, list[StoredTensor]] = {}
+    for parameter in sorted(parameters, key=lambda one: one.storage.key):
+        homes.setdefault(parameter.storage.bytes.home, []).append(parameter)
+    return list(homes.values())
 
 
 def follows(one: StoredTensor, other: StoredTensor) -> bool:

@@ -184,7 +184,7 @@ class Streamed(Optimizer):
                 if parameter is not None:
                     layouts[parameter] = of_group.of(parameter, self._kept.dtype(parameter))
         trained = {p: layout for p, layout in layouts.items() if p.requires_grad or p.grad is not None}
-        self._kept.make_room(sorted(trained.items(), key=lambda one: one[0].storage.key))
+        self._kept.make_room(trained)
         for parameter, layout in trained.items():
             self._kept.reserve(parameter, layout, self._state)
         for parameter in layouts if self.step_in_backward else ():
