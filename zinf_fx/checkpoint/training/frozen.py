@@ -119,8 +119,8 @@ class FrozenHolding(Holding):
     keeper: object
     first: int
 
-    def chunks(self, elements: range) -> list[range]:
-        return pieces_of(elements, self.dtype.itemsize, _PIECE)
+    def chunks(self, elements: range, nbytes: int = _PIECE) -> list[range]:
+        return pieces_of(elements, self.dtype.itemsize, min(nbytes, _PIECE))
 
     def checksum(self, elements: range) -> int | None:
         start, nbytes = self._place(elements)

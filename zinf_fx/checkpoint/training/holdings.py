@@ -142,9 +142,10 @@ class Holding:
             return self.own
         return [range(self.box.numel)] if self.box.numel else []
 
-    def chunks(self, elements: range) -> list[range]:
-        """Consecutive elements, in parts that are read or written at a time: no more than the optimizer's step does."""
-        nbytes, tiers = PIECE, self.tiers
+    def chunks(self, elements: range, nbytes: int = PIECE) -> list[range]:
+        """Consecutive elements, in parts of at most `nbytes` that are read or written at a time: no more than the
+        optimizer's step does."""
+        tiers = self.tiers
         if tiers is not None:
             planned = None if tiers.chunk_elements is None else tiers.chunk_elements * self.dtype.itemsize
             nbytes = min(nbytes, self.tensor.storage.config.chunk, planned or nbytes)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from zinf_fx.checkpoint.safetensors_file import name_of
 from zinf_fx.checkpoint.training.holdings import Holding
@@ -15,6 +16,10 @@ from zinf_fx.sizes import PAGE
 
 LARGEST_FILE = 4 << 30
 """Bytes of a data file, about: what is behind that goes to another one."""
+
+
+LARGEST_PIECE = 8 << 20
+"""Bytes of a piece that is copied, at most: several are under way at a time."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class Place:
     file: int
     offset: int
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Of the elements."""
         return len(self.elements) * self.run.holding.dtype.itemsize
@@ -60,7 +65,7 @@ def laid_out(runs: Iterable[Run], largest: int = LARGEST_FILE) -> Layout:
     files: list[list[list[Place]]] = []  # of each, places in a row of the same run
     filled = largest
     for run in runs:
-        for elements in run.holding.chunks(run.elements):
+        for elements in run.holding.chunks(run.elements, LARGEST_PIECE):
             nbytes = round_up(len(elements) * run.holding.dtype.itemsize, PAGE)
             if filled + nbytes > largest:
                 files.append([])

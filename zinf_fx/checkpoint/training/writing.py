@@ -34,9 +34,10 @@ class Writer:
     def __init__(
         self, files: Files, opened: Sequence[File], report: Callable[[int], object], in_flight: int = IN_FLIGHT
     ) -> None:
-        """`report` is told of bytes that were written; `in_flight`: bytes that are under way in one direction."""
+        """`report` is told of bytes that were written; `in_flight`: bytes that are being written at a time. Twice as
+        many are being read: a read has arrived when the checksums of its pages were compared, too."""
         self._files, self._opened, self._report = files, opened, report
-        self._reading: UnderWay[_Piece] = UnderWay(in_flight)
+        self._reading: UnderWay[_Piece] = UnderWay(2 * in_flight)
         self._writing: UnderWay[_Piece] = UnderWay(in_flight)
         self._sums: list[int] = []
 
