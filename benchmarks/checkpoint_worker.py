@@ -8,6 +8,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,6 +61,8 @@ def measure(request: dict) -> dict:
         optimizer.zero_grad()
 
     # Of one checkpoint after the other, the last is kept; saves wait for the steps that go on in the background.
+    numbers = count(request["steps"])  # of the steps that are copied behind training: each copy is a new checkpoint
+    last = request["steps"] + request["blocks"]
     manager = zinf_fx.CheckpointManager(target, model, optimizer, every_steps=1, keep=1)
     if way in COPYING:
         for volume in store.volumes:
@@ -73,7 +76,7 @@ def measure(request: dict) -> dict:
         elif way == "copies":
             zinf_fx.save_checkpoint(target / "checkpoint", model, optimizer)
         elif way in MANAGED:
-            manager.save(request["steps"])
+            manager.save(last)
 
     def plain_steps() -> int:
         for _ in range(request["steps"]):
@@ -85,7 +88,7 @@ def measure(request: dict) -> dict:
         """Returns how many there were: those that were asked for, or as many as one copy goes on behind."""
         done = 0
         with manager:
-            path = manager.after_step(request["steps"]) if way == "behind" else None
+            path = manager.after_step(next(numbers)) if way == "behind" else None
             while (done == 0 or not (path / MANIFEST).exists()) if path is not None else done < request["steps"]:
                 step()
                 done += 1
@@ -118,7 +121,7 @@ def measure(request: dict) -> dict:
         saves.append(timed(save_in_this_way))
     peak, loads, nbytes = peak_resident_bytes(), [], 0
     if way in (*MANAGED, "copies"):
-        saved = target / ("checkpoint" if way == "copies" else name_of(request["steps"]))
+        saved = target / ("checkpoint" if way == "copies" else name_of(last))
         given = {} if way == "copies" else {STEP: 0}
         loads.append(timed(lambda: zinf_fx.load_checkpoint(saved, model, optimizer, **given)))
         nbytes = manifest_of(saved).nbytes
