@@ -200,7 +200,8 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
         # The twin gets the memory of `parameter`, and must not be kept.
         replace_in_place(parameter, _written(parameter, twins.pop(), mapped if loaded else None))
         pass_through(parameter.nbytes)
-        keys.add(parameter.storage.key)
+        if isinstance(parameter, StoredTensor):  # not a DTensor, whose local tensor isn't moved
+            keys.add(parameter.storage.key)
 
     handles = [
         register_module_parameter_registration_hook(register),
