@@ -10,7 +10,8 @@ blocks of steps alone and of steps that are each followed by a save, in turns, a
 nothing is saved, what is printed is how much blocks differ by themselves. Behind training goes one copy, and the steps
 are those meanwhile. Then there are saves while nothing else runs: what the one before replaced was given back to the
 disk. One that copies reads what it writes: its rate counts both, as the engine's does, which copies a file in the same
-directory to a new one that replaces another.
+directory to a new one that replaces another. That is measured before and after each of these saves, and their median
+in proportion to it is printed.
 What a process's memory grows by, from its first steps on, is compared with that of one that saves nothing.
 """
 
@@ -26,10 +27,12 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import torch
+from checkpoint_worker import IDLE
 from tabulate import tabulate
 from tqdm import tqdm
 from train_step import machine
@@ -92,22 +95,29 @@ def _moved(memory: Sequence[torch.Tensor], requests: Iterable[tuple[int, File, i
 
 
 def run(way: str, args: argparse.Namespace) -> dict:
-    """The answer of a worker, and the engine's rate before it."""
+    """The answer of a worker, and the engine's rates before and after each of its saves while nothing else runs."""
     folder = Path(tempfile.mkdtemp(dir=args.folder))
     other = Path(tempfile.mkdtemp(dir=args.other if way in ("behind", "copies") and args.other else folder))
     try:
         store = folder / "store"
         store.mkdir()
-        rate = rate_of_copies(other)
         model = {name: getattr(args, name) for name in ("layers", "hidden", "heads", "context")}
         request = {"way": way, "model": model, "batch": args.batch}
         request |= {"steps": args.steps, "blocks": args.blocks, "saves": args.saves}
         request |= {"store": str(store), "target": str(other)}
-        command = [sys.executable, str(WORKER), json.dumps(request)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{way} ended with status {done.returncode}:\n{done.stderr.strip()}")
-        return {**json.loads(done.stdout.splitlines()[-1]), "rate": rate}
+        with tempfile.TemporaryFile("w+") as errors:
+            command = [sys.executable, str(WORKER), json.dumps(request)]
+            streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors, "text": True}
+            answer, rates = "", []
+            with subprocess.Popen(command, **streams) as worker:
+                for answer in worker.stdout:
+                    if answer == IDLE:
+                        rates.append(rate_of_copies(other))
+                        print(file=worker.stdin, flush=True)
+            if worker.returncode:
+                errors.seek(0)
+                raise RuntimeError(f"{way} ended with status {worker.returncode}:\n{errors.read().strip()}")
+        return {**json.loads(answer), "rates": rates}
     finally:
         shutil.rmtree(other)
         shutil.rmtree(folder, ignore_errors=other.is_relative_to(folder))
@@ -137,8 +147,12 @@ def grown(rounds: Rounds, way: str) -> float:
 
 
 def of_rate(rounds: Rounds, way: str) -> float:
-    """Of the engine's rate, what a save reaches that reads and writes all bytes."""
-    return median(2 * one[way]["nbytes"] / median(one[way]["saves"]) / one[way]["rate"] for one in rounds)
+    """Of the engine's rate before and after it, what a save reaches that reads and writes all bytes."""
+    found = []
+    for one in (each[way] for each in rounds):
+        rates = [mean(pair) for pair in pairwise(one["rates"])]
+        found += [2 * one["nbytes"] / seconds / rate for seconds, rate in zip(one["saves"], rates, strict=True)]
+    return median(found)
 
 
 def rows(rounds: Rounds) -> list[list[str]]:
@@ -207,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rounds[-1][way] = run(way, args)
                 bar.update()
     first = rounds[0]["nothing"]
-    rate = median(one["rate"] for each in rounds for one in each.values())
+    rate = median(rate for each in rounds for one in each.values() for rate in one["rates"])
     print(f"{machine()}; {first['parameters']:,} parameters, bf16 with fp32 masters and moments, all on disk")
     print(f"the engine reads and writes {in_words(round(rate))}/s together when it copies a file in this directory\n")
     align = ["left"] + ["right"] * (len(HEADERS) - 1)

@@ -1,4 +1,7 @@
-"""One way of saving of checkpoint.py, in a process of its own: a JSON request as argument, a JSON line as answer."""
+"""One way of saving of checkpoint.py, in a process of its own: a JSON request as argument, a JSON line as answer.
+
+Before and after each save while nothing else runs, it says that it is idle, and waits for a line.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,8 @@ from zinf_fx.checkpoint.training.catalog import STEP, name_of
 from zinf_fx.checkpoint.training.files import MANIFEST
 from zinf_fx.checkpoint.training.loading import manifest_of
 
+IDLE = "idle\n"
+
 MANAGED, COPYING = ("generations", "behind"), ("behind", "copies")
 
 
@@ -42,6 +47,15 @@ def timed(action: Callable[[], object]) -> float:
     started = time.perf_counter()
     action()
     return time.perf_counter() - started
+
+
+def idle() -> None:
+    """Wait until what was replaced is given back to the disk, as it is long before the next save of a training, and let
+    the disk be measured."""
+    wait_for_room()
+    sys.stdout.write(IDLE)
+    sys.stdout.flush()
+    sys.stdin.readline()
 
 
 def measure(request: dict) -> dict:
@@ -116,9 +130,11 @@ def measure(request: dict) -> dict:
         plain.append(block(plain_steps))
         saving.append(block(plain_steps if way == "nothing" else steps_with_saves))
     saves = []
-    for _ in range(request["saves"] if way != "nothing" else 0):
-        wait_for_room()  # what was replaced is given back to the disk, as it is long before the next save of a training
-        saves.append(timed(save_in_this_way))
+    if way != "nothing":
+        idle()
+        for _ in range(request["saves"]):
+            saves.append(timed(save_in_this_way))
+            idle()
     peak, loads, nbytes = peak_resident_bytes(), [], 0
     if way in (*MANAGED, "copies"):
         saved = target / ("checkpoint" if way == "copies" else name_of(last))

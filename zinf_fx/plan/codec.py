@@ -32,7 +32,7 @@ def encode(value: object) -> Any:
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, (tuple, list)):
-        return [encode(one) for one in value]
+        return [one if type(one) in (int, str) else encode(one) for one in value]
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, Config):

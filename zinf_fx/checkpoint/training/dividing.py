@@ -22,9 +22,10 @@ def divided(ranks: Ranks, tensors: Mapping[str, Holding]) -> list[Run]:
     Of what several ranks have, stored tensors go to the one that has least to save so far, and ordinary ones, which may
     differ, to the first.
     """
-    mine = {_key(run): run for name, holding in tensors.items() for run in _runs(name, holding)}
+    runs = [Run(name, holding, elements) for name, holding in tensors.items() for elements in holding.own]
     if ranks.size == 1:
-        return list(mine.values())
+        return runs
+    mine = {_key(run): run for run in runs}
     offers = ranks.of_all([(key, run.nbytes, run.holding.is_ordinary) for key, run in mine.items()], _WHAT)
     having: dict[Key, list[int]] = {}
     described: dict[Key, tuple[int, bool]] = {}
@@ -70,10 +71,6 @@ def equal_or_by_rank(ranks: Ranks, values: dict[str, Any]) -> dict[str, Any]:
 
 def _kind(several: list[Any]) -> str:
     return next(one["kind"] for one in several if one is not None)
-
-
-def _runs(name: str, holding: Holding) -> list[Run]:
-    return [Run(name, holding, elements) for elements in holding.own]
 
 
 def _key(run: Run) -> Key:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from zinf_fx.checkpoint.safetensors_file import name_of
@@ -51,6 +51,10 @@ class Place:
         return len(self.elements) * self.run.holding.dtype.itemsize
 
 
+_Piece = tuple[Run, range, int]
+"""Some elements of a run, and the bytes before them in their file, but for its header."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Which elements are where in which file, and how the files begin and how long they are."""
@@ -62,35 +66,43 @@ class Layout:
 
 def laid_out(runs: Iterable[Run], largest: int = LARGEST_FILE) -> Layout:
     """A layout of runs, in their order, in files of about `largest` bytes at most."""
-    files: list[list[list[Place]]] = []  # of each, places in a row of the same run
+    files: list[list[list[_Piece]]] = []  # of each, pieces in a row of the same run
     filled = largest
     for run in runs:
+        row, itemsize = None, run.holding.dtype.itemsize
         for elements in run.holding.chunks(run.elements, LARGEST_PIECE):
-            nbytes = round_up(len(elements) * run.holding.dtype.itemsize, PAGE)
+            nbytes = round_up(len(elements) * itemsize, PAGE)
             if filled + nbytes > largest:
                 files.append([])
-                filled = 0
-            if not files[-1] or files[-1][-1][-1].run is not run:
-                files[-1].append([])
-            files[-1][-1].append(Place(run, elements, len(files) - 1, filled))
+                filled, row = 0, None
+            if row is None:
+                row = []
+                files[-1].append(row)
+            row.append((run, elements, filled))
             filled += nbytes
     headers = [_header(entries) for entries in files]
-    places = [replace(one, offset=one.offset + len(headers[one.file])) for rows in files for row in rows for one in row]
+    places = [
+        Place(run, elements, number, len(headers[number]) + offset)
+        for number, rows in enumerate(files)
+        for row in rows
+        for run, elements, offset in row
+    ]
     ends = {one.file: round_up(one.offset + one.nbytes, PAGE) for one in places}
     return Layout(tuple(places), tuple(headers), tuple(ends[number] for number in range(len(files))))
 
 
-def _header(entries: Sequence[Sequence[Place]]) -> bytes:
-    """How a safetensors file begins, in whole pages. `entries`: its tensors, each as places in a row."""
+def _header(entries: Sequence[Sequence[_Piece]]) -> bytes:
+    """How a safetensors file begins, in whole pages. `entries`: its tensors, each as pieces in a row."""
     described: dict[str, dict] = {}
     for row in entries:
-        holding, elements = row[0].run.holding, range(row[0].elements.start, row[-1].elements.stop)
-        begin, end = row[0].offset, row[-1].offset + row[-1].nbytes
+        (run, first, begin), (_, last, offset) = row[0], row[-1]
+        holding, elements = run.holding, range(first.start, last.stop)
+        end = offset + len(last) * holding.dtype.itemsize
         shape = list(holding.box.shape) if len(elements) == holding.box.numel else [len(elements)]
         dtype = name_of(holding.dtype)
         if dtype is None:
             dtype, shape = "U8", [end - begin]
-        name = row[0].run.name + _suffix(holding, elements)
+        name = run.name + _suffix(holding, elements)
         described[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
         if (padded := round_up(end, PAGE)) > end:
             described[f"padding at {end}"] = {"dtype": "U8", "shape": [padded - end], "data_offsets": [end, padded]}

@@ -8,10 +8,11 @@ is in them doesn't matter. The manifest ends with the crc32c of its own text bef
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -210,24 +211,30 @@ def check_sound(manifest: Manifest, what: str) -> None:
     for file in manifest.files:
         if not lies_within(file.path):
             raise CheckpointError(f"{what} names the file {file.path!r}, which is not in its directory: use another")
+    sizes = [file.nbytes for file in manifest.files]
     names = [tensor.name for tensor in manifest.tensors]
     known = set(names)
     if len(known) != len(names) or any(name in known or other not in known for name, other in manifest.same):
         raise CheckpointError(f"{what} has a tensor twice, or the name of one that is not there")
     for tensor in manifest.tensors:
-        whole = Box.whole(tensor.shape)
+        whole, itemsize = Box.whole(tensor.shape), tensor.dtype.itemsize
         boxes = [one.box for one in tensor.boxes]
-        inside = all(len(box.shape) == len(whole.shape) and _contains(whole, box) for box in boxes)
-        if not inside or sum(box.numel for box in boxes) != whole.numel or _overlap(boxes):
+        if boxes != [whole] and not _make_up(whole, boxes):
             raise CheckpointError(f"{what}: the boxes of '{tensor.name}' are not all of it, each element once")
         for box in tensor.boxes:
-            ends = [0, *(piece.start + piece.count for piece in box.pieces)]
-            if [piece.start for piece in box.pieces] != ends[:-1] or ends[-1] != box.box.numel:
+            ends = list(accumulate((piece.count for piece in box.pieces), initial=0))
+            if [*(piece.start for piece in box.pieces), math.prod(box.shape)] != ends:
                 raise CheckpointError(f"{what}: the pieces of '{tensor.name}' are not all of it, each element once")
             for piece in box.pieces:
-                end = piece.offset + piece.count * tensor.dtype.itemsize + piece.padding
-                if piece.file >= len(manifest.files) or end > manifest.files[piece.file].nbytes:
+                end = piece.offset + piece.count * itemsize + piece.padding
+                if piece.file >= len(sizes) or end > sizes[piece.file]:
                     raise CheckpointError(f"{what}: a piece of '{tensor.name}' lies behind the end of its file")
+
+
+def _make_up(whole: Box, boxes: list[Box]) -> bool:
+    """Whether each element of a whole is in one box."""
+    inside = all(len(box.shape) == len(whole.shape) and _contains(whole, box) for box in boxes)
+    return inside and sum(box.numel for box in boxes) == whole.numel and not _overlap(boxes)
 
 
 def _contains(whole: Box, box: Box) -> bool:
