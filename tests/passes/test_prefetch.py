@@ -53,15 +53,15 @@ def peak(built: Builder) -> int:
 
 
 def test_in_inference_so_much_is_under_way_that_the_disk_has_more_when_it_is_done() -> None:
-    """Matrices of 16 MiB: with four of them before it, a fetch fills 64 MiB."""
-    built = chain(8, 2048, "inference")
+    """Matrices of 16 MiB: with eight of them before it, a fetch fills 128 MiB."""
+    built = chain(12, 2048, "inference")
     Prefetch()(built.graph, built.context)
-    assert places(built, ops.fetch) == {f"w{i}": max(i - 4, HEAD) for i in range(8)}
-    assert places(built, ops.upload) == {f"w{i}": max(i - 2, HEAD) for i in range(8)}
+    assert places(built, ops.fetch) == {f"w{i}": max(i - 8, HEAD) for i in range(12)}
+    assert places(built, ops.upload) == {f"w{i}": max(i - 2, HEAD) for i in range(12)}
     small = chain(8, kind="inference")
     Prefetch()(small.graph, small.context)
     assert set(places(small, ops.fetch).values()) == {HEAD}
-    budgeted = chain(8, 2048, "inference", host_memory="176MiB")  # 128 MiB of gradients live there
+    budgeted = chain(12, 2048, "inference", host_memory="240MiB")  # 192 MiB of gradients live there
     Prefetch()(budgeted.graph, budgeted.context)
     assert peak(budgeted) <= 48 << 20
 

@@ -40,7 +40,7 @@ from zinf_fx.plan.schedule import HEAD
 
 # Bytes that are on their way in inference, where operators may take less time than a request: twice the requests that
 # the engine has under way, which the disk serves side by side, so that it has more when these are done.
-_UNDER_WAY = 64 << 20
+_UNDER_WAY = 128 << 20
 # Operators between the one that computes a gradient and the one during which it is offloaded.
 _OFFLOAD_DISTANCE = 2
 
@@ -56,7 +56,7 @@ class Prefetch(Pass):
     Attributes:
         distances: operators between use and the start of (all-gather, upload, fetch); None: each starts in the operator
             that uses it, gradients leave at once, and there is no turn. In inference a fetch starts earlier where less
-            than 64 MiB are fetched for the operators in between.
+            than 128 MiB are fetched for the operators in between.
     """
 
     name = "prefetch"
