@@ -44,6 +44,7 @@ from zinf_fx.runtime.memory.buffers import aligned_empty
 from zinf_fx.sizes import in_words
 
 WAYS = ("nothing", "generations", "behind", "copies", "torch.save")
+FEWER_BLOCKS = {"behind": 2, "torch.save": 1}  # at most: a copy behind training takes many steps, and a save minutes
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
 HEADERS = (
     "saved as",
@@ -103,7 +104,8 @@ def run(way: str, args: argparse.Namespace) -> dict:
         store.mkdir()
         model = {name: getattr(args, name) for name in ("layers", "hidden", "heads", "context")}
         request = {"way": way, "model": model, "batch": args.batch}
-        request |= {"steps": args.steps, "blocks": args.blocks, "saves": args.saves}
+        blocks = min(args.blocks, FEWER_BLOCKS.get(way, args.blocks))
+        request |= {"steps": args.steps, "blocks": blocks, "saves": args.saves if way != "torch.save" else 1}
         request |= {"store": str(store), "target": str(other)}
         with tempfile.TemporaryFile("w+") as errors:
             command = [sys.executable, str(WORKER), json.dumps(request)]
@@ -202,8 +204,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3, help="of a block, each followed by a save")
-    parser.add_argument("--blocks", type=int, default=2, help="with saves, and as many without")
-    parser.add_argument("--saves", type=int, default=2, help="after the steps, while nothing else runs")
+    parser.add_argument("--blocks", type=int, default=6, help="with saves, and as many without; of the slow ways fewer")
+    parser.add_argument("--saves", type=int, default=5, help="after the steps, while nothing else runs")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--folder", type=Path, metavar="DIR", help="for stores and checkpoints, in place of /tmp")
     parser.add_argument("--other", type=Path, metavar="DIR", help="for copies, on another file system")
