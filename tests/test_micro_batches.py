@@ -156,9 +156,22 @@ def test_groups_compute_with_less_and_move_the_same(tmp_path: Path) -> None:
         found[group] = values, moved, tiles, len(plan.graphs[1].operators)
         assert ("4 micro-batches by groups of " in render(plan)) == (group != 1)
     assert found["auto"][0] < 0.7 * found[1][0]
-    assert found["auto"][1] == found[1][1]
+    assert found["auto"][1] <= found[1][1]
     assert found[1][2] < found["auto"][2] < found[100][2]
     assert 1 == found[100][3] < found["auto"][3] < found[1][3]
+
+
+@pytest.mark.parametrize(("activations", "part"), [("recompute", 0.96), (1, 0.25), (2, 0.1)])
+def test_groups_compute_the_end_again_too(tmp_path: Path, activations: object, part: float) -> None:
+    """What follows the last checkpoint is not saved of all micro-batches, when it is used up of one at a time."""
+    plain = GPT(GPTConfig(layers=4, hidden=64, heads=2, context=32, vocabulary=WORDS, tied=False))
+    batch = torch.randint(0, WORDS, (2, 8, 32))
+    kept = {}
+    for group in (1, "auto"):
+        options = {"micro_batches": 4, "micro_batch_group": group, "activations": activations, "pack": None}
+        (plan,) = plan_model(plain, batch.unbind(), placement="nvme", store=tmp_path, **options).plans
+        kept[group] = plan.kept
+    assert kept["auto"] < part * kept[1], kept
 
 
 @pytest.mark.parametrize("group", ["auto", 100])

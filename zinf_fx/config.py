@@ -182,7 +182,7 @@ class Config(RankOptions):
         host_memory: budget of the host tier, in bytes or as "4GiB". None: the machine's memory, or what its control
             group allows the process, such as a container's.
         prefetch: how many operators ahead of its use a tile's all-gather, upload and fetch start (ZeRO-Infinity,
-            section 6.2); in inference, fetches so early that up to 64 MiB are under way. None: each starts when it is
+            section 6.2); in inference, fetches so early that up to 128 MiB are under way. None: each starts when it is
             needed.
         residency: keep tiles in memory between uses where the budgets leave room, those first that are used next;
             without a budget, tiles of norms and biases alone. False: every use moves its tile again.
@@ -280,6 +280,11 @@ class Config(RankOptions):
         """Whether the store is the default folder, which is made on demand. One that the user names must exist, so that
         a typing error is noticed."""
         return not os.environ.get("ZINF_STORE") and self.store == _default_store()
+
+    @property
+    def in_groups(self) -> bool:
+        """Whether what is used up within a group of operators is there of one micro-batch at a time."""
+        return self.micro_batches > 1 and self.micro_batch_group != 1
 
     @property
     def stage(self) -> Stage:

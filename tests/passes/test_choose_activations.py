@@ -53,6 +53,13 @@ def test_the_cheapest_segment_is_recomputed_first() -> None:
     assert 1 in recomputed and not leaving
 
 
+def test_the_last_segment_is_recomputed_where_all_micro_batches_would_save_it() -> None:
+    parts = [part(4, 5.0, "a"), part(4, 1.0, "last")]
+    room = 8 * BYTES - 1
+    assert cheapest(parts, room, RATES, idle=0.0)[0] == {0}
+    assert cheapest(parts, room, RATES, idle=0.0, and_last=True)[0] == {0, 1}
+
+
 def test_an_idle_disk_takes_what_was_computed_first() -> None:
     parts = [part(6, NEVER, "a"), part(6, NEVER, "b")]
     recomputed, leaving = cheapest(parts, 8 * BYTES, RATES, idle=NEVER)

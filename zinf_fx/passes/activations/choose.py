@@ -53,7 +53,7 @@ class ChooseActivations(Pass):
         leaving: set[fx.Node] = set()
         if self.room is not None:
             idle = _idle_seconds(graph, context, parts, self.rates)
-            recomputed, leaving = cheapest(parts, self.room, self.rates, idle)
+            recomputed, leaving = cheapest(parts, self.room, self.rates, idle, and_last=context.config.in_groups)
         segments.tag(cuts, recomputed)
         for node in graph.nodes:
             node.meta[LEAVES] = node in leaving
@@ -92,16 +92,19 @@ def priced_segments(segments: Segments, cuts: Sequence[int], rates: Rates) -> li
     return parts
 
 
-def cheapest(parts: Sequence[PricedSegment], room: int, rates: Rates, idle: float) -> tuple[set[int], set[fx.Node]]:
+def cheapest(
+    parts: Sequence[PricedSegment], room: int, rates: Rates, idle: float, and_last: bool = False
+) -> tuple[set[int], set[fx.Node]]:
     """Which parts are recomputed, and which memory leaves, until at most `room` bytes stay, or no more can go.
 
-    `idle`: seconds of a step in which the way to the tier has nothing else to do. The last part is never recomputed:
-    backward would do so at once.
+    `idle`: seconds of a step in which the way to the tier has nothing else to do. The last part is not recomputed,
+    which backward would do at once, but for `and_last`: where it does for one micro-batch at a time.
     """
     staying = {number: part.saved for number, part in enumerate(parts)}
     recomputed: set[int] = set()
     leaving: set[fx.Node] = set()
-    prices = {n: part.seconds / part.nbytes for n, part in enumerate(parts[:-1]) if part.nbytes}
+    others = parts if and_last else parts[:-1]
+    prices = {n: part.seconds / part.nbytes for n, part in enumerate(others) if part.nbytes}
     by_price = sorted(prices, key=prices.__getitem__, reverse=True)
     transfer = 1 / rates.read + 1 / rates.write
     copying = 2 * 2 / rates.memory if rates.copies else 0.0  # out and in, each read and written

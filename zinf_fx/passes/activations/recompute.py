@@ -20,7 +20,8 @@ from zinf_fx.passes.ir.framework import GraphContext, Pass, bytes_computed
 class RecomputeActivations(Pass):
     """Tag what crosses the cuts as saved, and everything before the last cut as recomputed.
 
-    What follows the last cut is saved, because backward would compute it again at once.
+    What follows the last cut is saved, because backward would compute it again at once; but for where backward computes
+    it for one micro-batch at a time, and has saved it for all of them.
 
     Attributes:
         interval: layers between two cuts (ZeRO-Infinity, equation 3: ci); None: the cuts are those with the least peak,
@@ -43,7 +44,7 @@ class RecomputeActivations(Pass):
                     f"activations={self.interval} asks for a checkpoint every {self.interval} layers, and no name of a "
                     "parameter tells of layers, as blocks.3.mlp.up.weight does: use activations='recompute'"
                 )
-        segments.tag(cuts, range(len(cuts)))
+        segments.tag(cuts, range(len(cuts) + context.config.in_groups))
         return context
 
 
