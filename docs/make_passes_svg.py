@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-WIDTH, HEIGHT = 1000, 590
+WIDTH, HEIGHT = 1000, 606
 INK, MUTED, LINE = "#1f2933", "#52606d", "#9aa5b1"
 GRAPH, PASS, RUN = "#e3f0fb", "#f4f0e6", "#e6f4ea"
 
@@ -17,16 +17,21 @@ def box(x: int, y: int, w: int, h: int, title: str, text: list[str], fill: str) 
     return "\n".join(parts)
 
 
+def line(y: int, kind: str, text: str) -> str:
+    """A line of text at the left; `kind`: "t", a title, or "s", smaller."""
+    return f'<text x="20" y="{y}" class="{kind}">{text}</text>'
+
+
 def arrow(x1: int, y1: int, x2: int, y2: int, label: str = "") -> str:
     """An arrow, with a label above its middle."""
-    line = f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" class="a" marker-end="url(#m)"/>'
+    drawn = f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" class="a" marker-end="url(#m)"/>'
     middle = f'<text x="{(x1 + x2) / 2}" y="{(y1 + y2) / 2 - 7}" class="l">{label}</text>'
-    return line + (middle if label else "")
+    return drawn + (middle if label else "")
 
 
 def lane(y: int, name: str, cells: list[tuple[int, int, str, str]]) -> str:
     """One lane of the timeline: (start, length, text, colour) in operators."""
-    unit, left = 112, 150
+    unit, left = 112, 190
     parts = [f'<text x="{left - 14}" y="{y + 20}" class="r">{name}</text>']
     for start, length, text, colour in cells:
         x = left + start * unit
@@ -36,73 +41,53 @@ def lane(y: int, name: str, cells: list[tuple[int, int, str, str]]) -> str:
 
 
 def main() -> None:
+    top, tall = 20, 186
+    joint = [
+        "pack, tile",
+        "tile_cross_entropy",
+        "keep_, recompute_ or",
+        "choose_activations",
+        "recompute_gathers",
+        "reduce_gradients",
+        "partition, micro-batches",
+    ]
+    each = [
+        "offload_activations",
+        "place_writes, sink_gathers",
+        "multiply_quantised, regions",
+        "lower_gathers",
+        "offload_gradients",
+        "prefetch, residency",
+        "buffers",
+    ]
+    model = ["torch.compile(model,", 'backend="zinf")', "", "each stored parameter", "becomes a gather node"]
+    programs = ["generated Python that", "calls the runtime", "between operators;", "the plan beside it"]
     body = [
-        box(
-            20,
-            20,
-            186,
-            170,
-            "Your model",
-            ["torch.compile(", '  model, backend="zinf")', "", "each stored parameter", "becomes a gather node"],
-            GRAPH,
+        box(20, top, 190, tall, "Your model", model, GRAPH),
+        box(270, top, 206, tall, "Joint graph", joint, PASS),
+        box(524, top, 226, tall, "Forward, backward", each, PASS),
+        box(800, top, 180, tall, "Programs", programs, RUN),
+        arrow(210, 113, 266, 113, "capture"),
+        arrow(476, 113, 520, 113),
+        arrow(750, 113, 796, 113, "bind"),
+        line(230, "s", "A box's lines are passes, and the specification is checked after each."),
+        line(
+            276,
+            "t",
+            "While operator i computes, i+1 is gathered, i+2 uploaded and i+3 fetched (time goes to the right)",
         ),
-        box(
-            260,
-            20,
-            210,
-            170,
-            "Joint graph",
-            [
-                "pack, tile, tile_cross_entropy",
-                "keep, recompute or",
-                "choose_activations",
-                "recompute_gathers",
-                "reduce_gradients",
-                "partition",
-            ],
-            PASS,
-        ),
-        box(
-            530,
-            20,
-            210,
-            170,
-            "Forward, backward",
-            [
-                "offload_activations",
-                "regions, lower_gathers",
-                "offload_gradients",
-                "prefetch",
-                "residency",
-                "buffers",
-            ],
-            PASS,
-        ),
-        box(
-            800,
-            20,
-            180,
-            170,
-            "Programs",
-            ["generated Python that", "calls the runtime", "between operators;", "the Plan beside it"],
-            RUN,
-        ),
-        arrow(206, 95, 256, 95, "capture"),
-        arrow(470, 95, 526, 95),
-        arrow(740, 95, 796, 95, "bind"),
-        '<text x="20" y="224" class="s">The specification is checked after every pass.</text>',
-        '<text x="20" y="272" class="t">While operator i computes: i+1 all-gathers, i+2 uploads, i+3 is fetched</text>',
     ]
     fetch, upload, gather, compute, leave = "#7fb2e5", "#a7cdf0", "#cfe4f7", "#8fcb9b", "#e8c27a"
     rows = 292
     body += [
-        lane(rows, "NVMe → host", [(k, 1, f"fetch {k + 3}", fetch) for k in range(6)]),
-        lane(rows + 42, "host → device", [(k, 1, f"upload {k + 2}", upload) for k in range(6)]),
-        lane(rows + 84, "all-gather", [(k, 1, f"gather {k + 1}", gather) for k in range(6)]),
-        lane(rows + 126, "compute", [(k, 1, f"operator {k}", compute) for k in range(7)]),
-        lane(rows + 168, "release", [(k + 1, 1, f"tile {k} free", "#e4e7eb") for k in range(6)]),
-        lane(rows + 210, "reduce-scatter", [(k + 1, 1, f"gradients {k}", leave) for k in range(6)]),
-        lane(rows + 252, "offload", [(k + 2, 1, f"gradients {k}", "#f0d9ac") for k in range(5)]),
+        lane(rows, "fetch: NVMe → host", [(k, 1, f"tile {k + 3}", fetch) for k in range(6)]),
+        lane(rows + 38, "upload: host → device", [(k, 1, f"tile {k + 2}", upload) for k in range(6)]),
+        lane(rows + 76, "all-gather", [(k, 1, f"tile {k + 1}", gather) for k in range(6)]),
+        lane(rows + 114, "compute", [(k, 1, f"operator {k}", compute) for k in range(7)]),
+        lane(rows + 152, "release", [(k + 1, 1, f"tile {k}", "#e4e7eb") for k in range(6)]),
+        line(rows + 216, "t", "and in backward, the gradients of the operators before it leave"),
+        lane(rows + 230, "reduce-scatter", [(k + 1, 1, f"gradients {k}", leave) for k in range(6)]),
+        lane(rows + 268, "offload: → host, NVMe", [(k + 2, 1, f"gradients {k}", "#f0d9ac") for k in range(5)]),
     ]
     style = f"""
     text {{ font-family: Helvetica, Arial, sans-serif; fill: {INK}; }}
