@@ -17,6 +17,7 @@ from zinf_fx.errors import ConfigError, RanksError
 from zinf_fx.plan.sharding import Groups, Segment
 from zinf_fx.runtime.meeting import Meetings, unexplained
 from zinf_fx.runtime.recorder import RECORDER, Note
+from zinf_fx.runtime.watch import Watch
 
 # Both names since torch 2.13, where the first ones are deprecated.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -34,13 +35,15 @@ class Collective:
         self, work: dist.Work | None, what: str, ranks: Ranks, note: Note | None = None, *, number: int, patient: bool
     ) -> None:
         """`work`: None when it is over. `what` names it and the tile in errors. `note`: to end after a wait. `number`:
-        which it is of those that were started. `patient`: whether a wait that is given up can be taken up again."""
+        which it is of those that were started. `patient`: whether this thread waits for it, and may give that up and
+        take it up again: not of tensors of a device."""
         self._work, self._what, self._ranks, self._note = work, what, ranks, note
         self._number, self._patient = number, patient
         self.failed = False
 
     def wait(self) -> None:
-        """Return when it is over (on CUDA: what is queued from now on follows it).
+        """Return when it is over. On a device, return at once: what is queued from now on follows it, and `Watch` names
+        it when it takes long.
 
         Raises: RanksError when it failed, each time, or took longer than `Config.collective_timeout`.
         """
@@ -49,7 +52,9 @@ class Collective:
         if self._work is not None:
             work, self._work, self.failed = self._work, None, True
             with self._ranks.naming(self._what):
-                if self._patient and self._ranks.meetings is not None:
+                if not self._patient:
+                    work.wait()  # a timeout, whichever, has NCCL keep this thread until the collective is over
+                elif self._ranks.meetings is not None:
                     self._ranks.meetings.wait(work, self._what, self._number)
                 else:
                     work.wait(self._ranks.timeout)
@@ -91,6 +96,7 @@ class Ranks:
         _, self.replicas = _place_in(across)
         self.timeout = timedelta(seconds=timeout)
         self.sent_bytes = 0
+        self._watch = Watch(f"rank {self.rank} of {self.size}", timeout)
         # Agreement has a group of its own: a rank that waits in it does not take part in what others do in the first.
         members = None if everyone is None else dist.get_process_group_ranks(everyone)
         # Processes that are in no group, or in another one of the same kind, take no part in making it.
@@ -266,6 +272,8 @@ class Ranks:
         with self.naming(what):
             work = collective(*arguments, group=group, async_op=True)
         note, patient = RECORDER.ends_with(note, work), moved.device.type == "cpu"
+        if not patient and work is not None:
+            self._watch.add(work, what)
         return Collective(work, what, self, note, number=self._started, patient=patient)
 
     @contextmanager

@@ -1,0 +1,100 @@
+"""Collectives of tensors of a device: nobody waits for them in Python, and what takes long is named."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+import torch
+
+from zinf_fx.runtime.ranks import Ranks
+from zinf_fx.runtime.watch import Watch
+
+
+class Queued:
+    """A collective that a device has in its queue."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self.waits: list[tuple] = []
+
+    def is_completed(self) -> bool:
+        return self.is_over
+
+    def wait(self, *timeout: object) -> bool:
+        self.waits.append(timeout)
+        return True
+
+    def get_future(self) -> None:
+        raise RuntimeError("not of this kind of work")
+
+
+class Said(logging.Handler):
+    """The messages, and a moment at which there are so many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+        self._more = threading.Condition()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with self._more:
+            self.messages.append(record.getMessage())
+            self._more.notify_all()
+
+    def wait_for(self, count: int) -> bool:
+        with self._more:
+            return self._more.wait_for(lambda: len(self.messages) >= count, timeout=60)
+
+
+@pytest.fixture
+def said():
+    handler, log = Said(), logging.getLogger("zinf_fx")
+    log.addHandler(handler)
+    yield handler
+    log.removeHandler(handler)
+
+
+def test_a_wait_for_a_device_has_no_timeout() -> None:
+    """With one, NCCL keeps the thread that launches until the collective is over."""
+    work = Queued()
+    ranks = Ranks(None, 60.0)
+    on_device = torch.empty(1, device="meta")
+    collective = ranks._start(None, "all-gather of w", on_device, lambda *_, **__: work, None)
+    collective.wait()
+    collective.wait()
+    assert work.waits == [()] and not collective.failed
+
+
+def test_the_first_collective_that_does_not_end_is_named_once(said: Said) -> None:
+    watch = Watch("rank 1 of 2", timeout=0.5)
+    first, second, third = Queued(), Queued(), Queued()
+    first.is_over = True
+    for work, what in ((first, "first"), (second, "all-gather of blocks.3.mlp"), (third, "third")):
+        watch.add(work, what)
+    assert said.wait_for(1)
+    second.is_over = True  # the third now takes long by itself
+    assert said.wait_for(2)
+    third.is_over = True
+    assert [message.split(" s for ")[1].split(":")[0] for message in said.messages] == [
+        "all-gather of blocks.3.mlp",
+        "third",
+    ]
+    assert said.messages[0].startswith("rank 1 of 2 has waited ")
+
+
+def test_collectives_that_end_are_not_named_and_their_thread_ends(said: Said) -> None:
+    watch = Watch("rank 0 of 2", timeout=2.0)
+    works = [Queued() for _ in range(3)]
+    for work in works:
+        work.is_over = True
+        watch.add(work, "reduce-scatter")
+    thread = watch._thread
+    assert thread is not None
+    thread.join(timeout=60)
+    assert not thread.is_alive() and not said.messages
+    works.append(Queued())
+    watch.add(works[-1], "all-gather")
+    assert watch._thread is not None and watch._thread is not thread
+    works[-1].is_over = True
