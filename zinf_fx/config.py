@@ -23,7 +23,7 @@ Positive = Annotated[int, 1]
 Activations = Literal["keep", "recompute", "offload", "auto"]
 ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
 FrozenDtype = Literal["int8", "fp8", "fp8_block", "nf4", "mxfp4"]
-Compute = Literal["eager", "inductor"]
+Compute = Literal["auto", "eager", "inductor"]
 Partition = Literal["shards", "owner"]
 Reduction = Literal["mean", "sum"]
 LEAST_CHUNK = 1 << 16
@@ -211,7 +211,8 @@ class Config(RankOptions):
             Pa; with activations on "host" or "nvme", Pa+cpu).
         compute: "eager": an operator's operations run one after the other, by PyTorch's own kernels, so that results
             are those of plain PyTorch to the bit; "inductor": Inductor compiles them together, for which it needs a C++
-            compiler.
+            compiler, and for a GPU Triton. "auto": Inductor where a GPU computes and has these, else PyTorch's own
+            kernels; a plan says which.
         checksum: compare a crc32c of what is read from the store with that of what was written.
         strict_direct: refuse a store where direct I/O doesn't work, instead of using the page cache.
         micro_batches: into how many equal parts the batch of a training step is divided along its first dimension.
@@ -236,7 +237,7 @@ class Config(RankOptions):
     frozen_dtype: FrozenDtype | None = None
     activations: Activations | Positive = "keep"
     partition_activations: bool = False
-    compute: Compute = "eager"
+    compute: Compute = "auto"
     checksum: bool = True
     strict_direct: bool = False
     micro_batches: Positive = 1

@@ -72,6 +72,11 @@ def build(dtype: torch.dtype = torch.float32) -> GPT:
         return GPT(CONFIG).to(CUDA)
 
 
+def exactly(model: nn.Module, **options: object) -> Callable:
+    """The model compiled, with PyTorch's own kernels: to the bit."""
+    return torch.compile(model, backend="zinf", options={"compute": "eager", **options})
+
+
 def train(call: Callable, optimizer: torch.optim.Optimizer, accumulate: int = 1, clip: float | None = None) -> list:
     torch.manual_seed(1)
     losses = []
@@ -140,7 +145,7 @@ def test_offloaded_model(tmp_path: Path, placement: str, prefetch: tuple | None,
     plain, expected = plain_run(placement in ON_DEVICE, accumulate=accumulate)
     model = zinf_fx.offload(build(), store=tmp_path, placement=PLACEMENTS[placement], prefetch=prefetch)
     optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2)
-    assert_equal(model, train(torch.compile(model, backend="zinf"), optimizer, accumulate), plain, expected)
+    assert_equal(model, train(exactly(model), optimizer, accumulate), plain, expected)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -149,7 +154,7 @@ def test_bf16_with_an_fp32_master(tmp_path: Path, placement: str, accumulate: in
     plain, expected = plain_run(placement in ON_DEVICE, torch.bfloat16, accumulate)
     model = zinf_fx.offload(build(torch.bfloat16), store=tmp_path, placement=PLACEMENTS[placement])
     optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2)
-    assert_equal(model, train(torch.compile(model, backend="zinf"), optimizer, accumulate), plain, expected)
+    assert_equal(model, train(exactly(model), optimizer, accumulate), plain, expected)
 
 
 @pytest.mark.parametrize("placement", ["device", "host", "nvme"])
@@ -164,7 +169,7 @@ def test_plain_fused_optimizer(tmp_path: Path, placement: str) -> None:
     plain, expected = plain_run(placement in ON_DEVICE)
     model = zinf_fx.offload(build(), store=tmp_path, placement=PLACEMENTS[placement])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    assert_equal(model, train(torch.compile(model, backend="zinf"), optimizer), plain, expected)
+    assert_equal(model, train(exactly(model), optimizer), plain, expected)
 
 
 @pytest.mark.parametrize("placement", ["device", "host", "nvme"])
@@ -179,7 +184,7 @@ def test_partitioned_construction(tmp_path: Path, placement: str) -> None:
     expected = train(plain, kind if placement == "device" else OnCpu(list(plain.parameters()), lr=1e-2))
     with zinf_fx.offloading(store=tmp_path, placement=placement):
         model = build_there()
-    losses = train(torch.compile(model, backend="zinf"), zinf_fx.optim.AdamW(model.parameters(), lr=1e-2))
+    losses = train(exactly(model), zinf_fx.optim.AdamW(model.parameters(), lr=1e-2))
     assert_equal(model, losses, plain, expected)
 
 
@@ -188,21 +193,32 @@ def test_one_line_use(tmp_path: Path, placement: str) -> None:
     plain, expected = plain_run(on_device=False)
     model = build()
     optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2)
-    call = torch.compile(model, backend="zinf", options={"placement": placement, "store": tmp_path})
+    call = exactly(model, placement=placement, store=tmp_path)
     assert_equal(model, train(call, optimizer), plain, expected)
+
+
+@pytest.mark.parametrize("placement", ["device", "infinity-nvme"])
+def test_inductor_computes_where_nothing_else_is_asked_for(tmp_path: Path, placement: str) -> None:
+    _, expected = plain_run(placement in ON_DEVICE)
+    model = zinf_fx.offload(build(), store=tmp_path, placement=placement)
+    call = torch.compile(model, backend="zinf")
+    with zinf_fx.record(model) as recording:
+        losses = train(call, zinf_fx.optim.AdamW(model.parameters(), lr=1e-2))
+    assert {plan.config.compute for plan in recording.plans} == {"inductor"}
+    assert losses == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("placement", ["host", "infinity-nvme"])
 def test_tiled(tmp_path: Path, placement: str) -> None:
     _, expected = plain_run(on_device=False)
     model = zinf_fx.offload(build(), store=tmp_path, placement=placement, tile=2500)
-    losses = train(torch.compile(model, backend="zinf"), zinf_fx.optim.AdamW(model.parameters(), lr=1e-2))
+    losses = train(exactly(model), zinf_fx.optim.AdamW(model.parameters(), lr=1e-2))
     assert losses == pytest.approx(expected, rel=1e-3)
 
 
 def test_auto_keeps_what_fits(tmp_path: Path) -> None:
     model = build()
-    torch.compile(model, backend="zinf")(*torch.zeros(2, 2, 16, dtype=torch.int64, device=CUDA)).backward()
+    exactly(model)(*torch.zeros(2, 2, 16, dtype=torch.int64, device=CUDA)).backward()
     assert not any(isinstance(p, StoredTensor) for p in model.parameters())
     zinf_fx.offload(model, store=tmp_path, device_memory="64KiB")
     assert model.head.weight.storage.placement.optimizer == "host"
@@ -212,7 +228,7 @@ def test_auto_keeps_what_fits(tmp_path: Path) -> None:
 def test_clipping(tmp_path: Path, placement: str) -> None:
     plain, model = build(), zinf_fx.offload(build(), store=tmp_path, placement=placement)
     optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = train(torch.compile(model, backend="zinf"), optimizer, clip=0.5)
+    losses = train(exactly(model), optimizer, clip=0.5)
     expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True), clip=0.5)
     assert losses == expected if placement == "device" else losses == pytest.approx(expected, rel=1e-3)
 
@@ -340,7 +356,7 @@ def test_device_memory_is_that_of_the_schedule(tmp_path: Path, placement: str) -
     model = zinf_fx.offload(Layers(layers, width).to(CUDA), store=tmp_path, placement=placement)
     x = torch.randn(rows, width, device=CUDA)
     (plan,) = plan_model(model, (x,)).plans
-    compiled = torch.compile(model, backend="zinf")
+    compiled = exactly(model)
     compiled(x).backward()
     model.zero_grad()
     planned = max(flow.device for graph in plan.graphs for flow in flows(plan, graph))
@@ -376,7 +392,7 @@ def test_the_arena_holds_what_its_plan_says(tmp_path: Path, name: str, overlap: 
 
     model = zinf_fx.offload(shape.model().to(CUDA), store=tmp_path, **shape.options)
     (plan,) = plan_model(model, batch()).plans
-    compiled = torch.compile(model, backend="zinf")
+    compiled = exactly(model)
     optimizer = zinf_fx.optim.AdamW(model.parameters(), overlap=overlap, **shape.states)
     for _ in range(4):
         compiled(*batch()).backward()
@@ -390,7 +406,7 @@ def test_the_arena_holds_what_its_plan_says(tmp_path: Path, name: str, overlap: 
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 def test_uploads_take_nothing_of_pytorchs_allocator(tmp_path: Path, placement: str) -> None:
     model = zinf_fx.offload(Layers(12, 1024).to(CUDA), store=tmp_path, placement=placement)
-    compiled = torch.compile(model, backend="zinf")
+    compiled = exactly(model)
     x = torch.randn(8, 1024, device=CUDA)
     with torch.no_grad():
         compiled(x)
@@ -410,7 +426,7 @@ def test_steps_on_streams_that_take_turns(tmp_path: Path) -> None:
         model = build()
         if stored:
             zinf_fx.offload(model, store=tmp_path, placement="host")
-        call = torch.compile(model, backend="zinf") if stored else model
+        call = exactly(model) if stored else model
         torch.manual_seed(1)
         streams, losses = [torch.cuda.Stream() for _ in range(3)], []
         for number in range(9):
@@ -430,7 +446,7 @@ def test_steps_on_streams_that_take_turns(tmp_path: Path) -> None:
 
 def test_the_program_runs_ahead_of_the_device(tmp_path: Path) -> None:
     model = zinf_fx.offload(Layers(6, 256).to(CUDA), store=tmp_path, placement="host")
-    compiled = torch.compile(model, backend="zinf")
+    compiled = exactly(model)
     x = torch.randn(8, 256, device=CUDA)
     expected = None
     for _ in range(3):
@@ -448,7 +464,7 @@ def test_the_program_runs_ahead_of_the_device(tmp_path: Path) -> None:
 
 def test_an_exception_in_the_middle_gives_memory_back(tmp_path: Path) -> None:
     model = zinf_fx.offload(Layers(6, 256).to(CUDA), store=tmp_path, placement="nvme")
-    compiled = torch.compile(model, backend="zinf")
+    compiled = exactly(model)
     compiled(torch.randn(8, 256, device=CUDA)).backward()
     model.zero_grad()
     EXECUTOR.reset()

@@ -21,7 +21,7 @@ import zinf_fx
 from zinf_fx.errors import ConfigError
 from zinf_fx.runtime.execute import inductor
 from zinf_fx.runtime.execute.binding import Here, bind
-from zinf_fx.runtime.execute.inductor import CompiledRegion, compiled_region
+from zinf_fx.runtime.execute.inductor import CompiledRegion, compiled_region, what_computes
 
 Function = Callable[..., Sequence[Tensor]]
 
@@ -158,5 +158,37 @@ def test_without_a_compiler_nothing_is_changed() -> None:
         compiled(torch.ones(1, 2))
     assert isinstance(getattr(error.value, "inner_exception", error.value), ConfigError)
     assert type(model.weight) is torch.nn.Parameter
-    with pytest.raises(ConfigError, match="compute='triton' is not accepted; accepted: 'eager', 'inductor'"):
+    with pytest.raises(ConfigError, match="compute='triton' is not accepted; accepted: 'auto', 'eager', 'inductor'"):
         zinf_fx.Config(compute="triton")
+
+
+@pytest.mark.parametrize(
+    ("compute", "device", "has_triton", "expected"),
+    [
+        ("auto", "cpu", True, "eager"),
+        ("auto", "meta", True, "eager"),
+        ("auto", "cuda:1", True, "inductor"),
+        ("auto", "cuda", False, "eager"),
+        ("eager", "cuda", True, "eager"),
+        ("inductor", "cpu", False, "inductor"),
+    ],
+)
+def test_inductor_computes_by_itself_on_a_gpu_that_it_can_compile_for(
+    compute: str, device: str, has_triton: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: has_triton)
+    assert what_computes(compute, [torch.device("cpu"), torch.device(device)]) == expected
+
+
+@inductor_config.patch({"cpp.cxx": ("no-such-compiler",)})
+def test_that_inductor_has_no_compiler_for_a_gpu_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    inductor._warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING, "zinf_fx"):
+        assert [what_computes("auto", [torch.device("cuda")]) for _ in range(2)] == ["eager"] * 2
+    (record,) = caplog.records
+    assert "PyTorch's own kernels compute on the GPU" in record.getMessage() and "install g++" in record.getMessage()
+
+
+def test_a_plan_says_what_computes_where_it_was_left_open() -> None:
+    plan = zinf_fx.export_plan(torch.nn.Linear(2, 2), (torch.ones(1, 2),), placement="nvme")
+    assert zinf_fx.Config().compute == "auto" and plan.config.compute == "eager"

@@ -283,7 +283,8 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compute",
         choices=get_args(Compute),
-        help="what computes an operator: PyTorch's kernels one by one (default: eager), or one that Inductor makes",
+        help="what computes an operator: PyTorch's kernels one by one (eager), or one that Inductor makes (inductor); "
+        "default: Inductor on a GPU",
     )
     _add_states(parser)
     parser.add_argument(

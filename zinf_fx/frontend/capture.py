@@ -41,7 +41,7 @@ from zinf_fx.plan.schedule import GraphKind
 from zinf_fx.plan.sharding import Groups
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.execute.executor import EXECUTOR, Program
-from zinf_fx.runtime.execute.inductor import CompiledRegion, check_can_compile, compiled_region
+from zinf_fx.runtime.execute.inductor import CompiledRegion, check_can_compile, compiled_region, what_computes
 from zinf_fx.runtime.tensor.local_parameter import local_input
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
@@ -71,7 +71,8 @@ class Capture:
         groups: Groups | None = None,
         seen: Sequence[Any] | None = None,
     ) -> None:
-        self.config = config
+        devices = {one.device for one in inputs if isinstance(one, torch.Tensor)}
+        self.config = config = replace(config, compute=what_computes(config.compute, devices))
         self._plans = plans
         self.plan: Plan | None = None
         self.graphs: dict[GraphKind, fx.Graph] = {}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from functools import cache
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 import torch
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
+from zinf_fx.config import Compute
 from zinf_fx.errors import ConfigError
 
 log = logging.getLogger("zinf_fx")
@@ -24,8 +26,28 @@ Boxed = Callable[[list], Results]
 """Takes a list of inputs, which it empties as it goes."""
 
 
+def what_computes(compute: Compute, devices: Iterable[torch.device]) -> Literal["eager", "inductor"]:
+    """What computes the operators of a graph with inputs on these devices; `compute` as of a `Config`. Where "auto"
+    finds a GPU that Inductor can't compile for, a warning says why, once."""
+    if compute != "auto":
+        return compute
+    if not any(device.type == "cuda" for device in devices):
+        return "eager"
+    if (missing := what_is_missing(on_cuda=True)) is not None:
+        _warn_once(f"PyTorch's own kernels compute on the GPU, one operation after the other: Inductor {missing}")
+        return "eager"
+    return "inductor"
+
+
 def check_can_compile(devices: Iterable[torch.device]) -> None:
     """Check that there is what Inductor compiles with for these devices. Raises: ConfigError."""
+    missing = what_is_missing(on_cuda=any(device.type == "cuda" for device in devices))
+    if missing is not None:
+        raise ConfigError(f"compute='inductor' {missing}, or leave compute='inductor' out. Nothing was changed")
+
+
+def what_is_missing(on_cuda: bool) -> str | None:
+    """What Inductor needs, and doesn't find, and how to come by it; None: nothing."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
     from torch.utils._triton import has_triton
@@ -33,15 +55,18 @@ def check_can_compile(devices: Iterable[torch.device]) -> None:
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler as error:
-        raise ConfigError(
-            f"compute='inductor' needs a C++ compiler, and there is none that works ({error}). Nothing was changed: "
-            "install g++, or name another one in the environment variable CXX, or leave compute='inductor' out"
-        ) from error
-    if any(device.type == "cuda" for device in devices) and not has_triton():
-        raise ConfigError(
-            "compute='inductor' needs Triton for a CUDA device, and it can't be used here. Nothing was changed: "
-            "install triton, or leave compute='inductor' out"
+        return (
+            f"needs a C++ compiler, and there is none that works ({error}): install g++, or name another one in the "
+            "environment variable CXX"
         )
+    if on_cuda and not has_triton():
+        return "needs Triton for a CUDA device, and it can't be used here: install triton"
+    return None
+
+
+@cache
+def _warn_once(message: str) -> None:
+    log.warning(message)
 
 
 class CompiledRegion:
