@@ -6,8 +6,9 @@
     python benchmarks/generate.py --variants memory zinf eager      # the last: in the store, and not compiled
 
 Each row is a process of its own. A token's seconds are the median over all but the first, which reads the prompt.
-Planned are the simulated seconds, on this machine, of a call with one token of each text (without attention to what was
-before), and the bytes that it reads; peaks are of resident memory, PyTorch and compiler included.
+Planned are the simulated seconds of a call with one token of each text (without attention to what was before), on this
+machine as it was measured before and after the text, and the bytes that the call reads; peaks are of resident memory,
+PyTorch and compiler included.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ def row(batch: int, variant: str, found: dict, memory: dict | None) -> list[str]
     cells = [str(batch), variant, f"{found['first']:.3f}", f"{found['seconds']:.4f}", f"{rate:.2f}"]
     cells += [f"{memory['seconds'] / found['seconds']:.2f}" if memory else ""]
     if "planned_seconds" in found:
-        cells += [f"{batch / found['planned_seconds']:.2f}", in_words(round(found["read"]))]
-        cells += [in_words(found["planned_read"])]
+        planned = found["planned_seconds"]
+        cells += [f"{batch / planned:.2f}", f"{planned / found['seconds']:.2f}"]
+        cells += [in_words(round(found["read"])), in_words(found["planned_read"])]
     else:
-        cells += ["", "", ""]
+        cells += ["", "", "", ""]
     equal = "" if memory is None else "yes" if found["text"] == memory["text"] else "NO"
     return [*cells, in_words(found["peak"]), equal]
 
@@ -89,9 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(
         f"{machine()}\n\na Llama of {parameters:,} parameters in bf16, host memory {args.host_memory or 'unlimited'}\n"
     )
-    headers = ["batch", "", "prompt\ns", "token\ns", "tokens/s", "of in\nmemory", "tokens/s\nplanned"]
+    headers = ["batch", "", "prompt\ns", "token\ns", "tokens/s", "of in\nmemory", "tokens/s\nplanned", "of\nplanned"]
     headers += ["read per\ntoken", "planned", "peak\nresident", "same\ntext"]
-    print(tabulate(rows, headers=headers, disable_numparse=True, colalign=("right", "left", *["right"] * 9)))
+    print(tabulate(rows, headers=headers, disable_numparse=True, colalign=("right", "left", *["right"] * 10)))
     return 0
 
 
