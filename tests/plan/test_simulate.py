@@ -322,6 +322,16 @@ def test_forward_waits_for_the_parameters_that_it_uses_and_no_others():
     assert round(apart.seconds, 6) == 8 + 12
 
 
+def test_chunks_come_in_the_order_in_which_forward_uses_the_parameters():
+    """Packs, which are the last of a plan's tiles, among them."""
+    plan = of_parameters(3)
+    forward, backward = plan.graphs
+    events = [event for index in (2, 0, 1) for event in forward.events if event.tile == index]
+    events = [replace(event, operator=number // 5) for number, event in enumerate(events)]
+    found = chunks(replace(plan, graphs=(replace(forward, events=tuple(events)), backward)))
+    assert [chunk.names for chunk in found] == [("w2",), ("w0",), ("w1",)]
+
+
 def test_chunks_have_together_what_the_parameters_have():
     plan = of_parameters(3, 5 * BLOCK)
     plan = replace(plan, regions=MemoryRegions(chunk_elements=3 * BLOCK))

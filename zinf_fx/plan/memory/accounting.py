@@ -142,10 +142,12 @@ def whole_parameters(tiles: Iterable[Tile]) -> list[Tile]:
 
 
 def updates(plan: Plan) -> list[Update]:
-    """Of every parameter that is trained, in the order of the plan's tiles: states and gradients are read, states and
+    """Of every parameter that is trained, in the order of first uses: states and gradients are read, states and
     parameters written. A parameter that is its own master, or a part of it, is read too."""
+    used = dict.fromkeys(plan.tiles[event.tile].name for graph in plan.graphs for event in graph.events)
+    place = {name: number for number, name in enumerate(used)}
     found = []
-    for tile in trained_in(plan):
+    for tile in sorted(trained_in(plan), key=lambda tile: place.get(tile.name, len(place))):
         counts = tile.updated_elements(plan.stage)
         value = sum(blocks(elements * tile.dtype.itemsize) for elements in counts)
         states = [elements * nbytes for elements in counts for nbytes in tile.states.bytes_each]
