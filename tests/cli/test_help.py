@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
-COMMANDS = ("show-schedule", "export-plan", "simulate", "estimate", "bench-io", "doctor", "clean")
+from zinf_fx.cli.arguments import parser
+
+COMMANDS = ("show-schedule", "export-plan", "simulate", "estimate", "checkpoint", "bench-io", "doctor", "clean")
 
 PRINT_HELP = """
 import sys
@@ -48,6 +50,14 @@ def test_help_of_every_command_takes_no_torch() -> None:
     printed = run(PRINT_HELP, *COMMANDS)
     assert all(f"usage: zinf-fx {command}" in printed for command in COMMANDS)
     assert "COMMAND" in printed and "this-machine" in printed and "infinity-nvme" in printed
+
+
+def test_examples_in_the_help_are_accepted() -> None:
+    (commands,) = parser()._subparsers._group_actions
+    examples = [line.split() for one in commands.choices.values() for line in one.epilog.splitlines()[1:]]
+    assert {words[1] for words in examples} == set(COMMANDS)
+    for program, *words in examples:
+        assert program == "zinf-fx" and parser().parse_args(words)
 
 
 def test_public_names_are_there_when_they_are_used() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from textwrap import fill
 from typing import Any, get_args
 
 from zinf_fx.adam import MasterForm, StateForm
@@ -21,7 +22,10 @@ DEFAULT_HARDWARE = "rtx-4090"
 def parser() -> argparse.ArgumentParser:
     """What reads the command line; `command` of the result is the name of the command."""
     made = argparse.ArgumentParser(
-        prog="zinf-fx", description="Plans of models whose states live in device memory, host memory and NVMe."
+        prog="zinf-fx",
+        description="Plans of models whose states live in device memory, host memory and NVMe; their checkpoints; and "
+        "the store on disk.",
+        epilog="`zinf-fx COMMAND --help` explains a command, with examples. docs/using.md is about all of them.",
     )
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add in (_show_schedule, _export_plan, _simulate, _estimate, _checkpoint, _bench_io, _doctor, _clean):
@@ -29,19 +33,38 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def _command(
+    commands: argparse._SubParsersAction, name: str, synopsis: str, help: str, description: str, *examples: str
+) -> argparse.ArgumentParser:
+    """A parser whose help ends with examples. `synopsis`: what follows the name in the line of its usage."""
+    return commands.add_parser(
+        name,
+        usage=f"zinf-fx {name} {synopsis}",
+        help=help,
+        description=fill(description, 80),
+        epilog="\n  ".join(["examples:", *(f"zinf-fx {name} {example}" for example in examples)]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def _accepted_hardware() -> str:
     return f"{', '.join(hardware.names())}, a file NAME.toml, or {THIS_MACHINE}, measured in some seconds"
 
 
 def _show_schedule(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
+    parser = _command(
+        commands,
         "show-schedule",
-        help="what computes and what moves, operator by operator",
-        description="Prints the plan of a model: what each operator computes, and which tiles are waited for, "
+        "[OPTION ...] TARGET",
+        "what computes and what moves, operator by operator",
+        "Prints the plan of a model: what each operator computes, and which tiles are waited for, "
         "all-gathered, uploaded, fetched and released meanwhile. Charts below each table show its memory from "
         "operator to operator: the tiles and gradients in flight, on the device and still in host memory, against "
         "--device-memory, and what the host arena holds, against --host-memory. Needs no store, and no memory for the "
         "model. As chrome (for ui.perfetto.dev) and html, a page by itself, it is a timeline of a simulated step.",
+        "examples/gpt.py:small --placement infinity-nvme",
+        "examples/gpt.py:small --placement infinity-nvme --operators 0:10",
+        "examples/gpt.py:small --placement nvme --format html -o step.html",
     )
     parser.add_argument("target", metavar="TARGET", help=f"{TARGET_HELP}; or a plan file")
     _add_planning(parser)
@@ -52,7 +75,7 @@ def _show_schedule(commands: argparse._SubParsersAction) -> None:
         help="what to print (default: table)",
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="write to a file instead of printing")
-    parser.add_argument("--operators", metavar="A:B", help="table, dot: operators A to B - 1 only")
+    parser.add_argument("--operators", metavar="A:B", help="table and dot: operators A to B - 1 alone")
     parser.add_argument(
         "--hardware",
         metavar="NAME",
@@ -64,11 +87,15 @@ def _show_schedule(commands: argparse._SubParsersAction) -> None:
 
 
 def _export_plan(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
+    parser = _command(
+        commands,
         "export-plan",
-        help="write a model's plan to a file, for machines that are not there",
-        description="Plans a model and writes the plan, as JSON, to a file, which torch.compile(model, "
+        "[OPTION ...] TARGET -o FILE",
+        "write a model's plan to a file, for machines that are not there",
+        "Plans a model and writes the plan, as JSON, to a file, which torch.compile(model, "
         "backend='zinf', options={'plan': FILE}) then follows without planning. Needs no store, GPU or weights.",
+        "examples/gpt.py:gpt_303m --placement infinity-nvme --device-memory 2GiB -o plan.json",
+        "examples/gpt.py:trillion --placement infinity-nvme --world-size 512 -o trillion.json",
     )
     parser.add_argument("target", metavar="TARGET", help=TARGET_HELP)
     parser.add_argument("-o", "--output", metavar="FILE", required=True, help="the plan file to write")
@@ -82,13 +109,18 @@ def _export_plan(commands: argparse._SubParsersAction) -> None:
 
 
 def _simulate(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
+    parser = _command(
+        commands,
         "simulate",
-        help="how long a step takes on given hardware, and what it waits for",
-        description="Simulates a step of a plan on described hardware: its time, TFLOP/s per device, how busy each "
+        "[OPTION ...] TARGET",
+        "how long a step takes on given hardware, and what it waits for",
+        "Simulates a step of a plan on described hardware: its time, TFLOP/s per device, how busy each "
         "resource is, and what computing waited for. Operators take the time of their arithmetic or of the bytes that "
         "they read and write, and on this machine the time that they are measured to take; all else is moved as the "
         "plan schedules it. `show-schedule --format html` draws it.",
+        "plan.json --hardware rtx-4090 --sweep batch=1,4,64",
+        "examples/gpt.py:small --placement nvme --hardware this-machine",
+        "examples/gpt.py:small --placement nvme --inference",
     )
     parser.add_argument("target", metavar="TARGET", help=f"{TARGET_HELP}; or a plan file")
     parser.add_argument(
@@ -98,20 +130,22 @@ def _simulate(commands: argparse._SubParsersAction) -> None:
         help=f"{_accepted_hardware()} (default: {DEFAULT_HARDWARE})",
     )
     parser.add_argument(
-        "--sweep", metavar="batch=A,B", help="other batches: computing and activations grow, the schedule stays"
+        "--sweep",
+        metavar="batch=A,B",
+        help="simulate other batches: computing and activations grow, the schedule stays",
     )
     parser.add_argument("--no-overlap", action="store_true", help="move nothing while something else moves or computes")
     parser.add_argument(
         "--synchronous-optimizer",
         dest="overlap",
         action="store_false",
-        help="a step ends with the optimizer's, which otherwise goes on in the next forward pass",
+        help="let the optimizer's step end before the next forward pass, in which it otherwise goes on",
     )
     parser.add_argument(
         "--accumulate",
         metavar="N",
         default="1",
-        help="times that a loop runs the plan, adding gradients, before the optimizer's step (1)",
+        help="times that a loop runs the plan, adding gradients, before the optimizer's step (default: 1)",
     )
     _add_saving(parser)
     parser.add_argument("--json", action="store_true", help="print the figures, and the timeline, as JSON")
@@ -119,8 +153,13 @@ def _simulate(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_saving(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--save-every", metavar="MINUTES", default="30", help="to save a checkpoint to disk (30)")
-    parser.add_argument("--keep", metavar="N", default="3", help="checkpoints that stay on disk (3)")
+    parser.add_argument(
+        "--save-every",
+        metavar="MINUTES",
+        default="30",
+        help="between two checkpoints, for what these cost (default: 30)",
+    )
+    parser.add_argument("--keep", metavar="N", default="3", help="checkpoints that stay on disk (default: 3)")
 
 
 def saving_of(options: argparse.Namespace) -> dict[str, Any]:
@@ -130,13 +169,19 @@ def saving_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _estimate(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
+    parser = _command(
+        commands,
         "estimate",
-        help="what training a model takes: memory, bandwidth, time, wear",
-        description="Estimates training with Adam from the formulas of the ZeRO and ZeRO-Infinity papers: the memory "
+        "[OPTION ...] [TARGET]",
+        "what training a model takes: memory, bandwidth, time, wear",
+        "Estimates training with Adam from the formulas of the ZeRO and ZeRO-Infinity papers: the memory "
         "of each state, which placement is the first to fit, the bandwidth that an efficiency takes, the time of a "
         "step, what checkpoints on disk cost, and how fast the disks wear. The model is a TARGET, or a Transformer of "
         "given dimensions.",
+        "--layers 80 --hidden 8192 --heads 64 --batch 1 --sequence 2048 --nodes 4",
+        "--layers 80 --hidden 8192 --heads 64 --batch 1 --sequence 2048 --lora 16 --frozen nf4 --hardware rtx-4090",
+        "examples/gpt.py:gpt_303m --hardware this-machine",
+        "--reproduce",
     )
     parser.add_argument("target", metavar="TARGET", nargs="?", help=TARGET_HELP + "; the inputs are one device's")
     model = parser.add_argument_group("a Transformer")
@@ -145,14 +190,14 @@ def _estimate(commands: argparse._SubParsersAction) -> None:
     model.add_argument("--heads", metavar="N", help="attention heads")
     model.add_argument("--batch", metavar="N", help="sequences per device")
     model.add_argument("--sequence", metavar="N", help="tokens per sequence")
-    model.add_argument("--checkpoint-interval", metavar="N", help="blocks per activation checkpoint (default 1)")
-    model.add_argument("--dtype", choices=hardware.DTYPES, help="default: the hardware's 16-bit one")
+    model.add_argument("--checkpoint-interval", metavar="N", help="blocks per activation checkpoint (default: 1)")
+    model.add_argument("--dtype", choices=hardware.DTYPES, help="of parameters (default: the hardware's 16-bit one)")
     model.add_argument("--lora", metavar="RANK", help="train adapters of this rank in fp32, and freeze all else")
     parser.add_argument("--frozen", choices=get_args(FrozenDtype), help="format of what is frozen (default: as it is)")
     parser.add_argument(
         "--optimizer-bytes",
         metavar="N",
-        help="states per parameter, in place of Adam's (12, of fp32 8; ZeRO-Infinity counts 16)",
+        help="bytes of optimizer states per parameter, in place of Adam's (12, or 8 for fp32; ZeRO-Infinity counts 16)",
     )
     _add_states(parser)
     cluster = parser.add_argument_group("hardware")
@@ -163,21 +208,25 @@ def _estimate(commands: argparse._SubParsersAction) -> None:
         help=f"{', '.join(hardware.names())}, a TOML file, or {THIS_MACHINE}, which is measured; default: dgx-2",
     )
     cluster.add_argument("--store", metavar="DIR", type=Path, help=f"the disk of {THIS_MACHINE}; default: Config()'s")
-    cluster.add_argument("--nodes", metavar="N", help="instead of the description's, as all below")
+    cluster.add_argument("--nodes", metavar="N", help="nodes; this and all below replace what the description says")
     cluster.add_argument("--gpus-per-node", metavar="N", help="devices of a node")
     cluster.add_argument("--device-memory", metavar="SIZE", help="of one device, such as 80GiB")
     cluster.add_argument("--host-memory", metavar="SIZE", help="of one node, such as 2TiB")
     cluster.add_argument("--nvme", metavar="SIZE", help="capacity of one node, such as 30TB")
     cluster.add_argument("--nvme-bandwidth", metavar="RATE", help="of one node: RATE, or READ,WRITE, such as 25GB/s")
     cluster.add_argument("--host-bandwidth", metavar="RATE", help="between host memory and each device, such as 3GB/s")
-    cluster.add_argument("--link-bandwidth", metavar="RATE", help="that a collective of all devices sees")
+    cluster.add_argument("--link-bandwidth", metavar="RATE", help="bandwidth that a collective of all devices sees")
     cluster.add_argument("--peak", metavar="TFLOPS", help="TFLOP/s that a device achieves when it waits for nothing")
     cluster.add_argument("--endurance", metavar="SIZE", help="bytes that a node's drives may be written, such as 1.2PB")
     parser.add_argument(
         "--placement", metavar="PRESET", help="a preset, such as zero-3 or infinity-nvme; default: the first to fit"
     )
     parser.add_argument(
-        "--efficiency", metavar="E", nargs="+", default=["0.5", "0.9"], help="to give bandwidths for (0.5 0.9)"
+        "--efficiency",
+        metavar="E",
+        nargs="+",
+        default=["0.5", "0.9"],
+        help="shares of the peak to give the needed bandwidths for (default: 0.5 0.9)",
     )
     _add_saving(parser)
     parser.add_argument(
@@ -187,19 +236,24 @@ def _estimate(commands: argparse._SubParsersAction) -> None:
 
 
 def _checkpoint(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
+    parser = _command(
+        commands,
         "checkpoint",
-        help="what checkpoints there are, what is in them, and whether they are whole",
-        description="Looks at checkpoints that save_checkpoint() or a CheckpointManager wrote. Needs neither the model "
+        "ACTION DIR [OPTION ...]",
+        "what checkpoints there are, what is in them, and whether they are whole",
+        "Looks at checkpoints that save_checkpoint() or a CheckpointManager wrote. Needs neither the model "
         "nor memory for it.",
+        "list runs/gpt",
+        "verify runs/gpt",
+        "convert runs/gpt/step-00002000 -o weights",
     )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions = parser.add_subparsers(prog="zinf-fx checkpoint", dest="action", required=True, metavar="ACTION")
     several = "a checkpoint, or a directory with several"
     for action, what, help_ in (
         ("list", several, "the checkpoints, from the oldest to the newest"),
         ("inspect", "a checkpoint", "what is in one: its parts, plain values and files"),
         ("verify", several, "read all bytes and compare them with their checksums; exit code 1 when any differ"),
-        ("convert", "a checkpoint", "write one in another format: safetensors files, or torch.distributed.checkpoint"),
+        ("convert", "a checkpoint", "write one as safetensors files, or for torch.distributed.checkpoint"),
     ):
         added = actions.add_parser(action, help=help_, description=f"{help_[0].upper()}{help_[1:]}.")
         added.add_argument("directory", metavar="DIR", type=Path, help=what)
@@ -211,50 +265,73 @@ def _checkpoint(commands: argparse._SubParsersAction) -> None:
                 "--format",
                 choices=("safetensors", "dcp"),
                 default="safetensors",
-                help="a part with whole tensors (default), or a directory of torch.distributed.checkpoint",
+                help="safetensors files with whole tensors (default), or a directory for torch.distributed.checkpoint",
             )
             added.add_argument(
-                "--part", metavar="NAME", help="what of it (default: model; with dcp, all models and optimizers)"
+                "--part",
+                metavar="NAME",
+                help="the part to write, as `inspect` lists them (default: model; with dcp, all models and optimizers)",
             )
             added.add_argument(
-                "--max-shard-size", default="5GB", metavar="SIZE", help="bytes in a safetensors file (default: 5GB)"
+                "--max-shard-size",
+                default="5GB",
+                metavar="SIZE",
+                help="bytes that a safetensors file has at most (default: 5GB)",
             )
         added.add_argument("--json", action="store_true", help="print as JSON")
 
 
 def _bench_io(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
+    parser = _command(
+        commands,
         "bench-io",
-        help="measure what the engine moves in a directory",
-        description="Measures sequential reads, writes, and both at a time, for each I/O provider and shape, beside "
+        "[OPTION ...] DIR [DIR ...]",
+        "measure what the engine moves in a directory",
+        "Measures sequential reads, writes, and both at a time, for each I/O provider and shape, beside "
         "fio where that is installed, and stores the best as the profile of the file system.",
+        "/mnt/nvme",
+        "/mnt/nvme0 /mnt/nvme1 --size 4GiB",
     )
     parser.add_argument("directories", metavar="DIR", nargs="+", type=Path, help="where a store would be")
-    parser.add_argument("--size", default="1GiB", help="bytes of a measurement (default 1GiB); as much space is needed")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements, of which the median counts (default 3)")
-    parser.add_argument("--provider", choices=("all", *provider_names()), default="all")
+    parser.add_argument(
+        "--size", default="1GiB", help="bytes of a measurement (default: 1GiB); as much space is needed"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="measurements, of which the median counts (default: 3)")
+    parser.add_argument(
+        "--provider",
+        choices=("all", *provider_names()),
+        default="all",
+        help="how to ask for I/O (default: all, in turn)",
+    )
     parser.add_argument("--no-store", action="store_true", help="don't store the profile")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
 def _doctor(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
+    parser = _command(
+        commands,
         "doctor",
-        help="what of this machine helps or hinders a store",
-        description="Looks at the system's limits and at a store directory, and says which line mends each problem. "
+        "[--json] [DIR ...]",
+        "what of this machine helps or hinders a store",
+        "Looks at the system's limits and at a store directory, and says which line mends each problem. "
         "Exit code 1 when a store can't work like this.",
+        "/mnt/nvme",
     )
     parser.add_argument("directories", metavar="DIR", nargs="*", type=Path, help="the store; default: that of Config()")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
 def _clean(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
+    parser = _command(
+        commands,
         "clean",
-        help="give back what dead jobs left on the disk",
-        description="Removes the scratch directories that jobs left behind when they were killed, and frees what is in "
+        "[DIR ...]",
+        "give back what dead jobs left on the disk",
+        "Removes the scratch directories that jobs left behind when they were killed, and frees what is in "
         "no checkpoint of the files that such a job shared with its checkpoints. What running jobs have is locked and "
         "stays, and so does everything else.",
+        "/mnt/nvme",
+        "/mnt/nvme runs/gpt",
     )
     what = "stores, and directories with checkpoints; default: the store of Config()"
     parser.add_argument("directories", metavar="DIR", nargs="*", type=Path, help=what)
@@ -262,53 +339,62 @@ def _clean(commands: argparse._SubParsersAction) -> None:
 
 def _add_planning(parser: argparse.ArgumentParser) -> None:
     """The options that decide what a plan is."""
-    parser.add_argument(
+    moves = parser.add_argument_group("where states live and how they move")
+    moves.add_argument(
         "--placement",
         help=f"auto (default), {', '.join(PRESETS)}, or parameters=nvme,gradients=host; by patterns of names, as "
         "'parameters=*lora*:device;*:nvme'",
     )
-    parser.add_argument("--prefetch", metavar="A,U,F", help="operators ahead: all-gather, upload, fetch; or none")
-    parser.add_argument("--device-memory", metavar="SIZE", help="budget of the device, such as 4GiB")
-    parser.add_argument("--host-memory", metavar="SIZE", help="budget of the host tier, such as 16GiB")
-    parser.add_argument("--tile", metavar="SIZE", help="largest tile, such as 64MiB; auto (default), or none")
-    parser.add_argument("--pack", metavar="SIZE", help="largest pack of small parameters; auto (default), or none")
-    parser.add_argument(
+    moves.add_argument("--prefetch", metavar="A,U,F", help="operators ahead: all-gather, upload, fetch; or none")
+    moves.add_argument("--no-residency", action="store_true", help="move tiles for every use, whatever room there is")
+    moves.add_argument(
+        "--frozen-dtype", choices=get_args(FrozenDtype), help="format of frozen matrices (default: as they are)"
+    )
+    _add_states(moves)
+    memory = parser.add_argument_group("memory")
+    memory.add_argument("--device-memory", metavar="SIZE", help="budget of the device, such as 4GiB")
+    memory.add_argument("--host-memory", metavar="SIZE", help="budget of the host tier, such as 16GiB")
+    memory.add_argument("--tile", metavar="SIZE", help="largest tile, such as 64MiB; auto (default), or none")
+    memory.add_argument("--pack", metavar="SIZE", help="largest pack of small parameters; auto (default), or none")
+    memory.add_argument(
         "--activations",
         metavar="POLICY",
         help=f"{', '.join(ACTIVATIONS)}, or a number of layers between two checkpoints (default: keep)",
     )
-    parser.add_argument(
-        "--frozen-dtype", choices=get_args(FrozenDtype), help="format of frozen matrices (default: as they are)"
+    planned = parser.add_argument_group("what is planned")
+    planned.add_argument("--inference", action="store_true", help="plan a call under torch.no_grad()")
+    planned.add_argument(
+        "--micro-batches",
+        metavar="N",
+        help="divide the batch of the example inputs into N equal parts, all of which run an operator before the next "
+        "operator begins (default: 1)",
     )
-    parser.add_argument(
+    planned.add_argument(
+        "--micro-batch-group",
+        metavar="N",
+        help="with --micro-batches: a part runs N operators before the next part does; auto: groups of operators that "
+        "end where least is handed on (default: 1)",
+    )
+    planned.add_argument(
+        "--world-size", type=int, default=1, metavar="N", help="ranks that train together (default: 1)"
+    )
+    planned.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="M",
+        help="groups of these ranks, each with a copy of the model (default: 1)",
+    )
+    planned.add_argument(
         "--compute",
         choices=get_args(Compute),
         help="what computes an operator: PyTorch's kernels one by one (eager), or one that Inductor makes (inductor); "
         "default: Inductor on a GPU",
     )
-    _add_states(parser)
-    parser.add_argument(
-        "--micro-batches",
-        metavar="N",
-        help="divide the batch of the example inputs into so many equal parts, which run each operator one after the "
-        "other (default: 1)",
-    )
-    parser.add_argument(
-        "--micro-batch-group",
-        metavar="N",
-        help="so many operators, one after the other, before the next of these parts runs them; auto: groups of them "
-        "that end where least is handed on (default: 1)",
-    )
-    parser.add_argument("--no-residency", action="store_true", help="move tiles for every use, whatever room there is")
-    parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks that train together (default: 1)")
-    parser.add_argument(
-        "--replicas", type=int, default=1, metavar="M", help="groups of them, each with all of the model (default: 1)"
-    )
-    parser.add_argument("--inference", action="store_true", help="plan a call under torch.no_grad()")
     parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
 
 
-def _add_states(parser: argparse.ArgumentParser) -> None:
+def _add_states(parser: argparse._ActionsContainer) -> None:
     """What the optimizer keeps its states in."""
     parser.add_argument("--state-dtype", choices=get_args(StateForm), help="of Adam's moments (default: float32)")
     parser.add_argument(

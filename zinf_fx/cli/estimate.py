@@ -54,7 +54,8 @@ def _reproduce(options: argparse.Namespace) -> None:
 def _workload(options: argparse.Namespace, machine: Hardware) -> Workload:
     optimizer = Optimizer(_count(options, "optimizer_bytes"), options.state_dtype, options.master_dtype)
     if optimizer.nbytes is not None and (given := _given(options, ("state_dtype", "master_dtype"))):
-        raise ConfigError(f"optimizer-bytes has all states, and {', '.join(given)} was given: leave one of them out")
+        named = ", ".join(given).replace("_", "-")
+        raise ConfigError(f"optimizer-bytes has all states, and {named} was given: leave one of them out")
     if options.target is not None:
         if given := _given(options, (*_DIMENSIONS, "checkpoint_interval", "dtype", "lora")):
             named = ", ".join(given).replace("_", "-")
