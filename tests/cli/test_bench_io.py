@@ -59,7 +59,7 @@ def test_rows_of_fio(store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["/nonexistent"], "does not exist"),
+        (["{store}", "/nonexistent"], "^zinf-fx: error: .* does not exist"),
         (["{store}", "--size", "much"], "'much' is not a size"),
         (["{store}", "--rounds", "0"], "at least one"),
         (["{store}", "--size", "1000000TiB"], "reserved|full|limit"),

@@ -203,6 +203,7 @@ def test_the_papers_tables_as_json(capsys: pytest.CaptureFixture[str]):
         ([*SMALL, "--host-memory", "9" * 400], "host-memory='999"),
         ([*SMALL, "--link-bandwidth", "0.0000001"], "link-bandwidth='0.0000001' is not a bandwidth"),
         ([*SMALL, "--peak", "1e-320"], "peak='1e-320' is not a positive number"),
+        ([*SMALL, "--heads", "3"], "is no multiple of heads=3"),
         ([*SMALL, "--checkpoint-interval", "3"], "checkpoint-interval=3 is more than the 2 layers"),
         ([*SMALL, "--optimizer-bytes", "many"], "optimizer-bytes='many' is not a whole number of at least 1"),
         ([*SMALL, "--efficiency", "half"], "efficiency='half' is not a positive number"),
@@ -224,6 +225,7 @@ def test_the_papers_tables_as_json(capsys: pytest.CaptureFixture[str]):
             "the target targets.py:frozen has its own dimensions: leave out layers",
         ),
         (["targets.py:frozen", "--dtype", "float32"], "has its own dimensions: leave out dtype"),
+        ([*SMALL, "--optimizer-bytes", "4", "--state-dtype", "8bit"], "has all states, and state-dtype was given"),
         (["--reproduce", "--layers", "2"], "reproduce takes no model, and layers was given"),
     ],
 )

@@ -49,6 +49,8 @@ def run(options: argparse.Namespace) -> None:
     nbytes = parse_bytes(options.size, "size")
     if options.rounds < 1:
         raise ConfigError(f"rounds={options.rounds} is not accepted: at least one is needed")
+    for directory in options.directories:
+        file_system_of(directory)  # one that isn't there is refused once, and not by each way to move bytes
     report = {}
     for directory in options.directories:
         ways, profiles = _measure(directory, nbytes, options)

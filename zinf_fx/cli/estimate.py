@@ -70,6 +70,9 @@ def _workload(options: argparse.Namespace, machine: Hardware) -> Workload:
     interval = _count(options, "checkpoint_interval") or 1
     if interval > dimensions["layers"]:
         raise ConfigError(f"checkpoint-interval={interval} is more than the {dimensions['layers']} layers")
+    hidden, heads = dimensions["hidden"], dimensions["heads"]
+    if hidden % heads:
+        raise ConfigError(f"hidden={hidden} is no multiple of heads={heads}")
     half = next((dtype for dtype in ("bfloat16", "float16") if dtype in machine.peak), "float32")
     how = {"lora": _count(options, "lora"), "frozen": options.frozen, "optimizer": optimizer}
     return of_transformer(**dimensions, interval=interval, dtype=options.dtype or half, **how)
