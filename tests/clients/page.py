@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from rows import Row
-from tabulate import tabulate
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 RESULTS, PAGE = DOCS / "clients.json", DOCS / "clients.md"
@@ -74,6 +73,7 @@ def render(results: Results) -> str:
             (row["library"], row["version"], row["ran"], "; ".join(row["results"]).replace("|", "\\|"))
             for row in results[version]["rows"]
         ]
-        table = tabulate(rows, ["library", "version", "what was run", "result"], tablefmt="pipe", disable_numparse=True)
-        parts.append(f"\n## torch {version} ({results[version]['machine']})\n\n{table}\n")
+        table = [("library", "version", "what was run", "result"), ("---",) * 4, *rows]
+        lines = "".join(f"| {' | '.join(cells)} |\n" for cells in table)
+        parts.append(f"\n## torch {version} ({results[version]['machine']})\n\n{lines}")
     return "".join(parts)
