@@ -8,6 +8,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -24,16 +25,9 @@ from zinf_fx.runtime.disk.scratch import Scratch, survey
 from zinf_fx.runtime.disk.store import Store
 
 
-class Job(Counting):
-    """One whose tensors are each by itself on the disk: what is in packs has others beside it there, and is copied."""
-
-    def __init__(self, store: Path) -> None:
-        super().__init__(store, pack=None)
-
-
 def saved_by_a_dead_job(tmp_path: Path, steps: int = 1, kept: str | None = None) -> Path:
     """The directory of a checkpoint whose store is gone; `kept`: the directory of one that was made a step before."""
-    job = Job(tmp_path / "first")
+    job = Counting(tmp_path / "first")
     if kept is not None:
         job.step()
         job.save(tmp_path / kept)
@@ -44,7 +38,7 @@ def saved_by_a_dead_job(tmp_path: Path, steps: int = 1, kept: str | None = None)
     return tmp_path / "saved"
 
 
-def store_of(job: Job) -> Store:
+def store_of(job: Counting) -> Store:
     return job.model[0].weight.storage.tiers.store
 
 
@@ -55,7 +49,7 @@ def taken(path: Path) -> int:
 def test_nothing_is_written_and_no_space_is_taken(tmp_path: Path):
     saved = saved_by_a_dead_job(tmp_path, steps=3)
     (link,) = saved.glob("*.extents")
-    job = Job(tmp_path / "second")
+    job = Counting(tmp_path / "second")
     job.step()
     job.optimizer.finish()
     store = store_of(job)
@@ -73,13 +67,13 @@ def test_nothing_is_written_and_no_space_is_taken(tmp_path: Path):
         job.save(saved)  # replaces what it was loaded from: the pages of that are written again
     job.check()
     assert store.in_use == in_use and store.volumes[0].size == size and taken(adopted.path) == on_disk
-    assert Job(tmp_path / "third").load(saved) == 6
+    assert Counting(tmp_path / "third").load(saved) == 6
 
 
 def test_an_earlier_checkpoint_and_other_jobs_keep_what_they_have(tmp_path: Path):
     """They have pages in the same file, of which this job knows nothing."""
     saved = saved_by_a_dead_job(tmp_path, kept="earlier")
-    jobs = [Job(tmp_path / name) for name in ("second", "third")]
+    jobs = [Counting(tmp_path / name) for name in ("second", "third")]
     for job in jobs:
         assert job.load(saved) == 2
     assert [len(store_of(job).files) for job in jobs] == [2, 1]
@@ -91,14 +85,14 @@ def test_an_earlier_checkpoint_and_other_jobs_keep_what_they_have(tmp_path: Path
         job.check()
     store_of(jobs[0]).close()
     jobs[1].check()
-    reader = Job(tmp_path / "reader")
+    reader = Counting(tmp_path / "reader")
     found = [reader.load(tmp_path / name) for name in ("earlier", "saved by 0", "saved by 1")]
     assert found == [1, 5, 5]
 
 
 def test_a_job_that_is_alive_keeps_its_room_when_others_take_up_its_checkpoint(tmp_path: Path):
     """They copy: with a name of theirs the pages would not be its own again, and it would need those of a third set."""
-    first, second = Job(tmp_path / "first"), Job(tmp_path / "second")
+    first, second = Counting(tmp_path / "first"), Counting(tmp_path / "second")
     first.step()
     first.save(tmp_path / "saved")
     second.load(tmp_path / "saved")
@@ -118,7 +112,7 @@ def test_a_job_that_is_alive_keeps_its_room_when_others_take_up_its_checkpoint(t
 
 def test_another_model_in_the_same_store_copies(tmp_path: Path):
     """Two names of one file in a store would hide from it when a checkpoint is gone."""
-    first, second = Job(tmp_path / "first"), Job(tmp_path / "first")
+    first, second = Counting(tmp_path / "first"), Counting(tmp_path / "first")
     assert store_of(first) is store_of(second)
     first.step()
     first.save(tmp_path / "saved")
@@ -135,7 +129,7 @@ def test_another_model_in_the_same_store_copies(tmp_path: Path):
 def test_what_is_left_of_the_file_goes_with_the_last_who_has_it(tmp_path: Path):
     saved = saved_by_a_dead_job(tmp_path)
     (link,) = saved.glob("*.extents")
-    job = Job(tmp_path / "second")
+    job = Counting(tmp_path / "second")
     job.load(saved)
     job.step()
     job.optimizer.finish()
@@ -143,7 +137,7 @@ def test_what_is_left_of_the_file_goes_with_the_last_who_has_it(tmp_path: Path):
     store_of(job).close()
     assert list((tmp_path / "second").iterdir()) == [] and link.stat().st_nlink == 1
     assert taken(link) == before
-    assert Job(tmp_path / "third").load(saved) == 1
+    assert Counting(tmp_path / "third").load(saved) == 1
 
 
 def test_a_killed_job_leaves_the_checkpoint_and_names_that_are_swept(tmp_path: Path):
@@ -151,13 +145,13 @@ def test_a_killed_job_leaves_the_checkpoint_and_names_that_are_swept(tmp_path: P
     (link,) = saved.glob("*.extents")
     child = os.fork()
     if not child:
-        job = Job(tmp_path / "second")
+        job = Counting(tmp_path / "second")
         job.load(saved)
         os._exit(1)
     os.waitpid(child, 0)
     assert link.stat().st_nlink == 2
     survey(tmp_path / "second", remove=True)
-    assert link.stat().st_nlink == 1 and Job(tmp_path / "third").load(saved) == 1
+    assert link.stat().st_nlink == 1 and Counting(tmp_path / "third").load(saved) == 1
 
 
 def test_a_damaged_page_is_found_before_anything_is_taken_over(tmp_path: Path):
@@ -169,7 +163,7 @@ def test_a_damaged_page_is_found_before_anything_is_taken_over(tmp_path: Path):
             content[start] ^= 1
         file.seek(0)
         file.write(content)
-    job = Job(tmp_path / "second")
+    job = Counting(tmp_path / "second")
     job.step()
     with pytest.raises(CheckpointError, match=f"{link.name} is damaged"):
         job.load(saved)
@@ -183,7 +177,7 @@ def test_a_file_that_can_not_be_adopted_is_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refuses: str
 ):
     saved = saved_by_a_dead_job(tmp_path)
-    job = Job(tmp_path / "second")
+    job = Counting(tmp_path / "second")
     job.step()
 
     def refuse(self: Scratch, name: object, *_: object) -> None:
@@ -198,10 +192,10 @@ def test_a_file_that_can_not_be_adopted_is_copied(
 
 
 def test_what_is_read_meanwhile_is_waited_for(tmp_path: Path):
-    """A frozen parameter's space goes back to the store, for anybody to write to."""
+    """The space of frozen parameters goes back to the store, for anybody to write to."""
     saved = saved_by_a_dead_job(tmp_path)
-    job = Job(tmp_path / "second")
-    weight, store = job.model[0].weight.requires_grad_(False), store_of(job)
+    job = Counting(tmp_path / "second")
+    weight, store = job.model.requires_grad_(False)[0].weight, store_of(job)
     (before,) = weight.storage.bytes.home.in_store.extents
     seen: list[bool] = []
 
@@ -253,10 +247,10 @@ def test_shards_that_were_divided_otherwise_are_copied(tmp_path: Path, tiles: in
             first = 4 * now.position(0, elements.start)
             return range(first, first + 4 * len(elements))
 
+        home = mock.Mock(tiers=None, in_store=in_store)
         holding = SimpleNamespace(
-            tiers=None, box=saved.boxes[0].box, held=list(now.of_rank(0)), in_pages=in_pages,
-            home=SimpleNamespace(in_store=in_store),
-        )  # fmt: skip
+            tiers=None, box=saved.boxes[0].box, held=list(now.of_rank(0)), in_pages=in_pages, home=home
+        )
         matching = Matching(manifest.by_name(), [], rank=0, ranks=3, ranks_then=3)
         matching.targets.append((saved, holding))
         assert len(Adoption(tmp_path, manifest, matching).others) == (tiles > 1)
@@ -272,7 +266,7 @@ def test_a_checkpoint_that_is_gone_meanwhile_is_no_fault_of_the_store(tmp_path: 
 
 def test_an_interrupt_leaves_a_training_that_can_load_and_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     saved = saved_by_a_dead_job(tmp_path)
-    job = Job(tmp_path / "second")
+    job = Counting(tmp_path / "second")
     job.step()
 
     def interrupted(self: Store, *_: object) -> None:

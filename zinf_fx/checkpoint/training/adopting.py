@@ -8,24 +8,24 @@ It is read all the same, since a checkpoint is loaded only if its checksums are 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from zinf_fx.checkpoint.training.files import rank_of
 from zinf_fx.checkpoint.training.holdings import Holding
 from zinf_fx.checkpoint.training.manifest import Manifest, Piece, SavedTensor
 from zinf_fx.checkpoint.training.parts.part import Matching
-from zinf_fx.checkpoint.training.reading import Memory, Reading
-from zinf_fx.checkpoint.training.under_way import UnderWay
+from zinf_fx.checkpoint.training.reading import readings
 from zinf_fx.errors import StoreError
-from zinf_fx.interrupts import let_through
 from zinf_fx.native.engine import File, PageSums
 from zinf_fx.runtime.disk.copy_on_write import CopyOnWrite
 from zinf_fx.runtime.disk.generation import Generation
 from zinf_fx.runtime.disk.store import Store
 from zinf_fx.runtime.disk.stripes import UNIT, FilePart, Place
+from zinf_fx.runtime.tensor.home import Home
 from zinf_fx.runtime.tensor.tiers import Tiers
 from zinf_fx.sizes import PAGE, in_words
 
@@ -34,25 +34,29 @@ log = logging.getLogger("zinf_fx")
 _Target = tuple[SavedTensor, Holding]
 
 
+class _Placed(NamedTuple):
+    """A piece, and where its bytes and their padding are in the home."""
+
+    place: range
+    saved: SavedTensor
+    piece: Piece
+
+
 @dataclass(frozen=True, eq=False)
 class _Whole:
-    """A target that is all that its home has, and lies in data files as it would in the store: in `parts`, which are
-    consecutive in the home, and each in one file, by its number in the manifest. `pieces` are in the order of the home.
+    """All that a home has, of one tensor or of several side by side, as it lies in data files: in `parts`, which are
+    consecutive in the home, and each in one file, by its number in the manifest. `placed`: the pieces, in order.
     """
 
-    target: _Target
-    pieces: Sequence[Piece]
+    home: Home
+    targets: Sequence[_Target]
+    placed: Sequence[_Placed]
     parts: Sequence[FilePart]
-
-    @property
-    def in_store(self) -> CopyOnWrite:
-        """The bytes that its home has in the store so far."""
-        return self.target[1].home.in_store
 
     @property
     def nbytes(self) -> int:
         """Of the pages."""
-        return self.in_store.capacity
+        return self.home.in_store.capacity
 
     @property
     def unit(self) -> int | None:
@@ -90,17 +94,21 @@ class Adoption:
         for tiers in {holding.tiers for _, holding in matching.targets} - {None}:
             tiers.drain()
             tiers.release_generations()
-        taken: set[str] = set()
+        by_home: dict[Home | None, list[_Target]] = {}
         for target in matching.targets:
-            saved, holding = target
-            whole = None if saved.name in taken else self._whole(saved, holding)  # two were tied, and are not any more
+            by_home.setdefault(target[1].home, []).append(target)
+        taken: set[str] = set()  # what was tied, and is not any more, is taken over once
+        for home, targets in by_home.items():
+            names = [saved.name for saved, _ in targets]
+            is_new = taken.isdisjoint(names) and len(set(names)) == len(names)
+            whole = self._whole(home, targets) if home is not None and is_new else None
             if whole is None:
-                self.others.append(target)
+                self.others += targets
             else:
-                taken.add(saved.name)
-                self._by_tiers.setdefault(holding.tiers, []).append(whole)
+                taken.update(names)
+                self._by_tiers.setdefault(home.tiers, []).append(whole)
 
-    def complete(self, opened: Sequence[File], unwritten: Collection[int], report: Callable[[int], object]) -> None:
+    def complete(self, opened: Sequence[File], unwritten: Set[int], report: Callable[[int], object]) -> None:
         """Read and take over what can be. `opened`: the manifest's files; `unwritten`: keys of the storages that nobody
         will rewrite; `report` is told of bytes that are right.
 
@@ -114,19 +122,36 @@ class Adoption:
                     numbers = self._numbers(tiers.store, several)
                 except StoreError as error:
                     log.info("the checkpoint in %s is copied to the store: %s", self._directory, error)
-                    self.others += [one.target for one in several]
+                    self.others += [target for one in several for target in one.targets]
                 else:
                     ready.append((tiers, several, numbers, self._sums(tiers.store, several, opened, report)))
             for tiers, several, numbers, sums in ready:
                 self._take_over(tiers, several, numbers, sums, unwritten)
 
-    def _whole(self, saved: SavedTensor, holding: Holding) -> _Whole | None:
-        """The target, if it can be taken over as it lies."""
-        home = holding.home
-        boxes = [box for box in saved.boxes if box.box == holding.box]
-        if len(boxes) != 1 or home is None or not isinstance(home.in_store, CopyOnWrite) or home.in_store.is_kept:
+    def _whole(self, home: Home, targets: Sequence[_Target]) -> _Whole | None:
+        """What a home has, if it can be taken over as it lies. `targets`: all that live there."""
+        if not isinstance(home.in_store, CopyOnWrite) or home.in_store.is_kept:
             return None
-        placed: list[tuple[range, Piece]] = []
+        placed: list[_Placed] = []
+        for target in targets:
+            if (found := self._placed(*target)) is None:
+                return None
+            placed += found
+        placed.sort(key=lambda one: one.place.start)
+        ends = [0, *(one.place.stop for one in placed)]
+        if ends[-1] != home.in_store.capacity or any(
+            one.place.start != end or one.place.stop % PAGE for one, end in zip(placed, ends, strict=False)
+        ):
+            return None
+        found = _Whole(home, targets, placed, _joined(placed))
+        return None if found.unit is None else found
+
+    def _placed(self, saved: SavedTensor, holding: Holding) -> list[_Placed] | None:
+        """The pieces of a target, if they are all that is wanted of it, and in data files of this rank."""
+        boxes = [box for box in saved.boxes if box.box == holding.box]
+        if len(boxes) != 1:
+            return None
+        found = []
         for piece in boxes[0].pieces:
             if wanted := [part for held in holding.held if (part := _common(held, piece.elements))]:
                 place = holding.in_pages(piece.elements)
@@ -134,16 +159,8 @@ class Adoption:
                     return None
                 if wanted != [piece.elements]:  # it is of a shard that was divided otherwise
                     return None
-                placed.append((range(place.start, place.stop + piece.padding), piece))
-        placed.sort(key=lambda one: one[0].start)
-        ends = [0, *(place.stop for place, _ in placed)]
-        if ends[-1] != home.in_store.capacity or any(
-            place.start != end or place.stop % PAGE for (place, _), end in zip(placed, ends, strict=False)
-        ):
-            return None
-        pieces = [piece for _, piece in placed]
-        found = _Whole((saved, holding), pieces, _joined(placed))
-        return None if found.unit is None else found
+                found.append(_Placed(range(place.start, place.stop + piece.padding), saved, piece))
+        return found
 
     def _numbers(self, store: Store, several: Iterable[_Whole]) -> dict[int, int]:
         """Adopt the data files of the manifest that these are in. Returns their numbers in the store. Raises:
@@ -156,31 +173,22 @@ class Adoption:
         }
 
     def _sums(
-        self, store: Store, several: Iterable[_Whole], opened: Sequence[File], report: Callable[[int], object]
+        self, store: Store, several: Sequence[_Whole], opened: Sequence[File], report: Callable[[int], object]
     ) -> list[PageSums]:
         """Read all, and compare the checksums. Returns those of the pages."""
-        memory, queue = Memory(), UnderWay[tuple[PageSums, int, Reading]]()
+        found = [store.new_sums(one.nbytes) for one in several]
 
-        def learn_first() -> None:
-            sums, first, reading = queue.first
+        def pieces() -> Iterator[tuple[SavedTensor, Piece, tuple[PageSums, int]]]:
+            for one, sums in zip(several, found, strict=True):
+                first = 0
+                for placed in one.placed:
+                    yield placed.saved, placed.piece, (sums, first)
+                    first += len(placed.place) // PAGE
+
+        for reading, (sums, first) in readings(opened, pieces()):
             reading.wait()
             sums.learn(first, *reading.pages)
-            queue.end_first()
             report(reading.nbytes)
-
-        found = []
-        for one in several:
-            sums, first = store.new_sums(one.nbytes), 0
-            for piece in one.pieces:
-                let_through()
-                nbytes = _in_pages(piece, one.target[0])
-                while not queue.has_room(nbytes):
-                    learn_first()
-                queue.add((sums, first, Reading(opened[piece.file], one.target[0], piece, memory)), nbytes)
-                first += nbytes // PAGE
-            found.append(sums)
-        while queue:
-            learn_first()
         return found
 
     def _take_over(
@@ -189,16 +197,18 @@ class Adoption:
         several: Sequence[_Whole],
         numbers: dict[int, int],
         sums: Sequence[PageSums],
-        unwritten: Collection[int],
+        unwritten: Set[int],
     ) -> None:
         generation = Generation(tiers.store)
         try:
             for one, its_sums in zip(several, sums, strict=True):
-                storage, home = one.target[1].tensor.storage, one.target[1].home
-                home.await_reads(range(home.count))  # ahead of their turn, from what may be given back now
+                storages = [holding.tensor.storage for _, holding in one.targets]
+                one.home.await_reads(range(one.home.count))  # ahead of their turn, from what may be given back now
                 extent = tiers.store.adopted(one.nbytes, one.unit, one.places(numbers), its_sums)
-                generation.adopt(one.in_store, extent, reserve=storage.key not in unwritten)
-                storage.bytes.written()
+                reserve = not unwritten.issuperset(storage.key for storage in storages)
+                generation.adopt(one.home.in_store, extent, reserve=reserve)
+                for storage in storages:
+                    storage.bytes.written()
         finally:  # Ctrl-C: files that nothing was taken over from are closed
             for file, number in numbers.items():
                 if tiers.store.files[number].in_use:
@@ -212,15 +222,10 @@ def _common(one: range, other: range) -> range:
     return range(max(one.start, other.start), min(one.stop, other.stop))
 
 
-def _in_pages(piece: Piece, saved: SavedTensor) -> int:
-    """Bytes of a piece and its padding."""
-    return piece.count * saved.dtype.itemsize + piece.padding
-
-
-def _joined(placed: Iterable[tuple[range, Piece]]) -> list[FilePart]:
+def _joined(placed: Iterable[_Placed]) -> list[FilePart]:
     """Pieces that are consecutive in a home, in as few parts as possible that are consecutive in a file, too."""
     found: list[FilePart] = []
-    for place, piece in placed:
+    for place, _, piece in placed:
         last = found[-1] if found else None
         if last and last.volume == piece.file and last.offset + last.nbytes == piece.offset:
             found[-1] = FilePart(last.volume, last.offset, last.start, last.nbytes + len(place))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -165,7 +165,7 @@ def _of_rank(name: str, saved: Mapping[str, Any], matching: Matching) -> Mapping
     return saved["ranks"][matching.rank] if matching.rank < len(saved["ranks"]) else None
 
 
-def _read(directory: Path, manifest: Manifest, matching: Matching, unwritten: Collection[int], report: Report) -> None:
+def _read(directory: Path, manifest: Manifest, matching: Matching, unwritten: Set[int], report: Report) -> None:
     """Read all that was matched; `unwritten`: keys of the storages that no step rewrites. Raises: CheckpointError,
     StoreError, and what loading a state raises."""
     for change in matching.begin:

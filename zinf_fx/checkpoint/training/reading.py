@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -18,6 +18,8 @@ from zinf_fx.runtime.memory.buffers import aligned_empty
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.tensor.boxes import Box, copy_common
 from zinf_fx.sizes import PAGE
+
+T = TypeVar("T")
 
 
 class Memory:
@@ -84,6 +86,21 @@ class Reading:
                 content = content.clone()
             self._elements = content.view(self._tensor.dtype)
         return self._elements
+
+
+def readings(opened: Sequence[File], pieces: Iterable[tuple[SavedTensor, Piece, T]]) -> Iterator[tuple[Reading, T]]:
+    """The readings of pieces, in order, each with what else is said of its piece; the next ones are under way, too."""
+    memory, queue = Memory(), UnderWay[tuple[Reading, T]]()
+    for saved, piece, what in pieces:
+        let_through()
+        nbytes = piece.count * saved.dtype.itemsize + piece.padding
+        while not queue.has_room(nbytes):
+            yield queue.first
+            queue.end_first()
+        queue.add((Reading(opened[piece.file], saved, piece, memory), what), nbytes)
+    while queue:
+        yield queue.first
+        queue.end_first()
 
 
 class Elements(Protocol):

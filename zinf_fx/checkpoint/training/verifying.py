@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from zinf_fx.checkpoint.training.loading import check_file
 from zinf_fx.checkpoint.training.manifest import Manifest
 from zinf_fx.checkpoint.training.open_files import opened
-from zinf_fx.checkpoint.training.reading import Memory, Reading
-from zinf_fx.checkpoint.training.under_way import UnderWay
+from zinf_fx.checkpoint.training.reading import readings
 from zinf_fx.errors import CheckpointError, StoreError
 
 
@@ -24,26 +24,16 @@ def damages_of(directory: Path, manifest: Manifest, report: Callable[[int], obje
             damages.append(str(error))
         else:
             usable[number] = len(usable)
-    under_way: UnderWay[Reading] = UnderWay()
-    memory = Memory()
-
-    def end_first() -> None:
-        reading = under_way.first
-        try:
-            reading.wait()
-        except (CheckpointError, StoreError) as error:
-            damages.append(str(error))
-        report(reading.nbytes)
-        under_way.end_first()
-
+    pieces = (
+        (tensor, replace(piece, file=usable[piece.file]), None)
+        for tensor, piece in manifest.pieces()
+        if piece.file in usable
+    )
     with opened([directory / manifest.files[number].path for number in usable]) as handles:
-        for tensor, piece in manifest.pieces():
-            if piece.file not in usable:
-                continue
-            nbytes = piece.count * tensor.dtype.itemsize
-            while not under_way.has_room(nbytes):
-                end_first()
-            under_way.add(Reading(handles[usable[piece.file]], tensor, piece, memory), nbytes)
-        while under_way:
-            end_first()
+        for reading, _ in readings(handles, pieces):
+            try:
+                reading.wait()
+            except (CheckpointError, StoreError) as error:
+                damages.append(str(error))
+            report(reading.nbytes)
     return damages
