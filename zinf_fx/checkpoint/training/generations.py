@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from zinf_fx.checkpoint.files import Files
@@ -32,24 +31,12 @@ log = logging.getLogger("zinf_fx")
 _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
-@dataclass(frozen=True)
-class StoredPiece:
-    """A piece that stays in the store: of which run, in which file of it, by its number among the links."""
-
-    run: Run
-    piece: Piece
-
-    @property
-    def nbytes(self) -> int:
-        """Of its elements."""
-        return self.piece.count * self.run.holding.dtype.itemsize
-
-
 class KeptInStore:
     """What of a rank's runs stays in its stores for one checkpoint.
 
     Attributes:
-        pieces: those that stay.
+        pieces: those that stay, each with the name of its tensor.
+        nbytes: of the elements of these.
         others: runs that have to be copied.
         files: the links, by which pieces are counted.
         why_copied: why what is in a store is copied all the same; None: it isn't.
@@ -59,7 +46,8 @@ class KeptInStore:
         """`name_link`: the name of a link in the directory, by its number."""
         self._directory, self._name_link, self._files = directory.absolute(), name_link, files
         self._generations: list[tuple[Tiers, Generation]] = []
-        self.pieces: list[StoredPiece] = []
+        self.pieces: list[tuple[str, Piece]] = []
+        self.nbytes = 0
         self.others: list[Run] = []
         self.files: list[SavedFile] = []
         self.why_copied: str | None = None
@@ -97,11 +85,6 @@ class KeptInStore:
             except StoreError as error:
                 log.warning("a checkpoint that was to be removed is still there, and the next step may fail: %s", error)
 
-    @property
-    def nbytes(self) -> int:
-        """Of the pieces that stay."""
-        return sum(one.nbytes for one in self.pieces)
-
     def _obstacle(self, tiers: Tiers) -> str | None:
         """Why nothing of a store can stay in it for a checkpoint."""
         if not tiers.store.checksum:
@@ -129,23 +112,16 @@ class KeptInStore:
             ) from error
         tiers.generations.append(generation)
         self._generations.append((tiers, generation))
-        return self._link(tiers, generation, list(_pieces(generation, runs)))
+        return self._link(tiers, generation, runs)
 
-    def _link(self, tiers: Tiers, generation: Generation, found: list[tuple[Run, range, Piece | None]]) -> str | None:
+    def _link(self, tiers: Tiers, generation: Generation, runs: Sequence[Run]) -> str | None:
         """Give the data files their names in the checkpoint. Returns why that is not possible."""
-        numbers: dict[int, int] = {}  # of the links, by data file
-        pieces, others = [], []
-        for run, elements, piece in found:
-            if piece is None:
-                others.append(Run(run.name, run.holding, elements))
-            else:
-                number = numbers.setdefault(piece.file, len(self.files) + len(numbers))
-                pieces.append(StoredPiece(run, replace(piece, file=number)))
+        found = _Found(generation, len(self.files))
+        for run in runs:
+            found.look_for(run)
         files = []
-        for file, number in numbers.items():
+        for number, (file, content) in enumerate(found.content.items(), len(self.files)):
             linked, path = tiers.store.files[file], self._directory / self._name_link(number)
-            here = [one for one in pieces if one.piece.file == number]
-            content = [range(p.piece.offset, p.piece.offset + p.nbytes + p.piece.padding) for p in here]
             try:
                 generation.link(file, path, content, self._files.link)
             except OSError as error:
@@ -158,26 +134,42 @@ class KeptInStore:
                 return f"its files can't be linked ({error.strerror})"
             self._files.sync_data(linked.descriptor)
             files.append(SavedFile(path.name, linked.size, of_store=True))
-        self.pieces += pieces
-        self.others += others
+        self.pieces += found.pieces
+        self.nbytes += found.nbytes
+        self.others += found.others
         self.files += files
         return None
 
 
-def _pieces(generation: Generation, runs: Sequence[Run]) -> Iterator[tuple[Run, range, Piece | None]]:
-    """The elements of runs, as they lie in data files of the store, whose numbers the pieces have; without a piece
-    where they have to be copied."""
-    for run in runs:
-        in_store, itemsize = run.holding.home.in_store, run.holding.dtype.itemsize
-        for elements in run.holding.chunks(run.elements):
-            whole = run.holding.in_pages(elements)
-            places = [] if whole is None else list(in_store.places(generation.key, whole.start, len(whole)))
+class _Found:
+    """What of runs can stay where it lies, and which elements can't.
+
+    Attributes:
+        content: of each data file of the store, by its number, where pieces are in it, in whole pages.
+    """
+
+    def __init__(self, generation: Generation, files: int) -> None:
+        """`files`: how many links there are already."""
+        self.pieces: list[tuple[str, Piece]] = []
+        self.nbytes = 0
+        self.others: list[Run] = []
+        self.content: dict[int, list[range]] = {}
+        self._numbers: dict[int, int] = {}  # of the links, by data files
+        self._key, self._files = generation.key, files
+
+    def look_for(self, run: Run) -> None:
+        holding, in_store, itemsize = run.holding, run.holding.home.in_store, run.holding.dtype.itemsize
+        for elements in holding.chunks(run.elements):
+            whole = holding.in_pages(elements)
+            places = [] if whole is None else list(in_store.places(self._key, whole.start, len(whole)))
             if not places or any(crc is None for _, crc in places):
-                yield run, elements, None
+                self.others.append(Run(run.name, holding, elements))
                 continue
             for place, crc in places:
                 start = elements.start + (place.start - whole.start) // itemsize
-                count = min(place.nbytes, whole.stop - place.start) // itemsize
-                padding = place.nbytes - count * itemsize
-                piece = Piece(start, count, place.volume, place.offset, crc, padding)
-                yield run, range(start, start + count), piece
+                nbytes = min(place.nbytes, whole.stop - place.start)
+                number = self._numbers.setdefault(place.volume, self._files + len(self._numbers))
+                piece = Piece(start, nbytes // itemsize, number, place.offset, crc, place.nbytes - nbytes)
+                self.pieces.append((run.name, piece))
+                self.nbytes += nbytes
+                self.content.setdefault(place.volume, []).append(range(place.offset, place.offset + place.nbytes))

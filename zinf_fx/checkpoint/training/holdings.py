@@ -159,7 +159,7 @@ class Holding:
 
     def in_pages(self, elements: range) -> range | None:
         """The same, if they begin with a page of the store."""
-        if self.home is None or self.home.in_store is None:
+        if (home := self.home) is None or home.in_store is None:
             return None
         found = self.in_home(elements)
         return None if found.start % PAGE or PAGE % self.dtype.itemsize else found

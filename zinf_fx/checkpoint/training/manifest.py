@@ -101,7 +101,7 @@ class SavedTensor:
     @property
     def nbytes(self) -> int:
         """Of all elements."""
-        return Box.whole(self.shape).numel * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -202,18 +202,18 @@ class _Begun:
     ) -> tuple[list[SavedTensor], dict[str, str], list[SavedFile]]:
         """What this rank has saved: its pieces, the other names of tensors, and its files."""
         pieces: dict[str, list[Piece]] = {}
+        for name, piece in self.kept.pieces:
+            pieces.setdefault(name, []).append(piece)
         for place, crc in zip(layout.places, sums, strict=True):
-            piece = Piece(place.elements.start, len(place.elements), place.file, place.offset, crc)
+            number = len(self.kept.files) + place.file
+            piece = Piece(place.elements.start, len(place.elements), number, place.offset, crc)
             pieces.setdefault(place.run.name, []).append(piece)
-        for stored in self.kept.pieces:
-            piece = replace(stored.piece, file=stored.piece.file + len(paths))
-            pieces.setdefault(stored.run.name, []).append(piece)
         tensors = []
         for name, holding in self.tensors.items():
             box = SavedBox(holding.box.offsets, holding.box.shape, tuple(pieces.get(name, ())))
             tensors.append(SavedTensor(name, holding.dtype, holding.shape, (box,)))
         files = [SavedFile(path.name, nbytes) for path, nbytes in zip(paths, layout.sizes, strict=True)]
-        return tensors, self.same, files + self.kept.files
+        return tensors, self.same, self.kept.files + files
 
 
 def _frozen(directory: Path, parts: Parts, kept: KeptInStore, ranks: Ranks) -> Frozen | None:
