@@ -7,12 +7,11 @@ names, and a name before the next. A folder that a killed job left is emptied by
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from zinf_fx.checkpoint.files import LOCK, Files, locked, make_directory, refusals, sync_directory
+from zinf_fx.checkpoint.files import LOCK, Files, locked, make_directory, refusals, sync
 from zinf_fx.errors import CheckpointError
 
 _FOLDER = ".zinf-unfinished"
@@ -48,15 +47,11 @@ def appear(renamed: Mapping[Path, Path], files: Files) -> None:
     """Rename whole files, each to what it maps to, all in one directory. When this returns, a power failure can't undo
     it. Raises: OSError."""
     for path in renamed:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            files.sync(fd)
-        finally:
-            os.close(fd)
+        sync(files, path)
     for old, new in renamed.items():
         files.rename(old, new)
     for directory in {new.parent for new in renamed.values()}:
-        sync_directory(files, directory)
+        sync(files, directory)
 
 
 def _empty(folder: Path, files: Files) -> None:

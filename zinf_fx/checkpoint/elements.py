@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zinf_fx.checkpoint.published import Published, PublishedBytes, PublishedValues
 from zinf_fx.checkpoint.safetensors_file import Place, WeightFiles
+from zinf_fx.optim.elements import overwritten
 from zinf_fx.runtime.tensor.gathered import gathered
 from zinf_fx.runtime.tensor.quantised import Quantised, bytes_of
 from zinf_fx.runtime.tensor.storage import TensorStorage
@@ -124,23 +125,15 @@ def quantised_as(published: Published, tensor: torch.Tensor) -> Quantised:
 
 def _fill_stored(tensor: StoredTensor, elements: Elements) -> None:
     storage, share = tensor.storage, tensor.storage.share
-    held = storage.settled()
     owned = share.own if share.partitioned else (range(storage.numel),)
     for part in (part for own in owned for part in pieces_of(own, storage.dtype.itemsize)):
-        window = held.window(share.position(part.start), len(part), load=False)
-        try:
-            memory = window.wait()
+        with overwritten(tensor, part) as memory:
             if elements.dtype == storage.dtype:
                 elements.read(memory, part.start)
             else:
                 read = torch.empty(len(part), dtype=elements.dtype)
                 elements.read(read, part.start)
                 memory.copy_(read)
-        except BaseException:
-            window.close()
-            raise
-        window.store()
-        held.tiers.limit_writes(_IN_FLIGHT)
     share.stale = False
     share.agreed = share.ranks.size == 1
 

@@ -154,13 +154,22 @@ def make_directory(files: Files, directory: Path) -> None:
     for one in reversed(missing or [directory]):
         files.make_directory(one)
         if missing:
-            sync_directory(files, one.parent)
+            sync(files, one.parent)
 
 
-def sync_directory(files: Files, directory: Path) -> None:
-    """Wait until the names in a directory are on the device."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync(files: Files, path: Path) -> None:
+    """Wait until a file is on the device, or the names in a directory."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         files.sync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_file(files: Files, path: Path, nbytes: int) -> None:
+    """Make a file that has so many bytes of the disk."""
+    fd = files.create(path)
+    try:
+        files.reserve(fd, nbytes)
     finally:
         os.close(fd)

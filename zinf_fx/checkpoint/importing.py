@@ -29,8 +29,8 @@ def load_safetensors(model: torch.nn.Module, path: str | Path) -> None:
 
     Names and shapes have to be those of the model's state dict; of tied weights, one name is enough. Values are
     converted to the model's dtypes, as `load_state_dict` does. Stored tensors take them in pieces of 16 MiB, with
-    64 MiB on their way to the disk; of many ranks, each reads its own parts, of files that all of them find under the
-    path.
+    about two chunks (`Config.chunk`) on their way to the disk; of many ranks, each reads its own parts, of files that
+    all of them find under the path.
 
     Weights that are published as codes and scales (FP8, MXFP4: see `checkpoint.published`) are taken by their values.
     A frozen parameter that was stored as it was, without `frozen_dtype`, takes the codes and scales themselves, row by

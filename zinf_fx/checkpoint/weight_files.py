@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zinf_fx.checkpoint.commit import appear
-from zinf_fx.checkpoint.files import LOCK, Files, refusals
+from zinf_fx.checkpoint.files import LOCK, Files, make_file, refusals
 from zinf_fx.checkpoint.safetensors_file import Kind, Place, layout
 from zinf_fx.sizes import in_words
 
@@ -73,11 +73,7 @@ def reserve(shards: list[Shard], files: Files) -> None:
     total = sum(shard.nbytes for shard in shards)
     for shard in shards:
         with refusals(f"reserving {in_words(total)} for weights", shard.path):
-            fd = files.create(shard.path)
-            try:
-                files.reserve(fd, shard.nbytes)
-            finally:
-                os.close(fd)
+            make_file(files, shard.path, shard.nbytes)
 
 
 class ShardWriter:

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from zinf_fx.checkpoint.commit import appear
-from zinf_fx.checkpoint.files import FILES, LOCK, Files, locked, refusals, sync_directory
+from zinf_fx.checkpoint.files import FILES, LOCK, Files, locked, refusals, sync
 from zinf_fx.errors import CheckpointError
 
 log = logging.getLogger("zinf_fx")
@@ -112,7 +112,7 @@ def discard(directory: Path, files: Files = FILES) -> None:
     """
     with refusals("removing a checkpoint", directory), locked(directory):
         files.remove(directory / MANIFEST)
-        sync_directory(files, directory)
+        sync(files, directory)
         for path in (*leftovers(directory, b""), directory / LOCK):
             files.remove(path)
         if not os.listdir(directory):

@@ -19,7 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_fx.checkpoint.agreement import all_ranks, together
-from zinf_fx.checkpoint.files import FILES, Files, locked, make_directory, refusals, sync_directory
+from zinf_fx.checkpoint.files import FILES, Files, locked, make_directory, make_file, refusals, sync
 from zinf_fx.checkpoint.training import files as names
 from zinf_fx.checkpoint.training.behind import CopyBehind, Pace
 from zinf_fx.checkpoint.training.catalog import Manifests
@@ -279,15 +279,11 @@ def _written(
     """Write this rank's data files. Returns the checksums of its pieces. All names are on the device then."""
     with together("reserving space for the checkpoint", ranks):
         for path, nbytes in zip(paths, layout.sizes, strict=True):
-            fd = files.create(path)
-            try:
-                files.reserve(fd, nbytes)
-            finally:
-                os.close(fd)
+            make_file(files, path, nbytes)
     with together("writing the checkpoint", ranks):
         with opened(paths, files) as handles:
             sums = Writer(files, handles, report, in_flight).write(layout.headers, layout.places)
-        sync_directory(files, directory)
+        sync(files, directory)
     return sums
 
 
