@@ -22,6 +22,7 @@ from statistics import median
 
 import torch
 from corpus import CorpusError, load_corpus
+from defaults import ShowDefaults
 from gpt import default_dtype
 from resident import peak_resident_bytes, resident_bytes
 from tabulate import tabulate
@@ -175,9 +176,7 @@ def continued(model: torch.nn.Module, prompt: torch.Tensor, args: argparse.Names
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], formatter_class=ShowDefaults)
     parser.add_argument("checkpoint", nargs="?", type=Path, help="a directory that from_pretrained reads")
     parser.add_argument("--size", choices=list(SIZES), default="tiny", help="of the random base where none is given")
     parser.add_argument(
@@ -192,13 +191,13 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--base", type=Path, help="directory that keeps the quantised base, for any number of jobs")
     parser.add_argument("--host-memory", help="budget for tiles in memory, such as 512MiB; default: no limit")
     parser.add_argument("--output", type=Path, default=Path("adapter"), help="directory for the trained adapter")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=20, help="of the optimizer")
     parser.add_argument("--batch", type=int, default=4, help="sequences per step")
     parser.add_argument("--length", type=int, default=128, help="tokens per sequence")
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
     parser.add_argument("--activations", default="keep", help="keep, recompute, offload or auto")
     parser.add_argument("--generate", type=int, default=0, metavar="TOKENS", help="that follow a text after training")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
     return parser
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 from corpus import CorpusError, batches, bigram_loss, bits, evaluation_batches, load_corpus, unigram_loss
+from defaults import ShowDefaults
 from gpt import GPT, GPTConfig, default_dtype
 from master_adamw import adamw
 from resident import peak_resident_bytes, resident_bytes
@@ -223,31 +224,41 @@ def positive_float(text: str) -> float:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Train a byte-level GPT on text, with its states in a zinf store.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=ShowDefaults,
     )
     model = parser.add_argument_group("model")
-    model.add_argument("--layers", type=positive, default=4)
-    model.add_argument("--hidden", type=positive, default=128)
-    model.add_argument("--heads", type=positive, default=4)
-    model.add_argument("--context", type=positive, default=128, help="bytes per sequence")
+    model.add_argument("--layers", type=positive, default=4, metavar="N", help="blocks")
+    model.add_argument("--hidden", type=positive, default=128, metavar="N", help="hidden size")
+    model.add_argument("--heads", type=positive, default=4, metavar="N", help="attention heads")
+    model.add_argument("--context", type=positive, default=128, metavar="N", help="bytes per sequence")
     model.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the parameters")
     training = parser.add_argument_group("training")
-    training.add_argument("--text", type=Path, help="a file or directory, in place of the standard library's source")
-    training.add_argument("--steps", type=positive, default=500)
-    training.add_argument("--batch", type=positive, default=16, help="sequences per forward, on each rank")
-    training.add_argument("--accumulate", type=positive, default=1, help="forwards and backwards per step")
+    training.add_argument(
+        "--text", type=Path, metavar="PATH", help="a file or directory, in place of the standard library's source"
+    )
+    training.add_argument("--steps", type=positive, default=500, metavar="N", help="of the optimizer")
+    training.add_argument("--batch", type=positive, default=16, metavar="N", help="sequences per forward, on each rank")
+    training.add_argument("--accumulate", type=positive, default=1, metavar="N", help="forwards and backwards per step")
     training.add_argument("--lr", type=positive_float, default=3e-3, help="peak learning rate")
-    training.add_argument("--warmup", type=not_negative, default=50, help="steps to reach it")
-    training.add_argument("--seed", type=not_negative, default=0)
-    training.add_argument("--eval-every", type=not_negative, default=100, metavar="STEPS", help="0: only at the end")
-    training.add_argument("--sample", type=not_negative, default=300, metavar="BYTES", help="to generate at the end")
+    training.add_argument("--warmup", type=not_negative, default=50, metavar="N", help="steps to reach it")
+    training.add_argument("--seed", type=not_negative, default=0, metavar="N", help="of weights, batches and sample")
+    training.add_argument(
+        "--eval-every",
+        type=not_negative,
+        default=100,
+        metavar="N",
+        help="steps between evaluations; 0: only at the end",
+    )
+    training.add_argument("--sample", type=not_negative, default=300, metavar="N", help="bytes to generate at the end")
     states = parser.add_argument_group("where the states live")
     states.add_argument("--store", type=Path, metavar="DIR", help="in place of $ZINF_STORE or the user cache")
-    states.add_argument("--placement", help="a preset of zinf_fx.Config, such as infinity-nvme (used if not given)")
+    states.add_argument("--placement", help="a preset of zinf_fx.Config (default: infinity-nvme)")
     kinds = ("float32", "bfloat16", "8bit")
     states.add_argument("--state-dtype", choices=kinds, default="float32", help="of the optimizer's moments")
     how = states.add_mutually_exclusive_group()
-    how.add_argument("--compile", dest="plain", action="store_false", help="torch.compile(model, backend='zinf')")
+    how.add_argument(
+        "--compile", dest="plain", action="store_false", help="torch.compile(model, backend='zinf'), the default"
+    )
     how.add_argument("--plain", action="store_true", help="ordinary PyTorch, everything in memory")
     parser.set_defaults(plain=False)
     return parser
