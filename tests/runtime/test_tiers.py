@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import pytest
 
@@ -39,6 +40,26 @@ def test_a_large_write_waits_for_those_before_it_and_not_for_itself(monkeypatch:
     assert seen == [0, 0, 2, 3, 3]
     queue.drain()
     assert arena.in_use == 0 and all(write.awaited for write in writes)
+
+
+def test_who_waits_for_writes_holds_up_nobody_else():
+    waits, goes_on = threading.Event(), threading.Event()
+
+    class Late(Write):
+        def wait(self) -> None:
+            waits.set()
+            assert goes_on.wait(60)
+            super().wait()
+
+    queue, arena = WriteQueue(Counters()), Arena("host", 32 * PAGE)
+    queue.add(Late(), arena.lease(PAGE), None)
+    waiting = threading.Thread(target=queue.drain)
+    waiting.start()
+    assert waits.wait(60)
+    is_free = queue.lock.acquire(timeout=1)
+    goes_on.set()
+    waiting.join(60)
+    assert is_free and not queue and not arena.in_use
 
 
 def test_one_store_directory_has_one_set_of_tiers(tmp_path):

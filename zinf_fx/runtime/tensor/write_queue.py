@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import islice
 
 from zinf_fx.errors import StoreError
@@ -87,17 +88,11 @@ class WriteQueue:
             if isinstance(ticket, DelayedWrite):
                 self._delayed.append((ticket, owner))
             self._begin_delayed()
-            self.limit(max(_MAX_BYTES_WRITING, buffer.capacity))
+        self.limit(max(_MAX_BYTES_WRITING, buffer.capacity))
 
     def limit(self, nbytes: int) -> None:
         """Wait until at most `nbytes` are under way. Raises: StoreError of one that failed."""
-        with self.lock:
-            if self.nbytes <= nbytes:
-                return
-            started = time.perf_counter()
-            while self.nbytes > nbytes:
-                self.retire()
-            self._counters.write_stall_seconds += RECORDER.waited(started, "writes")
+        self._counters.write_stall_seconds += self._retire_while(lambda: self.nbytes > nbytes)
 
     def at_most(self, nbytes: int) -> bool:
         """Whether `limit` would return at once."""
@@ -124,28 +119,35 @@ class WriteQueue:
     def drain(self) -> None:
         """Wait for every write. Raises: StoreError of the first that failed, after all have ended."""
         failure: BaseException | None = None
-        with self.lock:
-            if not self._writes:
-                return
-            started = time.perf_counter()
-            while self._writes:
-                try:
-                    self.retire()
-                except BaseException as error:
-                    failure = failure or error
-            RECORDER.waited(started, "writes")
+        while self._writes:
+            try:
+                self._retire_while(lambda: bool(self._writes))
+            except BaseException as error:
+                failure = failure or error
         if failure is not None:
             raise failure
 
     def vacate(self, lies_there: Callable[[Buffer], bool]) -> None:
         """Wait for the writes whose buffers lie in a place, and for those before them."""
-        with self.lock:
-            if not (count := self._until(lies_there)):
-                return
-            started = time.perf_counter()
-            for _ in range(count):
-                self.retire()
-            self._counters.write_stall_seconds += RECORDER.waited(started, "writes")
+        self._counters.write_stall_seconds += self._retire_while(lambda: self._until(lies_there) > 0)
+
+    def _retire_while(self, must: Callable[[], bool]) -> float:
+        """Retire writes while that must be. Others may use the queue while this waits for the disk. Returns the
+        seconds. Raises: StoreError of one that failed, which is retired, too."""
+        started = None
+        while True:
+            with self.lock:
+                self._begin_delayed()
+                if not must():
+                    break
+                first, _ = self._writes[0]
+                if first.done():
+                    self.retire()
+                    continue
+            started = started or time.perf_counter()
+            with suppress(StoreError):  # which `retire` raises
+                first.wait()
+        return 0.0 if started is None else RECORDER.waited(started, "writes")
 
     def is_vacant(self, lies_there: Callable[[Buffer], bool]) -> bool:
         """Whether `vacate` would return at once."""
