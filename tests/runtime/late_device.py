@@ -4,6 +4,7 @@ values."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 
 import pytest
@@ -20,6 +21,7 @@ class LateDevice(Device):
     """Counts the copies of each direction, and refuses to lose one."""
 
     in_host_memory = False
+    computes_apart = True
 
     def __init__(self) -> None:
         self.uploads = self.downloads = 0
@@ -38,6 +40,8 @@ class LateDevice(Device):
 class LateCopy:
     """Copies when somebody waits for it or joins it."""
 
+    _one_at_a_time = threading.RLock()
+
     def __init__(self, value: torch.Tensor, after: Iterable[Copy] = ()) -> None:
         self.value = value
         self._after = after
@@ -53,12 +57,13 @@ class LateCopy:
 
     def wait(self) -> None:
         assert self._started
-        if self._source is not None:
-            for copy in self._after:
-                copy.wait()
-            with torch.no_grad(), _disable_current_modes():  # a finalizer may wait while a graph is being captured
-                self.value.copy_(self._source)
-            self._source = None
+        with self._one_at_a_time:
+            if self._source is not None:
+                for copy in self._after:
+                    copy.wait()
+                with torch.no_grad(), _disable_current_modes():  # a finalizer may wait while a graph is being captured
+                    self.value.copy_(self._source)
+                self._source = None
 
     join = wait
 

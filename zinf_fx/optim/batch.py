@@ -16,6 +16,7 @@ from zinf_fx.optim.layouts import GroupLayouts
 from zinf_fx.optim.packed import PackedStates, packed
 from zinf_fx.optim.recipe import Recipe, Update
 from zinf_fx.optim.states import ParameterStates
+from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.tensor.home import Home
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
@@ -96,6 +97,16 @@ class Batch:
     def reads(self) -> bool:
         """Whether anything of them is moved."""
         return any(states.bytes_per_element for states in self.states)
+
+    @cached_property
+    def apart(self) -> Device | None:
+        """The device that computes with all of the parameters, where it does so apart from the CPU, which updates
+        them."""
+        devices = {states.parameter.storage.device for states in self.states}
+        if len(devices) > 1 or any(states.place is not CPU for states in self.states):
+            return None
+        (device,) = devices
+        return device if device.computes_apart else None
 
     @cached_property
     def homes(self) -> set[Home]:

@@ -20,7 +20,7 @@ class ChunkQueue:
 
     def __init__(self, memory: ChunkMemory, progress: Progress) -> None:
         self._memory, self._progress = memory, progress
-        self._loose: list[Batch] = []  # not cut into chunks yet
+        self._loose: deque[Batch] = deque()  # not cut into chunks yet; another thread may add to them
         self._unopened: deque[Chunk] = deque()
         self._opened: deque[OpenChunk] = deque()
 
@@ -35,18 +35,25 @@ class ChunkQueue:
     @property
     def fills_a_chunk(self) -> bool:
         """Whether the parameters that came have the elements of a chunk, or nothing says how many that are."""
-        return sum(batch.elements for batch in self._loose) >= self._memory.elements
+        return sum(batch.elements for batch in list(self._loose)) >= self._memory.elements
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether there are chunks to be updated."""
+        return bool(self._opened or self._unopened)
 
     def cut(self) -> None:
         """Cut what came into chunks."""
         if not self._loose:
             return
-        batch = Batch.of(self._loose)
+        several = list(self._loose)
+        batch = Batch.of(several)
         if not self._memory.elements:
             self._memory.plan(batch)
         chunks = batch.chunks(self._memory.elements)
         with self._progress.changing():
-            self._loose.clear()
+            for _ in several:
+                self._loose.popleft()
             self._unopened += chunks
 
     @property

@@ -38,7 +38,6 @@ class Resident:
         state: what the class works on; of stored states, their bytes.
         token: the parameter's, for as long as these are its bytes.
         written: what autograd sees the writes of an update by.
-        moves: whether the bytes are copied to a device for compute.
     """
 
     def __init__(
@@ -54,9 +53,7 @@ class Resident:
         self.layout, self.entry, self._memory = layout, entry, memory
         self.state: State = {k: memory.get(k, v) for k, v in entry.items() if k in memory or k not in states.tensors}
         storage = self.parameter.storage
-        self._states = tuple(states.tensors[name].storage.bytes for name in memory)
         self.written = (self.parameter, *storage.bytes.tokens)
-        self.moves = self.place.in_host_memory and not storage.device.in_host_memory
         self.token = self.parameter.token  # another one where the parameter was converted
 
     def gradient(self, found: torch.Tensor, unscales: bool) -> torch.Tensor | None:
@@ -67,12 +64,6 @@ class Resident:
             return None
         # Fused kernels take elements in the order in which they lie.
         return found if found.dtype is self.weights.dtype and found.is_contiguous() else None
-
-    def before_write(self) -> None:
-        """Of bytes that move: wait for transfers from and to them, and let who holds tiles see a write."""
-        for each in (self.parameter.storage.bytes, *self._states):
-            each.in_memory_of(self.place)
-            each.home.version += 1
 
     @property
     def states_nbytes(self) -> int:
@@ -97,7 +88,6 @@ class Together:
     Attributes:
         place: what updates them.
         written: what autograd sees the writes of an update by.
-        moving: those whose bytes are copied to a device for compute.
         state: as the class keeps it, by the weights.
     """
 
@@ -107,7 +97,6 @@ class Together:
     weights: Sequence[torch.Tensor]
     dtypes: Sequence[torch.dtype]
     written: Sequence[torch.Tensor]
-    moving: Sequence[Resident]
     state: defaultdict[torch.Tensor, State]
 
     @staticmethod
@@ -121,7 +110,6 @@ class Together:
             weights,
             [weight.dtype for weight in weights],
             list(chain.from_iterable(one.written for one in residents)),
-            [one for one in residents if one.moves],
             defaultdict(dict, zip(weights, (one.state for one in residents), strict=True)),
         )
 
@@ -295,8 +283,8 @@ def _find(
     """A parameter as the class may step it from now on, if all that its update needs is in memory."""
     if states is None or entry is None or states.has_master or states.rounded:
         return None
-    if states.place.in_host_memory and states.bytes_written:  # it goes to the store
-        return None
+    if states.place.in_host_memory and (states.bytes_written or parameter.storage.device.computes_apart):
+        return None  # it goes to the store, or is updated beside the device: see [Note: beside]
     weights = _memory_of(parameter, states.place)
     if weights is None or not (group.get("fused") or weights.numel() <= _elements(parameter, states.place)):
         return None

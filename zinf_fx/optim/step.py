@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
 from itertools import chain
 from threading import get_ident
 
@@ -16,6 +17,7 @@ from zinf_fx.errors import StoreError
 from zinf_fx.interrupts import finalizing, held_back, let_through, sealed, taking
 from zinf_fx.optim.arithmetic import Group, borrow, step_without_hooks
 from zinf_fx.optim.batch import Batch
+from zinf_fx.optim.beside import Beside
 from zinf_fx.optim.chunk import OpenChunk
 from zinf_fx.optim.chunk_memory import ChunkMemory
 from zinf_fx.optim.chunk_queue import ChunkQueue
@@ -32,7 +34,7 @@ from zinf_fx.plan.memory.accounting import AT_A_TIME
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.memory.heap import trim_heap
-from zinf_fx.runtime.recorder import RECORDER, STATES
+from zinf_fx.runtime.recorder import RECORDER, STATES, STATES_BESIDE
 from zinf_fx.runtime.tensor.stored_bytes import announce_writes
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.tiers import drain_after
@@ -76,42 +78,46 @@ class StreamedStep:
         self._lock = threading.RLock()
         self._purpose = RECORDER.purpose("", STATES)
         self._worker: int | None = None  # the thread that updates chunks
+        self._beside: Beside | None = None
         self._over = False
         self._overlaps = True
         self.closed = False
         self.seconds = 0.0
 
+    @held_back
     def add(self, batch: Batch, *, owned: bool = False) -> None:
         """Take over updates of parameters: their gradients are in the states, and with `owned`, nobody else's any more.
 
-        Raises: StoreError when a step failed that is still under way on the same tiers; this one takes nothing then.
+        Nothing here waits for the thread beside. Raises: StoreError when a step failed that is still under way on the
+        same tiers; this one takes nothing then.
         """
         for tiers in batch.tiers:
             tiers.check_process()
-        with taking(self._lock):
-            for tiers in batch.tiers:
-                if tiers.background is not self:
-                    if tiers.background is not None:
-                        tiers.background.finish()
-                    tiers.background = self
-                if tiers not in self._memory.tiers:
-                    self._memory.tiers.append(tiers)
-            self._progress.final |= owned
-            # Let autograd notice at once, as after any in-place update.
-            torch.autograd.graph.increment_version(batch.wholes)
-            announce_writes(batch.bytes)
-            self._overlaps &= owned or batch.streams_gradients
-            for recipe, states in batch.in_shares:
-                share = states.parameter.storage.share
-                share.stale |= not (share.partitioned or recipe.whole)
-                self._overlaps &= not recipe.whole  # what is collective has its turn
-            self._pending |= batch.touched
-            self.parameters |= batch.parameters
-            self._batches.append(batch)
-            self._queue.add(batch)
-            for states in batch.states if owned else ():
-                if not isinstance(states.gradient, StoredTensor):
-                    self._held[states.parameter] = states.gradient.nbytes
+        for tiers in batch.tiers:
+            if tiers.background is not self:
+                if tiers.background is not None:
+                    tiers.background.finish()
+                tiers.background = self
+            if tiers not in self._memory.tiers:
+                self._memory.tiers.append(tiers)
+        self._progress.final |= owned
+        # Let autograd notice at once, as after any in-place update.
+        torch.autograd.graph.increment_version(batch.wholes)
+        announce_writes(batch.bytes)
+        self._overlaps &= owned or batch.streams_gradients
+        for recipe, states in batch.in_shares:
+            share = states.parameter.storage.share
+            share.stale |= not (share.partitioned or recipe.whole)
+            self._overlaps &= not recipe.whole  # what is collective has its turn
+        self._pending |= batch.touched
+        self.parameters |= batch.parameters
+        for states in batch.states if owned else ():
+            if not isinstance(states.gradient, StoredTensor):
+                self._held[states.parameter] = states.gradient.nbytes
+        if batch.apart is not None and not self._batches:
+            self._beside = Beside(batch.apart, self._go_on)
+        self._batches.append(batch)
+        self._queue.add(batch)
 
     def update_residents(self, calls: Sequence[ResidentCall]) -> None:
         """Update parameters that nothing has to be moved for, before the others: see [Note: resident updates].
@@ -123,8 +129,6 @@ class StreamedStep:
             if tiers.background is not None:
                 tiers.background.finish()
         with taking(self._lock), self._working(), self._progress.changing():
-            for one in chain.from_iterable(call.together.moving for call in calls):
-                one.before_write()
             self._progress.resident = list(chain.from_iterable(call.together.parameters for call in calls))
             torch.autograd.graph.increment_version(chain.from_iterable(call.together.written for call in calls))
             for call in calls:
@@ -136,11 +140,7 @@ class StreamedStep:
 
     def make_room(self, nbytes: int, limit: int) -> None:
         """Update chunks until so many bytes more of gradients fit `limit`, or none are held."""
-        with taking(self._lock):
-            if not self.asks and self.bytes_held > max(limit - nbytes, 0):
-                with self._working():
-                    while self.bytes_held > max(limit - nbytes, 0):
-                        self._update_next()
+        self._until(lambda: self.bytes_held <= max(limit - nbytes, 0))
 
     @property
     def takes_more(self) -> bool:
@@ -150,7 +150,7 @@ class StreamedStep:
     @property
     def bytes_held(self) -> int:
         """Of gradients in memory that wait for their update."""
-        return sum(self._held.values())
+        return sum(list(self._held.values()))
 
     @held_back
     def close(self, overlap: bool) -> None:
@@ -164,6 +164,9 @@ class StreamedStep:
         if not self._can_be_continued:
             with sealed:
                 self.finish()
+        elif overlap and self._beside is not None:
+            self._progress.final = True
+            self.advance()
         elif overlap and reads:
             self.advance()
             self._progress.final = True
@@ -172,7 +175,11 @@ class StreamedStep:
 
     @held_back
     def advance(self) -> None:
-        """Do what can be done without waiting."""
+        """Do what can be done without waiting, or have it done: see [Note: beside]."""
+        if self._beside is not None and self._overlaps:
+            self._beside.wake()
+            if self._beside.failure is None:
+                return
         if self.asks or not self._lock.acquire(blocking=False):
             return
         try:
@@ -188,14 +195,36 @@ class StreamedStep:
         finally:
             self._lock.release()
 
+    def _go_on(self) -> bool:
+        """In the thread beside: update the next chunk, or end the step. Returns whether there is more to do at once."""
+        with self._lock:
+            if self._over or not self._overlaps:
+                return False
+            with self._working():
+                if self.closed or self._queue.fills_a_chunk:
+                    self._queue.cut()
+                if self._queue.is_cut:
+                    self._update_next()
+                elif self.closed:
+                    self._end()
+            return not self._over and (self.closed or self._queue.is_cut)
+
     def settle(self, keys: Collection[int]) -> None:
         """Update chunks until the storages of these keys are final."""
-        if not (self._pending.isdisjoint(keys) or self.asks):
+        if not self._pending.isdisjoint(keys):
+            self._until(lambda: self._pending.isdisjoint(keys))
+
+    def _until(self, is_so: Callable[[], bool]) -> None:
+        """Update chunks, and end the step behind the last, until something is so; or wait until it is, where the thread
+        beside is at work. Nothing when the step itself asks."""
+        while not (self.asks or is_so()):
+            if self._beside is not None and self._beside.wait(is_so):
+                return
             with taking(self._lock):
-                if not self._pending.isdisjoint(keys):
+                if not is_so():
                     with self._working():
-                        while not self._pending.isdisjoint(keys):
-                            self._update_next()
+                        while not is_so():
+                            self._update_next() if self._queue else self._end()
 
     @held_back
     def finish(self) -> bool:
@@ -207,17 +236,13 @@ class StreamedStep:
             return False
         for tiers in self._memory.tiers:
             tiers.check_process()
-        with taking(self._lock):
-            if self.asks or self._over or not (self.closed or self._queue):
-                return False
-            with self._working():
-                while self._queue:
-                    self._update_next()
-                if self.closed:
-                    self._end()
-                else:
-                    self._memory.limit_writes(0)
-            return True
+        if self.asks or not (self.closed or self._queue):
+            return False
+        self._until(lambda: self._over or not (self.closed or self._queue))
+        if not self.closed:
+            with taking(self._lock), self._working():
+                self._memory.limit_writes(0)
+        return True
 
     @finalizing
     def finish_when_dropped(self) -> None:
@@ -262,25 +287,33 @@ class StreamedStep:
         """Around all work: accesses to tensors are the step's own. An error ends the step; an interrupt only where it
         comes in the middle of a change. Else what comes next goes on with the step."""
         started = time.perf_counter()
+        is_beside = self._beside is not None and self._beside.is_this_thread
+        purpose = self._purpose or RECORDER.purpose("", STATES)
+        if is_beside and purpose is not None:
+            purpose = replace(purpose, kinds=STATES_BESIDE)
         self._worker = get_ident()
         try:
+            if self._beside is not None and self._beside.failure is not None:
+                raise self._beside.failure
             with (
                 torch.inference_mode(False),  # an inference may be what goes on with the step
                 torch.no_grad(),
-                RECORDER.within(self._purpose or RECORDER.purpose("", STATES)),
+                RECORDER.within(purpose),
                 ExitStack() as rooms,
             ):
                 for tiers in self._memory.tiers:
                     rooms.enter_context(tiers.stepping())
                 yield
         except BaseException as error:
+            if is_beside:
+                raise  # to whoever asks next, who ends the step
             if isinstance(error, Exception) or self._progress.changes or not self._can_be_continued:
                 self._fail(error)
             self._progress.final = True  # the gradients may be gone when it goes on
             raise
         finally:
             self._worker, self._progress.changes = None, False
-            self.seconds += time.perf_counter() - started
+            self.seconds += 0.0 if is_beside else time.perf_counter() - started
 
     @sealed
     def _fail(self, error: BaseException) -> None:

@@ -25,6 +25,8 @@ from zinf_fx.plan.schedule import GraphKind
 GRADIENT = {"fetch": "read"}
 REFRESH = {"allgather": "refresh"}
 STATES = {"fetch": "read_states", "upload": "read_states", "write": "write_states", "offload": "write_states"}
+# As those of the optimizer, in a thread of its own: the training doesn't wait when that does.
+STATES_BESIDE = dict(STATES)
 
 _HOST = torch.device("cpu")
 
@@ -216,8 +218,8 @@ class Recorder:
 
     def waited(self, since: float, subject: str | None = None, detail: str = "") -> float:
         """The training waited since a moment, until now. Returns the seconds, also when nothing is noted."""
-        now = time.perf_counter()
-        if self.log is not None:
+        now, about = time.perf_counter(), _about.get()
+        if self.log is not None and (about is None or about.kinds is not STATES_BESIDE):
             self._note("wait", 0, since, detail, subject).end = now
         return now - since
 

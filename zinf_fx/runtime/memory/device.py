@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import cache
+from threading import Lock, Thread
 from types import ModuleType
 from typing import Protocol
 
@@ -61,10 +62,16 @@ class Device:
     Attributes:
         torch_device: as PyTorch names it.
         in_host_memory: whether it computes in host memory, so that nothing has to be copied.
+        computes_apart: whether it computes while the CPU does something else.
     """
 
     torch_device = torch.device("cpu")
     in_host_memory = True
+    computes_apart = False
+
+    def thread(self, work: Callable[[], None]) -> Thread:
+        """A thread for the CPU's work on what the device computes with, in the order of what is queued now."""
+        return Thread(target=work, name="zinf-step")
 
     def take_over(self, memory: torch.Tensor) -> None:
         """Before a place in the memory of an arena is used again, by what is queued on the current stream."""
@@ -119,6 +126,7 @@ class Cuda(Device):
     """A CUDA device: copies run beside compute, on streams of their own, from and to registered host memory."""
 
     in_host_memory = False
+    computes_apart = True
 
     def __init__(self, torch_device: torch.device, api: ModuleType = cuda) -> None:
         """`api`: what has the device's streams and events, as `torch.cuda` has them."""
@@ -127,8 +135,18 @@ class Cuda(Device):
         self.downloads = api.Stream(torch_device)
         self._leaving: deque[_CudaDownload] = deque()
         self._bytes_leaving = 0
+        self._lock = Lock()  # of the two: the CPU's update of parameters has a thread of its own
         self._runtime = api.cudart()
         self._owner: cuda.Stream | None = None  # of the memory of arenas
+
+    def thread(self, work: Callable[[], None]) -> Thread:
+        stream = self.compute()  # of each thread, PyTorch has a current one
+
+        def work_on_stream() -> None:
+            with self.api.stream(stream):
+                work()
+
+        return super().thread(work_on_stream)
 
     def take_over(self, memory: torch.Tensor) -> None:
         stream, owner = self.compute(), self._owner
@@ -154,16 +172,17 @@ class Cuda(Device):
         if value.device != self.torch_device:
             return CPU.download(value, host, after)
         copy = _CudaDownload(self, value.detach().reshape(-1).to(host.dtype), host, after)
-        while self._leaving and self._leaving[0].done():
-            self._bytes_leaving -= self._leaving.popleft().nbytes
-        self._leaving.append(copy)
-        self._bytes_leaving += copy.nbytes
-        while self._bytes_leaving > MAX_BYTES_LEAVING:
-            if self._bytes_leaving <= 2 * max(each.nbytes for each in self._leaving):
-                break
-            first = self._leaving.popleft()
-            first.join()
-            self._bytes_leaving -= first.nbytes
+        with self._lock:
+            while self._leaving and self._leaving[0].done():
+                self._bytes_leaving -= self._leaving.popleft().nbytes
+            self._leaving.append(copy)
+            self._bytes_leaving += copy.nbytes
+            while self._bytes_leaving > MAX_BYTES_LEAVING:
+                if self._bytes_leaving <= 2 * max(each.nbytes for each in self._leaving):
+                    break
+                first = self._leaving.popleft()
+                first.join()
+                self._bytes_leaving -= first.nbytes
         return copy
 
     def compute(self) -> cuda.Stream:

@@ -70,7 +70,7 @@ class Tiers:
         self.chunk_elements: int | None = None
         """Of a chunk of an optimizer's step, for which there is room in the region; None before the first plan."""
         self._chunks = range(0)  # of the region, what is for an optimizer's step
-        self._room: range | None = None  # in which leases are to be made
+        self._here = threading.local()  # what of it this thread's leases are to be made in, as `room`
         self._store: Store | None = None
         self.generations: list[Generation] = []
         """What of the store checkpoints keep as it was."""
@@ -164,11 +164,11 @@ class Tiers:
         room = self._chunks if part is None else self._planned(part)
         if part is not None:
             self.writes.vacate(partial(self.host.lies_in, room))
-        before, self._room = self._room, room or None
+        before, self._here.room = getattr(self._here, "room", None), room or None
         try:
             yield
         finally:
-            self._room = before
+            self._here.room = before
 
     def is_vacant(self, part: range) -> bool:
         """Whether nothing is written from a part of the room for chunks, so that `stepping` would not wait."""
@@ -186,7 +186,9 @@ class Tiers:
 
         Raises: StoreError when there is no room yet after that, or a write failed.
         """
-        room = self._room if offset is None else range(offset, offset + round_up(nbytes, PAGE))
+        room = getattr(self._here, "room", None)
+        if offset is not None:
+            room = range(offset, offset + round_up(nbytes, PAGE))
         while True:
             background = self.background
             with self._lock:

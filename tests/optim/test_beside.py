@@ -1,0 +1,187 @@
+"""Where a device computes apart from the CPU, the CPU's update of parameters has a thread of its own."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from injecting import Fault, inject
+from runtime.late_device import LateDevice, install
+from torch import nn
+
+import zinf_fx
+from zinf_fx import optim
+from zinf_fx.errors import OptimizerError, StoreError
+from zinf_fx.runtime.execute.executor import EXECUTOR
+
+PLACEMENTS = ("infinity-cpu", "infinity-nvme", "zero-offload")
+SHAPES = ((3 * 16384,), (100,), (2 * 16384,), (7,), (40_000,))
+SECONDS = 60.0
+
+
+class Gated:
+    """Threads of the device begin when the gate is open. `threads`: all of them."""
+
+    def __init__(self, device: LateDevice) -> None:
+        self.open = threading.Event()
+        self.open.set()
+        self.threads: list[threading.Thread] = []
+        self._make, device.thread = device.thread, self._thread
+
+    def _thread(self, work: Callable[[], None]) -> threading.Thread:
+        def through_the_gate() -> None:
+            assert self.open.wait(SECONDS)
+            work()
+
+        self.threads.append(self._make(through_the_gate))
+        return self.threads[-1]
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gated]:
+    torch._dynamo.reset()
+    gated = Gated(install(monkeypatch))
+    yield gated
+    gated.open.set()
+    for thread in gated.threads:
+        thread.join(SECONDS)
+    EXECUTOR.reset()
+    torch._dynamo.reset()
+
+
+def prepared(twins, placement: str, **fields: object):
+    """Twins after one step, with new gradients where backward would leave them."""
+    pair = twins(shapes=SHAPES, placement=placement, **fields)
+    optimizer, reference = optim.AdamW(pair.stored, lr=1e-2), torch.optim.AdamW(pair.masters, lr=1e-2, fused=True)
+    pair.train(optimizer, reference, steps=1)
+    pair.give_gradients()
+    for parameter in pair.stored:
+        value, parameter.grad = parameter.grad, None
+        parameter.grad = zinf_fx.StoredTensor.of(parameter.storage.like("host"), parameter.shape, "cpu")
+        parameter.grad.copy_(value)
+    return pair, optimizer, reference
+
+
+def background(pair) -> object:
+    return pair.stored[0].storage.tiers.background
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_step_returns_at_once_and_the_thread_does_it(twins, gate: Gated, placement: str) -> None:
+    pair, optimizer, reference = prepared(twins, placement)
+    gate.open.clear()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert background(pair) is not None and optimizer.step_seconds < SECONDS
+    gate.open.set()
+    reference.step()
+    pair.check()  # reads every parameter
+    optimizer.finish()
+    assert background(pair) is None and optimizer.torn is None and len(gate.threads) == 1
+    pair.train(optimizer, reference)
+
+
+@pytest.mark.parametrize("placement", ["device", "infinity-cpu"])
+def test_without_overlap_or_where_the_device_updates_there_is_no_thread(twins, gate: Gated, placement: str) -> None:
+    pair, optimizer, reference = prepared(twins, placement)
+    optimizer.overlap = placement == "device"
+    optimizer.step()
+    reference.step()
+    assert background(pair) is None and not gate.threads
+    pair.check()
+
+
+def test_ctrl_c_gets_through_to_who_waits_for_the_thread(twins, gate: Gated) -> None:
+    pair, optimizer, reference = prepared(twins, "infinity-cpu")
+    gate.open.clear()
+    optimizer.step()
+    ctrl_c = threading.Timer(0.02, signal.raise_signal, (signal.SIGINT,))
+    ctrl_c.start()
+    with pytest.raises(KeyboardInterrupt):
+        pair.stored[-1].full_tensor()
+    ctrl_c.join()
+    assert optimizer.torn is None and background(pair) is not None
+    gate.open.set()
+    reference.step()
+    pair.check()
+    pair.train(optimizer, reference)
+
+
+def test_a_fault_in_the_thread_is_raised_by_who_asks_next(twins, gate: Gated) -> None:
+    pair, optimizer, _ = prepared(twins, "infinity-nvme")
+    inject(pair.stored[0].storage.tiers.store, Fault("completion", operation="read", count=100, errno=errno.EIO))
+    optimizer.step()
+    optimizer.zero_grad()
+    for thread in gate.threads:
+        thread.join(SECONDS)
+    assert optimizer.torn is None and background(pair) is not None
+    with pytest.raises(StoreError, match="errno 5"):
+        pair.stored[0].full_tensor()
+    assert background(pair) is None and len(optimizer.torn.untouched) == len(SHAPES)
+    for refused in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(OptimizerError, match="step was interrupted"):
+            refused()
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def trained(call: nn.Module, optimizer: torch.optim.Optimizer, between: Callable[[], None] = lambda: None) -> list:
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(4):
+        loss = call(torch.randn(8, 64))
+        loss.backward()
+        between()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_training_is_the_same_to_the_bit(tmp_path: Path, gate: Gated, placement: str, in_backward: bool) -> None:
+    torch.manual_seed(0)
+    plain = Layers()
+    torch.manual_seed(0)
+    model = zinf_fx.offload(Layers(), store=tmp_path, placement=placement, chunk="64KiB", pack=None)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2, step_in_backward=in_backward)
+    expected = trained(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
+    before = []
+    found = trained(torch.compile(model, backend="zinf"), optimizer, lambda: before.append(len(gate.threads)))
+    assert found == expected
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.full_tensor(), other)
+    assert gate.threads and (before[0] > 0) == in_backward  # what is updated in backward is updated beside it
+
+
+def test_backward_does_not_wait_for_the_thread(tmp_path: Path, gate: Gated) -> None:
+    """As long as there is room for the gradients that wait."""
+    model = zinf_fx.offload(Layers(), store=tmp_path, placement="infinity-cpu", chunk="64KiB", pack=None)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2, step_in_backward=True)
+    call = torch.compile(model, backend="zinf")
+    call(torch.randn(8, 64)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    loss = call(torch.randn(8, 64))
+    optimizer.finish()
+    gate.open.clear()
+    loss.backward()
+    assert gate.threads[-1].is_alive() and all(parameter.grad is not None for parameter in model.parameters())
+    gate.open.set()
+    optimizer.step()
+    optimizer.finish()
