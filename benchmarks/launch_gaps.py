@@ -6,7 +6,10 @@
 The stand-in (launch_queue.py) takes kernels and copies as long as a described machine would; what launches them is the
 runtime, with its graphs, transfers, windows and arenas, as on a GPU. Of each kernel it is known when it could have
 begun, and when it was launched: where that is later, the device waited for the program. Forward and backward passes
-follow each other without an optimizer's step. Rows are medians over the steps.
+follow each other without an optimizer's step; with `--optimizer`, that of the CPU, after backward or in it, goes on in
+a thread of its own, in the time that host memory takes for its bytes, and `step()` is the beginning of the next forward
+pass. What the program waits for the optimizer, for values that aren't there yet, is told apart; what the two threads
+cost each other by taking turns in Python is not modelled. Rows are medians over the steps.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from arguments import check
 from launch_queue import Launch, LaunchQueue
 from llama import Llama, LlamaConfig
 from tabulate import tabulate
+from torch.utils._python_dispatch import _disable_current_modes
 
 import zinf_fx
 from zinf_fx.config import Config
@@ -46,6 +50,7 @@ class Pass:
         launches: its kernels.
         free: from when on the device was, before it; at the earliest, when the program began with it.
         program: seconds for which the program ran; `waited`: for which it waited, by what for.
+        awaited: from when until when it waited for the optimizer.
     """
 
     kind: str
@@ -53,6 +58,7 @@ class Pass:
     free: float
     program: float
     waited: dict[str, float]
+    awaited: Sequence[tuple[float, float]] = ()
 
     @property
     def kernels(self) -> float:
@@ -71,8 +77,16 @@ class Pass:
 
     @property
     def awaiting_program(self) -> float:
-        """Seconds for which it waited for the program."""
-        return sum(one.start - max(one.ready, self.free) for one in self.launches)
+        """Seconds for which it waited for the program, while that did not wait for the optimizer."""
+        return sum(one.start - max(one.ready, self.free) for one in self.launches) - self.awaiting_optimizer
+
+    @property
+    def awaiting_optimizer(self) -> float:
+        """Seconds for which it waited for the program, and that for the optimizer."""
+        late = ((max(one.ready, self.free), one.start) for one in self.launches if one.start > one.ready)
+        return sum(
+            max(min(end, until) - max(begin, since), 0.0) for begin, end in late for since, until in self.awaited
+        )
 
     @property
     def busy(self) -> float:
@@ -110,6 +124,10 @@ def run(placement: str, args: argparse.Namespace, hardware: Hardware) -> tuple[l
         device.enter_context(queue.standing_in())
         model = zinf_fx.offload(llama(args.layers), store=store, **options)
         step = torch.compile(model, backend="zinf")
+        optimizer = None
+        if args.optimizer is not None:
+            with _disable_current_modes():  # it tries the class on a few elements
+                optimizer = zinf_fx.optim.AdamW(model.parameters(), step_in_backward=args.optimizer == "in-backward")
         tokens = torch.empty((args.batch, args.sequence), dtype=torch.int64)
         profile = cProfile.Profile(queue.clock.now) if args.profile else None
         steps = []
@@ -120,21 +138,32 @@ def run(placement: str, args: argparse.Namespace, hardware: Hardware) -> tuple[l
             if profile is not None and number == args.warm:
                 profile.enable()
             passes: list[Pass] = []
+            if optimizer is None:
+                model.zero_grad()  # which waits until all gradients have left
             with Measuring(queue, "forward", passes):
+                if optimizer is not None:
+                    update(optimizer)
                 loss = step(tokens, tokens)
             with Measuring(queue, "backward", passes):
                 loss.backward()
-            for parameter in model.parameters():
-                parameter.grad = None
             if number >= args.warm:
                 steps.append(passes)
         if profile is not None:
             profile.disable()
             pstats.Stats(profile).sort_stats("tottime").print_stats(35)
-        del model, step, loss, parameter, tiers
+        if optimizer is not None:
+            update(optimizer)
+            optimizer.finish()
+        del model, step, loss, tiers, optimizer
         torch._dynamo.reset()
         gc.collect()
     return steps, simulated(plan, hardware)
+
+
+def update(optimizer: torch.optim.Optimizer) -> None:
+    with _disable_current_modes():
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def simulated(plan: Plan, hardware: Hardware) -> dict[str, float]:
@@ -153,6 +182,7 @@ class Measuring:
     def __enter__(self) -> None:
         queue = self._queue
         self._began, self._waited = queue.clock.now(), dict(queue.clock.waited)
+        self._waits = len(queue.clock.waits)
         self._first, self._free = len(queue.launches), max(queue.streams.compute.end, self._began)
 
     def __exit__(self, *error: object) -> None:
@@ -160,8 +190,9 @@ class Measuring:
         waited = {what: seconds - self._waited.get(what, 0.0) for what, seconds in clock.waited.items()}
         program = clock.now() - self._began - sum(waited.values())
         launches = self._queue.launches[self._first :]
+        awaited = [(since, until) for what, since, until in clock.waits[self._waits :] if what == "the optimizer"]
         if launches:
-            self._passes.append(Pass(self._kind, launches, self._free, program, waited))
+            self._passes.append(Pass(self._kind, launches, self._free, program, waited, awaited))
 
 
 def main() -> None:
@@ -172,6 +203,9 @@ def main() -> None:
     options.add_argument("--placements", nargs="+", default=["device", "infinity-cpu", "infinity-nvme"])
     options.add_argument("--hardware", default="dgx-h100", help="one device of it, with its share of the node")
     options.add_argument("--launch", type=float, help="seconds that PyTorch and the driver take for one, if not those")
+    options.add_argument(
+        "--optimizer", choices=("after-backward", "in-backward"), help="when the CPU updates (default: never)"
+    )
     options.add_argument("--steps", type=int, default=5)
     options.add_argument("--warm", type=int, default=2, help="steps before them")
     options.add_argument("--store", help="a directory for the stand-in's empty files")
@@ -207,7 +241,9 @@ def row(placement: str, several: Sequence[Pass], predicted: float) -> dict[str, 
         "simulated s": predicted,
         "waits for copies s": middle(lambda one: one.awaiting_copies),
         "for the program s": middle(lambda one: one.awaiting_program),
+        "for the optimizer s": middle(lambda one: one.awaiting_optimizer),
         "busy but for copies": middle(lambda one: one.busy),
+        "not lost to the program": middle(lambda one: 1 - one.awaiting_program / one.seconds),
         "program waited for": ", ".join(f"{k} {v:.2f} s" for k, v in several[-1].waited.items() if v >= 0.005),
     }
 

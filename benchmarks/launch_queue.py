@@ -11,11 +11,12 @@ the driver take for one. Where the program waits for the disk or for the device,
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from statistics import median
+from threading import Thread, get_ident
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,9 @@ from torch.utils.flop_counter import flop_registry
 
 from zinf_fx import memories
 from zinf_fx.native.engine import READ
-from zinf_fx.plan.hardware import Hardware, Link
+from zinf_fx.optim import step
+from zinf_fx.optim.beside import Beside
+from zinf_fx.plan.hardware import Hardware, Link, Memory
 from zinf_fx.runtime.disk.store import Store
 from zinf_fx.runtime.memory.device import MAKERS, Cuda
 
@@ -48,27 +51,43 @@ _NOT_LAUNCHED = {
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Bytes of the modelled disk: address space, of which no byte exists.
 _DISK = 1 << 44
+# Elements of tensors that are computed: an optimizer's numbers.
+_FEW = 16
+# Seconds between two looks at the other thread's clock.
+_NAP = 1e-4
 # An operation's way here is measured by so many calls, so often.
 _CALLS, _TIMES = 500, 5
 
 
 class Clock:
-    """The time of the thread that launches, in seconds.
+    """The time of the thread that launches, in seconds; and of another, which has a clock of its own.
 
     Attributes:
-        waited: seconds for which it waited, by what for.
+        waited: seconds for which the first one waited, by what for.
+        waits: from when until when it did, and what for.
     """
 
     def __init__(self) -> None:
-        self._ahead = -time.thread_time()  # of the processor time
+        self.launching = get_ident()
+        self._ahead = {self.launching: -time.thread_time()}  # of the processor time
         self.waited: dict[str, float] = {}
+        self.waits: list[tuple[str, float, float]] = []
 
     def now(self) -> float:
         return self.at(time.thread_time())
 
     def at(self, processor: float) -> float:
         """The time at which the thread had so many seconds of processor time."""
-        return processor + self._ahead
+        return processor + self._ahead[get_ident()]
+
+    def of_launching(self) -> float:
+        """The time of the thread that launches, for another."""
+        processor = time.clock_gettime(time.pthread_getcpuclockid(self.launching))
+        return processor + self._ahead[self.launching]
+
+    def begin(self, now: float) -> None:
+        """Give this thread a clock."""
+        self._ahead[get_ident()] = now - time.thread_time()
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
@@ -77,18 +96,20 @@ class Clock:
         try:
             yield
         finally:
-            self._ahead -= time.thread_time() - began
+            self._ahead[get_ident()] -= time.thread_time() - began
 
     def spend(self, seconds: float) -> None:
         """Let time pass."""
-        self._ahead += seconds
+        self._ahead[get_ident()] += seconds
 
     def wait(self, until: float, what: str) -> None:
         """Let time pass until a moment."""
-        now = self.now()
+        now, thread = self.now(), get_ident()
         if until > now:
-            self._ahead += until - now
-            self.waited[what] = self.waited.get(what, 0.0) + until - now
+            self._ahead[thread] += until - now
+            if thread == self.launching:
+                self.waited[what] = self.waited.get(what, 0.0) + until - now
+                self.waits.append((what, now, until))
 
 
 @dataclass(frozen=True)
@@ -177,7 +198,21 @@ class Streams:
 
 
 class StandIn(Cuda):
-    """The runtime's device, on modelled streams."""
+    """The runtime's device, on modelled streams. `on_host`: what a thread computes on the host in."""
+
+    def __init__(self, torch_device: torch.device, streams: Streams, on_host: OnHost) -> None:
+        super().__init__(torch_device, streams)
+        self._on_host = on_host
+
+    def thread(self, work: Callable[[], None]) -> Thread:
+        began, on_host = self._on_host.clock.now(), self._on_host
+
+        def in_its_time() -> None:
+            on_host.clock.begin(began)
+            with on_host:
+                work()
+
+        return Thread(target=in_its_time)
 
     def used_by(self, stream: Stream, memory: torch.Tensor) -> None:
         """The memory is the CPU's, whose allocator knows no streams."""
@@ -225,6 +260,87 @@ class DiskTicket:
         return (self._start, self._end) if self.done() else None
 
 
+class OnHost(TorchDispatchMode):
+    """What the CPU computes in the thread beside the one that launches: nothing, in the time that its memory takes.
+
+    Attributes:
+        seconds: that it computed.
+    """
+
+    def __init__(self, clock: Clock, memory: Memory) -> None:
+        super().__init__()
+        self.clock, self._memory = clock, memory
+        self.seconds = 0.0
+        self.beside: StandInBeside | None = None  # the thread that this is on in
+        self._made: dict[object, Any] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        began, kwargs = time.thread_time(), kwargs or {}
+        flat = tree_flatten((args, kwargs))[0]
+        tensors = [one for one in flat if isinstance(one, torch.Tensor)]
+        plain = all(type(one) in _PLAIN for one in tensors)
+        if not _is_launched(func) or not plain or all(one.numel() <= _FEW for one in tensors):
+            return func(*args, **kwargs)
+        result, written = self._result_of(func, flat, args, kwargs)
+        read = sum(one.nbytes for one in tensors) - (written if func is aten.copy_.default else 0)
+        seconds = self._memory.seconds(read, written)
+        self.seconds += seconds
+        self.clock.spend(seconds + began - time.thread_time())  # what this took doesn't count
+        if self.beside is not None:
+            self.beside.keep_step()
+        return result
+
+    def _result_of(self, func: Any, flat: list[Any], args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int]:
+        """What an operation returns, without values, and the bytes that it writes."""
+        if func._schema.is_mutable:
+            given = zip(func._schema.arguments, args, strict=False)
+            named = ((one, kwargs[one.name]) for one in func._schema.arguments if one.name in kwargs)
+            changed = [value for one, value in (*given, *named) if one.alias_info and one.alias_info.is_write]
+            result = kwargs.get("out", args[0] if args else None) if func._schema.returns else None
+            return result, sum(one.nbytes for one in tree_flatten(changed)[0] if isinstance(one, torch.Tensor))
+        key = (func, *(_described(one) for one in flat))
+        if key not in self._made:
+            self._made[key] = _made_on_meta(func, args, kwargs)
+        made = tree_map(lambda one: _empty_like(one) if isinstance(one, torch.Tensor) else one, self._made[key])
+        return made, sum(one.nbytes for one in tree_flatten(made)[0] if isinstance(one, torch.Tensor))
+
+
+class StandInBeside(Beside):
+    """The runtime's thread beside the one that launches, kept in step with it: what it does is done when the clock of
+    the other one says so, and who waits for it waits until its own clock says so."""
+
+    def __init__(self, device: StandIn, go_on: Callable[[], bool]) -> None:
+        super().__init__(device, self._go_on_and_look)
+        self._step, self._clock = go_on, device._on_host.clock
+        self._awaited: Callable[[], bool] | None = None
+        self._came = 0.0
+        device._on_host.beside = self
+
+    def wait(self, is_so: Callable[[], bool]) -> bool:
+        if is_so():
+            return True
+        self._came, self._awaited = 0.0, is_so
+        try:
+            return super().wait(is_so)
+        finally:
+            self._awaited = None
+            self._clock.wait(self._came, "the optimizer")
+
+    def keep_step(self) -> None:
+        """Wait until the other thread has come to this moment, or waits for this one."""
+        with self._clock.stopped():
+            while self._awaited is None and self._clock.of_launching() < self._clock.now():
+                time.sleep(_NAP)
+
+    def _go_on_and_look(self) -> bool:
+        more = self._step()
+        if (awaited := self._awaited) is not None and not self._came and awaited():
+            self._came = self._clock.now()
+        return more
+
+
 class LaunchQueue(TorchDispatchMode):
     """While this is on, operations on CPU tensors are launches on a device, and compute nothing.
 
@@ -239,7 +355,8 @@ class LaunchQueue(TorchDispatchMode):
         self.launches: list[Launch] = []
         self.copies: list[Launch] = []
         self.streams = Streams(self.clock)
-        self.device = StandIn(torch.device("cpu"), self.streams)
+        self.on_host = OnHost(self.clock, hardware.host)
+        self.device = StandIn(torch.device("cpu"), self.streams, self.on_host)
         self.disk = Disk(self.clock, *(rate / hardware.ranks_per_node for rate in _rates(hardware)))
         self._links: dict[Stream, tuple[str, Link]] = {
             self.device.uploads: ("upload", hardware.upload),
@@ -257,15 +374,15 @@ class LaunchQueue(TorchDispatchMode):
     @contextmanager
     def standing_in(self) -> Iterator[None]:
         """A block in which stored tensors of the CPU are computed with on this device."""
-        before, alone = MAKERS["cpu"], memories.IN_HOST_MEMORY
+        before, alone, beside = MAKERS["cpu"], memories.IN_HOST_MEMORY, step.Beside
         MAKERS["cpu"] = lambda torch_device: self.device
-        memories.IN_HOST_MEMORY = frozenset()
+        memories.IN_HOST_MEMORY, step.Beside = frozenset(), StandInBeside
         try:
             with self:
                 self._entry = self._measured_entry()
                 yield
         finally:
-            MAKERS["cpu"], memories.IN_HOST_MEMORY = before, alone
+            MAKERS["cpu"], memories.IN_HOST_MEMORY, step.Beside = before, alone, beside
 
     def _measured_entry(self) -> float:
         """What an operation that isn't launched takes here longer than without this, as the clock sees it."""
@@ -331,10 +448,8 @@ class LaunchQueue(TorchDispatchMode):
         return seconds, tree_map(lambda one: _empty_like(one) if isinstance(one, torch.Tensor) else one, made)
 
     def _modelled(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[float, Any]:
+        made = _made_on_meta(func, args, kwargs)
         args, kwargs = tree_map(_on_meta, (args, kwargs))
-        if "device" in kwargs:
-            kwargs["device"] = torch.device("meta")
-        made = func(*args, **kwargs)
         count = flop_registry.get(func.overloadpacket)
         flops = count(*args, **kwargs, out_val=made) if count is not None else 0
         tensors = [one for one in tree_flatten((args, kwargs, made))[0] if isinstance(one, torch.Tensor)]
@@ -367,6 +482,14 @@ def _on_meta(value: object) -> object:
     if not isinstance(value, torch.Tensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _made_on_meta(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What an operation returns, on the meta device."""
+    args, kwargs = tree_map(_on_meta, (args, kwargs))
+    if "device" in kwargs:
+        kwargs["device"] = torch.device("meta")
+    return func(*args, **kwargs)
 
 
 def _empty_like(made: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 import zinf_fx
 from zinf_fx.config import Config
@@ -36,11 +37,13 @@ PLACEMENTS = ("device", "infinity-cpu", "zero-offload", "nvme", "infinity-nvme")
 
 
 def hardware(disk: float, download: float) -> Hardware:
-    """With a disk, and a link from the device, that move so many bytes per second."""
+    """With a disk, and a link from the device, that move so many bytes per second. Host memory moves ten times as many
+    as the device's."""
     described, memory = load("a100"), Memory(1 << 40, RATE, RATE)
+    host = Memory(1 << 40, 10 * RATE, 10 * RATE)
     nvme = replace(described.nvme, read=disk, write=disk)
     links = {"upload": Link(RATE, 1e-6), "download": Link(download, 1e-6)}
-    return replace(described, device=memory, nvme=nvme, launch=0.0, **links)
+    return replace(described, device=memory, host=host, nvme=nvme, launch=0.0, **links)
 
 
 class Training:
@@ -49,7 +52,7 @@ class Training:
     def __init__(self, store: Path, placement: str, disk: float, download: float) -> None:
         self.queue = LaunchQueue(hardware(disk, download))
         self.options = {"placement": placement, "store": store, "checksum": False, "host_memory": "1GiB"}
-        self.options |= {"pack": None, "residency": False}
+        self.options |= {"pack": None, "residency": False, "chunk": NBYTES}
         self._tiers = Tiers.of(Config(**self.options))
         self.queue.serve(self._tiers.store)
 
@@ -68,8 +71,11 @@ class Training:
             parameter.grad = None
         return self.queue.launches[first:]
 
+    def forward(self) -> torch.Tensor:
+        return self._call(self.inputs).sum()
+
     def run(self) -> None:
-        self._call(self.inputs).sum().backward()
+        self.forward().backward()
 
 
 @pytest.fixture
@@ -168,3 +174,30 @@ def test_gradients_that_leave_hold_up_compute_only_where_they_are_many(
     leaving = [sum(copy.launched < one.launched and copy.end > one.start for copy in downloads) for one in after]
     assert max(leaving) == (2 if limit == 0 else LAYERS - 3)
     assert any(kernel.ready - kernel.free > 1 for kernel in after) == (limit == 0)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_the_program_waits_for_the_optimizer_where_it_needs_its_values(
+    trained: Callable[..., Training], in_backward: bool
+) -> None:
+    """The CPU's update has a thread of its own: what backward launches does not wait for it."""
+    training = trained("infinity-cpu")
+    with _disable_current_modes():
+        parameters = training.model.parameters()
+        optimizer = zinf_fx.optim.AdamW(parameters, step_in_backward=in_backward, fused=True)
+    waits, waited = training.queue.clock.waits, []
+    for _ in range(3):  # the first one learns that a step follows backward
+        waits.clear()
+        loss = training.forward()
+        waited = [{what for what, _, _ in waits}]
+        waits.clear()
+        loss.backward()
+        waited.append({what for what, _, _ in waits})
+        with _disable_current_modes():
+            optimizer.step()
+            optimizer.zero_grad()
+    assert waited[0] <= {"the optimizer"} and (waited[0] or in_backward) and not waited[1]
+    with _disable_current_modes():
+        optimizer.finish()
+    states = 5 * LAYERS * NBYTES  # of Adam: the weight, its gradient and two moments, of which all but one are written
+    assert training.queue.on_host.seconds >= (states - LAYERS * NBYTES) / (10 * RATE)
