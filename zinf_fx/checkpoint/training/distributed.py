@@ -26,7 +26,7 @@ from zinf_fx.checkpoint.training.values import decode
 from zinf_fx.errors import CheckpointError
 from zinf_fx.native.engine import File
 from zinf_fx.runtime.tensor.boxes import Box, copy_common
-from zinf_fx.runtime.tensor.distributed_checkpoint import UnreadBox, own_memory
+from zinf_fx.runtime.tensor.distributed_checkpoint import UnreadBox, chunk_list, own_memory, write_items
 
 if TYPE_CHECKING:  # it takes long to import
     import torch.distributed.checkpoint as dcp
@@ -80,22 +80,11 @@ class UnreadElements(UnreadBox):
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         """One for each box."""
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-        how = TensorProperties(dtype=self.dtype)
-        items = []
-        for chunk in self.__create_chunk_list__():
-            written = TensorWriteData(chunk, how, self.size())
-            items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=written))
-        return items
+        return write_items(name, self, self._boxes.values())
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """All boxes."""
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-        boxes = self._boxes.values()
-        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.shape)) for box in boxes]
+        return chunk_list(self._boxes.values())
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         """The box that begins there."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -61,9 +61,6 @@ class Checkpointable:
 
     def _write_items(self, name: str, tensor: object) -> list[WriteItem]:
         """One for each box that this rank is to save."""
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
         share = self.storage.share
         if share.unreduced:
             raise StoredTensorError(
@@ -73,23 +70,14 @@ class Checkpointable:
         pieces = [one for own in share.own for one in pieces_of(own, self.dtype.itemsize, _nbytes(self.storage))]
         boxes = [box for piece in pieces for box in self._whole.boxes_of(piece)]
         self._note(boxes if self.numel() else [self._whole])
-        how = TensorProperties(dtype=self.dtype, requires_grad=self.requires_grad)
-        items = []
-        for box in self.__dict__["_boxes"].values():
-            offsets, sizes = torch.Size(box.offsets), torch.Size(box.shape)
-            written = TensorWriteData(ChunkStorageMetadata(offsets, sizes), how, self.size())
-            items.append(WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=written))
-        return items
+        return write_items(name, self, self.__dict__["_boxes"].values())
 
     def _chunk_list(self) -> list[ChunkStorageMetadata]:
         """One for each box that this rank is to load."""
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
         share = self.storage.share
         held = share.own if share.partitioned else (range(self.numel()),)
         self._note([box for part in held for box in self._whole.boxes_of(part)])
-        boxes = self.__dict__["_boxes"].values()
-        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.shape)) for box in boxes]
+        return chunk_list(self.__dict__["_boxes"].values())
 
     def _box_at(self, index: MetadataIndex) -> torch.Tensor:
         """The box, of those that were listed last, that begins there."""
@@ -101,6 +89,26 @@ class Checkpointable:
     @property
     def _whole(self) -> Box:
         return Box.whole(self.shape)
+
+
+def chunk_list(boxes: Iterable[Box]) -> list[ChunkStorageMetadata]:
+    """Boxes of a tensor, as the library lists them."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.shape)) for box in boxes]
+
+
+def write_items(name: str, tensor: torch.Tensor, boxes: Iterable[Box]) -> list[WriteItem]:
+    """The same, of boxes that are to be saved. `name`: of the tensor."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    how = TensorProperties(dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+    items = []
+    for chunk in chunk_list(boxes):
+        written = TensorWriteData(chunk, how, tensor.size())
+        items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=written))
+    return items
 
 
 def own_memory(nbytes: int) -> torch.Tensor:
