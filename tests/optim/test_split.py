@@ -152,6 +152,33 @@ def test_states_of_any_kind_are_loaded(twins, saved: str | None, loaded: str | N
     assert all(map(torch.equal, map(bits_of, masters_of(taken, other.stored)), map(bits_of, expected)))
 
 
+@pytest.mark.parametrize("weights", ["before", "after"])
+def test_split_masters_become_whole_with_the_weights_that_are_there(
+    twins, weights: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a split master has is below its weight: weights that come later have lost it."""
+    pair, other = (twins(dtype=torch.bfloat16) for _ in range(2))
+    kind, taken = optim.AdamW(pair.stored, master_dtype="split"), optim.AdamW(other.stored)
+    pair.give_gradients()
+    kind.step()
+
+    def load_weights() -> None:
+        with torch.no_grad():
+            for mine, theirs in zip(other.stored, pair.stored, strict=True):
+                mine.copy_(theirs.full_tensor())
+
+    if weights == "before":
+        load_weights()
+    taken.load_state_dict(kind.state_dict())
+    if weights == "after":
+        load_weights()
+    for _ in range(2):
+        other.give_gradients()
+        taken.step()
+    told = [one for one in caplog.messages if "Load the model's state dict before the optimizer's" in one]
+    assert len(told) == (len(other.stored) if weights == "after" else 0)
+
+
 def ordinary(state: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """A state dict's, without masters, as ordinary tensors of fp32."""
     values = {n: {k: v for k, v in one.items() if k not in (MASTER, MASTER_UP)} for n, one in state.items()}

@@ -221,5 +221,5 @@ class RecurringBatch:
             for states, gradient in zip(self._states, gradients, strict=True):
                 states.gradient = gradient
             for states in self._mastered:
-                states.refresh = states.version != states.parameter.storage.bytes.version
+                states.look_for_writes(states.masters)
         return same

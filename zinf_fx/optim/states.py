@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Collection, Iterable
 from functools import cached_property
 
 import torch
@@ -18,6 +19,8 @@ from zinf_fx.runtime.tensor.home import Home
 from zinf_fx.runtime.tensor.local_parameter import local_part
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+
+log = logging.getLogger("zinf_fx")
 
 _MASTERS = (MASTER, MASTER_UP)
 
@@ -127,9 +130,23 @@ class ParameterStates:
         self.place = place_of(parameter)
         self.tensors: dict[str, StoredTensor] = {}
         self.version: int | None = None
+        self._joined_with: int | None = None  # the version with which a split master became one of fp32
         self.refresh = True
         self.gradient: torch.Tensor | None = None
         self.dtype = dtype
+
+    def look_for_writes(self, present: Collection[str]) -> None:
+        """Find out whether this step has to `refresh` the master. `present`: the names of the states with values."""
+        version = self.parameter.storage.bytes.version
+        self.refresh = self.version != version or not set(self.masters).issubset(present)
+        if self._joined_with not in (None, version):
+            log.warning(
+                "a parameter of shape %s was written to after the state of its optimizer was loaded, whose split "
+                "master became one of fp32 with the weights of then: it begins with the weights now, without what "
+                "they round. Load the model's state dict before the optimizer's",
+                tuple(self._shape),
+            )
+        self._joined_with = None
 
     @property
     def in_shares(self) -> bool:
@@ -352,6 +369,8 @@ class ParameterStates:
             encode_into(name, mine, self.tensors[companion_of(name)], value)
         elif has_companion(value):
             decode_into(name, mine, value, companion, self.parameter)
+            if name == MASTER:
+                self._joined_with = self.parameter.storage.bytes.version
         else:
             copy_into(mine, value)
         return mine

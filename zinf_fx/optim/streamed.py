@@ -446,5 +446,5 @@ class Streamed(Optimizer):
         states = self._kept.reserve(parameter, layout, self._state)
         present = states.take_over_shown(self._state[parameter.whole])
         states.gradient = parameter.grad
-        states.refresh = not present.issuperset(states.masters) or states.version != parameter.storage.bytes.version
+        states.look_for_writes(present)
         return self._recipes.of(number, group, states, layout, present), states
