@@ -23,10 +23,14 @@ def abandon(directory: Path) -> Path:
     return path
 
 
-def test_dead_jobs_go_and_running_ones_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_dead_jobs_go_and_running_ones_stay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
     dead = abandon(tmp_path)
     (tmp_path / "mine").write_text("not a scratch directory")
     with Store(tmp_path) as running:
+        said = f"jobs that were killed left 1 scratch directories: `zinf-fx clean {tmp_path}` frees their space"
+        assert said in caplog.messages
         assert main(["clean", str(tmp_path)]) == 0
         assert capsys.readouterr().out == f"removed  {dead}\nin use   {running.path.parent}\n"
         assert not dead.exists() and running.path.exists()

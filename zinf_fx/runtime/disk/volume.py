@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import shlex
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from zinf_fx.errors import StoreError
@@ -13,9 +16,11 @@ from zinf_fx.native.engine import BLOCK, DEPTH, HINTS, Engine
 from zinf_fx.runtime.disk.data_file import AdoptedFile, DataFile
 from zinf_fx.runtime.disk.probe import working_engine
 from zinf_fx.runtime.disk.read_only import ReadOnlyFile
-from zinf_fx.runtime.disk.scratch import Scratch, data_name
+from zinf_fx.runtime.disk.scratch import Scratch, data_name, orphans
 from zinf_fx.runtime.memory.freelist import Space, round_up
 from zinf_fx.sizes import PAGE
+
+log = logging.getLogger(__name__)
 
 SMALLEST_STEP, LARGEST_STEP = 4 << 20, 256 << 20
 
@@ -50,6 +55,10 @@ class Volume(DataFile):
             self.detach()
             self.remove()
             raise
+        with suppress(StoreError):  # the directory can be written to, and not read
+            if left := orphans(directory):
+                how = f"zinf-fx clean {shlex.quote(str(directory))}"
+                log.warning("jobs that were killed left %d scratch directories: `%s` frees their space", len(left), how)
 
     @property
     def in_use(self) -> int:
