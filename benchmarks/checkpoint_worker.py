@@ -125,10 +125,10 @@ def measure(request: dict) -> dict:
     peak_of_steps = peak_resident_bytes()
     if way not in ("nothing", "behind"):
         save_in_this_way()  # the first one has no room of an earlier one
-    plain, saving = [], []
+    plain, saving = [block(plain_steps)], []
     for _ in range(request["blocks"]):
-        plain.append(block(plain_steps))
         saving.append(block(plain_steps if way == "nothing" else steps_with_saves))
+        plain.append(block(plain_steps))
     saves = []
     if way != "nothing":
         idle()

@@ -36,5 +36,5 @@ def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = {line.split()[0]: line.split() for line in lines[-len(checkpoint.WAYS) :]}
     assert list(rows) == list(checkpoint.WAYS)
     assert len(rows["copies"]) == len(rows["torch.save"]) + 1 > len(rows["nothing"])
-    assert "by generations, bytes written more per step: 0, as <= 0" in verdicts
+    assert "generations: bytes written more per step: 0, as <= 0" in verdicts
     assert list(tmp_path.iterdir()) == []
