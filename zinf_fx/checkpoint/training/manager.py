@@ -137,19 +137,16 @@ class CheckpointManager:
         if self._copy is not None and self._copy.is_over:
             self._finish_copy()
         is_due, ends = self._agreed(self._is_due(step))
-        path = None
-        if is_due and not ends and self._handler is not None:
-            self._held = held(self._parts(step), lambda parts: self._save(step, name_of(step), parts, self._behind))
-        if self._held is not None:
-            path = self.directory / name_of(step)
-        elif is_due and not ends and self._handler is not None:
-            path = self._save(step, name_of(step), self._parts(step), self._behind)
-        elif ends:
+        if ends:
             self._finish_copy()
-            if is_due or step != self._saved_step:
-                path = self._save(step, name_of(step), self._parts(step))
-        elif is_due:
-            path = self._save(step, name_of(step), self._parts(step))
+        path = None
+        if is_due or (ends and step != self._saved_step):
+            goes_on = self._handler is not None and not ends
+            path, parts = self.directory / name_of(step), self._parts(step)
+            if goes_on:
+                self._held = held(parts, lambda parts: self._save(step, path.name, parts, self._behind))
+            if self._held is None:
+                self._save(step, path.name, parts, self._behind if goes_on else None)
         if ends:
             log.warning("ended by SIGTERM after step %d, which is saved", step)
             self._terminated = False  # no more than that was asked for
