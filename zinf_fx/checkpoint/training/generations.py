@@ -116,11 +116,11 @@ class KeptInStore:
 
     def _link(self, tiers: Tiers, generation: Generation, runs: Sequence[Run]) -> str | None:
         """Give the data files their names in the checkpoint. Returns why that is not possible."""
-        found = _Found(generation, len(self.files))
+        kept = _Kept(generation, len(self.files))
         for run in runs:
-            found.look_for(run)
+            kept.look_for(run)
         files = []
-        for number, (file, content) in enumerate(found.content.items(), len(self.files)):
+        for number, (file, content) in enumerate(kept.content.items(), len(self.files)):
             linked, path = tiers.store.files[file], self._directory / self._name_link(number)
             try:
                 generation.link(file, path, content, self._files.link)
@@ -134,14 +134,14 @@ class KeptInStore:
                 return f"its files can't be linked ({error.strerror})"
             self._files.sync_data(linked.descriptor)
             files.append(SavedFile(path.name, linked.size, of_store=True))
-        self.pieces += found.pieces
-        self.nbytes += found.nbytes
-        self.others += found.others
+        self.pieces += kept.pieces
+        self.nbytes += kept.nbytes
+        self.others += kept.others
         self.files += files
         return None
 
 
-class _Found:
+class _Kept:
     """What of runs can stay where it lies, and which elements can't.
 
     Attributes:
