@@ -157,3 +157,21 @@ def test_another_stream_that_reads_waits_for_the_copy(cuda: Streams, tmp_path: P
         tiles.read(tile, reader)
         tile.close()
     tiles.check()
+
+
+def test_what_gathers_waits_for_a_copy_that_compute_does_not_wait_for(cuda: Streams, tmp_path: Path) -> None:
+    tiles = Tiles(cuda, tmp_path, "host", 3)
+    compute = cuda.current_stream()
+    for number in range(3):
+        tile = tiles.fetch(number, 0)
+        gathered, computed = torch.full((COUNT,), -1.0), torch.zeros(())
+        with tiles.device.beside_compute():
+            gathered.copy_(tile.wait())
+        with cuda.stream(compute):
+            computed.copy_(torch.ones(()))
+        if compute.eager:  # and copies are late
+            assert computed and not tile._window._copy.done()
+        tiles.seen.append(gathered)
+        compute.wait_event(tiles.device._gathers.record_event())  # as a collective is waited for
+        tile.close()
+    tiles.check()

@@ -146,13 +146,15 @@ class ShardedPack:
         if self._memory is None:
             with torch.inference_mode(False):
                 self._memory = torch.empty(self._count, dtype=self._planned.dtype, device=self._device.torch_device)
-        for window, slots in self._windows:
-            elements = window.wait()
-            for own, start in slots:
-                self._shard[start : start + len(own)].copy_(elements[own.start : own.stop])
-        for ticket in self._tickets:
-            ticket.wait()
-        self._gathering = self._ranks.all_gather(self._shards.view(-1), self._shard, name)
+        self.upload()
+        with self._device.beside_compute():
+            for window, slots in self._windows:
+                elements = window.wait()
+                for own, start in slots:
+                    self._shard[start : start + len(own)].copy_(elements[own.start : own.stop])
+            for ticket in self._tickets:
+                ticket.wait()
+            self._gathering = self._ranks.all_gather(self._shards.view(-1), self._shard, name)
 
     def wait(self) -> list[torch.Tensor]:
         """The parameters; counts the time for which compute had to wait."""

@@ -130,8 +130,10 @@ class ShardedTile:
             with torch.inference_mode(False):
                 self._full = torch.empty(self._padded, dtype=self._dtype, device=self._device.torch_device)
         if self._window is not None:
-            shard = self._window.wait()
-            self._gathering = self._ranks.all_gather_segments(self._full, shard, self._segments, name)
+            self._window.upload()
+            with self._device.beside_compute():
+                shard = self._window.wait()
+                self._gathering = self._ranks.all_gather_segments(self._full, shard, self._segments, name)
             return
         for ticket in self._tickets:
             ticket.wait()

@@ -4,7 +4,8 @@
 Compute is queued on the device's current stream, and copies on two streams of their own, one per direction. A copy
 follows the compute that was queued when it was asked for; what is queued after its `join` follows the copy. Memory on
 the device belongs to the compute stream, and whoever drops it has joined the copies from and to it. So memory on the
-device is bounded by the order in which the program queues its work, however far it runs ahead of the device.
+device is bounded by the order in which the program queues its work, however far it runs ahead of the device. What
+gathers shards is queued beside compute: it follows their copies, which compute has no need of.
 
 PyTorch's allocator gives memory only to the stream that it had it from. A place in an arena goes to whoever comes next,
 so the arena's memory belongs to one stream, too: that of the last `take_over`. This follows what was queued before on
@@ -14,7 +15,8 @@ the last owner, and what drops a place that other streams have used makes the ow
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from threading import Lock, Thread
 from types import ModuleType
@@ -72,6 +74,11 @@ class Device:
     def thread(self, work: Callable[[], None]) -> Thread:
         """A thread for the CPU's work on what the device computes with, in the order of what is queued now."""
         return Thread(target=work, name="zinf-step")
+
+    def beside_compute(self) -> AbstractContextManager[None]:
+        """For a block in which what is queued follows what compute has queued by now, and holds none of it up. Memory
+        is to be taken before, and compute has to wait for the result."""
+        return nullcontext()
 
     def take_over(self, memory: torch.Tensor) -> None:
         """Before a place in the memory of an arena is used again, by what is queued on the current stream."""
@@ -133,6 +140,7 @@ class Cuda(Device):
         self.torch_device, self.api = torch_device, api
         self.uploads = api.Stream(torch_device)
         self.downloads = api.Stream(torch_device)
+        self._gathers = api.Stream(torch_device)
         self._leaving: deque[_CudaDownload] = deque()
         self._bytes_leaving = 0
         self._lock = Lock()  # of the two: the CPU's update of parameters has a thread of its own
@@ -147,6 +155,12 @@ class Cuda(Device):
                 work()
 
         return super().thread(work_on_stream)
+
+    @contextmanager
+    def beside_compute(self) -> Iterator[None]:
+        self._gathers.wait_event(self.compute().record_event())
+        with self.api.stream(self._gathers):
+            yield
 
     def take_over(self, memory: torch.Tensor) -> None:
         stream, owner = self.compute(), self._owner
@@ -241,9 +255,10 @@ class _CudaUpload(_CudaCopy):
         self._start("upload", self._device.uploads, self.value, host, host)
 
     def join(self) -> None:
-        super().join()
         stream = self._device.compute()
-        if stream.cuda_stream not in self._users:
+        if stream.cuda_stream == self._owner.cuda_stream:
+            super().join()
+        elif stream.cuda_stream not in self._users:
             stream.wait_event(self._copied)
             if self.value.untyped_storage().resizable():  # else a part of an arena: the allocator knows only the whole
                 self._device.used_by(stream, self.value)  # free for others only after what is queued there, too
