@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from injecting import Fault, clear_faults, inject
 
 import zinf_fx
 from zinf_fx.runtime.tensor.storage import TensorStorage
+from zinf_fx.runtime.tensor.windows import Window
 
 COUNT = 5 * 4096 + 100  # of float32, in 21 blocks
 LATE = 0.3
@@ -102,3 +104,22 @@ def test_a_write_that_fails_is_told_to_who_reads_after_it(storage: TensorStorage
     clear_faults(storage.tiers.store)
     with pytest.raises(zinf_fx.errors.StoreError, match="errno 5"):
         storage.value()
+
+
+def test_windows_follow_while_a_step_in_a_thread_looks_who_does(storage: TensorStorage) -> None:
+    home, windows, failures = storage.bytes.home, [], []
+
+    def look() -> None:
+        try:
+            while len(windows) < 2000:
+                home.present_followers()
+        except RuntimeError as error:
+            failures.append(error)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    for _ in range(2000):
+        windows.append(Window(storage.bytes, 0, torch.empty(0), None, None).read_only())
+        windows[-1].follow(storage.bytes)
+    looking.join()
+    assert not failures and set(home.present_followers()) == set(windows)

@@ -35,7 +35,6 @@ class Home:
     Attributes:
         in_store: the bytes on disk; None on other tiers.
         reads: the transfers under way from here.
-        followers: windows for reading that stay in memory, and which every write to the store changes too.
         version: how often anything here was written.
         is_lent: whether somebody else decides when there is memory: see `vacate_with`.
     """
@@ -55,7 +54,7 @@ class Home:
         """
         self.tiers, self.tier, self.device = tiers, tier, device
         self.count, self.dtype = count, dtype
-        self.followers: weakref.WeakSet[Window] = weakref.WeakSet()
+        self._followers: weakref.WeakSet[Window] = weakref.WeakSet()
         self.version = 0
         self.is_lent = False
         self._is_sealed = False
@@ -121,9 +120,15 @@ class Home:
             first = memory.storage_offset() + elements.start
             return part.set_(memory.untyped_storage(), first, (len(elements),))
 
+    def follow(self, window: Window) -> None:
+        """A window for reading stays in memory: from now on, every write to the store changes it too."""
+        with self._order:
+            self._followers.add(window)
+
     def present_followers(self) -> list[Window]:
-        """The followers that have had every write so far."""
-        return [follower for follower in self.followers if follower.open and follower.version == self.version]
+        """The windows that follow, and have had every write so far."""
+        with self._order:
+            return [window for window in self._followers if window.open and window.version == self.version]
 
     def read(self, first: int, memory: torch.Tensor, owner: object) -> Ticket:
         """Start reading the elements from `first` on into `memory`, in `owner`'s buffer. What a step in the background

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from typing import Protocol
-from weakref import WeakSet
 
 import torch
 
@@ -29,11 +28,13 @@ class Shared(Protocol):
     """Where elements live, of one stored tensor or of several."""
 
     reads: Under
-    followers: WeakSet[Window]
     version: int
 
+    def follow(self, window: Window) -> None:
+        """From now on, every write to the store changes a window for reading too."""
+
     def present_followers(self) -> list[Window]:
-        """The followers that have had every write so far."""
+        """The windows that follow, and have had every write so far."""
 
     def await_reads(self, elements: range) -> None:
         """Wait until nobody reads the elements."""
@@ -86,7 +87,7 @@ class Window:
 
     def follow(self, storage: Owner) -> None:
         """From now on, take over what is written to the store."""
-        storage.home.followers.add(self)
+        storage.home.follow(self)
 
     def upload(self, offset: int | None = None) -> None:
         """Nothing to copy."""
