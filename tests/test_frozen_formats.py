@@ -325,7 +325,7 @@ def test_what_can_not_be_honoured_is_refused(tmp_path: Path):
         zinf_fx.offload(built(), store=tmp_path, frozen_dtype="nf3")
     model = built()
     model.head.weight.data[3, 5] = torch.inf
-    with pytest.raises(StoredTensorError, match=r"shape \(16, 64\) can't be quantised: infinite values and NaN"):
+    with pytest.raises(StoredTensorError, match=r"\(16, 64\) can't be quantised: infinite .*; give it finite values"):
         zinf_fx.offload(model, store=tmp_path, placement="nvme", frozen_dtype="nf4")
     assert type(model.head.weight) is nn.Parameter
     model = zinf_fx.offload(built(), store=tmp_path, placement="nvme", frozen_dtype="nf4")

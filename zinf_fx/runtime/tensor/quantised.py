@@ -93,7 +93,10 @@ def quantised_bytes(value: torch.Tensor, name: str, over: torch.Tensor | None = 
     try:
         return quantised(value, name) if over is None else quantised_over(over, value, name)
     except ValueError as error:
-        raise StoredTensorError(f"a tensor of shape {tuple(value.shape)} can't be quantised: {error}") from None
+        raise StoredTensorError(
+            f"a tensor of shape {tuple(value.shape)} can't be quantised: {error}; give it finite values, or offload "
+            "the model without frozen_dtype"
+        ) from None
 
 
 def check_trainable(shape: Sequence[int], quantised: Quantised | None, is_read_only: bool) -> None:
