@@ -10,7 +10,7 @@ by mistake. Of a `mm` and a `dequantize`, they make a `quantised_mm`, which has 
 | pack | the token of a pack: of the parameters with these tokens, which move together | |
 | member | a parameter of a pack that was gathered | |
 | dequantize | the values of a tensor of which the bytes of a quantised format were gathered | |
-| quantised_mm | a product with these values, or with their transposition, which are never there all at once | |
+| quantised_mm | a product with these values, or with their transposition, of which few are there at a time | |
 | together | the gradients of the parameters of a pack, as they lie in it | |
 | fetch | start the NVMe -> host read of this rank's shard | nc-transfer |
 | upload | start the host -> device copy of the shard | cg-transfer |

@@ -14,8 +14,9 @@ from zinf_fx.runtime.memory.limit import memory_limit
 
 # Bytes of values below which an ordinary allocation costs little.
 _LARGE = 1 << 20
-# Bytes of a matrix's values that are there at a time: they are still in the cache when they are multiplied.
-_AT_A_TIME = 8 << 20
+# Bytes of a matrix's values that are there at a time. Each part ends with threads that wait for each other, and for the
+# one whose processor reads from the disk meanwhile; and fewer columns are multiplied more slowly.
+_AT_A_TIME = 128 << 20
 # A part of a matrix has a multiple of so many rows or columns: a block of every format begins at such a column.
 _ALIGNED = 128
 # Products with parts are, bit for bit, those with the whole matrix. In fp32, kernels sum in an order of its own.
