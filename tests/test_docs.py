@@ -130,7 +130,9 @@ def test_programs_have_the_options_they_are_called_with(page: Path):
             assert not [word for word in words if word.startswith("--") and f'"{word}"' not in text], program
 
 
-def test_every_option_is_in_the_table_of_options():
+def test_every_option_is_in_the_table_of_options_with_its_default():
     table = (ROOT / "docs" / "using.md").read_text()
-    options = {field.name for field in fields(zinf_fx.Config)}
-    assert not [option for option in options if f"`{option}`" not in table]
+    defaults = {field.name: field.default for field in fields(zinf_fx.Config)}
+    assert not [option for option in defaults if f"`{option}`" not in table]
+    named = re.findall(r"^\| `(\w+)` \| `([^`$]+)` \|", table, re.MULTILINE)
+    assert len(named) > 4 and not [(name, text) for name, text in named if ast.literal_eval(text) != defaults[name]]
