@@ -21,7 +21,7 @@ import torch
 from zinf_fx.checkpoint.files import lies_within
 from zinf_fx.errors import CheckpointError, DamagedCheckpointError
 from zinf_fx.native.engine import crc32c
-from zinf_fx.plan.codec import decode, encode
+from zinf_fx.plan.codec import decode, defaults, encode
 from zinf_fx.plan.files.parsing import parsed
 from zinf_fx.plan.intervals import merged
 from zinf_fx.runtime.memory.freelist import round_up
@@ -175,10 +175,16 @@ class Manifest:
 
 def to_text(manifest: Manifest) -> bytes:
     """The content of a manifest's file."""
-    described = {name: one for name, one in vars(manifest).items() if name != "values"}
-    content = {"format": FORMAT, "schema": SCHEMA, **{name: encode(one) for name, one in described.items()}}
-    text = json.dumps({**content, "values": manifest.values}, separators=(",", ":"), allow_nan=False).encode()
+    content = {"format": FORMAT, "schema": SCHEMA, **_described(manifest)}
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False, default=_described).encode()
     return text[:-1] + _SUM.format(crc32c(text[:-1])).encode()
+
+
+def _described(value: object) -> Any:
+    """What JSON has no form of its own for, as `codec.encode` has it: that would look at each number."""
+    if isinstance(value, torch.dtype):
+        return encode(value)
+    return {name: one for name, default in defaults(type(value)).items() if (one := getattr(value, name)) != default}
 
 
 def from_text(content: bytes, what: str) -> Manifest:
