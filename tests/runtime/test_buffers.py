@@ -80,7 +80,7 @@ def test_two_releases_are_one_too_many():
 def test_exhaustion_says_what_to_do():
     arena = Arena("host", 1 << 20, option="host_memory")
     arena.lease(1 << 19)
-    with pytest.raises(StoreError, match=r"host: 600000 bytes asked for, 524288 of 1048576 .* raise host_memory"):
+    with pytest.raises(StoreError, match=r"host: 585.9 KiB asked for, 512.0 KiB of 1.0 MiB .* raise host_memory"):
         arena.lease(600_000)
 
 

@@ -182,7 +182,7 @@ def test_a_limit_on_file_sizes_shows_at_allocation(store: Store):
     try:
         extent = store.allocate(1 << 19)
         with pytest.raises(
-            StoreError, match=r"allocate failed: .* more bytes asked for, \d+ bytes free.*limit"
+            StoreError, match=r"allocate failed: .* more asked for, [\d.,]+ [KMG]iB free.*limit"
         ) as caught:
             store.allocate(2 << 20)
     finally:
@@ -210,7 +210,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_file_system_shows_at_allocation(small_disk: Path):
     with Store(small_disk) as store:
         kept = [store.allocate(5 << 20)]
-        with pytest.raises(StoreError, match=r"6291456 more bytes asked for, \d+ bytes free") as caught:
+        with pytest.raises(StoreError, match=r"6.0 MiB more asked for, [\d.,]+ [KMG]iB free") as caught:
             store.allocate(6 << 20)
         assert caught.value.errno == errno.ENOSPC
         kept.append(store.allocate(2 << 20))  # the step doesn't fit, the exact size does

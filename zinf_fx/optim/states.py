@@ -19,6 +19,7 @@ from zinf_fx.runtime.tensor.home import Home
 from zinf_fx.runtime.tensor.local_parameter import local_part
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+from zinf_fx.sizes import at_least, at_most
 
 log = logging.getLogger("zinf_fx")
 
@@ -327,8 +328,8 @@ class ParameterStates:
         needed, arena = sum(t.nbytes for t in streamed), self.parameter.storage.tiers.host
         if needed > arena.capacity:
             raise OptimizerError(
-                f"a parameter of shape {tuple(self.parameter.shape)} is updated whole, which takes {needed} bytes of "
-                f"host memory, and host_memory is {arena.capacity} bytes: give it more, or use one that treats "
+                f"a parameter of shape {tuple(self.parameter.shape)} is updated whole, which takes {at_least(needed)} "
+                f"of host memory, and host_memory is {at_most(arena.capacity)}: give it more, or use one that treats "
                 "each element alone, such as zinf_fx.optim.AdamW"
             )
 

@@ -18,7 +18,7 @@ from zinf_fx.runtime.disk.probe import working_engine
 from zinf_fx.runtime.disk.read_only import ReadOnlyFile
 from zinf_fx.runtime.disk.scratch import Scratch, data_name, orphans
 from zinf_fx.runtime.memory.freelist import Space, round_up
-from zinf_fx.sizes import PAGE
+from zinf_fx.sizes import PAGE, in_words
 
 log = logging.getLogger(__name__)
 
@@ -118,13 +118,13 @@ class Volume(DataFile):
     def _no_room(self, needed: int, error: OSError) -> StoreError:
         try:
             status = os.fstatvfs(self.descriptor)
-            free = f"{status.f_bavail * status.f_frsize} bytes"
+            free = in_words(status.f_bavail * status.f_frsize)
         except OSError as unknown:
-            free = f"an unknown number of bytes ({unknown.strerror})"
+            free = f"unknown how much ({unknown.strerror})"
         return StoreError(
             "allocate",
             self.path,
-            f"{needed} more bytes asked for, {free} free on the file system; "
+            f"{in_words(needed)} more asked for, {free} free on the file system; "
             + HINTS.get(error.errno or 0, "the space can't be reserved"),
             offset=self.size,
             length=needed,

@@ -12,7 +12,7 @@ from zinf_fx.errors import StoreError
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.memory.leases import Buffer, Lessor
 from zinf_fx.runtime.memory.pinned import SLAB, HostMapping, Registry, slabs
-from zinf_fx.sizes import PAGE
+from zinf_fx.sizes import PAGE, in_words
 
 HUGE_PAGE = 2 << 20
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's value: Python names it from 3.13 on
@@ -76,8 +76,8 @@ class Arena(Lessor):
             raise StoreError(
                 "lease",
                 self.name,
-                f"{nbytes} bytes asked for, {self.in_use} of {self.capacity} bytes leased, "
-                f"largest free piece {self._space.largest} bytes; raise {self.option}",
+                f"{in_words(nbytes)} asked for, {in_words(self.in_use)} of {in_words(self.capacity)} leased, "
+                f"largest free piece {in_words(self._space.largest)}; raise {self.option}",
             )
         return self._buffer(offset, nbytes, size)
 
