@@ -66,11 +66,10 @@ class Arena(Lessor):
         """
         size = round_up(max(nbytes, 1), PAGE)
         alignment = HUGE_PAGE if size >= HUGE_PAGE else PAGE
-        if self._leaving:
-            self._let_go_what_is_done()
+        self._give_back_what_was_read()
         offset = self._take(size, alignment)
-        while offset is None and self._leaving:
-            self._let_go()
+        while offset is None and self._read_by_devices:
+            self._read_by_devices.retire()
             offset = self._take(size, alignment)
         if offset is None:
             raise StoreError(
@@ -87,7 +86,7 @@ class Arena(Lessor):
         Huge pages are the arena's, so that direct I/O is as fast from wherever in it a buffer begins.
         """
         start, size = self._region.start, round_up(max(nbytes, 1), PAGE)
-        self._let_go_what_is_done()
+        self._give_back_what_was_read()
         offset = self._space.take(size, PAGE, range(start + room.start, min(start + room.stop, self._region.stop)))
         return None if offset is None else self._buffer(offset, nbytes, size)
 

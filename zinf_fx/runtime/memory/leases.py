@@ -30,6 +30,55 @@ class Ticket(Protocol):
         """Returns when it is over."""
 
 
+class Leaving:
+    """Buffers that transfers under way still use, in the order in which these were asked for: when each is free.
+
+    Attributes:
+        lock: whoever takes buffers out has it; held from a look at the queue to what follows from it.
+        nbytes: of the buffers.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.nbytes = 0
+        self._queue: deque[tuple[Ticket, Buffer]] = deque()
+
+    def __bool__(self) -> bool:
+        """Whether there is any buffer."""
+        return bool(self._queue)
+
+    def add(self, ticket: Ticket, buffer: Buffer) -> None:
+        """Take over `buffer` until `ticket` is done."""
+        with self.lock:
+            self._queue.append((ticket, buffer))
+            self.nbytes += buffer.capacity
+
+    @property
+    def first_is_done(self) -> bool:
+        """Whether `retire` would return at once."""
+        return self._queue[0][0].done()
+
+    def retire(self) -> None:
+        """Wait for the first transfer, and give its buffer back. Raises: StoreError when it failed."""
+        with self.lock:
+            if not self._queue:
+                return
+            ticket, buffer = self._queue[0]
+            try:
+                ticket.wait()
+            finally:
+                if ticket.done():  # not after Ctrl-C: the transfer goes on
+                    self._queue.popleft()
+                    self.nbytes -= buffer.capacity
+                    buffer.release()
+
+    def retire_done(self) -> None:
+        """Give back what is free."""
+        with self.lock:
+            while self._queue and self.first_is_done:
+                self.retire()
+
+
 class Lessor(ABC):
     """What buffers are leased from: a memory, and how much of it is taken.
 
@@ -46,13 +95,12 @@ class Lessor(ABC):
         self.capacity = round_up(capacity, PAGE)
         self._space = Space()
         self._space.extend(0, self.capacity)
-        self._leaving: deque[tuple[Ticket, Buffer]] = deque()
-        self._lock = threading.RLock()
+        self._read_by_devices = Leaving()
 
     @property
     def in_use(self) -> int:
         """Bytes leased."""
-        self._let_go_what_is_done()
+        self._give_back_what_was_read()
         return self._space.in_use
 
     @property
@@ -67,7 +115,7 @@ class Lessor(ABC):
 
     def restart_peak(self) -> None:
         """Measure `peak` and `touched` from now on."""
-        self._let_go_what_is_done()
+        self._give_back_what_was_read()
         self._space.restart()
 
     @abstractmethod
@@ -79,26 +127,16 @@ class Lessor(ABC):
         self._space.give(offset, size)
 
     def _release_after(self, ticket: Ticket, buffer: Buffer) -> None:
-        with self._lock:
-            self._leaving.append((ticket, buffer))
-            self._let_go_what_is_done()
-            while len(self._leaving) > 1 and sum(b.capacity for _, b in self._leaving) > _MAX_BYTES_LEAVING:
-                self._let_go()
+        leaving = self._read_by_devices
+        with leaving.lock:
+            while leaving and leaving.nbytes + buffer.capacity > _MAX_BYTES_LEAVING:
+                leaving.retire()
+            leaving.add(ticket, buffer)
+            leaving.retire_done()
 
-    def _let_go_what_is_done(self) -> None:
-        if not self._leaving:
-            return
-        with self._lock:
-            while self._leaving and self._leaving[0][0].done():
-                self._let_go()
-
-    def _let_go(self) -> None:
-        with self._lock:
-            if self._leaving:
-                ticket, buffer = self._leaving[0]
-                ticket.wait()
-                self._leaving.popleft()
-                buffer.release()
+    def _give_back_what_was_read(self) -> None:
+        if self._read_by_devices:
+            self._read_by_devices.retire_done()
 
 
 class Buffer:

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -25,8 +26,14 @@ from zinf_fx.runtime.tensor.windows import Under, Window, forget_what_is_done
 from zinf_fx.runtime.tensor.write_queue import DelayedWrite
 from zinf_fx.sizes import PAGE
 
-Leaving = tuple[range, Ticket, torch.Tensor]
-"""Elements on their way to the store, the write, and the memory that it is made from."""
+
+class Change(NamedTuple):
+    """Elements that change where they live, until when, and the memory that they are written from, if that has their
+    values already."""
+
+    elements: range
+    ticket: Ticket
+    source: torch.Tensor | None = None
 
 
 class Home:
@@ -59,8 +66,7 @@ class Home:
         self.is_lent = False
         self._is_sealed = False
         self.reads: Under = []
-        self._writes: Under = []
-        self._leaving: list[Leaving] = []
+        self._writes: list[Change] = []
         self._order = threading.RLock()  # while a transfer finds out what it is to follow, until others see it
         self.in_store: CopyOnWrite | FileExtent | None = in_file
         self._in_host: torch.Tensor | None = None  # the elements, where the CPU can work on them
@@ -164,8 +170,8 @@ class Home:
         end = first + memory.numel()
         others, start = [], first
         with self.tiers.writes.lock:  # who has it gives buffers back
-            self._leaving = _under_way(self._leaving)
-            for elements, _, source in sorted(self._leaving, key=lambda one: one[0].start):
+            written = [one for one in list(self._writes) if one.source is not None and not one.ticket.done()]
+            for elements, _, source in sorted(written, key=lambda one: one.elements.start):
                 begin, stop = max(elements.start, first), min(elements.stop, end)
                 if begin >= stop:
                     continue
@@ -193,10 +199,7 @@ class Home:
                 self.settle(elements)
                 self.await_reads(elements)
                 ticket: Ticket = write() if after is None or after.done() else DelayedWrite(after, write)
-                self._writes.append((elements, ticket))
-                self._leaving = _under_way(self._leaving)
-                if not isinstance(ticket, DelayedWrite):
-                    self._leaving.append((elements, ticket, memory))
+                self._writes.append(Change(elements, ticket, None if isinstance(ticket, DelayedWrite) else memory))
         except BaseException:
             buffer.release()
             raise
@@ -204,12 +207,12 @@ class Home:
 
     def before_change(self, elements: range) -> list[Ticket]:
         """What has to end before the elements are changed where they live."""
-        return [ticket for others, ticket in (*self._writes, *self.reads) if _overlap(others, elements)]
+        return [one[1] for one in (*self._writes, *self.reads) if _overlap(one[0], elements)]
 
     def changed_by(self, elements: range, writer: Ticket) -> None:
         """Something changes the elements where they live, behind all that `before_change` gave, until it is done."""
-        self._writes[:] = [one for one in self._writes if not _contains(elements, one[0])]
-        self._writes.append((elements, writer))
+        self._writes[:] = [one for one in self._writes if not _contains(elements, one.elements)]
+        self._writes.append(Change(elements, writer))
 
     def await_reads(self, elements: range) -> None:
         """Wait until neither the disk nor the device reads what is to change. A failed read concerns only who asked for
@@ -222,11 +225,10 @@ class Home:
         Raises: StoreError when one failed: its elements are lost.
         """
         for one in list(self._writes):
-            written, ticket = one
-            mine = _overlap(written, elements)
-            if mine or ticket.done():
+            mine = _overlap(one.elements, elements)
+            if mine or one.ticket.done():
                 try:
-                    ticket.wait()
+                    one.ticket.wait()
                 except StoreError:  # a failed write stays: its elements are lost, and every later access says so
                     if mine:
                         raise
@@ -260,10 +262,6 @@ class _Leased:
         return buffer is not None
 
 
-def _under_way(several: list[Leaving]) -> list[Leaving]:
-    return [one for one in several if not one[1].done()]
-
-
 def _overlap(one: range, other: range) -> bool:
     return one.start < other.stop and other.start < one.stop
 
@@ -279,6 +277,6 @@ def _await(tickets: Iterable[Ticket]) -> None:
             ticket.wait()
 
 
-def _release(writes: Under, reads: Under, release: Callable[..., None], *arguments: object) -> None:
-    _await(ticket for _, ticket in (*reads, *writes))
+def _release(writes: list[Change], reads: Under, release: Callable[..., None], *arguments: object) -> None:
+    _await(one[1] for one in (*reads, *writes))
     release(*arguments)

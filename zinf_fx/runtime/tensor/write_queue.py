@@ -11,7 +11,7 @@ from itertools import islice
 
 from zinf_fx.errors import StoreError
 from zinf_fx.runtime.memory.counters import Counters
-from zinf_fx.runtime.memory.leases import Buffer, Ticket
+from zinf_fx.runtime.memory.leases import Buffer, Leaving, Ticket
 from zinf_fx.runtime.recorder import RECORDER
 
 # Dirty bytes that may be on their way to the store before a writer waits for the oldest.
@@ -55,36 +55,25 @@ class DelayedWrite:
         self._ticket.wait()
 
 
-class WriteQueue:
-    """Writes in the order in which they were asked for.
+class WriteQueue(Leaving):
+    """Buffers that are written to the store.
 
-    Buffers come back in that order, and not before there is need of their room: so how much the arena holds doesn't
-    depend on how fast the disk is.
-
-    Attributes:
-        lock: whoever takes writes out of the queue has it; held from a look at the queue to what follows from it.
-        nbytes: of the buffers in the queue.
+    They come back in the order in which the writes were asked for, and not before there is need of their room: so how
+    much the arena holds doesn't depend on how fast the disk is.
     """
 
     def __init__(self, counters: Counters) -> None:
-        self.lock = threading.RLock()
-        self.nbytes = 0
+        super().__init__()
         self._counters = counters
-        self._writes: deque[tuple[Ticket, Buffer]] = deque()
         # Those among the writes that have not begun, and whose bytes they write: while one begins, the finalizer of
         # these, which waits for it, must not run.
         self._delayed: deque[tuple[DelayedWrite, object]] = deque()
 
-    def __bool__(self) -> bool:
-        """Whether any buffer is in the queue."""
-        return bool(self._writes)
-
-    def add(self, ticket: Ticket, buffer: Buffer, owner: object) -> None:
+    def add(self, ticket: Ticket, buffer: Buffer, owner: object = None) -> None:
         """Take over `buffer` until `ticket`, a write of `owner` from it, is done; waits for others where many are under
         way."""
         with self.lock:
-            self._writes.append((ticket, buffer))
-            self.nbytes += buffer.capacity
+            super().add(ticket, buffer)
             if isinstance(ticket, DelayedWrite):
                 self._delayed.append((ticket, owner))
             self._begin_delayed()
@@ -99,29 +88,24 @@ class WriteQueue:
         with self.lock:
             self._begin_delayed()
             left = self.nbytes
-            for ticket, buffer in self._writes:
+            for ticket, buffer in self._queue:
                 if left <= nbytes or not ticket.done():
                     break
                 left -= buffer.capacity
             return left <= nbytes
 
     @property
-    def first_is_done(self) -> bool:
-        """Whether `retire` would return at once."""
-        return self._writes[0][0].done()
-
-    @property
     def idle(self) -> bool:
         """Whether no write is under way."""
         with self.lock:
-            return all(ticket.done() for ticket, _ in self._writes)
+            return all(ticket.done() for ticket, _ in self._queue)
 
     def drain(self) -> None:
         """Wait for every write. Raises: StoreError of the first that failed, after all have ended."""
         failure: BaseException | None = None
-        while self._writes:
+        while self._queue:
             try:
-                self._retire_while(lambda: bool(self._writes))
+                self._retire_while(lambda: bool(self._queue))
             except BaseException as error:
                 failure = failure or error
         if failure is not None:
@@ -140,7 +124,7 @@ class WriteQueue:
                 self._begin_delayed()
                 if not must():
                     break
-                first, _ = self._writes[0]
+                first, _ = self._queue[0]
                 if first.done():
                     self.retire()
                     continue
@@ -153,25 +137,19 @@ class WriteQueue:
         """Whether `vacate` would return at once."""
         with self.lock:
             self._begin_delayed()
-            return all(ticket.done() for ticket, _ in islice(self._writes, self._until(lies_there)))
+            return all(ticket.done() for ticket, _ in islice(self._queue, self._until(lies_there)))
 
     def _until(self, lies_there: Callable[[Buffer], bool]) -> int:
         """How many writes there are up to the last one whose buffer lies in a place."""
-        found = [number for number, (_, buffer) in enumerate(self._writes, start=1) if lies_there(buffer)]
+        found = [number for number, (_, buffer) in enumerate(self._queue, start=1) if lies_there(buffer)]
         return found[-1] if found else 0
 
     def retire(self) -> None:
-        """Wait for the first write, and give its buffer back. Raises: StoreError when it failed."""
         self._begin_delayed()
-        ticket, buffer = self._writes[0]
         try:
-            ticket.wait()
+            super().retire()
         finally:
             self._begin_delayed()
-            if ticket.done():  # not after Ctrl-C: the disk still reads the buffer
-                self._writes.popleft()
-                self.nbytes -= buffer.capacity
-                buffer.release()
 
     def _begin_delayed(self) -> None:
         while self._delayed and self._delayed[0][0].begun():
