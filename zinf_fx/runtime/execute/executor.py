@@ -18,9 +18,10 @@ from zinf_fx.plan.schedule import GraphKind, Tile
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.execute.activations import ActivationSlots
 from zinf_fx.runtime.execute.binding import Here, bind, head_fetches
+from zinf_fx.runtime.execute.flying import FlyingTile
 from zinf_fx.runtime.execute.inductor import CompiledRegion
 from zinf_fx.runtime.execute.inputs import Inputs
-from zinf_fx.runtime.execute.transfers import FlyingTile, Staging
+from zinf_fx.runtime.execute.transfers import Staging
 from zinf_fx.runtime.gradients.leaving import LeavingGradients
 from zinf_fx.runtime.gradients.reduction import Reduction
 from zinf_fx.runtime.memory.device import CPU

@@ -2,175 +2,87 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-import time
 import weakref
 from collections.abc import Iterable
 
 import torch
 
-from zinf_fx.errors import RanksError, StoreError
 from zinf_fx.interrupts import finalizing, sealed
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import Tile
 from zinf_fx.plan.sharding import Segment
+from zinf_fx.runtime.execute.flying import FlyingTile, GatheredTile, tile_key
 from zinf_fx.runtime.execute.packs import PackedTile, ShardedPack
-from zinf_fx.runtime.memory.leases import Buffer, Ticket
-from zinf_fx.runtime.ranks import Collective
 from zinf_fx.runtime.recorder import RECORDER
-from zinf_fx.runtime.tensor.pack import Pack, Stored, key_of
+from zinf_fx.runtime.tensor.pack import Pack, Stored
 from zinf_fx.runtime.tensor.storage import TensorStorage
-from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
 
 
-class StagedTile:
-    """One tile on its way to the device, or there, for as long as somebody holds it.
+class StagedTile(FlyingTile):
+    """A tile that this rank has all of."""
 
-    It doesn't keep the storage alive: compiled code, for which tiles are fetched in advance, may outlive its model.
-    """
-
-    def __init__(self, storage: TensorStorage, planned: Tile, offset: int | None = None) -> None:
-        """`offset`: where in the host arena's region its bytes are planned."""
-        self.key = key_of(storage, planned)
-        self.holds = 0
-        self._nbytes = planned.nbytes
-        self._counters = storage.tiers.counters
+    def _fetch(self, storage: TensorStorage, offset: int | None) -> None:
         self._refresh = storage.begin_refresh()
         if self._refresh is not None and not storage.in_place:
             self._refresh.wait()  # what is uploaded from host memory has to be there
+        planned = self._planned
         self._window = storage.settled().device_window(planned.start, planned.numel, offset=offset).read_only()
+        self._windows.append(self._window)
 
     def upload(self, offset: int | None = None) -> None:
-        """Start to copy it to the device, to `offset` in the region that is planned there."""
         self._window.upload(offset)
-
-    def allgather(self, name: str) -> None:
-        """This rank has the whole tile."""
 
     @property
     def version(self) -> int | None:
-        """Of the storage's bytes, that which the tile has."""
         return self._window.version
 
     def follow(self, storage: TensorStorage) -> None:
-        """From now on, take over what is written to the storage."""
         self._window.follow(storage.bytes)
 
-    def wait(self) -> torch.Tensor:
-        """The tile's elements, flat; counts the time for which compute had to wait."""
-        started = time.perf_counter()
+    def _values(self) -> torch.Tensor:
         if self._refresh is not None:
             self._refresh.wait()
-        value = self._window.wait()
-        self._counters.stall_seconds += RECORDER.waited(started)
-        self._counters.gathered_bytes += self._nbytes
-        return value
-
-    def close(self) -> None:
-        """Give the buffers back."""
-        self._window.close()
+        return self._window.wait()
 
 
-class ShardedTile:
-    """A tile of which this rank has a shard, on its way to the device: fetched, uploaded, then all-gathered.
+class ShardedTile(GatheredTile):
+    """A parameter, or some rows of one, of which this rank has a shard."""
 
-    As `StagedTile`. Where the device computes in host memory, the shard is read to its place in the whole.
-    """
-
-    def __init__(self, storage: TensorStorage, planned: Tile, offset: int | None = None) -> None:
-        start, count = planned.start, planned.numel
-        self.key = key_of(storage, planned)
-        self.holds = 0
-        self.version: int | None = storage.version
-        self._count, self._device = count, storage.device
-        self._ranks, self._counters = storage.share.ranks, storage.tiers.counters
-        self._segments = storage.share.shards.within(start, count)
-        self._padded = sum(one.padded for one in self._segments)
-        self._name = storage.name
-        self._nbytes = count * storage.dtype.itemsize
-        self._full: torch.Tensor | None = None
-        self._buffer: Buffer | None = None
-        self._window: Window | DeviceWindow | None = None
-        self._tickets: list[Ticket] = []
-        self._gathering: list[Collective] = []
+    def _fetch(self, storage: TensorStorage, offset: int | None) -> None:
+        self._ranks = storage.share.ranks
+        self._segments = storage.share.shards.within(self._planned.start, self._planned.numel)
         parts = [one.held_by(self._ranks.shard) for one in self._segments]
-        held, shard = parts[0].start, sum(map(len, parts))
-        if storage.device.in_host_memory:
-            self._buffer = storage.tiers.lease(self._padded * storage.dtype.itemsize, offset)
-            self._full = self._buffer.tensor((self._padded,), storage.dtype)
-            if storage.bytes.in_host_memory:
-                self._window = storage.settled().window(held, shard).read_only()
-            elif count:
-                slots = [(self._slot(one), part) for one, part in zip(self._segments, parts, strict=True) if part]
-                self._tickets = [storage.settled().read(part.start, slot, self._buffer) for slot, part in slots]
-        else:
-            self._window = storage.settled().device_window(held, shard, offset=offset).read_only()
-            self._dtype = storage.dtype
+        self._lease(storage, self._count, offset)
+        if self._whole is None or storage.bytes.in_host_memory:
+            held, shard = parts[0].start, sum(map(len, parts))
+            self._windows.append(storage.settled().device_window(held, shard, offset=offset).read_only())
+        elif self._planned.numel:
+            for one, part in zip(self._segments, parts, strict=True):
+                if part:
+                    self._reads.append(storage.settled().read(part.start, self._slot(one), self._buffer))
+
+    @property
+    def _count(self) -> int:
+        return sum(one.padded for one in self._segments)
 
     def _slot(self, segment: Segment) -> torch.Tensor:
         """The place of this rank's part of a segment in the whole."""
         rank = self._ranks.shard
         first = segment.start - self._segments[0].start + (rank * segment.shard if segment.owner is None else 0)
-        return self._full[first : first + len(segment.held_by(rank))]
+        return self._whole[first : first + len(segment.held_by(rank))]
 
-    def upload(self, offset: int | None) -> None:
-        """Start to copy the shard to the device. The place at `offset` is for the whole, and not used yet."""
-        if self._window is not None:
-            self._window.upload(None)
-
-    def follow(self, storage: TensorStorage) -> None:
-        """A tile that stays is of no use once its parameter is written: other ranks write the other shards."""
-
-    def allgather(self, name: str) -> None:
-        """Start to gather all shards, once this rank's is here. `name`: for errors."""
-        if self._gathering:
+    def _gather(self, shards: list[torch.Tensor], name: str) -> None:
+        if shards:
+            self._collectives = self._ranks.all_gather_segments(self._whole, shards[0], self._segments, name)
             return
-        if self._full is None:
-            with torch.inference_mode(False):
-                self._full = torch.empty(self._padded, dtype=self._dtype, device=self._device.torch_device)
-        if self._window is not None:
-            self._window.upload()
-            with self._device.beside_compute():
-                shard = self._window.wait()
-                self._gathering = self._ranks.all_gather_segments(self._full, shard, self._segments, name)
-            return
-        for ticket in self._tickets:
-            ticket.wait()
         for one in self._segments:
             first = one.start - self._segments[0].start
-            full = self._full[first : first + one.padded]
-            self._gathering.append(self._ranks.all_gather(full, self._slot(one), name, one.owner))
+            full = self._whole[first : first + one.padded]
+            self._collectives.append(self._ranks.all_gather(full, self._slot(one), name, one.owner))
 
-    def wait(self) -> torch.Tensor:
-        """The tile's elements, flat; counts the time for which compute had to wait."""
-        started = time.perf_counter()
-        self.allgather(self._name)
-        for collective in self._gathering:
-            collective.wait()
-        self._counters.stall_seconds += RECORDER.waited(started)
-        self._counters.gathered_bytes += self._nbytes
-        return self._full[: self._count]
-
-    def close(self) -> None:
-        """Give the buffers back, once nothing writes to them."""
-        for ticket in self._tickets:
-            with contextlib.suppress(StoreError):
-                ticket.wait()
-        for collective in self._gathering:
-            with contextlib.suppress(RanksError):
-                collective.wait()
-        if any(collective.failed for collective in self._gathering):
-            return  # what may still be written to is never used again
-        if self._window is not None:
-            self._window.close()
-        self._full = None
-        if self._buffer is not None:
-            self._buffer.release()
-
-
-FlyingTile = StagedTile | ShardedTile | PackedTile | ShardedPack
-"""A tile in flight."""
+    def _separated(self) -> torch.Tensor:
+        return self._whole[: self._planned.numel]
 
 
 def _kind_of(storage: Stored) -> type[FlyingTile]:
@@ -184,7 +96,7 @@ class Staging:
     """Tiles in flight, shared by every graph execution: a tile that one still holds is not read again for the next."""
 
     def __init__(self) -> None:
-        # By `key_of`.
+        # By `tile_key`.
         self._tiles: dict[tuple[int, int, int], FlyingTile] = {}
         self._staying: dict[tuple[int, int, int], FlyingTile] = {}  # held until their next fetch
         self._watched: weakref.WeakSet[Stored] = weakref.WeakSet()  # those that tiles have stayed of
@@ -195,7 +107,7 @@ class Staging:
     def fetch(self, storage: Stored, planned: Tile, offset: int | None) -> FlyingTile:
         """Hold a tile of `storage`, starting to read it unless it is held in its present version; to `offset` in the
         region of the host arena."""
-        key = key_of(storage, planned)
+        key = tile_key(storage, planned)
         storage.settled()
         with self._lock, RECORDER.about(planned.label):
             tile = self._tiles.get(key)
@@ -221,7 +133,7 @@ class Staging:
 
     def _present(self, storage: Stored, planned: Tile) -> FlyingTile | None:
         """The tile, if it is held in its present version."""
-        tile = self._tiles.get(key_of(storage, planned))
+        tile = self._tiles.get(tile_key(storage, planned))
         return tile if tile is not None and tile.version == storage.version else None
 
     def stay(self, tile: FlyingTile, storage: Stored) -> None:

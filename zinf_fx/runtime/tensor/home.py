@@ -134,7 +134,7 @@ class Home:
     def present_followers(self) -> list[Window]:
         """The windows that follow, and have had every write so far."""
         with self._order:
-            return [window for window in self._followers if window.open and window.version == self.version]
+            return [window for window in self._followers if not window.is_over and window.version == self.version]
 
     def read(self, first: int, memory: torch.Tensor, owner: object) -> Ticket:
         """Start reading the elements from `first` on into `memory`, in `owner`'s buffer. What a step in the background

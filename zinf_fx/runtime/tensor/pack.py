@@ -149,8 +149,3 @@ _PACKS: weakref.WeakKeyDictionary[TensorStorage, list[Pack]] = weakref.WeakKeyDi
 
 Stored = TensorStorage | Pack
 """What a tile is of: one parameter or activation, or several parameters."""
-
-
-def key_of(storage: Stored, planned: Tile) -> tuple[int, int, int]:
-    """What tells a tile from all others: the storage, the first element, and how many there are."""
-    return storage.key, planned.start, planned.numel

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Protocol
+from enum import Enum
+from typing import ClassVar, Protocol
 
 import torch
 
 from zinf_fx.errors import StoreError
 from zinf_fx.interrupts import sealed
+from zinf_fx.runtime.lifecycle import Lifecycle
 from zinf_fx.runtime.memory.device import Device, Upload
 from zinf_fx.runtime.memory.device_arena import DeviceArena
 from zinf_fx.runtime.memory.leases import Buffer, Ticket
@@ -55,7 +57,36 @@ class Owner(Protocol):
         """Count a write."""
 
 
-class Window:
+class WindowState(Enum):
+    """What has become of the elements of a window."""
+
+    READING = "being read"  # to host memory, or there without having been waited for
+    PLACED = "given room on the device"  # the copy to which has not begun
+    OPEN = "open"
+    STORED = "stored"
+    CLOSED = "closed"
+
+
+READING, PLACED, OPEN, STORED, CLOSED = WindowState
+
+
+class _Lifecycle(Lifecycle):
+    what = "window"
+    following: ClassVar = {
+        READING: (PLACED, OPEN, CLOSED),
+        PLACED: (OPEN, CLOSED),
+        OPEN: (STORED, CLOSED),
+        STORED: (),
+        CLOSED: (),
+    }
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was stored or closed."""
+        return self.state is STORED or self.state is CLOSED
+
+
+class Window(_Lifecycle):
     """Consecutive elements where no copy to or from a device is needed: wait, use, then `store` or `close`, once."""
 
     def __init__(
@@ -68,15 +99,15 @@ class Window:
         meant: slice = slice(None),
     ) -> None:
         """`memory`: whole blocks, from element `start` of the home on; without a buffer, where the elements live.
-        `meant` are the elements asked for among them."""
-        self._storage: Owner | None = storage
+        `meant` are the elements asked for among them. `ticket`: of their read; None: there is nothing to read."""
+        self.state = OPEN if ticket is None else READING
+        self._storage: Owner | None = storage  # None: for reading alone
         self._reads = storage.home.reads
         self._start = start
         self._elements = range(start, start + memory.numel())
         self._memory, self._buffer, self._ticket = memory, buffer, ticket
         self._meant = meant
         self._reader: Ticket | None = None
-        self.open = True
         self.version: int | None = storage.home.version
         """Of what lives there, when they were read or, for a follower, written; None after a failed write."""
 
@@ -95,7 +126,7 @@ class Window:
     @property
     def ready(self) -> bool:
         """Whether `wait` would return at once."""
-        return self._ticket is None or self._ticket.done()
+        return self.state is not READING or self._ticket.done()
 
     def wait(self) -> torch.Tensor:
         """The elements, 1-D, once they are there; valid until `store` or `close`."""
@@ -106,10 +137,10 @@ class Window:
 
     def arrived(self) -> torch.Tensor:
         """The elements, 1-D, once they are there, but not to be changed before their `readers` are done."""
-        assert self.open, "a window was used after it was stored or closed"
-        if self._ticket is not None:
+        if self.state is READING:
             self._ticket.wait()
-            self._ticket = None
+            self.become(OPEN)
+        assert self.state is OPEN, f"a window was used that is {self.state.value}"
         return self._memory[self._meant]
 
     @property
@@ -127,70 +158,68 @@ class Window:
     def store(self, after: Ticket | None = None) -> None:
         """Start writing the elements back, once `after` is done; nothing to move for resident bytes."""
         assert self._storage is not None, "a window for reading can't be stored"
-        if after is None or after.done():
+        if after is not None and after.done():
             after = None
-            self.arrived()
-        self.open = False
-        memory, self._memory = self._memory, None
-        followers: list[Window] = []
-        if self._buffer is not None:
-            followers = self._lead(memory)
-            buffer, self._buffer = self._buffer, None
-            if memory.numel():
-                self._storage.write_back(self._start, memory, buffer, after)
-            else:
-                buffer.release()
-        elif after is not None:
-            self._storage.home.changed_by(self._elements, after)
+        self.arrived()
+        followers = self._lead() if self._buffer is not None else []
+        self.become(STORED)
+        if self._buffer is None:
+            if after is not None:
+                self._storage.home.changed_by(self._elements, after)
+        elif self._elements:
+            self._storage.write_back(self._start, self._memory, self._buffer, after)
+        else:
+            self._buffer.release()
         self._storage.written()
         for follower in followers:
             follower.version = self._storage.home.version
 
-    def _lead(self, memory: torch.Tensor) -> list[Window]:
+    def _lead(self) -> list[Window]:
         """Copy what is about to be written to the followers that have had every write so far; returns them."""
         followers = self._storage.home.present_followers()
         for follower in followers:
             follower.wait()
             follower.version = None
             first = max(self._start, follower._start)
-            end = min(self._start + memory.numel(), follower._start + follower._memory.numel())
+            end = min(self._elements.stop, follower._elements.stop)
             if first < end:
                 theirs = follower._memory[first - follower._start : end - follower._start]
-                theirs.copy_(memory[first - self._start : end - self._start])
+                theirs.copy_(self._memory[first - self._start : end - self._start])
         return followers
 
     @sealed
     def close(self) -> None:
         """Give the memory back without writing. A read under way is waited for: its buffer is not free before."""
-        if not self.open:
+        if self.is_over:
             return
-        self.open = False
-        self._memory = None
-        ticket, self._ticket = self._ticket, None
-        buffer, self._buffer = self._buffer, None
-        if ticket is not None:
+        was_read = self.state is not READING
+        self.become(CLOSED)
+        if not was_read:
             try:
-                ticket.wait()
+                self._ticket.wait()
             except StoreError:
                 pass  # whoever needed the values has waited for them, and knows
             except BaseException:  # Ctrl-C that lost its patience
-                buffer.release_when_dropped()
+                self._buffer.release_when_dropped()
                 raise
-        if buffer is not None:
-            buffer.release() if self._reader is None else buffer.release_after(self._reader)
+        if self._buffer is not None:
+            self._buffer.release() if self._reader is None else self._buffer.release_after(self._reader)
 
 
-class DeviceWindow:
+class DeviceWindow(_Lifecycle):
     """As `Window`, in device memory, of elements that live elsewhere and are copied through a window in host memory."""
+
+    _copy: Upload  # from PLACED on
 
     def __init__(
         self, host: Window, device: Device, count: int, dtype: torch.dtype, load: bool, arena: DeviceArena | None
     ) -> None:
+        """`load`: whether the elements are to be copied to the device."""
+        self.state = READING
         self._host, self._device, self._arena = host, device, arena
         self._count, self._dtype, self._load = count, dtype, load
-        self._read_only = self._started = False
-        self._copy: Upload | None = None
-        self._buffer: Buffer | None = None  # of the arena
+        self._read_only = False
+        self._buffer: Buffer | None = None  # of the arena, if that has a place for them
 
     def read_only(self) -> DeviceWindow:
         """As of a `Window`. Host memory is given back as soon as the elements are on the device."""
@@ -218,17 +247,19 @@ class DeviceWindow:
         `offset`: where a plan has a place for the elements in the device's arena; only for reading, because the values
         must not outlive the window.
         """
-        if self._copy is None:
+        if self.state is READING:
             self._copy = self._device.upload(self._place(offset))
-        if self._load and not self._started and self._host.ready:
+            self.become(PLACED if self._load else OPEN)
+        if self.state is PLACED and self._host.ready:
             self._start()
 
     def wait(self) -> torch.Tensor:
         """The elements, 1-D, for what the device computes from now on; valid until `store` or `close`."""
         self.upload()
+        if self.state is PLACED:
+            self._start()
+        assert self.state is OPEN, f"a window was used that is {self.state.value}"
         if self._load:
-            if not self._started:
-                self._start()
             self._copy.join()
         return self._copy.value
 
@@ -242,36 +273,31 @@ class DeviceWindow:
         host = self._device.download(self.wait(), self._host.arrived(), after=self._host.readers)
         self._copy.drop()
         self._host.store(host)
+        self.become(STORED)
 
     @sealed
     def close(self) -> None:
         """Give the memory back without writing."""
-        if self._copy is not None:
+        if self.is_over:
+            return
+        if self.state is not READING:
             self._copy.drop()
-        buffer, self._buffer = self._buffer, None
-        if buffer is not None:
-            buffer.release()  # after the drop, which the next copy to this place is to follow
+        self.become(CLOSED)
+        if self._buffer is not None:
+            self._buffer.release()  # after the drop, which the next copy to this place is to follow
         self._host.close()
 
     def _place(self, offset: int | None) -> torch.Tensor:
         if offset is None or self._arena is None:
-            return self._empty()
+            with torch.inference_mode(False):  # it may be written in another mode
+                return torch.empty(self._count, dtype=self._dtype, device=self._device.torch_device)
         assert self._read_only
         self._buffer = self._arena.lease(offset, self._count * self._dtype.itemsize)
         return self._buffer.tensor((self._count,), self._dtype)
 
-    def _empty(self) -> torch.Tensor:
-        def make() -> torch.Tensor:
-            return torch.empty(self._count, dtype=self._dtype, device=self._device.torch_device)
-
-        if not torch.is_inference_mode_enabled():
-            return make()
-        with torch.inference_mode(False):  # it may be written in another mode
-            return make()
-
     def _start(self) -> None:
         self._copy.start(self._host.arrived())
-        self._started = True
+        self.become(OPEN)
         self._host.read_by(self._copy)
         if self._read_only:
             self._host.close()

@@ -1,0 +1,83 @@
+"""What can be done with a window depends on its state, and what can't says so."""
+
+from __future__ import annotations
+
+import errno
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from injecting import Fault, clear_faults, inject
+
+from zinf_fx.config import Config
+from zinf_fx.errors import StoreError
+from zinf_fx.plan.schedule import Tile
+from zinf_fx.runtime.execute.flying import TileState
+from zinf_fx.runtime.execute.transfers import StagedTile
+from zinf_fx.runtime.memory.device import CPU
+from zinf_fx.runtime.tensor.storage import TensorStorage
+from zinf_fx.runtime.tensor.tiers import Tiers
+from zinf_fx.runtime.tensor.windows import WindowState
+
+COUNT = 8192
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> TensorStorage:
+    """In the store, full of zeros."""
+    config = Config(store=tmp_path, placement="nvme", host_memory="4MiB")
+    found = TensorStorage(Tiers(config), "nvme", config, COUNT, torch.float32, CPU)
+    found.set(torch.zeros(COUNT))
+    found.tiers.drain()
+    return found
+
+
+def test_a_window_is_read_used_and_stored(storage: TensorStorage) -> None:
+    window = storage.settled().window()
+    assert window.state is WindowState.READING
+    window.wait().fill_(1.0)
+    assert window.state is WindowState.OPEN and window.ready and not window.is_over
+    window.store()
+    assert window.state is WindowState.STORED and window.is_over
+    window.close()  # as in a `finally`: nothing is left to give back
+    assert window.state is WindowState.STORED
+    assert torch.equal(storage.value(), torch.ones(COUNT))
+
+
+@pytest.mark.parametrize("end", ["store", "close"])
+def test_a_window_that_is_over_says_so(storage: TensorStorage, end: str) -> None:
+    window = storage.settled().window()
+    getattr(window, end)()
+    with pytest.raises(AssertionError, match="a window was used that is " + ("stored" if end == "store" else "closed")):
+        window.wait()
+    with pytest.raises(AssertionError, match="a window was used that is"):
+        window.store()
+
+
+def test_what_others_could_not_be_given_is_not_stored_and_comes_back(storage: TensorStorage) -> None:
+    inject(storage.tiers.store, Fault("completion", operation="read", errno=errno.EINVAL))
+    follower = storage.settled().window().read_only()
+    follower.follow(storage.bytes)
+    while not follower.ready:
+        time.sleep(0.001)
+    clear_faults(storage.tiers.store)
+    held = storage.tiers.host.in_use
+    window = storage.settled().window(load=False)
+    window.wait().fill_(1.0)
+    with pytest.raises(StoreError):
+        window.store()
+    assert window.state is WindowState.OPEN
+    window.close()
+    assert storage.tiers.host.in_use == held
+    follower.close()
+
+
+def test_a_tile_is_freed_once(storage: TensorStorage) -> None:
+    tile = StagedTile(storage, Tile("w", (COUNT,), torch.float32, "nvme", None))
+    assert tile.state is TileState.FETCHED
+    assert torch.equal(tile.wait(), torch.zeros(COUNT))
+    tile.close()
+    assert tile.state is TileState.FREED and storage.tiers.host.in_use == 0
+    with pytest.raises(AssertionError, match="a tile that is freed can't be freed"):
+        tile.close()
