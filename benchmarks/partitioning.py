@@ -77,7 +77,7 @@ def tiles_of(parameters: Sequence[zinf_fx.StoredTensor]) -> list[tuple[Stored, T
     for parameter in parameters:
         storage, ranks = parameter.storage, parameter.storage.share.ranks.shards
         shard = storage.share.shards.size if ranks > 1 else 0
-        tile = Tile(0, "a parameter", tuple(parameter.shape), parameter.dtype, "nvme", None, ranks=ranks, shard=shard)
+        tile = Tile("a parameter", tuple(parameter.shape), parameter.dtype, "nvme", None, ranks=ranks, shard=shard)
         homes.setdefault(storage.bytes.home, []).append((storage, replace(tile, partitioned=ranks > 1)))
     found: list[tuple[Stored, Tile]] = []
     for together in homes.values():

@@ -110,7 +110,7 @@ class Starts:
     def __init__(self, graph: dict[str, Any]) -> None:
         self.count = len(graph["operators"])
         self._events = graph["events"]
-        self._name = {tile["index"]: tile["name"] for tile in graph["tiles"]}
+        self._name = [tile["name"] for tile in graph["tiles"]]
         self._first = {self._name[e["tile"]]: e["operator"] for e in self._events if e["kind"] == "wait"}
         self.names = set(self._first)
 

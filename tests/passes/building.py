@@ -44,9 +44,7 @@ class Builder:
         for name, shape in (tiles or {}).items():
             node = self._placeholder(f"primals_{len(self._tokens) + 1}", (), torch.int64)
             tier = None if name in frozen else "host"
-            of_token[node.name] = Tile(
-                len(self._tokens), name, shape, dtype, "nvme", tier, state_tier=None if name in frozen else "nvme"
-            )
+            of_token[node.name] = Tile(name, shape, dtype, "nvme", tier, state_tier=None if name in frozen else "nvme")
             self._tokens[name] = node
         self.context = GraphContext(kind, config, of_token, provided=frozenset(provided))
 

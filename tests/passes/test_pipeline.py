@@ -363,7 +363,7 @@ def test_random_turns(depth: int, distances: tuple[int, int, int], tiles: int | 
     forward.knows(successor_head=each.head(backward.graph, backward.context))
     forward.check_values(each)
     turned = [(n.target, n.args[0].name) for n in nodes_calling(forward.graph, *ops.TRANSFERS) if event_of(n).turn]
-    due = [(transfer.op, transfer.key.token) for transfer in forward.context.successor_head]
+    due = [(transfer.op, forward.context.keys[transfer.tile].token) for transfer in forward.context.successor_head]
     assert set(turned) <= set(due) and len(turned) == len(set(turned))
     assert tiles is not None or set(turned) == set(due)
 

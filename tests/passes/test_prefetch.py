@@ -16,7 +16,7 @@ from torch import nn
 from zinf_fx import ops
 from zinf_fx.config import Config
 from zinf_fx.errors import PlanError
-from zinf_fx.passes.ir.framework import HeadTransfer, TileKey, event_of, nodes_calling, operator_of
+from zinf_fx.passes.ir.framework import HeadTransfer, event_of, nodes_calling, operator_of
 from zinf_fx.passes.ir.in_flight import Ledger, operators_in, spans
 from zinf_fx.passes.lowering.lower_gathers import LowerGathers
 from zinf_fx.passes.lowering.offload_gradients import OffloadGradients
@@ -242,7 +242,7 @@ def test_distances(count: int, distances: tuple[int, int, int]) -> None:
 
 def test_without_prefetching_each_transfer_starts_in_its_operator() -> None:
     built = chain(3)
-    built.knows(successor_head=(HeadTransfer(ops.fetch, TileKey(built.token("w2").name), 1),))
+    built.knows(successor_head=(HeadTransfer(ops.fetch, 2, 1),))
     built.knows(config=Config(placement="nvme", prefetch=None))
     each = Prefetch(None)
     for op in ops.TRANSFERS:
@@ -301,7 +301,7 @@ def test_an_inference_graph_has_no_turn() -> None:
 def test_a_graph_without_operators() -> None:
     built = Builder("forward", {"w0": (4, 4)})
     built.returns(built.input(2), built.token("w0"))
-    built.knows(successor_head=(HeadTransfer(ops.fetch, TileKey(built.token("w0").name), 3),))
+    built.knows(successor_head=(HeadTransfer(ops.fetch, 0, 3),))
     built.check(
         SinkGathers(),
         Regions(),
@@ -321,7 +321,7 @@ def test_a_graph_without_operators() -> None:
 def test_the_turn_holds_on_to_a_tile_at_no_cost(tiles: int, start: int) -> None:
     """The last tile of forward is the first of backward: from its own fetch on, the turn may hold it too."""
     built = chain(3, device_memory=tiles * KIB)
-    built.knows(successor_head=(HeadTransfer(ops.fetch, TileKey(built.token("w2").name), 3),))
+    built.knows(successor_head=(HeadTransfer(ops.fetch, 2, 3),))
     built.run(Prefetch((1, 2, 3)))
     assert places(built, ops.fetch, turn=True) == {"w2": start}
     assert peak(built) == tiles * KIB
@@ -329,8 +329,7 @@ def test_the_turn_holds_on_to_a_tile_at_no_cost(tiles: int, start: int) -> None:
 
 def test_a_turn_that_never_fits_is_left_out() -> None:
     built = chain(3, device_memory=KIB)
-    token = TileKey(built.token("w0").name)
-    built.knows(successor_head=(HeadTransfer(ops.fetch, token, 3), HeadTransfer(ops.upload, token, 2)))
+    built.knows(successor_head=(HeadTransfer(ops.fetch, 0, 3), HeadTransfer(ops.upload, 0, 2)))
     built.run(Prefetch((1, 2, 3)))
     assert not places(built, ops.fetch, turn=True) and not places(built, ops.upload, turn=True)
 

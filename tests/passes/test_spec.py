@@ -16,7 +16,6 @@ from zinf_fx.passes.ir.framework import (
     OPERATOR,
     HeadTransfer,
     Pass,
-    TileKey,
     event_of,
     give_event,
     nodes_calling,
@@ -62,7 +61,7 @@ def lowered() -> Builder:
 def forward() -> Builder:
     """Two operators; the next graph needs `b`, then `a`."""
     built = lowered()
-    b, a = TileKey(built.token("b").name), TileKey(built.token("a").name)
+    a, b = 0, 1
     head = [HeadTransfer(op, b, 3 - number) for number, op in enumerate(ops.TRANSFERS)]
     built.knows(successor_head=(*head, HeadTransfer(ops.fetch, a, 1)))
     built.run(Prefetch())

@@ -280,7 +280,7 @@ DIVISIONS = {
 
 @pytest.mark.parametrize(("shape", "limit", "rows"), DIVISIONS.values(), ids=DIVISIONS)
 def test_divided(shape: tuple[int, ...], limit: int, rows: list[int]) -> None:
-    tiles = divided(Tile(0, "w", shape, torch.float32, "nvme", "host"), limit)
+    tiles = divided(Tile("w", shape, torch.float32, "nvme", "host"), limit)
     assert [tile.shape[0] for tile in tiles] == rows
     assert [TileKey("w", tile.start).start * 4 for tile in tiles] == [
         sum(tile.nbytes for tile in tiles[:number]) for number in range(len(tiles))

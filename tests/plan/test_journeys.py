@@ -16,7 +16,7 @@ KIB = 1024
 
 
 def graph(kind: GraphKind, events: list[Event], operators: int) -> GraphSchedule:
-    tile = Tile(0, "a", (4, 256), torch.float32, "nvme", "nvme", state_tier="nvme")
+    tile = Tile("a", (4, 256), torch.float32, "nvme", "nvme", state_tier="nvme")
     return GraphSchedule(kind, (tile,), tuple(Operator(n, "", 1) for n in range(operators)), tuple(events))
 
 

@@ -25,7 +25,7 @@ MEANS = {
 
 def tile(index: int, rows: int = 4, tier: str = "nvme", gradient_tier: str | None = "nvme") -> Tile:
     states = None if gradient_tier is None else "nvme"
-    return Tile(index, "abcdef"[index], (rows, 256), torch.float32, tier, gradient_tier, state_tier=states)
+    return Tile("abcdef"[index], (rows, 256), torch.float32, tier, gradient_tier, state_tier=states)
 
 
 def events(text: str) -> tuple[Event, ...]:

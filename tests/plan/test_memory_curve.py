@@ -54,8 +54,8 @@ def test_golden_of_many_operators(golden):
 def test_what_the_arena_holds_from_event_to_event():
     """Tile 0 is released in operator 0 and still there while it computes; the gradient of tile 1 stays."""
     tiles = (
-        Tile(0, "a", (256, 1024), torch.float32, "nvme", None),
-        Tile(1, "b", (512, 1024), torch.float32, "nvme", "host", state_tier="nvme"),
+        Tile("a", (256, 1024), torch.float32, "nvme", None),
+        Tile("b", (512, 1024), torch.float32, "nvme", "host", state_tier="nvme"),
     )
     events = (
         *(Event(kind, 0, HEAD) for kind in ("fetch", "upload", "allgather")),

@@ -71,7 +71,7 @@ def test_a_dtype_without_a_peak_is_refused():
 
 def plan(lines: tuple[str, ...] = ("input 0: parameter 'w' f32[64, 64] on nvme", "input 1: f32[4, 64]")) -> Plan:
     """One operator, which waits for a fetch of 16 KiB: 2 s; it computes 3 s; the next one 1 s."""
-    tile = Tile(0, "w", (64, 64), torch.float32, "nvme", None)
+    tile = Tile("w", (64, 64), torch.float32, "nvme", None)
     events = [Event(kind, 0, 0) for kind in ("fetch", "upload", "allgather", "wait", "release")]
     operators = (
         Operator(0, "mm", 1, flops=3000, product_bytes=1, dtype=torch.float32),

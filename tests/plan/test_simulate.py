@@ -146,7 +146,7 @@ def inference(
     head: tuple[int, ...], starts: dict[int, tuple[int, ...]], tier: str = "nvme", world_size: int = 1
 ) -> Plan:
     """Three operators that need a tile each; `head` and `starts` say which tiles' journeys begin where."""
-    tiles = tuple(Tile(i, f"w{i}", (BLOCK // 4,), torch.float32, tier, None) for i in range(3))
+    tiles = tuple(Tile(f"w{i}", (BLOCK // 4,), torch.float32, tier, None) for i in range(3))
     events = [Event(kind, tile, HEAD) for tile in head for kind in JOURNEY]
     for operator in range(3):
         events += [Event(kind, tile, operator) for tile in starts.get(operator, ()) for kind in JOURNEY]
@@ -227,7 +227,7 @@ SECONDS = {("forward", 0): 1.0, ("backward", 0): 2.0}
 def training(gradient_tier: str = "nvme", turn: bool = False) -> Plan:
     """One operator each way."""
     shards = {"ranks": 2, "shard": BLOCK // 2, "partitioned": True}
-    tile = Tile(0, "w", (BLOCK,), torch.bfloat16, "nvme", gradient_tier, state_tier="nvme", **shards)
+    tile = Tile("w", (BLOCK,), torch.bfloat16, "nvme", gradient_tier, state_tier="nvme", **shards)
     operators = (Operator(0, "mm", 1),)
     there = [Event(kind, 0, HEAD) for kind in JOURNEY]
     ahead = [Event(kind, 0, 0, turn=True) for kind in JOURNEY] if turn else []
@@ -295,7 +295,7 @@ def test_a_loop_adds_to_the_gradients_of_the_micro_batches_before():
 def of_parameters(count: int, nbytes: int = 2 * BLOCK, state_tier: str = "nvme") -> Plan:
     """So many operators each way, each with a parameter of its own in host memory; a chunk of states for each."""
     shape, where = (nbytes // 2,), {"tier": "host", "gradient_tier": "host", "state_tier": state_tier}
-    tiles = tuple(Tile(i, f"w{i}", shape, torch.bfloat16, **where) for i in range(count))
+    tiles = tuple(Tile(f"w{i}", shape, torch.bfloat16, **where) for i in range(count))
     operators = tuple(Operator(i, "mm", 1) for i in range(count))
     found = []
     for kind in ("forward", "backward"):

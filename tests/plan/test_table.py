@@ -23,8 +23,8 @@ SHAPES = {"layers.0.up.weight": (1024, 256), "layers.0.up.bias": (1024,), "layer
 
 def tiles(tier: str = "nvme", gradient_tier: str | None = None) -> tuple[Tile, ...]:
     return tuple(
-        Tile(index, name, shape, torch.float32, tier, gradient_tier, state_tier=tier if gradient_tier else None)
-        for index, (name, shape) in enumerate(SHAPES.items())
+        Tile(name, shape, torch.float32, tier, gradient_tier, state_tier=tier if gradient_tier else None)
+        for name, shape in SHAPES.items()
     )
 
 

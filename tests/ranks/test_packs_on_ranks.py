@@ -288,7 +288,7 @@ def test_an_exported_plan_has_the_packs_of_many_ranks(tmp_path: Path):
 
 def test_what_no_pack_of_many_ranks_has():
     alike = {"dtype": torch.float32, "tier": "nvme", "gradient_tier": "nvme", "ranks": 2, "partitioned": True}
-    one = Tile(0, "one", (64,), shard=2048, **alike)
+    one = Tile("one", (64,), shard=2048, **alike)
     assert may_be_packed(one, "cpu", trained=False)
     for other in ({"owned": True}, {"segment": 32}, {"dtype": torch.int8}, {"shape": (0,)}):
         assert not may_be_packed(replace(one, **other), "cpu", trained=True)

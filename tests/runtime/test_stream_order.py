@@ -49,7 +49,7 @@ class Tiles:
         self.seen: list[torch.Tensor] = []
 
     def fetch(self, number: int, offset: int) -> StagedTile:
-        planned = Tile(number, "w", (1, COUNT), torch.float32, self.storage.tier, None, rows=(number, number + 1))
+        planned = Tile("w", (1, COUNT), torch.float32, self.storage.tier, None, rows=(number, number + 1))
         tile = StagedTile(self.storage, planned)
         if tile._window is not None:
             tile._window.arrived()  # so that its copy starts now

@@ -55,7 +55,6 @@ def tiles_of(
         owner = Owners(config, ranks).next(0)  # whichever: a plan is the same for all
         shards = shards_of(base.shape, base.dtype, ranks, config, owner) if ranks > 1 else None
         tiles[token.name] = Tile(
-            index=len(tiles),
             name=name,
             shape=tuple(base.shape),
             dtype=base.dtype,

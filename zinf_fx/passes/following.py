@@ -52,7 +52,7 @@ def _head_due(plan: Plan, backward: fx.Graph, context: GraphContext) -> tuple[He
     """What backward, scheduled, needs at its head from forward's turn: what doesn't stay for it anyway."""
     there = plan.journeys.kept_at_begin(1)
     head = Prefetch(context.config.prefetch).head(backward, context)
-    return tuple(transfer for transfer in head if context.numbers[transfer.key] not in there)
+    return tuple(transfer for transfer in head if transfer.tile not in there)
 
 
 def _check_followed(plan: Plan, modules: Sequence[Planned]) -> None:
@@ -62,8 +62,8 @@ def _check_followed(plan: Plan, modules: Sequence[Planned]) -> None:
     for theirs, ours in zip(plan.graphs, made.graphs, strict=True):
         for name in ("operators", "events"):
             check_items(f"the {theirs.kind} graph's {name}", getattr(theirs, name), getattr(ours, name))
-        if theirs.separate_device != ours.separate_device:
-            whose = "its own" if theirs.separate_device else "host memory"
+        if theirs.has_own_memory != ours.has_own_memory:
+            whose = "its own" if theirs.has_own_memory else "host memory"
             raise PlanError(f"the plan is for a device whose memory is {whose}, and this one's is not")
     for name in ("gradient_buffer", "activation_buffer", "kept", "unmoved", "regions"):
         if getattr(plan, name) != getattr(made, name):

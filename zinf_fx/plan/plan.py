@@ -15,7 +15,7 @@ from zinf_fx.plan.journeys import Journeys
 from zinf_fx.plan.schedule import GraphKind, GraphSchedule, MemoryRegions, Tile
 
 FORMAT = "zinf_fx plan"
-SCHEMA = 6
+SCHEMA = 7
 """Version of the fields of a plan file: another one for every change of them."""
 
 

@@ -68,7 +68,6 @@ class Tile:
     and the others are copied behind it.
     """
 
-    index: Natural
     name: str
     shape: tuple[Natural, ...]
     dtype: torch.dtype
@@ -215,7 +214,7 @@ class Operator:
 class GraphSchedule:
     """Operators and events of one graph, in execution order.
 
-    `tiles`: what events refer to by index; the graphs of a step have the same. `separate_device`: whether what computes
+    `tiles`: what events refer to by index; the graphs of a step have the same. `has_own_memory`: whether what computes
     has memory of its own, to which tiles are copied.
     """
 
@@ -223,7 +222,7 @@ class GraphSchedule:
     tiles: tuple[Tile, ...]
     operators: tuple[Operator, ...]
     events: tuple[Event, ...]
-    separate_device: bool = False
+    has_own_memory: bool = False
 
     def at(self, operator: int, kind: EventKind | None = None) -> list[Event]:
         """The events of one operator (HEAD: before the first), optionally of one kind."""

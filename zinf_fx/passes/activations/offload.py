@@ -164,7 +164,6 @@ def _tile(saved: Saved, config: Config) -> Tile:
     value, ranks = saved.memory.meta["val"], saved.ranks
     shards = Shards.of(value.numel(), ranks, config.placement.on_nvme)
     return Tile(
-        index=0,  # its place in the table of all tiles, which the context knows
         name=f"activation:{saved.memory.name}",
         shape=(value.numel(),),
         dtype=value.dtype,

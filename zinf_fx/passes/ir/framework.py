@@ -26,7 +26,8 @@ MADE_BY = "zinf_made_by"  # name of the pass that made the node
 
 
 class TileKey(NamedTuple):
-    """Which tile a `zinf` node is about: the placeholder of its parameter's token, and its first element in that."""
+    """Which tile a `zinf` node is about: the placeholder of its parameter's token, and its first element in that. Where
+    there are events, these say so by the tile's number in the table."""
 
     token: str
     start: int = 0
@@ -48,7 +49,7 @@ class HeadTransfer(NamedTuple):
     """A transfer of a tile that a graph needs before it begins: `operators_early` operators before its first."""
 
     op: torch._ops.OpOverload
-    key: TileKey
+    tile: int
     operators_early: int
 
 
@@ -93,7 +94,7 @@ class GraphContext:
     provided: frozenset[str] = frozenset()
     divided: Mapping[str, tuple[Tile, ...]] = field(default_factory=dict)
     undivided: Mapping[str, str] = field(default_factory=dict)
-    staying: tuple[TileKey, ...] = ()
+    staying: tuple[int, ...] = ()
     kept: int = 0
     unmoved: int = 0
     written: Mapping[str, int] = field(default_factory=dict)
@@ -176,13 +177,9 @@ class GraphContext:
     @cached_property
     def table(self) -> tuple[Tile, ...]:
         """All tiles, as events refer to them: the schedules of a step share it."""
-        trains = self.kind != "inference"
-        return tuple(
-            replace(tile, index=number)
-            if trains
-            else replace(tile, index=number, gradient_tier=None, state_tier=None, state_dtype=None, master_dtype=None)
-            for number, tile in enumerate(tile for token in self.tiles for tile in self.tiles_of(token).values())
-        )
+        tiles = (tile for token in self.tiles for tile in self.tiles_of(token).values())
+        untrained = {"gradient_tier": None, "state_tier": None, "state_dtype": None, "master_dtype": None}
+        return tuple(tiles if self.kind != "inference" else (replace(tile, **untrained) for tile in tiles))
 
     def tiles_of(self, token: str) -> dict[TileKey, Tile]:
         """The tiles of one parameter, in the order of their rows."""

@@ -61,8 +61,8 @@ def spans(graph: fx.Graph, context: GraphContext) -> list[InFlight]:
     there: defaultdict[int, list[range]] = defaultdict(list)
     for presence in journeys.presences(0):
         there[presence.tile].append(presence.operators)
-    for key in context.staying:
-        there[context.numbers[key]].append(range(HEAD, last + 1))
+    for number in context.staying:
+        there[number].append(range(HEAD, last + 1))
     found = []
     for number, operators in there.items():
         tile = context.table[number]

@@ -198,7 +198,7 @@ def _budget(facts: Facts) -> Violations:
 
 
 def _turn(facts: Facts) -> Violations:
-    due = [(ops.KINDS[transfer.op], facts.context.numbers[transfer.key]) for transfer in facts.context.successor_head]
+    due = [(ops.KINDS[transfer.op], transfer.tile) for transfer in facts.context.successor_head]
     started = {
         (kind, tile): facts.events[at.number]
         for tile, ahead in facts.step.journeys.unclaimed.items()

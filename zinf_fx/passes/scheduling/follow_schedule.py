@@ -74,7 +74,7 @@ class FollowSchedule(Pass):
             set_event(node, event)
         used = {stay.tile for stay in self.plan.journeys if stay.graph == number}
         throughout = sorted(self.plan.journeys.kept_at_begin(number) - used)
-        return replace(context, staying=tuple(context.keys[tile] for tile in throughout), regions=self.plan.regions)
+        return replace(context, staying=tuple(throughout), regions=self.plan.regions)
 
     def _without_transfers(
         self, graph: fx.Graph, context: GraphContext, planned: Sequence[Event]

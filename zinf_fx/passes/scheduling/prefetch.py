@@ -22,11 +22,9 @@ from zinf_fx.passes.ir.framework import (
     GraphContext,
     HeadTransfer,
     Pass,
-    TileKey,
     event_of,
     events_in,
     give_event,
-    key_of,
     nodes_calling,
     operator_of,
     set_event,
@@ -78,13 +76,13 @@ class Prefetch(Pass):
     def head(self, graph: fx.Graph, context: GraphContext) -> tuple[HeadTransfer, ...]:
         """What a scheduled graph needs at its head, for the `successor_head` of the graph before it: parameters. What
         activations it needs first, that graph has only just computed; the same of parameters that it writes to."""
-        use = {key_of(node): operator_of(node) for node in reversed(list(nodes_calling(graph, ops.wait)))}
+        use = {event_of(node).tile: operator_of(node) for node in reversed(list(nodes_calling(graph, ops.wait)))}
         return tuple(
-            HeadTransfer(node.target, key, self._distance_of[node.target] - use[key])
+            HeadTransfer(node.target, tile, self._distance_of[node.target] - use[tile])
             for node in nodes_calling(graph, *ops.TRANSFERS)
             if operator_of(node) == HEAD
-            and not context.tile(key := key_of(node)).activation
-            and key.token not in context.written
+            and not context.table[tile := event_of(node).tile].activation
+            and context.keys[tile].token not in context.written
         )
 
     @property
@@ -134,19 +132,19 @@ def _start_successor(graph: fx.Graph, context: GraphContext, ledger: Ledger) -> 
     """Start what the next graph needs at its head."""
     count, starts = operators_in(graph), operator_starts(graph)
     tokens = tokens_in(graph)
-    held: defaultdict[TileKey, set[int]] = defaultdict(set)
+    held: defaultdict[int, set[int]] = defaultdict(set)
     for stay in Journeys([outline(graph, context)]):
-        held[context.keys[stay.tile]].update(range(stay.fetch.operator, stay.release.operator + 1))
-    fetched: dict[TileKey, int] = {}
-    for op, key, early in context.successor_head if count else ():
-        if key.token not in tokens:
+        held[stay.tile].update(range(stay.fetch.operator, stay.release.operator + 1))
+    fetched: dict[int, int] = {}
+    for op, tile, early in context.successor_head if count else ():
+        if (key := context.keys[tile]).token not in tokens:
             continue  # a pack that only backward has
         # In a graph that is shorter than the distance, the turn starts right behind the graph's own head.
         operator = max(count - early, 0)
         if op is ops.fetch:
-            fetched[key] = ledger.extend(tile_bytes(context.tile(key)), count, operator, held[key])
-        if fetched[key] < count:
-            operator = max(operator, fetched[key])
+            fetched[tile] = ledger.extend(tile_bytes(context.table[tile]), count, operator, held[tile])
+        if fetched[tile] < count:
+            operator = max(operator, fetched[tile])
             with graph.inserting_before(starts[operator]):
                 node = graph.call_function(op, (tokens[key.token],), start_argument(key))
             give_event(node, context, operator, turn=True)

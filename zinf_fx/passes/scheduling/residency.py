@@ -27,7 +27,8 @@ class Residency(Pass):
 
     Attributes:
         marked: the numbers of these events, in a graph that is scheduled.
-        tiles: indices of the tiles that stay when the graph ends, or all the time: the turn need not start them.
+        needless: those of the transfers that the turn need not start.
+        tiles: indices of the tiles that stay when the graph ends, or all the time.
         throughout: tiles that are in memory all the time, for uses before this graph and after it.
     """
 
@@ -36,19 +37,19 @@ class Residency(Pass):
     provides = ("residency",)
 
     marked: frozenset[int] = frozenset()
+    needless: frozenset[int] = frozenset()
     tiles: frozenset[int] = frozenset()
     throughout: tuple[int, ...] = ()
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         for number, node in enumerate(events_in(graph)):
-            event = event_of(node)
             if number in self.marked:
-                set_event(node, replace(event, resident=True))
-            elif event.turn and event.tile in self.tiles:
+                set_event(node, replace(event_of(node), resident=True))
+            elif number in self.needless:
                 graph.erase_node(node)
         # The next graph needs nothing at its head that stays for it.
-        head = tuple(one for one in context.successor_head if context.numbers[one.key] not in self.tiles)
-        return replace(context, staying=tuple(context.keys[tile] for tile in self.throughout), successor_head=head)
+        head = tuple(one for one in context.successor_head if one.tile not in self.tiles)
+        return replace(context, staying=self.throughout, successor_head=head)
 
 
 class Gap(NamedTuple):
@@ -86,6 +87,7 @@ def choose_residency(graphs: Sequence[tuple[fx.Graph, GraphContext]], spare: int
 def _marks(kept: Sequence[Between], graph: int, graphs: int) -> Residency:
     """The pass for one of so many graphs, if tiles are kept between these stays."""
     marked: set[int] = set()
+    needless: set[int] = set()
     at_end: set[int] = set()
     throughout = []
     for pair in kept:
@@ -93,11 +95,12 @@ def _marks(kept: Sequence[Between], graph: int, graphs: int) -> Residency:
             marked.add(pair.before.release.number)
         if pair.after.graph == graph:
             marked |= {pair.after.steps[kind].number for kind in TRANSFERS}
+        needless |= {at.number for at in pair.after.ahead.values() if at.graph == graph}
         if pair.spans((graph + 1) % graphs):
             at_end.add(pair.before.tile)
         if graph not in (pair.before.graph, pair.after.graph) and pair.spans(graph):
             throughout.append(pair.before.tile)
-    return Residency(frozenset(marked), frozenset(at_end), tuple(throughout))
+    return Residency(frozenset(marked), frozenset(needless), frozenset(at_end), tuple(throughout))
 
 
 def _gaps(graphs: Sequence[tuple[fx.Graph, GraphContext]]) -> Iterator[Gap]:

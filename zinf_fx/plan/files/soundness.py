@@ -80,8 +80,6 @@ def _check_graph(graph: GraphSchedule) -> None:
 
 def _check_tile(number: int, tile: Tile) -> None:
     where = f"tiles[{number}] ('{tile.label[:60]}')"
-    if tile.index != number:
-        raise PlanError(f"{where} has the index {tile.index}")
     if (tile.gradient_tier is None) != (tile.state_tier is None):
         raise PlanError(f"{where} has its gradient on {tile.gradient_tier}, and states on {tile.state_tier}")
     for option in ("state_dtype", "master_dtype"):

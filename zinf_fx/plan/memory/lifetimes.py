@@ -76,14 +76,14 @@ def host_buffers(plan: Plan) -> list[Lifetime]:
     where the disk is late, its upload starts only then. A tile that stays on the device needs one for each fetch
     nevertheless: it is read again where it has changed.
     """
-    separate = any(graph.separate_device for graph in plan.graphs)
+    separate = any(graph.has_own_memory for graph in plan.graphs)
     closes: EventKind = "wait" if separate else "release"
     return [*_tiles(plan, "fetch", closes, lambda tile: _in_host_memory(tile, separate)), *_writes(plan)]
 
 
 def device_buffers(plan: Plan) -> list[Lifetime]:
     """The buffers in the memory of a device that has its own: of tiles that don't live there."""
-    if not any(graph.separate_device for graph in plan.graphs):
+    if not any(graph.has_own_memory for graph in plan.graphs):
         return []
     return list(_tiles(plan, "upload", "release", lambda t: blocks(t.gathered_nbytes) if t.needs_buffer else 0))
 

@@ -124,7 +124,7 @@ class _Builder:
         self._adds = False  # gradients are added to those of the passes before
         # By name, the last jobs that update a parameter, and write it.
         self._updated: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        self._stale = {tile.index for tile in refreshed_tiles(plan)}  # updated by other ranks in part, and not here yet
+        self._stale = {tile.label for tile in refreshed_tiles(plan)}  # updated by other ranks in part, and not here yet
 
     def add_graph(self, number: int, adds: bool = False) -> None:
         """Every operator, and the transfers that start with it. `adds`: gradients are there already, and are added
@@ -203,8 +203,8 @@ class _Builder:
         before = self._bringing.get(stay, ())
         if kind == "fetch":
             before = self._brought.get(stay.tile, ()) if stay.found == "held" else self._final(tile)
-            if tile.index in self._stale and (seconds := self._within(tile, refreshed(tile))):
-                self._stale.remove(tile.index)
+            if tile.label in self._stale and (seconds := self._within(tile, refreshed(tile))):
+                self._stale.remove(tile.label)
                 after = (*self._program, *before)
                 before = (self._add(f"refresh {tile.label}", "link", seconds, after, tile.nbytes),)
         resource, seconds = self._transfer(kind, tile)

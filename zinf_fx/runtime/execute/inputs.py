@@ -28,7 +28,7 @@ class Inputs:
         """`positions`: by tile, where its token is among the inputs; None: it has none there. `packed`: by the tile of
         a pack, where the tokens of its parameters are."""
         self._tiles, self._packed = tiles, packed
-        given = {tile.index: position for tile, position in zip(tiles, positions, strict=True) if position is not None}
+        given = {tile: position for tile, position in enumerate(positions) if position is not None}
         self._activations = {tile: position for tile, position in given.items() if tiles[tile].activation}
         self._alone = {tile: position for tile, position in given.items() if not tiles[tile].activation}
         self.parameters = sorted([*self._alone, *packed])
