@@ -129,7 +129,7 @@ class Journeys:
     Attributes:
         of_tile: by index, the stays of each tile, in the order in which they end.
         departures: those of gradients, in the order of their reduce-scatters.
-        unclaimed: by tile, the transfers that the last graph starts for one that is not among these graphs.
+        unclaimed: by tile, the transfers of the turn that no graph here goes on with.
     """
 
     def __init__(self, graphs: Sequence[GraphSchedule]) -> None:
@@ -139,11 +139,14 @@ class Journeys:
         self.departures: list[Departure] = []
         self.unclaimed: dict[int, dict[EventKind, At]] = {}
         self._counts = [len(graph.operators) for graph in graphs]
+        ahead: dict[int, dict[EventKind, At]] = {}
         held: Collection[int] = ()
         for number, graph in enumerate(graphs):
-            reader = _Reader(number, graph, self.unclaimed, held)
+            reader = _Reader(number, graph, ahead, held)
             reader.read(self.of_tile, self.departures)
-            self.unclaimed, held = reader.ahead, reader.held
+            self.unclaimed |= reader.started
+            ahead, held = reader.ahead, reader.held
+        self.unclaimed |= ahead
 
     def __iter__(self) -> Iterator[Stay]:
         return (stay for stays in self.of_tile.values() for stay in stays)
@@ -259,16 +262,17 @@ class _Reader:
     """Reads the events of one graph.
 
     Attributes:
-        ahead: by tile, the transfers that this graph starts for the next one.
+        started: by tile, the transfers that the graph before started for this one, until it goes on with them.
+        ahead: those that this graph starts for the next one.
         held: of these tiles, those that this graph has in memory for itself when it starts them.
     """
 
     def __init__(
         self, graph: int, schedule: GraphSchedule, started: Mapping[int, dict[EventKind, At]], held: Collection[int]
     ) -> None:
-        """`started`, `held`: the same of the graph before."""
+        """`held`: the same of the graph before."""
         self._graph, self._schedule = graph, schedule
-        self._started, self._held_before = dict(started), held
+        self.started, self._held_before = dict(started), held
         self.ahead: dict[int, dict[EventKind, At]] = {}
         self.held: set[int] = set()
         self._begun: dict[int, Stay] = {}  # by tile, the stay that isn't over
@@ -307,7 +311,7 @@ class _Reader:
         tile = event.tile
         self._check_due(at, event, self._begun[tile].steps if tile in self._begun else {}, STEPS)
         if event.kind == "fetch":
-            ahead = self._started.pop(tile, {})
+            ahead = self.started.pop(tile, {})
             holds = tile in self._held_before if ahead else tile in self.ahead
             found: Found = "kept" if event.resident else "held" if holds else "away"
             self._begun[tile] = Stay(tile, self._graph, self._counts[tile], {}, ahead, found, kept=False)

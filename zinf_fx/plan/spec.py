@@ -130,12 +130,9 @@ def _kept(step: StepGraphs) -> Violations:
 
 
 def _turn(step: StepGraphs) -> Violations:
-    if not step.is_whole:
-        return
-    begun = {stay.tile for stay in step.journeys if stay.ahead}
-    for at, _, event in step.events():
-        if event.turn and event.tile not in begun:
-            yield f"the forward graph fetches {step.name(event.tile)} for backward, which doesn't use it", at
+    for tile, ahead in step.journeys.unclaimed.items() if step.is_whole else ():
+        for at in ahead.values():
+            yield f"the forward graph fetches {step.name(tile)} for backward, which doesn't use it", at
 
 
 RULES = (

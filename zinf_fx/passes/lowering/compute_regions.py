@@ -12,8 +12,10 @@ from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.passes.ir.aliases import is_view_node
-from zinf_fx.passes.ir.framework import OPERATOR, GraphContext, Pass, event_of, is_compute, operator_of
+from zinf_fx.passes.ir.framework import OPERATOR, GraphContext, Pass, event_of, events_in, is_compute, operator_of
+from zinf_fx.passes.ir.in_flight import outline
 from zinf_fx.passes.ir.randomness import is_random
+from zinf_fx.plan.journeys import Journeys
 from zinf_fx.plan.schedule import HEAD
 
 _Place = Literal["inside", "before", "between", "behind", "apart"]
@@ -70,18 +72,19 @@ class FormRegions(Pass):
 def _places(graph: fx.Graph, context: GraphContext) -> Callable[[fx.Node], _Place]:
     """Where a node may be, seen from a run that goes on over it: inside of it, before it, before it or behind it
     depending on what it takes, or behind it; "apart" ends the run."""
-    resident = {event_of(n).tile for n in graph.nodes if ops.EVENT in n.meta and _finds_it_there(n)}
+    journeys = Journeys([outline(graph, context)])
+    stays = {node: journeys.stay_of(0, number) for number, node in enumerate(events_in(graph))}
 
     def of_event(node: fx.Node) -> _Place:
         event, tile = event_of(node), context.tile_of(node)
         if event.kind in ("reduce_scatter", "offload"):
-            stays = tile.gradient_tier == "device" or event.kind == "reduce_scatter"
-            return "behind" if tile.ranks * tile.replicas == 1 and stays else "apart"
+            is_there = tile.gradient_tier == "device" or event.kind == "reduce_scatter"
+            return "behind" if tile.ranks * tile.replicas == 1 and is_there else "apart"
         if event.kind in ("offload_activation", "write"):
             return "apart"
         if event.kind == "release":
-            return "behind" if event.resident or not tile.needs_buffer else "apart"
-        there = not tile.needs_buffer or (event.kind == "wait" and event.tile in resident)
+            return "behind" if stays[node].kept or not tile.needs_buffer else "apart"
+        there = not tile.needs_buffer or (event.kind == "wait" and stays[node].found == "kept")
         return "before" if there else "apart"
 
     def place(node: fx.Node) -> _Place:
@@ -97,11 +100,6 @@ def _places(graph: fx.Graph, context: GraphContext) -> Callable[[fx.Node], _Plac
         return "inside" if _is_functional(node) else "apart"
 
     return place
-
-
-def _finds_it_there(node: fx.Node) -> bool:
-    """Whether a fetch is of a tile that stayed in memory."""
-    return event_of(node).kind == "fetch" and event_of(node).resident
 
 
 def _is_functional(node: fx.Node) -> bool:
