@@ -179,7 +179,7 @@ def test_export_plan_decides_for_the_hardware():
 
 def test_ranks_have_their_parts():
     """What one rank has no room for, four have."""
-    hardware = machine(device=5 * MODEL_BYTES)
+    hardware = machine(device=4 * MODEL_BYTES)
     alone = plan_model(model(), inputs(8), hardware=hardware).decision
     four = plan_model(model(), inputs(8), world_size=4, hardware=replace(hardware, ranks_per_node=4)).decision
     assert not alone.nothing_moves and four.nothing_moves

@@ -22,7 +22,7 @@ def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = rates.measured(CPU, torch.float32, "nvme", (tmp_path,))
-    assert min(found.flops, found.memory, found.read, found.write) > 1e6 and found.copies
+    assert min(found.flops, found.memory, found.read, found.write) > 1e6 and found.unified
     assert not [path for path in tmp_path.iterdir() if path.name != "cache"], "nothing is left behind"
     monkeypatch.setattr(rates, "disk_rates", None)
     assert rates.measured(CPU, torch.float32, "nvme", (tmp_path,)) == found

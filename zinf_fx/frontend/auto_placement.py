@@ -11,13 +11,14 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
+from zinf_fx.adam import AdamStates
 from zinf_fx.config import Config
 from zinf_fx.frontend.quantising import form_of
 from zinf_fx.placement import Placement, PlacementRules
-from zinf_fx.plan.hardware import DTYPES, Disks, Hardware, Link, Memory, load
+from zinf_fx.plan.hardware import Hardware, load
 from zinf_fx.plan.placement.decision import Decision, by_rule_alone, words
 from zinf_fx.plan.placement.placing import Rooms, Sizes
-from zinf_fx.plan.rates import NOMINAL
+from zinf_fx.plan.rates import NOMINAL_MACHINE
 from zinf_fx.plan.sharding import Groups
 from zinf_fx.runtime.disk.filesystem import file_system_of
 from zinf_fx.runtime.disk.measure import load_profile
@@ -27,7 +28,6 @@ from zinf_fx.runtime.tensor.local_parameter import local_part
 
 log = logging.getLogger("zinf_fx")
 
-_OPTIMIZER_BYTES = 12  # fp32 master weight, first and second moment (ZeRO, section 3.1)
 # Whose rates stand for those of a CUDA device here, as long as none are measured.
 _NOMINAL_DEVICE = "rtx-4090"
 
@@ -78,7 +78,7 @@ def sizes_of(parameters: Sequence[torch.Tensor], config: Config, groups: Groups,
         return sum(form_of(p, config, tables).nbytes for p in parameters if p.requires_grad is trains)
 
     trained, frozen = stored(True), stored(False)
-    states = sum(p.numel() * _OPTIMIZER_BYTES for p in parameters if p.requires_grad)
+    states = int(sum(p.numel() * AdamStates(p.dtype.itemsize).nbytes for p in parameters if p.requires_grad))
     if 0 < trained < frozen:
         return Sizes(part(trained), part(trained), part(states), frozen=part(frozen))
     return Sizes(part(trained + frozen), part(trained), part(states))
@@ -102,7 +102,7 @@ def this_machine(config: Config, device: torch.device) -> Hardware:
     """This machine: its memories, and nominal rates; of the disk, those that `zinf-fx bench-io` stored, if any."""
     on_cpu = device.type != "cuda"
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or (1 if on_cpu else torch.cuda.device_count())
-    machine = _nominal() if on_cpu else load(_NOMINAL_DEVICE)
+    machine = NOMINAL_MACHINE if on_cpu else load(_NOMINAL_DEVICE)
     own = memory_limit().nbytes // ranks if on_cpu else torch.cuda.get_device_properties(device).total_memory
     free = sum({path.stat().st_dev: file_system_of(path).free for path in map(_existing, config.stores)}.values())
     disks = replace(machine.nvme, capacity=free)
@@ -116,14 +116,6 @@ def this_machine(config: Config, device: torch.device) -> Hardware:
         host=replace(machine.host, capacity=0 if on_cpu else memory_limit().nbytes),
         nvme=disks,
     )
-
-
-def _nominal() -> Hardware:
-    """A small machine that computes on its CPU, in host memory."""
-    memory = Memory(0, NOMINAL.memory, NOMINAL.memory)
-    link, disks = Link(NOMINAL.memory, 1e-6), Disks(0, NOMINAL.read, NOMINAL.write, None)
-    peak = dict.fromkeys(DTYPES, NOMINAL.flops)
-    return Hardware("", 1, 1, 1.0, peak, memory, memory, disks, link, link, link, link, unified=True)
 
 
 def _existing(path: Path) -> Path:

@@ -59,17 +59,10 @@ def planning_for(
     **fields: object,
 ) -> Planning:
     """As `plan_model`, with choices weighed with the rates of a described machine, if there is one."""
-    rates = None if hardware is None else _rates_of(hardware, model, Config.of(config, fields))
+    rates = None
+    if hardware is not None:
+        asked = Config.of(config, fields)
+        dtype = next((str(p.dtype).removeprefix("torch.") for p in model.parameters()), "float32")
+        rates = Rates.of(hardware, dtype, "nvme" if asked.placement == "auto" else asked.activation_tier)
     how = {"hardware": hardware, "state_dtype": state_dtype, "master_dtype": master_dtype}
     return plan_model(model, example_inputs, config, rates, world_size, replicas, **how, **fields)
-
-
-def _rates_of(hardware: Hardware, model: torch.nn.Module, config: Config) -> Rates:
-    """What a described machine's rank does with a model's dtype, and between its device and where activations go."""
-    dtype = next((str(p.dtype).removeprefix("torch.") for p in model.parameters()), "float32")
-    tier = "nvme" if config.placement == "auto" else config.activation_tier
-    read, write = hardware.upload.bandwidth, hardware.download.bandwidth
-    if tier == "nvme":
-        read = min(read, hardware.nvme.read / hardware.ranks_per_node)
-        write = min(write, hardware.nvme.write / hardware.ranks_per_node)
-    return Rates(hardware.achieved(dtype), hardware.device.read, read, write, copies=False)

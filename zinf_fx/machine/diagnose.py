@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from zinf_fx.adam import AdamStates
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import checksums_in_hardware, direct_alignment, is_direct
 from zinf_fx.runtime.disk.filesystem import FileSystem, file_system_of
@@ -19,6 +20,7 @@ from zinf_fx.runtime.disk.measure import load_profile
 from zinf_fx.runtime.disk.probe import listed
 from zinf_fx.runtime.disk.scratch import Scratch, orphans
 from zinf_fx.runtime.disk.store import Store
+from zinf_fx.sizes import PAGE
 
 Status = Literal["ok", "warning", "problem"]
 
@@ -125,10 +127,12 @@ def _kind(directory: Path, found: FileSystem) -> Finding:
 
 def _space(directory: Path, found: FileSystem, left: list[Path]) -> Finding:
     text = f"{_size(found.free)} of {_size(found.total)} free"
+    each = 2 + AdamStates(2).nbytes
+    room = f"{found.free / each / 1e9:.1f} G parameters"
     if found.free < LITTLE_SPACE:
         mend = f"zinf-fx clean {_quoted(directory)}" if left else OTHER_STORE
-        return Finding("free space", "warning", f"{text}: enough for {found.free / 14e9:.1f} G parameters", mend)
-    return Finding("free space", "ok", f"{text}: room for {found.free / 14e9:.1f} G parameters (14 bytes each)")
+        return Finding("free space", "warning", f"{text}: enough for {room}", mend)
+    return Finding("free space", "ok", f"{text}: room for {room} ({each:g} bytes each)")
 
 
 def _alignment(directory: Path) -> Finding:
@@ -146,7 +150,7 @@ def _alignment(directory: Path) -> Finding:
         scratch.remove()
     if alignment is None:
         return Finding(subject, "warning", "the file system has no direct I/O: the page cache is used", OTHER_STORE)
-    if alignment > 4096:
+    if alignment > PAGE:
         return Finding(subject, "warning", f"direct I/O needs {alignment} bytes, more than a page", OTHER_STORE)
     return Finding(subject, "ok", f"direct I/O at multiples of {alignment} bytes")
 

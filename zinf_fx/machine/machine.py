@@ -15,11 +15,12 @@ from zinf_fx.plan.memory.accounting import AT_A_TIME
 from zinf_fx.runtime.disk.filesystem import file_system_of
 from zinf_fx.runtime.disk.measure import Trial, load_profile
 from zinf_fx.runtime.memory.limit import memory_limit
+from zinf_fx.sizes import PAGE
 
 CPU = torch.device("cpu")
 # Larger than caches, and small beside any memory.
 _COPIED = 256 << 20
-_SMALL = 4096
+_SMALL = PAGE
 _LAUNCHES = 1000
 _DISK_BYTES = 512 << 20
 # A measurement is repeated for so long, and at least so often; the mean counts.

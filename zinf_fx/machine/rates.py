@@ -23,7 +23,7 @@ def measured(device: torch.device, dtype: torch.dtype, tier: Tier, stores: tuple
     if tier == "nvme":
         disks = [_disk(directory) for directory in stores]
         read, write = (min(sum(rates), to_host) for rates in zip(*disks, strict=True))
-    return Rates(flops, memory, read, write, copies=device.type == "cpu")
+    return Rates(flops, memory, read, write, unified=device.type == "cpu")
 
 
 @cache

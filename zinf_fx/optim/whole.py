@@ -24,9 +24,10 @@ from zinf_fx.optim.states import ParameterStates, State
 from zinf_fx.runtime.memory.device import Device
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
+from zinf_fx.sizes import PAGE
 
-# States of another shape than the parameter's are stored from this size on; smaller ones stay in memory.
-STORED_FROM_BYTES = 4096
+# Bytes from which on states of another shape than the parameter's are stored; smaller ones stay in memory.
+STORED_FROM_BYTES = PAGE
 
 
 def whole_layout(

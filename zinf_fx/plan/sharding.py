@@ -12,12 +12,12 @@ from functools import cached_property
 import torch
 
 from zinf_fx.config import Config
-from zinf_fx.sizes import BLOCK
+from zinf_fx.sizes import BLOCK, PAGE
 
 # Shards of what may live on NVMe are whole pages of the store in every dtype: bytes, which are frozen, by themselves,
 # and all that has gradients and states of other dtypes, divided alike. Others are whole blocks.
-_NVME_BYTES = 4096
-_NVME_ELEMENTS = 2048
+_NVME_BYTES = PAGE
+_NVME_ELEMENTS = PAGE // 2
 _MEMORY_ELEMENTS = BLOCK
 
 

@@ -107,7 +107,7 @@ def cheapest(
     prices = {n: part.seconds / part.nbytes for n, part in enumerate(others) if part.nbytes}
     by_price = sorted(prices, key=prices.__getitem__, reverse=True)
     transfer = 1 / rates.read + 1 / rates.write
-    copying = 2 * 2 / rates.memory if rates.copies else 0.0  # out and in, each read and written
+    copying = 2 * 2 / rates.memory if rates.unified else 0.0  # out and in, each read and written
     while True:
         there = {node: nbytes for saved in staying.values() for node, nbytes in saved.items()}
         leaving &= there.keys()
