@@ -21,11 +21,11 @@ from zinf_fx.passes.lowering.lower_gathers import LowerGathers
 from zinf_fx.passes.lowering.regions import Regions
 from zinf_fx.passes.lowering.sink_gathers import SinkGathers
 from zinf_fx.passes.pipeline import plan_of
-from zinf_fx.passes.scheduling.buffers import excess, place_buffers
+from zinf_fx.passes.scheduling.buffers import over_budget_by, place_buffers
 from zinf_fx.passes.scheduling.prefetch import Prefetch
 from zinf_fx.passes.scheduling.residency import choose_residency
 from zinf_fx.plan.memory.spec import check_buffers
-from zinf_fx.plan.memory.use import most, most_on_device
+from zinf_fx.plan.memory.use import peak_device_bytes, peak_host_bytes
 from zinf_fx.plan.plan import Plan
 
 KIB = 1024
@@ -145,14 +145,14 @@ def test_regions_and_states_stay_within_a_host_budget_or_the_plan_is_refused(kib
     except BudgetError as error:
         assert kib < 16000 and "host_memory" in str(error)
         return
-    assert most(plan) <= kib * KIB and excess(plan) <= 0
+    assert peak_host_bytes(plan) <= kib * KIB and over_budget_by(plan) <= 0
     check_buffers(plan)
 
 
 def test_less_stays_where_places_need_the_room() -> None:
     """Whole blocks take more than the tiles' bytes, by which the schedule goes."""
     plan = planned(host_memory=1900 * KIB)
-    assert most(plan) <= 1900 * KIB < most(planned())
+    assert peak_host_bytes(plan) <= 1900 * KIB < peak_host_bytes(planned())
 
 
 def test_a_refusal_names_the_largest_and_what_would_fit() -> None:
@@ -177,7 +177,7 @@ def test_a_device_with_memory_of_its_own_has_a_region_within_its_budget(monkeypa
     monkeypatch.setattr(memories, "IN_HOST_MEMORY", frozenset())
     for kib in (1000, 2500):
         plan = planned(device_memory=kib * KIB)
-        assert 0 < plan.regions.device < most_on_device(plan) <= kib * KIB and excess(plan) <= 0
+        assert 0 < plan.regions.device < peak_device_bytes(plan) <= kib * KIB and over_budget_by(plan) <= 0
     text = zinf_fx.explain(Stack(), torch.randn(4, 128), placement="infinity-cpu", device_memory="1000KiB")
     assert "device arena" in text
     layer, x = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)), torch.randn(2, 16)

@@ -10,7 +10,16 @@ from zinf_fx.config import Config
 from zinf_fx.errors import BudgetError
 from zinf_fx.placement import Placement
 from zinf_fx.plan.hardware import load
-from zinf_fx.plan.placement.placing import SHARE, SHARE_WITHOUT_ACTIVATIONS, Rooms, Sizes, by_rule, near, tier_of, used
+from zinf_fx.plan.placement.placing import (
+    SHARE,
+    SHARE_WITHOUT_ACTIVATIONS,
+    Rooms,
+    Sizes,
+    by_rule,
+    bytes_by_tier,
+    placements_near,
+    tier_of,
+)
 
 # As for bf16 parameters with fp32 Adam (ZeRO, section 3.1), and activations between them.
 SIZES = Sizes(parameters=2, gradients=2, optimizer=12, activations=5)
@@ -71,7 +80,7 @@ def test_what_trains_stays_beside_a_frozen_base(device: int, host: int, nvme: in
     found = by_rule(ADAPTERS, Rooms(device, host, nvme))
     states = ("parameters", "gradients", "optimizer", "activations", "frozen")
     assert tuple(tier_of(state, found) for state in states) == expected
-    assert sum(used(found, ADAPTERS).values()) == 121
+    assert sum(bytes_by_tier(found, ADAPTERS).values()) == 121
     assert isinstance(found, Placement) == (expected[0] == expected[-1])
 
 
@@ -88,13 +97,13 @@ def test_nothing_fits_and_the_error_says_what_was_needed_and_what_there_is():
 def test_near_the_choice_is_what_fits_and_could_not_live_in_faster_memory():
     rooms = Rooms(device=6, host=99, nvme=99)
     chosen = by_rule(SIZES, rooms)
-    assert list(near(chosen, SIZES, rooms)) == [
+    assert list(placements_near(chosen, SIZES, rooms)) == [
         # Parameters and gradients return where activations leave.
         Placement("device", "device", "host", "host"),
     ]
     rooms = Rooms(device=13, host=12, nvme=99)
     assert by_rule(SIZES, rooms) == Placement("device", "device", "host", "device")
-    assert list(near(by_rule(SIZES, rooms), SIZES, rooms)) == [Placement("host", "host", "device", "host")]
+    assert list(placements_near(by_rule(SIZES, rooms), SIZES, rooms)) == [Placement("host", "host", "device", "host")]
 
 
 def test_rooms_are_a_ranks_share_of_a_node_within_the_budgets():

@@ -34,7 +34,7 @@ from zinf_fx.passes.lowering.compute_regions import FormRegions, Region
 from zinf_fx.passes.lowering.offload_gradients import gradients_left_alone
 from zinf_fx.passes.pipeline import plan_inference, plan_of, plan_training, run_passes
 from zinf_fx.placement import Placement, PlacementRules
-from zinf_fx.plan.memory.use import most
+from zinf_fx.plan.memory.use import peak_host_bytes
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.rates import NOMINAL, Rates
 from zinf_fx.plan.schedule import GraphKind
@@ -260,7 +260,7 @@ class Capture:
             for tiers in {storage.tiers for storage in storages} - {None}:
                 devices = {s.device for s in storages if s.tiers is tiers and not s.device.in_host_memory}
                 EXECUTOR.staging.drop_staying()  # what stays would keep regions that are about to be replaced
-                tiers.plan(plan.regions, most(plan), devices)
+                tiers.plan(plan.regions, peak_host_bytes(plan), devices)
 
     def _left_alone(self, module: fx.GraphModule, context: GraphContext) -> dict[int, int]:
         """The tiles whose gradients may be kept as backward computes them, and their positions among its results.

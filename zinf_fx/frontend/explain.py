@@ -128,7 +128,7 @@ def plan_model(
     # The compiler takes seconds to import.
     from torch._dynamo.exc import BackendCompilerFailed
 
-    from zinf_fx.frontend.placement import decided_for, moving
+    from zinf_fx.frontend.placement import decided_for, plans_that_move
 
     model = getattr(model, "_orig_mod", model)
     if not isinstance(world_size, int) or not 1 <= world_size <= LARGEST:
@@ -164,19 +164,19 @@ def plan_model(
             tables = tables_of(model.modules())
             decision, plans = decided_for(planner.captures, parameters, in_force, groups, hardware, tables)
         else:
-            decision, plans = None, moving(capture.planned() for capture in planner.captures)
+            decision, plans = None, plans_that_move(capture.planned() for capture in planner.captures)
     return Planning(plans, decision, list(_timed(planner.captures, decision)) if timed else [])
 
 
 def _timed(captures: Sequence[Capture], decision: Decision | None) -> Iterator[Compute]:
     """Seconds of each plan's operators on this machine."""
-    from zinf_fx.frontend.placement import moving
+    from zinf_fx.frontend.placement import plans_that_move
     from zinf_fx.passes.ir.timing import OperatorTimer
 
     timer = OperatorTimer()
     for capture in captures:
         plan = capture.plan if decision is None else capture.planned(decision.placement)
-        if moving([plan]):
+        if plans_that_move([plan]):
             taken = {kind: timer.operators(graph) for kind, graph in capture.graphs.items()}
             yield {
                 (graph.kind, operator.index): taken[graph.kind].get(operator.index, 0.0)

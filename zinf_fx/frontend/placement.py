@@ -41,7 +41,7 @@ def decided_for(
 
     @cache
     def plans_with(placement: Placement | PlacementRules) -> list[Plan]:
-        return moving(capture.planned(placement) for capture in captures)
+        return plans_that_move(capture.planned(placement) for capture in captures)
 
     sizes = sizes_of(here, config, groups, tables)
     decision = decide(plans_with, sizes, config, hardware, groups.ranks, len(here))
@@ -67,6 +67,6 @@ def at_first_call(
     return decided_for([capture], parameters, config, groups, tables=tables)[0].placement
 
 
-def moving(plans: Iterable[Plan | None]) -> list[Plan]:
+def plans_that_move(plans: Iterable[Plan | None]) -> list[Plan]:
     """The plans of graphs that use parameters."""
     return [plan for plan in plans if plan is not None and any(graph.tiles for graph in plan.graphs)]

@@ -49,7 +49,7 @@ from zinf_fx.passes.lowering.reduce_gradients import ReduceGradients
 from zinf_fx.passes.lowering.regions import Regions
 from zinf_fx.passes.lowering.sink_gathers import SinkGathers
 from zinf_fx.passes.lowering.vertical import vertical
-from zinf_fx.passes.scheduling.buffers import excess, place_buffers
+from zinf_fx.passes.scheduling.buffers import over_budget_by, place_buffers
 from zinf_fx.passes.scheduling.prefetch import Prefetch
 from zinf_fx.passes.scheduling.refusal import refusal_of_buffers
 from zinf_fx.passes.scheduling.residency import choose_residency
@@ -231,7 +231,7 @@ def _with_buffers(scheduled: Sequence[Planned]) -> list[Planned]:
         plan = plan_of(graphs)
         check_schedule(plan.graphs)
         check_buffers(plan)
-        over = excess(plan)
+        over = over_budget_by(plan)
         if over <= 0:
             break
         if not left:

@@ -13,7 +13,7 @@ from torch import fx
 
 from zinf_fx.passes.ir.framework import GraphContext, Pass, event_of, events_in, set_event
 from zinf_fx.plan.memory.layout import layout_of
-from zinf_fx.plan.memory.use import most, most_on_device
+from zinf_fx.plan.memory.use import peak_device_bytes, peak_host_bytes
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import MemoryRegions
 
@@ -46,14 +46,14 @@ def place_buffers(plan: Plan) -> list[Buffers]:
     return [Buffers(offsets, regions) for offsets in of_graphs]
 
 
-def excess(plan: Plan) -> int:
+def over_budget_by(plan: Plan) -> int:
     """Bytes by which the regions of a plan exceed what its budgets leave; 0 or less: they don't.
 
     The budget of a device whose memory is host memory is for what is in flight, which the schedule keeps it to.
     """
     over = []
     if plan.config.host_memory is not None:
-        over.append(most(plan) - plan.config.host_memory)
+        over.append(peak_host_bytes(plan) - plan.config.host_memory)
     if plan.config.device_memory is not None and plan.regions.device:
-        over.append(most_on_device(plan) - plan.config.device_memory)
+        over.append(peak_device_bytes(plan) - plan.config.device_memory)
     return max(over, default=0)

@@ -9,7 +9,7 @@ from tabulate import tabulate
 from zinf_fx.passes.ir.framework import GraphContext
 from zinf_fx.passes.ir.in_flight import Ledger
 from zinf_fx.plan.memory.lifetimes import Clock, device_buffers, host_buffers, profile
-from zinf_fx.plan.memory.use import HostUse, most, most_on_device, plan_chunk_buffers
+from zinf_fx.plan.memory.use import HostUse, peak_device_bytes, peak_host_bytes, plan_chunk_buffers
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import HEAD
 from zinf_fx.sizes import at_least, at_most, in_words
@@ -45,13 +45,13 @@ def refusal(ledger: Ledger, context: GraphContext) -> str:
 
 def refusal_of_buffers(plan: Plan, context: GraphContext) -> str:
     """The text for a plan whose buffers, in their places, exceed a budget."""
-    config, on_host = context.config, most(plan)
+    config, on_host = context.config, peak_host_bytes(plan)
     if config.host_memory is not None and on_host > config.host_memory:
         memory, nbytes, buffers = "host_memory", on_host, host_buffers(plan)
         living, where, beside = context.living, "nvme", "optimizer's chunks, and what lies beside them"
         rest = plan.regions.host
     else:
-        memory, nbytes, buffers = "device_memory", most_on_device(plan), device_buffers(plan)
+        memory, nbytes, buffers = "device_memory", peak_device_bytes(plan), device_buffers(plan)
         living, where, beside = context.living_on_device, "host or nvme", "gradients on their way, and gaps"
         rest = nbytes - plan.unmoved - living.total - plan.kept
     needed = profile(buffers, Clock(plan).end)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from zinf_fx.plan.memory.lifetimes import Clock, Lifetime, device_buffers, host_buffers
 from zinf_fx.plan.memory.packing import pack
-from zinf_fx.plan.memory.use import living, plan_chunk_buffers
+from zinf_fx.plan.memory.use import host_states, plan_chunk_buffers
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import MemoryRegions
 
@@ -29,7 +29,7 @@ def layout_of(plan: Plan) -> tuple[tuple[Mapping[int, int], ...], MemoryRegions]
     for elements, beside in (*((whole // divisor, forward) for divisor in _SMALLER), (whole, range(0))):
         chunks = chunk_buffers_of(plan, beside, elements)
         host = pack([*chunks, *tiles], clock.end, bottom=len(chunks))
-        if limit is None or living(plan).total + host.nbytes <= limit:
+        if limit is None or host_states(plan).total + host.nbytes <= limit:
             break
     device = pack(on_device, clock.end)
     placed = zip([*tiles, *on_device], [*host.offsets[len(chunks) :], *device.offsets], strict=True)

@@ -132,7 +132,7 @@ def _bytes_in_chunk(tile: Tile) -> tuple[int, int, int]:
     return written + size * (tile.gradient_tier == "nvme"), written, tile.states.scratch_bytes
 
 
-def living(plan: Plan) -> HostUse:
+def host_states(plan: Plan) -> HostUse:
     """The states of the plan's parameters that live in host memory."""
     return living_on("host", plan.tiles, plan.stage)
 
@@ -144,13 +144,13 @@ def plan_chunk_buffers(plan: Plan, elements: int | None = None) -> ChunkBuffers:
     room = plan.config.host_memory
     if room is not None:
         now = profile(host_buffers(plan), Clock(plan).end)[Clock(plan).step]
-        room -= living(plan).total + now
+        room -= host_states(plan).total + now
     return chunk_buffers(plan.config, trained_in(plan), room, elements)
 
 
 def host_arena(plan: Plan) -> list[HostUse]:
     """The use of the arena in each phase of a step, in the steady state; gradients begin as None in each step."""
-    clock, states = Clock(plan), living(plan)
+    clock, states = Clock(plan), host_states(plan)
     buffers, gradients = host_buffers(plan), _gradients(plan)
     tiles = profile([buffer for buffer in buffers if buffer.what == "tile"], clock.end)
     writes = profile([buffer for buffer in buffers if buffer.what == "write"], clock.end)
@@ -170,9 +170,9 @@ def host_arena(plan: Plan) -> list[HostUse]:
     return found
 
 
-def most(plan: Plan) -> int:
+def peak_host_bytes(plan: Plan) -> int:
     """Bytes of the host arena that training, or inference, takes: the states that live in it, and the plan's region."""
-    return living(plan).total + plan.regions.host
+    return host_states(plan).total + plan.regions.host
 
 
 def staying_on_device(plan: Plan) -> int:
@@ -181,7 +181,7 @@ def staying_on_device(plan: Plan) -> int:
     return plan.unmoved + living_on("device", plan.tiles, plan.stage).total + plan.kept
 
 
-def most_on_device(plan: Plan) -> int:
+def peak_device_bytes(plan: Plan) -> int:
     """Bytes that a plan takes of a device with memory of its own: what stays there, the region of tiles, and the
     gradients on their way out, each from its reduce-scatter to its offload."""
     clock = Clock(plan)
@@ -201,7 +201,7 @@ def arena_by_operator(plan: Plan, graph: GraphSchedule) -> list[int]:
 
     In the steady state; without the optimizer's step, part of which may go on during the forward graph.
     """
-    clock, states = Clock(plan), replace(living(plan), gradients=0).total
+    clock, states = Clock(plan), replace(host_states(plan), gradients=0).total
     held = [states + sum(both) for both in zip(profile(host_buffers(plan), clock.end), _gradients(plan), strict=True)]
     now, fullest = clock.starts[plan.graphs.index(graph)], []
     for operator in (HEAD, *(o.index for o in graph.operators)):

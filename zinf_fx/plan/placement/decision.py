@@ -15,7 +15,7 @@ from zinf_fx.placement import Placement, PlacementRules, Tier
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.memory.accounting import flows
 from zinf_fx.plan.memory.use import living_on, staying_on_device
-from zinf_fx.plan.placement.placing import Rooms, Sizes, by_rule, capacities, near, tier_of, used
+from zinf_fx.plan.placement.placing import Rooms, Sizes, by_rule, bytes_by_tier, capacities, placements_near, tier_of
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.simulation.simulate import simulate_plan
 from zinf_fx.sizes import in_words
@@ -112,7 +112,7 @@ def by_rule_alone(sizes: Sizes, rooms: Rooms, hardware: str, why: str) -> Decisi
     """What the rule decides where nothing can be planned, and `why` that is so. Raises: BudgetError."""
     chosen = by_rule(sizes, rooms)
     reason = _ALL_FIT if chosen == PRESETS["device"] else f"{_ALONE}: {why}"
-    return Decision(chosen, chosen, hardware, (Candidate(chosen, **used(chosen, sizes)),), reason)
+    return Decision(chosen, chosen, hardware, (Candidate(chosen, **bytes_by_tier(chosen, sizes)),), reason)
 
 
 def decide(
@@ -142,7 +142,7 @@ def decide(
         try:
             return _held(plans_with(placement), placement, there)
         except BudgetError as error:
-            living = used(placement, sizes)
+            living = bytes_by_tier(placement, sizes)
             exceeded: Tier = "device" if config.device_memory is not None and living["device"] else "host"
             return Candidate(placement, **living, refused=str(error).splitlines()[0], exceeded=exceeded)
 
@@ -157,7 +157,7 @@ def decide(
     if parameters > PARAMETERS_AT_MOST:
         many = f"it has {parameters:,} parameter tensors, and a model of over {PARAMETERS_AT_MOST} is planned once"
         return decided(chosen.placement, f"{_ALONE}: {many}")
-    candidates += [considered(other) for other in islice(near(chosen.placement, sizes, rooms), _OTHERS)]
+    candidates += [considered(other) for other in islice(placements_near(chosen.placement, sizes, rooms), _OTHERS)]
     try:
         candidates[:] = [one if one.refused else _simulated(one, plans_with, hardware) for one in candidates]
     except ZinfError as error:
@@ -234,7 +234,7 @@ def _smaller(rooms: Rooms, refused: Candidate, sizes: Sizes) -> Rooms:
 
     Raises: BudgetError: nothing lives there that could leave.
     """
-    living = used(refused.placement, sizes)
+    living = bytes_by_tier(refused.placement, sizes)
     tier = "device" if refused.exceeded == "host" and not rooms.host else refused.exceeded
     if not living[tier]:
         raise BudgetError(f"placement 'auto' finds none that fits: without any state, {tier} memory is too small")

@@ -103,12 +103,14 @@ def by_rule(sizes: Sizes, rooms: Rooms) -> Placement | PlacementRules:
     """
     for leaving in _LEAVING if sizes.frozen is None else _LEAVING_BESIDE_FROZEN:
         tiers = _placed([state for state in leaving if sizes.by_state.get(state)], sizes, rooms)
-        if tiers is not None and used(tiers, sizes)["device"] <= rooms.device:
+        if tiers is not None and bytes_by_tier(tiers, sizes)["device"] <= rooms.device:
             return _placement(tiers)
     raise BudgetError(_nothing_fits(sizes, rooms))
 
 
-def near(chosen: Placement | PlacementRules, sizes: Sizes, rooms: Rooms) -> Iterator[Placement | PlacementRules]:
+def placements_near(
+    chosen: Placement | PlacementRules, sizes: Sizes, rooms: Rooms
+) -> Iterator[Placement | PlacementRules]:
     """Other placements that fit and in which no state could live in a faster memory: those first in which fewer states
     live elsewhere than chosen and, of these, more bytes on the device."""
     states = list(sizes.by_state)
@@ -118,7 +120,7 @@ def near(chosen: Placement | PlacementRules, sizes: Sizes, rooms: Rooms) -> Iter
         tiers = dict(zip(states, choice, strict=True))
         changed = sum(tiers[state] != now[state] for state in states)
         if changed and fits(tiers, sizes, rooms) and not _could_be_faster(tiers, sizes, rooms):
-            found.append((changed, -used(tiers, sizes)["device"], _placement(tiers)))
+            found.append((changed, -bytes_by_tier(tiers, sizes)["device"], _placement(tiers)))
     yield from (placement for *_, placement in sorted(found, key=lambda one: one[:2]))
 
 
@@ -128,7 +130,7 @@ def tier_of(state: str, placement: Placement | PlacementRules) -> Tier:
     return (frozen or placement.parameters) if state == "frozen" else getattr(placement, state)
 
 
-def used(tiers: Mapping[str, Tier] | Placement | PlacementRules, sizes: Sizes) -> dict[Tier, int]:
+def bytes_by_tier(tiers: Mapping[str, Tier] | Placement | PlacementRules, sizes: Sizes) -> dict[Tier, int]:
     """Bytes of the states in each memory."""
     where = tiers if isinstance(tiers, Mapping) else {state: tier_of(state, tiers) for state in sizes.by_state}
     return {tier: sum(nbytes for state, nbytes in sizes.by_state.items() if where.get(state) == tier) for tier in TIERS}
@@ -137,7 +139,7 @@ def used(tiers: Mapping[str, Tier] | Placement | PlacementRules, sizes: Sizes) -
 def fits(tiers: Mapping[str, Tier], sizes: Sizes, rooms: Rooms) -> bool:
     """Whether every memory has room."""
     there = asdict(rooms)
-    return all(nbytes <= there[tier] for tier, nbytes in used(tiers, sizes).items())
+    return all(nbytes <= there[tier] for tier, nbytes in bytes_by_tier(tiers, sizes).items())
 
 
 def _placement(tiers: Mapping[str, Tier]) -> Placement | PlacementRules:
@@ -158,7 +160,7 @@ def _placed(leaving: Sequence[str], sizes: Sizes, rooms: Rooms) -> dict[str, Tie
     tiers: dict[str, Tier] = {state: "device" for state in sizes.by_state if state not in leaving}
     there = asdict(rooms)
     for state in leaving:
-        taken = used(tiers, sizes)
+        taken = bytes_by_tier(tiers, sizes)
         room = (tier for tier in TIERS[1:] if taken[tier] + sizes.by_state[state] <= there[tier])
         tier = next(room, None)
         if tier is None:

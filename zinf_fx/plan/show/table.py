@@ -10,7 +10,7 @@ from itertools import zip_longest
 
 from zinf_fx.plan.journeys import TRANSFERS
 from zinf_fx.plan.memory.accounting import flows, phases
-from zinf_fx.plan.memory.use import host_arena, living, most
+from zinf_fx.plan.memory.use import host_arena, host_states, peak_host_bytes
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.saving import saved
 from zinf_fx.plan.schedule import HEAD, GraphSchedule
@@ -349,9 +349,9 @@ def _regions(plan: Plan) -> str:
         parts = f"{in_words(regions.host)} for transfers in one piece"
         if regions.chunks:
             parts += f", of which {in_words(regions.chunks)} for optimizer chunks"
-        if states := living(plan).total:
+        if states := host_states(plan).total:
             parts += f"; {in_words(states)} for states"
-        lines.append(f"host arena {in_words(most(plan))}: {parts}")
+        lines.append(f"host arena {in_words(peak_host_bytes(plan))}: {parts}")
     if regions.device:
         lines.append(f"device arena {in_words(regions.device)}: for tiles in one piece")
     return "\n\n" + "\n".join(lines) if lines else ""
