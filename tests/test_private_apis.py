@@ -83,8 +83,7 @@ NAMES: dict[str, str] = {
     "torch.distributed.ProcessGroup._get_sequence_number_for_group": "runtime/onlooker.py: the collectives started",
     "torch.distributed.distributed_c10d.barrier": "runtime/onlooker.py finds calls of this module, by its file",
     "torch.distributed.c10d_logger._exception_logger": "runtime/onlooker.py leaves out the frames of this module",
-    "torch.distributed.fsdp._common_utils.FSDP_FLATTENED": "runtime/tensor/undivided.py has an attribute of this name",
-    "torch.distributed.fsdp._init_utils._get_orig_params": "runtime/tensor/undivided.py knows who asks by this name",
+    "torch.distributed.fsdp._common_utils.FSDP_FLATTENED": "runtime/tensor/stored_tensor.py has an attribute of it",
     "torch.distributed._checkpointable._Checkpointable.__create_write_items__": "runtime/tensor/"
     "distributed_checkpoint.py and checkpoint/training/distributed.py have this protocol's methods",
     "torch.distributed._checkpointable._Checkpointable.__create_chunk_list__": "likewise",

@@ -42,14 +42,13 @@ from zinf_fx.runtime.tensor.operations import (
 from zinf_fx.runtime.tensor.quantised import Quantised, check_trainable
 from zinf_fx.runtime.tensor.spill import spilled
 from zinf_fx.runtime.tensor.storage import TensorStorage
-from zinf_fx.runtime.tensor.undivided import Undivided
 from zinf_fx.runtime.tensor.views import Base, ViewStep, memory_of, replayed, without_values
 from zinf_fx.runtime.tensor.writes import foreach, mutated_arguments, write
 
 aten = torch.ops.aten
 
 
-class StoredTensor(Checkpointable, Undivided, torch.Tensor):
+class StoredTensor(Checkpointable, torch.Tensor):
     """A tensor whose bytes live in the store. Made by `offload`, `offloading`, the executor and the optimizers."""
 
     token: torch.Tensor
@@ -63,6 +62,8 @@ class StoredTensor(Checkpointable, Undivided, torch.Tensor):
     _lease: object = None  # that of its storage
     _annotated: tuple[str, ...] = ()  # attributes that say what the bytes mean, where a library's modules know
     expects_gradient = False  # becomes true on an object, and goes where its implementation goes
+    # What FullyShardedDataParallel calls divided over ranks already, it leaves alone, and has no values of in memory.
+    _fsdp_flattened = True
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
