@@ -10,7 +10,7 @@ from tabulate import tabulate
 
 def table(rows: Sequence[Sequence[str]], headers: Sequence[str] = (), left: Collection[int] = (0,)) -> str:
     """Columns, those numbered in `left` flush left and all others right; the headers stand above a line of dashes."""
-    align = ["left" if column in left else "right" for column in range(len(rows[0]))]
+    align = ["left" if column in left else "right" for column in range(max(map(len, rows)))]
     layout = "simple" if headers else "plain"
     text = tabulate(rows, headers=headers, tablefmt=layout, disable_numparse=True, colalign=align)
     return "\n".join(line.rstrip() for line in text.splitlines())

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
-
-from tabulate import tabulate
 
 from zinf_fx.cli.arguments import THIS_MACHINE, saving_of
 from zinf_fx.cli.machine import hardware_of
@@ -24,6 +21,7 @@ from zinf_fx.plan.simulation.batch import batch_of, with_batch
 from zinf_fx.plan.simulation.operator_time import decided_by_launches
 from zinf_fx.plan.simulation.simulate import Simulation, Stall, one_after_another, simulate, simulate_plan
 from zinf_fx.plan.simulation.timeline import slices
+from zinf_fx.tables import table
 
 _STALLS = 5
 _LARGEST_SWEEP = 64
@@ -101,7 +99,7 @@ def _report(simulation: Simulation, launches: int) -> str:
         if share
     ]
     headers = ["resource", "busy", "s of the critical path", "s that compute waited for it"]
-    lines.append(_table(rows, headers))
+    lines.append(table(rows, headers))
     if stalls := _longest_first(simulation):
         lines += ["", f"The longest of {len(stalls)} times that compute waited:"]
         for stall in stalls[:_STALLS]:
@@ -122,12 +120,7 @@ def _sweep_table(found: dict[int, Simulation]) -> str:
         busy = [f"{share:.0%}" for share in one.utilisation.values()]
         rows.append([batch, f"{one.seconds:.4g}", f"{one.flops_per_second / 1e12:.4g}", *busy, most])
     names = next(iter(found.values())).utilisation
-    return _table(rows, ["batch", "s per step", "TFLOP/s per device", *names, "compute waits for"])
-
-
-def _table(rows: Sequence[Sequence[object]], headers: Sequence[str]) -> str:
-    align = ["left", *["right"] * (len(headers) - 1)]
-    return tabulate(rows, headers=headers, disable_numparse=True, colalign=align)
+    return table(rows, ["batch", "s per step", "TFLOP/s per device", *names, "compute waits for"])
 
 
 def _data(simulation: Simulation) -> dict[str, object]:

@@ -13,7 +13,6 @@ from itertools import chain, zip_longest
 from pathlib import Path
 
 import torch
-from tabulate import tabulate
 
 from zinf_fx.errors import ConfigError, PlanError
 from zinf_fx.machine.machine import measure_machine
@@ -29,6 +28,7 @@ from zinf_fx.runtime.recorder import RECORDER, Log, Note
 from zinf_fx.runtime.tensor.local_parameter import stored_in
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.sizes import in_words
+from zinf_fx.tables import table
 
 _LANES: tuple[Lane, ...] = ("compute", "wait", "all-gather", "upload", "fetch", "reduce", "offload", "optimizer")
 # What the thread does that computes, where the CPU does: in the time of operators, and not computing.
@@ -132,13 +132,8 @@ class Recording:
         idle = done.seconds - _covered(done.slices, done.start)
         rows.append(["none of these", "", f"{idle / count:.6f}", "", ""])
         headers = ["lane", "planned s", "measured s", "planned bytes", "measured bytes"]
-        table = tabulate(rows, headers, disable_numparse=True, colalign=("left", *["right"] * 4))
-        lines = [
-            f"{count} step(s) of {done.seconds / count:.6f} s; planned for {self._hardware.name}: {plan.seconds:.6f} s",
-            *table.splitlines(),
-            *self._waited_for(),
-        ]
-        return "\n".join(line.rstrip() for line in lines) + "\n"
+        title = f"{count} step(s) of {done.seconds / count:.6f} s; planned for {self._hardware.name}"
+        return "\n".join([f"{title}: {plan.seconds:.6f} s", table(rows, headers), *self._waited_for(), ""])
 
     @property
     def _computing(self) -> float:

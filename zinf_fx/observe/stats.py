@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from tabulate import tabulate
 from torch.distributed.tensor import DTensor
 
 from zinf_fx.native.engine import IoCounters
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.local_parameter import stored_in
 from zinf_fx.sizes import in_words
+from zinf_fx.tables import table
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,7 @@ class Stats:
         rows.append(("buffers where planned, and elsewhere", f"{self.placed_buffers:,}", f"{self.displaced_buffers:,}"))
         if self.peak_device_bytes:
             rows.append(("device at most", in_words(self.peak_device_bytes)))
-        align = ("left", "right", "right", "right")
-        table = tabulate(rows, tablefmt="plain", disable_numparse=True, colalign=align)
-        lines = [f"I/O by {self.provider}" if self.provider else "nothing on NVMe", *table.splitlines()]
-        return "\n".join(line.rstrip() for line in lines)
+        return f"{f'I/O by {self.provider}' if self.provider else 'nothing on NVMe'}\n{table(rows)}"
 
 
 def _arena(name: str, now: int, peak: int, planned: int) -> list[tuple[str, str]]:

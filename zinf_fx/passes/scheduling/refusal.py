@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from tabulate import tabulate
-
 from zinf_fx.passes.ir.framework import GraphContext
 from zinf_fx.passes.ir.in_flight import Ledger
 from zinf_fx.plan.memory.lifetimes import Clock, device_buffers, host_buffers, profile
@@ -13,6 +11,7 @@ from zinf_fx.plan.memory.use import HostUse, peak_device_bytes, peak_host_bytes,
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import HEAD
 from zinf_fx.sizes import at_least, at_most, in_words
+from zinf_fx.tables import table
 
 
 def refusal(ledger: Ledger, context: GraphContext) -> str:
@@ -95,8 +94,7 @@ def _text(first: str, parts: Iterable[tuple[str, int]], options: Iterable[str], 
     for name in ("device_memory", "host_memory"):
         if (nbytes := getattr(config, name)) is not None:
             rows.append((name, in_words(nbytes)))
-    table = tabulate(rows, headers=["what", "needs"], colalign=("left", "right"), disable_numparse=True)
-    return "\n".join([first, "", table, "", "To fit:", *(f"  {option}" for option in options)])
+    return "\n".join([first, "", table(rows, ("what", "needs")), "", "To fit:", *(f"  {option}" for option in options)])
 
 
 def _options(moved: int, context: GraphContext) -> Iterator[str]:
