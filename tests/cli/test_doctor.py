@@ -66,7 +66,7 @@ def test_what_is_no_directory_is_a_problem(store: Path):
     ("kind", "said"), [("tmpfs", "host memory"), ("nfs4", "network"), ("fuse.sshfs", "network"), ("ext4", None)]
 )
 def test_kinds_of_file_systems(store: Path, kind: str, said: str | None, monkeypatch: pytest.MonkeyPatch):
-    system = FileSystem(kind, "source", Path("/"), "key", 1 << 40, 1 << 41)
+    system = FileSystem(kind, "source", "key", 1 << 40, 1 << 41)
     monkeypatch.setattr(module, "file_system_of", lambda directory: system)
     finding = found(store, "file system")
     assert (finding.status, said is None or said in finding.found) == ("ok" if said is None else "warning", True)
@@ -74,7 +74,7 @@ def test_kinds_of_file_systems(store: Path, kind: str, said: str | None, monkeyp
 
 
 def test_little_space(store: Path, monkeypatch: pytest.MonkeyPatch):
-    system = FileSystem("ext4", "source", Path("/"), "key", 1 << 30, 1 << 41)
+    system = FileSystem("ext4", "source", "key", 1 << 30, 1 << 41)
     monkeypatch.setattr(module, "file_system_of", lambda directory: system)
     assert "ZINF_STORE" in (found(store, "free space").mend or "")
 

@@ -124,7 +124,7 @@ def test_what_is_rewritten_takes_twice_the_space_and_no_more(tmp_path: Path):
                 assert one.read(first, 4) == one.expected[first * PAGE : (first + 4) * PAGE]
             one.check()
             assert store.in_use == 2 * PAGES * PAGE
-            assert len(one.in_store.extents) == 1
+            assert len(one.in_store._live) == 1
         assert store.volumes[0].size <= 4 << 20
 
 

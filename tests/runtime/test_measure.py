@@ -86,7 +86,7 @@ def test_weights_are_what_was_measured(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_file_systems_are_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     found = file_system_of(tmp_path)
-    assert 0 < found.free <= found.total and found.kind != "unknown" and tmp_path.is_relative_to(found.mount_point)
+    assert 0 < found.free <= found.total and found.kind != "unknown"
     assert file_system_of("/proc").kind == "proc"
     with pytest.raises(StoreError, match="does not exist"):
         file_system_of(tmp_path / "absent")
@@ -96,14 +96,14 @@ def test_file_systems_are_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyP
     mounts.write_text("0 1 0:1 / / rw - ext4 /dev/sda rw\n" + line)
     monkeypatch.setattr("zinf_fx.runtime.disk.filesystem.MOUNTS", mounts)
     found = file_system_of(tmp_path)
-    assert (found.kind, found.source, found.mount_point) == ("nfs4", "server:/x", tmp_path) and found.over_network
+    assert (found.kind, found.source) == ("nfs4", "server:/x") and found.over_network
     monkeypatch.setattr("zinf_fx.runtime.disk.filesystem.MOUNTS", tmp_path / "absent")
     assert file_system_of(tmp_path).kind == "unknown"
 
 
 def test_kinds_of_file_systems():
     def of(kind: str) -> FileSystem:
-        return FileSystem(kind, "", Path("/"), "", 0, 0)
+        return FileSystem(kind, "", "", 0, 0)
 
     assert of("tmpfs").in_memory and not of("ext4").in_memory
     assert of("fuse.sshfs").over_network and not of("xfs").over_network

@@ -49,11 +49,6 @@ class CopyOnWrite:
         self._lock = threading.Lock()
         self._is_gone = False
 
-    @property
-    def extents(self) -> list[Extent]:
-        """Those with the present bytes, in order."""
-        return [part.extent for part in self._live]
-
     def read(self, address: int, offset: int, nbytes: int, *, owner: object = None) -> Ticket:
         """As `Store.read`."""
         parts = _cut(self._live, offset, offset + round_up(nbytes, PAGE))

@@ -23,14 +23,12 @@ class FileSystem:
     Attributes:
         kind: "ext4", "xfs", "tmpfs", ...
         source: the device or share, as mounted.
-        mount_point: where.
         key: tells this file system from others of this machine, also after a reboot.
         free, total: bytes; `free` is what this user may take.
     """
 
     kind: str
     source: str
-    mount_point: Path
     key: str
     free: int
     total: int
@@ -52,31 +50,30 @@ def file_system_of(directory: Path | str) -> FileSystem:
     with refusals("inspect", path, "can't be inspected"):
         device = os.stat(path).st_dev
         room = os.statvfs(path)
-    kind, source, mount_point = _mount(f"{os.major(device)}:{os.minor(device)}", path.resolve())
+    kind, source = _mount(f"{os.major(device)}:{os.minor(device)}", path.resolve())
     return FileSystem(
         kind=kind,
         source=source,
-        mount_point=mount_point,
         key=f"{kind}:{source}:{room.f_fsid & (1 << 64) - 1:x}",
         free=room.f_bavail * room.f_frsize,
         total=room.f_blocks * room.f_frsize,
     )
 
 
-def _mount(device: str, path: Path) -> tuple[str, str, Path]:
-    """Kind, source and mount point: the deepest mount above `path`, of this device number if any has it (btrfs gives
+def _mount(device: str, path: Path) -> tuple[str, str]:
+    """Kind and source: of the deepest mount above `path`, of this device number if any has it (btrfs gives
     its subvolumes other numbers than its mounts). "unknown" where /proc doesn't tell."""
     try:
         lines = MOUNTS.read_text().splitlines()
     except OSError:
         lines = []
-    above = [(False, 0, "unknown", "unknown", Path("/"))]
+    above = [(False, 0, "unknown", "unknown")]
     for line in lines:
         left, _, right = line.partition(" - ")
         mount_point = Path(_unescape(left.split()[4]))
         if path.is_relative_to(mount_point):
             kind, source = right.split()[:2]
-            above.append((left.split()[2] == device, len(mount_point.parts), kind, _unescape(source), mount_point))
+            above.append((left.split()[2] == device, len(mount_point.parts), kind, _unescape(source)))
     return max(above, key=lambda mount: mount[:2])[2:]
 
 
