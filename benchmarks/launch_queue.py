@@ -25,10 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import flop_registry
 
-from zinf_fx import memories
 from zinf_fx.native.engine import READ
 from zinf_fx.optim import step
 from zinf_fx.optim.beside import Beside
+from zinf_fx.plan import packs
 from zinf_fx.plan.hardware import Hardware, Link, Memory
 from zinf_fx.runtime.disk.store import Store
 from zinf_fx.runtime.memory.device import MAKERS, Cuda
@@ -374,15 +374,15 @@ class LaunchQueue(TorchDispatchMode):
     @contextmanager
     def standing_in(self) -> Iterator[None]:
         """A block in which stored tensors of the CPU are computed with on this device."""
-        before, alone, beside = MAKERS["cpu"], memories.IN_HOST_MEMORY, step.Beside
+        before, alone, beside = MAKERS["cpu"], packs.IN_HOST_MEMORY, step.Beside
         MAKERS["cpu"] = lambda torch_device: self.device
-        memories.IN_HOST_MEMORY, step.Beside = frozenset(), StandInBeside
+        packs.IN_HOST_MEMORY, step.Beside = frozenset(), StandInBeside
         try:
             with self:
                 self._entry = self._measured_entry()
                 yield
         finally:
-            MAKERS["cpu"], memories.IN_HOST_MEMORY, step.Beside = before, alone, beside
+            MAKERS["cpu"], packs.IN_HOST_MEMORY, step.Beside = before, alone, beside
 
     def _measured_entry(self) -> float:
         """What an operation that isn't launched takes here longer than without this, as the clock sees it."""

@@ -12,7 +12,7 @@ from models import CASES
 from torch import nn
 
 import zinf_fx
-from zinf_fx import memories, ops
+from zinf_fx import ops
 from zinf_fx.config import Config
 from zinf_fx.errors import BudgetError, PlanError
 from zinf_fx.frontend.explain import plan_model
@@ -24,6 +24,7 @@ from zinf_fx.passes.pipeline import plan_of
 from zinf_fx.passes.scheduling.buffers import over_budget_by, place_buffers
 from zinf_fx.passes.scheduling.prefetch import Prefetch
 from zinf_fx.passes.scheduling.residency import choose_residency
+from zinf_fx.plan import packs
 from zinf_fx.plan.memory.spec import check_buffers
 from zinf_fx.plan.memory.use import peak_device_bytes, peak_host_bytes
 from zinf_fx.plan.plan import Plan
@@ -174,7 +175,7 @@ def test_explain_says_what_the_arena_is_for() -> None:
 
 def test_a_device_with_memory_of_its_own_has_a_region_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside what lives there, what is saved for backward, and gradients on their way out."""
-    monkeypatch.setattr(memories, "IN_HOST_MEMORY", frozenset())
+    monkeypatch.setattr(packs, "IN_HOST_MEMORY", frozenset())
     for kib in (1000, 2500):
         plan = planned(device_memory=kib * KIB)
         assert 0 < plan.regions.device < peak_device_bytes(plan) <= kib * KIB and over_budget_by(plan) <= 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from zinf_fx import memories
+from zinf_fx.plan import packs
 from zinf_fx.runtime.memory.device import MAKERS, Copy, Device
 from zinf_fx.runtime.memory.device_arena import DeviceArena
 from zinf_fx.runtime.memory.leases import Buffer
@@ -77,7 +77,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
     """Stored tensors on the CPU compute on a late device from now on, and are planned for one."""
     late = LateDevice()
     monkeypatch.setitem(MAKERS, "cpu", lambda device: late)
-    monkeypatch.setattr(memories, "IN_HOST_MEMORY", frozenset())
+    monkeypatch.setattr(packs, "IN_HOST_MEMORY", frozenset())
     monkeypatch.setattr(Buffer, "release", _release_and_spoil)
     return late
 

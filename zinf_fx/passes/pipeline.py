@@ -14,7 +14,6 @@ from torch import fx
 from zinf_fx import ops
 from zinf_fx.config import Config
 from zinf_fx.errors import BudgetError, PlanError
-from zinf_fx.memories import has_own_memory
 from zinf_fx.passes.activations.choices import choices_in, tagged
 from zinf_fx.passes.activations.choose import ChooseActivations
 from zinf_fx.passes.activations.keep import KeepActivations
@@ -57,7 +56,7 @@ from zinf_fx.passes.tiling.pack import PackParameters
 from zinf_fx.passes.tiling.tile import TileParameters
 from zinf_fx.passes.tiling.tile_cross_entropy import TileCrossEntropy
 from zinf_fx.plan.memory.spec import check_buffers
-from zinf_fx.plan.packs import pack_limit
+from zinf_fx.plan.packs import has_own_memory, pack_limit
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import GraphSchedule, Operator
 from zinf_fx.plan.spec import check_schedule

@@ -10,10 +10,11 @@ from typing import TypeVar
 import torch
 
 from zinf_fx.config import Config, Tier
-from zinf_fx.memories import has_own_memory
 from zinf_fx.plan.schedule import Member, Tile
 from zinf_fx.sizes import PAGE, blocks
 
+# PyTorch's types of devices that compute in host memory.
+IN_HOST_MEMORY = frozenset({"cpu"})
 # Of a pack, by default, and the part of a budget that it may be: one request of the engine moves so many.
 _LARGEST = 4 << 20
 _OF_BUDGET = 64
@@ -45,6 +46,11 @@ def in_packs(several: Iterable[tuple[K, Hashable, int]], limit: int) -> list[lis
         pack.append(one)
         latest[kind] = pack, taken + nbytes
     return [pack for pack in found if len(pack) > 1]
+
+
+def has_own_memory(device: str) -> bool:
+    """Whether what computes on devices of a type computes in memory of their own, to which tiles are copied."""
+    return device not in IN_HOST_MEMORY
 
 
 def moves(tier: Tier, device: str) -> bool:
