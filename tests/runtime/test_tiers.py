@@ -56,7 +56,8 @@ def test_who_waits_for_writes_holds_up_nobody_else():
     waiting = threading.Thread(target=queue.drain)
     waiting.start()
     assert waits.wait(60)
-    is_free = queue.lock.acquire(timeout=1)
+    if is_free := queue.lock.acquire(timeout=1):
+        queue.lock.release()
     goes_on.set()
     waiting.join(60)
     assert is_free and not queue and not arena.in_use
