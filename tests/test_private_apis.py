@@ -76,6 +76,9 @@ NAMES: dict[str, str] = {
     "torch._guards.GuardSource.LOCAL": "graph_inputs.py tells what comes with a call from the model's buffers",
     "torch._guards.TracingContext.get": "capture.py plans a graph after it was captured, as if while it was",
     "torch._guards.tracing": "capture.py, likewise",
+    "torch._guards.GuardsSet": "guards.py leaves some out",
+    "torch._dynamo.source.SubclassAttrListSource": "guards.py tells what a guard is on",
+    "torch._dynamo.source.AttrSource": "guards.py, likewise",
     "torch._guards.detect_fake_mode": "local_inputs.py makes fakes of inputs that Dynamo doesn't know",
     "torch.distributed.distributed_c10d._get_default_store": "runtime/meeting.py: where ranks meet",
     "torch.distributed.distributed_c10d._resolve_process_group": "runtime/tensor/tensor_parallel.py: the group used; "

@@ -1,0 +1,53 @@
+"""What Dynamo checks of stored parameters at each call: enough to tell them from others, and nothing twice."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+from twins import Net, fresh_dynamo, x  # noqa: F401
+
+import zinf_fx
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+
+
+def checks(run: torch.nn.Module, batch: torch.Tensor) -> int:
+    """How often a call looks into stored tensors."""
+    seen = 0
+    wanted = StoredTensor.__tensor_flatten__.__code__
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal seen
+        seen += event == "call" and frame.f_code is wanted
+
+    sys.setprofile(count)
+    try:
+        run(batch)
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+@pytest.mark.parametrize("placement", ["device", "host", "nvme"])
+def test_each_parameter_is_looked_into_once(tmp_path: Path, placement: str) -> None:
+    model = zinf_fx.offload(Net(), store=tmp_path, placement=placement)
+    run = torch.compile(model, backend="zinf")
+    run(x()).backward()
+    assert checks(run, x()) == sum(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_model_on_another_tier_is_compiled_for_itself(tmp_path: Path) -> None:
+    """Its parameters have the same class, shapes and dtypes, and the code is the same."""
+    plain = Net()
+    batch = x()
+    for placement in ("host", "nvme", "device"):
+        stored = zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, placement=placement)
+        run = torch.compile(stored, backend="zinf")
+        with zinf_fx.record(stored) as recording:
+            assert torch.equal(run(batch), plain(batch))
+        assert {tile.tier for plan in recording.plans for tile in plan.graphs[0].tiles} == {placement}
+    assert torch.equal(torch.compile(plain, backend="zinf")(batch), plain(batch))
