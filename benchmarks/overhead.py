@@ -9,13 +9,15 @@ All variants live in one process with one thread and take some steps in turn, so
 while slows all of them; what goes on behind the last of these is waited for, and counted with the optimizer. Ratios
 are taken within a round, to `aot_eager` with PyTorch's fused AdamW; the table has their medians. `events` are the
 plan's, `calls` the Python functions that are called, `requests` the transfers that the operating system was given, each
-in one step.
+in one step. In the first one, the model is captured and compiled; of its seconds, `planned` are those of the passes,
+PyTorch's partitioner among them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 import time
@@ -40,6 +42,23 @@ IN_MEMORY = ("eager", "aot_eager")
 PLACEMENTS = ("device", "host", "nvme", "infinity-nvme")
 REFERENCE = "aot_eager"
 PARTS = ("forward", "backward", "optimizer")
+LOG = logging.getLogger("zinf_fx.frontend.capture")
+
+
+class Planning(logging.Handler):
+    """Adds up the seconds for which graphs are planned, in a block."""
+
+    seconds = 0.0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seconds += getattr(record, "planning_seconds", 0.0)
+
+    def __enter__(self) -> Planning:
+        LOG.addHandler(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        LOG.removeHandler(self)
 
 
 class Experts(nn.Module):
@@ -111,8 +130,9 @@ class Variant:
             self.optimizer = zinf_fx.optim.AdamW(trained)
             self.loss = torch.compile(self.model, backend="zinf")
         started = time.perf_counter()
-        self.step()
-        self.first = time.perf_counter() - started
+        with Planning() as planning:
+            self.step()
+        self.first, self.planned = time.perf_counter() - started, planning.seconds
         self.step()
 
     def step(self) -> dict[str, float]:
@@ -174,6 +194,7 @@ class Variant:
 
 def measure(args: argparse.Namespace) -> dict[str, object]:
     torch.set_num_threads(1)
+    LOG.setLevel(logging.DEBUG)
     variants = [Variant(name, args.model, args.store, args.pack) for name in (*IN_MEMORY, *args.placements)]
     rounds: list[dict[str, dict[str, float]]] = []
     for _ in tqdm(range(args.rounds), unit="round", disable=not sys.stderr.isatty()):
@@ -194,6 +215,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
                 "step": median(sum(one.values()) for one in mine),
                 "ratio": median(ratios),
                 "first step": variant.first,
+                "planned": variant.planned,
                 **variant.counts(),
             }
         )
@@ -218,14 +240,15 @@ def main() -> None:
         print(json.dumps(result))
         return
     print(f"{args.model}: {result['tensors']} parameter tensors, {args.rounds} rounds; {machine()}")
-    heads = ["", *(f"{part} ms" for part in (*PARTS, "step")), f"/ {REFERENCE}", "first step s"]
+    heads = ["", *(f"{part} ms" for part in (*PARTS, "step")), f"/ {REFERENCE}", "first step s", "planned s"]
     rows = []
     for one in result["variants"]:
         milliseconds = [f"{1e3 * one[part]:.1f}" for part in (*PARTS, "step")]
         counted = [one["events"], one["calls"], one["requests"]]
-        rows.append([one["variant"], *milliseconds, f"{one['ratio']:.2f}", f"{one['first step']:.1f}", *counted])
+        once = [f"{one['first step']:.1f}", f"{one['planned']:.1f}"]
+        rows.append([one["variant"], *milliseconds, f"{one['ratio']:.2f}", *once, *counted])
     heads += ["events", "calls", "requests"]
-    print(tabulate(rows, heads, disable_numparse=True, colalign=["left"] + ["right"] * 9))
+    print(tabulate(rows, heads, disable_numparse=True, colalign=["left"] + ["right"] * 10))
 
 
 if __name__ == "__main__":

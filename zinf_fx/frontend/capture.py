@@ -3,6 +3,8 @@ forward and backward together before either runs; the compilers only bind what w
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -44,6 +46,8 @@ from zinf_fx.runtime.execute.executor import EXECUTOR, Program
 from zinf_fx.runtime.execute.inductor import CompiledRegion, check_can_compile, compiled_region, what_computes
 from zinf_fx.runtime.tensor.local_parameter import local_input
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+
+log = logging.getLogger(__name__)
 
 _Asked = Placement | PlacementRules | None
 """The placement that a graph is planned with; None: that of its stored parameters."""
@@ -174,6 +178,7 @@ class Capture:
     ) -> list[fx.GraphModule]:
         """The planned graphs: forward and backward of a joint graph, with what the partitioner gets besides that as
         `training`; or inference. `placement`: as if this were that of the parameters."""
+        started = time.perf_counter()
         graph, groups = module.graph, self._together.groups
         written = noted_writes(graph, groups)
         tiles, made, treatments = tiles_of(graph, self._inputs, groups, placement)
@@ -206,6 +211,8 @@ class Capture:
         self._contexts = {context.kind: context for _, context in graphs}
         self.graphs = {context.kind: graph for graph, context in graphs}
         self.plan = replace(plan_of(graphs), fingerprint=fingerprint)
+        seconds = time.perf_counter() - started
+        log.debug("a graph of %d tiles was planned in %.1f s", len(tiles), seconds, extra={"planning_seconds": seconds})
         return [module for module, _ in planned]
 
     def _config_with(self, asked: _Asked = None) -> Config:
