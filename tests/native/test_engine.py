@@ -154,6 +154,19 @@ def test_a_ticket_that_is_waited_for_overtakes_the_queue(bench: Bench):
         ticket.wait()
 
 
+def test_reads_begin_before_the_writes_that_wait(bench: Bench):
+    data = random_bytes(BLOCK)
+    bench.write(data).wait()
+    inject(bench.engine, Fault("completion", nth=1, count=64, operation="write", delay=0.05))
+    writes = [bench.write(data, (i + 1) * BLOCK) for i in range(64)]
+    read = bench.read(aligned_empty(BLOCK))
+    while not read.done():  # who waits for it would have it overtake all
+        time.sleep(0.001)
+    assert sum(write.done() for write in writes) < 32
+    for write in writes:
+        write.wait()
+
+
 def test_other_python_threads_run_while_one_waits(bench: Bench):
     data = random_bytes(4096)
     inject(bench.engine, Fault("completion", delay=0.3))

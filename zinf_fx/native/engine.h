@@ -1,8 +1,8 @@
 /* Asynchronous file transfers: one I/O thread per engine, one ticket per request.
  *
  * A request is split into blocks. Blocks of at most depth * block_bytes bytes are with the operating system at a time
- * (many more than `depth` of them where they are small), and a finished one is replaced at once. Requests complete in any
- * order; overlapping requests are not ordered with each other.
+ * (many more than `depth` of them where they are small), and a finished one is replaced at once. Reads begin before the
+ * writes that are waiting. Requests complete in any order; overlapping requests are not ordered with each other.
  *
  * Functions that can fail return 0 or a negated errno. No function but zinf_wait, zinf_file_detach and
  * zinf_engine_close blocks on I/O. A process made by fork can't use its parent's engine: it gets -ECHILD.

@@ -95,6 +95,19 @@ int zinf_file_detach(zinf_file *file, int64_t timeout_ns)
     return 0;
 }
 
+/* A read goes before the writes behind the last read: what it brings is waited for, and room seldom. */
+static void enqueue(zinf_engine *engine, zinf_request *request)
+{
+    zinf_request *before = TAILQ_LAST(&engine->queue, zinf_requests);
+    while (before && request->operation == ZINF_READ && before->operation == ZINF_WRITE)
+        before = TAILQ_PREV(before, zinf_requests, neighbours);
+    if (before)
+        TAILQ_INSERT_AFTER(&engine->queue, before, request, neighbours);
+    else
+        TAILQ_INSERT_HEAD(&engine->queue, request, neighbours);
+    request->queued = true;
+}
+
 int zinf_submit(zinf_file *file, int operation, void *address, int64_t offset, size_t length, uint32_t *sums,
                 uint64_t generation, zinf_request **out)
 {
@@ -124,8 +137,7 @@ int zinf_submit(zinf_file *file, int operation, void *address, int64_t offset, s
     bool stopping = engine->stopping;
     if (!stopping) {
         file->requests++;
-        TAILQ_INSERT_TAIL(&engine->queue, request, neighbours);
-        request->queued = true;
+        enqueue(engine, request);
         engine->submissions++;
         if (engine->sleeping) {
             engine->sleeping = false; /* one wake-up is enough for all that come before it looks */

@@ -82,7 +82,7 @@ struct zinf_engine {
     size_t bytes_limit; /* under way */
     atomic_int references; /* the opener's, and one per request and file */
     bool stopping;
-    TAILQ_HEAD(, zinf_request) queue; /* the requests with bytes that no block covers yet */
+    TAILQ_HEAD(zinf_requests, zinf_request) queue; /* the requests with bytes that no block covers yet */
     zinf_counters counters;
     unsigned under_way[2];
     int64_t since[2];
