@@ -28,6 +28,7 @@ from zinf_fx.plan import packs
 from zinf_fx.plan.memory.spec import check_buffers
 from zinf_fx.plan.memory.use import peak_device_bytes, peak_host_bytes
 from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.rates import NOMINAL
 
 KIB = 1024
 
@@ -41,7 +42,7 @@ def test_golden() -> None:
     built.returns(x)
     built.run(SinkGathers(), Regions(), LowerGathers(), Prefetch(None))
     built.run(*choose_residency([(built.graph, built.context)]))
-    (buffers,) = place_buffers(plan_of([(built.graph, built.context)]))
+    (buffers,) = place_buffers(plan_of([(built.graph, built.context)]), NOMINAL)
     built.check(
         buffers,
         after="""

@@ -137,16 +137,19 @@ def test_a_taken_place_is_counted_and_another_found(tiers: Tiers) -> None:
     assert (tiers.counters.placed, tiers.counters.displaced) == (1, 1)
 
 
+class Write:
+    """The ticket of a write that is over when somebody waits for it."""
+
+    over = False
+
+    def done(self) -> bool:
+        return self.over
+
+    def wait(self) -> None:
+        self.over = True
+
+
 def test_a_place_is_free_when_the_write_from_it_is_done(tiers: Tiers) -> None:
-    class Write:
-        over = False
-
-        def done(self) -> bool:
-            return self.over
-
-        def wait(self) -> None:
-            self.over = True
-
     first = tiers.lease(PAGE, offset=MIB)
     address, write = first.address, Write()
     tiers.writes.add(write, first, None)
@@ -163,3 +166,22 @@ def test_chunks_have_their_room_and_take_turns_in_it(tiers: Tiers) -> None:
             part = [tiers.lease(MIB // 4).address - region for _ in range(3)]
     assert part[:2] == [MIB // 2, 3 * MIB // 4] and not 0 <= part[2] < 2 * MIB
     assert not 0 <= tiers.lease(PAGE).address - region < 2 * MIB
+
+
+def test_writes_from_the_room_for_more_chunks_go_on_while_others_come_and_go(tmp_path: Path) -> None:
+    tiers = Tiers(Config(store=tmp_path, host_memory="4MiB"))
+    tiers.plan(MemoryRegions(host=2 * MIB, chunks=MIB, chunk_elements=PAGE, chunk_count=4), 2 * MIB)
+    of_chunk, other = Write(), Write()
+    with tiers.stepping(range(MIB // 4)):
+        chunk = tiers.lease(PAGE)
+    tiers.write(of_chunk, chunk, None)
+    tiers.write(other, tiers.lease(PAGE, offset=MIB), None)
+    tiers.limit_writes(0)
+    assert other.over and not of_chunk.over and tiers.is_writing
+    assert not tiers.is_vacant(range(MIB // 4)) and tiers.is_vacant(range(MIB // 4, MIB // 2))
+    with tiers.stepping(range(MIB // 4)):
+        again = tiers.lease(PAGE)
+    assert of_chunk.over and again.address == chunk.address
+    tiers.write(of_chunk := Write(), again, None)
+    tiers.drain()
+    assert of_chunk.over and not tiers.is_writing

@@ -112,6 +112,16 @@ def same_objects(some: Sequence[object], others: Sequence[object]) -> bool:
     return len(some) == len(others) and all(map(is_, some, others))
 
 
+def show(entry: State, scalars: State) -> None:
+    """Have a state show what isn't stored, as torch does: tensors in place, so that a batch comes again."""
+    for name, value in scalars.items():
+        shown = entry.get(name)
+        if isinstance(shown, torch.Tensor) and (shown.shape, shown.dtype) == (value.shape, value.dtype):
+            shown.copy_(value)
+        else:
+            entry[name] = value
+
+
 def _give_first_states(inner: torch.optim.Adagrad) -> None:
     """States of parameters without any. Up to torch 2.11, Adagrad makes them at construction, and no step does."""
     for group in inner.param_groups:

@@ -55,6 +55,7 @@ class Batch:
         bytes: where the parameters live.
         tiers: in which they live.
         touched: keys of the storages that the updates read and write.
+        recurs: whether it may come again in the next step.
         streams_gradients: whether all gradients are stored tensors, which nobody can change unseen.
     """
 
@@ -69,6 +70,7 @@ class Batch:
         self.touched = frozenset(chain.from_iterable(states.touched for states in self.states))
         gradients = [states.gradient for states in self.states]
         self.streams_gradients = all(isinstance(one, StoredTensor) and not one.views for one in gradients)
+        self.recurs = False
         self._chunks: tuple[int, list[Chunk]] | None = None
         mine = weakref.ref(self)
         self._storages = [weakref.ref(storage, lambda gone: _let_go_of_bytes(mine())) for storage in storages]
@@ -97,6 +99,11 @@ class Batch:
     def reads(self) -> bool:
         """Whether anything of them is moved."""
         return any(states.bytes_per_element for states in self.states)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the torch class makes states for any of them."""
+        return any(recipe.is_first for recipe, _ in self.updates)
 
     @cached_property
     def apart(self) -> Device | None:
@@ -168,6 +175,7 @@ class RecurringBatch:
         """`groups`: the parameters in `batch`, those of each of the optimizer's groups. `shown`: the optimizer's state.
         `layouts`: of a group, by its number."""
         self.batch = batch
+        batch.recurs = True
         self._groups, self._of_optimizer = groups, shown
         self._layouts: dict[tuple[int, torch.dtype], StateLayout] = {}
         for number, parameters in enumerate(groups):

@@ -13,7 +13,7 @@ from zinf_fx.optim.whole import OpenWhole
 
 
 class OpenChunk:
-    """The windows of a chunk, opened at construction."""
+    """The windows of a chunk: those of weights and states are opened at construction."""
 
     def __init__(self, recipe: Recipe, pieces: tuple[Piece[ParameterStates | PackedStates], ...]) -> None:
         self.recipe = recipe
@@ -30,6 +30,20 @@ class OpenChunk:
         except BaseException:
             self.close()
             raise
+
+    def open_gradients(self) -> None:
+        """Open the gradients, which are final. Raises: StoreError; the other windows are closed then, too."""
+        try:
+            for part in self.parts:
+                part.open_gradient()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_current(self) -> bool:
+        """Whether its windows would not be opened otherwise now."""
+        return all(part.is_current for part in self.parts)
 
     @property
     def ready(self) -> bool:

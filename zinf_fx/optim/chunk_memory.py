@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 
 import torch
 
@@ -14,6 +14,7 @@ from zinf_fx.optim.chunks import Piece, chunk_elements, in_turn, part_of
 from zinf_fx.optim.recipe import Recipe
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.plan.memory.accounting import AT_A_TIME
+from zinf_fx.plan.schedule import CHUNKS
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.tensor.tiers import Tiers
 
@@ -24,13 +25,15 @@ class ChunkMemory:
     Attributes:
         tiers: those that the parameters live in.
         elements: of a chunk; 0 until `plan`.
+        count: of the chunks that there may be at a time; CHUNKS until `plan`.
+        opened: how many chunks were.
         behind: whether a chunk was updated since writes were waited for.
     """
 
     def __init__(self, stored: dict[torch.Tensor, ParameterStates]) -> None:
         self.tiers: list[Tiers] = []
-        self.elements = self._bytes_writing = self._chunk_bytes = self._chunks_opened = 0
-        self.behind = False
+        self.elements = self._bytes_writing = self._chunk_bytes = self.opened = 0
+        self.behind, self.count = False, CHUNKS
         self._stored = stored
         self._scratch: dict[Device, torch.Tensor] = {}
         self._close = ExitStack()
@@ -41,24 +44,40 @@ class ChunkMemory:
         more = len(self._stored) > len(batch.parameters)
         each = Bytes.of(self._stored.values()) if more else batch.bytes_per_element
         self.elements = chunk_elements(batch.chunk_bytes, each.all, self.tiers)
-        self._bytes_writing = self.elements * each.written
+        self.count = min(tiers.chunk_count for tiers in self.tiers)
+        self._bytes_writing = (self.count - CHUNKS + 1) * self.elements * each.written
         self._chunk_bytes = self.elements * each.opened
 
-    @contextmanager
-    def turn(self, recipe: Recipe, pieces: Sequence[Piece[ParameterStates]]) -> Iterator[None]:
-        """A block in which the next chunk is opened."""
+    def open(self, recipe: Recipe, pieces: Sequence[Piece[ParameterStates]]) -> OpenChunk:
+        """Open the next chunk, but for its gradients."""
         converts = not recipe.whole and any(piece.owner.scratch_rows for piece in pieces)
         if converts and recipe.place not in self._scratch:
             self._scratch[recipe.place] = self._lease_scratch(recipe.place)
         with in_turn(self.tiers, self._next_part):
-            yield
-        self._chunks_opened += 1
+            chunk = OpenChunk(recipe, pieces)
+        self.opened += 1
+        return chunk
+
+    def open_gradients(self, chunk: OpenChunk, number: int) -> None:
+        """Open the gradients of a chunk that was opened as this one of the step."""
+        with in_turn(self.tiers, self._part(number)):
+            chunk.open_gradients()
+
+    def again(self) -> ChunkMemory:
+        """That of the next step, which has chunks of the same sizes."""
+        other = ChunkMemory(self._stored)
+        other.tiers, other.elements, other.count = list(self.tiers), self.elements, self.count
+        other._bytes_writing, other._chunk_bytes = self._bytes_writing, self._chunk_bytes
+        return other
 
     @property
     def _next_part(self) -> range:
         """Of the room that is planned for chunks, what is the next one's."""
+        return self._part(self.opened)
+
+    def _part(self, number: int) -> range:
         scratch = self._scratch[CPU].nbytes if CPU in self._scratch else 0
-        return part_of(self._chunks_opened, self._chunk_bytes, behind=scratch)
+        return part_of(number, self._chunk_bytes, behind=scratch, count=self.count)
 
     def _lease_scratch(self, place: Device) -> torch.Tensor:
         """Memory for what chunks have in other dtypes than that of the update."""
@@ -78,6 +97,13 @@ class ChunkMemory:
         return self._scratch.get(place)
 
     @property
+    def writes_enough(self) -> bool:
+        """Whether the disk has writes to do for a while, so that the next chunk can wait until it is needed: what it
+        changes is read from memory until that is written."""
+        few = self._bytes_writing // (self.count - CHUNKS + 1)
+        return self.count > CHUNKS and not all(tiers.chunk_writes.at_most(few) for tiers in self.tiers)
+
+    @property
     def has_room(self) -> bool:
         """Whether the next chunk can be opened without waiting for writes."""
         few = not self.behind or all(tiers.writes.at_most(self._bytes_writing) for tiers in self.tiers)
@@ -93,6 +119,11 @@ class ChunkMemory:
         """Wait until at most so many bytes are on their way to each store."""
         for tiers in self.tiers:
             tiers.limit_writes(nbytes)
+
+    def drain(self) -> None:
+        """Wait for all writes. Raises: StoreError."""
+        for tiers in self.tiers:
+            tiers.drain()
 
     def close(self, chunks: Collection[OpenChunk]) -> None:
         """Close the chunks that are open, and give back what they had besides."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 
+import torch
+
 from zinf_fx.optim.batch import Batch, Chunk
 from zinf_fx.optim.chunk import OpenChunk
 from zinf_fx.optim.chunk_memory import ChunkMemory
 from zinf_fx.optim.progress import Progress
-from zinf_fx.plan.memory.accounting import CHUNKS_AHEAD
+from zinf_fx.optim.states import ParameterStates
+from zinf_fx.optim.states_ahead import StatesAhead
 
 
 class ChunkQueue:
@@ -16,10 +19,20 @@ class ChunkQueue:
 
     Chunks are in the order in which their tensors were made, which is about the order in which forward will ask for
     them; of parameters that come one by one, whatever fills a chunk goes first.
+
+    Attributes:
+        memory: what they pass through.
+        ahead: what is read for the step or, when it is over, for the next one.
+        is_followed: whether another step is expected that begins with reads.
     """
 
-    def __init__(self, memory: ChunkMemory, progress: Progress) -> None:
-        self._memory, self._progress = memory, progress
+    def __init__(
+        self, stored: dict[torch.Tensor, ParameterStates], progress: Progress, ahead: StatesAhead | None
+    ) -> None:
+        """`ahead`: what was read for the step."""
+        self.memory, self._progress, self.ahead = ChunkMemory(stored), progress, ahead
+        self.is_followed = False
+        self._read: list[OpenChunk] = []  # the first chunks, but for their gradients
         self._loose: deque[Batch] = deque()  # not cut into chunks yet; another thread may add to them
         self._unopened: deque[Chunk] = deque()
         self._opened: deque[OpenChunk] = deque()
@@ -28,6 +41,19 @@ class ChunkQueue:
         """Whether any chunk is to be updated still."""
         return bool(self._opened or self._unopened or self._loose)
 
+    def take_ahead(self, batch: Batch) -> None:
+        """Begin with what was read for `batch`; what was read for others has the room that is needed now."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None and (opened := ahead.take(batch)) is not None:
+            self.memory, self._read = ahead.memory, opened
+        for tiers in batch.tiers:
+            if tiers.ahead is not None:
+                tiers.ahead.take(batch)
+
+    def read_ahead(self, batches: list[Batch]) -> None:
+        """The step of these batches is over: have read what the next one needs of states, if that is expected."""
+        self.ahead = StatesAhead.of(batches, self.memory) if self.is_followed else None
+
     def add(self, batch: Batch) -> None:
         """Parameters came."""
         self._loose.append(batch)
@@ -35,7 +61,7 @@ class ChunkQueue:
     @property
     def fills_a_chunk(self) -> bool:
         """Whether the parameters that came have the elements of a chunk, or nothing says how many that are."""
-        return sum(batch.elements for batch in list(self._loose)) >= self._memory.elements
+        return sum(batch.elements for batch in list(self._loose)) >= self.memory.elements
 
     @property
     def is_cut(self) -> bool:
@@ -48,13 +74,17 @@ class ChunkQueue:
             return
         several = list(self._loose)
         batch = Batch.of(several)
-        if not self._memory.elements:
-            self._memory.plan(batch)
-        chunks = batch.chunks(self._memory.elements)
+        if not self.memory.elements:
+            self.memory.plan(batch)
+        chunks = batch.chunks(self.memory.elements)
         with self._progress.changing():
             for _ in several:
                 self._loose.popleft()
-            self._unopened += chunks
+            self._unopened += chunks[len(self._read) :]
+            read, self._read = self._read, []
+            self._opened += read
+        for number, chunk in enumerate(read):
+            self.memory.open_gradients(chunk, number)
 
     @property
     def ready(self) -> bool:
@@ -76,24 +106,25 @@ class ChunkQueue:
         self._opened.popleft()
 
     def open_ahead(self) -> None:
-        """Open chunks until CHUNKS_AHEAD follow the next one, as far as there is room."""
-        while self._unopened and len(self._opened) <= CHUNKS_AHEAD and self._memory.has_room:
+        """Open chunks as far as there is room: beside them, one is updated, and one may be written."""
+        while self._unopened and len(self._opened) < self.memory.count - 1 and self.memory.has_room:
             recipe, pieces = self._unopened[0]
-            if recipe.whole and self._opened and pieces[0].count > self._memory.elements:
+            if recipe.whole and self._opened and pieces[0].count > self.memory.elements:
                 break  # what is larger than a chunk comes alone
             self._open_next()
 
     def _open_next(self) -> None:
         """Open a chunk, once there is room for it."""
-        self._memory.wait_for_room()
-        recipe, pieces = self._unopened[0]
-        with self._memory.turn(recipe, pieces):
-            self._opened.append(OpenChunk(recipe, pieces))
+        self.memory.wait_for_room()
+        chunk = self.memory.open(*self._unopened[0])
+        self._opened.append(chunk)
         self._unopened.popleft()
+        self.memory.open_gradients(chunk, self.memory.opened - 1)
 
     def close(self) -> None:
         """Forget what is left, and give the memory back."""
         self._loose.clear()
         self._unopened.clear()
-        opened, self._opened = self._opened, deque()
-        self._memory.close(opened)
+        opened, self._opened = [*self._read, *self._opened], deque()
+        self._read = []
+        self.memory.close(opened)

@@ -9,14 +9,11 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from zinf_fx.adam import STATE_BYTES
-from zinf_fx.plan.memory.accounting import CHUNKS_AHEAD, CHUNKS_IN_MEMORY
+from zinf_fx.plan.memory.accounting import CHUNKS_IN_MEMORY
+from zinf_fx.plan.schedule import CHUNKS
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.tensor.tiers import Tiers
 from zinf_fx.sizes import WINDOW_ALIGNMENT
-
-TOGETHER = CHUNKS_AHEAD + 2
-"""Chunks in memory: those opened, the one under update, and the one before, which is being written."""
-
 
 P = TypeVar("P")
 
@@ -103,10 +100,10 @@ def in_turn(tiers: Iterable[Tiers], part: range) -> Iterator[None]:
         yield
 
 
-def part_of(number: int, nbytes: int, behind: int = 0) -> range:
+def part_of(number: int, nbytes: int, behind: int = 0, count: int = CHUNKS) -> range:
     """The part of the planned room that chunk `number`, of at most `nbytes`, has: behind the first bytes, chunks take
-    turns in equal parts, so that each finds its part free."""
-    first = behind + number % TOGETHER * nbytes
+    turns in `count` equal parts, so that each finds its part free."""
+    first = behind + number % count * nbytes
     return range(first, first + nbytes)
 
 
@@ -114,7 +111,7 @@ Chunk = TypeVar("Chunk")
 O = TypeVar("O", bound=Opened)  # noqa: E741
 
 
-def opened_ahead(chunks: Iterable[Chunk], open_chunk: Callable[[Chunk], O], ahead: int = CHUNKS_AHEAD) -> Iterator[O]:
+def opened_ahead(chunks: Iterable[Chunk], open_chunk: Callable[[Chunk], O], ahead: int = 1) -> Iterator[O]:
     """`open_chunk` of each chunk, in order, called `ahead` chunks before the result is handed out.
 
     What was opened and not handed out is closed when the iteration ends early.

@@ -22,7 +22,7 @@ class OrdinaryWindow:
     def __init__(self, elements: torch.Tensor) -> None:
         self._elements = elements
 
-    ready = True
+    ready = is_current = True
 
     def wait(self) -> torch.Tensor:
         """The elements, 1-D."""

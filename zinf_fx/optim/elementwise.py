@@ -10,6 +10,7 @@ import torch
 from zinf_fx.interrupts import sealed
 from zinf_fx.optim.chunks import Piece, chunk_elements, cut, in_turn, opened_ahead, part_of
 from zinf_fx.optim.elements import open_window
+from zinf_fx.plan.schedule import CHUNKS
 from zinf_fx.runtime.memory.device import Device
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.tiers import drain_after
@@ -60,9 +61,13 @@ def update_in_chunks(
     bytes_per_element = max(moved, default=0)
     elements = chunk_elements(min(tensor.storage.config.chunk for tensor in tensors), bytes_per_element, tiers)
 
+    nbytes = elements * bytes_per_element
+    # At the end of the room, whose beginning may have what is read for the step.
+    behind = max(min(each.chunk_room for each in tiers) - CHUNKS * nbytes, 0)
+
     def open_pieces(numbered: tuple[int, tuple[Piece[StoredTensor], ...]]) -> OpenPieces:
         number, pieces = numbered
-        with in_turn(tiers, part_of(number, elements * bytes_per_element)):
+        with in_turn(tiers, part_of(number, nbytes, behind)):
             return OpenPieces(pieces, place)
 
     try:
@@ -73,7 +78,7 @@ def update_in_chunks(
                     update(chunk.wait())
                     chunk.store()
                 for each in tiers:
-                    each.limit_writes(elements * bytes_per_element)
+                    each.limit_writes(nbytes)
         for each in tiers:
             each.drain()
     except BaseException as error:

@@ -29,6 +29,11 @@ class OpenWindows:
         """Whether `arrive` would return at once."""
         return all(window.ready for window in self._windows)
 
+    @property
+    def shows_the_present(self) -> bool:
+        """Whether nothing was written to where they are from since they were opened."""
+        return all(window.is_current for window in self._windows)
+
     def arrive(self) -> None:
         """Wait for the reads, and change nothing."""
         for window in self._windows:

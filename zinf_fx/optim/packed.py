@@ -254,7 +254,6 @@ class OpenPack(OpenWindows):
         self._place, present = recipe.place, recipe.present
         super().__init__()
         try:
-            self._gradient = None if states.gradient_row is None else self._open(states.gradient_row, True)
             first = states.members[0]
             self._known = present.issuperset(first.masters)
             self._masters = {name: self._open(states.state_rows[name], self._known) for name in first.masters}
@@ -264,6 +263,17 @@ class OpenPack(OpenWindows):
         except BaseException:
             self.close()
             raise
+
+    def open_gradient(self) -> None:
+        """As of `OpenPart`."""
+        row = self.states.gradient_row
+        self._gradient = None if row is None else self._open(row, True)
+
+    @property
+    def is_current(self) -> bool:
+        """As of `OpenPart`."""
+        refreshes = bool(self._masters) and any(one.refresh for one in self.states.members)
+        return self.shows_the_present and (self._refresh or not refreshes)
 
     @property
     def parameters(self) -> list[StoredTensor]:

@@ -16,8 +16,8 @@ from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
 
 
 class OpenPart(OpenWindows):
-    """The windows of one part, opened at construction: wait for their reads, update some elements after the other,
-    `store`; `close` in any case.
+    """The windows of one part, opened at construction, but for the gradient's: wait for their reads, update some
+    elements after the other, `store`; `close` in any case.
 
     Attributes:
         piece: which elements of which parameter.
@@ -37,7 +37,6 @@ class OpenPart(OpenWindows):
         self.piece, self.names, self._place, self._present = piece, tuple(names), states.place, present
         super().__init__()
         try:
-            self._gradient = self._keep(self._open_gradient(states.gradient))
             self._known = present.issuperset(states.masters)
             self._master = {n: self._open(states.tensors[n], self._known, n) for n in states.masters}
             self._refresh = states.refresh
@@ -56,6 +55,15 @@ class OpenPart(OpenWindows):
     def states_nbytes(self) -> int:
         """Bytes of the states that the update changes, masters among them."""
         return self.piece.owner.states_nbytes(self._elements)
+
+    def open_gradient(self) -> None:
+        """Open the gradient, which is final."""
+        self._gradient = self._keep(self._open_gradient(self.piece.owner.gradient))
+
+    @property
+    def is_current(self) -> bool:
+        """Whether its windows would not be opened otherwise now."""
+        return self.shows_the_present and (self._refresh or not self.piece.owner.refresh)
 
     def wait(self) -> None:
         """After the reads, take over what others wrote to the parameter; where it still is the master rounded, the

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from zinf_fx.errors import StoreError
 from zinf_fx.interrupts import finalizing, held_back, let_through, sealed, taking
-from zinf_fx.optim.arithmetic import Group, borrow, step_without_hooks
+from zinf_fx.optim.arithmetic import Group, borrow, show, step_without_hooks
 from zinf_fx.optim.batch import Batch
 from zinf_fx.optim.beside import Beside
 from zinf_fx.optim.chunk import OpenChunk
@@ -29,6 +29,7 @@ from zinf_fx.optim.progress import Progress
 from zinf_fx.optim.recipe import Recipe
 from zinf_fx.optim.resident import ResidentCall
 from zinf_fx.optim.states import ParameterStates, State
+from zinf_fx.optim.states_ahead import StatesAhead
 from zinf_fx.optim.torn import TornStep
 from zinf_fx.plan.memory.accounting import AT_A_TIME
 from zinf_fx.runtime.memory.device import CPU, Device
@@ -61,16 +62,16 @@ class StreamedStep:
         state: dict[torch.Tensor, State],
         stored: dict[torch.Tensor, ParameterStates],
         failed: Callable[[TornStep], None],
+        ahead: StatesAhead | None = None,
     ) -> None:
         """`state`: what the optimizer shows. `stored`: where each parameter's states live. `failed` is told how a step
-        failed that changed anything."""
+        failed that changed anything. `ahead`: what was read for this one."""
         # Nothing here holds the optimizer: when nobody else does either, it can finish the step.
         self._kind, self._state, self._stored, self._failed = kind, state, stored, failed
         self._template = borrow(optimizer, kind, {}, [])
         self._template.__dict__.pop("step", None)  # a scheduler's, bound to the optimizer
         self._progress = Progress(optimizer)
-        self._memory = ChunkMemory(stored)
-        self._queue = ChunkQueue(self._memory, self._progress)
+        self._queue = ChunkQueue(stored, self._progress, ahead)
         self._batches: list[Batch] = []
         self.parameters: dict[StoredTensor, ParameterStates] = {}  # in the order in which they came
         self._pending: set[int] = set()  # keys of the storages that are not final yet
@@ -93,6 +94,7 @@ class StreamedStep:
         """
         for tiers in batch.tiers:
             tiers.check_process()
+        self._queue.take_ahead(batch)
         for tiers in batch.tiers:
             if tiers.background is not self:
                 if tiers.background is not None:
@@ -159,7 +161,7 @@ class StreamedStep:
 
         Raises: StoreError; the step is torn unless nothing was changed, and no gradient consumed.
         """
-        self.closed = True
+        self.closed, self._queue.is_followed = True, overlap
         reads = any(batch.reads for batch in self._batches)
         if not self._can_be_continued:
             with sealed:
@@ -188,9 +190,9 @@ class StreamedStep:
             with self._working():
                 if self.closed or self._queue.fills_a_chunk:
                     self._queue.cut()
-                while self._queue.ready:
+                while self._queue.ready and not (self.closed and self._memory.writes_enough):
                     self._update_next()
-                if self.closed and not self._queue and all(tiers.writes.idle for tiers in self._memory.tiers):
+                if self.closed and not self._queue and not any(tiers.is_writing for tiers in self._memory.tiers):
                     self._end()
         finally:
             self._lock.release()
@@ -241,7 +243,7 @@ class StreamedStep:
         self._until(lambda: self._over or not (self.closed or self._queue))
         if not self.closed:
             with taking(self._lock), self._working():
-                self._memory.limit_writes(0)
+                self._memory.drain()
         return True
 
     @finalizing
@@ -262,6 +264,15 @@ class StreamedStep:
             elif isinstance(error, StoreError):
                 with suppress(StoreError):
                     self.finish()
+
+    @property
+    def ahead(self) -> StatesAhead | None:
+        """What is read of states for the step that comes next, when this one is over."""
+        return self._queue.ahead
+
+    @property
+    def _memory(self) -> ChunkMemory:
+        return self._queue.memory
 
     @property
     def asks(self) -> bool:
@@ -344,14 +355,14 @@ class StreamedStep:
             trim_heap()
 
     def _end(self) -> None:
-        for tiers in self._memory.tiers:
-            tiers.drain()
+        self._memory.drain()
         for home in {home for batch in self._batches for home in batch.homes}:
             home.settle(range(home.count))
         with self._progress.changing():
             self._over = True
             self._queue.close()
             self._leave()
+        self._queue.read_ahead(self._batches)
 
     def _leave(self) -> None:
         """The step is over, well or not."""
@@ -423,8 +434,7 @@ class StreamedStep:
     def _finish(self, states: ParameterStates, names: Iterable[str], scalars: State) -> None:
         """All pieces are updated: show the states."""
         parameter = states.parameter
-        entry = self._state[parameter.whole]
-        entry.update(scalars)
+        show(entry := self._state[parameter.whole], scalars)
         entry.update((name, parameter.shown(states.tensors[name])) for name in names)
         if states.has_master:
             entry.update((name, parameter.shown(states.tensors[name])) for name in states.masters)

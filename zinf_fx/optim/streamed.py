@@ -413,11 +413,11 @@ class Streamed(Optimizer):
             if optimizer is not None:
                 optimizer.torn = torn
 
-        self._last_step = None
+        ahead, self._last_step = self._last_step and self._last_step.ahead, None
         self._recipes.begin_step(self.param_groups)
         numbered = ((number, p) for number, group in enumerate(groups) for p in group["params"])
         self._groups = {p if type(p) is StoredTensor else local_input(p): number for number, p in numbered}
-        step = self._last_step = StreamedStep(self, self._arithmetic, self._state, self._kept.states, tear)
+        step = self._last_step = StreamedStep(self, self._arithmetic, self._state, self._kept.states, tear, ahead)
         self._finishes_when_dropped.detach()
         self._finishes_when_dropped = weakref.finalize(self, step.finish_when_dropped)
         self._finishes_when_dropped.atexit = False

@@ -138,7 +138,7 @@ class _Gathered:
     Waiting is collective.
     """
 
-    ready = True
+    ready = is_current = True
 
     def __init__(self, tensor: StoredTensor, place: Device) -> None:
         self._tensor, self._place = tensor, place

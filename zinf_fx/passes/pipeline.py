@@ -226,7 +226,7 @@ def _with_buffers(scheduled: Sequence[Planned]) -> list[Planned]:
                 module.graph = copied(graph)
         graphs = [(module.graph, context) for module, context in scheduled]
         graphs = _run_each(graphs, choose_residency(graphs, spare))
-        graphs = _run_each(graphs, place_buffers(plan_of(graphs)))
+        graphs = _run_each(graphs, place_buffers(plan_of(graphs), graphs[0][1].rates))
         plan = plan_of(graphs)
         check_schedule(plan.graphs)
         check_buffers(plan)

@@ -20,6 +20,8 @@ EventKind = Literal[
 
 # The operator number of what happens before the first operator.
 HEAD = -1
+CHUNKS = 3
+"""Chunks of an optimizer's step that are in memory: one is read, one updated, and one written."""
 
 
 @dataclass(frozen=True)
@@ -249,9 +251,11 @@ class MemoryRegions:
             memory of a device that has its own.
         chunks: of `host`, the first bytes that the buffers of the optimizer's step may take.
         chunk_elements: of a chunk of the optimizer's step, for which that is enough; 0: there is no step.
+        chunk_count: how many chunks are in it at a time: under update, being read, and being written.
     """
 
     host: Natural = 0
     device: Natural = 0
     chunks: Natural = 0
     chunk_elements: Natural = 0
+    chunk_count: Natural = CHUNKS

@@ -15,6 +15,7 @@ from zinf_fx.passes.ir.framework import GraphContext, Pass, event_of, events_in,
 from zinf_fx.plan.memory.layout import layout_of
 from zinf_fx.plan.memory.use import peak_device_bytes, peak_host_bytes
 from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.rates import Rates
 from zinf_fx.plan.schedule import MemoryRegions
 
 
@@ -40,9 +41,9 @@ class Buffers(Pass):
         return replace(context, regions=self.regions)
 
 
-def place_buffers(plan: Plan) -> list[Buffers]:
+def place_buffers(plan: Plan, rates: Rates) -> list[Buffers]:
     """The pass for each graph of a plan whose events have no offsets yet."""
-    of_graphs, regions = layout_of(plan)
+    of_graphs, regions = layout_of(plan, rates)
     return [Buffers(offsets, regions) for offsets in of_graphs]
 
 

@@ -17,13 +17,11 @@ from operator import add
 from zinf_fx.adam import STATE_BYTES
 from zinf_fx.plan.intervals import merged, sums
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.schedule import HEAD, GraphSchedule, Tile
+from zinf_fx.plan.schedule import CHUNKS, HEAD, GraphSchedule, Tile
 from zinf_fx.sizes import PAGE, blocks
 
-# Chunks of an optimizer's step whose reads are under way while one is updated.
-CHUNKS_AHEAD = 1
-# Those that the host arena must have room for: opened ahead, updated, being written, and one to spare.
-CHUNKS_IN_MEMORY = CHUNKS_AHEAD + 3
+# Chunks of an optimizer's step that the host arena must have room for: one to spare.
+CHUNKS_IN_MEMORY = CHUNKS + 1
 # Elements of a chunk that the CPU updates at a time: with their states they fit its cache, and PyTorch's overhead for
 # an operation is small beside the operation.
 AT_A_TIME = 1 << 20

@@ -4,30 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from zinf_fx.plan.memory.chunk_count import chunks_wanted
 from zinf_fx.plan.memory.lifetimes import Clock, Lifetime, device_buffers, host_buffers
 from zinf_fx.plan.memory.packing import pack
 from zinf_fx.plan.memory.use import host_states, plan_chunk_buffers
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.schedule import MemoryRegions
+from zinf_fx.plan.rates import Rates
+from zinf_fx.plan.schedule import CHUNKS, MemoryRegions
 
 # How much smaller the optimizer's chunks may become, so that they have room to themselves, within a budget.
 _SMALLER = (1, 2, 4)
 
 
-def layout_of(plan: Plan) -> tuple[tuple[Mapping[int, int], ...], MemoryRegions]:
+def layout_of(plan: Plan, rates: Rates) -> tuple[tuple[Mapping[int, int], ...], MemoryRegions]:
     """For each graph of a plan, by the number of each event that takes a buffer, the buffer's offset; and the regions
     that these lie in.
 
     The optimizer's chunks come first. They have room of their own during the forward graph, in which the step may go
-    on, unless the budget has none: then the step ends where a tile needs the room.
+    on, unless the budget has none: then the step ends where a tile needs the room. If `rates` say that it is of use,
+    there are more of them, with room at any time.
     """
     clock = Clock(plan)
     tiles, on_device = host_buffers(plan), device_buffers(plan)
     limit = plan.config.host_memory
     whole = plan_chunk_buffers(plan).elements
     forward = range(clock.starts[1]) if plan.graphs[0].kind == "forward" else range(0)
-    for elements, beside in (*((whole // divisor, forward) for divisor in _SMALLER), (whole, range(0))):
-        chunks = chunk_buffers_of(plan, beside, elements)
+    forms = [(CHUNKS, whole // divisor, forward) for divisor in _SMALLER] + [(CHUNKS, whole, range(0))]
+    if (count := chunks_wanted(plan, rates)) > CHUNKS:
+        if limit is not None:  # what more of them take is nobody else's place at any time
+            few, more = (plan_chunk_buffers(plan, whole, each).total for each in (CHUNKS, CHUNKS + 1))
+            left = limit - host_states(plan).total - pack(tiles, clock.end).nbytes - few
+            count = min(count, CHUNKS + left // (more - few))
+        forms = [(count, whole, clock.always)] * (count > CHUNKS) + forms
+    for count, elements, beside in forms:
+        chunks = chunk_buffers_of(plan, beside, elements, count)
         host = pack([*chunks, *tiles], clock.end, bottom=len(chunks))
         if limit is None or host_states(plan).total + host.nbytes <= limit:
             break
@@ -38,13 +48,15 @@ def layout_of(plan: Plan) -> tuple[tuple[Mapping[int, int], ...], MemoryRegions]
         for at in buffer.takers:
             offsets[at.graph][at.number] = offset
     in_chunk = plan_chunk_buffers(plan, elements).elements
-    return offsets, MemoryRegions(host.nbytes, device.nbytes, sum(chunk.nbytes for chunk in chunks), in_chunk)
+    return offsets, MemoryRegions(host.nbytes, device.nbytes, sum(chunk.nbytes for chunk in chunks), in_chunk, count)
 
 
-def chunk_buffers_of(plan: Plan, beside: range = range(0), elements: int | None = None) -> list[Lifetime]:
+def chunk_buffers_of(
+    plan: Plan, beside: range = range(0), elements: int | None = None, count: int | None = None
+) -> list[Lifetime]:
     """The buffers of the optimizer's step, which may go on in the time `beside`; they lie one after the other, from 0
     on."""
-    clock, sizes = Clock(plan), plan_chunk_buffers(plan, elements)
+    clock, sizes = Clock(plan), plan_chunk_buffers(plan, elements, count)
     found = []
     for nbytes, begin in ((sizes.opened, clock.step), (sizes.later, clock.step + 1)):
         if nbytes:

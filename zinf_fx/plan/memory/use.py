@@ -17,7 +17,7 @@ from zinf_fx.plan.intervals import sums
 from zinf_fx.plan.memory.accounting import AT_A_TIME, CHUNKS_IN_MEMORY, trained_in, whole_parameters
 from zinf_fx.plan.memory.lifetimes import Clock, host_buffers, profile
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.schedule import HEAD, GraphSchedule, Tile
+from zinf_fx.plan.schedule import CHUNKS, HEAD, GraphSchedule, Tile
 from zinf_fx.sizes import WINDOW_ALIGNMENT, blocks
 
 # Writes on their way to NVMe, whatever the model, as far as one tensor is not larger (ZeRO, section 6.2).
@@ -84,15 +84,16 @@ def living_on(tier: Tier, tiles: Collection[Tile], stage: int) -> HostUse:
 class ChunkBuffers(NamedTuple):
     """Of an optimizer's step: the elements of a chunk, and bytes of buffers.
 
-    `opened` from its beginning on, for the fp32 scratch, a chunk under update and the next one; `later` for the one
-    before, when no gradients are on their way to NVMe any more. Chunks take turns in these three equal parts. Of the
-    third, `writing` is needed while there are the others.
+    `opened` from its beginning on, for the fp32 scratch, a chunk under update and those that follow it; `later` for the
+    one before, when no gradients are on their way to NVMe any more. Chunks take turns in `count` equal parts. Of the
+    last, `writing` is needed while there are the others.
     """
 
     elements: int = 0
     opened: int = 0
     later: int = 0
     writing: int = 0
+    count: int = CHUNKS
 
     @property
     def total(self) -> int:
@@ -101,12 +102,16 @@ class ChunkBuffers(NamedTuple):
 
 
 def chunk_buffers(
-    config: Config, trained: Collection[Tile], room: int | None = None, elements: int | None = None
+    config: Config,
+    trained: Collection[Tile],
+    room: int | None = None,
+    elements: int | None = None,
+    count: int = CHUNKS,
 ) -> ChunkBuffers:
     """The buffers of a step of Adam.
 
     `room`: what the arena has left, where it is limited; a chunk takes at most a quarter of it. `elements`: of a chunk,
-    at most; default as `config` says.
+    at most; default as `config` says. `count`: of chunks that are there at a time.
     """
     if not trained:
         return ChunkBuffers()
@@ -120,9 +125,10 @@ def chunk_buffers(
     for tile, (each, *_) in zip(trained, bytes_of, strict=True):
         counts = tile.updated_elements(0 if tile.owned else config.stage)  # an owner may have all
         together += sum(-(-elements // WINDOW_ALIGNMENT) * WINDOW_ALIGNMENT for elements in counts) * each
-    both, three = (min(together, count * chunk * opened) for count in (2, 3))
-    writing = max(three - both - chunk * (opened - written), 0)
-    return ChunkBuffers(chunk, both + min(chunk, AT_A_TIME) * scratch, three - both, writing)
+    most = min(together, count * chunk * opened)
+    before = min(together, (count - 1) * chunk * opened)
+    writing = max(most - before - chunk * (opened - written), 0)
+    return ChunkBuffers(chunk, before + min(chunk, AT_A_TIME) * scratch, most - before, writing, count)
 
 
 def _bytes_in_chunk(tile: Tile) -> tuple[int, int, int]:
@@ -137,15 +143,16 @@ def host_states(plan: Plan) -> HostUse:
     return living_on("host", plan.tiles, plan.stage)
 
 
-def plan_chunk_buffers(plan: Plan, elements: int | None = None) -> ChunkBuffers:
+def plan_chunk_buffers(plan: Plan, elements: int | None = None, count: int | None = None) -> ChunkBuffers:
     """The buffers of the optimizer's step that follows the plan's graphs; `elements` of a chunk, as far as given or,
-    with regions, planned."""
+    with regions, planned, and `count` of them."""
     elements = elements or plan.regions.chunk_elements or None
+    count = count or plan.regions.chunk_count
     room = plan.config.host_memory
     if room is not None:
         now = profile(host_buffers(plan), Clock(plan).end)[Clock(plan).step]
         room -= host_states(plan).total + now
-    return chunk_buffers(plan.config, trained_in(plan), room, elements)
+    return chunk_buffers(plan.config, trained_in(plan), room, elements, count)
 
 
 def host_arena(plan: Plan) -> list[HostUse]:

@@ -18,6 +18,7 @@ Dependencies alone don't have that path: it also leads through what kept a resou
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -27,7 +28,6 @@ from zinf_fx.errors import PlanError
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.journeys import TRANSFERS, Stay
 from zinf_fx.plan.memory.accounting import (
-    CHUNKS_AHEAD,
     Chunk,
     bytes_read,
     bytes_stored,
@@ -36,7 +36,7 @@ from zinf_fx.plan.memory.accounting import (
     in_blocks,
 )
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.schedule import HEAD, Event, EventKind, GraphKind, Tile
+from zinf_fx.plan.schedule import CHUNKS, HEAD, Event, EventKind, GraphKind, Tile
 from zinf_fx.plan.simulation.communication import (
     all_gathered,
     reduced_in_group,
@@ -121,6 +121,8 @@ class _Builder:
         self._brought: dict[int, tuple[int, ...]] = {}  # by tile, the job that brought it last
         self._leaving: dict[str, tuple[int, ...]] = {}  # by a tile's label, the job that moved its gradient last
         self._left: list[int] = []  # the jobs that moved activations last
+        # Numbers of chunks of the next step, and bytes of states that backward reads for it where there is room.
+        self._early: deque[tuple[int, int]] = deque()
         self._adds = False  # gradients are added to those of the passes before
         # By name, the last jobs that update a parameter, and write it.
         self._updated: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
@@ -134,6 +136,7 @@ class _Builder:
         if graph.kind == "backward":  # it begins when the activations that left are where they live
             self._program = (*self._program, *self._left)
             self._left = []
+        apart = len(graph.operators) // (len(self._early) + 1) + 1
         for operator in (HEAD, *(one.index for one in graph.operators)):
             computed: list[Event] = []
             waits: list[int] = []
@@ -150,6 +153,8 @@ class _Builder:
                     computed.append(event)
             if operator != HEAD:
                 self._operator(graph.kind, operator, waits)
+                if graph.kind == "backward" and operator % apart == 0 and self._early:
+                    self._read_early()
             for event in computed:
                 tile = graph.tiles[event.tile]
                 if event.kind == "reduce_scatter":
@@ -165,13 +170,16 @@ class _Builder:
         gradients = (*self._program, *(job for jobs in self._leaving.values() for job in jobs))
         updated: list[tuple[int, ...]] = []
         written: list[tuple[int, ...]] = []
+        together = self._plan.regions.chunk_count
         for number, chunk in enumerate(chunks(self._plan)):
-            room = number - CHUNKS_AHEAD - 1
-            before = updated[room] if room >= 0 else gradients
-            before += written[room - 1] if room >= 1 else ()
-            read, update, write = self._seconds_of(chunk)
-            if read:
-                before = (self._add(f"read_states {number}", "disk", read, before, chunk.read),)
+            before = updated[number - together + 1] if number > together - 2 else gradients
+            before += written[number - together] if number > together - 1 else ()
+            early = min(chunk.states, chunk.read) if number < together - 1 and together > CHUNKS else 0
+            if early:
+                self._early.append((number, early))
+            update, write = self._seconds_of(chunk)
+            if read := self._disk(chunk.read - early, 0):
+                before = (self._add(f"read_states {number}", "disk", read, before, chunk.read - early),)
             last = updated[-1] if updated else ()
             updated.append((self._add(f"update {number}", "compute", update, (*last, *before), chunk.states),))
             written.append(updated[-1])
@@ -179,8 +187,12 @@ class _Builder:
                 written[-1] = (self._add(f"write_states {number}", "disk", write, updated[-1], chunk.written),)
             self._updated |= dict.fromkeys(chunk.ends, (updated[-1], written[-1]))
 
-    def _seconds_of(self, chunk: Chunk) -> tuple[float, float, float]:
-        """To read, update and write."""
+    def _read_early(self) -> None:
+        number, nbytes = self._early.popleft()
+        self._add(f"read_states {number}", "disk", self._disk(nbytes, 0), self._program, nbytes)
+
+    def _seconds_of(self, chunk: Chunk) -> tuple[float, float]:
+        """To update and write."""
         hardware = self._hardware
         if chunk.on_device and not hardware.unified:
             update = hardware.device.seconds(chunk.states, chunk.states)
@@ -188,7 +200,7 @@ class _Builder:
             update = hardware.host.seconds(chunk.states, chunk.states) * hardware.ranks_per_node
         else:
             update = chunk.elements * hardware.ranks_per_node / hardware.updates
-        return self._disk(chunk.read, 0), update, self._disk(0, chunk.written)
+        return update, self._disk(0, chunk.written)
 
     # -- one event -----------------------------------------------------------------------------------------------------
 

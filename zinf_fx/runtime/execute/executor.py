@@ -399,8 +399,7 @@ class Run:
         """What computes from now on is of this operator. Before it, work in the background goes on."""
         let_through()
         for tiers in self._tiers:
-            if (background := tiers.background) is not None:
-                background.advance()
+            tiers.advance()
         if RECORDER.log is not None:
             self._note_memory()
             label = self._program.schedule.operators[index].label

@@ -203,7 +203,7 @@ class Home:
         except BaseException:
             buffer.release()
             raise
-        self.tiers.writes.add(ticket, buffer, self)
+        self.tiers.write(ticket, buffer, self)
 
     def before_change(self, elements: range) -> list[Ticket]:
         """What has to end before the elements are changed where they live."""

@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol
 from zinf_fx.config import Config
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import HINTS
-from zinf_fx.plan.schedule import MemoryRegions
+from zinf_fx.plan.schedule import CHUNKS, MemoryRegions
 from zinf_fx.runtime.disk.generation import Generation
 from zinf_fx.runtime.disk.store import Store
 from zinf_fx.runtime.memory.buffers import Arena
@@ -23,7 +23,7 @@ from zinf_fx.runtime.memory.device import Device
 from zinf_fx.runtime.memory.device_arena import DeviceArena
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.memory.heap import return_large_blocks
-from zinf_fx.runtime.memory.leases import Buffer
+from zinf_fx.runtime.memory.leases import Buffer, Ticket
 from zinf_fx.runtime.memory.limit import memory_limit
 from zinf_fx.runtime.tensor.write_queue import WriteQueue
 from zinf_fx.sizes import PAGE
@@ -46,6 +46,16 @@ class Background(Protocol):
         """Do all that is left. Returns whether there was any; nothing is done when the work itself asks."""
 
 
+class Ahead(Protocol):
+    """Memory with what the background will need, and does without."""
+
+    def advance(self) -> None:
+        """Start reading more of it, if there is room."""
+
+    def close(self) -> bool:
+        """Give the memory back. Returns whether there was any; nothing is done when it is itself that asks."""
+
+
 class Tiers:
     """The host arena and the store that a set of stored tensors share.
 
@@ -65,10 +75,13 @@ class Tiers:
             return_large_blocks()
         self.counters = Counters()
         self.background: Background | None = None
+        self._ahead: weakref.ref[Ahead] | None = None
         self._on_devices: dict[Device, DeviceArena] = {}
         self.planned_peak = 0
         self.chunk_elements: int | None = None
         """Of a chunk of an optimizer's step, for which there is room in the region; None before the first plan."""
+        self.chunk_count = CHUNKS
+        """How many chunks that room is for."""
         self._chunks = range(0)  # of the region, what is for an optimizer's step
         self._here = threading.local()  # what of it this thread's leases are to be made in, as `room`
         self._store: Store | None = None
@@ -76,6 +89,9 @@ class Tiers:
         """What of the store checkpoints keep as it was."""
         self.writes = WriteQueue(self.counters)
         self._lock = self.writes.lock
+        self.chunk_writes = WriteQueue(self.counters, self._lock)
+        """Those from the room for chunks, where a plan has it for nothing else: they go on while others come and go."""
+        self._queues = self.writes, self.chunk_writes
 
     @classmethod
     def of(cls, config: Config) -> Tiers:
@@ -134,6 +150,8 @@ class Tiers:
 
         Raises: StoreError when a device has no room for its region.
         """
+        if self.ahead is not None:
+            self.ahead.close()
         with self._lock:
             self.drain()
             self.host.reserve(regions.host)
@@ -141,6 +159,7 @@ class Tiers:
                 self._reserve_on(device, regions.device)
             if regions.chunks > self._chunks.stop:
                 self._chunks, self.chunk_elements = range(regions.chunks), regions.chunk_elements
+                self.chunk_count, self.chunk_writes.most = regions.chunk_count, regions.chunks
             self.planned_peak = max(self.planned_peak, peak)
             self.host.trim()
             self.host.restart_peak()
@@ -155,6 +174,20 @@ class Tiers:
         elif arena is not None:
             arena.restart_peak()
 
+    @property
+    def ahead(self) -> Ahead | None:
+        """What is read for the work that comes next; whoever does that holds it."""
+        return self._ahead and self._ahead()
+
+    @ahead.setter
+    def ahead(self, ahead: Ahead | None) -> None:
+        self._ahead = ahead and weakref.ref(ahead)
+
+    def advance(self) -> None:
+        """Between operators, have the background go on or, when it is done, have read what comes next."""
+        if (work := self.background or self.ahead) is not None:
+            work.advance()
+
     @contextmanager
     def stepping(self, part: range | None = None) -> Iterator[None]:
         """Leases in the block are an optimizer's: in the room that its chunks have in the region.
@@ -163,23 +196,40 @@ class Tiers:
         """
         room = self._chunks if part is None else self._planned(part)
         if part is not None:
-            self.writes.vacate(partial(self.host.lies_in, room))
+            for queue in self._queues:
+                queue.vacate(partial(self.host.lies_in, room))
         before, self._here.room = getattr(self._here, "room", None), room or None
         try:
             yield
         finally:
             self._here.room = before
 
+    @property
+    def chunk_room(self) -> int:
+        """Bytes of the region that are for an optimizer's chunks."""
+        return self._chunks.stop
+
     def is_vacant(self, part: range) -> bool:
         """Whether nothing is written from a part of the room for chunks, so that `stepping` would not wait."""
-        return self.writes.is_vacant(partial(self.host.lies_in, self._planned(part)))
+        return all(queue.is_vacant(partial(self.host.lies_in, self._planned(part))) for queue in self._queues)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether anything is on its way to the store."""
+        return not all(queue.idle for queue in self._queues)
+
+    def write(self, ticket: Ticket, buffer: Buffer, owner: object) -> None:
+        """See `WriteQueue.add`."""
+        apart = self.chunk_count > CHUNKS and self.host.lies_in(self._chunks, buffer)
+        (self.chunk_writes if apart else self.writes).add(ticket, buffer, owner)
 
     def _planned(self, part: range) -> range:
         """What of a part of the room for chunks is planned."""
         return range(part.start, min(part.stop, self._chunks.stop))
 
     def lease(self, nbytes: int, offset: int | None = None) -> Buffer:
-        """A buffer of the host arena; where there is no room, waits for writes to the store and for background work.
+        """A buffer of the host arena; where there is no room, waits for writes to the store and for background work,
+        and gives up what is read ahead of that.
 
         `offset`: where in the region it is planned. It lies elsewhere if somebody has that place: another plan, or a
         graph that runs out of turn.
@@ -199,19 +249,23 @@ class Tiers:
                 try:
                     return self.host.lease(nbytes)
                 except StoreError:
-                    if not self.writes and background is None:
+                    if not any(self._queues) and background is None and self.ahead is None:
                         raise
-                if self.writes:
-                    self.writes.retire()
+                if (queue := next(filter(None, self._queues), None)) is not None:
+                    queue.retire()
                     continue
-            if not background.finish():  # not under the lock, which the background's own leases take
+            # Not under the lock, which the background's own leases take.
+            if background is not None and background.finish():
+                continue
+            if (ahead := self.ahead) is None or not ahead.close():
                 return self.host.lease(nbytes)
 
     def _lease_in(self, room: range, nbytes: int, waits: bool) -> Buffer | None:
         buffer = self.host.lease_in(room, nbytes)
-        while buffer is None and self.writes and (waits or self.writes.first_is_done):
-            self.writes.retire()
-            buffer = self.host.lease_in(room, nbytes)
+        for queue in self._queues:
+            while buffer is None and queue and (waits or queue.first_is_done):
+                queue.retire()
+                buffer = self.host.lease_in(room, nbytes)
         if buffer is None:
             self.counters.displaced += 1
         else:
@@ -232,7 +286,10 @@ class Tiers:
     def drain(self) -> None:
         """Wait for every write under way. Raises: StoreError of the first that failed, after all have ended."""
         self.check_process()
-        self.writes.drain()
+        try:
+            self.writes.drain()
+        finally:
+            self.chunk_writes.drain()
 
 
 os.register_at_fork(after_in_child=Tiers._after_fork)

@@ -124,6 +124,11 @@ class Window(_Lifecycle):
         """Nothing to copy."""
 
     @property
+    def is_current(self) -> bool:
+        """Whether nothing was written to where they live since they were read."""
+        return self._buffer is None or self.version == self._storage.home.version
+
+    @property
     def ready(self) -> bool:
         """Whether `wait` would return at once."""
         return self.state is not READING or self._ticket.done()
@@ -231,6 +236,11 @@ class DeviceWindow(_Lifecycle):
     def version(self) -> int | None:
         """Of the storage's bytes, when they were read."""
         return self._host.version
+
+    @property
+    def is_current(self) -> bool:
+        """As of a `Window`."""
+        return self._host.is_current
 
     @property
     def ready(self) -> bool:

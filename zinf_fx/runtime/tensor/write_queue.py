@@ -60,11 +60,16 @@ class WriteQueue(Leaving):
 
     They come back in the order in which the writes were asked for, and not before there is need of their room: so how
     much the arena holds doesn't depend on how fast the disk is.
+
+    Attributes:
+        most: bytes that may be under way before a writer waits for the oldest.
     """
 
-    def __init__(self, counters: Counters) -> None:
+    def __init__(self, counters: Counters, lock: threading.RLock | None = None) -> None:
+        """`lock`: that of another queue, whose buffers come back for the same who wait."""
         super().__init__()
-        self._counters = counters
+        self.lock = lock or self.lock
+        self._counters, self.most = counters, _MAX_BYTES_WRITING
         # Those among the writes that have not begun, and whose bytes they write: while one begins, the finalizer of
         # these, which waits for it, must not run.
         self._delayed: deque[tuple[DelayedWrite, object]] = deque()
@@ -77,7 +82,7 @@ class WriteQueue(Leaving):
             if isinstance(ticket, DelayedWrite):
                 self._delayed.append((ticket, owner))
             self._begin_delayed()
-        self.limit(max(_MAX_BYTES_WRITING, buffer.capacity))
+        self.limit(max(self.most, buffer.capacity))
 
     def limit(self, nbytes: int) -> None:
         """Wait until at most `nbytes` are under way. Raises: StoreError of one that failed."""
