@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -96,13 +97,21 @@ def test_without_overlap_or_where_the_device_updates_there_is_no_thread(twins, g
     pair.check()
 
 
+def interrupt_when(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + SECONDS
+    while not is_so() and time.monotonic() < end:
+        time.sleep(0.001)
+    signal.raise_signal(signal.SIGINT)
+
+
 def test_ctrl_c_gets_through_to_who_waits_for_the_thread(twins, gate: Gated) -> None:
     pair, optimizer, reference = prepared(twins, "infinity-cpu")
     gate.open.clear()
     optimizer.step()
-    ctrl_c = threading.Timer(0.02, signal.raise_signal, (signal.SIGINT,))
-    ctrl_c.start()
+    waiting = background(pair)._beside._changed._waiters
+    ctrl_c = threading.Thread(target=interrupt_when, args=(lambda: len(waiting) > 0,))
     with pytest.raises(KeyboardInterrupt):
+        ctrl_c.start()
         pair.stored[-1].full_tensor()
     ctrl_c.join()
     assert optimizer.torn is None and background(pair) is not None
