@@ -208,6 +208,12 @@ class _Repeated:
             return self._made("call_function", aten.cat.default, (parts, *dim), {}, node, node.name)
         if value in self._once and (how == "mean" or not value.meta["val"].is_floating_point()):
             return self._once[value]  # which all have alike
+        if not value.meta["val"].is_floating_point() and not _is_count(value):
+            raise ConfigError(
+                f"micro_batches={self._count}: the model returns a whole number of the batch that is neither a sum "
+                f"nor a count ({value.format_node()}), so that it can't be made of those of micro-batches: return what "
+                "it is computed from, with the batch's dimension"
+            )
         total = self._sum(value)
         if how == "sum":
             return total
@@ -301,6 +307,17 @@ def _sums_over_groups(template: fx.Graph, groups: Sequence[int]) -> set[fx.Node]
                 found.add(node)
                 due += terms
     return found
+
+
+_COUNTS = (aten.sum.default, aten.sum.dim_IntList, aten.count_nonzero.default, aten.count_nonzero.dim_IntList)
+_OF_COUNTS = (aten.add.Tensor, aten.sub.Tensor, aten._to_copy.default, aten.clone.default, aten.alias.default)
+
+
+def _is_count(node: fx.Node) -> bool:
+    """Whether a value of the batch is the sum of those of its parts."""
+    if node.target in _COUNTS:
+        return True
+    return node.target in _OF_COUNTS and all(isinstance(one, fx.Node) and _is_count(one) for one in node.args)
 
 
 def _writes_to_an_input(node: fx.Node) -> bool:
