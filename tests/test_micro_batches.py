@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
 
 import zinf_fx
+from zinf_fx.config import Config
+from zinf_fx.frontend import dividing
 from zinf_fx.frontend.explain import plan_model
 from zinf_fx.plan.memory.accounting import flows, phases
 from zinf_fx.plan.show.table import render
@@ -193,6 +196,57 @@ def test_groups_take_the_memory_that_is_planned(tmp_path: Path, group: object) -
     stats = zinf_fx.stats(model)
     assert stats.peak_host_bytes == pytest.approx(stats.planned_host_bytes, rel=0.05), str(stats)
     assert stats.displaced_buffers == 0, str(stats)
+
+
+@pytest.mark.parametrize(("room", "count"), [(1 << 40, 1), (1300 << 10, 2)])
+def test_the_plan_decides(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, room: int, count: int
+) -> None:
+    """What is planned for the model says how it trains: as the loop over so many micro-batches."""
+    here = dividing.this_machine(Config(store=tmp_path), torch.device("cpu"))
+    here = replace(here, device=replace(here.device, capacity=room))
+    monkeypatch.setattr(dividing, "this_machine", lambda *_: here)
+    torch.manual_seed(0)
+    plain = GPT(GPTConfig(layers=1, hidden=16, heads=2, context=32, vocabulary=256, tied=False))
+    batch = torch.randint(0, 256, (2, 4, 32)).unbind()
+    options = {"micro_batches": "auto", "activations": 1}
+    planning = plan_model(plain, batch, placement="nvme", chunk="64KiB", **options)
+    (division,), (plan,) = planning.divisions, planning.plans
+    taken = plan.config.micro_batches, plan.config.micro_batch_group
+    assert taken == (division.chosen.micro_batches, division.chosen.group) and taken[0] == count, str(division)
+    assert planning.text().startswith(str(division))
+    twin = zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, placement="nvme", chunk="64KiB")
+    compiled = torch.compile(twin, backend="zinf", dynamic=True, options=options)
+    with caplog.at_level("INFO", "zinf_fx"):
+        for size in (4, 4, 2):  # another size is decided for anew
+            twin.zero_grad()
+            compiled(*(x[:size] for x in batch)).backward()
+            if size == 4:
+                plain.zero_grad()
+                for part in zip(*(one.chunk(count) for one in batch), strict=True):
+                    (plain(*part) / count).backward()
+                assert_same_gradients(twin, plain)
+    said = [one.getMessage() for one in caplog.records if one.getMessage().startswith("micro_batches auto: ")]
+    assert said[0] == f"micro_batches auto: {division.reason}" and len(said) == 2
+    with torch.no_grad():
+        compiled(*(x[:3] for x in batch))
+
+
+@pytest.mark.parametrize("micro_batches", ["auto", slow(4)])
+def test_in_one_line(tmp_path: Path, micro_batches: object) -> None:
+    """An ordinary model, whose placement is decided for the most micro-batches."""
+    torch.manual_seed(0)
+    plain, batch = Model(dropout=0.0), tokens(4)
+    twin = copy.deepcopy(plain)
+    options = {"micro_batches": micro_batches, "device_memory": "144KiB", "store": tmp_path}
+    compiled = torch.compile(twin, backend="zinf", dynamic=True, options=options)
+    for _ in range(2):  # the first call finds ordinary parameters
+        twin.zero_grad()
+        compiled(*batch)[0].backward()
+    assert all(isinstance(one, zinf_fx.StoredTensor) for one in twin.parameters())
+    (plan,) = plan_model(plain, batch, **options).plans
+    loop(plain, plan.config.micro_batches, *batch)
+    assert_same_gradients(twin, plain)
 
 
 @pytest.mark.parametrize("group", [2, slow(1), slow(4)])
@@ -380,6 +434,19 @@ class Checkpointed(nn.Linear):
         return checkpoint(lambda x: F.dropout(F.linear(x, self.weight), 0.2), x, use_reentrant=False).sum()
 
 
+class Best(nn.Linear):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = super().forward(x)
+        return y.mean(), y[:, 0].argmax()
+
+
+class Flat(nn.Linear):
+    """Gives the loss of each token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).flatten(0, 1).square().mean(1)
+
+
 def _squared(x: Tensor) -> tuple[Tensor, Tensor]:
     return x[:LENGTH], x[:LENGTH]
 
@@ -394,8 +461,21 @@ def _squared(x: Tensor) -> tuple[Tensor, Tensor]:
         (nn.Linear(4, 4), (torch.ones(8, 4),), {"micro_batches": 0}, True, "micro_batches=0 is not accepted"),
         (Writes(4, 4), (torch.ones(8, 4),), {"micro_batches": 2}, True, "writes in place"),
         (Checkpointed(4, 4), (torch.ones(8, 4),), {"micro_batches": 2}, True, "take the checkpointing out"),
+        (Best(4, 4), (torch.ones(8, 4),), {"micro_batches": 2}, True, "whole number .* neither a sum nor a count"),
+        (
+            Flat(4, 4),
+            (torch.ones(8, 3, 4),),
+            {"micro_batches": 2},
+            True,
+            r"0 is made of the batch size 8 .* as in x.view\(",
+        ),
+        (Model(), tokens(4), {"micro_batch_group": 2}, True, "batch isn't divided: give micro_batches too"),
+        (Model(), tokens(4), {"micro_batches": "auto"}, False, "micro_batches=auto: the sizes in .* are fixed"),
     ],
-    ids=["fixed", "multiple", "equal", "batch norm", "zero", "in place", "checkpoint"],
+    ids=[
+        *("fixed", "multiple", "equal", "batch norm", "zero", "in place", "checkpoint"),
+        *("argmax", "flat", "group alone", "auto, fixed"),
+    ],
 )
 def test_refused(model: nn.Module, inputs: tuple, options: dict, dynamic: bool, expected: str, tmp_path: Path) -> None:
     compiled = torch.compile(

@@ -219,11 +219,14 @@ class Config(RankOptions):
         strict_direct: refuse a store where direct I/O doesn't work, instead of using the page cache.
         micro_batches: into how many equal parts the batch of a training step is divided along its first dimension.
             All of them run an operator, or a group of these, before the next one begins, so that parameters and
-            gradients move once per step, and every result is that of a loop over the parts. Takes sizes that Dynamo
-            leaves open: `dynamic=True`.
+            gradients move once per step, and every result is that of a loop over the parts. "auto": a number that
+            divides the batch, and groups of operators for it, with which a step fits the budgets and memories and is
+            simulated to take the least time; of those that take as long, the fewest. Takes sizes that Dynamo leaves
+            open: `dynamic=True`.
         micro_batch_group: what a micro-batch runs before the next one does: so many consecutive operators or, with
             "auto", groups of them that end where least is handed on. What is computed and used up within a group is in
             memory of one micro-batch at a time; the tiles of a group are there until all micro-batches have run it.
+            With micro_batches="auto", 1 leaves the choice between 1 and "auto" open.
         micro_batch_loss: what the loss of the batch is of those of its micro-batches: "mean", or "sum".
     """
 
@@ -242,7 +245,7 @@ class Config(RankOptions):
     compute: Compute = "auto"
     checksum: bool = True
     strict_direct: bool = False
-    micro_batches: Positive = 1
+    micro_batches: Positive | Literal["auto"] = 1
     micro_batch_group: Positive | Literal["auto"] = 1
     micro_batch_loss: Reduction = "mean"
 
@@ -267,9 +270,14 @@ class Config(RankOptions):
         self._check("frozen_dtype", (None, *get_args(FrozenDtype)))
         self._check("compute", get_args(Compute))
         if type(self.micro_batches) is not int or not 1 <= self.micro_batches <= LARGEST:
-            self._check("micro_batches", (), "a whole number of at least 1")
+            self._check("micro_batches", ("auto",), "a whole number of at least 1")
         if type(self.micro_batch_group) is not int or not 1 <= self.micro_batch_group <= LARGEST:
             self._check("micro_batch_group", ("auto",), "a whole number of at least 1")
+        if self.micro_batches == 1 and self.micro_batch_group != 1:
+            raise ConfigError(
+                f"micro_batch_group={self.micro_batch_group!r} says what one of several micro-batches runs before the "
+                "next one does, and the batch isn't divided: give micro_batches too, or leave it out"
+            )
         self._check("micro_batch_loss", get_args(Reduction))
         super().__post_init__()
 
@@ -287,7 +295,7 @@ class Config(RankOptions):
     @property
     def in_groups(self) -> bool:
         """Whether what is used up within a group of operators is there of one micro-batch at a time."""
-        return self.micro_batches > 1 and self.micro_batch_group != 1
+        return self.micro_batch_group != 1
 
     @property
     def stage(self) -> Stage:

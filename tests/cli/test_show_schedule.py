@@ -222,9 +222,11 @@ def test_a_factory_that_needs_values_is_called_again_with_them(capsys: pytest.Ca
         (["targets.py:small", "--placement", "weights=host"], "unknown state 'weights'"),
         (["targets.py:small", "--prefetch", "soon"], "prefetch='soon' is not accepted"),
         (
-            ["targets.py:small", "--micro-batch-group", "x"],
+            ["targets.py:small", "--micro-batches", "2", "--micro-batch-group", "x"],
             "micro_batch_group='x' is not accepted; accepted: 'auto', a",
         ),
+        (["targets.py:small", "--micro-batch-group", "auto"], "give micro_batches too"),
+        (["targets.py:small", "--micro-batches", "many"], "micro_batches='many' is not accepted; accepted: 'auto', a"),
         (["targets.py:small", "--prefetch", "3,2,1"], "must not fall"),
         (["targets.py:small", "--device-memory", "lots"], "device_memory='lots' is not a size"),
         (["targets.py:small", "--operators", "3"], "operators='3' is not a range"),

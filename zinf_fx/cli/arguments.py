@@ -367,7 +367,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
         "--micro-batches",
         metavar="N",
         help="divide the batch of the example inputs into N equal parts, all of which run an operator before the next "
-        "operator begins (default: 1)",
+        "operator begins; auto: as few as fit and are simulated to take about the least time (default: 1)",
     )
     planned.add_argument(
         "--micro-batch-group",

@@ -24,8 +24,8 @@ def run(options: argparse.Namespace) -> None:
         planning = planning_for(hardware, *built, **ranks, **fields)
     plan = planning.only("a plan file")
     plan.save(options.output)
-    if planning.decision is not None:
-        print(f"{planning.decision}\n")
+    for decided in planning.decided:
+        print(f"{decided}\n")
     operators = " + ".join(f"{len(graph.operators):,}" for graph in plan.graphs)
     moved = sum(traffic.nvme for _, traffic in phases(plan))
     size = in_words(Path(options.output).stat().st_size)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zinf_fx.cli.target import build, running
-from zinf_fx.config import Config, parse_count, shortened
+from zinf_fx.config import Config, shortened
 from zinf_fx.errors import ConfigError
 from zinf_fx.frontend.explain import Planning, plan_model
 from zinf_fx.plan.files.file import load_plan
@@ -42,7 +42,8 @@ def plans_of_target(
             raise ConfigError(f"a plan file has its options already: leave {named} out, or give module:factory")
         return Planning([load_plan(options.target)])
     built = build(options.target)
-    described = hardware() if requested.placement == "auto" and hardware is not None else None
+    decides = "auto" in (requested.placement, requested.micro_batches)
+    described = hardware() if decides and hardware is not None else None
     with planning_target(options) as ranks:
         return plan_model(*built, timed=timed, hardware=described, **ranks, **fields)
 
@@ -105,7 +106,7 @@ _READ: dict[str, Callable[[str], object]] = {
     "pack": lambda text: None if text == "none" else text,
     "frozen_dtype": str,
     "compute": str,
-    "micro_batches": lambda text: parse_count(text, "micro_batches"),
+    "micro_batches": _number_or_word,
     "micro_batch_group": _number_or_word,
     "activations": _number_or_word,
 }

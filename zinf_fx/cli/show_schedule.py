@@ -53,7 +53,7 @@ def _text(
     options: argparse.Namespace, target: Planning, operators: range | None, described: Callable[[], Hardware]
 ) -> str:
     if options.format == "json":
-        return to_json(target.plans, target.decision) + "\n"
+        return to_json(target.plans, target.decision, target.divisions) + "\n"
     if options.format == "table":
         terminal = sys.stdout.isatty() and options.output is None
         width = shutil.get_terminal_size((WIDTH, 24)).columns if terminal else WIDTH

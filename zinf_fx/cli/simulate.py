@@ -48,6 +48,7 @@ def run(options: argparse.Namespace) -> None:
     saves = checkpoints(saved(plan), hardware, **saving_of(options))
     if options.json:
         decision = {"decision": asdict(planned.decision)} if planned.decision is not None else {}
+        decision |= {"divisions": [*map(asdict, planned.divisions)]} if planned.divisions else {}
         timeline = {"timeline": [asdict(one) for one in slices(plan, simulation)]}
         print(json.dumps(_data(simulation) | decision | {"saves": asdict(saves)} | timeline))
     else:
@@ -58,7 +59,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _title(planned: Planning, plan: Plan, hardware: Hardware, accumulate: int) -> str:
-    decided = f"{planned.decision}\n\n" if planned.decision is not None else ""
+    decided = "".join(f"{one}\n\n" for one in planned.decided)
     operators = " + ".join(f"{len(graph.operators):,} {graph.kind}" for graph in plan.graphs)
     times = f", {accumulate} times before the optimizer's step" if accumulate > 1 else ""
     return f"{decided}A step of {operators} operators on {hardware.name}, batch {_batch_text(plan)}{times}, simulated"

@@ -24,6 +24,7 @@ from zinf_fx.errors import ConfigError
 from zinf_fx.frontend.abstract import abstract_inputs
 from zinf_fx.frontend.auto_placement import by_rule_here, sizes_of
 from zinf_fx.frontend.capture import Capture
+from zinf_fx.frontend.dividing import divided
 from zinf_fx.frontend.each_placement import check_rules, contradicted_by, placed, placement_of_all, stored_among
 from zinf_fx.frontend.given_plan import check_offloaded, options_with, plans_given
 from zinf_fx.frontend.graph_inputs import input_names
@@ -90,7 +91,8 @@ def zinf(
         if many or not all_stay or config.frozen_dtype is not None:  # in which what is frozen takes less room there
             return _offloaded(module, inputs, config, plans)
     # A graph without parameters concerns no other rank, which may have no such graph.
-    return Capture(module, inputs, in_force, plans, groups=None if stored else Groups()).compile()
+    groups = None if stored else Groups()
+    return Capture(module, inputs, divided(module, inputs, in_force, groups), plans, groups=groups).compile()
 
 
 def _check_ranks_are_given(requested: Config, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -133,7 +135,9 @@ def _offloaded(
     In this order nothing has left when the graph is refused. Dynamo makes its guards after the backend returns, so they
     are for stored parameters, and the first call computes what later ones do.
     """
-    compiled = Capture(module, abstract_inputs(module, inputs, config), config, plans, seen=inputs).compile()
+    abstract = abstract_inputs(module, inputs, config)
+    settled = divided(module, abstract, config, seen=inputs)
+    compiled = Capture(module, abstract, settled, plans, seen=inputs).compile()
     names = input_names(module)
     note_staying(dict(zip(names, inputs, strict=True)))
     leaving: dict[str, torch.nn.Parameter] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ from zinf_fx.frontend.equal_values import replicas_of
 from zinf_fx.frontend.given_plan import about_given, plan_for
 from zinf_fx.frontend.graph_inputs import graph_inputs, origin_of, roles_of, unmoved_bytes
 from zinf_fx.frontend.local_inputs import taking_local, traced
-from zinf_fx.frontend.micro_batches import of_one_micro_batch
+from zinf_fx.frontend.micro_batches import hold_sizes, of_one_micro_batch
 from zinf_fx.frontend.parameter_writes import noted_writes, refusing_lost_writes
 from zinf_fx.frontend.tiles import gradient_positions, tiles_of
 from zinf_fx.machine.rates import measured
@@ -35,7 +35,6 @@ from zinf_fx.passes.ir.rewriting import copied
 from zinf_fx.passes.lowering.compute_regions import FormRegions, Region
 from zinf_fx.passes.lowering.offload_gradients import gradients_left_alone
 from zinf_fx.passes.pipeline import plan_inference, plan_of, plan_training, run_passes
-from zinf_fx.placement import Placement, PlacementRules
 from zinf_fx.plan.memory.use import peak_host_bytes
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.rates import NOMINAL, Rates
@@ -49,8 +48,8 @@ from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 log = logging.getLogger(__name__)
 
-_Asked = Placement | PlacementRules | None
-"""The placement that a graph is planned with; None: that of its stored parameters."""
+_Asked = Mapping[str, Any]
+"""Options that a graph is planned with, in the place of its own; `placement`: of its stored parameters."""
 
 
 class Capture:
@@ -80,28 +79,30 @@ class Capture:
         self._plans = plans
         self.plan: Plan | None = None
         self.graphs: dict[GraphKind, fx.Graph] = {}
-        self._module = module
         given = list(inputs)
         self._inputs = graph_inputs(module, given, given if seen is None else seen)
         self._standing_in = frozenset(one.name for one in self._inputs if one.taken is not one.given)  # for DTensors
-        self._inputs = of_one_micro_batch(module, self._inputs, config)
+        self._module, self._inputs = of_one_micro_batch(module, self._inputs, config)
+        self._is_divided = self._module is not module
         self._together = Agreement(config, groups, self._inputs)
         self._contexts: dict[str, GraphContext] = {}
         self._rates = rates
         self._compiles = True
+        self._asked: _Asked = {}  # that the plan was made with
         self._captured: tuple[fx.GraphModule, Callable[[fx.GraphModule, _Asked], object]] | None = None
 
-    def planned(self, placement: _Asked = None) -> Plan | None:
-        """The graph's plan, and nothing compiled. `placement`: as if its parameters lived there, which can be asked
-        again: the graph is captured once."""
+    def planned(self, **asked: object) -> Plan | None:
+        """The graph's plan, and nothing compiled. `asked`: with these options, as if its parameters lived where
+        `placement` says, which can be asked again: the graph is captured once."""
         self.capture()
-        if self._captured is not None:
+        if self._captured is not None and (self.plan is None or asked != self._asked):
+            self._asked = asked
             module, plan = self._captured
-            if placement is None:
-                self._captured = None
-            else:
+            if asked:
                 module = fx.GraphModule(module, copied(module.graph))
-            plan(module, placement)
+            else:
+                self._captured = None
+            plan(module, asked)
         return self.plan
 
     def capture(self) -> None:
@@ -115,6 +116,8 @@ class Capture:
         """Plan the graph; the result is called with the values of the graph's inputs."""
         if self.config.compute == "inductor" and self._compiles:
             check_can_compile({one.given.device for one in self._inputs if isinstance(one.given, torch.Tensor)})
+        if self._compiles and self._is_divided:
+            hold_sizes([one.given for one in self._inputs])
         self._together.check_together(self._inputs)
         if self._rates is None:  # while values can be computed
             self._rates = self._together.rates_of_first(self._inputs, self._measured())
@@ -163,28 +166,28 @@ class Capture:
         """Plan what was captured. Where plans are all that is wanted, keep it, and capture no further: what AOTAutograd
         does after that takes as long."""
         if self._compiles:
-            return plan(module, None)
+            return plan(module, {})
         context = TracingContext.get()
 
-        def later(module: fx.GraphModule, placement: _Asked) -> None:
+        def later(module: fx.GraphModule, asked: _Asked) -> None:
             with tracing(context), context.fake_mode or nullcontext():
-                plan(module, placement)
+                plan(module, asked)
 
         self._captured = (module, later)
         raise _Captured
 
     def _plan_graph(
-        self, module: fx.GraphModule, placement: _Asked, training: tuple[Any, dict[str, Any]] | None = None
+        self, module: fx.GraphModule, asked: _Asked, training: tuple[Any, dict[str, Any]] | None = None
     ) -> list[fx.GraphModule]:
         """The planned graphs: forward and backward of a joint graph, with what the partitioner gets besides that as
-        `training`; or inference. `placement`: as if this were that of the parameters."""
+        `training`; or inference."""
         started = time.perf_counter()
         graph, groups = module.graph, self._together.groups
         written = noted_writes(graph, groups)
-        tiles, made, treatments = tiles_of(graph, self._inputs, groups, placement)
+        tiles, made, treatments = tiles_of(graph, self._inputs, groups, asked.get("placement"))
         context = GraphContext(
             "inference",
-            self._config_with(placement),
+            self.config_with(asked),
             tiles,
             made=made,
             treatments=treatments,
@@ -215,10 +218,11 @@ class Capture:
         log.debug("a graph of %d tiles was planned in %.1f s", len(tiles), seconds, extra={"planning_seconds": seconds})
         return [module for module, _ in planned]
 
-    def _config_with(self, asked: _Asked = None) -> Config:
+    def config_with(self, asked: _Asked) -> Config:
         """The options, with what places all stored parameters among the inputs as they are, or as is `asked`."""
         stored = {one.name: one.taken for one in self._inputs if one.is_stored}
-        return placed(self.config, placement_of_all(stored, asked))
+        config = Config.of(self.config, {name: value for name, value in asked.items() if name != "placement"})
+        return placed(config, placement_of_all(stored, asked.get("placement")))
 
     def _of_joint(self, graph: fx.Graph, context: GraphContext, forward_outputs: int) -> GraphContext:
         """What is known of a joint graph, of which so many outputs are forward's."""
@@ -243,7 +247,7 @@ class Capture:
 
     def _measured(self) -> Rates:
         """Of this machine, where a choice depends on them; nominal ones where there is no store to measure."""
-        config = self._config_with()
+        config = self.config_with({})
         if self._plans:
             return NOMINAL
         stored = next((one.taken for one in self._inputs if one.is_stored), None)

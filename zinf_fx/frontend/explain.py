@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, get_args
@@ -29,6 +29,7 @@ from zinf_fx.frontend.staying import stays
 from zinf_fx.placement import PlacementRules
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.placement.decision import Decision
+from zinf_fx.plan.placement.division import Division
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.rates import Rates
 from zinf_fx.plan.sharding import Groups
@@ -40,6 +41,7 @@ from zinf_fx.runtime.tensor.tensor_parallel import with_ranks
 
 if TYPE_CHECKING:
     from zinf_fx.frontend.capture import Capture
+    from zinf_fx.frontend.dividing import Divisions, Settled
 
 
 def explain(
@@ -62,13 +64,19 @@ def explain(
 class Planning:
     """The plans of a model, one per graph that uses parameters.
 
-    `decision`: what was decided where its placement is "auto". `seconds`: of each plan's operators on this machine,
-    where they were measured.
+    `decision`: what was decided where its placement is "auto", and `divisions` where its micro-batches are, of each
+    graph that can be divided. `seconds`: of each plan's operators on this machine, where they were measured.
     """
 
     plans: list[Plan]
     decision: Decision | None = None
+    divisions: list[Division] = field(default_factory=list)
     seconds: list[Compute] = field(default_factory=list)
+
+    @property
+    def decided(self) -> list[str]:
+        """All that was decided, for people."""
+        return [str(one) for one in (self.decision, *self.divisions) if one is not None]
 
     def only(self, what: str) -> Plan:
         """The one plan. Raises: PlanError when there are none, or several, which says `what` is for one."""
@@ -85,7 +93,7 @@ class Planning:
         """For people. `layout`: arguments of `plan.show.table.render`."""
         if not self.plans:
             return "No captured graph of the model uses a parameter, so nothing is moved.\n"
-        parts = [] if self.decision is None else [str(self.decision)]
+        parts = self.decided
         if self.decision is not None and self.decision.nothing_moves:
             parts.append("The model would run as ordinary PyTorch. Ask for another placement to see one.")
         count = len(self.plans)
@@ -128,6 +136,7 @@ def plan_model(
     # The compiler takes seconds to import.
     from torch._dynamo.exc import BackendCompilerFailed
 
+    from zinf_fx.frontend.dividing import Divisions, Settled
     from zinf_fx.frontend.placement import decided_for, plans_that_move
 
     model = getattr(model, "_orig_mod", model)
@@ -159,30 +168,34 @@ def plan_model(
                 "the model can't be planned without values: code that Dynamo doesn't capture uses a parameter "
                 "(TORCH_LOGS=graph_breaks,recompiles shows where)"
             ) from error
+        decision, asked = None, {}
         if decides:
             parameters = [parameter for parameter in model.parameters() if not stays(parameter)]
             tables = tables_of(model.modules())
-            decision, plans = decided_for(planner.captures, parameters, in_force, groups, hardware, tables)
-        else:
-            decision, plans = None, plans_that_move(capture.planned() for capture in planner.captures)
-    return Planning(plans, decision, list(_timed(planner.captures, decision)) if timed else [])
+            finest = [one.finest if isinstance(one, Divisions) else one for one in planner.captures]
+            decision, _ = decided_for(finest, parameters, in_force, groups, hardware, tables)
+            asked["placement"] = decision.placement
+        settled = [
+            one.decided(asked, hardware) if isinstance(one, Divisions) else Settled(one, asked)
+            for one in planner.captures
+        ]
+        settled = [one for one in settled if plans_that_move([one.plan])]
+    divisions = [one.division for one in settled if one.division is not None]
+    return Planning([one.plan for one in settled], decision, divisions, list(_timed(settled)) if timed else [])
 
 
-def _timed(captures: Sequence[Capture], decision: Decision | None) -> Iterator[Compute]:
+def _timed(settled: Iterable[Settled]) -> Iterator[Compute]:
     """Seconds of each plan's operators on this machine."""
-    from zinf_fx.frontend.placement import plans_that_move
     from zinf_fx.passes.ir.timing import OperatorTimer
 
     timer = OperatorTimer()
-    for capture in captures:
-        plan = capture.plan if decision is None else capture.planned(decision.placement)
-        if plans_that_move([plan]):
-            taken = {kind: timer.operators(graph) for kind, graph in capture.graphs.items()}
-            yield {
-                (graph.kind, operator.index): taken[graph.kind].get(operator.index, 0.0)
-                for graph in plan.graphs
-                for operator in graph.operators
-            }
+    for one in settled:
+        taken = {kind: timer.operators(graph) for kind, graph in one.capture.graphs.items()}
+        yield {
+            (graph.kind, operator.index): taken[graph.kind].get(operator.index, 0.0)
+            for graph in one.plan.graphs
+            for operator in graph.operators
+        }
 
 
 def _config_in_force(model: torch.nn.Module, config: Config | None, fields: Mapping[str, object]) -> Config:
@@ -253,7 +266,7 @@ class _Planner:
     config: Config
     rates: Rates | None = None
     groups: Groups = field(default_factory=Groups)
-    captures: list[Capture] = field(default_factory=list)
+    captures: list[Capture | Divisions] = field(default_factory=list)
 
     def compiled_call(self) -> Callable[..., Any]:
         """`_call`, compiled by this backend apart from all that Dynamo has compiled for the user.
@@ -265,14 +278,16 @@ class _Planner:
         """
         call = FunctionType(_call.__code__.replace(), _call.__globals__)
         isolation = {"isolate_recompiles": True} if CAN_ISOLATE else {}
-        return torch.compile(call, backend=self, dynamic=self.config.micro_batches > 1, **isolation)
+        return torch.compile(call, backend=self, dynamic=self.config.micro_batches != 1, **isolation)
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from zinf_fx.frontend.capture import Capture
+        from zinf_fx.frontend.dividing import Divisions
 
-        capture = Capture(module, inputs, self.config, rates=self.rates, groups=self.groups)
-        capture.capture()
-        self.captures.append(capture)
+        kind = Divisions if self.config.micro_batches == "auto" else Capture
+        captured = kind(module, inputs, self.config, rates=self.rates, groups=self.groups)
+        captured.capture()  # which Dynamo may call for again where this fails
+        self.captures.append(captured)
         (output,) = module.graph.find_nodes(op="output")
         results = tree_map(_stand_in, output.args[0])
         return lambda *arguments: tree_map_only(FunctionType, lambda make: make(), results)

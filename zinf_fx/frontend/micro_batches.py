@@ -17,18 +17,39 @@ from zinf_fx import ops
 from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError
 from zinf_fx.frontend.graph_inputs import GraphInput
+from zinf_fx.passes.ir.rewriting import copied
 
 
-def of_one_micro_batch(module: fx.GraphModule, inputs: Sequence[GraphInput], config: Config) -> list[GraphInput]:
-    """Have `module`, in place, compute one of `config.micro_batches`. Returns its inputs, of which all sizes are those
-    of this call from now on: Dynamo makes another graph for others.
+def batch_size(module: fx.GraphModule, inputs: Sequence[GraphInput], config: Config) -> int | None:
+    """The size of the batch that `config.micro_batches` divides; None: nothing is divided, as without gradients.
 
-    The batch is what the first dimension of the call's tensors has. Without gradients nothing is divided.
+    The batch is what the first dimension of the call's tensors has.
 
     Raises: ConfigError where sizes that depend on the batch can't be told from others, or it can't be divided.
     """
     if config.micro_batches == 1 or not torch.is_grad_enabled() or not any(map(_is_differentiated, inputs)):
-        return list(inputs)
+        return None
+    return _batch_of(module.graph.find_nodes(op="placeholder"), inputs, config).size
+
+
+def hold_sizes(inputs: Sequence[Any]) -> None:
+    """Have Dynamo make another graph for other sizes than those of this call."""
+    for one in inputs:
+        if isinstance(one, torch.SymInt):
+            int(one)  # which makes a guard of it
+
+
+def of_one_micro_batch(
+    captured: fx.GraphModule, inputs: Sequence[GraphInput], config: Config
+) -> tuple[fx.GraphModule, list[GraphInput]]:
+    """A module that computes one of `config.micro_batches` of what is captured, and its inputs, of which all sizes are
+    those of this call. Where nothing is divided, what was given.
+
+    Raises: ConfigError as `batch_size`, and where what is computed can't be divided.
+    """
+    if batch_size(captured, inputs, config) is None:
+        return captured, list(inputs)
+    module = _copy_of(captured)
     placeholders = module.graph.find_nodes(op="placeholder")
     (output,) = module.graph.find_nodes(op="output")
     batch = _batch_of(placeholders, inputs, config)
@@ -47,11 +68,18 @@ def of_one_micro_batch(module: fx.GraphModule, inputs: Sequence[GraphInput], con
     with module.graph.inserting_before(output):
         joined = {node: module.graph.call_function(ops.join, (node, *how)) for node, how in joins.items() if how}
     output.args = fx.map_arg(output.args, lambda node: joined.get(node, node))
-    fixed = [_fixed(node, one) for node, one in zip(placeholders, inputs, strict=True)]
-    for one in inputs:
-        if isinstance(one.given, torch.SymInt):
-            int(one.given)  # which makes a guard of it
-    return fixed
+    return module, [_fixed(node, one) for node, one in zip(placeholders, inputs, strict=True)]
+
+
+def _copy_of(captured: fx.GraphModule) -> fx.GraphModule:
+    """A module of Dynamo's with a graph of its own, whose inputs are known as those of the other's are."""
+    module = fx.GraphModule(captured, copied(captured.graph))
+    module.meta = captured.meta
+    both = (one.graph.find_nodes(op="placeholder") for one in (captured, module))
+    for node, copy in zip(*both, strict=True):
+        if (source := getattr(node, "_dynamo_source", None)) is not None:
+            copy._dynamo_source = source
+    return module
 
 
 @dataclass(frozen=True)
@@ -78,12 +106,23 @@ class _Batch:
         depending = [dim for dim, size in enumerate(value.shape) if self.symbol in _expression(size).free_symbols]
         if not depending:
             return None
-        if len(depending) > 1 or _expression(value.shape[depending[0]]) != self.symbol or isinstance(value, DTensor):
+        found = f"micro_batches={self.count}: {what} is of shape {list(map(_hint, value.shape))}, of which"
+        if len(depending) > 1:
             raise ConfigError(
-                f"micro_batches={self.count}: {what} is of shape {list(map(_hint, value.shape))}, of which dimensions "
-                f"{depending} depend on the batch size {self.size}, or are equal to it: exactly one has to be it. "
-                "Where another size is the same by chance, call torch._dynamo.maybe_mark_dynamic(x, 0) for each tensor "
-                "x of the batch, in the place of dynamic=True"
+                f"{found} dimensions {depending} depend on the batch size {self.size}, or are equal to it: exactly one "
+                "has to be it. Where another size is the same by chance, call torch._dynamo.maybe_mark_dynamic(x, 0) "
+                "for each tensor x of the batch, in the place of dynamic=True"
+            )
+        if _expression(value.shape[depending[0]]) != self.symbol:
+            raise ConfigError(
+                f"{found} dimension {depending[0]} is made of the batch size {self.size} and something else, so that "
+                "it can't be put together of those of micro-batches: give it a dimension of the batch alone, as in "
+                "x.view(batch, -1) in the place of x.flatten(0, 1), or the mean or the sum of it"
+            )
+        if isinstance(value, DTensor):
+            raise ConfigError(
+                f"{found} dimension {depending[0]} is the batch's, and it is a DTensor: give each rank its part of the "
+                "batch as an ordinary tensor, or leave micro_batches out"
             )
         return depending[0]
 
@@ -146,7 +185,7 @@ def _batch_of(placeholders: Sequence[fx.Node], inputs: Sequence[GraphInput], con
         )
     for node, one in found:
         size = _hint(_first(node))
-        if size % count:
+        if count != "auto" and size % count:
             raise ConfigError(
                 f"micro_batches={count}: the batch has {size} elements ('{one.name}' is of shape "
                 f"{list(map(_hint, _value(node).shape))}), which is no multiple of it: leave out the last, smaller "

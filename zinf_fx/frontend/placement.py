@@ -13,6 +13,7 @@ from zinf_fx.config import Config
 from zinf_fx.frontend.abstract import abstract_inputs
 from zinf_fx.frontend.auto_placement import by_rule_here, device_of_most, note, sizes_of, this_machine, trained_here
 from zinf_fx.frontend.capture import Capture
+from zinf_fx.frontend.dividing import Divisions
 from zinf_fx.frontend.quantising import tables_in
 from zinf_fx.placement import Placement, PlacementRules
 from zinf_fx.plan.hardware import Hardware
@@ -41,7 +42,7 @@ def decided_for(
 
     @cache
     def plans_with(placement: Placement | PlacementRules) -> list[Plan]:
-        return plans_that_move(capture.planned(placement) for capture in captures)
+        return plans_that_move(capture.planned(placement=placement) for capture in captures)
 
     sizes = sizes_of(here, config, groups, tables)
     decision = decide(plans_with, sizes, config, hardware, groups.ranks, len(here))
@@ -63,7 +64,11 @@ def at_first_call(
         note(alone, sizes)
         return alone.placement
     anywhere = Config.of(config, {"placement": "nvme"})
-    capture = Capture(module, abstract_inputs(module, inputs, anywhere), anywhere, groups=groups, seen=inputs)
+    stored = abstract_inputs(module, inputs, anywhere)
+    if anywhere.micro_batches == "auto":
+        capture = Divisions(module, stored, anywhere, groups, seen=inputs).finest
+    else:
+        capture = Capture(module, stored, anywhere, groups=groups, seen=inputs)
     return decided_for([capture], parameters, config, groups, tables=tables)[0].placement
 
 

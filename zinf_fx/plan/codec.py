@@ -205,8 +205,9 @@ def _config(**options: object) -> Config:
         config = Config.of(None, options)
     except (ConfigError, TypeError, ValueError, OverflowError) as error:
         raise _Unfit(f": {error}"[:_LONGEST_ERROR]) from None
-    if config.placement == "auto":
-        raise _Unfit(": the placement is not decided")
+    for name in ("placement", "micro_batches"):
+        if getattr(config, name) == "auto":
+            raise _Unfit(f": {name} is not decided")
     return config
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import torch
 
-from zinf_fx.config import LARGEST, Config
+from zinf_fx.config import LARGEST, Config, Positive
 from zinf_fx.placement import Placement, PlacementRules
 from zinf_fx.plan.codec import defaults, dtypes, shared_options
 from zinf_fx.plan.plan import FORMAT, SCHEMA, Plan
@@ -38,7 +38,8 @@ def schema() -> dict[str, Any]:
 def _of_dataclass(kind: type, kinds: dict[str, Any]) -> dict[str, Any]:
     hints, default = get_type_hints(kind, localns={"torch": torch}, include_extras=True), defaults(kind)
     names = shared_options() if kind is Config else list(default)
-    if kind is Config:  # a file has all of them, and a placement that is decided
+    if kind is Config:  # a file has all of them, and placement and micro-batches are decided
+        hints["micro_batches"] = Positive
         hints["placement"], default = Placement | PlacementRules, dict.fromkeys(names, MISSING)
     properties = {name: dict(_of(hints[name], kinds)) for name in names}
     for name in names:

@@ -5,13 +5,13 @@ The placement that the rule chooses (`plan.placing`) is taken unless a simulated
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
 from zinf_fx.config import PRESETS, Config
 from zinf_fx.errors import BudgetError, ZinfError
-from zinf_fx.placement import Placement, PlacementRules, Tier
+from zinf_fx.placement import TIERS, Placement, PlacementRules, Tier
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.memory.accounting import flows
 from zinf_fx.plan.memory.use import living_on, staying_on_device
@@ -209,24 +209,36 @@ def _activations(plans_with: Callable[[Placement], Sequence[Plan]], sizes: Sizes
 
 
 def _held(plans: Sequence[Plan], placement: Placement | PlacementRules, there: Rooms) -> Candidate:
-    """What a rank has in each memory, with what is in flight at most, and whether there is as much."""
-    device = host = nvme = 0
-    for plan in plans:
-        in_flight = [flow for graph in plan.graphs for flow in flows(plan, graph)]
-        moved = max((flow.device for flow in in_flight), default=0)
-        device = max(device, staying_on_device(plan) + moved)
-        read = max((flow.host for flow in in_flight), default=0)
-        host = max(host, living_on("host", plan.tiles, plan.stage).total + read + plan.regions.chunks)
-        nvme = max(nvme, living_on("nvme", plan.tiles, plan.stage).total)
+    """What a rank needs of each memory, and whether there is as much."""
+    each = [needed_by(plan, there) for plan in plans]
+    needed = {tier: max((one[tier] for one in each), default=0) for tier in TIERS}
+    exceeded = exceeded_by(needed, there)
+    refused = "" if exceeded is None else too_small(exceeded, needed, there)
+    return Candidate(placement, **needed, refused=refused, exceeded=exceeded)
+
+
+def needed_by(plan: Plan, there: Rooms) -> dict[Tier, int]:
+    """Bytes of a rank in each memory, with what is in flight at most."""
+    in_flight = [flow for graph in plan.graphs for flow in flows(plan, graph)]
+    moved = max((flow.device for flow in in_flight), default=0)
+    device = staying_on_device(plan) + moved
+    read = max((flow.host for flow in in_flight), default=0)
+    host = living_on("host", plan.tiles, plan.stage).total + read + plan.regions.chunks
+    nvme = living_on("nvme", plan.tiles, plan.stage).total
     if not there.host:
         device, host = device + host, 0
-    needed: dict[Tier, int] = {"device": device, "host": host, "nvme": nvme}
-    exceeded = next((tier for tier, nbytes in needed.items() if nbytes > getattr(there, tier)), None)
-    refused = ""
-    if exceeded is not None:
-        has = in_words(getattr(there, exceeded))
-        refused = f"it needs {in_words(needed[exceeded])} of {exceeded} memory with what is in flight, which has {has}"
-    return Candidate(placement, device, host, nvme, refused=refused, exceeded=exceeded)
+    return {"device": device, "host": host, "nvme": nvme}
+
+
+def exceeded_by(needed: Mapping[Tier, int], there: Rooms) -> Tier | None:
+    """The first memory that is too small, if any is."""
+    return next((tier for tier, nbytes in needed.items() if nbytes > getattr(there, tier)), None)
+
+
+def too_small(exceeded: Tier, needed: Mapping[Tier, int], there: Rooms) -> str:
+    """Why something doesn't fit."""
+    has = in_words(getattr(there, exceeded))
+    return f"it needs {in_words(needed[exceeded])} of {exceeded} memory with what is in flight, which has {has}"
 
 
 def _smaller(rooms: Rooms, refused: Candidate, sizes: Sizes) -> Rooms:

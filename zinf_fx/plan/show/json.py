@@ -12,18 +12,21 @@ import torch
 from zinf_fx.plan.memory.accounting import flows
 from zinf_fx.plan.memory.use import arena_by_operator
 from zinf_fx.plan.placement.decision import Decision
+from zinf_fx.plan.placement.division import Division
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.saving import saved
 
 
-def to_json(plans: Sequence[Plan], decision: Decision | None = None) -> str:
+def to_json(plans: Sequence[Plan], decision: Decision | None = None, divisions: Sequence[Division] = ()) -> str:
     """An array with an object per plan. Fields are those of the dataclasses; dtypes are names such as "float32".
 
     Each graph has `memory` besides, with an object per operator, that of the head (-1) first: bytes that start to be
     read from NVMe (`fetched`), that are in flight (`device`, `host`), and that the host arena holds (`arena`). Where
-    "auto" decided the placement, each plan has `decision`, which tells how. `checkpoint`: bytes of one, by dtype.
+    "auto" decided the placement, each plan has `decision`, which tells how, and where it decided the micro-batches of
+    graphs, `divisions`. `checkpoint`: bytes of one, by dtype.
     """
     more = {} if decision is None else {"decision": asdict(decision)}
+    more |= {"divisions": [*map(asdict, divisions)]} if divisions else {}
     return json.dumps([_object(plan) | more for plan in plans], indent=1, default=_plain)
 
 

@@ -1,0 +1,119 @@
+"""`micro_batches="auto"` for described machines: as few micro-batches as fit and take about the least time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zinf_fx.errors import BudgetError, ConfigError
+from zinf_fx.frontend.explain import plan_model
+from zinf_fx.plan.hardware import Hardware, load
+from zinf_fx.plan.placement.division import Division, Group, counts_for, decide_division
+from zinf_fx.plan.plan import Plan
+
+HIDDEN, LAYERS, BATCH = 64, 4, 8
+BOTH: tuple[Group, ...] = (1, "auto")
+OPTIONS = {1: (1,), 2: BOTH, 8: BOTH}
+
+
+class Model(nn.Sequential):
+    """Its values are many times as large as its weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()
+
+
+@cache
+def plan_with(count: int, group: Group) -> Plan:
+    with torch.device("meta"):
+        model = Model(*(nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.GELU()) for _ in range(LAYERS)))
+        x = torch.empty(BATCH, 1000, HIDDEN)
+    options = {"micro_batches": count, "micro_batch_group": group, "activations": 1}
+    (plan,) = plan_model(model, (x,), placement="nvme", **options).plans
+    return plan
+
+
+def machine(device: int = 1 << 40, **others: object) -> Hardware:
+    found = load("rtx-4090")
+    return replace(found, device=replace(found.device, capacity=device), **others)
+
+
+def decision(hardware: Hardware, plans: Callable[[int, Group], Plan] = plan_with) -> Division:
+    return decide_division(plans, OPTIONS, hardware, 1)
+
+
+@pytest.mark.parametrize(
+    ("batch", "counts"), [(1, [1]), (7, [1, 7]), (8, [1, 2, 4, 8]), (60, [1, 2, 4, 10, 20, 60]), (2**20, 21)]
+)
+def test_counts_divide_the_batch_and_double_at_least(batch: int, counts: list[int] | int) -> None:
+    found = counts_for(batch)
+    assert (found if isinstance(counts, list) else len(found)) == counts
+    assert all(batch % one == 0 for one in found) and all(2 * one <= other for one, other in pairwise(found))
+
+
+def test_where_the_whole_batch_fits_it_is_not_divided() -> None:
+    found = decision(machine())
+    assert (found.chosen.micro_batches, found.chosen.group) == (1, 1)
+    assert not any(one.refused for one in found.considered)
+    assert found.reason == f"1, with which a simulated step takes {found.considered[0].seconds:.4g} s"
+    assert [one.micro_batches for one in found.considered] == [1, 2, 2], "more are not planned: two are no faster"
+
+
+def test_the_fewest_that_fit_are_taken_by_the_groups_that_hold_less() -> None:
+    """What a plan has in memory counts with the values that operators compute with."""
+    whole, half = (one.device for one in decision(machine()).considered[:2])
+    grouped = decision(machine()).considered[2].device
+    assert grouped < half < whole
+    found = decision(machine(half))
+    assert [one.micro_batches for one in found.considered if one.refused] == [1]
+    assert found.chosen.micro_batches == 2
+    assert found.reason.endswith("; fewer don't fit")
+    assert decision(machine(grouped)).chosen == found.considered[2]
+    text = str(decision(machine(grouped)))
+    assert re.search("taken +2 by groups of operators", text) and text.count("doesn't fit") >= 2
+    assert "1: it needs " in text and "of device memory with what is in flight, which has " in text
+
+
+def test_more_are_taken_where_that_is_faster() -> None:
+    """As where the whole batch has to be computed again within a budget: here with a plan that takes longer."""
+
+    def plans(count: int, group: Group) -> Plan:
+        return plan_with(8, 1) if count == 1 else plan_with(count, group)
+
+    found = decision(machine(), plans)
+    assert found.chosen.micro_batches == 2
+    assert found.chosen.seconds < found.considered[0].seconds
+    assert found.reason.endswith("; fewer take longer")
+
+
+def test_what_cannot_be_planned_is_listed() -> None:
+    def plans(count: int, group: Group) -> Plan:
+        if count == 1:
+            raise BudgetError("the backward graph needs too much\nand a table says what")
+        if group == "auto":
+            raise ConfigError("the model writes to a buffer")
+        return plan_with(count, group)
+
+    found = decision(machine(), plans)
+    writes = "the model writes to a buffer"
+    assert [one.refused for one in found.considered] == ["the backward graph needs too much", "", writes, "", writes]
+    assert (found.chosen.micro_batches, found.chosen.group) == (2, 1)
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(BudgetError, match=r"(?s)none with which a step fits. Tried:.*  8 by groups of op.*: it needs"):
+        decision(machine(1 << 10))
+
+
+def test_without_a_simulation_the_first_that_fits() -> None:
+    half = decision(machine()).considered[1].device
+    found = decision(machine(half, peak={}))
+    assert found.chosen.micro_batches == 2 and found.chosen.seconds is None
+    assert "no step can be simulated, because " in found.reason

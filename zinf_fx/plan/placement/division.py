@@ -1,0 +1,162 @@
+"""`micro_batches="auto"`: into how many parts a batch is divided, and by what groups of operators they run, planned and
+simulated.
+
+More micro-batches hold less at once and, with their smaller kernels, compute for longer. So the fewest are taken with
+which a step fits and, simulated, takes about the least time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from zinf_fx.errors import BudgetError, ConfigError, ZinfError
+from zinf_fx.plan.hardware import Hardware
+from zinf_fx.plan.placement.decision import exceeded_by, needed_by, too_small
+from zinf_fx.plan.placement.placing import Rooms, capacities
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.simulation.simulate import simulate_plan
+from zinf_fx.sizes import in_words
+from zinf_fx.tables import table
+
+Group = int | Literal["auto"]
+"""What a micro-batch runs before the next one does, as `Config.micro_batch_group`."""
+
+# The share of a step by which fewer micro-batches may be slower.
+_TIE = 0.01
+
+
+def counts_for(batch: int) -> list[int]:
+    """The numbers of micro-batches that are considered: of the divisors of the batch size, 1, and each that is at least
+    twice the one before."""
+    counts = [1]
+    for each in range(2, batch + 1):
+        if batch % each == 0 and each >= 2 * counts[-1]:
+            counts.append(each)
+    return counts
+
+
+@dataclass(frozen=True)
+class Divided:
+    """A division that was considered.
+
+    Attributes:
+        micro_batches, group: as the options of these names.
+        saved: bytes of activations that stay on the device for backward.
+        values: bytes that an operator computes with at most.
+        device, host, nvme: bytes of one rank in each memory, with what is in flight at most; on the device with
+            `values`, too.
+        seconds: of a simulated step; None: none was simulated.
+        refused: why it doesn't fit, or can't be; empty: it does.
+    """
+
+    micro_batches: int
+    group: Group
+    saved: int = 0
+    values: int = 0
+    device: int = 0
+    host: int = 0
+    nvme: int = 0
+    seconds: float | None = None
+    refused: str = ""
+
+    def __str__(self) -> str:
+        by = {1: "", "auto": " by groups of operators"}.get(self.group, f" by groups of {self.group} operators")
+        return f"{self.micro_batches}{by}"
+
+
+@dataclass(frozen=True)
+class Division:
+    """What "auto" decided for a graph.
+
+    Attributes:
+        chosen: that is taken.
+        hardware: what it was decided for.
+        considered: in order, those of fewer micro-batches first; none of more where these made no step faster.
+        reason: for the choice, a clause.
+    """
+
+    chosen: Divided
+    hardware: str
+    considered: tuple[Divided, ...]
+    reason: str
+
+    def __str__(self) -> str:
+        headers = ["", "micro-batches", "saved", "values", "device", "host", "NVMe", "s per step"]
+        rows = [
+            [
+                "taken" if one == self.chosen else "",
+                str(one),
+                *("" if not nbytes else in_words(nbytes) for nbytes in (one.saved, one.values)),
+                *("" if not nbytes else in_words(nbytes) for nbytes in (one.device, one.host, one.nvme)),
+                "doesn't fit" if one.refused else "" if one.seconds is None else f"{one.seconds:.4g}",
+            ]
+            for one in self.considered
+        ]
+        refused = [f"{one}: {one.refused}" for one in self.considered if one.refused]
+        title = f"micro_batches auto, for {self.hardware}: {self.reason}."
+        return "\n".join([title, "", table(rows, headers, left=range(2)), *refused])
+
+
+def decide_division(
+    plan_with: Callable[[int, Group], Plan],
+    options: Mapping[int, Sequence[Group]],
+    hardware: Hardware,
+    ranks: int,
+) -> Division:
+    """The fewest micro-batches, by such groups, with which a step fits and takes about the least simulated time.
+
+    Args:
+        plan_with: makes a graph's plan.
+        options: the numbers of micro-batches to consider, the least first, and the groups for each. More than fit are
+            considered as long as they make a step faster.
+
+    Raises: BudgetError when nothing fits.
+    """
+    hardware = hardware.with_ranks(ranks)
+    there = capacities(hardware, ranks)
+    considered: list[Divided] = []
+    fitting: list[Divided] = []
+    for count, groups in options.items():
+        least = min((one.seconds for one in fitting), default=math.inf)
+        for group in groups:
+            one, plan = _considered(plan_with, count, group, there)
+            if plan is not None:
+                try:
+                    one = replace(one, seconds=simulate_plan(plan, hardware).seconds)
+                except ZinfError as error:
+                    reason = f"the first that fits, {one}: no step can be simulated, because {error}"
+                    return Division(one, hardware.name, (*considered, one), reason)
+                fitting.append(one)
+            considered.append(one)
+        if fitting and min(one.seconds for one in fitting) >= (1 - _TIE) * least:
+            break
+    if not fitting:
+        tried = [f"  {one}: {one.refused}" for one in considered]
+        raise BudgetError("\n".join(["micro_batches 'auto' finds none with which a step fits. Tried:", *tried]))
+    least = min(one.seconds for one in fitting)
+    near = [one for one in fitting if one.seconds <= (1 + _TIE) * least]
+    chosen = min(near, key=lambda one: (one.micro_batches, one.device + one.host))
+    reason = f"{chosen}, with which a simulated step takes {chosen.seconds:.4g} s"
+    if chosen.micro_batches > min(options):
+        reason += "; fewer don't fit" if chosen.micro_batches == fitting[0].micro_batches else "; fewer take longer"
+    return Division(chosen, hardware.name, tuple(considered), reason)
+
+
+def _considered(
+    plan_with: Callable[[int, Group], Plan], count: int, group: Group, there: Rooms
+) -> tuple[Divided, Plan | None]:
+    """What a division takes of each memory, and its plan; None: it doesn't fit, or can't be."""
+    try:
+        plan = plan_with(count, group)
+    except (BudgetError, ConfigError) as error:
+        return Divided(count, group, refused=str(error).splitlines()[0]), None
+    values = max((operator.values for graph in plan.graphs for operator in graph.operators), default=0)
+    needed = needed_by(plan, there)
+    needed["device"] += values
+    one = Divided(count, group, plan.kept, values, **needed)
+    if (exceeded := exceeded_by(needed, there)) is not None:
+        return replace(one, refused=too_small(exceeded, needed, there)), None
+    return one, plan
