@@ -177,10 +177,10 @@ def test_the_plan_has_the_write_and_what_it_moves(tmp_path: Path):
     model = zinf_fx.offload(Clamped(), store=tmp_path, placement="nvme")
     (plan,) = plan_model(model, (x(),)).plans
     forward, backward = plan.graphs
-    written = next(tile for tile in forward.tiles if tile.name == "last.weight")
-    kinds = [event.kind for event in forward.events if event.tile == written.index and not event.turn]
+    number, written = next((n, tile) for n, tile in enumerate(plan.tiles) if tile.name == "last.weight")
+    kinds = [event.kind for event in forward.events if event.tile == number and not event.turn]
     assert kinds == ["fetch", "upload", "allgather", "wait", "release", "write"]
-    assert [event.kind for event in backward.events if event.tile == written.index][:4] == kinds[:4]
+    assert [event.kind for event in backward.events if event.tile == number][:4] == kinds[:4]
     assert plan.activation_buffer == written.nbytes
     text = zinf_fx.explain(model, x())
     assert "writes" in text and "host -> NVMe    16.0 KiB" in text

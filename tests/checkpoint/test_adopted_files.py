@@ -196,7 +196,7 @@ def test_what_is_read_meanwhile_is_waited_for(tmp_path: Path):
     saved = saved_by_a_dead_job(tmp_path)
     job = Counting(tmp_path / "second")
     weight, store = job.model.requires_grad_(False)[0].weight, store_of(job)
-    (before,) = weight.storage.bytes.home.in_store.extents
+    before = weight.storage.bytes.home.in_store._live[0].extent
     seen: list[bool] = []
 
     class Read:

@@ -127,7 +127,7 @@ def decided(rank: int) -> list[str]:
         nbytes = 1 << 40 if rank else of_the_first
         return mock.patch("zinf_fx.frontend.auto_placement.memory_limit", lambda: MemoryLimit(nbytes, "a test"))
 
-    with memory(6_000_000):  # a rank's states take 5,263,360 bytes
+    with memory(4_800_000):  # a rank's states take 4,210,688 bytes
         options = {"chunk": "64KiB", "pack": None}  # what else would be there at a time
         model = zinf_fx.offload(wide(), **options)
         compiled = wide()

@@ -83,7 +83,7 @@ class Capture:
         self._inputs = graph_inputs(module, given, given if seen is None else seen)
         self._standing_in = frozenset(one.name for one in self._inputs if one.taken is not one.given)  # for DTensors
         self._module, self._inputs = of_one_micro_batch(module, self._inputs, config)
-        self._is_divided = self._module is not module
+        self.divides = self._module is not module  # whether it plans micro-batches
         self._together = Agreement(config, groups, self._inputs)
         self._contexts: dict[str, GraphContext] = {}
         self._rates = rates
@@ -116,7 +116,7 @@ class Capture:
         """Plan the graph; the result is called with the values of the graph's inputs."""
         if self.config.compute == "inductor" and self._compiles:
             check_can_compile({one.given.device for one in self._inputs if isinstance(one.given, torch.Tensor)})
-        if self._compiles and self._is_divided:
+        if self._compiles and self.divides:
             hold_sizes([one.given for one in self._inputs])
         self._together.check_together(self._inputs)
         if self._rates is None:  # while values can be computed

@@ -283,10 +283,13 @@ class _Planner:
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from zinf_fx.frontend.capture import Capture
         from zinf_fx.frontend.dividing import Divisions
+        from zinf_fx.frontend.micro_batches import hold_sizes
 
         kind = Divisions if self.config.micro_batches == "auto" else Capture
         captured = kind(module, inputs, self.config, rates=self.rates, groups=self.groups)
         captured.capture()  # which Dynamo may call for again where this fails
+        if captured.divides:  # as where the plan will be followed
+            hold_sizes(inputs)
         self.captures.append(captured)
         (output,) = module.graph.find_nodes(op="output")
         results = tree_map(_stand_in, output.args[0])
