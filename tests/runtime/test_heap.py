@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from forked import Running
+from gate import slow
 
 # Blocks of an operator's results between small ones that stay, after one such block was freed before.
 PROGRAM = """
@@ -35,7 +36,12 @@ STAYING, FREED = 64 * (64 << 10), 64 * (3 << 20)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library's malloc")
 @pytest.mark.parametrize(
     ("budget", "variable", "returns"),
-    [("host_memory", False, True), ("device_memory", False, True), (None, False, False), ("host_memory", True, False)],
+    [
+        ("host_memory", False, True),
+        ("device_memory", False, True),
+        slow(None, False, False),
+        slow("host_memory", True, False),
+    ],
 )
 def test_large_blocks_go_back_to_the_system_within_a_budget(tmp_path: Path, budget, variable, returns):
     end = Running(PROGRAM, budget, variable, tmp_path).end()
