@@ -32,7 +32,7 @@ class ChunkMemory:
 
     def __init__(self, stored: dict[torch.Tensor, ParameterStates]) -> None:
         self.tiers: list[Tiers] = []
-        self.elements = self._bytes_writing = self._chunk_bytes = self.opened = 0
+        self.elements = self._chunk_written = self._chunk_bytes = self.opened = 0
         self.behind, self.count = False, CHUNKS
         self._stored = stored
         self._scratch: dict[Device, torch.Tensor] = {}
@@ -45,7 +45,7 @@ class ChunkMemory:
         each = Bytes.of(self._stored.values()) if more else batch.bytes_per_element
         self.elements = chunk_elements(batch.chunk_bytes, each.all, self.tiers)
         self.count = min(tiers.chunk_count for tiers in self.tiers)
-        self._bytes_writing = (self.count - CHUNKS + 1) * self.elements * each.written
+        self._chunk_written = self.elements * each.written
         self._chunk_bytes = self.elements * each.opened
 
     def open(self, recipe: Recipe, pieces: Sequence[Piece[ParameterStates]]) -> OpenChunk:
@@ -67,7 +67,7 @@ class ChunkMemory:
         """That of the next step, which has chunks of the same sizes."""
         other = ChunkMemory(self._stored)
         other.tiers, other.elements, other.count = list(self.tiers), self.elements, self.count
-        other._bytes_writing, other._chunk_bytes = self._bytes_writing, self._chunk_bytes
+        other._chunk_written, other._chunk_bytes = self._chunk_written, self._chunk_bytes
         return other
 
     @property
@@ -100,8 +100,13 @@ class ChunkMemory:
     def writes_enough(self) -> bool:
         """Whether the disk has writes to do for a while, so that the next chunk can wait until it is needed: what it
         changes is read from memory until that is written."""
-        few = self._bytes_writing // (self.count - CHUNKS + 1)
-        return self.count > CHUNKS and not all(tiers.chunk_writes.at_most(few) for tiers in self.tiers)
+        one = self._chunk_written
+        return self.count > CHUNKS and not all(tiers.chunk_writes.at_most(one) for tiers in self.tiers)
+
+    @property
+    def _bytes_writing(self) -> int:
+        """Of chunks that may be on their way to the store: one, and what there is room for beyond the least."""
+        return (self.count - CHUNKS + 1) * self._chunk_written
 
     @property
     def has_room(self) -> bool:
