@@ -36,7 +36,7 @@ from tabulate import tabulate
 import zinf_fx
 from zinf_fx.plan.packs import pack_of
 from zinf_fx.plan.schedule import Tile
-from zinf_fx.runtime.execute.transfers import Staging
+from zinf_fx.runtime.execute.staging import Staging
 from zinf_fx.runtime.tensor.home import Home
 from zinf_fx.runtime.tensor.pack import Pack, Stored
 from zinf_fx.runtime.tensor.storage import TensorStorage

@@ -20,7 +20,7 @@ from zinf_fx.observe.stats import Stats
 from zinf_fx.plan.memory.accounting import Traffic, phases
 from zinf_fx.plan.plan import Plan
 from zinf_fx.runtime.execute.executor import EXECUTOR
-from zinf_fx.runtime.execute.transfers import Staging
+from zinf_fx.runtime.execute.staging import Staging
 
 
 @pytest.fixture(autouse=True)

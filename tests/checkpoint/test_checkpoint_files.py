@@ -18,7 +18,7 @@ from zinf_fx.checkpoint.training.catalog import look_at
 from zinf_fx.checkpoint.training.contents import parts_of
 from zinf_fx.checkpoint.training.layout import laid_out
 from zinf_fx.checkpoint.training.loading import load
-from zinf_fx.checkpoint.training.reading import Memory
+from zinf_fx.checkpoint.training.reading import PieceMemory
 from zinf_fx.checkpoint.training.under_way import IN_FLIGHT
 from zinf_fx.checkpoint.training.verifying import damages_of
 
@@ -58,7 +58,7 @@ def test_some_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_memory_that_is_free_is_bounded_over_all_sizes():
-    memory = Memory()
+    memory = PieceMemory()
     references = []
     for size in (1 << power for power in range(12, 25)):
         taken = [memory.take(size) for _ in range(IN_FLIGHT // size)]

@@ -11,7 +11,7 @@ from zinf_fx.errors import ConfigError
 from zinf_fx.estimate import Estimate, Optimizer, Prediction, Workload, estimate, of_transformer
 from zinf_fx.plan import hardware
 from zinf_fx.plan.hardware import Disks, Hardware, Link, Memory
-from zinf_fx.plan.saving import Saved, Saving, checkpoints
+from zinf_fx.plan.saving import CheckpointSizes, Saving, checkpoints
 
 DGX_2 = hardware.load("dgx-2")
 
@@ -151,7 +151,7 @@ def test_checkpoints_on_disk():
     """Of 100 parameters with 2 bytes each, and 12 of states, in a node whose drives write 50 bytes per second."""
     day = 86400
     found = estimate(LOAD, ROUND, preset="infinity-nvme", every=day / 10, kept=4).saves
-    assert found.of_one == Saved({"float16": 200}, {"float32": 1200}, in_store=1400)
+    assert found.of_one == CheckpointSizes({"float16": 200}, {"float32": 1200}, in_store=1400)
     assert (found.every, found.kept) == (day / 10, 4)
     assert found.copied == Saving(1400, 1400 / 50, 5 * 1400, pytest.approx(14_000), pytest.approx(864e6 / 14_000))
     assert found.by_generations == Saving(0, 0.0, 4 * 1400, 0.0, None)
@@ -159,7 +159,9 @@ def test_checkpoints_on_disk():
     assert (cluster.seconds, cluster.on_disk, cluster.written_per_day) == (700 / 50, 2 * 1400, 700)
     states = estimate(LOAD, ROUND, preset="infinity-cpu").saves
     assert states.by_generations == states.copied  # nothing is in the store
-    part = checkpoints(Saved({"float16": 200}, {"float32": 1200}, 1200), ROUND, every=day, kept=4).by_generations
+    part = checkpoints(
+        CheckpointSizes({"float16": 200}, {"float32": 1200}, 1200), ROUND, every=day, kept=4
+    ).by_generations
     assert part == Saving(200, 4.0, 4 * 1200 + 5 * 200, 200.0, 4_320_000.0)
 
 

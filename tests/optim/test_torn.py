@@ -10,8 +10,8 @@ from injecting import Fault, clear_faults, inject
 
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError, StoreError
-from zinf_fx.optim.batch import Batch
 from zinf_fx.optim.chunk_queue import ChunkQueue
+from zinf_fx.optim.update_batch import UpdateBatch
 from zinf_fx.runtime.tensor.windows import Window
 
 SHAPES = ((16384,), (3 * 16384,), (2 * 16384,))
@@ -127,7 +127,7 @@ def test_a_step_that_ends_while_parameters_are_added_is_taken_again(twins, monke
     """And whole: that it began in backward is not believed."""
     pair, optimizer, reference = prepared(twins)
 
-    def failing(queue: ChunkQueue, batch: Batch) -> None:
+    def failing(queue: ChunkQueue, batch: UpdateBatch) -> None:
         raise error
 
     with monkeypatch.context() as patch:

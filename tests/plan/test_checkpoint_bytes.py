@@ -12,7 +12,7 @@ from torch import nn
 
 import zinf_fx
 from zinf_fx.checkpoint.training.loading import manifest_of
-from zinf_fx.plan.saving import saved
+from zinf_fx.plan.saving import checkpoint_sizes
 
 
 class Net(nn.Module):
@@ -39,7 +39,7 @@ STATES = {"parameters": "host", "gradients": "host", "optimizer": "nvme", "activ
 def test_bytes_of_a_checkpoint(tmp_path: Path, placement: Any, options: dict[str, Any], states: dict[str, str]):
     x = torch.randn(2, 64).bfloat16()
     model = zinf_fx.offload(Net(), store=tmp_path, placement=placement, **options)
-    found = saved(zinf_fx.export_plan(model, (x,), **options, **states))
+    found = checkpoint_sizes(zinf_fx.export_plan(model, (x,), **options, **states))
     optimizer = zinf_fx.optim.AdamW([p for p in model.parameters() if p.requires_grad], **states)
     model(x).backward()
     optimizer.step()

@@ -14,7 +14,7 @@ from streams import Stream
 
 from zinf_fx.config import Config
 from zinf_fx.plan.schedule import MemoryRegions, Tile
-from zinf_fx.runtime.execute.transfers import StagedTile
+from zinf_fx.runtime.execute.staging import StagedTile
 from zinf_fx.runtime.memory.device import CPU, Cuda, device_of
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.tiers import Tiers

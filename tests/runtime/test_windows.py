@@ -14,7 +14,7 @@ from zinf_fx.config import Config
 from zinf_fx.errors import StoreError
 from zinf_fx.plan.schedule import Tile
 from zinf_fx.runtime.execute.flying import TileState
-from zinf_fx.runtime.execute.transfers import StagedTile
+from zinf_fx.runtime.execute.staging import StagedTile
 from zinf_fx.runtime.memory.device import CPU
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.tiers import Tiers

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zinf_fx.checkpoint.published import Published, PublishedBytes, PublishedValues
-from zinf_fx.checkpoint.safetensors_file import Place, WeightFiles
+from zinf_fx.checkpoint.safetensors_file import TensorInFile, WeightFiles
 from zinf_fx.optim.elements import overwritten
 from zinf_fx.runtime.tensor.gathered import gathered
 from zinf_fx.runtime.tensor.quantised import Quantised, bytes_of
@@ -69,7 +69,7 @@ def _of_all_ranks(storage: TensorStorage, held: StoredBytes) -> Iterator[torch.T
         yield full.cpu()
 
 
-class Elements(Protocol):
+class FileElements(Protocol):
     """Those of a tensor in files, flat and in order."""
 
     dtype: torch.dtype
@@ -81,7 +81,7 @@ class Elements(Protocol):
 class _InOrder:
     """The elements of a tensor that lie in a file as they are."""
 
-    def __init__(self, place: Place, files: WeightFiles) -> None:
+    def __init__(self, place: TensorInFile, files: WeightFiles) -> None:
         self.dtype = place.kind.dtype
         self._place, self._files = place, files
 
@@ -90,7 +90,7 @@ class _InOrder:
 
 
 @torch.no_grad()
-def fill(tensor: torch.Tensor, files: WeightFiles, place: Place | Published) -> None:
+def fill(tensor: torch.Tensor, files: WeightFiles, place: TensorInFile | Published) -> None:
     """Replace all elements of a tensor by those at a place in files, converted to the tensor's dtype. What is
     published in the format that the tensor is quantised in keeps its codes and scales.
 
@@ -123,7 +123,7 @@ def quantised_as(published: Published, tensor: torch.Tensor) -> Quantised:
     return Quantised(published.format, tensor.dtype, published.transposed)
 
 
-def _fill_stored(tensor: StoredTensor, elements: Elements) -> None:
+def _fill_stored(tensor: StoredTensor, elements: FileElements) -> None:
     storage, share = tensor.storage, tensor.storage.share
     owned = share.own if share.partitioned else (range(storage.numel),)
     for part in (part for own in owned for part in pieces_of(own, storage.dtype.itemsize)):

@@ -13,7 +13,7 @@ from zinf_fx.checkpoint.elements import fill, quantised_as
 from zinf_fx.checkpoint.files import lies_within
 from zinf_fx.checkpoint.naming import Everyone, names_of_tied, tensors_of, unwrapped
 from zinf_fx.checkpoint.published import Published, as_published
-from zinf_fx.checkpoint.safetensors_file import Place, WeightFiles, places_in
+from zinf_fx.checkpoint.safetensors_file import TensorInFile, WeightFiles, places_in
 from zinf_fx.checkpoint.weight_files import INDEX, WHOLE
 from zinf_fx.errors import CheckpointError
 from zinf_fx.quantisation import tables_of
@@ -74,7 +74,7 @@ def _become(tensor: StoredTensor, files: WeightFiles, published: Published) -> N
     take_implementation(tensor, twin)
 
 
-def places_of(path: Path) -> dict[str, Place]:
+def places_of(path: Path) -> dict[str, TensorInFile]:
     """Where each tensor is. Raises: CheckpointError."""
     found = next((one for one in (path / WHOLE, path / INDEX) if one.is_file()), None) if path.is_dir() else path
     if found is None or not found.is_file():
@@ -110,7 +110,7 @@ def _file_of(index: Path, name: object) -> Path:
 def _check_fit(
     model: torch.nn.Module,
     tensors: Mapping[str, torch.Tensor],
-    places: Mapping[str, Place | Published],
+    places: Mapping[str, TensorInFile | Published],
     path: Path,
     wrong: list[str],
 ) -> None:

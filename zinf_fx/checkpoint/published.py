@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from zinf_fx.checkpoint.safetensors_file import Place, WeightFiles
+from zinf_fx.checkpoint.safetensors_file import TensorInFile, WeightFiles
 from zinf_fx.quantisation import FORMATS, dequantised
 
 # In the order in which they are looked for, behind the name of the codes.
@@ -89,8 +89,8 @@ class Pair(Published):
         rows_per_scale: rows of a matrix that share scales.
     """
 
-    codes: Place
-    scales: Place
+    codes: TensorInFile
+    scales: TensorInFile
     format: str
     rows_shape: tuple[int, ...]
     grid: tuple[int, int, int]
@@ -194,13 +194,13 @@ def _rows_with(elements: range, per_row: int) -> tuple[range, int]:
 
 
 def as_published(
-    places: Mapping[str, Place], wanted: Mapping[str, torch.Tensor]
-) -> tuple[dict[str, Place | Published], list[str]]:
+    places: Mapping[str, TensorInFile], wanted: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, TensorInFile | Published], list[str]]:
     """What is in files by the names of a model's tensors, codes and scales put together; and what is wrong with these.
 
     `wanted`: the model's tensors. One that has codes or scales itself takes them from the files.
     """
-    found: dict[str, Place | Published] = dict(places)
+    found: dict[str, TensorInFile | Published] = dict(places)
     wrong: list[str] = []
     has_scales = any(name.endswith(_SCALE_NAMES) for name in places)
     for name, tensor in wanted.items():
@@ -229,20 +229,22 @@ def as_published(
     return found, wrong
 
 
-def _without_scales_of(name: str, found: dict[str, Place | Published]) -> None:
+def _without_scales_of(name: str, found: dict[str, TensorInFile | Published]) -> None:
     """Leave out what is beside the codes of a weight."""
     stem = name.removesuffix("weight")
     for other in (*(name + ending for ending in _SCALE_NAMES), *(stem + ending for ending in _OF_INPUTS)):
         found.pop(other, None)
 
 
-def _take_parts(name: str, tensor: torch.Tensor, found: dict[str, Place | Published], wrong: list[str]) -> list[str]:
+def _take_parts(
+    name: str, tensor: torch.Tensor, found: dict[str, TensorInFile | Published], wrong: list[str]
+) -> list[str]:
     """Put what files have by experts in the place of a parameter that has all of them; the names of the codes."""
     stem, _, own = name.rpartition(".")
     if own not in _OF_EXPERTS or tensor.dim() != 3:
         return []
     names = [f"{stem}.{number}.{part}.weight" for number in range(tensor.shape[0]) for part in _OF_EXPERTS[own]]
-    if not any(isinstance(one := found.get(each), Place) and one.kind.dtype in _OF_CODES for each in names):
+    if not any(isinstance(one := found.get(each), TensorInFile) and one.kind.dtype in _OF_CODES for each in names):
         return []
     if missing := [each for each in names if each not in found]:
         wrong.append(f"'{name}' consists of {len(names)} weights, of which '{missing[0]}' is not there")
@@ -263,7 +265,7 @@ def _take_parts(name: str, tensor: torch.Tensor, found: dict[str, Place | Publis
     return names
 
 
-def _with_scales(name: str, places: Mapping[str, Place | Published]) -> Published | str:
+def _with_scales(name: str, places: Mapping[str, TensorInFile | Published]) -> Published | str:
     """A weight of 8-bit codes, or what is wrong with it."""
     codes = places[name]
     if codes.kind.dtype not in _OF_CODES:
@@ -312,7 +314,7 @@ def _rows_per_scale(scale_rows: int, rows: int) -> int | None:
     return None
 
 
-def _mxfp4(name: str, scale_name: str, places: Mapping[str, Place], transposed: bool) -> Published | str:
+def _mxfp4(name: str, scale_name: str, places: Mapping[str, TensorInFile], transposed: bool) -> Published | str:
     """A weight of 4-bit codes, or what is wrong with it."""
     codes, scales = places[name], places.get(scale_name)
     if scales is None:

@@ -71,7 +71,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorInFile:
     """A tensor in a file: what it is, and the offset of its first byte."""
 
     path: Path
@@ -110,7 +110,7 @@ class WeightFiles:
         while self._open:
             os.close(self._open.popitem()[1])
 
-    def fill(self, memory: torch.Tensor, place: Place, first: int) -> None:
+    def fill(self, memory: torch.Tensor, place: TensorInFile, first: int) -> None:
         """Fill contiguous `memory` with the bytes of a tensor from number `first` on.
 
         Raises: CheckpointError for a file that is shorter by now; OSError.
@@ -126,7 +126,7 @@ class WeightFiles:
                 )
             left, offset = left[count:], offset + count
 
-    def read(self, place: Place, first: int, nbytes: int) -> torch.Tensor:
+    def read(self, place: TensorInFile, first: int, nbytes: int) -> torch.Tensor:
         """So many bytes of a tensor from number `first` on: uint8, flat."""
         memory = torch.empty(nbytes, dtype=torch.uint8)
         self.fill(memory, place, first)
@@ -144,7 +144,7 @@ def check_dtype(dtype: torch.dtype, what: str) -> None:
         raise CheckpointError(f"{what} has dtype {dtype}, which safetensors files can't have: convert or remove it")
 
 
-def layout(kinds: Mapping[str, Kind], path: Path) -> tuple[bytes, dict[str, Place]]:
+def layout(kinds: Mapping[str, Kind], path: Path) -> tuple[bytes, dict[str, TensorInFile]]:
     """What a file at `path` with such tensors begins with, and where each is in it, in the order of their bytes."""
     by_alignment = sorted(kinds, key=lambda name: -kinds[name].dtype.itemsize)  # stable
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -157,11 +157,11 @@ def layout(kinds: Mapping[str, Kind], path: Path) -> tuple[bytes, dict[str, Plac
     text += b" " * (-len(text) % _ALIGNMENT)
     begin = len(text).to_bytes(8, "little") + text
     return begin, {
-        name: Place(path, kinds[name], len(begin) + end) for name, end in zip(by_alignment, ends, strict=False)
+        name: TensorInFile(path, kinds[name], len(begin) + end) for name, end in zip(by_alignment, ends, strict=False)
     }
 
 
-def places_in(path: Path) -> dict[str, Place]:
+def places_in(path: Path) -> dict[str, TensorInFile]:
     """Where each tensor of a file is.
 
     Raises: CheckpointError for a file that can't be read, is none of this format or not whole, or has a tensor of a
@@ -185,5 +185,5 @@ def places_in(path: Path) -> dict[str, Place]:
                 "that wrote it"
             )
         kind = Kind(dtype, tuple(entry["shape"]))
-        found[name] = Place(path, kind, 8 + length + entry["data_offsets"][0])
+        found[name] = TensorInFile(path, kind, 8 + length + entry["data_offsets"][0])
     return found

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from zinf_fx.checkpoint.commit import appear
 from zinf_fx.checkpoint.files import LOCK, Files, make_file, refusals
-from zinf_fx.checkpoint.safetensors_file import Kind, Place, layout
+from zinf_fx.checkpoint.safetensors_file import Kind, TensorInFile, layout
 from zinf_fx.sizes import in_words
 
 WHOLE = "model.safetensors"
@@ -31,7 +31,7 @@ class Shard:
 
     path: Path
     begin: bytes
-    places: Mapping[str, Place]
+    places: Mapping[str, TensorInFile]
 
     @property
     def nbytes(self) -> int:

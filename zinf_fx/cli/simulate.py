@@ -15,7 +15,7 @@ from zinf_fx.errors import ConfigError, PlanError
 from zinf_fx.frontend.explain import Planning
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.saving import checkpoints, saved
+from zinf_fx.plan.saving import checkpoint_sizes, checkpoints
 from zinf_fx.plan.show.saving import checkpoints_text
 from zinf_fx.plan.simulation.batch import batch_of, with_batch
 from zinf_fx.plan.simulation.operator_time import decided_by_launches
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> None:
         print(text if options.json else f"{_title(planned, plan, hardware, accumulate)}\n\n{text}")
         return
     simulation = simulate_plan(plan, hardware, *planned.seconds, **how)
-    saves = checkpoints(saved(plan), hardware, **saving_of(options))
+    saves = checkpoints(checkpoint_sizes(plan), hardware, **saving_of(options))
     if options.json:
         decision = {"decision": asdict(planned.decision)} if planned.decision is not None else {}
         decision |= {"divisions": [*map(asdict, planned.divisions)]} if planned.divisions else {}

@@ -19,7 +19,7 @@ from zinf_fx.errors import ConfigError
 from zinf_fx.estimate.fitting import Fit, fit
 from zinf_fx.estimate.workload import Workload
 from zinf_fx.plan.hardware import SECONDS_PER_DAY, Hardware, Memory
-from zinf_fx.plan.saving import Checkpoints, Saved, checkpoints
+from zinf_fx.plan.saving import Checkpoints, CheckpointSizes, checkpoints
 
 
 @dataclass(frozen=True)
@@ -125,11 +125,11 @@ def estimate(
     return Estimate(workload, hardware, states, predictions, chosen, needs, saves)
 
 
-def _saved(chosen: Prediction, workload: Workload, states: Mapping[str, int]) -> Saved:
+def _saved(chosen: Prediction, workload: Workload, states: Mapping[str, int]) -> CheckpointSizes:
     kept = [state for state in ("parameters", "optimizer") if getattr(PRESETS[chosen.preset], state) == "nvme"]
     in_store = sum(states[state] for state in kept)
     dtype = state_dtype(workload.dtype, workload.states.parameters)
-    return Saved({workload.dtype: states["parameters"]}, {dtype: states["optimizer"]}, in_store)
+    return CheckpointSizes({workload.dtype: states["parameters"]}, {dtype: states["optimizer"]}, in_store)
 
 
 def _values(workload: Workload, hardware: Hardware) -> dict[sympy.Symbol, float]:

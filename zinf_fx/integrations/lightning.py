@@ -24,7 +24,7 @@ from zinf_fx.runtime.gradients.reduction import no_sync
 _REST, _FOLDER = "lightning.ckpt", "zinf_fx.folder"
 
 
-class ForStoredModels:
+class StrategyForStoredModels:
     """Makes a strategy of Lightning's one for a module with stored parameters. Any other it treats as it did."""
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -85,11 +85,11 @@ class ForStoredModels:
         return {"optimizer": None, **dict(zip(names, self.optimizers, strict=False))}
 
 
-class SingleDevice(ForStoredModels, SingleDeviceStrategy):
+class SingleDevice(StrategyForStoredModels, SingleDeviceStrategy):
     """One process: `lightning.Trainer(strategy=SingleDevice())`."""
 
 
-class Ranks(ForStoredModels, DDPStrategy):
+class Ranks(StrategyForStoredModels, DDPStrategy):
     """Many processes, without DistributedDataParallel: zinf reduces the gradients.
 
     `lightning.Trainer(strategy=Ranks(), devices=...)`. The module offloads its network in `configure_model`, when there

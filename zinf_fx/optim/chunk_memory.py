@@ -8,11 +8,11 @@ from contextlib import ExitStack
 
 import torch
 
-from zinf_fx.optim.batch import Batch, Bytes
 from zinf_fx.optim.chunk import OpenChunk
 from zinf_fx.optim.chunks import Piece, chunk_elements, in_turn, part_of
 from zinf_fx.optim.recipe import Recipe
 from zinf_fx.optim.states import ParameterStates
+from zinf_fx.optim.update_batch import Bytes, UpdateBatch
 from zinf_fx.plan.memory.accounting import AT_A_TIME
 from zinf_fx.plan.schedule import CHUNKS
 from zinf_fx.runtime.memory.device import CPU, Device
@@ -38,7 +38,7 @@ class ChunkMemory:
         self._scratch: dict[Device, torch.Tensor] = {}
         self._close = ExitStack()
 
-    def plan(self, batch: Batch) -> None:
+    def plan(self, batch: UpdateBatch) -> None:
         """Decide how large the chunks of `batch`, and of all that may come, are: as configured, unless other room is
         planned."""
         more = len(self._stored) > len(batch.parameters)

@@ -6,12 +6,12 @@ from collections import deque
 
 import torch
 
-from zinf_fx.optim.batch import Batch, Chunk
 from zinf_fx.optim.chunk import OpenChunk
 from zinf_fx.optim.chunk_memory import ChunkMemory
 from zinf_fx.optim.progress import Progress
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.optim.states_ahead import StatesAhead
+from zinf_fx.optim.update_batch import Chunk, UpdateBatch
 
 
 class ChunkQueue:
@@ -33,7 +33,7 @@ class ChunkQueue:
         self.memory, self._progress, self.ahead = ChunkMemory(stored), progress, ahead
         self.is_followed = False
         self._read: list[OpenChunk] = []  # the first chunks, but for their gradients
-        self._loose: deque[Batch] = deque()  # not cut into chunks yet; another thread may add to them
+        self._loose: deque[UpdateBatch] = deque()  # not cut into chunks yet; another thread may add to them
         self._unopened: deque[Chunk] = deque()
         self._opened: deque[OpenChunk] = deque()
 
@@ -41,7 +41,7 @@ class ChunkQueue:
         """Whether any chunk is to be updated still."""
         return bool(self._opened or self._unopened or self._loose)
 
-    def take_ahead(self, batch: Batch) -> None:
+    def take_ahead(self, batch: UpdateBatch) -> None:
         """Begin with what was read for `batch`; what was read for others has the room that is needed now."""
         ahead, self.ahead = self.ahead, None
         if ahead is not None and (opened := ahead.take(batch)) is not None:
@@ -50,11 +50,11 @@ class ChunkQueue:
             if tiers.ahead is not None:
                 tiers.ahead.take(batch)
 
-    def read_ahead(self, batches: list[Batch]) -> None:
+    def read_ahead(self, batches: list[UpdateBatch]) -> None:
         """The step of these batches is over: have read what the next one needs of states, if that is expected."""
         self.ahead = StatesAhead.of(batches, self.memory) if self.is_followed else None
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: UpdateBatch) -> None:
         """Parameters came."""
         self._loose.append(batch)
 
@@ -73,7 +73,7 @@ class ChunkQueue:
         if not self._loose:
             return
         several = list(self._loose)
-        batch = Batch.of(several)
+        batch = UpdateBatch.of(several)
         if not self.memory.elements:
             self.memory.plan(batch)
         chunks = batch.chunks(self.memory.elements)

@@ -20,7 +20,7 @@ class Progress:
     Attributes:
         begun: those of which elements were updated, or may have been.
         finished: those of which all were, though maybe not in the store yet.
-        final: whether the gradients may be gone, so that the step can't be taken again.
+        irrevocable: whether the gradients may be gone, so that the step can't be taken again.
         changes: whether something that must be done whole is under way.
         resident: those that are updated at once (see [Note: resident updates]), if that has begun; `resident_updated`
             when it is over.
@@ -31,7 +31,7 @@ class Progress:
         self.begun: set[StoredTensor] = set()
         self.finished: set[StoredTensor] = set()
         self.resident: Sequence[StoredTensor] = ()
-        self.final = self.changes = self.resident_updated = False
+        self.irrevocable = self.changes = self.resident_updated = False
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -47,7 +47,7 @@ class Progress:
         """After `error`, once the writes under way have ended: how far it got; None if nothing changed and the
         gradients are there still."""
         begun, finished = self.begun.union(self.resident), self.finished
-        if not begun and not self.final:
+        if not begun and not self.irrevocable:
             return None
         if self.resident_updated:
             finished = finished.union(self.resident)

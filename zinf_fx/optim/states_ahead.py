@@ -15,9 +15,9 @@ import torch
 
 from zinf_fx.errors import StoreError
 from zinf_fx.interrupts import finalizing, held_back
-from zinf_fx.optim.batch import Batch
 from zinf_fx.optim.chunk import OpenChunk
 from zinf_fx.optim.chunk_memory import ChunkMemory
+from zinf_fx.optim.update_batch import UpdateBatch
 from zinf_fx.plan.schedule import CHUNKS
 from zinf_fx.runtime.recorder import RECORDER, STATES
 
@@ -31,7 +31,7 @@ class StatesAhead:
         memory: what the chunks were opened in, for the step that takes them.
     """
 
-    def __init__(self, batch: Batch, memory: ChunkMemory) -> None:
+    def __init__(self, batch: UpdateBatch, memory: ChunkMemory) -> None:
         """`batch`: the updates of the last step, which may come again; `memory`: of the next."""
         self.memory = memory
         self._batch, self._chunks = batch, batch.chunks(memory.elements)
@@ -45,7 +45,7 @@ class StatesAhead:
         self._finalizer.atexit = False
 
     @staticmethod
-    def of(batches: list[Batch], memory: ChunkMemory) -> StatesAhead | None:
+    def of(batches: list[UpdateBatch], memory: ChunkMemory) -> StatesAhead | None:
         """Behind a step of these batches in `memory`; None where there is no room for its chunks all the time, or the
         batch can't come again."""
         if len(batches) != 1 or not batches[0].recurs or batches[0].is_first or memory.count == CHUNKS:
@@ -71,7 +71,7 @@ class StatesAhead:
             self._opens = False
             self._lock.release()
 
-    def take(self, batch: Batch) -> list[OpenChunk] | None:
+    def take(self, batch: UpdateBatch) -> list[OpenChunk] | None:
         """The chunks that are open, for a step of `batch`, and `memory` with them; None where there are none of it, or
         not as they would be read now."""
         with self._lock:

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from zinf_fx.errors import StoreError
 from zinf_fx.interrupts import finalizing, held_back, let_through, sealed, taking
 from zinf_fx.optim.arithmetic import Group, borrow, show, step_without_hooks
-from zinf_fx.optim.batch import Batch
 from zinf_fx.optim.beside import Beside
 from zinf_fx.optim.chunk import OpenChunk
 from zinf_fx.optim.chunk_memory import ChunkMemory
@@ -31,6 +30,7 @@ from zinf_fx.optim.resident import ResidentCall
 from zinf_fx.optim.states import ParameterStates, State
 from zinf_fx.optim.states_ahead import StatesAhead
 from zinf_fx.optim.torn import TornStep
+from zinf_fx.optim.update_batch import UpdateBatch
 from zinf_fx.plan.memory.accounting import AT_A_TIME
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.memory.freelist import round_up
@@ -72,7 +72,7 @@ class StreamedStep:
         self._template.__dict__.pop("step", None)  # a scheduler's, bound to the optimizer
         self._progress = Progress(optimizer)
         self._queue = ChunkQueue(stored, self._progress, ahead)
-        self._batches: list[Batch] = []
+        self._batches: list[UpdateBatch] = []
         self.parameters: dict[StoredTensor, ParameterStates] = {}  # in the order in which they came
         self._pending: set[int] = set()  # keys of the storages that are not final yet
         self._held: dict[StoredTensor, int] = {}  # bytes of gradients in memory that nobody else has
@@ -86,7 +86,7 @@ class StreamedStep:
         self.seconds = 0.0
 
     @held_back
-    def add(self, batch: Batch, *, owned: bool = False) -> None:
+    def add(self, batch: UpdateBatch, *, owned: bool = False) -> None:
         """Take over updates of parameters: their gradients are in the states, and with `owned`, nobody else's any more.
 
         Nothing here waits for the thread beside. Raises: StoreError when a step failed that is still under way on the
@@ -102,7 +102,7 @@ class StreamedStep:
                 tiers.background = self
             if tiers not in self._memory.tiers:
                 self._memory.tiers.append(tiers)
-        self._progress.final |= owned
+        self._progress.irrevocable |= owned
         # Let autograd notice at once, as after any in-place update.
         torch.autograd.graph.increment_version(batch.wholes)
         announce_writes(batch.bytes)
@@ -167,11 +167,11 @@ class StreamedStep:
             with sealed:
                 self.finish()
         elif overlap and self._beside is not None:
-            self._progress.final = True
+            self._progress.irrevocable = True
             self.advance()
         elif overlap and reads:
             self.advance()
-            self._progress.final = True
+            self._progress.irrevocable = True
         else:
             self.finish()
 
@@ -320,7 +320,7 @@ class StreamedStep:
                 raise  # to whoever asks next, who ends the step
             if isinstance(error, Exception) or self._progress.changes or not self._can_be_continued:
                 self._fail(error)
-            self._progress.final = True  # the gradients may be gone when it goes on
+            self._progress.irrevocable = True  # the gradients may be gone when it goes on
             raise
         finally:
             self._worker, self._progress.changes = None, False

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from zinf_fx.errors import OptimizerError
 from zinf_fx.interrupts import held_back, sealed
 from zinf_fx.optim.arithmetic import Group, StateLayout, as_groups, skips, step_groups, without_hooks
-from zinf_fx.optim.batch import Batch, RecurringBatch
 from zinf_fx.optim.forms import KeptAs, MasterDtype, StateDtype
 from zinf_fx.optim.in_backward import GRADIENT_BUFFER, check_steps_in_backward, follow, gone, second_gradient
 from zinf_fx.optim.kept import KeptStates
@@ -28,6 +27,7 @@ from zinf_fx.optim.resident import ResidentCall, Residents
 from zinf_fx.optim.states import State, check_gradient, fitting
 from zinf_fx.optim.step import StreamedStep
 from zinf_fx.optim.torn import ReservedStates, TornStep, check_loaded
+from zinf_fx.optim.update_batch import RecurringUpdates, UpdateBatch
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.execute.executor import EXECUTOR, Stage
 from zinf_fx.runtime.tensor.local_parameter import local_input, stored_parameter
@@ -156,7 +156,7 @@ class Streamed(Optimizer):
         self.torn: TornStep | None = None
         self._kept = KeptStates(masters=self._has_masters)
         self._layouts, self._residents, self._recipes = Layouts(self._arithmetic), Residents(), Recipes()
-        self._recurring: RecurringBatch | None = None  # that of the last step
+        self._recurring: RecurringUpdates | None = None  # that of the last step
         self._groups: dict[torch.Tensor, int] = {}  # of each parameter, the number of its group then
         self._stage = Stage()
         self._constructed = True
@@ -272,7 +272,7 @@ class Streamed(Optimizer):
         for _, states in updates:
             states.parameter.grad = gone(states.parameter, states.gradient)
         if updates:
-            step.add(Batch(updates), owned=True)
+            step.add(UpdateBatch(updates), owned=True)
             step.advance()
 
     def make_room(self, nbytes: int) -> None:
@@ -382,7 +382,7 @@ class Streamed(Optimizer):
         step = self._last_step
         return step if step is not None and step.takes_more else None
 
-    def _step_stored(self, step: StreamedStep, resident: list[ResidentCall], batch: Batch | None) -> None:
+    def _step_stored(self, step: StreamedStep, resident: list[ResidentCall], batch: UpdateBatch | None) -> None:
         if not (resident or batch or step.parameters):
             self._last_step = None
             return
@@ -423,7 +423,7 @@ class Streamed(Optimizer):
         self._finishes_when_dropped.atexit = False
         return step
 
-    def _batch(self, step: StreamedStep, groups: Sequence[Group]) -> Batch | None:
+    def _batch(self, step: StreamedStep, groups: Sequence[Group]) -> UpdateBatch | None:
         """The updates of stored parameters in `groups` whose gradients `step` has not taken, if there are any."""
         several = [group["params"] for group in groups]
         layouts = cache(lambda number: self._layouts_of(self.param_groups[number]))
@@ -433,8 +433,8 @@ class Streamed(Optimizer):
             return recurring.batch
         stored = (p for p in self._groups if isinstance(p, StoredTensor) and p not in step.parameters)
         updates = [self._update_of(parameter, layouts) for parameter in stored if parameter.grad is not None]
-        batch = Batch(updates) if updates else None
-        self._recurring = batch and RecurringBatch.of(batch, several, self._state, layouts)
+        batch = UpdateBatch(updates) if updates else None
+        self._recurring = batch and RecurringUpdates.of(batch, several, self._state, layouts)
         return batch
 
     def _update_of(self, parameter: StoredTensor, layouts: Callable[[int], GroupLayouts]) -> Update:

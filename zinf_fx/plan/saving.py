@@ -11,7 +11,7 @@ from zinf_fx.plan.plan import Plan
 
 
 @dataclass(frozen=True)
-class Saved:
+class CheckpointSizes:
     """What a checkpoint has, in bytes of all ranks together. It has no gradients: steps consume them.
 
     Attributes:
@@ -29,7 +29,7 @@ class Saved:
         return sum(self.parameters.values()) + sum(self.states.values())
 
 
-def saved(plan: Plan) -> Saved:
+def checkpoint_sizes(plan: Plan) -> CheckpointSizes:
     """What a checkpoint has of a plan's parameters, as training with Adam keeps them."""
     parameters: Counter[str] = Counter()
     states: Counter[str] = Counter()
@@ -46,7 +46,7 @@ def saved(plan: Plan) -> Saved:
             for elements in counts:
                 states += tile.states.nbytes_by_dtype(elements, dtype)
             in_store += count * sum(tile.states.bytes_each) * (tile.state_tier == "nvme")
-    return Saved(dict(parameters), dict(states), in_store)
+    return CheckpointSizes(dict(parameters), dict(states), in_store)
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,14 @@ class Checkpoints:
             where checkpoints are on the store's file system.
     """
 
-    of_one: Saved
+    of_one: CheckpointSizes
     every: float
     kept: int
     copied: Saving
     by_generations: Saving
 
 
-def checkpoints(of_one: Saved, hardware: Hardware, *, every: float, kept: int) -> Checkpoints:
+def checkpoints(of_one: CheckpointSizes, hardware: Hardware, *, every: float, kept: int) -> Checkpoints:
     """What checkpoints cost, one every so many seconds, of which so many are kept."""
 
     def saving(stays: int) -> Saving:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from zinf_fx.checkpoint.training.files import rank_of
 from zinf_fx.checkpoint.training.holdings import Holding
-from zinf_fx.checkpoint.training.manifest import Manifest, Piece, SavedTensor
+from zinf_fx.checkpoint.training.manifest import Manifest, SavedPiece, SavedTensor
 from zinf_fx.checkpoint.training.parts.part import Matching
 from zinf_fx.checkpoint.training.reading import readings
 from zinf_fx.errors import StoreError
@@ -39,7 +39,7 @@ class _Placed(NamedTuple):
 
     place: range
     saved: SavedTensor
-    piece: Piece
+    piece: SavedPiece
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +178,7 @@ class Adoption:
         """Read all, and compare the checksums. Returns those of the pages."""
         found = [store.new_sums(one.nbytes) for one in several]
 
-        def pieces() -> Iterator[tuple[SavedTensor, Piece, tuple[PageSums, int]]]:
+        def pieces() -> Iterator[tuple[SavedTensor, SavedPiece, tuple[PageSums, int]]]:
             for one, sums in zip(several, found, strict=True):
                 first = 0
                 for placed in one.placed:

@@ -21,7 +21,7 @@ from zinf_fx.checkpoint.training.manifest import Manifest, Piece, SavedTensor
 from zinf_fx.checkpoint.training.open_files import opened
 from zinf_fx.checkpoint.training.parts.module import ModulePart
 from zinf_fx.checkpoint.training.parts.optimizer import OptimizerPart
-from zinf_fx.checkpoint.training.reading import Memory, Reading, needed_for
+from zinf_fx.checkpoint.training.reading import PieceMemory, Reading, needed_for
 from zinf_fx.checkpoint.training.values import decode
 from zinf_fx.errors import CheckpointError
 from zinf_fx.native.engine import File
@@ -44,7 +44,7 @@ class Pieces:
         """`report` is told of bytes that were read."""
         self.report = report
         self.files: Sequence[File] = ()
-        self._memory = Memory()
+        self._memory = PieceMemory()
         self._last: Reading | None = None
 
     def read(self, saved: SavedTensor, piece: Piece) -> torch.Tensor:

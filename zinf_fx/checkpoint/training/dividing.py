@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from zinf_fx.checkpoint.training.holdings import Holding
-from zinf_fx.checkpoint.training.layout import Run
+from zinf_fx.checkpoint.training.layout import SavedRun
 from zinf_fx.checkpoint.training.manifest import SavedBox, SavedTensor
 from zinf_fx.runtime.ranks import Ranks
 
@@ -16,13 +16,13 @@ Key = tuple[str, tuple[int, ...], tuple[int, ...], int, int]
 """A tensor's name, its box's offsets and shape, and the first element and the one behind the last."""
 
 
-def divided(ranks: Ranks, tensors: Mapping[str, Holding]) -> list[Run]:
+def divided(ranks: Ranks, tensors: Mapping[str, Holding]) -> list[SavedRun]:
     """The elements that this rank is to save, of those that it has.
 
     Of what several ranks have, stored tensors go to the one that has least to save so far, and ordinary ones, which may
     differ, to the first.
     """
-    runs = [Run(name, holding, elements) for name, holding in tensors.items() for elements in holding.own]
+    runs = [SavedRun(name, holding, elements) for name, holding in tensors.items() for elements in holding.own]
     if ranks.size == 1:
         return runs
     mine = {_key(run): run for run in runs}
@@ -73,7 +73,7 @@ def _kind(several: list[Any]) -> str:
     return next(one["kind"] for one in several if one is not None)
 
 
-def _key(run: Run) -> Key:
+def _key(run: SavedRun) -> Key:
     box = run.holding.box
     return run.name, box.offsets, box.shape, run.elements.start, run.elements.stop
 

@@ -10,7 +10,7 @@ from mmap import mmap
 import torch
 
 from zinf_fx.checkpoint.training.holdings import Holding
-from zinf_fx.checkpoint.training.layout import Run
+from zinf_fx.checkpoint.training.layout import SavedRun
 from zinf_fx.errors import StoreError
 from zinf_fx.runtime.disk.copy_on_write import CopyOnWrite
 from zinf_fx.runtime.disk.generation import Generation
@@ -39,13 +39,13 @@ class Frozen:
         bytes_read: so far, from stores.
     """
 
-    def __init__(self, runs: Iterable[Run], unwritten: Collection[int], in_memory: int) -> None:
+    def __init__(self, runs: Iterable[SavedRun], unwritten: Collection[int], in_memory: int) -> None:
         """`unwritten`: keys of the storages that nobody will rewrite; `in_memory`: bytes that are copied there, at
         most. Nothing is on its way to the stores.
 
         Raises: NotFrozenError; nothing is kept then.
         """
-        self.runs: list[Run] = []
+        self.runs: list[SavedRun] = []
         self.bytes_read = 0
         self._left = in_memory
         self._buffers: list[torch.Tensor] = []

@@ -19,8 +19,8 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from zinf_fx.checkpoint.files import Files
-from zinf_fx.checkpoint.training.layout import Run
-from zinf_fx.checkpoint.training.manifest import Piece, SavedFile
+from zinf_fx.checkpoint.training.layout import SavedRun
+from zinf_fx.checkpoint.training.manifest import SavedFile, SavedPiece
 from zinf_fx.errors import CheckpointError, StoreError
 from zinf_fx.runtime.disk.copy_on_write import CopyOnWrite
 from zinf_fx.runtime.disk.generation import Generation
@@ -46,20 +46,20 @@ class KeptInStore:
         """`name_link`: the name of a link in the directory, by its number."""
         self._directory, self._name_link, self._files = directory.absolute(), name_link, files
         self._generations: list[tuple[Tiers, Generation]] = []
-        self.pieces: list[tuple[str, Piece]] = []
+        self.pieces: list[tuple[str, SavedPiece]] = []
         self.nbytes = 0
-        self.others: list[Run] = []
+        self.others: list[SavedRun] = []
         self.files: list[SavedFile] = []
         self.why_copied: str | None = None
         self._tiers: list[Tiers] = []
 
-    def keep(self, runs: Sequence[Run], unwritten: Collection[int], replaced: Collection[Path]) -> None:
+    def keep(self, runs: Sequence[SavedRun], unwritten: Collection[int], replaced: Collection[Path]) -> None:
         """Keep what is in stores. `unwritten`: keys of the storages that nobody will rewrite; `replaced`: directories
         of checkpoints that will be gone when this one is there.
 
         Raises: CheckpointError when there is no room for the next step's; OSError, StoreError.
         """
-        by_tiers: dict[Tiers, list[Run]] = {}
+        by_tiers: dict[Tiers, list[SavedRun]] = {}
         for run in runs:
             home = run.holding.home
             if home is None or home.in_store is None:
@@ -95,7 +95,7 @@ class KeptInStore:
         return None
 
     def _keep_in(
-        self, tiers: Tiers, runs: Sequence[Run], unwritten: Collection[int], replaced: Collection[Path]
+        self, tiers: Tiers, runs: Sequence[SavedRun], unwritten: Collection[int], replaced: Collection[Path]
     ) -> str | None:
         """Keep runs of one store. Returns why that is not possible; nothing is kept then."""
         generation, earlier = Generation(tiers.store), [one for one in tiers.generations if one.is_in(replaced)]
@@ -114,7 +114,7 @@ class KeptInStore:
         self._generations.append((tiers, generation))
         return self._link(tiers, generation, runs)
 
-    def _link(self, tiers: Tiers, generation: Generation, runs: Sequence[Run]) -> str | None:
+    def _link(self, tiers: Tiers, generation: Generation, runs: Sequence[SavedRun]) -> str | None:
         """Give the data files their names in the checkpoint. Returns why that is not possible."""
         kept = _Kept(generation, len(self.files))
         for run in runs:
@@ -150,26 +150,26 @@ class _Kept:
 
     def __init__(self, generation: Generation, files: int) -> None:
         """`files`: how many links there are already."""
-        self.pieces: list[tuple[str, Piece]] = []
+        self.pieces: list[tuple[str, SavedPiece]] = []
         self.nbytes = 0
-        self.others: list[Run] = []
+        self.others: list[SavedRun] = []
         self.content: dict[int, list[range]] = {}
         self._numbers: dict[int, int] = {}  # of the links, by data files
         self._key, self._files = generation.key, files
 
-    def look_for(self, run: Run) -> None:
+    def look_for(self, run: SavedRun) -> None:
         holding, in_store, itemsize = run.holding, run.holding.home.in_store, run.holding.dtype.itemsize
         for elements in holding.chunks(run.elements):
             whole = holding.in_pages(elements)
             places = [] if whole is None else list(in_store.places(self._key, whole.start, len(whole)))
             if not places or any(crc is None for _, crc in places):
-                self.others.append(Run(run.name, holding, elements))
+                self.others.append(SavedRun(run.name, holding, elements))
                 continue
             for place, crc in places:
                 start = elements.start + (place.start - whole.start) // itemsize
                 nbytes = min(place.nbytes, whole.stop - place.start)
                 number = self._numbers.setdefault(place.volume, self._files + len(self._numbers))
-                piece = Piece(start, nbytes // itemsize, number, place.offset, crc, place.nbytes - nbytes)
+                piece = SavedPiece(start, nbytes // itemsize, number, place.offset, crc, place.nbytes - nbytes)
                 self.pieces.append((run.name, piece))
                 self.nbytes += nbytes
                 self.content.setdefault(place.volume, []).append(range(place.offset, place.offset + place.nbytes))

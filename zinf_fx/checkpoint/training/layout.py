@@ -23,7 +23,7 @@ LARGEST_PIECE = 8 << 20
 
 
 @dataclass(frozen=True)
-class Run:
+class SavedRun:
     """Consecutive elements of a rank's part of a tensor, which it is to save."""
 
     name: str
@@ -37,10 +37,10 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Place:
+class PlaceInFile:
     """Where some elements of a run are to be: the number of the file, and the offset in it."""
 
-    run: Run
+    run: SavedRun
     elements: range
     file: int
     offset: int
@@ -51,7 +51,7 @@ class Place:
         return len(self.elements) * self.run.holding.dtype.itemsize
 
 
-_Piece = tuple[Run, range, int]
+_Piece = tuple[SavedRun, range, int]
 """Some elements of a run, and the bytes before them in their file, but for its header."""
 
 
@@ -59,12 +59,12 @@ _Piece = tuple[Run, range, int]
 class Layout:
     """Which elements are where in which file, and how the files begin and how long they are."""
 
-    places: tuple[Place, ...]
+    places: tuple[PlaceInFile, ...]
     headers: tuple[bytes, ...]
     sizes: tuple[int, ...]
 
 
-def laid_out(runs: Iterable[Run], largest: int = LARGEST_FILE) -> Layout:
+def laid_out(runs: Iterable[SavedRun], largest: int = LARGEST_FILE) -> Layout:
     """A layout of runs, in their order, in files of about `largest` bytes at most."""
     files: list[list[list[_Piece]]] = []  # of each, pieces in a row of the same run
     filled = largest
@@ -82,7 +82,7 @@ def laid_out(runs: Iterable[Run], largest: int = LARGEST_FILE) -> Layout:
             filled += nbytes
     headers = [_header(entries) for entries in files]
     places = [
-        Place(run, elements, number, len(headers[number]) + offset)
+        PlaceInFile(run, elements, number, len(headers[number]) + offset)
         for number, rows in enumerate(files)
         for row in rows
         for run, elements, offset in row

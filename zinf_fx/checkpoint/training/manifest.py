@@ -47,7 +47,7 @@ def _as_it_is(value: object, name: str) -> object:
 
 
 @dataclass(frozen=True)
-class Piece:
+class SavedPiece:
     """Consecutive elements of a box.
 
     Attributes:
@@ -76,7 +76,7 @@ class SavedBox:
 
     offsets: tuple[Annotated[int, 0], ...]
     shape: tuple[Annotated[int, 0], ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SavedPiece, ...]
 
     @property
     def box(self) -> Box:
@@ -160,7 +160,7 @@ class Manifest:
         )
         return merged(range(start // PAGE * PAGE, round_up(end, PAGE)) for start, end in ends)
 
-    def pieces(self) -> Iterator[tuple[SavedTensor, Piece]]:
+    def pieces(self) -> Iterator[tuple[SavedTensor, SavedPiece]]:
         """All pieces, each with its tensor."""
         for tensor in self.tensors:
             for box in tensor.boxes:

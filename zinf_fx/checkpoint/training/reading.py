@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from zinf_fx.checkpoint.training.manifest import Piece, SavedBox, SavedTensor
+from zinf_fx.checkpoint.training.manifest import SavedBox, SavedPiece, SavedTensor
 from zinf_fx.checkpoint.training.under_way import IN_FLIGHT, UnderWay
 from zinf_fx.errors import DamagedCheckpointError
 from zinf_fx.interrupts import let_through
@@ -22,7 +22,7 @@ from zinf_fx.sizes import PAGE
 T = TypeVar("T")
 
 
-class Memory:
+class PieceMemory:
     """What pieces are read into: that of one that is gone is there for the next, and not given back and taken anew, as
     far as all that is free is no more than what may be under way."""
 
@@ -55,7 +55,7 @@ class Reading:
         pages: that they are in: the address in memory, how many bytes, and the offset in the file.
     """
 
-    def __init__(self, file: File, tensor: SavedTensor, piece: Piece, memory: Memory) -> None:
+    def __init__(self, file: File, tensor: SavedTensor, piece: SavedPiece, memory: PieceMemory) -> None:
         self.piece, self._tensor, self._file = piece, tensor, file
         self.nbytes = piece.count * tensor.dtype.itemsize
         first = piece.offset // PAGE * PAGE
@@ -88,9 +88,11 @@ class Reading:
         return self._elements
 
 
-def readings(opened: Sequence[File], pieces: Iterable[tuple[SavedTensor, Piece, T]]) -> Iterator[tuple[Reading, T]]:
+def readings(
+    opened: Sequence[File], pieces: Iterable[tuple[SavedTensor, SavedPiece, T]]
+) -> Iterator[tuple[Reading, T]]:
     """The readings of pieces, in order, each with what else is said of its piece; the next ones are under way, too."""
-    memory, queue = Memory(), UnderWay[tuple[Reading, T]]()
+    memory, queue = PieceMemory(), UnderWay[tuple[Reading, T]]()
     for saved, piece, what in pieces:
         let_through()
         nbytes = piece.count * saved.dtype.itemsize + piece.padding
@@ -103,7 +105,7 @@ def readings(opened: Sequence[File], pieces: Iterable[tuple[SavedTensor, Piece, 
         queue.end_first()
 
 
-class Elements(Protocol):
+class Destination(Protocol):
     """Memory for some elements, 1-D: wait, set them all, then `store` or `close`, once."""
 
     def wait(self) -> torch.Tensor:
@@ -130,7 +132,7 @@ class Target(Protocol):
     def chunks(self, elements: range) -> list[range]:
         """Some of them, in parts that are read at a time."""
 
-    def open_for_writing(self, elements: range) -> Elements:
+    def open_for_writing(self, elements: range) -> Destination:
         """Memory for a part. The parts come in order."""
 
 
@@ -148,10 +150,10 @@ class Reader:
 
     def __init__(self, opened: Sequence[File], report: Callable[[int], object]) -> None:
         """`report` is told of bytes that are where they belong."""
-        self._opened, self._report, self._memory = opened, report, Memory()
+        self._opened, self._report, self._memory = opened, report, PieceMemory()
         self._known: weakref.WeakValueDictionary[tuple[int, int], Reading] = weakref.WeakValueDictionary()
         self._queue: UnderWay[tuple[_Chunk, Box, Reading]] = UnderWay()
-        self._window: Elements | None = None  # over the chunk that comes first
+        self._window: Destination | None = None  # over the chunk that comes first
 
     def read(self, saved: SavedTensor, target: Target) -> None:
         """Start to fill a target; it is full when `end` has returned."""
@@ -177,7 +179,7 @@ class Reader:
             self._window = None
         self._queue.clear()
 
-    def _start(self, saved: SavedTensor, piece: Piece) -> Reading:
+    def _start(self, saved: SavedTensor, piece: SavedPiece) -> Reading:
         place = piece.file, piece.offset
         reading = self._known.get(place)
         if reading is None:
@@ -198,14 +200,14 @@ class Reader:
             self._report(len(chunk.elements) * source.dtype.itemsize)
 
 
-def needed_for(saved: SavedTensor, box: Box, elements: range) -> Iterator[tuple[Box, Piece]]:
+def needed_for(saved: SavedTensor, box: Box, elements: range) -> Iterator[tuple[Box, SavedPiece]]:
     """The pieces that have any of some elements of a box, each with the box that it is of."""
     for one in saved.boxes:
         for piece in _pieces_for(one, box, elements):
             yield one.box, piece
 
 
-def _pieces_for(source: SavedBox, box: Box, elements: range) -> list[Piece]:
+def _pieces_for(source: SavedBox, box: Box, elements: range) -> list[SavedPiece]:
     other = source.box
     if other == box:
         return [piece for piece in source.pieces if _touch(piece.elements, elements)]

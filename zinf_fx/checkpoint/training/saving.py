@@ -31,9 +31,9 @@ from zinf_fx.checkpoint.training.holdings import Holding
 from zinf_fx.checkpoint.training.layout import Layout, laid_out
 from zinf_fx.checkpoint.training.manifest import (
     Manifest,
-    Piece,
     SavedBox,
     SavedFile,
+    SavedPiece,
     SavedTensor,
     begins_manifest,
     check_sound,
@@ -201,12 +201,12 @@ class _Begun:
         self, layout: Layout, sums: Sequence[int], paths: Sequence[Path]
     ) -> tuple[list[SavedTensor], dict[str, str], list[SavedFile]]:
         """What this rank has saved: its pieces, the other names of tensors, and its files."""
-        pieces: dict[str, list[Piece]] = {}
+        pieces: dict[str, list[SavedPiece]] = {}
         for name, piece in self.kept.pieces:
             pieces.setdefault(name, []).append(piece)
         for place, crc in zip(layout.places, sums, strict=True):
             number = len(self.kept.files) + place.file
-            piece = Piece(place.elements.start, len(place.elements), number, place.offset, crc)
+            piece = SavedPiece(place.elements.start, len(place.elements), number, place.offset, crc)
             pieces.setdefault(place.run.name, []).append(piece)
         tensors = []
         for name, holding in self.tensors.items():

@@ -9,7 +9,7 @@ import torch
 
 from zinf_fx.checkpoint.files import Files
 from zinf_fx.checkpoint.training.holdings import OrdinaryElements
-from zinf_fx.checkpoint.training.layout import Place
+from zinf_fx.checkpoint.training.layout import PlaceInFile
 from zinf_fx.checkpoint.training.under_way import IN_FLIGHT, UnderWay
 from zinf_fx.errors import StoreError
 from zinf_fx.interrupts import let_through
@@ -23,7 +23,7 @@ from zinf_fx.sizes import PAGE
 class _Piece(NamedTuple):
     """A piece under way: the window over its elements, and what writes them."""
 
-    place: Place
+    place: PlaceInFile
     window: Window | OrdinaryElements
     ticket: FileTicket | None = None
 
@@ -41,7 +41,7 @@ class Writer:
         self._writing: UnderWay[_Piece] = UnderWay(in_flight)
         self._sums: list[int] = []
 
-    def write(self, headers: Sequence[bytes], places: Sequence[Place]) -> list[int]:
+    def write(self, headers: Sequence[bytes], places: Sequence[PlaceInFile]) -> list[int]:
         """Write the headers of the files and all pieces. Returns the checksum of each piece.
 
         Raises: StoreError; some is written then.
@@ -71,7 +71,7 @@ class Writer:
         memory[:] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self._files.start_write(file, memory.data_ptr(), 0, len(header), memory).wait()
 
-    def _open(self, place: Place) -> Window | OrdinaryElements:
+    def _open(self, place: PlaceInFile) -> Window | OrdinaryElements:
         """A window, for which there may be room only when those that are open are gone."""
         while True:
             try:

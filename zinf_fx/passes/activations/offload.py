@@ -33,7 +33,7 @@ SMALLEST = 1 << 14
 
 
 @dataclass(frozen=True)
-class Saved:
+class LeavingActivations:
     """Saved activations that share memory, and leave.
 
     Attributes:
@@ -54,7 +54,7 @@ class OffloadActivations(Pass):
 
     name = "offload_activations"
 
-    leaving: tuple[Saved, ...]
+    leaving: tuple[LeavingActivations, ...]
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         tokens: dict[fx.Node, fx.Node] = {}
@@ -75,7 +75,7 @@ class ReloadActivations(Pass):
 
     name = "reload_activations"
 
-    leaving: tuple[Saved, ...]
+    leaving: tuple[LeavingActivations, ...]
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         inputs = {node.target: node for node in graph.find_nodes(op="placeholder")}
@@ -100,7 +100,9 @@ class ReloadActivations(Pass):
         return replace(context, tiles=tiles)
 
 
-def saved_activations(forward: fx.Graph, results: int, tier: Tier, ranks: int) -> tuple[tuple[Saved, ...], int]:
+def saved_activations(
+    forward: fx.Graph, results: int, tier: Tier, ranks: int
+) -> tuple[tuple[LeavingActivations, ...], int]:
     """What the forward graph computes and saves for backward, beside its first `results` outputs: what is to leave for
     `tier`, or to be divided over `ranks` (see [Note: equal values]), and bytes of the rest.
 
@@ -123,7 +125,7 @@ def saved_activations(forward: fx.Graph, results: int, tier: Tier, ranks: int) -
         can = memory not in returned and nbytes >= SMALLEST and _is_dense(value)
         can = can and all(_is_plain_view(node.meta["val"], value) for node in nodes)
         if can and (to != "device" or among > 1):
-            leaving.append(Saved(memory, tuple(dict.fromkeys(nodes)), to, among))
+            leaving.append(LeavingActivations(memory, tuple(dict.fromkeys(nodes)), to, among))
         else:
             kept += nbytes
             dynamic += [memory] if nbytes >= SMALLEST and not _is_static(value) else []
@@ -160,7 +162,7 @@ def _is_plain_view(value: torch.Tensor, memory: torch.Tensor) -> bool:
     return plain and _is_static(value) and isinstance(value.storage_offset(), int)
 
 
-def _tile(saved: Saved, config: Config) -> Tile:
+def _tile(saved: LeavingActivations, config: Config) -> Tile:
     value, ranks = saved.memory.meta["val"], saved.ranks
     shards = Shards.of(value.numel(), ranks, config.placement.on_nvme)
     return Tile(

@@ -14,7 +14,7 @@ from zinf_fx.plan.memory.use import arena_by_operator
 from zinf_fx.plan.placement.decision import Decision
 from zinf_fx.plan.placement.division import Division
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.saving import saved
+from zinf_fx.plan.saving import checkpoint_sizes
 
 
 def to_json(plans: Sequence[Plan], decision: Decision | None = None, divisions: Sequence[Division] = ()) -> str:
@@ -31,7 +31,7 @@ def to_json(plans: Sequence[Plan], decision: Decision | None = None, divisions: 
 
 
 def _object(plan: Plan) -> dict[str, object]:
-    data = asdict(plan) | {"checkpoint": asdict(saved(plan))}
+    data = asdict(plan) | {"checkpoint": asdict(checkpoint_sizes(plan))}
     for found, graph in zip(data["graphs"], plan.graphs, strict=True):
         both = zip(flows(plan, graph), arena_by_operator(plan, graph), strict=True)
         found["memory"] = [{**asdict(flow), "arena": arena} for flow, arena in both]

@@ -12,7 +12,7 @@ from zinf_fx.plan.journeys import TRANSFERS
 from zinf_fx.plan.memory.accounting import flows, phases
 from zinf_fx.plan.memory.use import host_arena, host_states, peak_host_bytes
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.saving import saved
+from zinf_fx.plan.saving import checkpoint_sizes
 from zinf_fx.plan.schedule import HEAD, GraphSchedule
 from zinf_fx.plan.show.curve import ASCII, Glyphs
 from zinf_fx.plan.show.living import placement_lines
@@ -330,7 +330,7 @@ def _arena(plan: Plan) -> str:
 
 def _checkpoint(plan: Plan) -> list[str]:
     """What is saved of training, if it is."""
-    of_one = saved(plan)
+    of_one = checkpoint_sizes(plan)
     if not of_one.states:
         return []
     parts = {"parameters": of_one.parameters, "optimizer states": of_one.states}

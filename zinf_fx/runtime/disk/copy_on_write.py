@@ -17,7 +17,7 @@ from zinf_fx.runtime.memory.leases import Ticket
 from zinf_fx.sizes import PAGE
 
 
-class Part(NamedTuple):
+class ExtentPart(NamedTuple):
     """The bytes from `start` on, up to `stop`, and the extent that has them, in the same place."""
 
     start: int
@@ -43,7 +43,7 @@ class CopyOnWrite:
         self._store = store
         self._live = [_whole(store.allocate(nbytes))]
         self.capacity = self._live[0].stop
-        self._kept: dict[object, list[Part]] = {}  # by who keeps them
+        self._kept: dict[object, list[ExtentPart]] = {}  # by who keeps them
         self._ahead: Extent | None = None
         self._heir: Extent | None = None  # to be ahead, when those are released who still keep it
         self._lock = threading.Lock()
@@ -151,7 +151,7 @@ class CopyOnWrite:
     def _start(
         self,
         transfer: Callable[..., Ticket],
-        parts: Sequence[Part],
+        parts: Sequence[ExtentPart],
         address: int,
         offset: int,
         owner: object,
@@ -167,7 +167,7 @@ class CopyOnWrite:
             raise
         return tickets[0] if len(tickets) == 1 else JoinedTicket(tickets)
 
-    def _free_to_write(self, parts: list[Part]) -> list[Part]:
+    def _free_to_write(self, parts: list[ExtentPart]) -> list[ExtentPart]:
         """Where these are to be written: those that nobody keeps where they are, the others ahead."""
         free = _without(parts, self._all_kept())
         taken = _without(parts, free)
@@ -175,7 +175,7 @@ class CopyOnWrite:
             return parts
         if self._ahead is None:
             self._ahead = self._store.allocate(self.capacity)
-        return _joined(free + [Part(start, stop, self._ahead) for start, stop, _ in taken])
+        return _joined(free + [ExtentPart(start, stop, self._ahead) for start, stop, _ in taken])
 
     def _heir_of(self, replaced: Sequence[object]) -> Extent | None:
         """An extent all of which is kept for those who are replaced, and nothing by anybody else."""
@@ -190,15 +190,15 @@ class CopyOnWrite:
     def _uses(self, extent: Extent) -> bool:
         return any(part.extent is extent for part in self._live)
 
-    def _all_kept(self) -> list[Part]:
+    def _all_kept(self) -> list[ExtentPart]:
         return [part for parts in self._kept.values() for part in parts]
 
-    def _owned(self) -> list[Part]:
+    def _owned(self) -> list[ExtentPart]:
         """What is not free: of live bytes, of those that are kept, and of what is ahead."""
         owned = [*self._live, *self._all_kept()]
         return owned + self._ahead_of(owned)
 
-    def _ahead_of(self, others: Sequence[Part]) -> list[Part]:
+    def _ahead_of(self, others: Sequence[ExtentPart]) -> list[ExtentPart]:
         """What is ahead, or is to be, and none of these."""
         ahead = [_whole(extent) for extent in (self._ahead, self._heir) if extent is not None]
         return _without(ahead, others)
@@ -209,7 +209,7 @@ class CopyOnWrite:
         self._ahead = self._heir = None
         self._give_back(unused)
 
-    def _give_back(self, parts: Iterable[Part]) -> None:
+    def _give_back(self, parts: Iterable[ExtentPart]) -> None:
         for start, stop, extent in parts:
             self._store.give_back(extent, start, stop - start)
 
@@ -234,27 +234,27 @@ class CopyOnWrite:
                 self._lock.release()
 
 
-def _whole(extent: Extent) -> Part:
-    return Part(0, extent.capacity, extent)
+def _whole(extent: Extent) -> ExtentPart:
+    return ExtentPart(0, extent.capacity, extent)
 
 
-def _cut(parts: Iterable[Part], start: int, stop: int) -> list[Part]:
+def _cut(parts: Iterable[ExtentPart], start: int, stop: int) -> list[ExtentPart]:
     """What of these lies in a range."""
     return [
-        Part(max(part.start, start), min(part.stop, stop), part.extent)
+        ExtentPart(max(part.start, start), min(part.stop, stop), part.extent)
         for part in parts
         if part.start < stop and start < part.stop
     ]
 
 
-def _runs(parts: Iterable[Part], offset: int, nbytes: int) -> Iterator[tuple[FilePart, PageSums | None]]:
+def _runs(parts: Iterable[ExtentPart], offset: int, nbytes: int) -> Iterator[tuple[FilePart, PageSums | None]]:
     """Where in files some bytes are, in whole pages, and the checksums of the extent that each part is of."""
     for part in _cut(parts, offset, offset + round_up(nbytes, PAGE)):
         for run in runs(part.extent.places, part.extent.unit, part.start, part.stop - part.start):
             yield run, part.extent.sums
 
 
-def _checksum(parts: Iterable[Part], offset: int, nbytes: int) -> int | None:
+def _checksum(parts: Iterable[ExtentPart], offset: int, nbytes: int) -> int | None:
     """The CRC-32C of some bytes, in whole pages; None where it is not known."""
     crc: int | None = 0
     for run, sums in _runs(parts, offset, nbytes):
@@ -264,7 +264,7 @@ def _checksum(parts: Iterable[Part], offset: int, nbytes: int) -> int | None:
     return crc
 
 
-def _overlapping(some: Iterable[Part], others: Sequence[Part]) -> bool:
+def _overlapping(some: Iterable[ExtentPart], others: Sequence[ExtentPart]) -> bool:
     return any(
         one.extent is other.extent and one.start < other.stop and other.start < one.stop
         for one in some
@@ -272,7 +272,7 @@ def _overlapping(some: Iterable[Part], others: Sequence[Part]) -> bool:
     )
 
 
-def _without(parts: Iterable[Part], others: Sequence[Part]) -> list[Part]:
+def _without(parts: Iterable[ExtentPart], others: Sequence[ExtentPart]) -> list[ExtentPart]:
     """What of these is in none of the others, each extent by itself."""
     found = []
     for part in parts:
@@ -280,15 +280,15 @@ def _without(parts: Iterable[Part], others: Sequence[Part]) -> list[Part]:
         for other in others:
             if other.extent is part.extent:
                 left.discard(other.start, other.stop)
-        found += [Part(start, stop, part.extent) for start, stop in left]
+        found += [ExtentPart(start, stop, part.extent) for start, stop in left]
     return found
 
 
-def _joined(parts: Iterable[Part]) -> list[Part]:
+def _joined(parts: Iterable[ExtentPart]) -> list[ExtentPart]:
     """The same, in order, in as few parts as possible."""
-    found: list[Part] = []
+    found: list[ExtentPart] = []
     for part in sorted(parts, key=lambda one: one.start):
         if found and found[-1].extent is part.extent and found[-1].stop == part.start:
-            part = Part(found.pop().start, part.stop, part.extent)
+            part = ExtentPart(found.pop().start, part.stop, part.extent)
         found.append(part)
     return found

@@ -21,7 +21,7 @@ from zinf_fx.runtime.execute.binding import Here, bind, head_fetches
 from zinf_fx.runtime.execute.flying import FlyingTile
 from zinf_fx.runtime.execute.inductor import CompiledRegion
 from zinf_fx.runtime.execute.inputs import Inputs
-from zinf_fx.runtime.execute.transfers import Staging
+from zinf_fx.runtime.execute.staging import Staging
 from zinf_fx.runtime.gradients.leaving import LeavingGradients
 from zinf_fx.runtime.gradients.reduction import Reduction
 from zinf_fx.runtime.memory.device import CPU
@@ -280,7 +280,7 @@ class Run:
             program.slots.reserve(self._owner, self._tiers[0])
         for tiers in self._tiers:
             tiers.check_process()
-        self._held: dict[int, FlyingTile] = {}
+        self._flying: dict[int, FlyingTile] = {}
         self._computing: Note | None = None  # the operator, while somebody records
         self._gradients: LeavingGradients | None = None  # of a backward graph
         if program.schedule.kind == "backward":
@@ -302,7 +302,7 @@ class Run:
 
     def fetch(self, tile: int, offset: int | None = None) -> None:
         """Start reading a tile."""
-        self._held[tile] = EXECUTOR.staging.fetch(self._storages[tile], self._tiles[tile], offset)
+        self._flying[tile] = EXECUTOR.staging.fetch(self._storages[tile], self._tiles[tile], offset)
 
     def upload(self, tile: int, offset: int | None = None) -> None:
         """Start copying a tile to the device, behind what is queued there by now."""
@@ -327,12 +327,12 @@ class Run:
     def wait(self, tile: int) -> torch.Tensor:
         """The full tile."""
         with RECORDER.about(self._tiles[tile].label):
-            return self._held[tile].wait().view(self._tiles[tile].shape)
+            return self._flying[tile].wait().view(self._tiles[tile].shape)
 
     def wait_for_members(self, tile: int) -> list[torch.Tensor]:
         """The parameters of a pack."""
         with RECORDER.about(self._tiles[tile].label):
-            return self._held[tile].wait()
+            return self._flying[tile].wait()
 
     @property
     def values(self) -> Mapping[int, torch.Tensor] | SettledValues:
@@ -344,12 +344,12 @@ class Run:
 
     def release(self, tile: int) -> None:
         """The tile's buffers are free, unless another run or the turn holds them."""
-        EXECUTOR.staging.release(self._held.pop(tile))
+        EXECUTOR.staging.release(self._flying.pop(tile))
         self.passed(tile)
 
     def keep(self, tile: int) -> None:
         """The graph is done with the tile, which stays in memory until its next fetch."""
-        EXECUTOR.staging.stay(self._held.pop(tile), self._storages[tile])
+        EXECUTOR.staging.stay(self._flying.pop(tile), self._storages[tile])
         self.passed(tile)
 
     def passed(self, tile: int) -> None:
@@ -428,8 +428,8 @@ class Run:
         RECORDER.step_ends()
         if self._gradients is not None:
             self._gradients.abort(error)
-        while self._held:
-            EXECUTOR.staging.release(self._held.popitem()[1])
+        while self._flying:
+            EXECUTOR.staging.release(self._flying.popitem()[1])
         EXECUTOR.reset()
 
 

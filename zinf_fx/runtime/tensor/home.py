@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import torch
 
@@ -81,9 +81,11 @@ class Home:
             self._leased = _Leased(tiers.lease(count * dtype.itemsize))
             self._in_host = self._leased.buffer.tensor((count,), dtype)
             self._at_end(self, self._leased.give_back)
-        else:
+        elif tier == "device":
             with torch.inference_mode(False):
                 self._on_device = torch.empty(count, dtype=dtype, device=device.torch_device)
+        else:
+            assert_never(tier)
         if device.in_host_memory:
             self._in_host = self._on_device = self._in_host if tier == "host" else self._on_device
 

@@ -17,7 +17,7 @@ from zinf_fx.runtime.tensor.storage import TensorStorage, new_key
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes, side_by_side
 
 
-class Part(NamedTuple):
+class PackPart(NamedTuple):
     """Members of a pack, or a rank's shards of them, that live side by side: the bytes of all, where they begin among
     those of the pack, and by number, which elements of this part each member is. `cut` makes the members of memory
     with all of this part, if they are whole."""
@@ -125,7 +125,7 @@ def shard_starts(planned: Tile) -> list[int]:
     return list(accumulate((member.shard for member in planned.members), initial=0))
 
 
-def _parts(held: Sequence[StoredBytes], planned: Tile) -> Iterator[Part]:
+def _parts(held: Sequence[StoredBytes], planned: Tile) -> Iterator[PackPart]:
     """In the order in which the members live, which may be another one than that in the plan."""
     homes = {home: number for number, home in enumerate(dict.fromkeys(one.home for one in held))}
     order = sorted(range(len(held)), key=lambda number: (homes[held[number].home], held[number].first))
@@ -136,7 +136,7 @@ def _parts(held: Sequence[StoredBytes], planned: Tile) -> Iterator[Part]:
         if together and (number is None or not held[number].follows(held[together[0]], count)):
             shapes = [planned.members[one].shape for one in members]
             cut = Cut([slice(own.start, own.stop) for own in members.values()], shapes)
-            yield Part(side_by_side([held[one] for one in together]), start, members, cut)
+            yield PackPart(side_by_side([held[one] for one in together]), start, members, cut)
             together, members, start, count = [], {}, start + count, 0
         if number is not None:
             together.append(number)

@@ -44,7 +44,7 @@ class Bytes(NamedTuple):
         )
 
 
-class Batch:
+class UpdateBatch:
     """Updates that come together. What is known of all of them is worked out once, and serves again in the next step
     when the same tensors come again. Where a parameter gets another storage, it does not keep what the old one had.
 
@@ -76,9 +76,9 @@ class Batch:
         self._storages = [weakref.ref(storage, lambda gone: _let_go_of_bytes(mine())) for storage in storages]
 
     @staticmethod
-    def of(several: Sequence[Batch]) -> Batch:
+    def of(several: Sequence[UpdateBatch]) -> UpdateBatch:
         """One of all updates in several."""
-        return several[0] if len(several) == 1 else Batch([update for one in several for update in one.updates])
+        return several[0] if len(several) == 1 else UpdateBatch([update for one in several for update in one.updates])
 
     @cached_property
     def elements(self) -> int:
@@ -155,19 +155,19 @@ class Batch:
         return sorted(chunks, key=lambda chunk: chunk[1][0].owner.parameter.storage.key)
 
 
-def _let_go_of_bytes(batch: Batch | None) -> None:
-    """A parameter's storage is gone. This batch does not come again: see `RecurringBatch`."""
+def _let_go_of_bytes(batch: UpdateBatch | None) -> None:
+    """A parameter's storage is gone. This batch does not come again: see `RecurringUpdates`."""
     if batch is not None:
         batch.bytes, batch._chunks = [], None
         batch.__dict__.pop("homes", None)
 
 
-class RecurringBatch:
+class RecurringUpdates:
     """The batch of a whole step, which comes again in the next one while nobody has changed anything that matters."""
 
     def __init__(
         self,
-        batch: Batch,
+        batch: UpdateBatch,
         groups: Sequence[Sequence[torch.Tensor]],
         shown: Mapping[torch.Tensor, State],
         layouts: Callable[[int], GroupLayouts],
@@ -191,18 +191,18 @@ class RecurringBatch:
 
     @staticmethod
     def of(
-        batch: Batch,
+        batch: UpdateBatch,
         groups: Sequence[Sequence[torch.Tensor]],
         shown: Mapping[torch.Tensor, State],
         layouts: Callable[[int], GroupLayouts],
-    ) -> RecurringBatch | None:
+    ) -> RecurringUpdates | None:
         """As the constructor; None where `groups` have other parameters too, or something else can't be known again."""
         kinds = [type(parameter) for parameter in chain.from_iterable(groups)]
         if kinds != [StoredTensor] * len(batch.parameters) or not batch.streams_gradients:
             return None
         if any(recipe.whole for recipe, _ in batch.updates):
             return None
-        return RecurringBatch(batch, groups, shown, layouts)
+        return RecurringUpdates(batch, groups, shown, layouts)
 
     def comes_again(
         self,
