@@ -17,7 +17,7 @@ import torch
 from zinf_fx.checkpoint.commit import appear, unfinished
 from zinf_fx.checkpoint.files import FILES, LOCK, Files, refusals
 from zinf_fx.checkpoint.training.loading import check_files
-from zinf_fx.checkpoint.training.manifest import Manifest, Piece, SavedTensor
+from zinf_fx.checkpoint.training.manifest import Manifest, SavedPiece, SavedTensor
 from zinf_fx.checkpoint.training.open_files import opened
 from zinf_fx.checkpoint.training.parts.module import ModulePart
 from zinf_fx.checkpoint.training.parts.optimizer import OptimizerPart
@@ -47,7 +47,7 @@ class Pieces:
         self._memory = PieceMemory()
         self._last: Reading | None = None
 
-    def read(self, saved: SavedTensor, piece: Piece) -> torch.Tensor:
+    def read(self, saved: SavedTensor, piece: SavedPiece) -> torch.Tensor:
         """The elements, flat. Raises: CheckpointError for other bytes than were saved; StoreError."""
         if self._last is None or self._last.piece is not piece:
             self._last = None
