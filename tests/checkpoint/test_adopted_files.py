@@ -16,7 +16,7 @@ from counting import Counting
 
 import zinf_fx
 from zinf_fx.checkpoint.training.adopting import Adoption
-from zinf_fx.checkpoint.training.manifest import Manifest, Piece, SavedBox, SavedFile, SavedTensor
+from zinf_fx.checkpoint.training.manifest import Manifest, SavedBox, SavedFile, SavedPiece, SavedTensor
 from zinf_fx.checkpoint.training.parts.part import Matching
 from zinf_fx.errors import CheckpointError, StoreError
 from zinf_fx.plan.sharding import Shards
@@ -235,7 +235,7 @@ def test_stripes_over_several_directories(tmp_path: Path):
 def test_shards_that_were_divided_otherwise_are_copied(tmp_path: Path, tiles: int):
     """Of three ranks and two tiles, the first has as many elements as in one tile, and others."""
     shards = Shards(12288, ranks=3, segment=12288, step=2048)
-    pieces = [Piece(part.start, len(part), rank, 0, 0) for rank in range(3) for part in shards.of_rank(rank)]
+    pieces = [SavedPiece(part.start, len(part), rank, 0, 0) for rank in range(3) for part in shards.of_rank(rank)]
     saved = SavedTensor("model/w", torch.float32, (12288,), (SavedBox((0,), (12288,), tuple(pieces)),))
     files = tuple(SavedFile(f"data-00000000-{rank}-0.extents", 16384, of_store=True) for rank in range(3))
     manifest = Manifest("", "", 3, files, (saved,))
