@@ -5,9 +5,9 @@
 
 All model states are on NVMe. "vertical": all micro-batches run an operator before the next one begins
 (`micro_batches`); "horizontal": a forward and a backward pass for each, as gradient accumulation does; "in memory":
-that loop in plain PyTorch. Steps take turns, and ratios are taken within each round. "simulated" are the seconds that
-`zinf-fx simulate --hardware this-machine` predicts, of the disk, the memory and operators that are measured in the same
-round.
+that loop in plain PyTorch. The ways take turns, a few steps each after one that isn't counted, and ratios are taken
+within each round. "simulated" are the seconds that `zinf-fx simulate --hardware this-machine` predicts, of the disk,
+the memory and operators that are measured in the same round.
 """
 
 from __future__ import annotations
@@ -65,12 +65,15 @@ class Training:
         self._moved = self._step() if way == "in memory" else self._bytes_of(self._step)
 
     def seconds(self, steps: int) -> float:
-        """Of a step: the mean of some that follow each other, with what the last one leaves to be done."""
+        """Of a step in the steady state: the mean of some after a first one, whose optimizer's step is done in the
+        forward pass of the next, as that of the last is after them."""
+        self._step()
         start = time.perf_counter()
         for _ in range(steps):
             self._step()
+        seconds = (time.perf_counter() - start) / steps
         self._finish()
-        return (time.perf_counter() - start) / steps
+        return seconds
 
     @property
     def bytes_per_parameter(self) -> float | None:

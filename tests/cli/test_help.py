@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import version
+
+import pytest
 
 from zinf_fx.cli.arguments import parser
 
@@ -50,6 +53,13 @@ def test_help_of_every_command_takes_no_torch() -> None:
     printed = run(PRINT_HELP, *COMMANDS)
     assert all(f"usage: zinf-fx {command}" in printed for command in COMMANDS)
     assert "COMMAND" in printed and "this-machine" in printed and "infinity-nvme" in printed
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        parser().parse_args(["--version"])
+    assert exit.value.code == 0
+    assert capsys.readouterr().out == f"zinf-fx {version('zinf_fx')}\n"
 
 
 def test_examples_in_the_help_are_accepted() -> None:

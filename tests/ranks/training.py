@@ -18,9 +18,9 @@ VOCABULARY, HIDDEN = 97, 60  # of which no number of ranks divides the elements
 
 
 class Model(nn.Module):
-    """With tied weights, a frozen and an unused parameter, biases, norms, and sizes that ranks don't divide."""
+    """With tied weights or not, a frozen and an unused parameter, biases, norms, and sizes that ranks don't divide."""
 
-    def __init__(self) -> None:
+    def __init__(self, tied: bool = True) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
         self.frozen = nn.Linear(HIDDEN, HIDDEN)
@@ -29,7 +29,8 @@ class Model(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in range(3))
         self.unused = nn.Linear(7, 3)
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
-        self.head.weight = self.tokens.weight
+        if tied:
+            self.head.weight = self.tokens.weight
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.frozen(self.tokens(tokens))
@@ -38,9 +39,9 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
-def model(dtype: torch.dtype = torch.float32, seed: int = 0) -> Model:
+def model(dtype: torch.dtype = torch.float32, seed: int = 0, tied: bool = True) -> Model:
     torch.manual_seed(seed)
-    return Model().to(dtype)
+    return Model(tied).to(dtype)
 
 
 def batches(steps: int, rank: int, micro_batches: int) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -52,10 +53,10 @@ def batches(steps: int, rank: int, micro_batches: int) -> Iterator[list[tuple[to
 
 
 def train_ddp(
-    steps: int = 10, micro_batches: int = 1, clip: float | None = None, eps: float = 1e-8
+    steps: int = 10, micro_batches: int = 1, clip: float | None = None, eps: float = 1e-8, tied: bool = True
 ) -> tuple[list[float], dict]:
     """Losses of this rank, and the parameters at the end."""
-    plain = model()
+    plain = model(tied=tied)
     wrapped = nn.parallel.DistributedDataParallel(plain, find_unused_parameters=True)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=eps, fused=True)
     losses = _train(wrapped, optimizer, wrapped.no_sync, steps, micro_batches, clip)

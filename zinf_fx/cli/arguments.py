@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+from importlib.metadata import version
 from pathlib import Path
 from textwrap import fill
 from typing import Any, get_args
@@ -27,6 +28,7 @@ def parser() -> argparse.ArgumentParser:
         "the store on disk.",
         epilog="`zinf-fx COMMAND --help` explains a command, with examples. docs/using.md is about all of them.",
     )
+    made.add_argument("--version", action="version", version=f"%(prog)s {version('zinf_fx')}")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add in (_show_schedule, _export_plan, _simulate, _estimate, _checkpoint, _bench_io, _doctor, _clean):
         add(commands)
