@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from building import Builder, aten
@@ -20,7 +21,7 @@ from zinf_fx.passes.activations.choose import ChooseActivations, PricedSegment, 
 from zinf_fx.passes.activations.offload import LEAVES
 from zinf_fx.plan.rates import Rates
 
-RATES = Rates(flops=1e9, memory=1e9, read=1e6, write=1e6, unified=False)
+RATES = Rates(flops=1e9, memory=1e9, read=1e6, write=1e6, disk_read=1e6, disk_write=1e6, unified=False)
 BYTES = 1 << 20
 NEVER = 1e9
 
@@ -146,7 +147,7 @@ def test_golden() -> None:
     loss = built.call(aten.cos.default, wide)
     gradient = built.call(aten.mul.Tensor, tangent, built.call(aten.sin.default, wide))
     built.returns(loss, None, gradient, backward=2)
-    built.run(ChooseActivations(0, Rates(1e9, 1e9, 1e12, 1e12, unified=False)))
+    built.run(ChooseActivations(0, replace(RATES, read=1e12, write=1e12)))
     assert [node.name for node in built.graph.nodes if node.meta[LEAVES]] == [wide.name]
     assert "[must_recompute]" not in built.text and built.text.count("[must_save]") == 3
     assert math.prod(wide.meta["val"].shape) * 4 == 1 << 14

@@ -253,9 +253,11 @@ class Capture:
         stored = next((one.taken for one in self._inputs if one.is_stored), None)
         if config.activations != "auto" or config.device_memory is None or stored is None:
             return NOMINAL
-        if config.activation_tier == "nvme" and not all(directory.is_dir() for directory in config.stores):
+        tier, there = config.activation_tier, all(directory.is_dir() for directory in config.stores)
+        if tier == "nvme" and not there:
             return NOMINAL
-        return measured(stored.device, stored.dtype, config.activation_tier, config.stores)
+        uses_disk = tier == "nvme" or config.placement.on_nvme
+        return measured(stored.device, stored.dtype, tier, config.stores if there and uses_disk else ())
 
     def _reserve(self, arguments: Sequence[Any]) -> None:
         """Set apart what the plan takes of the memories that the stored parameters among `arguments` share.

@@ -9,21 +9,20 @@ import torch
 
 from zinf_fx.config import Tier
 from zinf_fx.machine.machine import CPU, disk_rates, link, memory_rate, peak_of
-from zinf_fx.plan.rates import Rates
+from zinf_fx.plan.rates import NOMINAL, Rates
 from zinf_fx.runtime.disk.measure import QUICK_BYTES
 
 
 def measured(device: torch.device, dtype: torch.dtype, tier: Tier, stores: tuple[Path, ...]) -> Rates:
-    """The rates of a device that computes in `dtype`, and of the way from it to `tier`.
+    """The rates of a device that computes in `dtype`, of the way from it to `tier`, and of the disk that `stores` are
+    on: those that `zinf-fx bench-io` stored, or else from a short measurement; nominal ones without `stores`.
 
-    The disk's are those that `zinf-fx bench-io` stored, or else from a short measurement. Raises: StoreError.
+    Raises: StoreError.
     """
     flops, memory, to_host = _computing(device, dtype)
-    read = write = to_host
-    if tier == "nvme":
-        disks = [_disk(directory) for directory in stores]
-        read, write = (min(sum(rates), to_host) for rates in zip(*disks, strict=True))
-    return Rates(flops, memory, read, write, unified=device.type == "cpu")
+    disk = [sum(rates) for rates in zip(*map(_disk, stores), strict=True)] or [NOMINAL.disk_read, NOMINAL.disk_write]
+    way = [min(rate, to_host) for rate in disk] if tier == "nvme" else [to_host, to_host]
+    return Rates(flops, memory, *way, *disk, unified=device.type == "cpu")
 
 
 @cache

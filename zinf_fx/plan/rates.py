@@ -16,6 +16,7 @@ class Rates:
         flops: floating point operations per second of matrix products.
         memory: bytes per second that elementwise operations read or write in the device's memory.
         read, write: bytes per second between the device and the tier that activations go to, there and back.
+        disk_read, disk_write: bytes per second from the disk to host memory, and back.
         unified: as of `Hardware`: moving takes the time of who computes, as copies between buffers do on a CPU.
     """
 
@@ -23,16 +24,18 @@ class Rates:
     memory: float
     read: float
     write: float
+    disk_read: float
+    disk_write: float
     unified: bool
 
     @classmethod
     def of(cls, hardware: Hardware, dtype: str, tier: Tier) -> Rates:
         """Those of a described machine's rank, with a model's dtype and the tier that activations go to."""
         read, write = hardware.upload.bandwidth, hardware.download.bandwidth
+        disk_read, disk_write = (rate / hardware.ranks_per_node for rate in (hardware.nvme.read, hardware.nvme.write))
         if tier == "nvme":
-            read = min(read, hardware.nvme.read / hardware.ranks_per_node)
-            write = min(write, hardware.nvme.write / hardware.ranks_per_node)
-        return cls(hardware.achieved(dtype), hardware.device.read, read, write, hardware.unified)
+            read, write = min(read, disk_read), min(write, disk_write)
+        return cls(hardware.achieved(dtype), hardware.device.read, read, write, disk_read, disk_write, hardware.unified)
 
 
 _MEMORY, _LINK = Memory(0, 1e10, 1e10), Link(1e10, 1e-6)
