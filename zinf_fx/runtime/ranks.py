@@ -16,8 +16,9 @@ from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError, RanksError
 from zinf_fx.plan.sharding import Groups, Segment
 from zinf_fx.runtime.meeting import Meetings, unexplained
+from zinf_fx.runtime.memory.device import device_of
 from zinf_fx.runtime.recorder import RECORDER, Note
-from zinf_fx.runtime.watch import Watch
+from zinf_fx.runtime.watch import Queued, Watch
 
 # Both names since torch 2.13, where the first ones are deprecated.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -32,13 +33,13 @@ class Collective:
     """
 
     def __init__(
-        self, work: dist.Work | None, what: str, ranks: Ranks, note: Note | None = None, *, number: int, patient: bool
+        self, work: dist.Work | None, what: str, ranks: Ranks, note: Note | None, number: int, queued: Queued | None
     ) -> None:
         """`work`: None when it is over. `what` names it and the tile in errors. `note`: to end after a wait. `number`:
-        which it is of those that were started. `patient`: whether this thread waits for it, and may give that up and
-        take it up again: not of tensors of a device."""
+        which it is of those that were started. `queued`: in the queue of a device; None of tensors in host memory, for
+        which this thread waits, and may give that up and take it up again."""
         self._work, self._what, self._ranks, self._note = work, what, ranks, note
-        self._number, self._patient = number, patient
+        self._number, self._queued = number, queued
         self.failed = False
 
     def wait(self) -> None:
@@ -52,8 +53,9 @@ class Collective:
         if self._work is not None:
             work, self._work, self.failed = self._work, None, True
             with self._ranks.naming(self._what):
-                if not self._patient:
+                if self._queued is not None:
                     work.wait()  # a timeout, whichever, has NCCL keep this thread until the collective is over
+                    self._queued.joined()
                 elif self._ranks.meetings is not None:
                     self._ranks.meetings.wait(work, self._what, self._number)
                 else:
@@ -271,10 +273,10 @@ class Ranks:
         self._started += 1
         with self.naming(what):
             work = collective(*arguments, group=group, async_op=True)
-        note, patient = RECORDER.ends_with(note, work), moved.device.type == "cpu"
-        if not patient and work is not None:
-            self._watch.add(work, what)
-        return Collective(work, what, self, note, number=self._started, patient=patient)
+        note, queued = RECORDER.ends_with(note, work), None
+        if moved.device.type != "cpu" and work is not None:
+            queued = self._watch.add(work, what, device_of(moved.device).mark)
+        return Collective(work, what, self, note, self._started, queued)
 
     @contextmanager
     def naming(self, what: str) -> Iterator[None]:

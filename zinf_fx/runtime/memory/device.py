@@ -80,6 +80,10 @@ class Device:
         is to be taken before, and compute has to wait for the result."""
         return nullcontext()
 
+    def mark(self) -> Callable[[], bool]:
+        """Mark what is queued on the current stream by now: whether the device has done that, asked in any thread."""
+        return lambda: True
+
     def take_over(self, memory: torch.Tensor) -> None:
         """Before a place in the memory of an arena is used again, by what is queued on the current stream."""
 
@@ -161,6 +165,9 @@ class Cuda(Device):
         self._gathers.wait_event(self.compute().record_event())
         with self.api.stream(self._gathers):
             yield
+
+    def mark(self) -> Callable[[], bool]:
+        return self.compute().record_event().query
 
     def take_over(self, memory: torch.Tensor) -> None:
         stream, owner = self.compute(), self._owner
