@@ -165,15 +165,13 @@ class Ranks:
 
     def all_gather_segments(
         self, full: torch.Tensor, shard: torch.Tensor, segments: Sequence[Segment], what: str
-    ) -> list[Collective]:
-        """As `all_gather`, of consecutive segments: `shard` has the parts of all in a row."""
-        started: list[Collective] = []
+    ) -> Iterator[Collective]:
+        """As `all_gather`, of consecutive segments, each as it is asked for: `shard` has the parts of all in a row."""
         for one in segments:
             first, held = one.start - segments[0].start, one.held_by(self.shard)
             begin = held.start - segments[0].held_by(self.shard).start
             part = shard[begin : begin + len(held)]
-            started.append(self.all_gather(full[first : first + one.padded], part, what, one.owner))
-        return started
+            yield self.all_gather(full[first : first + one.padded], part, what, one.owner)
 
     def reduce(self, full: torch.Tensor, what: str, owner: int) -> Collective:
         """Start to sum `full` of every rank of the group, in place, to its owner; the others' values are lost."""

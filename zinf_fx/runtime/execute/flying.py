@@ -138,8 +138,8 @@ class GatheredTile(FlyingTile):
             shards = [window.wait() for window in self._windows]
             for read in self._reads:
                 read.wait()
-            self.become(GATHERED)
             self._gather(shards, name)
+            self.become(GATHERED)
 
     @property
     @abstractmethod

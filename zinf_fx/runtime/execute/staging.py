@@ -74,7 +74,8 @@ class ShardedTile(GatheredTile):
 
     def _gather(self, shards: list[torch.Tensor], name: str) -> None:
         if shards:
-            self._collectives = self._ranks.all_gather_segments(self._whole, shards[0], self._segments, name)
+            for collective in self._ranks.all_gather_segments(self._whole, shards[0], self._segments, name):
+                self._collectives.append(collective)  # at once: the next one may fail, and this one writes
             return
         for one in self._segments:
             first = one.start - self._segments[0].start

@@ -83,7 +83,7 @@ class Share:
 
     def gather(self, full: torch.Tensor, held: torch.Tensor, name: str) -> None:
         """Fill `full`, with room for padding, with what every rank holds; this one `held`. `name`: for errors."""
-        for collective in self.ranks.all_gather_segments(full, held, self.shards.segments, name):
+        for collective in list(self.ranks.all_gather_segments(full, held, self.shards.segments, name)):
             collective.wait()
 
     def take_state(self, other: Share) -> None:
