@@ -1,7 +1,8 @@
-"""Tiles in flight where something fails."""
+"""Tiles in flight where something fails, or ends in another thread."""
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from zinf_fx.errors import RanksError
 from zinf_fx.plan.schedule import Tile
 from zinf_fx.runtime.execute.flying import GatheredTile
+from zinf_fx.runtime.execute.staging import Staging
 from zinf_fx.runtime.memory.counters import Counters
 from zinf_fx.runtime.memory.device import CPU
 
@@ -41,3 +43,42 @@ def test_memory_that_nothing_was_gathered_to_is_no_value() -> None:
             ask()
     tile.alone = False
     assert tile.wait().tolist() == [1.0] * 4
+
+
+class Storage:
+    """Has nothing but a key."""
+
+    key = 1
+
+
+class Flying:
+    """A tile that somebody holds."""
+
+    def __init__(self) -> None:
+        self.key, self.holds, self.closed = (Storage.key, 0, 4), 1, False
+
+    def follow(self, storage: Storage) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_storage_may_go_in_a_thread_that_whoever_has_the_lock_waits_for() -> None:
+    """As in that of the optimizer, where the garbage collector runs, while a fetch waits for room."""
+    staging, tile, other, storages = Staging(), Flying(), Flying(), [Storage()]
+    staging.stay(tile, storages[0])
+    thread = threading.Thread(target=storages.clear, daemon=True)
+    with staging._lock:
+        thread.start()
+        thread.join(timeout=60)
+        assert not thread.is_alive() and not tile.closed
+    staging.release(other)
+    assert tile.closed and other.closed
+
+
+def test_what_a_storage_that_is_gone_left_in_memory_goes_at_once() -> None:
+    staging, tile, storages = Staging(), Flying(), [Storage()]
+    staging.stay(tile, storages[0])
+    storages.clear()
+    assert tile.closed

@@ -48,7 +48,7 @@ class Stage:
     def __init__(self) -> None:
         self._successor: weakref.ref[Stage] | None = None
         self.anticipated: list[FlyingTile] = []
-        weakref.finalize(self, _release_all, self.anticipated).atexit = False
+        weakref.finalize(self, EXECUTOR.staging.leave, self.anticipated).atexit = False
 
     @property
     def successor(self) -> Stage | None:

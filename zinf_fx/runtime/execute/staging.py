@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterable
 
 import torch
@@ -103,6 +104,7 @@ class Staging:
         self._watched: weakref.WeakSet[Stored] = weakref.WeakSet()  # those that tiles have stayed of
         self._plan: weakref.ref[Plan] | None = None  # that tiles stay for
         self._keys: list[int | None] = []  # of the storages of its tiles
+        self._left: deque[FlyingTile] = deque()  # by finalizers, while another thread had the lock
         self._lock = threading.RLock()
 
     def fetch(self, storage: Stored, planned: Tile, offset: int | None) -> FlyingTile:
@@ -162,20 +164,23 @@ class Staging:
     @sealed
     def drop_staying(self) -> None:
         """Let go of everything that stays."""
-        for key in list(self._staying):
-            self._let_go(key)
+        with self._lock:
+            for key in list(self._staying):
+                self._let_go(key)
+            self._drop_left()
 
     def forget(self) -> None:
         """In a process made by fork: the tiles are its parent's, and nobody in it would release the lock."""
         self._lock = threading.RLock()
         self._tiles.clear()
         self._staying.clear()
+        self._left.clear()
         self._plan = None
 
     @finalizing
     def _let_go_of(self, storage_key: int) -> None:
-        for key in [key for key in self._staying if key[0] == storage_key]:
-            self._let_go(key)
+        gone = [key for key in list(self._staying) if key[0] == storage_key]
+        self.leave([tile for key in gone if (tile := self._staying.pop(key, None)) is not None])
 
     def _let_go(self, key: tuple[int, int, int]) -> None:
         if (tile := self._staying.pop(key, None)) is not None:
@@ -185,10 +190,30 @@ class Staging:
     def release(self, tile: FlyingTile) -> None:
         """Drop one hold; the last one frees the tile's buffers."""
         with self._lock:
-            tile.holds -= 1
-            assert tile.holds >= 0, "a tile was released more often than fetched"
-            if tile.holds:
-                return
-            if self._tiles.get(tile.key) is tile:
-                del self._tiles[tile.key]
-            tile.close()
+            self._drop(tile)
+            self._drop_left()
+
+    @finalizing
+    def leave(self, tiles: list[FlyingTile]) -> None:
+        """Drop a hold of each, in a finalizer: it may run in a thread that whoever has the lock waits for, such as the
+        optimizer's. What is left then is dropped by the next `release`."""
+        while tiles:
+            self._left.append(tiles.pop())
+        if self._lock.acquire(blocking=False):
+            try:
+                self._drop_left()
+            finally:
+                self._lock.release()
+
+    def _drop_left(self) -> None:
+        while self._left:
+            self._drop(self._left.popleft())
+
+    def _drop(self, tile: FlyingTile) -> None:
+        tile.holds -= 1
+        assert tile.holds >= 0, "a tile was released more often than fetched"
+        if tile.holds:
+            return
+        if self._tiles.get(tile.key) is tile:
+            del self._tiles[tile.key]
+        tile.close()
