@@ -3,8 +3,8 @@
 Predicted from the plan alone, for one rank. A tile of the NVMe tier is in host memory from its fetch to its upload, and
 a tile of a slower tier than the device is on the device from its upload to its release. A gradient that leaves is on
 the device from its reduce-scatter to its offload. What is saved for backward and stays is `Plan.kept`, and what is
-there throughout, unmoved by any event, `Plan.unmoved`. On the CPU the
-two memories are one, and their sum is what is used.
+there throughout, unmoved by any event, `Plan.unmoved`. On the CPU the two memories are one, and their sum is what is
+used.
 """
 
 from __future__ import annotations
