@@ -16,8 +16,10 @@ import zinf_fx
 from zinf_fx.config import LEAST_CHUNK
 from zinf_fx.errors import StoreError
 from zinf_fx.plan.memory.accounting import traffic
+from zinf_fx.plan.memory.chunk_count import chunks_wanted
 from zinf_fx.plan.memory.use import peak_host_bytes
 from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.rates import NOMINAL, NOMINAL_MACHINE
 from zinf_fx.plan.schedule import CHUNKS
 from zinf_fx.runtime.tensor.tiers import Tiers
 
@@ -162,12 +164,24 @@ def test_what_fails_ahead_is_found_by_the_step(training: Training) -> None:
 
 @pytest.mark.parametrize(("budget", "count"), [(None, 8), ("4MiB", 7), ("16MiB", 8)])
 def test_room_for_chunks_is_within_the_budget(budget: str | None, count: int) -> None:
+    """Of a machine that is described, too: its disk is as fast wherever activations go."""
     with torch.device("meta"):
         model = layers()
     config = zinf_fx.Config(placement="nvme", chunk=LEAST_CHUNK, host_memory=budget)
-    plan = zinf_fx.export_plan(model, (torch.empty(ROWS, 128),), config)
+    plan = zinf_fx.export_plan(model, (torch.empty(ROWS, 128),), config, hardware=NOMINAL_MACHINE)
     assert plan.regions.chunk_count == count
     assert config.host_memory is None or peak_host_bytes(plan) <= config.host_memory
+
+
+def test_chunks_that_are_mostly_in_memory_have_no_use_for_more_room() -> None:
+    """All of them together have no more in buffers than three that are like the fullest."""
+    with torch.device("meta"):
+        model = layers().bfloat16()
+    optimizer = [("0.*", "nvme"), ("*", "host")]
+    placement = {"parameters": "nvme", "gradients": "host", "optimizer": optimizer}
+    config = zinf_fx.Config(placement=placement, chunk=2 * LEAST_CHUNK, host_memory="16MiB")
+    plan = zinf_fx.export_plan(model, (torch.empty(20, 128, dtype=torch.bfloat16),), config)
+    assert plan.regions.chunk_count == CHUNKS < chunks_wanted(plan, NOMINAL)
 
 
 @pytest.mark.parametrize("rows", [4, 2000])

@@ -31,8 +31,10 @@ def layout_of(plan: Plan, rates: Rates) -> tuple[tuple[Mapping[int, int], ...], 
     forward = range(clock.starts[1]) if plan.graphs[0].kind == "forward" else range(0)
     forms = [(CHUNKS, whole // divisor, forward) for divisor in _SMALLER] + [(CHUNKS, whole, range(0))]
     if (count := chunks_wanted(plan, rates)) > CHUNKS:
-        if limit is not None:  # what more of them take is nobody else's place at any time
-            few, more = (plan_chunk_buffers(plan, whole, each).total for each in (CHUNKS, CHUNKS + 1))
+        few, more = (plan_chunk_buffers(plan, whole, each).total for each in (CHUNKS, CHUNKS + 1))
+        if more == few:  # the update of all elements has no more in buffers
+            count = CHUNKS
+        elif limit is not None:  # what more of them take is nobody else's place at any time
             left = limit - host_states(plan).total - pack(tiles, clock.end).nbytes - few
             count = min(count, CHUNKS + left // (more - few))
         forms = [(count, whole, clock.always)] * (count > CHUNKS) + forms
