@@ -17,7 +17,7 @@ from zinf_fx.config import LEAST_CHUNK
 from zinf_fx.errors import StoreError
 from zinf_fx.plan.memory.accounting import traffic
 from zinf_fx.plan.memory.chunk_count import chunks_wanted
-from zinf_fx.plan.memory.use import peak_host_bytes
+from zinf_fx.plan.memory.use import arena_by_operator, host_arena, peak_host_bytes
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.rates import NOMINAL, NOMINAL_MACHINE
 from zinf_fx.plan.schedule import CHUNKS
@@ -171,6 +171,10 @@ def test_room_for_chunks_is_within_the_budget(budget: str | None, count: int) ->
     plan = zinf_fx.export_plan(model, (torch.empty(ROWS, 128),), config, hardware=NOMINAL_MACHINE)
     assert plan.regions.chunk_count == count
     assert config.host_memory is None or peak_host_bytes(plan) <= config.host_memory
+    (backward,) = (use for use in host_arena(plan) if use.phase == "backward")
+    states_and_weights = LEAST_CHUNK + 2 * LEAST_CHUNK  # of a chunk, but for its gradients
+    assert backward.chunks == (count - 1) * states_and_weights
+    assert backward.total == max(arena_by_operator(plan, plan.graphs[1])) <= peak_host_bytes(plan)
 
 
 def test_chunks_that_are_mostly_in_memory_have_no_use_for_more_room() -> None:

@@ -37,7 +37,7 @@ class HostUse:
         activations: those that live in host memory from forward to backward.
         tiles: of the NVMe tier, from fetch to release, and what stays between uses.
         writes: gradients, activations, and what forward writes to parameters, on their way to NVMe.
-        chunks: of the optimizer's step.
+        chunks: of the optimizer's step, or of the one that comes next, as far as backward reads ahead.
     """
 
     phase: str
@@ -86,13 +86,15 @@ class ChunkBuffers(NamedTuple):
 
     `opened` from its beginning on, for the fp32 scratch, a chunk under update and those that follow it; `later` for the
     one before, when no gradients are on their way to NVMe any more. Chunks take turns in `count` equal parts. Of the
-    last, `writing` is needed while there are the others.
+    last, `writing` is needed while there are the others. Of `opened`, `ahead` is taken before there are gradients,
+    where backward reads ahead.
     """
 
     elements: int = 0
     opened: int = 0
     later: int = 0
     writing: int = 0
+    ahead: int = 0
     count: int = CHUNKS
 
     @property
@@ -121,14 +123,18 @@ def chunk_buffers(
     if room is not None:
         chunk = min(chunk, max(room, 0) // max(CHUNKS_IN_MEMORY * (opened + scratch), 1))
     chunk = max(chunk // WINDOW_ALIGNMENT, 1) * WINDOW_ALIGNMENT
-    together = 0  # bytes that the update of all takes
-    for tile, (each, *_) in zip(trained, bytes_of, strict=True):
+    together = without_gradients = 0  # bytes that the update of all takes
+    for tile, (each, states, _) in zip(trained, bytes_of, strict=True):
         counts = tile.updated_elements(0 if tile.owned else config.stage)  # an owner may have all
-        together += sum(-(-elements // WINDOW_ALIGNMENT) * WINDOW_ALIGNMENT for elements in counts) * each
+        charged = sum(-(-elements // WINDOW_ALIGNMENT) * WINDOW_ALIGNMENT for elements in counts)
+        together += charged * each
+        without_gradients += charged * states
     most = min(together, count * chunk * opened)
     before = min(together, (count - 1) * chunk * opened)
     writing = max(most - before - chunk * (opened - written), 0)
-    return ChunkBuffers(chunk, before + min(chunk, AT_A_TIME) * scratch, most - before, writing, count)
+    scratch *= min(chunk, AT_A_TIME)
+    ahead = min(without_gradients, (count - 1) * chunk * written) + scratch if count > CHUNKS else 0
+    return ChunkBuffers(chunk, before + scratch, most - before, writing, ahead, count)
 
 
 def _bytes_in_chunk(tile: Tile) -> tuple[int, int, int]:
@@ -165,11 +171,9 @@ def host_arena(plan: Plan) -> list[HostUse]:
     for number, graph in enumerate(plan.graphs):
         # A graph begins with what the one before has in memory: activations are on their way until backward begins.
         times = range(max(clock.starts[number] - 1, 0), clock.starts[number + 1])
-        uses = (
-            replace(states, phase=graph.kind, gradients=gradients[now], tiles=tiles[now], writes=writes[now])
-            for now in times
-        )
-        found.append(max(uses, key=lambda use: use.total, default=replace(states, phase=graph.kind)))
+        there = replace(states, phase=graph.kind, chunks=_read_ahead(plan, graph))
+        uses = (replace(there, gradients=gradients[now], tiles=tiles[now], writes=writes[now]) for now in times)
+        found.append(max(uses, key=lambda use: use.total, default=there))
     if trained_in(plan):
         chunks = plan_chunk_buffers(plan)
         use = replace(states, phase="optimizer", tiles=tiles[clock.step])
@@ -206,9 +210,10 @@ def peak_device_bytes(plan: Plan) -> int:
 def arena_by_operator(plan: Plan, graph: GraphSchedule) -> list[int]:
     """Bytes of the arena at its fullest while each operator of a graph computes, that of the head first.
 
-    In the steady state; without the optimizer's step, part of which may go on during the forward graph.
+    In the steady state; without the optimizer's step, part of which may go on during the forward graph, but with what
+    backward reads for the next one.
     """
-    clock, states = Clock(plan), replace(host_states(plan), gradients=0).total
+    clock, states = Clock(plan), replace(host_states(plan), gradients=0).total + _read_ahead(plan, graph)
     held = [states + sum(both) for both in zip(profile(host_buffers(plan), clock.end), _gradients(plan), strict=True)]
     now, fullest = clock.starts[plan.graphs.index(graph)], []
     for operator in (HEAD, *(o.index for o in graph.operators)):
@@ -216,6 +221,11 @@ def arena_by_operator(plan: Plan, graph: GraphSchedule) -> list[int]:
         fullest.append(max([held[now - 1], *held[now:end]]))  # before the first step comes the last
         now = end
     return fullest
+
+
+def _read_ahead(plan: Plan, graph: GraphSchedule) -> int:
+    """Bytes of the optimizer's chunks that are open at most while a graph computes, for the step that follows it."""
+    return plan_chunk_buffers(plan).ahead if graph.kind == "backward" else 0
 
 
 def _gradients(plan: Plan) -> list[int]:
