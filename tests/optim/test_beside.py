@@ -18,6 +18,7 @@ from torch import nn
 import zinf_fx
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError, StoreError
+from zinf_fx.optim.chunk_memory import ChunkMemory
 from zinf_fx.runtime.execute.executor import EXECUTOR
 
 PLACEMENTS = ("infinity-cpu", "infinity-nvme", "zero-offload")
@@ -29,7 +30,7 @@ class Gated:
     """Threads of the device begin when the gate is open. `threads`: all of them."""
 
     def __init__(self, device: LateDevice) -> None:
-        self.open = threading.Event()
+        self.open, self.device = threading.Event(), device
         self.open.set()
         self.threads: list[threading.Thread] = []
         self._make, device.thread = device.thread, self._thread
@@ -137,10 +138,26 @@ def test_a_fault_in_the_thread_is_raised_by_who_asks_next(twins, gate: Gated) ->
             refused()
 
 
+def test_where_no_thread_can_be_started_the_step_is_done_by_who_asks(
+    twins, gate: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("too many threads")
+
+    pair, optimizer, reference = prepared(twins, "infinity-cpu")
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="too many threads"):
+            optimizer.step()
+    reference.step()
+    pair.check()
+    assert optimizer.torn is None
+
+
 class Layers(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, count: int = 6) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(6))
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(count))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -194,3 +211,33 @@ def test_backward_does_not_wait_for_the_thread(tmp_path: Path, gate: Gated) -> N
     gate.open.set()
     optimizer.step()
     optimizer.finish()
+
+
+def test_who_needs_memory_waits_for_the_chunk_that_the_thread_updates(
+    tmp_path: Path, gate: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though no chunk is left in the queue, and more parameters may come."""
+    options = {"placement": "infinity-cpu", "chunk": "64KiB", "pack": None}
+    model = zinf_fx.offload(Layers(4), store=tmp_path, **options)  # of which all are a chunk
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2, step_in_backward=True)
+    call = torch.compile(model, backend="zinf")
+    trained(call, optimizer)
+    loss = call(torch.randn(8, 64))
+    optimizer.finish()
+    begun, end = threading.Event(), threading.Event()
+    scratch_at = ChunkMemory.scratch_at
+
+    def later(memory: ChunkMemory, place: object) -> object:
+        begun.set()
+        assert end.wait(SECONDS)
+        return scratch_at(memory, place)
+
+    monkeypatch.setattr(ChunkMemory, "scratch_at", later)
+    loss.backward()
+    step = next(model.parameters()).storage.tiers.background
+    assert begun.wait(SECONDS) and not step._queue and not step.closed
+    threading.Timer(0.1, end.set).start()
+    assert step.finish() and end.is_set()
+    optimizer.step()
+    optimizer.finish()
+    assert optimizer.torn is None

@@ -152,6 +152,27 @@ def test_ctrl_c_while_it_waits_leaves_the_step_whole(twins):
     pair.train(optimizer, reference)
 
 
+def test_ctrl_c_while_a_gradient_is_still_written_leaves_the_step_whole(twins):
+    pair, optimizer, reference = prepared(twins)
+    store = pair.stored[0].storage.tiers.store
+    inject(store, Fault("completion", operation="write", count=1000, delay=10 * LATE))
+    for parameter in pair.stored:
+        value, parameter.grad = parameter.grad, None
+        parameter.grad = zinf_fx.StoredTensor.of(parameter.storage.like("nvme"), parameter.shape, "cpu")
+        parameter.grad.copy_(value.full_tensor())
+    ctrl_c = threading.Timer(LATE, signal.raise_signal, (signal.SIGINT,))
+    with pytest.raises(KeyboardInterrupt):
+        ctrl_c.start()
+        optimizer.step()
+    ctrl_c.join()
+    clear_faults(store)
+    assert optimizer.torn is None and background(pair) is not None
+    reference.step()
+    pair.check()
+    assert optimizer.torn is None
+    pair.train(optimizer, reference)
+
+
 def test_a_step_that_could_not_begin_in_the_background_is_torn_too(twins):
     pair, optimizer, _ = prepared(twins)
     inject(

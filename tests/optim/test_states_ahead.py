@@ -138,6 +138,24 @@ def test_memory_that_others_need_is_given_up(tmp_path: Path) -> None:
     assert len(given_up) == 2  # in the first two steps there was nothing to read yet
 
 
+def test_nothing_more_is_read_ahead_where_memory_ran_out(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = training.compiled(training.batch).square().mean()
+    training.optimizer.finish()
+    ahead = training.tiers.ahead
+
+    def refuse(*arguments: object) -> None:
+        raise StoreError("lease", "host memory", "there is no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ahead.memory, "open", refuse)
+        ahead.advance()
+    assert training.tiers.ahead is None
+    loss.backward()
+    training.optimizer.zero_grad()
+    training.step()
+    training.check()
+
+
 def test_it_goes_with_the_optimizer(training: Training) -> None:
     loss = training.compiled(training.batch).square().mean()
     training.optimizer.finish()

@@ -46,7 +46,11 @@ class Beside:
             self._asked = True
             if self._thread is None and self.failure is None:
                 self._thread = self._device.thread(self._work)
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except BaseException:
+                    self._thread = None
+                    raise
 
     def wait(self, is_so: Callable[[], bool]) -> bool:
         """Wait until something is so that the work brings about. Returns whether it is; if not, nobody else is at

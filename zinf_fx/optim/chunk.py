@@ -13,10 +13,17 @@ from zinf_fx.optim.whole import OpenWhole
 
 
 class OpenChunk:
-    """The windows of a chunk: those of weights and states are opened at construction."""
+    """The windows of a chunk: those of weights and states are opened at construction.
 
-    def __init__(self, recipe: Recipe, pieces: tuple[Piece[ParameterStates | PackedStates], ...]) -> None:
-        self.recipe = recipe
+    Attributes:
+        number: how many chunks of the step were opened before.
+    """
+
+    def __init__(
+        self, recipe: Recipe, pieces: tuple[Piece[ParameterStates | PackedStates], ...], number: int = 0
+    ) -> None:
+        self.recipe, self.number = recipe, number
+        self._with_gradient = 0  # of the parts, from the first on
         self.parts: list[OpenPart | OpenPack] = []
         self._close = ExitStack()
         try:
@@ -32,13 +39,10 @@ class OpenChunk:
             raise
 
     def open_gradients(self) -> None:
-        """Open the gradients, which are final. Raises: StoreError; the other windows are closed then, too."""
-        try:
-            for part in self.parts:
-                part.open_gradient()
-        except BaseException:
-            self.close()
-            raise
+        """Open the gradients, which are final, of the parts that have none open yet. Raises: StoreError."""
+        while self._with_gradient < len(self.parts):
+            self.parts[self._with_gradient].open_gradient()
+            self._with_gradient += 1
 
     @property
     def is_current(self) -> bool:

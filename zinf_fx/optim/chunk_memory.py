@@ -54,13 +54,13 @@ class ChunkMemory:
         if converts and recipe.place not in self._scratch:
             self._scratch[recipe.place] = self._lease_scratch(recipe.place)
         with in_turn(self.tiers, self._next_part):
-            chunk = OpenChunk(recipe, pieces)
+            chunk = OpenChunk(recipe, pieces, self.opened)
         self.opened += 1
         return chunk
 
-    def open_gradients(self, chunk: OpenChunk, number: int) -> None:
-        """Open the gradients of a chunk that was opened as this one of the step."""
-        with in_turn(self.tiers, self._part(number)):
+    def open_gradients(self, chunk: OpenChunk) -> None:
+        """Open the gradients of a chunk, as far as an interrupt left that to be done."""
+        with in_turn(self.tiers, self._part(chunk.number)):
             chunk.open_gradients()
 
     def again(self) -> ChunkMemory:
@@ -133,5 +133,6 @@ class ChunkMemory:
     def close(self, chunks: Collection[OpenChunk]) -> None:
         """Close the chunks that are open, and give back what they had besides."""
         with self._close:
+            self._scratch.clear()
             for chunk in chunks:
                 self._close.callback(chunk.close)

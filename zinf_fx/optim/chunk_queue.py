@@ -83,8 +83,6 @@ class ChunkQueue:
             self._unopened += chunks[len(self._read) :]
             read, self._read = self._read, []
             self._opened += read
-        for number, chunk in enumerate(read):
-            self.memory.open_gradients(chunk, number)
 
     @property
     def ready(self) -> bool:
@@ -106,7 +104,10 @@ class ChunkQueue:
         self._opened.popleft()
 
     def open_ahead(self) -> None:
-        """Open chunks as far as there is room: beside them, one is updated, and one may be written."""
+        """Open chunks as far as there is room: beside them, one is updated, and one may be written. Of those that are
+        open, open the gradients first, where an interrupt or a read ahead left that to be done."""
+        for chunk in self._opened:
+            self.memory.open_gradients(chunk)
         while self._unopened and len(self._opened) < self.memory.count - 1 and self.memory.has_room:
             recipe, pieces = self._unopened[0]
             if recipe.whole and self._opened and pieces[0].count > self.memory.elements:
@@ -119,7 +120,7 @@ class ChunkQueue:
         chunk = self.memory.open(*self._unopened[0])
         self._opened.append(chunk)
         self._unopened.popleft()
-        self.memory.open_gradients(chunk, self.memory.opened - 1)
+        self.memory.open_gradients(chunk)
 
     def close(self) -> None:
         """Forget what is left, and give the memory back."""

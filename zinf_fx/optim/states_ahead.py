@@ -66,6 +66,7 @@ class StatesAhead:
                 if memory.has_room:
                     self._opened.append(memory.open(*self._chunks[number]))
         except StoreError:  # the step will find out
+            self._leave()
             self._give_back()
         finally:
             self._opens = False

@@ -238,7 +238,8 @@ class StreamedStep:
             return False
         for tiers in self._memory.tiers:
             tiers.check_process()
-        if self.asks or not (self.closed or self._queue):
+        is_at_work = self._worker is not None  # on a chunk that isn't in the queue any more
+        if self.asks or not (self.closed or self._queue or is_at_work):
             return False
         self._until(lambda: self._over or not (self.closed or self._queue))
         if not self.closed:
