@@ -19,6 +19,7 @@ SMALL = Run("small", 10, 512, 4, 1.5)
 OPTIONS = ["--micro-batches", "3", "--context", "16", "--drives", "1", "4"]
 
 
+@pytest.mark.slow
 def test_moving_once_takes_less_than_a_loop_and_a_step_extends_to_any_depth() -> None:
     one, four = simulated(SMALL, "nvme", 1, greedysnake.parser().parse_args(OPTIONS))
     assert one["ratio"] > 1.2 and one["loop_waits"].startswith("disk")

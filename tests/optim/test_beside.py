@@ -125,8 +125,10 @@ def test_ctrl_c_gets_through_to_who_waits_for_the_thread(twins, gate: Gated) -> 
 def test_a_fault_in_the_thread_is_raised_by_who_asks_next(twins, gate: Gated) -> None:
     pair, optimizer, _ = prepared(twins, "infinity-nvme")
     inject(pair.stored[0].storage.tiers.store, Fault("completion", operation="read", count=100, errno=errno.EIO))
+    gate.open.clear()
     optimizer.step()
     optimizer.zero_grad()
+    gate.open.set()
     for thread in gate.threads:
         thread.join(SECONDS)
     assert optimizer.torn is None and background(pair) is not None
@@ -149,6 +151,7 @@ def test_where_no_thread_can_be_started_the_step_is_done_by_who_asks(
         patched.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="too many threads"):
             optimizer.step()
+    gate.threads.clear()
     reference.step()
     pair.check()
     assert optimizer.torn is None
@@ -218,7 +221,7 @@ def test_who_needs_memory_waits_for_the_chunk_that_the_thread_updates(
 ) -> None:
     """Though no chunk is left in the queue, and more parameters may come."""
     options = {"placement": "infinity-cpu", "chunk": "64KiB", "pack": None}
-    model = zinf_fx.offload(Layers(4), store=tmp_path, **options)  # of which all are a chunk
+    model = zinf_fx.offload(Layers(1), store=tmp_path, **options)
     optimizer = optim.AdamW(model.parameters(), lr=1e-2, step_in_backward=True)
     call = torch.compile(model, backend="zinf")
     trained(call, optimizer)
