@@ -19,9 +19,13 @@ from torch.utils.checkpoint import checkpoint
 
 import zinf_fx
 from zinf_fx.config import Config
+from zinf_fx.errors import BudgetError
 from zinf_fx.frontend import dividing
+from zinf_fx.frontend.abstract import abstract_inputs
+from zinf_fx.frontend.capture import Capture
 from zinf_fx.frontend.explain import plan_model
 from zinf_fx.plan.memory.accounting import flows, phases
+from zinf_fx.plan.sharding import Groups
 from zinf_fx.plan.show.table import render
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -230,6 +234,23 @@ def test_the_plan_decides(
     assert said[0] == f"micro_batches auto: {division.reason}" and len(said) == 2
     with torch.no_grad():
         compiled(*(x[:3] for x in batch))
+
+
+def test_what_did_not_fit_has_no_plan_when_it_is_asked_for_again() -> None:
+    captures = []
+
+    def backend(module: torch.fx.GraphModule, inputs: list) -> Callable:
+        config = Config(placement="nvme")
+        stored = abstract_inputs(module, inputs, config)
+        captures.append(Capture(module, stored, config, groups=Groups(), seen=inputs))
+        captures[0].capture()
+        return module.forward
+
+    torch.compile(Model(), backend=backend)(*tokens(1))
+    assert captures[0].planned(prefetch=None) is not None
+    for _ in range(2):
+        with pytest.raises(BudgetError):
+            captures[0].planned(device_memory=1024)
 
 
 @pytest.mark.parametrize("micro_batches", ["auto", slow(4)])

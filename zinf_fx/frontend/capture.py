@@ -96,13 +96,13 @@ class Capture:
         `placement` says, which can be asked again: the graph is captured once."""
         self.capture()
         if self._captured is not None and (self.plan is None or asked != self._asked):
-            self._asked = asked
             module, plan = self._captured
             if asked:
                 module = fx.GraphModule(module, copied(module.graph))
             else:
                 self._captured = None
             plan(module, asked)
+            self._asked = asked
         return self.plan
 
     def capture(self) -> None:
