@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zinf_fx
 from zinf_fx.config import Config
-from zinf_fx.errors import BudgetError
+from zinf_fx.errors import BudgetError, ConfigError
 from zinf_fx.frontend import dividing
 from zinf_fx.frontend.abstract import abstract_inputs
 from zinf_fx.frontend.capture import Capture
@@ -52,10 +52,10 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Gives its loss, and its logits of shape [batch, length, words]."""
 
-    def __init__(self, dropout: float = 0.1, tied: bool = False) -> None:
+    def __init__(self, dropout: float = 0.1, tied: bool = False, blocks: int = 2) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.Sequential(Block(dropout), Block(dropout))
+        self.blocks = nn.Sequential(*(Block(dropout) for _ in range(blocks)))
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         if tied:
             self.head.weight = self.words.weight
@@ -222,18 +222,51 @@ def test_the_plan_decides(
     twin = zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, placement="nvme", chunk="64KiB")
     compiled = torch.compile(twin, backend="zinf", dynamic=True, options=options)
     with caplog.at_level("INFO", "zinf_fx"):
-        for size in (4, 4, 2):  # another size is decided for anew
+        for size in (4, 4, 2, 1):  # another size is decided for anew; one sample can't be divided
             twin.zero_grad()
             compiled(*(x[:size] for x in batch)).backward()
-            if size == 4:
+            if size in (4, 1):
                 plain.zero_grad()
-                for part in zip(*(one.chunk(count) for one in batch), strict=True):
-                    (plain(*part) / count).backward()
+                parts = count if size > 1 else 1
+                for part in zip(*(one[:size].chunk(parts) for one in batch), strict=True):
+                    (plain(*part) / parts).backward()
                 assert_same_gradients(twin, plain)
     said = [one.getMessage() for one in caplog.records if one.getMessage().startswith("micro_batches auto: ")]
     assert said[0] == f"micro_batches auto: {division.reason}" and len(said) == 2
     with torch.no_grad():
         compiled(*(x[:3] for x in batch))
+
+
+@pytest.mark.parametrize("others", [(), (torch.ones(LENGTH, LENGTH).tril(),)], ids=["places", "mask"])
+def test_a_batch_of_one_sample_stays_whole(others: tuple[Tensor, ...]) -> None:
+    """Dynamo fixes a size of 1. The length, which other arguments have in their first dimension, is no batch's."""
+    found = plan_model(Placed(4, 4), (*one_sample(), *others), placement="nvme", micro_batches="auto")
+    assert found.divisions == [] and found.plans[0].config.micro_batches == 1
+
+
+def test_what_is_saved_leaves_where_the_batch_stays_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The graph is planned for the sizes of the call, as where the batch is divided."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    x = torch.randn(8, 64, 64)
+    options = {"micro_batches": "auto", "activations": "offload"}
+    (plan,) = plan_model(plain, (x,), placement="host", **options).plans
+    assert plan.config.micro_batches == 1
+    assert any(tile.activation for tile in plan.tiles)
+    twin, compiled = twin_of(plain, tmp_path, placement="host", **options)
+    compiled(x).square().mean().backward()
+    plain(x).square().mean().backward()
+    assert_same_gradients(twin, plain)
+    assert "activations stay on the device" not in caplog.text
+
+
+def test_a_graph_that_no_number_divides(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, division: dict[str, object], **__: object) -> None:
+        raise ConfigError(f"there is no graph of {division['micro_batches']}")
+
+    monkeypatch.setattr(dividing, "Capture", refuse)
+    with pytest.raises(ConfigError, match="no graph of 1"):
+        plan_model(Model(), tokens(2), placement="nvme", micro_batches="auto")
 
 
 def test_what_did_not_fit_has_no_plan_when_it_is_asked_for_again() -> None:
@@ -253,13 +286,14 @@ def test_what_did_not_fit_has_no_plan_when_it_is_asked_for_again() -> None:
             captures[0].planned(device_memory=1024)
 
 
-@pytest.mark.parametrize("micro_batches", ["auto", slow(4)])
+@pytest.mark.parametrize("micro_batches", ["auto", slow(2)])
 def test_in_one_line(tmp_path: Path, micro_batches: object) -> None:
-    """An ordinary model, which leaves at the first call."""
+    """An ordinary model, which leaves at the first call. Beside what is saved, the budget has room for an operator, and
+    none for a group of them."""
     torch.manual_seed(0)
-    plain, batch = Model(dropout=0.0), tokens(4)
+    plain, batch = Model(dropout=0.0, blocks=1), tokens(2)
     twin = copy.deepcopy(plain)
-    options = {"micro_batches": micro_batches, "placement": "nvme", "store": tmp_path}
+    options = {"micro_batches": micro_batches, "device_memory": "44KiB", "store": tmp_path}
     compiled = torch.compile(twin, backend="zinf", dynamic=True, options=options)
     for _ in range(2):  # the first call finds ordinary parameters
         twin.zero_grad()
@@ -468,6 +502,19 @@ class Flat(nn.Linear):
         return super().forward(x).flatten(0, 1).square().mean(1)
 
 
+class Placed(nn.Embedding):
+    """Each word depends on all before it."""
+
+    def forward(self, words: Tensor, places: Tensor, mask: Tensor | None = None) -> Tensor:
+        h = super().forward(words) * places[:, None]
+        return (h.cumsum(1) if mask is None else mask @ h).square().mean()
+
+
+def one_sample() -> tuple[Tensor, Tensor]:
+    """Words [1, length] and places [length]."""
+    return torch.ones(1, LENGTH, dtype=torch.long), torch.arange(LENGTH, dtype=torch.float32)
+
+
 def _squared(x: Tensor) -> tuple[Tensor, Tensor]:
     return x[:LENGTH], x[:LENGTH]
 
@@ -476,7 +523,8 @@ def _squared(x: Tensor) -> tuple[Tensor, Tensor]:
     ("model", "inputs", "options", "dynamic", "expected"),
     [
         (Model(), tokens(4), {"micro_batches": 4}, False, "sizes in the captured graph are fixed"),
-        (Model(), tokens(4), {"micro_batches": 3}, True, "has 8 elements .* is no multiple"),
+        (Model(), tokens(4), {"micro_batches": 3}, True, "is of size 8 .* is no multiple"),
+        (Placed(4, 4), one_sample(), {"micro_batches": 2}, True, "is of size 1 .* is no multiple"),
         (Model(), _squared(tokens(4)[0]), {"micro_batches": 3}, True, "or are equal to it: exactly one"),
         (nn.BatchNorm1d(4), (torch.ones(8, 4),), {"micro_batches": 2}, True, "Statistics of a batch"),
         (nn.Linear(4, 4), (torch.ones(8, 4),), {"micro_batches": 0}, True, "micro_batches=0 is not accepted"),
@@ -494,7 +542,7 @@ def _squared(x: Tensor) -> tuple[Tensor, Tensor]:
         (Model(), tokens(4), {"micro_batches": "auto"}, False, "micro_batches=auto: the sizes in .* are fixed"),
     ],
     ids=[
-        *("fixed", "multiple", "equal", "batch norm", "zero", "in place", "checkpoint"),
+        *("fixed", "multiple", "one sample", "equal", "batch norm", "zero", "in place", "checkpoint"),
         *("argmax", "flat", "group alone", "auto, fixed"),
     ],
 )

@@ -108,7 +108,10 @@ def test_what_cannot_be_planned_is_listed() -> None:
 
 
 def test_nothing_fits() -> None:
-    with pytest.raises(BudgetError, match=r"(?s)none with which a step fits. Tried:.*  8 by groups of op.*: it needs"):
+    with pytest.raises(
+        BudgetError,
+        match=r"(?s)none with which a step fits. With 1: it needs.*\nTried:.*  8 by groups of op.*: it needs",
+    ):
         decision(machine(1 << 10))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +25,15 @@ from zinf_fx.errors import ConfigError
 from zinf_fx.frontend.abstract import abstract_inputs
 from zinf_fx.frontend.auto_placement import by_rule_here, sizes_of
 from zinf_fx.frontend.capture import Capture
-from zinf_fx.frontend.dividing import divided
-from zinf_fx.frontend.each_placement import check_rules, contradicted_by, placed, placement_of_all, stored_among
+from zinf_fx.frontend.dividing import decided_division
+from zinf_fx.frontend.each_placement import (
+    check_rules,
+    check_stage,
+    contradicted_by,
+    placed,
+    placement_of_all,
+    stored_among,
+)
 from zinf_fx.frontend.given_plan import check_offloaded, options_with, plans_given
 from zinf_fx.frontend.graph_inputs import input_names
 from zinf_fx.frontend.guards import drop_implied_guards
@@ -39,7 +47,7 @@ from zinf_fx.plan.sharding import Groups
 from zinf_fx.quantisation import tables_of
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
-from zinf_fx.runtime.tensor.tensor_parallel import check_not_sharded
+from zinf_fx.runtime.tensor.tensor_parallel import check_not_sharded, found_by_first, with_ranks
 from zinf_fx.sizes import in_words
 
 log = logging.getLogger("zinf_fx")
@@ -84,15 +92,22 @@ def zinf(
     in_force = _config_in_force(stored, options, requested, plans) if stored else requested
     if not _in_ddp(requested) and plain:
         _check_ranks_are_given(in_force, plain)
-        beside = Config.of(in_force, {"placement": requested.placement})  # like those that are stored, but for where
-        config = decided(beside, plain, lambda ranked: at_first_call(module, inputs, ranked, plain))
+        # Like those that are stored, but for where.
+        config = with_ranks(Config.of(in_force, {"placement": requested.placement}), plain)
+        division: Mapping[str, object] = {}
+        if config.placement == "auto":
+            find = partial(at_first_call, module, inputs, config, plain)
+            placement, division = found_by_first(config, plain, find, "the placement")
+            config = placed(config, placement)
+        check_stage(config)
         many = Ranks.of(config).size > 1  # whose gradients are to be reduced
         all_stay = requested.placement == "auto" and config.placement == PRESETS["device"]
         if many or not all_stay or config.frozen_dtype is not None:  # in which what is frozen takes less room there
-            return _offloaded(module, inputs, config, plans)
+            return _offloaded(module, inputs, config, plans, division)
     # A graph without parameters concerns no other rank, which may have no such graph.
     groups = None if stored else Groups()
-    return Capture(module, inputs, divided(module, inputs, in_force, groups), plans, groups=groups).compile()
+    division = decided_division(module, inputs, in_force, groups)
+    return Capture(module, inputs, in_force, plans, groups=groups, division=division).compile()
 
 
 def _check_ranks_are_given(requested: Config, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -128,16 +143,21 @@ def _config_in_force(
 
 
 def _offloaded(
-    module: fx.GraphModule, inputs: Sequence[Any], config: Config, plans: Sequence[Plan]
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    config: Config,
+    plans: Sequence[Plan],
+    division: Mapping[str, object],
 ) -> Callable[..., Any]:
     """The graph, compiled for stored parameters, and then its ordinary parameters stored, keeping their identity.
+    `division`: the options of how its batch is divided, if these were decided with the placement.
 
     In this order nothing has left when the graph is refused. Dynamo makes its guards after the backend returns, so they
     are for stored parameters, and the first call computes what later ones do.
     """
     abstract = abstract_inputs(module, inputs, config)
-    settled = divided(module, abstract, config, seen=inputs)
-    compiled = Capture(module, abstract, settled, plans, seen=inputs).compile()
+    division = division or decided_division(module, abstract, config, seen=inputs)
+    compiled = Capture(module, abstract, config, plans, seen=inputs, division=division).compile()
     names = input_names(module)
     note_staying(dict(zip(names, inputs, strict=True)))
     leaving: dict[str, torch.nn.Parameter] = {}

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -56,12 +57,14 @@ class Capture:
     """One graph of Dynamo's on its way to programs.
 
     `plans`: from files; one of them must be for this graph, and is followed. Without any, the graph is planned.
-    `rates`: what choices are weighed with; default those measured here. `groups`: the ranks to plan for;
-    default those that train the model. `seen`: the inputs that Dynamo knows, if `inputs` has others for some.
+    `rates`: what choices are weighed with; default those measured here. `groups`: the ranks to plan for; default those
+    that train the model. `seen`: the inputs that Dynamo knows, if `inputs` has others for some. `division`: the options
+    of how the batch is divided, where `config` leaves them to "auto".
 
     Attributes:
         plan: what was made of the graph; None before `compile`.
         graphs: the planned graphs, by kind.
+        holds_sizes: whether what is captured is for the sizes of this call alone.
     """
 
     def __init__(
@@ -73,18 +76,20 @@ class Capture:
         rates: Rates | None = None,
         groups: Groups | None = None,
         seen: Sequence[Any] | None = None,
+        division: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         devices = {one.device for one in inputs if isinstance(one, torch.Tensor)}
-        self.config = config = replace(config, compute=what_computes(config.compute, devices))
+        decided = Config.of(config, division)
+        self.config = replace(decided, compute=what_computes(config.compute, devices))
         self._plans = plans
         self.plan: Plan | None = None
         self.graphs: dict[GraphKind, fx.Graph] = {}
         given = list(inputs)
         self._inputs = graph_inputs(module, given, given if seen is None else seen)
         self._standing_in = frozenset(one.name for one in self._inputs if one.taken is not one.given)  # for DTensors
-        self._module, self._inputs = of_one_micro_batch(module, self._inputs, config)
-        self.divides = self._module is not module  # whether it plans micro-batches
-        self._together = Agreement(config, groups, self._inputs)
+        self._module, self._inputs = of_one_micro_batch(module, self._inputs, config, decided.micro_batches)
+        self.holds_sizes = self._module is not module
+        self._together = Agreement(self.config, groups, self._inputs)
         self._contexts: dict[str, GraphContext] = {}
         self._rates = rates
         self._compiles = True
@@ -116,7 +121,7 @@ class Capture:
         """Plan the graph; the result is called with the values of the graph's inputs."""
         if self.config.compute == "inductor" and self._compiles:
             check_can_compile({one.given.device for one in self._inputs if isinstance(one.given, torch.Tensor)})
-        if self._compiles and self.divides:
+        if self._compiles and self.holds_sizes:
             hold_sizes([one.given for one in self._inputs])
         self._together.check_together(self._inputs)
         if self._rates is None:  # while values can be computed

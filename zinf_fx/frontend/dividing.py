@@ -1,63 +1,80 @@
-"""`micro_batches="auto"` for a captured graph."""
+"""The micro-batches that a captured graph runs in: so many as `Config.micro_batches` says, or as "auto" decides."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from zinf_fx.config import Config
-from zinf_fx.errors import ConfigError, ZinfError
+from zinf_fx.errors import ConfigError
 from zinf_fx.frontend.auto_placement import device_of_most, this_machine
 from zinf_fx.frontend.capture import Capture
 from zinf_fx.frontend.graph_inputs import graph_inputs
 from zinf_fx.frontend.micro_batches import batch_size, hold_sizes
+from zinf_fx.placement import Placement, PlacementRules
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.placement.division import Division, Group, counts_for, decide_division
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.rates import Rates
+from zinf_fx.plan.schedule import GraphKind
 from zinf_fx.plan.sharding import Groups
 from zinf_fx.runtime.ranks import Ranks
-from zinf_fx.runtime.tensor.tensor_parallel import of_first
+from zinf_fx.runtime.tensor.tensor_parallel import found_by_first
 
 log = logging.getLogger("zinf_fx")
 
-_OPTIONS = ("micro_batches", "micro_batch_group")
-
 
 @dataclass(frozen=True)
-class Settled:
-    """What is planned, with which options, and how those were decided that were open."""
+class PlannedGraph:
+    """A graph of Dynamo's with a plan.
+
+    Attributes:
+        capture: what was planned.
+        asked: with which options, in the place of its own.
+        plan: None for a graph without anything to plan.
+        division: how the micro-batches were decided; None: there was nothing to decide.
+    """
 
     capture: Capture
-    options: Mapping[str, Any]
+    asked: Mapping[str, Any]
+    plan: Plan | None
     division: Division | None = None
 
     @property
-    def plan(self) -> Plan | None:
-        """The graph's plan."""
-        return self.capture.planned(**self.options)
+    def moves(self) -> bool:
+        """Whether the graph uses parameters."""
+        return self.plan is not None and any(graph.tiles for graph in self.plan.graphs)
 
     @property
-    def micro_batches(self) -> dict[str, object]:
-        """The options of how the batch is divided."""
-        return {name: getattr(self.capture.config_with(self.options), name) for name in _OPTIONS}
+    def graphs(self) -> Mapping[GraphKind, fx.Graph]:
+        """The planned graphs, by kind."""
+        self.capture.planned(**self.asked)  # which may have been asked for another plan since
+        return self.capture.graphs
+
+    def noted_division(self) -> dict[str, object]:
+        """The options of how the batch is divided. Where they were decided, the log says so."""
+        if self.division is not None:
+            log.info("micro_batches auto: %s", self.division.reason)
+        config = self.capture.config_with(self.asked)
+        return _division(config.micro_batches, config.micro_batch_group)
 
 
 class Divisions:
-    """One graph of Dynamo's, captured for each number of micro-batches that its batch may be divided into; for one
-    where it isn't divided.
+    """One graph of Dynamo's, and the numbers of micro-batches that its batch may be divided into: that of the options
+    or, with "auto", those to decide among. For each that is asked for, the graph is captured once.
 
-    The arguments are those of `Capture`; `groups`: to plan for, alone. Raises: ConfigError where it can't be told what
+    The arguments are those of `Capture`; `groups`: to plan for, alone. Raises: ConfigError where "auto" can't tell what
     the batch is.
 
     Attributes:
-        divides: whether there is anything to decide.
+        decides: whether there are several.
     """
 
     def __init__(
@@ -69,87 +86,101 @@ class Divisions:
         rates: Rates | None = None,
         seen: Sequence[Any] | None = None,
     ) -> None:
-        given = list(inputs)
-        size = batch_size(module, graph_inputs(module, given, given if seen is None else seen), config)
-        self.divides = size is not None and size > 1
-        counts = [1] if size is None else counts_for(size)
-        groupings: tuple[Group, ...] = (1, "auto") if config.micro_batch_group == 1 else (config.micro_batch_group,)
-        self._options = {count: groupings if count > 1 else (1,) for count in counts}
-        self._config, self._ranks = config, groups.ranks
-        self._trained = [one for one in given if isinstance(one, torch.Tensor) and one.requires_grad]
-        self._captured = partial(Capture, module, given, rates=rates, groups=groups, seen=seen)
+        self._config, self._ranks, self._inputs = config, groups.ranks, list(inputs)
+        self._options: dict[int, tuple[Group, ...]] = {config.micro_batches: (config.micro_batch_group,)}
+        if config.micro_batches == "auto":
+            found = graph_inputs(module, self._inputs, self._inputs if seen is None else seen)
+            groupings = (1, "auto") if config.micro_batch_group == 1 else (config.micro_batch_group,)
+            counts = counts_for(batch_size(module, found, config) or 1)
+            self._options = {count: groupings if count > 1 else (1,) for count in counts}
+        self.decides = len(self._options) > 1
+        self._capture = partial(Capture, module, self._inputs, config, rates=rates, groups=groups, seen=seen)
+        self._captures: dict[int, Capture | ConfigError] = {}
 
     def capture(self) -> None:
-        """Get at the graphs that may be planned, and no further."""
-        assert self.captures
+        """Get at the graphs that may be planned, while Dynamo waits for what it compiles to, and no further. Raises:
+        ConfigError where none can be."""
+        found = []
+        for count in self._options:
+            with suppress(ConfigError):
+                found.append(self._captured(count))
+        self._check_any()
+        if any(one.holds_sizes for one in found):  # as where the plan will be followed
+            hold_sizes(self._inputs)
 
-    @cached_property
-    def captures(self) -> dict[int, Capture | ConfigError]:
-        """By the number of micro-batches; an error where the graph can't be divided so. Dynamo's graph is captured
-        while Dynamo waits for what it compiles to."""
-        found: dict[int, Capture | ConfigError] = {}
-        for count, (*_, group) in self._options.items():
-            options = {"micro_batches": count, "micro_batch_group": group}
+    def planned(
+        self, placement: Placement | PlacementRules | None = None, hardware: Hardware | None = None
+    ) -> PlannedGraph:
+        """The graph, planned as if its parameters lived where `placement` says, if that is given.
+
+        `hardware`: to decide for; default this machine, at nominal rates. Raises: BudgetError when nothing fits;
+        ConfigError where the graph can't be divided.
+        """
+        asked = {} if placement is None else {"placement": placement}
+        if not self.decides:
+            (count,) = self._options
+            capture = self._captured(count)
+            return PlannedGraph(capture, asked, capture.planned(**asked))
+
+        @cache
+        def plan_with(count: int, group: Group) -> Plan:
+            return self._captured(count).planned(**asked, micro_batch_group=group)
+
+        self._check_any()
+        if hardware is None:
+            trained = [one for one in self._inputs if isinstance(one, torch.Tensor) and one.requires_grad]
+            hardware = this_machine(self._config, device_of_most(trained))
+        division = decide_division(plan_with, self._options, hardware, self._ranks)
+        count, group = division.chosen.micro_batches, division.chosen.group
+        plan = plan_with(count, group)
+        return PlannedGraph(self._captured(count), {**asked, "micro_batch_group": group}, plan, division)
+
+    def _check_any(self) -> None:
+        """Raises: ConfigError where the graph can be captured with no number of micro-batches."""
+        for count in self._options:
+            with suppress(ConfigError):
+                self._captured(count)
+                return
+        self._captured(next(iter(self._options)))
+
+    def _captured(self, count: int) -> Capture:
+        """Raises: ConfigError where the graph can't be divided so."""
+        if count not in self._captures:
+            division = _division(count, self._options[count][-1]) if self._config.micro_batches == "auto" else {}
+            found: Capture | ConfigError
             try:
-                found[count] = self._captured(config=Config.of(self._config, options))
-                found[count].capture()
+                found = self._capture(division=division)
+                found.capture()
             except ConfigError as error:
-                found[count] = error
+                found = error
+            self._captures[count] = found
+        found = self._captures[count]
+        if isinstance(found, ConfigError):
+            raise found
         return found
 
-    @property
-    def finest(self) -> Capture:
-        """With the most micro-batches, which need least memory."""
-        return [one for one in self.captures.values() if isinstance(one, Capture)][-1]
 
-    def decided(self, asked: Mapping[str, Any], hardware: Hardware | None = None) -> Settled:
-        """What the graph is planned with; `asked`: options besides the micro-batches.
-
-        `hardware`: to decide for; default this machine, at nominal rates. Raises: BudgetError when nothing fits.
-        """
-        if not self.divides:
-            return Settled(self.finest, asked)
-
-        def plan_with(count: int, group: Group) -> Plan:
-            found = self.captures[count]
-            if isinstance(found, ConfigError):
-                raise found
-            return found.planned(**asked, micro_batch_group=group)
-
-        if hardware is None:
-            hardware = this_machine(self._config, device_of_most(self._trained))
-        division = decide_division(plan_with, self._options, hardware, self._ranks)
-        chosen = division.chosen
-        log.info("micro_batches auto: %s", division.reason)
-        return Settled(self.captures[chosen.micro_batches], {**asked, "micro_batch_group": chosen.group}, division)
-
-
-def divided(
+def decided_division(
     module: fx.GraphModule,
     inputs: Sequence[Any],
     config: Config,
     groups: Groups | None = None,
     seen: Sequence[Any] | None = None,
-) -> Config:
-    """`config` with the micro-batches of a graph that is about to be compiled, decided for this machine where they are
-    "auto". Ranks take what the first one finds.
+) -> Mapping[str, object]:
+    """The options of how the batch of a graph is divided that is about to be compiled, decided for this machine where
+    `config` leaves them to "auto"; else none. Ranks take what the first one finds.
 
     Raises: BudgetError when nothing fits; ConfigError where it can't be told what the batch is.
     """
-    if config.micro_batches != "auto":
-        return config
-    found: dict[str, object] | ZinfError = dict.fromkeys(_OPTIONS, 1)
-    divides = True
-    try:
+
+    def find() -> Mapping[str, object]:
         divisions = Divisions(module, inputs, config, groups or Ranks.of(config).groups, seen=seen)
-        if divides := divisions.divides:
-            found = divisions.decided({}).micro_batches
-    except ZinfError as error:  # of the first rank, it is raised on every rank
-        found = error
-    if groups is None:
-        found = of_first(config, inputs, found, "the micro-batches")
-    if isinstance(found, ZinfError):
-        raise found
-    if divides and found["micro_batches"] == 1:
-        hold_sizes(inputs)  # another batch is decided for anew
-    return Config.of(config, found)
+        return divisions.planned().noted_division() if divisions.decides else _division(1, 1)
+
+    if config.micro_batches != "auto":
+        return {}
+    return find() if groups is not None else found_by_first(config, inputs, find, "the micro-batches")
+
+
+def _division(count: int, group: Group) -> dict[str, object]:
+    return {"micro_batches": count, "micro_batch_group": group}

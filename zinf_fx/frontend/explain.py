@@ -40,8 +40,7 @@ from zinf_fx.runtime.tensor.local_parameter import stored_in
 from zinf_fx.runtime.tensor.tensor_parallel import with_ranks
 
 if TYPE_CHECKING:
-    from zinf_fx.frontend.capture import Capture
-    from zinf_fx.frontend.dividing import Divisions, Settled
+    from zinf_fx.frontend.dividing import Divisions, PlannedGraph
 
 
 def explain(
@@ -136,8 +135,7 @@ def plan_model(
     # The compiler takes seconds to import.
     from torch._dynamo.exc import BackendCompilerFailed
 
-    from zinf_fx.frontend.dividing import Divisions, Settled
-    from zinf_fx.frontend.placement import decided_for, plans_that_move
+    from zinf_fx.frontend.placement import decided_for
 
     model = getattr(model, "_orig_mod", model)
     if not isinstance(world_size, int) or not 1 <= world_size <= LARGEST:
@@ -168,29 +166,25 @@ def plan_model(
                 "the model can't be planned without values: code that Dynamo doesn't capture uses a parameter "
                 "(TORCH_LOGS=graph_breaks,recompiles shows where)"
             ) from error
-        decision, asked = None, {}
+        decision = None
         if decides:
             parameters = [parameter for parameter in model.parameters() if not stays(parameter)]
             tables = tables_of(model.modules())
-            finest = [one.finest if isinstance(one, Divisions) else one for one in planner.captures]
-            decision, _ = decided_for(finest, parameters, in_force, groups, hardware, tables)
-            asked["placement"] = decision.placement
-        settled = [
-            one.decided(asked, hardware) if isinstance(one, Divisions) else Settled(one, asked)
-            for one in planner.captures
-        ]
-        settled = [one for one in settled if plans_that_move([one.plan])]
-    divisions = [one.division for one in settled if one.division is not None]
-    return Planning([one.plan for one in settled], decision, divisions, list(_timed(settled)) if timed else [])
+            decision, planned = decided_for(planner.graphs, parameters, in_force, groups, hardware, tables)
+        else:
+            planned = [graph.planned(hardware=hardware) for graph in planner.graphs]
+    planned = [one for one in planned if one.moves]
+    divisions = [one.division for one in planned if one.division is not None]
+    return Planning([one.plan for one in planned], decision, divisions, list(_timed(planned)) if timed else [])
 
 
-def _timed(settled: Iterable[Settled]) -> Iterator[Compute]:
+def _timed(planned: Iterable[PlannedGraph]) -> Iterator[Compute]:
     """Seconds of each plan's operators on this machine."""
     from zinf_fx.passes.ir.timing import OperatorTimer
 
     timer = OperatorTimer()
-    for one in settled:
-        taken = {kind: timer.operators(graph) for kind, graph in one.capture.graphs.items()}
+    for one in planned:
+        taken = {kind: timer.operators(graph) for kind, graph in one.graphs.items()}
         yield {
             (graph.kind, operator.index): taken[graph.kind].get(operator.index, 0.0)
             for graph in one.plan.graphs
@@ -266,7 +260,7 @@ class _Planner:
     config: Config
     rates: Rates | None = None
     groups: Groups = field(default_factory=Groups)
-    captures: list[Capture | Divisions] = field(default_factory=list)
+    graphs: list[Divisions] = field(default_factory=list)
 
     def compiled_call(self) -> Callable[..., Any]:
         """`_call`, compiled by this backend apart from all that Dynamo has compiled for the user.
@@ -281,16 +275,11 @@ class _Planner:
         return torch.compile(call, backend=self, dynamic=self.config.micro_batches != 1, **isolation)
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        from zinf_fx.frontend.capture import Capture
         from zinf_fx.frontend.dividing import Divisions
-        from zinf_fx.frontend.micro_batches import hold_sizes
 
-        kind = Divisions if self.config.micro_batches == "auto" else Capture
-        captured = kind(module, inputs, self.config, rates=self.rates, groups=self.groups)
-        captured.capture()  # which Dynamo may call for again where this fails
-        if captured.divides:  # as where the plan will be followed
-            hold_sizes(inputs)
-        self.captures.append(captured)
+        graph = Divisions(module, inputs, self.config, self.groups, self.rates)
+        graph.capture()  # which Dynamo may call for again where this fails
+        self.graphs.append(graph)
         (output,) = module.graph.find_nodes(op="output")
         results = tree_map(_stand_in, output.args[0])
         return lambda *arguments: tree_map_only(FunctionType, lambda make: make(), results)

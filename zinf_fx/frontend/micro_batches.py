@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import sympy
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zinf_fx import ops
 from zinf_fx.config import Config
@@ -27,9 +28,9 @@ def batch_size(module: fx.GraphModule, inputs: Sequence[GraphInput], config: Con
 
     Raises: ConfigError where sizes that depend on the batch can't be told from others, or it can't be divided.
     """
-    if config.micro_batches == 1 or not torch.is_grad_enabled() or not any(map(_is_differentiated, inputs)):
+    if not _is_divided(inputs, config):
         return None
-    return _batch_of(module.graph.find_nodes(op="placeholder"), inputs, config).size
+    return _batch_of(module.graph.find_nodes(op="placeholder"), inputs, config, config.micro_batches).size
 
 
 def hold_sizes(inputs: Sequence[Any]) -> None:
@@ -40,35 +41,45 @@ def hold_sizes(inputs: Sequence[Any]) -> None:
 
 
 def of_one_micro_batch(
-    captured: fx.GraphModule, inputs: Sequence[GraphInput], config: Config
+    captured: fx.GraphModule, inputs: Sequence[GraphInput], config: Config, count: int
 ) -> tuple[fx.GraphModule, list[GraphInput]]:
-    """A module that computes one of `config.micro_batches` of what is captured, and its inputs, of which all sizes are
-    those of this call. Where nothing is divided, what was given.
+    """A module that computes one of `count` micro-batches of what is captured, and its inputs, of which all sizes are
+    those of this call, also where "auto" makes one of the whole batch. Where `config` divides nothing, what was given.
 
     Raises: ConfigError as `batch_size`, and where what is computed can't be divided.
     """
-    if batch_size(captured, inputs, config) is None:
+    if not _is_divided(inputs, config):
         return captured, list(inputs)
     module = _copy_of(captured)
     placeholders = module.graph.find_nodes(op="placeholder")
     (output,) = module.graph.find_nodes(op="output")
-    batch = _batch_of(placeholders, inputs, config)
-    _check_values(module.graph, placeholders, batch)
-    joins = {node: batch.joined_by(node) for node in output.all_input_nodes if node not in placeholders}
-    sizes = {node: batch.micro_size(node) for node in placeholders if isinstance(_value(node), torch.SymInt)}
-    dims = {node: batch.dim_of(node, f"input '{one.name}'") for node, one in zip(placeholders, inputs, strict=True)}
-    with module.graph.inserting_after(placeholders[-1]):
-        for node, dim in dims.items():
-            if dim is not None:
-                part = module.graph.call_function(ops.micro_batch, (node, dim, batch.count))
-                node.replace_all_uses_with(part, delete_user_cb=lambda user, part=part: user is not part)
+    sizes = {node: _hint(_value(node)) for node in placeholders if isinstance(_value(node), torch.SymInt)}
+    if count > 1:
+        batch = _batch_of(placeholders, inputs, config, count)
+        sizes = {node: batch.micro_size(node) for node in sizes}
+        _divide(module.graph, batch, dict(zip(placeholders, inputs, strict=True)))
     for node in sizes:
         for user in set(node.users) - {output}:
             user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda one: sizes.get(one, one))
-    with module.graph.inserting_before(output):
-        joined = {node: module.graph.call_function(ops.join, (node, *how)) for node, how in joins.items() if how}
-    output.args = fx.map_arg(output.args, lambda node: joined.get(node, node))
     return module, [_fixed(node, one) for node, one in zip(placeholders, inputs, strict=True)]
+
+
+def _divide(graph: fx.Graph, batch: _Batch, inputs: Mapping[fx.Node, GraphInput]) -> None:
+    """Have the graph take a part of each of the batch's `inputs`, by placeholder, and put its results together. Raises:
+    ConfigError where what it computes can't be divided."""
+    *_, last = inputs
+    (output,) = graph.find_nodes(op="output")
+    _check_values(graph, inputs, batch)
+    joins = {node: batch.joined_by(node) for node in output.all_input_nodes if node not in inputs}
+    dims = {node: batch.dim_of(node, f"input '{one.name}'") for node, one in inputs.items()}
+    with graph.inserting_after(last):
+        for node, dim in dims.items():
+            if dim is not None:
+                part = graph.call_function(ops.micro_batch, (node, dim, batch.count))
+                node.replace_all_uses_with(part, delete_user_cb=lambda user, part=part: user is not part)
+    with graph.inserting_before(output):
+        joined = {node: graph.call_function(ops.join, (node, *how)) for node, how in joins.items() if how}
+    output.args = fx.map_arg(output.args, lambda node: joined.get(node, node))
 
 
 def _copy_of(captured: fx.GraphModule) -> fx.GraphModule:
@@ -87,13 +98,13 @@ class _Batch:
     """How sizes of the captured graph depend on the batch.
 
     Attributes:
-        symbol: the size of the batch, in Dynamo's sizes.
+        symbol: the size of the batch, in Dynamo's sizes; 0 for one sample, on which no size depends.
         size: what it is in this call.
         count: of its micro-batches.
         loss: what losses of micro-batches are made one by, "mean" or "sum".
     """
 
-    symbol: sympy.Symbol
+    symbol: sympy.Basic
     size: int
     count: int
     loss: str
@@ -158,9 +169,10 @@ class _Batch:
         return self.size // self.count
 
 
-def _batch_of(placeholders: Sequence[fx.Node], inputs: Sequence[GraphInput], config: Config) -> _Batch:
-    """What the call's batch is. Raises: ConfigError."""
-    count = config.micro_batches
+def _batch_of(
+    placeholders: Sequence[fx.Node], inputs: Sequence[GraphInput], config: Config, count: int | Literal["auto"]
+) -> _Batch:
+    """What the call's batch is, which is to be divided by `count`. Raises: ConfigError."""
     found: list[tuple[fx.Node, GraphInput]] = []  # that have sizes of their own in the first dimension, matrices before
     given = [(node, one) for node, one in zip(placeholders, inputs, strict=True) if one.comes_with_call]
     tensors = [(node, one) for node, one in given if isinstance(_value(node), torch.Tensor) and _value(node).dim()]
@@ -176,6 +188,7 @@ def _batch_of(placeholders: Sequence[fx.Node], inputs: Sequence[GraphInput], con
         # From the second size of the batch on, Dynamo has a symbol for each tensor's: comparing them makes them one.
         if not any(_hint(size) == _hint(_first(other)) and size == _first(other) for other, _ in found):
             found.append((node, one))
+    found = _of_one_sample(tensors, config) or found
     if len(found) > 1:
         shapes = ", ".join(f"'{one.name}' {list(map(_hint, _value(node).shape))}" for node, one in found)
         raise ConfigError(
@@ -187,7 +200,7 @@ def _batch_of(placeholders: Sequence[fx.Node], inputs: Sequence[GraphInput], con
         size = _hint(_first(node))
         if count != "auto" and size % count:
             raise ConfigError(
-                f"micro_batches={count}: the batch has {size} elements ('{one.name}' is of shape "
+                f"micro_batches={count}: the batch is of size {size} ('{one.name}' is of shape "
                 f"{list(map(_hint, _value(node).shape))}), which is no multiple of it: leave out the last, smaller "
                 "batch (drop_last=True of a DataLoader), or give another number"
             )
@@ -199,7 +212,20 @@ def _batch_of(placeholders: Sequence[fx.Node], inputs: Sequence[GraphInput], con
     )
 
 
-def _check_values(graph: fx.Graph, placeholders: Sequence[fx.Node], batch: _Batch) -> None:
+def _of_one_sample(tensors: Sequence[tuple[fx.Node, GraphInput]], config: Config) -> list[tuple[fx.Node, GraphInput]]:
+    """Of a batch of one sample, whose size Dynamo never leaves open, one tensor; of larger batches, none.
+
+    All matrices of the call have it in the first dimension. For "auto", which then leaves the batch whole, some may
+    have a later size of these in its place, as masks [length, length] have beside words [1, length].
+    """
+    matrices = [each for each in tensors if _value(each[0]).dim() > 1] or tensors
+    found = [(node, one) for node, one in matrices if _hint(_first(node)) == 1]
+    later = (size for node, _ in found for size in _value(node).shape[1:])
+    known = {1, *(map(_hint, later) if config.micro_batches == "auto" else ())}
+    return found[:1] if all(_hint(_first(node)) in known for node, _ in matrices) else []
+
+
+def _check_values(graph: fx.Graph, placeholders: Container[fx.Node], batch: _Batch) -> None:
     """Raises: ConfigError for a model that writes to the batch, or has a value with two dimensions of its size."""
     for node in graph.nodes:
         value = _value(node)
@@ -215,8 +241,10 @@ def _check_values(graph: fx.Graph, placeholders: Sequence[fx.Node], batch: _Batc
             )
 
 
-def _is_differentiated(one: GraphInput) -> bool:
-    return isinstance(one.taken, torch.Tensor) and one.taken.requires_grad
+def _is_divided(inputs: Sequence[GraphInput], config: Config) -> bool:
+    """Whether this is a training step, whose batch `config` divides, or may."""
+    trained = any(isinstance(one.taken, torch.Tensor) and one.taken.requires_grad for one in inputs)
+    return config.micro_batches != 1 and torch.is_grad_enabled() and trained
 
 
 def _value(node: fx.Node) -> object:
@@ -243,6 +271,7 @@ def _fixed(node: fx.Node, one: GraphInput) -> GraphInput:
     value = _value(node)
     if (
         one.is_stored
+        or is_traceable_wrapper_subclass(value)
         or not isinstance(value, torch.Tensor)
         or not any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride()))
     ):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from zinf_fx.checkpoint.elements import replace
 from zinf_fx.config import Config
-from zinf_fx.errors import ConfigError, StoredTensorError, ZinfError
+from zinf_fx.errors import ConfigError, StoredTensorError
 from zinf_fx.frontend.auto_placement import placed_by_rule
 from zinf_fx.frontend.composed import Composed
 from zinf_fx.frontend.converting import Converting
@@ -28,7 +29,7 @@ from zinf_fx.frontend.packing import bring_together, packs_of
 from zinf_fx.frontend.quantising import form_of
 from zinf_fx.frontend.staying import is_ordinary, note_staying, stays
 from zinf_fx.interrupts import held_back
-from zinf_fx.placement import Placement, PlacementRules
+from zinf_fx.placement import PlacementRules
 from zinf_fx.plan.packs import starts_of
 from zinf_fx.plan.sharding import Owners, shards_of
 from zinf_fx.quantisation import can_be_quantised, is_table, tables_of
@@ -47,8 +48,8 @@ from zinf_fx.runtime.tensor.tensor_parallel import (
     check_distributed,
     check_not_sharded,
     check_ranks,
+    found_by_first,
     groups_of,
-    of_first,
     with_ranks,
 )
 from zinf_fx.runtime.tensor.tiers import Tiers, drain_after
@@ -412,30 +413,17 @@ def _check_disjoint(parameters: Mapping[str, torch.nn.Parameter]) -> None:
             )
 
 
-def decided(
-    config: Config,
-    parameters: list[torch.Tensor] | None,
-    find: Callable[[Config], Placement | PlacementRules] | None = None,
-    tables: Collection[int] = (),
-) -> Config:
-    """`config` with its ranks and its placement decided from the parameters (all of them; None: not yet known).
-
-    `find`: decides where the placement is "auto"; default the rule alone. `tables`: ids of parameters that are looked
-    up by rows. Ranks take what the first one finds.
+def decided(config: Config, parameters: list[torch.Tensor] | None, tables: Collection[int] = ()) -> Config:
+    """`config` with its ranks, and its placement by the rule alone, decided from the parameters (all of them; None: not
+    yet known). `tables`: ids of parameters that are looked up by rows. Ranks take what the first one finds.
 
     Raises: ConfigError for ranks that can't train these parameters, or can't do so in this placement.
     """
     if parameters:
         config = with_ranks(config, parameters)
     if config.placement == "auto":
-        found: Placement | PlacementRules | ZinfError
-        try:
-            found = find(config) if find is not None else placed_by_rule(config, parameters, tables)
-        except ZinfError as error:  # of the first rank, it is raised on every rank
-            found = error
-        found = of_first(config, parameters or (), found, "the placement")
-        if isinstance(found, ZinfError):
-            raise found
+        by_rule = partial(placed_by_rule, config, parameters, tables)
+        found = found_by_first(config, parameters or (), by_rule, "the placement")
         config = Config.of(config, {"placement": found})
     check_stage(config)
     return config

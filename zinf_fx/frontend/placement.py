@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -12,8 +12,7 @@ from torch import fx
 from zinf_fx.config import Config
 from zinf_fx.frontend.abstract import abstract_inputs
 from zinf_fx.frontend.auto_placement import by_rule_here, device_of_most, note, sizes_of, this_machine, trained_here
-from zinf_fx.frontend.capture import Capture
-from zinf_fx.frontend.dividing import Divisions
+from zinf_fx.frontend.dividing import Divisions, PlannedGraph
 from zinf_fx.frontend.quantising import tables_in
 from zinf_fx.placement import Placement, PlacementRules
 from zinf_fx.plan.hardware import Hardware
@@ -24,14 +23,15 @@ from zinf_fx.runtime.ranks import Ranks
 
 
 def decided_for(
-    captures: Sequence[Capture],
+    graphs: Sequence[Divisions],
     parameters: Sequence[torch.Tensor],
     config: Config,
     groups: Groups,
     hardware: Hardware | None = None,
     tables: Collection[int] = (),
-) -> tuple[Decision, list[Plan]]:
-    """The placement of the model that these graphs are of, and their plans with it.
+) -> tuple[Decision, list[PlannedGraph]]:
+    """The placement of the model that these graphs are of, and the graphs, planned with it. For every placement that is
+    considered, it is decided anew how their batches are divided, where "auto" is to decide that, too.
 
     `hardware`: to decide for; default this machine, at nominal rates. `tables`: ids of parameters that are looked up by
     rows. Raises: BudgetError when nothing fits.
@@ -41,20 +41,26 @@ def decided_for(
         hardware = this_machine(config, device_of_most(here))
 
     @cache
+    def planned_with(placement: Placement | PlacementRules) -> list[PlannedGraph]:
+        return [graph.planned(placement, hardware) for graph in graphs]
+
     def plans_with(placement: Placement | PlacementRules) -> list[Plan]:
-        return plans_that_move(capture.planned(placement=placement) for capture in captures)
+        return [one.plan for one in planned_with(placement) if one.moves]
 
     sizes = sizes_of(here, config, groups, tables)
     decision = decide(plans_with, sizes, config, hardware, groups.ranks, len(here))
     note(decision, sizes)
-    return decision, plans_with(decision.placement)
+    return decision, planned_with(decision.placement)
 
 
 def at_first_call(
     module: fx.GraphModule, inputs: Sequence[Any], config: Config, parameters: Sequence[torch.Tensor]
-) -> Placement | PlacementRules:
-    """The placement of a graph's ordinary parameters, on this rank. Nothing is captured where they fit on the device,
-    with room for activations. Raises: BudgetError when nothing fits."""
+) -> tuple[Placement | PlacementRules, Mapping[str, object]]:
+    """The placement of a graph's ordinary parameters, on this rank, and the options of how its batch is divided where
+    planning for the placement has decided them.
+
+    Nothing is captured where they fit on the device, with room for activations. Raises: BudgetError when nothing fits.
+    """
     groups = Ranks.of(config).groups
     here = trained_here(parameters)
     tables = tables_in(module, inputs)
@@ -62,16 +68,8 @@ def at_first_call(
     alone = by_rule_here(config, here, groups, sizes, "nothing leaves")
     if alone.nothing_moves:
         note(alone, sizes)
-        return alone.placement
+        return alone.placement, {}
     anywhere = Config.of(config, {"placement": "nvme"})
-    stored = abstract_inputs(module, inputs, anywhere)
-    if anywhere.micro_batches == "auto":
-        capture = Divisions(module, stored, anywhere, groups, seen=inputs).finest
-    else:
-        capture = Capture(module, stored, anywhere, groups=groups, seen=inputs)
-    return decided_for([capture], parameters, config, groups, tables=tables)[0].placement
-
-
-def plans_that_move(plans: Iterable[Plan | None]) -> list[Plan]:
-    """The plans of graphs that use parameters."""
-    return [plan for plan in plans if plan is not None and any(graph.tiles for graph in plan.graphs)]
+    graph = Divisions(module, abstract_inputs(module, inputs, anywhere), anywhere, groups, seen=inputs)
+    decision, (planned,) = decided_for([graph], parameters, config, groups, tables=tables)
+    return decision.placement, planned.noted_division()

@@ -134,8 +134,9 @@ def decide_division(
         if fitting and min(one.seconds for one in fitting) >= (1 - _TIE) * least:
             break
     if not fitting:
-        tried = [f"  {one}: {one.refused}" for one in considered]
-        raise BudgetError("\n".join(["micro_batches 'auto' finds none with which a step fits. Tried:", *tried]))
+        tried = [f"{one}: {one.refused}" for one in considered]
+        message = f"micro_batches 'auto' finds none with which a step fits. With {tried[0]}"
+        raise BudgetError("\n  ".join([f"{message}\nTried:", *tried]))
     least = min(one.seconds for one in fitting)
     near = [one for one in fitting if one.seconds <= (1 + _TIE) * least]
     chosen = min(near, key=lambda one: (one.micro_batches, one.device + one.host))

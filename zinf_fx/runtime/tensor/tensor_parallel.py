@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,9 +14,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from zinf_fx.config import Config
-from zinf_fx.errors import ConfigError, StoredTensorError
+from zinf_fx.errors import ConfigError, StoredTensorError, ZinfError
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.local_parameter import local_part
+
+T = TypeVar("T")
 
 _WHICH = "which ranks train the model with equal parts of each"
 # Names of a mesh's dimension along which ranks hold equal parts, and not other stages of a pipeline, say.
@@ -84,6 +86,20 @@ def of_first(config: Config, parameters: Iterable[object], value: Any, what: str
     for group in dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups()):
         value = tensor_ranks(config, group).of_first(value, what)
     return value
+
+
+def found_by_first(config: Config, parameters: Iterable[object], find: Callable[[], T], what: str) -> T:
+    """What the first rank finds, of those that `of_first` is for. All of them look for it, and raise the first one's
+    error if it fails."""
+    found: T | ZinfError
+    try:
+        found = find()
+    except ZinfError as error:
+        found = error
+    found = of_first(config, parameters, found, what)
+    if isinstance(found, ZinfError):
+        raise found
+    return found
 
 
 def groups_of(parameter: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
