@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from zinf_fx.errors import BudgetError, ConfigError
 from zinf_fx.frontend.explain import plan_model
 from zinf_fx.plan.hardware import Hardware, load
-from zinf_fx.plan.placement.division import Division, Group, counts_for, decide_division
+from zinf_fx.plan.placement.division import Division, OperatorGroup, counts_for, decide_division
 from zinf_fx.plan.plan import Plan
 
 HIDDEN, LAYERS, BATCH = 64, 4, 8
-BOTH: tuple[Group, ...] = (1, "auto")
+BOTH: tuple[OperatorGroup, ...] = (1, "auto")
 OPTIONS = {1: (1,), 2: BOTH, 8: BOTH}
 
 
@@ -31,7 +31,7 @@ class Model(nn.Sequential):
 
 
 @cache
-def plan_with(count: int, group: Group) -> Plan:
+def plan_with(count: int, group: OperatorGroup) -> Plan:
     with torch.device("meta"):
         model = Model(*(nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.GELU()) for _ in range(LAYERS)))
         x = torch.empty(BATCH, 1000, HIDDEN)
@@ -45,7 +45,7 @@ def machine(device: int = 1 << 40, **others: object) -> Hardware:
     return replace(found, device=replace(found.device, capacity=device), **others)
 
 
-def decision(hardware: Hardware, plans: Callable[[int, Group], Plan] = plan_with) -> Division:
+def decision(hardware: Hardware, plans: Callable[[int, OperatorGroup], Plan] = plan_with) -> Division:
     return decide_division(plans, OPTIONS, hardware, 1)
 
 
@@ -84,7 +84,7 @@ def test_the_fewest_that_fit_are_taken_by_the_groups_that_hold_less() -> None:
 def test_more_are_taken_where_that_is_faster() -> None:
     """As where the whole batch has to be computed again within a budget: here with a plan that takes longer."""
 
-    def plans(count: int, group: Group) -> Plan:
+    def plans(count: int, group: OperatorGroup) -> Plan:
         return plan_with(8, 1) if count == 1 else plan_with(count, group)
 
     found = decision(machine(), plans)
@@ -94,7 +94,7 @@ def test_more_are_taken_where_that_is_faster() -> None:
 
 
 def test_what_cannot_be_planned_is_listed() -> None:
-    def plans(count: int, group: Group) -> Plan:
+    def plans(count: int, group: OperatorGroup) -> Plan:
         if count == 1:
             raise BudgetError("the backward graph needs too much\nand a table says what")
         if group == "auto":

@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> None:
         planning = planning_for(hardware, *built, **ranks, **fields)
     plan = planning.only("a plan file")
     plan.save(options.output)
-    for decided in planning.decided:
+    for decided in planning.decision_texts:
         print(f"{decided}\n")
     operators = " + ".join(f"{len(graph.operators):,}" for graph in plan.graphs)
     moved = sum(traffic.nvme for _, traffic in phases(plan))

@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _title(planned: Planning, plan: Plan, hardware: Hardware, accumulate: int) -> str:
-    decided = "".join(f"{one}\n\n" for one in planned.decided)
+    decided = "".join(f"{one}\n\n" for one in planned.decision_texts)
     operators = " + ".join(f"{len(graph.operators):,} {graph.kind}" for graph in plan.graphs)
     times = f", {accumulate} times before the optimizer's step" if accumulate > 1 else ""
     return f"{decided}A step of {operators} operators on {hardware.name}, batch {_batch_text(plan)}{times}, simulated"

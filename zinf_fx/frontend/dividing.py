@@ -20,7 +20,7 @@ from zinf_fx.frontend.graph_inputs import graph_inputs
 from zinf_fx.frontend.micro_batches import batch_size, hold_sizes
 from zinf_fx.placement import Placement, PlacementRules
 from zinf_fx.plan.hardware import Hardware
-from zinf_fx.plan.placement.division import Division, Group, counts_for, decide_division
+from zinf_fx.plan.placement.division import Division, OperatorGroup, counts_for, decide_division
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.rates import Rates
 from zinf_fx.plan.schedule import GraphKind
@@ -87,7 +87,7 @@ class Divisions:
         seen: Sequence[Any] | None = None,
     ) -> None:
         self._config, self._ranks, self._inputs = config, groups.ranks, list(inputs)
-        self._options: dict[int, tuple[Group, ...]] = {config.micro_batches: (config.micro_batch_group,)}
+        self._options: dict[int, tuple[OperatorGroup, ...]] = {config.micro_batches: (config.micro_batch_group,)}
         if config.micro_batches == "auto":
             found = graph_inputs(module, self._inputs, self._inputs if seen is None else seen)
             groupings = (1, "auto") if config.micro_batch_group == 1 else (config.micro_batch_group,)
@@ -123,7 +123,7 @@ class Divisions:
             return PlannedGraph(capture, asked, capture.planned(**asked))
 
         @cache
-        def plan_with(count: int, group: Group) -> Plan:
+        def plan_with(count: int, group: OperatorGroup) -> Plan:
             return self._captured(count).planned(**asked, micro_batch_group=group)
 
         self._check_any()
@@ -182,5 +182,5 @@ def decided_division(
     return find() if groups is not None else found_by_first(config, inputs, find, "the micro-batches")
 
 
-def _division(count: int, group: Group) -> dict[str, object]:
+def _division(count: int, group: OperatorGroup) -> dict[str, object]:
     return {"micro_batches": count, "micro_batch_group": group}

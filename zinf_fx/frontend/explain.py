@@ -73,7 +73,7 @@ class Planning:
     seconds: list[Compute] = field(default_factory=list)
 
     @property
-    def decided(self) -> list[str]:
+    def decision_texts(self) -> list[str]:
         """All that was decided, for people."""
         return [str(one) for one in (self.decision, *self.divisions) if one is not None]
 
@@ -92,7 +92,7 @@ class Planning:
         """For people. `layout`: arguments of `plan.show.table.render`."""
         if not self.plans:
             return "No captured graph of the model uses a parameter, so nothing is moved.\n"
-        parts = self.decided
+        parts = self.decision_texts
         if self.decision is not None and self.decision.nothing_moves:
             parts.append("The model would run as ordinary PyTorch. Ask for another placement to see one.")
         count = len(self.plans)

@@ -21,7 +21,7 @@ from zinf_fx.plan.simulation.simulate import simulate_plan
 from zinf_fx.sizes import in_words
 from zinf_fx.tables import table
 
-Group = int | Literal["auto"]
+OperatorGroup = int | Literal["auto"]
 """What a micro-batch runs before the next one does, as `Config.micro_batch_group`."""
 
 # The share of a step by which fewer micro-batches may be slower.
@@ -53,7 +53,7 @@ class Divided:
     """
 
     micro_batches: int
-    group: Group
+    group: OperatorGroup
     saved: int = 0
     values: int = 0
     device: int = 0
@@ -101,8 +101,8 @@ class Division:
 
 
 def decide_division(
-    plan_with: Callable[[int, Group], Plan],
-    options: Mapping[int, Sequence[Group]],
+    plan_with: Callable[[int, OperatorGroup], Plan],
+    options: Mapping[int, Sequence[OperatorGroup]],
     hardware: Hardware,
     ranks: int,
 ) -> Division:
@@ -147,7 +147,7 @@ def decide_division(
 
 
 def _considered(
-    plan_with: Callable[[int, Group], Plan], count: int, group: Group, there: Rooms
+    plan_with: Callable[[int, OperatorGroup], Plan], count: int, group: OperatorGroup, there: Rooms
 ) -> tuple[Divided, Plan | None]:
     """What a division takes of each memory, and its plan; None: it doesn't fit, or can't be."""
     try:
