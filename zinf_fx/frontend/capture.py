@@ -87,7 +87,9 @@ class Capture:
         given = list(inputs)
         self._inputs = graph_inputs(module, given, given if seen is None else seen)
         self._standing_in = frozenset(one.name for one in self._inputs if one.taken is not one.given)  # for DTensors
-        self._module, self._inputs = of_one_micro_batch(module, self._inputs, config, decided.micro_batches)
+        # A plan that is given is for the sizes of one call, too.
+        divides = replace(config, micro_batches="auto") if plans else config
+        self._module, self._inputs = of_one_micro_batch(module, self._inputs, divides, decided.micro_batches)
         self.holds_sizes = self._module is not module
         self._together = Agreement(self.config, groups, self._inputs)
         self._contexts: dict[str, GraphContext] = {}
