@@ -205,13 +205,14 @@ def test_a_plan_of_many_ranks_is_simulated_on_as_many_nodes(tmp_path: Path, caps
     assert "2 x NVIDIA DGX-2" in capsys.readouterr().out
 
 
-LIMITED = ["--device-memory", "6MiB", "--hardware", "rtx-4090"]
+ONE_LAYER = str(Path(__file__).parent / "two_layers.py") + ":one_layer"
+LIMITED = ["--device-memory", "3MiB", "--hardware", "rtx-4090"]
 MADE: dict[str, Planning] = {}
 
 
 @pytest.fixture
 def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands that plan TARGET with the same options share what was planned: to find a placement takes seconds."""
+    """Commands that plan ONE_LAYER with the same options share what was planned: to find a placement takes seconds."""
 
     def shared(model: nn.Module, inputs: tuple, *arguments: object, **options: object) -> Planning:
         key = repr((arguments, sorted(options.items())))
@@ -229,7 +230,7 @@ def test_what_auto_decided_is_printed_by_every_command(golden, tmp_path: Path, c
     path = str(tmp_path / "plan.json")
     printed = []
     for command in (["simulate"], ["export-plan", "-o", path], ["show-schedule", "--operators", "1:2"]):
-        assert main([command[0], TARGET, *command[1:], *LIMITED]) == 0
+        assert main([command[0], ONE_LAYER, *command[1:], *LIMITED]) == 0
         reason, table = capsys.readouterr().out.split("\n\n")[:2]
         printed.append(f"{reason}\n\n{table}\n")
     assert printed[0] == printed[1] == printed[2]
@@ -241,9 +242,9 @@ def test_what_auto_decided_is_printed_by_every_command(golden, tmp_path: Path, c
 
 @pytest.mark.usefixtures("planned_once")
 def test_json_has_what_auto_decided(capsys: pytest.CaptureFixture):
-    assert main(["simulate", TARGET, "--json", *LIMITED]) == 0
+    assert main(["simulate", ONE_LAYER, "--json", *LIMITED]) == 0
     simulated = json.loads(capsys.readouterr().out)
-    assert main(["show-schedule", TARGET, "--json", *LIMITED]) == 0
+    assert main(["show-schedule", ONE_LAYER, "--json", *LIMITED]) == 0
     (plan,) = json.loads(capsys.readouterr().out)
     decision = plan["decision"]
     assert decision == simulated["decision"]
@@ -251,7 +252,7 @@ def test_json_has_what_auto_decided(capsys: pytest.CaptureFixture):
     taken = [one for one in decision["candidates"] if one["placement"] == decision["placement"]]
     assert [one["seconds"] for one in taken] == [simulated["seconds"]]
     assert simulated["seconds"] == min(one["seconds"] for one in decision["candidates"] if not one["refused"])
-    assert main(["show-schedule", TARGET, "--json", "--placement", "nvme"]) == 0
+    assert main(["show-schedule", ONE_LAYER, "--json", "--placement", "nvme"]) == 0
     assert "decision" not in json.loads(capsys.readouterr().out)[0]
 
 

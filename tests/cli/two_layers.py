@@ -14,3 +14,9 @@ from gpt import GPT, GPTConfig, example_batch
 def gpt() -> tuple[GPT, tuple[Tensor, Tensor]]:
     config = GPTConfig(layers=2)
     return GPT(config), example_batch(config, batch=4)
+
+
+def one_layer() -> tuple[GPT, tuple[Tensor, Tensor]]:
+    """For what is planned again and again."""
+    config = GPTConfig(layers=1)
+    return GPT(config), example_batch(config, batch=4)
