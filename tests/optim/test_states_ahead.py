@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,6 +55,7 @@ class Training:
             self.optimizer.finish()
             read = self.tiers.store.counters().bytes_read
             loss.backward()
+            self.wait_for_reads()
             read = self.tiers.store.counters().bytes_read - read
         before(self.model, self.optimizer)
         self.optimizer.step()
@@ -61,6 +63,12 @@ class Training:
         self.planned = plans or self.planned
         (plan,) = self.planned
         return read - traffic(plan, plan.graphs[1]).nvme_to_host
+
+    def wait_for_reads(self) -> None:
+        """Until what is read ahead has arrived, or failed."""
+        ahead = self.tiers.ahead
+        while ahead is not None and not all(chunk.ready for chunk in ahead._opened):
+            time.sleep(0.001)
 
     def check(self) -> None:
         for stored, plain in zip(self.model.parameters(), self.plain.parameters(), strict=True):
@@ -175,7 +183,9 @@ def test_what_fails_ahead_is_found_by_the_step(training: Training) -> None:
     loss.backward()
     tiers = training.tiers
     inject(tiers.store, Fault("completion", operation="read", errno=errno.EIO, count=1000))
+    training.wait_for_reads()
     tiers.ahead.advance()
+    training.wait_for_reads()
     with pytest.raises(StoreError):
         training.optimizer.step()
     assert training.optimizer.torn is None
