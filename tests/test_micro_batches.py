@@ -168,7 +168,7 @@ def test_groups_compute_with_less_and_move_the_same(tmp_path: Path) -> None:
     assert 1 == found[100][3] < found["auto"][3] < found[1][3]
 
 
-@pytest.mark.parametrize(("activations", "part"), [("recompute", 0.96), (1, 0.25), (2, 0.1)])
+@pytest.mark.parametrize(("activations", "part"), [(1, 0.25), slow("recompute", 0.96), slow(2, 0.1)])
 def test_groups_compute_the_end_again_too(tmp_path: Path, activations: object, part: float) -> None:
     """What follows the last checkpoint is not saved of all micro-batches, when it is used up of one at a time."""
     plain = GPT(GPTConfig(layers=4, hidden=64, heads=2, context=32, vocabulary=WORDS, tied=False))
@@ -181,7 +181,7 @@ def test_groups_compute_the_end_again_too(tmp_path: Path, activations: object, p
     assert kept["auto"] < part * kept[1], kept
 
 
-@pytest.mark.parametrize("group", ["auto", 100])
+@pytest.mark.parametrize("group", ["auto", slow(100)])
 def test_groups_take_the_memory_that_is_planned(tmp_path: Path, group: object) -> None:
     torch.manual_seed(0)
     model = zinf_fx.offload(
@@ -202,7 +202,7 @@ def test_groups_take_the_memory_that_is_planned(tmp_path: Path, group: object) -
     assert stats.displaced_buffers == 0, str(stats)
 
 
-@pytest.mark.parametrize(("room", "count"), [(1 << 40, 1), (1300 << 10, 2)])
+@pytest.mark.parametrize(("room", "count"), [(1300 << 10, 2), slow(1 << 40, 1)])
 def test_the_plan_decides(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, room: int, count: int
 ) -> None:
