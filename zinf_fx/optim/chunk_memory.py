@@ -104,27 +104,23 @@ class ChunkMemory:
         return self.count > CHUNKS and not all(tiers.chunk_writes.at_most(one) for tiers in self.tiers)
 
     @property
-    def _bytes_writing(self) -> int:
-        """Of writes that may be on their way to the store: those of one chunk, and of as many as there is room for
-        beyond the least. Gradients count too: a plan has room for later chunks where the last gradients were."""
-        return (self.count - CHUNKS + 1) * self._chunk_written
-
-    @property
     def has_room(self) -> bool:
         """Whether the next chunk can be opened without waiting for writes."""
-        few = not self.behind or all(tiers.writes.at_most(self._bytes_writing) for tiers in self.tiers)
+        few = not self._is_limited or all(tiers.writes.at_most(self._chunk_written) for tiers in self.tiers)
         return few and all(tiers.is_vacant(self._next_part) for tiers in self.tiers)
 
     def wait_for_room(self) -> None:
         """Wait until the writes before the last update's are done."""
-        if self.behind:
-            self.limit_writes(self._bytes_writing)
+        if self._is_limited:
+            for tiers in self.tiers:
+                tiers.limit_writes(self._chunk_written)
             self.behind = False
 
-    def limit_writes(self, nbytes: int) -> None:
-        """Wait until at most so many bytes are on their way to each store."""
-        for tiers in self.tiers:
-            tiers.limit_writes(nbytes)
+    @property
+    def _is_limited(self) -> bool:
+        """Whether a chunk waits for the writes of those before the last. More chunks than the least have room that is
+        planned for nothing else, and each waits for what is written from its part."""
+        return self.behind and self.count == CHUNKS
 
     def drain(self) -> None:
         """Wait for all writes. Raises: StoreError."""
