@@ -177,7 +177,9 @@ def host_arena(plan: Plan) -> list[HostUse]:
     if trained_in(plan):
         chunks = plan_chunk_buffers(plan)
         use = replace(states, phase="optimizer", tiles=tiles[clock.step])
-        found.append(replace(use, chunks=chunks.opened + max(chunks.writing, writes[clock.step])))
+        # With more chunks than the least, their room is for nothing else; else the last one's is where writes were.
+        both = (chunks.writing, writes[clock.step])
+        found.append(replace(use, chunks=chunks.opened + (sum if chunks.count > CHUNKS else max)(both)))
     return found
 
 
