@@ -199,7 +199,7 @@ class Staging:
         optimizer's. What is left then is dropped by the next `release`."""
         while tiles:
             self._left.append(tiles.pop())
-        if self._lock.acquire(blocking=False):
+        while self._left and self._lock.acquire(blocking=False):  # another finalizer may have come meanwhile
             try:
                 self._drop_left()
             finally:
