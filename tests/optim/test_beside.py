@@ -30,7 +30,7 @@ class Gated:
     """Threads of the device begin when the gate is open. `threads`: all of them."""
 
     def __init__(self, device: LateDevice) -> None:
-        self.open, self.device = threading.Event(), device
+        self.open = threading.Event()
         self.open.set()
         self.threads: list[threading.Thread] = []
         self._make, device.thread = device.thread, self._thread
