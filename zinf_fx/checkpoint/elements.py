@@ -70,7 +70,7 @@ def _of_all_ranks(storage: TensorStorage, held: StoredBytes) -> Iterator[torch.T
 
 
 class FileElements(Protocol):
-    """Those of a tensor in files, flat and in order."""
+    """The elements of a tensor that is in files, flat and in order."""
 
     dtype: torch.dtype
 
