@@ -224,6 +224,7 @@ def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"{module}.plan_model", shared)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("planned_once")
 def test_what_auto_decided_is_printed_by_every_command(golden, tmp_path: Path, capsys: pytest.CaptureFixture):
     """The golden text leaves out the seconds."""

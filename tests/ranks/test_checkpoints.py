@@ -127,6 +127,7 @@ def test_two_three_one_and_two_ranks(tmp_path: Path):
     chain(tmp_path, [(2, TILED), (3, {"placement": "zero-2"}), (1, {"placement": "host"}), (2, parallel)])
 
 
+@pytest.mark.slow
 def test_codes_of_eight_bits_are_the_same_on_any_ranks(tmp_path: Path):
     """And masters have every bit, split or not."""
     links = [(2, "infinity-nvme", "split"), (1, "host", None), (3, "infinity-cpu", "split")]
