@@ -19,6 +19,7 @@ import zinf_fx
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError, StoreError
 from zinf_fx.optim.chunk_memory import ChunkMemory
+from zinf_fx.optim.update_batch import UpdateBatch
 from zinf_fx.runtime.execute.executor import EXECUTOR
 
 PLACEMENTS = ("infinity-cpu", "infinity-nvme", "zero-offload")
@@ -86,6 +87,31 @@ def test_a_step_returns_at_once_and_the_thread_does_it(twins, gate: Gated, place
     optimizer.finish()
     assert background(pair) is None and optimizer.torn is None and len(gate.threads) == 1
     pair.train(optimizer, reference)
+
+
+def test_a_step_begins_when_the_end_of_the_last_is_over(twins, gate: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread lets go of gradients at the end, and the same updates come again with the next ones."""
+    pair, optimizer, reference = prepared(twins, "infinity-cpu")
+    let_go, ending = UpdateBatch.let_go_of_gradients, threading.Event()
+
+    def late(batch: UpdateBatch) -> None:
+        ending.set()
+        time.sleep(0.2)
+        let_go(batch)
+
+    monkeypatch.setattr(UpdateBatch, "let_go_of_gradients", late)
+    for _ in range(3):
+        ending.clear()
+        optimizer.step()
+        reference.step()
+        gate.open.set()
+        assert ending.wait(SECONDS)
+        gate.open.clear()  # the thread of the next step comes behind the end of this one
+    optimizer.step()
+    reference.step()
+    gate.threads[-2].join(SECONDS)
+    gate.open.set()
+    pair.check()
 
 
 @pytest.mark.parametrize("placement", ["device", "infinity-cpu"])

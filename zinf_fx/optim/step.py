@@ -360,10 +360,10 @@ class StreamedStep:
         for home in {home for batch in self._batches for home in batch.homes}:
             home.settle(range(home.count))
         with self._progress.changing():
-            self._over = True
             self._queue.close()
+            self._queue.read_ahead(self._batches)
             self._leave()
-        self._queue.read_ahead(self._batches)
+            self._over = True  # last: who trains goes on at once where that is so, and the batches may come again
 
     def _leave(self) -> None:
         """The step is over, well or not."""
