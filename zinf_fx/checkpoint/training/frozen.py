@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from mmap import mmap
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 import torch
 
@@ -20,10 +20,11 @@ from zinf_fx.runtime.memory.leases import Ticket
 from zinf_fx.runtime.tensor.tiers import Tiers
 from zinf_fx.sizes import PAGE, in_words, pieces_of
 
-_PIECE = 4 << 20
+_PIECE = 2 << 20
 """Bytes that are read at a time: transfers of training wait behind them."""
 
-_BUFFER = _PIECE + 2 * PAGE
+_SMALL = 128 << 10
+"""Bytes up to which memory comes from the allocator: it would keep larger ones for the thread that copies."""
 
 
 class NotFrozenError(Exception):
@@ -48,7 +49,6 @@ class Frozen:
         self.runs: list[SavedRun] = []
         self.bytes_read = 0
         self._left = in_memory
-        self._buffers: list[torch.Tensor] = []
         self._generations: dict[Tiers, Generation] = {}
         rewritten: dict[Tiers, dict[CopyOnWrite, bool]] = {}
         copies: dict[Holding, Holding] = {}
@@ -81,23 +81,11 @@ class Frozen:
         for generation in self._generations.values():
             generation.release()
         self._generations.clear()
-        self._buffers.clear()
 
     @property
     def tiers(self) -> Sequence[Tiers]:
         """Those whose stores have some of it."""
         return list(self._generations)
-
-    def take_buffer(self, nbytes: int) -> torch.Tensor:
-        """Memory for some pages. That of large ones is used again: an allocator would keep more for this thread."""
-        if nbytes < _BUFFER // 2:
-            return aligned_empty(nbytes)
-        return self._buffers.pop() if self._buffers else torch.frombuffer(mmap(-1, _BUFFER), dtype=torch.uint8)
-
-    def give_buffer(self, memory: torch.Tensor) -> None:
-        """Give it back."""
-        if memory.nbytes == _BUFFER:
-            self._buffers.append(memory)
 
     def _copied(self, holding: Holding) -> Holding:
         self._left -= holding.tensor.nbytes
@@ -142,7 +130,7 @@ class FrozenElements:
         self._holding, self._start, self._nbytes = holding, start, nbytes
         page = start // PAGE * PAGE
         self._length = round_up(start + nbytes, PAGE) - page
-        self._memory: torch.Tensor | None = holding.frozen.take_buffer(self._length)
+        self._memory: torch.Tensor | None = _pages(self._length)
         self._ticket: Ticket = holding.in_store.read_kept(
             holding.keeper, self._memory.data_ptr(), page, self._length, owner=self._memory
         )
@@ -158,6 +146,11 @@ class FrozenElements:
         """Nobody uses the memory any more. Returns when a read that is under way has ended, well or not."""
         with contextlib.suppress(StoreError):
             self._ticket.wait()
-        if self._memory is not None:
-            self._holding.frozen.give_buffer(self._memory)
         self._memory = None
+
+
+def _pages(nbytes: int) -> torch.Tensor:
+    """Memory of so many bytes, which is the system's again as soon as nobody has it."""
+    if nbytes <= _SMALL:
+        return aligned_empty(nbytes)
+    return torch.frombuffer(mmap(-1, nbytes, flags=MAP_PRIVATE | MAP_ANONYMOUS), dtype=torch.uint8)

@@ -54,7 +54,7 @@ log = logging.getLogger("zinf_fx")
 
 Report = Callable[[int], object]
 
-COPIED_AT_ONCE = 4 << 20
+COPIED_AT_ONCE = 2 << 20
 """Bytes that are written at a time behind training, while twice as many are read: of its memory, little is taken."""
 
 
