@@ -86,12 +86,10 @@ def step_together(
     weights: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
     state: defaultdict[torch.Tensor, State],
-) -> bool:
-    """A step of `inner`, borrowed without parameters, over `weights` and their `state`. Returns whether all values of
-    the state are the same objects as before."""
+) -> None:
+    """A step of `inner`, borrowed without parameters, over `weights` and their `state`."""
     inner.param_groups[0]["params"] = list(weights)
     inner.state = state
-    before = values_of(state.values())
     try:
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = gradient
@@ -99,7 +97,6 @@ def step_together(
     finally:
         for weight in weights:
             weight.grad = None
-    return same_objects(values_of(state.values()), before)
 
 
 def values_of(states: Iterable[State]) -> list[object]:

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch.optim import Optimizer
 
-from zinf_fx.optim.arithmetic import Group, State, same_objects, step_together
+from zinf_fx.optim.arithmetic import Group, State, same_objects, step_together, values_of
 from zinf_fx.optim.chunks import charged
 from zinf_fx.optim.companions import MASTER_UP, part_of
 from zinf_fx.optim.elements import moved
@@ -232,7 +232,9 @@ class _Call:
         """Run the class, borrowed as `inner`."""
         entries = zip((self._state[weight] for weight in self._weights), self._memory, strict=True)
         in_place = all(state.get(name) is elements for state, memory in entries for name, elements in memory.items())
-        stays = step_together(inner, self._weights, self._gradients, self._state)
+        before = values_of(self._state.values())
+        step_together(inner, self._weights, self._gradients, self._state)
+        stays = same_objects(values_of(self._state.values()), before)
         self.lasts = stays and in_place and self._counts_are_shown
         if not self.lasts:
             for parameter, weight, memory in zip(self._parameters, self._weights, self._memory, strict=True):

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 
 import torch
 from torch.optim import Optimizer
@@ -24,6 +25,8 @@ from zinf_fx.optim.states import ParameterStates
 from zinf_fx.plan.memory.accounting import AT_A_TIME
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+
+_gradient, _layout, _dtype = map(attrgetter, ("grad", "layout", "dtype"))
 
 
 class Resident:
@@ -89,6 +92,7 @@ class Together:
         place: what updates them.
         written: what autograd sees the writes of an update by.
         state: as the class keeps it, by the weights.
+        values: all that is in it.
     """
 
     place: Device
@@ -98,11 +102,13 @@ class Together:
     dtypes: Sequence[torch.dtype]
     written: Sequence[torch.Tensor]
     state: defaultdict[torch.Tensor, State]
+    values: list[object]
 
     @staticmethod
     def of(residents: Sequence[Resident]) -> Together:
         """Those of one place."""
         weights = [one.weights for one in residents]
+        states = [one.state for one in residents]
         return Together(
             residents[0].place,
             residents,
@@ -110,14 +116,15 @@ class Together:
             weights,
             [weight.dtype for weight in weights],
             list(chain.from_iterable(one.written for one in residents)),
-            defaultdict(dict, zip(weights, (one.state for one in residents), strict=True)),
+            defaultdict(dict, zip(weights, states, strict=True)),
+            values_of(states),
         )
 
     def gradients(self) -> list[torch.Tensor] | None:
         """Those of the parameters, if all are ordinary tensors that the class can work on as they are."""
-        found = [parameter.grad for parameter in self.parameters]
-        plain = all(type(one) is torch.Tensor and one.layout is torch.strided for one in found)
-        fit = plain and [one.dtype for one in found] == self.dtypes and all(map(torch.Tensor.is_contiguous, found))
+        found = list(map(_gradient, self.parameters))
+        plain = set(map(type, found)) == {torch.Tensor} and set(map(_layout, found)) == {torch.strided}
+        fit = plain and list(map(_dtype, found)) == self.dtypes and all(map(torch.Tensor.is_contiguous, found))
         return found if fit else None
 
 
@@ -126,6 +133,7 @@ class ResidentGroup:
 
     Attributes:
         residents: for each parameter, it as a resident, or None.
+        is_complete: whether all are residents.
         tiers: in which they live.
     """
 
@@ -138,6 +146,10 @@ class ResidentGroup:
         """`residents`: of each parameter; None: it is none. `shown`: the optimizer's state."""
         self._parameters, self.residents = list(parameters), list(residents)
         self._present = [one for one in residents if one is not None]
+        self._stored = [one.parameter for one in self._present]
+        self._tokens = [one.token for one in self._present]
+        self._shown_of = [one.entry for one in self._present]
+        self.is_complete = len(self._present) == len(self.residents)
         self._layouts = {one.weights.dtype: one.layout for one in self._present}
         self.tiers = {one.parameter.storage.tiers for one in self._present}
         self._of_optimizer = shown
@@ -146,27 +158,26 @@ class ResidentGroup:
 
     def together(self, group: Group) -> list[Together] | None:
         """How all parameters of the group are updated, if all are residents."""
-        if self._together is None and len(self._present) == len(self.residents):
+        if self._together is None and self.is_complete:
             self._together = list(_together(group, self._present))
         return self._together
 
     def look(self) -> None:
         """See what the optimizer shows."""
         self._entries = list(self._of_optimizer.values())  # of all its parameters
-        self._shown = values_of([one.entry for one in self._present])
+        self._shown = values_of(self._shown_of)
 
     def is_as_seen(
         self, parameters: Sequence[torch.Tensor], shown: Mapping[torch.Tensor, State], layouts: GroupLayouts
     ) -> bool:
         """Whether the optimizer shows the same states of the same parameters, and all have the same bytes."""
-        present = self._present
         return (
             shown is self._of_optimizer
             and same_objects(parameters, self._parameters)
             and all(layouts.of_pieces(dtype) is layout for dtype, layout in self._layouts.items())
-            and same_objects([one.parameter.token for one in present], [one.token for one in present])
+            and same_objects([parameter.token for parameter in self._stored], self._tokens)
             and same_objects(list(shown.values()), self._entries)
-            and same_objects(values_of([one.entry for one in present]), self._shown)
+            and same_objects(values_of(self._shown_of), self._shown)
         )
 
 
@@ -195,9 +206,13 @@ class ResidentCall:
 
     def run(self, inner: Optimizer) -> None:
         """`inner`: the class with its options, and no parameters yet."""
-        if not step_together(inner, self.together.weights, self.gradients, self.together.state):
-            for one in self.together.residents:
+        together = self.together
+        step_together(inner, together.weights, self.gradients, together.state)
+        values = values_of(together.state.values())
+        if not same_objects(values, together.values):
+            for one in together.residents:
                 one.show()
+            together.values[:] = values_of(together.state.values())
             self.group.look()
 
 
@@ -259,6 +274,8 @@ class Residents:
             layouts = layouts_of(group)
             if not seen.is_as_seen(parameters, shown, layouts):
                 seen = None
+            elif seen.is_complete:
+                return seen
         residents = [None] * len(parameters) if seen is None else seen.residents
         news: dict[int, Resident] = {}
         for position, (parameter, one) in enumerate(zip(parameters, residents, strict=True)):

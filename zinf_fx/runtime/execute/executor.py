@@ -127,7 +127,7 @@ class Program(Stage):
             return self._run(arguments)
 
     def _run(self, arguments: list) -> tuple:
-        storages, same = self._inputs.storages(arguments)
+        storages, tiers, same = self._inputs.find(arguments)
         followed: set[TensorStorage] = set()
         if GradientState.any_followed:
             parameters = [storages[tile] for tile in self._inputs.parameters]
@@ -139,7 +139,7 @@ class Program(Stage):
             self._bind_to({tile: storages[tile] for tile in self._inputs.parameters}, bool(followed))
         EXECUTOR.begin(self, self.plan, storages)
         RECORDER.graph_begins(self.plan, self.schedule.kind)
-        run = Run(self, storages)
+        run = Run(self, storages, tiers)
         if self.schedule.kind == "forward":
             for storage in followed:
                 storage.gradient.backwards_due += 1
@@ -185,8 +185,8 @@ class Program(Stage):
         return self._here.followed
 
     def head_tiles(self) -> list[tuple[Stored, Tile, int | None]]:
-        last = self._inputs.last()
-        return [(last[tile], self.schedule.tiles[tile], offset) for tile, offset in self._head if tile in last]
+        found = ((self._inputs.last(tile), self.schedule.tiles[tile], offset) for tile, offset in self._head)
+        return [(storage, tile, offset) for storage, tile, offset in found if storage is not None]
 
 
 class Executor:
@@ -267,12 +267,12 @@ class Run:
     upload moves nothing either, and `wait` returns the buffer that the disk wrote into.
     """
 
-    def __init__(self, program: Program, storages: list[Stored | None]) -> None:
-        """`storages`: of each tile; None: of an activation that this run is to offload."""
+    def __init__(self, program: Program, storages: list[Stored | None], tiers: list[Tiers]) -> None:
+        """`storages`: of each tile, in `tiers`; None: of an activation that this run is to offload."""
         self._program = program
         self._tiles = program.schedule.tiles
         self._storages = storages
-        self._tiers = list({id(storage.tiers): storage.tiers for storage in storages if storage is not None}.values())
+        self._tiers = tiers
         # Slots die with the model; of a graph without parameters, with its compiled code.
         self._owner: object = next((storage for storage in storages if storage is not None), program.slots)
         if program.slots:

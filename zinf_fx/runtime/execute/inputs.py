@@ -5,12 +5,28 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from operator import is_
+from typing import NamedTuple
 
 import torch
 
 from zinf_fx.plan.schedule import Tile
 from zinf_fx.runtime.tensor.pack import Pack, Stored
 from zinf_fx.runtime.tensor.storage import TensorStorage
+from zinf_fx.runtime.tensor.tiers import Tiers
+
+
+class Found(NamedTuple):
+    """What the tokens of a call stand for.
+
+    Attributes:
+        storages: of the tiles; None for one that has none.
+        tiers: in which these live.
+        same: whether those of parameters are the last call's.
+    """
+
+    storages: list[Stored | None]
+    tiers: list[Tiers]
+    same: bool
 
 
 class Inputs:
@@ -34,30 +50,32 @@ class Inputs:
         self.parameters = sorted([*self._alone, *packed])
         self._positions = [*self._alone.values(), *(position for several in packed.values() for position in several)]
         self._tokens: list[torch.Tensor] | None = None  # of the last call
-        self._last: list[weakref.ref[Stored]] = []  # of parameters
+        self._last: dict[int, weakref.ref[Stored]] = {}  # of parameters, by tile
+        self._tiers: list[weakref.ref[Tiers]] = []  # in which these live
 
-    def storages(self, arguments: Sequence[object]) -> tuple[list[Stored | None], bool]:
-        """Those of the tiles, None for one that has none; and whether those of parameters are the last call's."""
+    def find(self, arguments: Sequence[object]) -> Found:
+        """The storages that the tokens of a call stand for."""
         tokens = [arguments[position] for position in self._positions]
         if self._tokens is not None and all(map(is_, tokens, self._tokens)):
-            parameters, same = [storage() for storage in self._last], True
+            parameters, same = [storage() for storage in self._last.values()], True
         else:
             parameters = self._resolved(arguments)
-            same = self._tokens is not None and [storage() for storage in self._last] == parameters
-            self._tokens, self._last = tokens, [weakref.ref(storage) for storage in parameters]
+            same = self._tokens is not None and [storage() for storage in self._last.values()] == parameters
+            references = map(weakref.ref, parameters)
+            self._tokens, self._last = tokens, dict(zip(self.parameters, references, strict=True))
+            self._tiers = list(map(weakref.ref, dict.fromkeys(storage.tiers for storage in parameters)))
         found: list[Stored | None] = [None] * len(self._tiles)
         for tile, storage in zip(self.parameters, parameters, strict=True):
             found[tile] = storage
         for tile, position in self._activations.items():
             found[tile] = TensorStorage.of_token(arguments[position])
-        return found, same
+        tiers = dict.fromkeys(reference() for reference in self._tiers)
+        tiers |= dict.fromkeys(found[tile].tiers for tile in self._activations)
+        return Found(found, list(tiers), same)
 
-    def last(self) -> dict[int, Stored]:
-        """By tile, the storages of the last call's parameters that are alive."""
-        if self._tokens is None:
-            return {}
-        found = {tile: storage() for tile, storage in zip(self.parameters, self._last, strict=True)}
-        return {tile: storage for tile, storage in found.items() if storage is not None}
+    def last(self, tile: int) -> Stored | None:
+        """The storage of a parameter of the last call, if there was one, and it is alive."""
+        return self._last[tile]() if tile in self._last else None
 
     def _resolved(self, arguments: Sequence[object]) -> list[Stored]:
         found: dict[int, Stored] = {
