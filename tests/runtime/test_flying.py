@@ -10,7 +10,8 @@ import torch
 
 from zinf_fx.errors import RanksError
 from zinf_fx.plan.schedule import Tile
-from zinf_fx.runtime.execute.flying import GatheredTile
+from zinf_fx.runtime.execute.executor import EXECUTOR, Run
+from zinf_fx.runtime.execute.flying import FORSAKEN, GatheredTile
 from zinf_fx.runtime.execute.staging import Staging
 from zinf_fx.runtime.memory.counters import Counters
 from zinf_fx.runtime.memory.device import CPU
@@ -43,6 +44,33 @@ def test_memory_that_nothing_was_gathered_to_is_no_value() -> None:
             ask()
     tile.alone = False
     assert tile.wait().tolist() == [1.0] * 4
+
+
+class Begun:
+    """A collective that has begun, and fails."""
+
+    failed = False
+
+    def wait(self) -> None:
+        self.failed = True
+        raise RanksError("a rank is gone")
+
+
+class Halfway(Alone):
+    """One of whose collectives the first has begun."""
+
+    def _gather(self, shards: list[torch.Tensor], name: str) -> None:
+        self._collectives.append(Begun())
+        super()._gather(shards, name)
+
+
+def test_a_tile_is_left_to_a_collective_that_failed_where_the_next_one_could_not_begin() -> None:
+    storage = SimpleNamespace(key=1, version=0, device=CPU, tiers=SimpleNamespace(counters=Counters()))
+    tile = Halfway(storage, Tile("w", (4,), torch.float32, "nvme", None))
+    with pytest.raises(RanksError, match="w is alone"):
+        tile.wait()
+    tile.close()
+    assert tile.state is FORSAKEN
 
 
 class Storage:
@@ -82,3 +110,19 @@ def test_what_a_storage_that_is_gone_left_in_memory_goes_at_once() -> None:
     staging.stay(tile, storages[0])
     storages.clear()
     assert tile.closed
+
+
+class Broken(Flying):
+    def close(self) -> None:
+        raise AssertionError("which is no state")
+
+
+def test_where_one_tile_fails_all_others_are_given_back() -> None:
+    """After an error of the user's, which is the one that is raised."""
+    run = Run(SimpleNamespace(schedule=SimpleNamespace(tiles=(), kind="inference"), slots=None), [])
+    run._flying = {0: (first := Flying()), 1: Broken(), 2: (last := Flying())}
+    storage, error = Storage(), RanksError("w is alone")
+    EXECUTOR.staging.stay(staying := Flying(), storage)
+    run.abort(error)
+    assert first.closed and last.closed and staying.closed
+    assert error.__notes__ == ["and then: which is no state"]

@@ -6,6 +6,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from types import MappingProxyType
 
 import torch
@@ -234,7 +235,7 @@ class Executor:
         """Let go of what was fetched in advance; what a running graph holds by now stays."""
         expected, self._expected = self._expected and self._expected(), None
         if expected is not None:
-            _release_all(expected.anticipated)
+            self.staging.release_all(expected.anticipated)
 
     @sealed
     def reset(self) -> None:
@@ -252,12 +253,6 @@ class Executor:
 
 EXECUTOR = Executor()
 os.register_at_fork(after_in_child=EXECUTOR._after_fork)
-
-
-@sealed
-def _release_all(tiles: list[FlyingTile]) -> None:
-    while tiles:
-        EXECUTOR.staging.release(tiles.pop())
 
 
 class Run:
@@ -423,14 +418,19 @@ class Run:
 
     @sealed
     def abort(self, error: BaseException) -> None:
-        """After `error`: drain the reads under way and give every buffer back. Half a gradient is none."""
-        self.end_operator()
-        RECORDER.step_ends()
-        if self._gradients is not None:
-            self._gradients.abort(error)
-        while self._flying:
-            EXECUTOR.staging.release(self._flying.popitem()[1])
-        EXECUTOR.reset()
+        """After `error`, which gets notes of other failures: drain the reads under way and give every buffer back.
+        Half a gradient is none."""
+        flying, self._flying = list(self._flying.values()), {}
+        try:
+            with ExitStack() as remaining:
+                remaining.callback(EXECUTOR.reset)
+                remaining.callback(EXECUTOR.staging.release_all, flying)
+                self.end_operator()
+                RECORDER.step_ends()
+                if self._gradients is not None:
+                    self._gradients.abort(error)
+        except Exception as failed:
+            error.add_note(f"and then: {failed}")
 
 
 class SettledValues:

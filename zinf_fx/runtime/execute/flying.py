@@ -27,7 +27,7 @@ class TileState(Enum):
     """How far a tile has come."""
 
     FETCHED = "fetched"  # the reads of what this rank has of it have begun, and as far as it was asked for, the copies
-    GATHERED = "all-gathered"  # the collectives that bring what the others have of it have begun
+    GATHERED = "all-gathered"  # all collectives that bring what the others have of it have begun
     FREED = "freed"
     FORSAKEN = "left to a collective that failed"  # what may still be written to is never used again
 
@@ -45,7 +45,12 @@ class FlyingTile(Lifecycle, ABC):
     """
 
     what = "tile"
-    following: ClassVar = {FETCHED: (GATHERED, FREED), GATHERED: (FREED, FORSAKEN), FREED: (), FORSAKEN: ()}
+    following: ClassVar = {
+        FETCHED: (GATHERED, FREED, FORSAKEN),  # of several collectives, some may have begun
+        GATHERED: (FREED, FORSAKEN),
+        FREED: (),
+        FORSAKEN: (),
+    }
 
     version: int | None
 

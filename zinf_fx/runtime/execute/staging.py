@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable
+from contextlib import ExitStack
 
 import torch
 
@@ -192,6 +193,13 @@ class Staging:
         with self._lock:
             self._drop(tile)
             self._drop_left()
+
+    @sealed
+    def release_all(self, tiles: list[FlyingTile]) -> None:
+        """Drop a hold of each, and where one fails, of the others all the same. The list is empty then."""
+        with ExitStack() as releases:
+            while tiles:
+                releases.callback(self.release, tiles.pop())
 
     @finalizing
     def leave(self, tiles: list[FlyingTile]) -> None:
