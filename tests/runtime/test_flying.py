@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +17,8 @@ from zinf_fx.runtime.execute.flying import FORSAKEN, GatheredTile
 from zinf_fx.runtime.execute.staging import Staging
 from zinf_fx.runtime.memory.counters import Counters
 from zinf_fx.runtime.memory.device import CPU
+
+PLANNED = Tile("w", (4,), torch.float32, "nvme", None)
 
 
 class Alone(GatheredTile):
@@ -38,7 +42,7 @@ class Alone(GatheredTile):
 def test_memory_that_nothing_was_gathered_to_is_no_value() -> None:
     """Of several that hold a tile, each finds out that its collectives don't begin."""
     storage = SimpleNamespace(key=1, version=0, device=CPU, tiers=SimpleNamespace(counters=Counters()))
-    tile = Alone(storage, Tile("w", (4,), torch.float32, "nvme", None))
+    tile = Alone(storage, PLANNED)
     for ask in (lambda: tile.allgather("w"), tile.wait, tile.wait):
         with pytest.raises(RanksError, match="w is alone"):
             ask()
@@ -66,7 +70,7 @@ class Halfway(Alone):
 
 def test_a_tile_is_left_to_a_collective_that_failed_where_the_next_one_could_not_begin() -> None:
     storage = SimpleNamespace(key=1, version=0, device=CPU, tiers=SimpleNamespace(counters=Counters()))
-    tile = Halfway(storage, Tile("w", (4,), torch.float32, "nvme", None))
+    tile = Halfway(storage, PLANNED)
     with pytest.raises(RanksError, match="w is alone"):
         tile.wait()
     tile.close()
@@ -82,11 +86,16 @@ class Storage:
 class Flying:
     """A tile that somebody holds."""
 
+    version = 0
+
     def __init__(self) -> None:
         self.key, self.holds, self.closed = (Storage.key, 0, 4), 1, False
 
     def follow(self, storage: Storage) -> None:
         pass
+
+    def upload(self, offset: int | None) -> None:
+        assert not self.closed
 
     def close(self) -> None:
         self.closed = True
@@ -110,6 +119,56 @@ def test_what_a_storage_that_is_gone_left_in_memory_goes_at_once() -> None:
     staging.stay(tile, storages[0])
     storages.clear()
     assert tile.closed
+
+
+class Seen(Flying):
+    """Something else happens where the tile is looked at."""
+
+    def __init__(self, event: Callable[[Seen], None]) -> None:
+        super().__init__()
+        self._event = event
+
+    @property
+    def version(self) -> int:
+        self._event(self)
+        return 0
+
+
+def test_a_stage_may_go_while_its_tile_is_fetched() -> None:
+    """In the thread that fetches, where the garbage collector runs. Nobody else holds the tile."""
+    staging, storage = Staging(), SimpleNamespace(key=Storage.key, version=0, settled=lambda: None)
+    tile, other = (Seen(lambda seen: staging.leave([seen])) for _ in range(2))
+    staging._tiles[tile.key] = tile
+    assert staging.fetch(storage, PLANNED, None) is tile and not tile.closed
+    staging.release(tile)
+    assert tile.closed
+    staging._tiles[other.key] = other
+    staging.upload(storage, PLANNED, None)
+    assert other.closed
+
+
+@pytest.mark.parametrize("version", [0, 1], ids=["present", "old"])
+def test_what_another_thread_leaves_while_a_tile_is_fetched_goes_at_once(version: int) -> None:
+    """Before a tile is read again, whose place in memory it may have."""
+
+    def leave(_: Seen) -> None:
+        thread = threading.Thread(target=staging.leave, args=([left],), daemon=True)
+        thread.start()
+        thread.join(timeout=60)
+        assert not thread.is_alive() and not left.closed
+
+    def read() -> None:
+        assert left.closed
+        raise RanksError("so far")
+
+    staging, left, tile = Staging(), Flying(), Seen(leave)
+    staging._tiles[tile.key] = tile
+    tiers, share = SimpleNamespace(counters=Counters()), SimpleNamespace(partitioned=False)
+    whole = {"settled": lambda: None, "begin_refresh": read, "tiers": tiers, "share": share}
+    storage = SimpleNamespace(key=Storage.key, version=version, **whole)
+    with pytest.raises(RanksError, match="so far") if version else nullcontext():
+        staging.fetch(storage, PLANNED, None)
+    assert left.closed
 
 
 class Broken(Flying):

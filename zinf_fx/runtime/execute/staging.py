@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -105,18 +105,19 @@ class Staging:
         self._watched: weakref.WeakSet[Stored] = weakref.WeakSet()  # those that tiles have stayed of
         self._plan: weakref.ref[Plan] | None = None  # that tiles stay for
         self._keys: list[int | None] = []  # of the storages of its tiles
-        self._left: deque[FlyingTile] = deque()  # by finalizers, while another thread had the lock
-        self._lock = threading.RLock()
+        self._left: deque[FlyingTile] = deque()  # by finalizers, while somebody had the lock
+        self._lock = threading.Lock()  # and no RLock: a finalizer runs in a thread that has it, too
 
     def fetch(self, storage: Stored, planned: Tile, offset: int | None) -> FlyingTile:
         """Hold a tile of `storage`, starting to read it unless it is held in its present version; to `offset` in the
         region of the host arena."""
         key = tile_key(storage, planned)
         storage.settled()
-        with self._lock, RECORDER.about(planned.label):
+        with self._locked(), RECORDER.about(planned.label):
             tile = self._tiles.get(key)
             if tile is None or tile.version != storage.version:
                 self._let_go(key)
+                self._drop_left()  # whose memory the new one may need
                 tile = self._tiles[key] = _kind_of(storage)(storage, planned, offset)
             tile.holds += 1
             self._let_go(key)
@@ -125,13 +126,13 @@ class Staging:
     def upload(self, storage: Stored, planned: Tile, offset: int | None) -> None:
         """Start to copy a tile to the device, to `offset` in the region that is planned there, if it is held in its
         present version: `wait` copies any other."""
-        with self._lock, RECORDER.about(planned.label):
+        with self._locked(), RECORDER.about(planned.label):
             if (tile := self._present(storage, planned)) is not None:
                 tile.upload(offset)
 
     def allgather(self, storage: Stored, planned: Tile) -> None:
         """Start to gather a tile's shards if it is held in its present version: `wait` gathers those of any other."""
-        with self._lock, RECORDER.about(planned.label):
+        with self._locked(), RECORDER.about(planned.label):
             if (tile := self._present(storage, planned)) is not None:
                 tile.allgather(planned.label)
 
@@ -142,7 +143,7 @@ class Staging:
 
     def stay(self, tile: FlyingTile, storage: Stored) -> None:
         """Hand over a hold: the tile stays in memory until its next fetch, whatever is written to it meanwhile."""
-        with self._lock:
+        with self._locked():
             self._let_go(tile.key)
             self._staying[tile.key] = tile
             tile.follow(storage)
@@ -165,14 +166,13 @@ class Staging:
     @sealed
     def drop_staying(self) -> None:
         """Let go of everything that stays."""
-        with self._lock:
+        with self._locked():
             for key in list(self._staying):
                 self._let_go(key)
-            self._drop_left()
 
     def forget(self) -> None:
         """In a process made by fork: the tiles are its parent's, and nobody in it would release the lock."""
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._tiles.clear()
         self._staying.clear()
         self._left.clear()
@@ -185,14 +185,13 @@ class Staging:
 
     def _let_go(self, key: tuple[int, int, int]) -> None:
         if (tile := self._staying.pop(key, None)) is not None:
-            self.release(tile)
+            self._drop(tile)
 
     @sealed
     def release(self, tile: FlyingTile) -> None:
         """Drop one hold; the last one frees the tile's buffers."""
-        with self._lock:
+        with self._locked():
             self._drop(tile)
-            self._drop_left()
 
     @sealed
     def release_all(self, tiles: list[FlyingTile]) -> None:
@@ -203,10 +202,23 @@ class Staging:
 
     @finalizing
     def leave(self, tiles: list[FlyingTile]) -> None:
-        """Drop a hold of each, in a finalizer: it may run in a thread that whoever has the lock waits for, such as the
-        optimizer's. What is left then is dropped by the next `release`."""
+        """Drop a hold of each, in a finalizer, which may run in a thread that has the lock and is about to hold one of
+        them, or in one that whoever has it waits for, such as the optimizer's. These drop them in the end."""
         while tiles:
             self._left.append(tiles.pop())
+        self._drop_left_unless_locked()
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Have the lock, and drop what finalizers leave meanwhile."""
+        try:
+            with self._lock:
+                yield
+        finally:
+            self._drop_left_unless_locked()
+
+    @sealed
+    def _drop_left_unless_locked(self) -> None:
         while self._left and self._lock.acquire(blocking=False):  # another finalizer may have come meanwhile
             try:
                 self._drop_left()
@@ -217,6 +229,7 @@ class Staging:
         while self._left:
             self._drop(self._left.popleft())
 
+    @sealed
     def _drop(self, tile: FlyingTile) -> None:
         tile.holds -= 1
         assert tile.holds >= 0, "a tile was released more often than fetched"
