@@ -25,6 +25,7 @@ from zinf_fx.frontend.abstract import abstract_inputs
 from zinf_fx.frontend.capture import Capture
 from zinf_fx.frontend.explain import plan_model
 from zinf_fx.plan.memory.accounting import flows, phases
+from zinf_fx.plan.rates import NOMINAL
 from zinf_fx.plan.sharding import Groups
 from zinf_fx.plan.show.table import render
 
@@ -32,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from gpt import GPT, GPTConfig
 
 WIDTH, WORDS, LENGTH, PART = 16, 32, 6, 2
+TIGHT = {"device_memory": 1024}
 
 
 class Block(nn.Module):
@@ -269,21 +271,30 @@ def test_a_graph_that_no_number_divides(monkeypatch: pytest.MonkeyPatch) -> None
         plan_model(Model(), tokens(2), placement="nvme", micro_batches="auto")
 
 
-def test_what_did_not_fit_has_no_plan_when_it_is_asked_for_again() -> None:
+def captured(**options: Any) -> Capture:
+    """A small model's only graph."""
     captures = []
 
     def backend(module: torch.fx.GraphModule, inputs: list) -> Callable:
-        config = Config(placement="nvme")
+        config = Config(placement="nvme", **options)
         stored = abstract_inputs(module, inputs, config)
-        captures.append(Capture(module, stored, config, groups=Groups(), seen=inputs))
+        captures.append(Capture(module, stored, config, rates=NOMINAL, groups=Groups(), seen=inputs))
         captures[0].capture()
         return module.forward
 
     torch.compile(Model(), backend=backend)(*tokens(1))
-    assert captures[0].planned(prefetch=None) is not None
+    return captures[0]
+
+
+@pytest.mark.parametrize(("own", "fits", "too_small"), [({}, {}, TIGHT), (TIGHT, {"device_memory": None}, {})])
+def test_what_did_not_fit_has_no_plan_when_it_is_asked_for_again(own: dict, fits: dict, too_small: dict) -> None:
+    capture = captured(**own)
+    plan = capture.planned(**fits)
+    assert plan is not None
     for _ in range(2):
         with pytest.raises(BudgetError):
-            captures[0].planned(device_memory=1024)
+            capture.planned(**too_small)
+    assert capture.planned(**fits) is plan
 
 
 @pytest.mark.parametrize("micro_batches", ["auto", slow(2)])

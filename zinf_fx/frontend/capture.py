@@ -100,15 +100,11 @@ class Capture:
 
     def planned(self, **asked: object) -> Plan | None:
         """The graph's plan, and nothing compiled. `asked`: with these options, as if its parameters lived where
-        `placement` says, which can be asked again: the graph is captured once."""
+        `placement` says. Plans can be asked for again, with other options too: the graph is captured once."""
         self.capture()
         if self._captured is not None and (self.plan is None or asked != self._asked):
             module, plan = self._captured
-            if asked:
-                module = fx.GraphModule(module, copied(module.graph))
-            else:
-                self._captured = None
-            plan(module, asked)
+            plan(fx.GraphModule(module, copied(module.graph)), asked)  # planning changes the graph, and may fail
             self._asked = asked
         return self.plan
 
