@@ -24,6 +24,8 @@ from zinf_fx.frontend import dividing
 from zinf_fx.frontend.abstract import abstract_inputs
 from zinf_fx.frontend.capture import Capture
 from zinf_fx.frontend.explain import plan_model
+from zinf_fx.frontend.graph_inputs import graph_inputs
+from zinf_fx.frontend.micro_batches import batch_size
 from zinf_fx.plan.memory.accounting import flows, phases
 from zinf_fx.plan.rates import NOMINAL
 from zinf_fx.plan.sharding import Groups
@@ -244,6 +246,40 @@ def test_a_batch_of_one_sample_stays_whole(others: tuple[Tensor, ...]) -> None:
     """Dynamo fixes a size of 1. The length, which other arguments have in their first dimension, is no batch's."""
     found = plan_model(Placed(4, 4), (*one_sample(), *others), placement="nvme", micro_batches="auto")
     assert found.divisions == [] and found.plans[0].config.micro_batches == 1
+
+
+class Means(nn.Linear):
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.weight.sum() * sum(one.mean() for one in inputs)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "micro_batches", "marked", "size"),
+    [
+        ([(16, 5), (1, 16)], "auto", True, 16),
+        ([(16, 5), (1, 16)], "auto", False, 1),
+        ([(1, 5), (8,), (8,)], 2, False, 8),
+    ],
+    ids=["marked", "equal", "vectors"],
+)
+def test_which_size_is_the_batch(
+    shapes: list, micro_batches: object, marked: bool, size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Beside a tensor that has one row, which may be a sample, or for all samples."""
+    found = []
+
+    def backend(module: torch.fx.GraphModule, inputs: list) -> Callable:
+        config = Config(placement="nvme", micro_batches=micro_batches)
+        found.append(batch_size(module, graph_inputs(module, inputs, inputs), config))
+        return module.forward
+
+    tensors = [torch.ones(shape) for shape in shapes]
+    if marked:
+        torch._dynamo.maybe_mark_dynamic(tensors[0], 0)
+    with caplog.at_level("INFO", "zinf_fx"):
+        torch.compile(Means(4, 4), backend=backend, dynamic=None if marked else True)(*tensors)
+    assert found == [size]
+    assert ("taken for one sample" in caplog.text) == (size == 1)
 
 
 def test_what_is_saved_leaves_where_the_batch_stays_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -19,6 +21,8 @@ from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError
 from zinf_fx.frontend.graph_inputs import GraphInput
 from zinf_fx.passes.ir.rewriting import copied
+
+log = logging.getLogger("zinf_fx")
 
 
 def batch_size(module: fx.GraphModule, inputs: Sequence[GraphInput], config: Config) -> int | None:
@@ -188,7 +192,7 @@ def _batch_of(
         # From the second size of the batch on, Dynamo has a symbol for each tensor's: comparing them makes them one.
         if not any(_hint(size) == _hint(_first(other)) and size == _first(other) for other, _ in found):
             found.append((node, one))
-    found = _of_one_sample(tensors, config) or found
+    found = _of_one_sample(tensors, found, config) or found
     if len(found) > 1:
         shapes = ", ".join(f"'{one.name}' {list(map(_hint, _value(node).shape))}" for node, one in found)
         raise ConfigError(
@@ -212,17 +216,36 @@ def _batch_of(
     )
 
 
-def _of_one_sample(tensors: Sequence[tuple[fx.Node, GraphInput]], config: Config) -> list[tuple[fx.Node, GraphInput]]:
-    """Of a batch of one sample, whose size Dynamo never leaves open, one tensor; of larger batches, none.
+def _of_one_sample(
+    tensors: Sequence[tuple[fx.Node, GraphInput]], found: Sequence[tuple[fx.Node, GraphInput]], config: Config
+) -> list[tuple[fx.Node, GraphInput]]:
+    """Of a batch of one sample, whose size Dynamo never leaves open, one tensor; of larger batches, none. `found`: what
+    may have a larger one.
 
     All matrices of the call have it in the first dimension. For "auto", which then leaves the batch whole, some may
-    have a later size of these in its place, as masks [length, length] have beside words [1, length].
+    have a later size of these in its place, as masks [length, length] have beside words [1, length], where Dynamo has
+    one symbol for both. For a number, several vectors of one size that is no such size are a larger batch.
     """
+    auto = config.micro_batches == "auto"
     matrices = [each for each in tensors if _value(each[0]).dim() > 1] or tensors
-    found = [(node, one) for node, one in matrices if _hint(_first(node)) == 1]
-    later = (size for node, _ in found for size in _value(node).shape[1:])
-    known = {1, *(map(_hint, later) if config.micro_batches == "auto" else ())}
-    return found[:1] if all(_hint(_first(node)) in known for node, _ in matrices) else []
+    samples = [(node, one) for node, one in matrices if _hint(_first(node)) == 1]
+    later = {_known(size) for node, _ in samples for size in _value(node).shape[1:]}
+    first = {node: _known(_first(node)) for node, _ in tensors}
+    others = [first[node] for node, _ in matrices if _hint(_first(node)) != 1]
+    if not samples or not all(auto and size in later for size in others):
+        return []
+    alike = Counter(first.values())
+    if not auto and any(first[node] not in later and alike[first[node]] > 1 for node, _ in found):
+        return []
+    for node, one in found if auto else ():
+        log.info(
+            "micro_batches=auto: the batch is taken for one sample, as '%s' has one row, in spite of '%s' of shape %s. "
+            "If the first dimension of that is the batch, give a number of micro-batches, or call "
+            "torch._dynamo.maybe_mark_dynamic(x, 0) for each tensor x of the batch before the first step, in the place "
+            "of dynamic=True",
+            *(samples[0][1].name, one.name, list(map(_hint, _value(node).shape))),
+        )
+    return samples[:1]
 
 
 def _check_values(graph: fx.Graph, placeholders: Container[fx.Node], batch: _Batch) -> None:
@@ -259,6 +282,11 @@ def _first(node: fx.Node) -> int | torch.SymInt:
 def _expression(size: object) -> sympy.Basic:
     """A size as Dynamo knows it."""
     return size.node.expr if isinstance(size, torch.SymInt) else sympy.sympify(0)
+
+
+def _known(size: int | torch.SymInt) -> tuple[int, sympy.Basic]:
+    """A size as what it is compared by: of two that are equal by chance, Dynamo has different symbols."""
+    return _hint(size), _expression(size)
 
 
 def _hint(size: int | torch.SymInt) -> int:
