@@ -1,7 +1,7 @@
 """What really happens in a step, noted where it happens while somebody records it (`zinf_fx.record`).
 
-Kinds and subjects are those of a plan's jobs (`plan.event_graph.Job`). What moves bytes knows their number and its
-times; for which tile it does, is known where the tile is asked for, and said there by `RECORDER.about`.
+Kinds and subjects are those of a plan's jobs (`plan.simulation.event_graph.Job`). What moves bytes knows their
+number and its times; for which tile it does, is known where the tile is asked for, and said there by `RECORDER.about`.
 """
 
 from __future__ import annotations

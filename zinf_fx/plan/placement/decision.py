@@ -1,6 +1,7 @@
 """`placement="auto"` where the model's graphs are known: the rule's choice, and what is near it, planned and simulated.
 
-The placement that the rule chooses (`plan.placing`) is taken unless a simulated step of another one is faster.
+The placement that the rule chooses (`plan.placement.placing`) is taken unless a simulated step of another one is
+faster.
 """
 
 from __future__ import annotations

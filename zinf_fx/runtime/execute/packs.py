@@ -1,4 +1,4 @@
-"""Packs on their way to the device: as `transfers`, all parameters of one in one transfer and one collective."""
+"""Packs on their way to the device: as `staging`, all parameters of one in one transfer and one collective."""
 
 from __future__ import annotations
 
