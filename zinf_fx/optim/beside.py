@@ -3,7 +3,7 @@
 What launches kernels adds parameters to the step, and goes on: the thread waits for their gradients and states, updates
 them and writes them back. Whoever needs a parameter waits for its chunk alone, and where the thread has nothing to do
 (in backward, until a chunk is full), does the work itself. Where the CPU computes, there is no such thread: two would
-share its cores, so that work goes on between operators.
+share its cores, so that work goes on between operators; so it does where no thread can be started.
 
 What goes wrong in the thread is raised by the next call of the step that comes from another one, which ends the step.
 """
@@ -40,17 +40,21 @@ class Beside:
         """Whether it is the thread itself that asks."""
         return self._thread is threading.current_thread()
 
-    def wake(self) -> None:
-        """There may be something to do."""
+    def wake(self) -> bool:
+        """There may be something to do. Returns whether the thread is there to do it: not when it has failed, nor where
+        none can be started."""
         with self._changed:
             self._asked = True
             if self._thread is None and self.failure is None:
                 self._thread = self._device.thread(self._work)
                 try:
                     self._thread.start()
+                except RuntimeError:  # there are as many as there may be
+                    self._thread = None
                 except BaseException:
                     self._thread = None
                     raise
+            return self._thread is not None
 
     def wait(self, is_so: Callable[[], bool]) -> bool:
         """Wait until something is so that the work brings about. Returns whether it is; if not, nobody else is at

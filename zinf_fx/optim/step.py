@@ -178,10 +178,8 @@ class StreamedStep:
     @held_back
     def advance(self) -> None:
         """Do what can be done without waiting, or have it done: see [Note: beside]."""
-        if self._beside is not None and self._overlaps:
-            self._beside.wake()
-            if self._beside.failure is None:
-                return
+        if self._beside is not None and self._overlaps and self._beside.wake():
+            return
         if self.asks or not self._lock.acquire(blocking=False):
             return
         try:
