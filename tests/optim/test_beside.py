@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import signal
 import threading
 import time
@@ -18,6 +19,7 @@ from torch import nn
 import zinf_fx
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError, StoreError
+from zinf_fx.optim.beside import Beside
 from zinf_fx.optim.chunk_memory import ChunkMemory
 from zinf_fx.optim.update_batch import UpdateBatch
 from zinf_fx.runtime.execute.executor import EXECUTOR
@@ -186,6 +188,28 @@ def test_where_no_thread_can_be_started_the_step_is_done_without(
     gate.threads.clear()
     assert optimizer.torn is None
     pair.train(optimizer, reference)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_who_drops_the_optimizer_does_not_wait_for_the_thread(
+    twins, gate: Gated, monkeypatch: pytest.MonkeyPatch, in_backward: bool
+) -> None:
+    """The collector may run in the middle of a block that has a lock which the thread needs."""
+    pair, optimizer, reference = prepared(twins, "infinity-cpu")
+    gate.open.clear()
+    optimizer.take_gradients(pair.stored) if in_backward else optimizer.step()
+    waits = []
+    with monkeypatch.context() as patched:
+        patched.setattr(Beside, "wait", lambda beside, is_so: waits.append(is_so))  # and nobody else is at work
+        del optimizer
+        gc.collect()
+    assert not waits and background(pair) is not None
+    gate.open.set()
+    for thread in gate.threads:
+        thread.join(SECONDS)
+    assert background(pair) is None
+    reference.step()
+    pair.check()
 
 
 class Layers(nn.Module):

@@ -167,8 +167,10 @@ def test_copies_and_writes(tmp_path: Path, tier: str) -> None:
 def test_nothing_is_left_behind(tmp_path: Path, tier: str) -> None:
     model = zinf_fx.offload(build(), store=tmp_path, placement=tier)
     tiers = model.head.weight.storage.tiers
-    train(torch.compile(model, backend="zinf"), zinf_fx.optim.AdamW(model.parameters(), lr=1e-2))
-    del model
+    optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2)
+    train(torch.compile(model, backend="zinf"), optimizer)
+    optimizer.finish()  # the thread beside has the parameters until then
+    del model, optimizer
     EXECUTOR.reset()
     torch._dynamo.reset()
     gc.collect()

@@ -247,8 +247,12 @@ class StreamedStep:
 
     @finalizing
     def finish_when_dropped(self) -> None:
-        """As `finish`, for a finalizer: in a process made by fork, nothing."""
-        if self._of_this_process:
+        """As `finish`, for a finalizer: in a process made by fork, nothing. What the thread beside can do is left to
+        it, because a finalizer may run in the middle of a block that has a lock which the thread needs."""
+        if self._over or not self._of_this_process:
+            return
+        self.closed = True  # who would add more is gone
+        if not (self._can_be_continued and self._beside is not None and self._beside.wake()):
             self.finish()
 
     @sealed
