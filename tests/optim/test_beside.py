@@ -168,6 +168,29 @@ def test_a_fault_in_the_thread_is_raised_by_who_asks_next(twins, gate: Gated) ->
             refused()
 
 
+def test_who_abandons_a_step_that_goes_on_waits_for_the_thread_without_its_lock(
+    twins, gate: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, optimizer, reference = prepared(twins, "infinity-cpu")
+    gate.open.clear()
+    locked = []
+
+    def fail(stage: object) -> None:
+        raise StoreError("read", "data-0", "lightning")
+
+    def wait(beside: Beside, is_so: Callable[[], bool]) -> None:
+        locked.append(background(pair)._lock._is_owned())
+
+    with monkeypatch.context() as patched:
+        patched.setattr(EXECUTOR, "end", fail)
+        patched.setattr(Beside, "wait", wait)  # nobody else is at work
+        with pytest.raises(StoreError, match="lightning"):
+            optimizer.step()
+    assert locked and not any(locked) and optimizer.torn is None
+    reference.step()
+    pair.check()
+
+
 @pytest.mark.parametrize("placement", ["infinity-cpu", "infinity-nvme"])
 def test_where_no_thread_can_be_started_the_step_is_done_without(
     twins, gate: Gated, monkeypatch: pytest.MonkeyPatch, placement: str

@@ -264,9 +264,9 @@ class StreamedStep:
         with taking(self._lock):
             if not self._over and not self.closed:
                 self._fail(error)
-            elif isinstance(error, StoreError):
-                with suppress(StoreError):
-                    self.finish()
+        if isinstance(error, StoreError):
+            with suppress(StoreError):
+                self.finish()  # without the lock, which the thread beside needs
 
     @property
     def ahead(self) -> StatesAhead | None:
