@@ -34,6 +34,14 @@ class Twins:
             stored.grad = None if index in skip else gradient
             master.grad = None if index in skip else gradient.to(master.dtype, copy=True)
 
+    def give_stored_gradients(self) -> None:
+        """The same, where backward would leave them."""
+        self.give_gradients()
+        for parameter in self.stored:
+            value, parameter.grad = parameter.grad, None
+            parameter.grad = zinf_fx.StoredTensor.of(parameter.storage.like("host"), parameter.shape, "cpu")
+            parameter.grad.copy_(value)
+
     def moved_by_a_step(self, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
         """Bytes that the store reads and writes in the second step; the first makes the states."""
         store = self.stored[0].storage.tiers.store

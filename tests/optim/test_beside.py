@@ -64,11 +64,7 @@ def prepared(twins, placement: str, **fields: object):
     pair = twins(shapes=SHAPES, placement=placement, **fields)
     optimizer, reference = optim.AdamW(pair.stored, lr=1e-2), torch.optim.AdamW(pair.masters, lr=1e-2, fused=True)
     pair.train(optimizer, reference, steps=1)
-    pair.give_gradients()
-    for parameter in pair.stored:
-        value, parameter.grad = parameter.grad, None
-        parameter.grad = zinf_fx.StoredTensor.of(parameter.storage.like("host"), parameter.shape, "cpu")
-        parameter.grad.copy_(value)
+    pair.give_stored_gradients()
     return pair, optimizer, reference
 
 

@@ -20,22 +20,13 @@ SHAPES = ((3 * 16384,), (100,), (2 * 16384,), (7,), (40_000,))
 LATE = 0.05
 
 
-def give_stored_gradients(pair) -> None:
-    """The gradients of `pair.give_gradients`, where backward would leave them."""
-    pair.give_gradients()
-    for parameter in pair.stored:
-        value, parameter.grad = parameter.grad, None
-        parameter.grad = zinf_fx.StoredTensor.of(parameter.storage.like("host"), parameter.shape, "cpu")
-        parameter.grad.copy_(value)
-
-
 def prepared(twins, dtype: torch.dtype = torch.float32, **fields: object):
     """Twins after one step, with new gradients, and a store that answers reads late."""
     pair = twins(shapes=SHAPES, dtype=dtype, placement="infinity-nvme", **fields)
     optimizer = optim.AdamW(pair.stored, lr=1e-2)
     reference = torch.optim.AdamW(pair.masters, lr=1e-2, fused=True)
     pair.train(optimizer, reference, steps=1)
-    give_stored_gradients(pair)
+    pair.give_stored_gradients()
     pair.stored[0].storage.tiers.drain()
     return pair, optimizer, reference
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import errno
+import threading
+from collections.abc import Callable
 
 import pytest
 import torch
 from injecting import Fault, clear_faults, inject
+from noticed import Noticed
 
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError, StoreError
+from zinf_fx.optim import step as steps
 from zinf_fx.optim.chunk_queue import ChunkQueue
 from zinf_fx.optim.update_batch import UpdateBatch
+from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.tensor.windows import Window
 
 SHAPES = ((16384,), (3 * 16384,), (2 * 16384,))
@@ -130,11 +135,75 @@ def test_a_step_that_ends_while_parameters_are_added_is_taken_again(twins, monke
     def failing(queue: ChunkQueue, batch: UpdateBatch) -> None:
         raise error
 
+    called_back = []
     with monkeypatch.context() as patch:
         patch.setattr(ChunkQueue, "add", failing)
+        patch.setattr(steps, "drain_after", lambda *_: called_back.append(optimizer._last_step.asks))
         with pytest.raises(type(error)):
             optimizer.step()
-    assert optimizer.torn is None
+    assert optimizer.torn is None and called_back == [True]
     optimizer.step()
     reference.step()
     pair.check()
+
+
+class Other(threading.Thread):
+    """Another thread that steps. `error`: what it got for that."""
+
+    error: Exception | None = None
+
+    def __init__(self, step: Callable[[], object], lock: Noticed) -> None:
+        super().__init__()
+        self._step, self._lock = step, lock
+
+    def run(self) -> None:
+        try:
+            self._step()
+        except Exception as error:
+            self.error = error
+
+    def begin(self) -> None:
+        """Return when it waits for the lock, or is over."""
+        self.start()
+        while self.is_alive() and not self._lock.is_asked_for.wait(0.01):
+            pass
+
+
+def test_who_steps_while_another_step_fails_waits_until_it_is_known_how_far_that_got(twins, monkeypatch):
+    pair, optimizer, _ = prepared(twins, placement="infinity-nvme")
+    pair.give_stored_gradients()
+    with monkeypatch.context() as patch:
+        patch.setattr(ChunkQueue, "ready", False)  # all is left to the background
+        optimizer.step()
+    optimizer._last_step._lock = lock = Noticed()
+    other, drain_after = Other(optimizer.step, lock), steps.drain_after
+
+    def late(*arguments: object) -> None:
+        other.begin()
+        drain_after(*arguments)
+
+    monkeypatch.setattr(steps, "drain_after", late)
+    interrupt_store(monkeypatch, 1, RuntimeError("lightning"))
+    with pytest.raises(RuntimeError, match="lightning"):
+        pair.stored[0].full_tensor()
+    other.join()
+    assert optimizer.torn.partial and isinstance(other.error, OptimizerError)
+
+
+@pytest.mark.parametrize("step", ["step", "step_stored"])
+def test_who_waited_to_step_while_another_step_failed_is_refused(twins, monkeypatch, step):
+    _, optimizer, _ = prepared(twins)
+    monkeypatch.setattr(RUNNING, "lock", lock := Noticed())
+    other, add = Other(getattr(optimizer, step), lock), ChunkQueue.add
+
+    def late(queue: ChunkQueue, batch: UpdateBatch) -> None:
+        if other.ident is None:
+            other.begin()
+        add(queue, batch)
+
+    monkeypatch.setattr(ChunkQueue, "add", late)
+    interrupt_store(monkeypatch, 1, RuntimeError("lightning"))
+    with pytest.raises(RuntimeError, match="lightning"):
+        optimizer.step()
+    other.join()
+    assert optimizer.torn.partial and isinstance(other.error, OptimizerError)

@@ -80,10 +80,8 @@ class StreamedStep:
         self._purpose = RECORDER.purpose("", STATES)
         self._worker: int | None = None  # the thread that updates chunks
         self._beside: Beside | None = None
-        self._over = False
-        self._overlaps = True
-        self.closed = False
-        self.seconds = 0.0
+        self._over, self._overlaps = False, True
+        self.closed, self.seconds = False, 0.0
 
     @held_back
     def add(self, batch: UpdateBatch, *, owned: bool = False) -> None:
@@ -162,14 +160,13 @@ class StreamedStep:
         Raises: StoreError; the step is torn unless nothing was changed, and no gradient consumed.
         """
         self.closed, self._queue.is_followed = True, overlap
-        reads = any(batch.reads for batch in self._batches)
         if not self._can_be_continued:
             with sealed:
                 self.finish()
         elif overlap and self._beside is not None:
             self._progress.irrevocable = True
             self.advance()
-        elif overlap and reads:
+        elif overlap and any(batch.reads for batch in self._batches):
             self.advance()
             self._progress.irrevocable = True
         else:
@@ -211,8 +208,7 @@ class StreamedStep:
 
     def settle(self, keys: Collection[int]) -> None:
         """Update chunks until the storages of these keys are final."""
-        if not self._pending.isdisjoint(keys):
-            self._until(lambda: self._pending.isdisjoint(keys))
+        self._until(lambda: self._pending.isdisjoint(keys))
 
     def _until(self, is_so: Callable[[], bool]) -> None:
         """Update chunks, and end the step behind the last, until something is so; or wait until it is, where the thread
@@ -331,15 +327,17 @@ class StreamedStep:
 
     @sealed
     def _fail(self, error: BaseException) -> None:
-        self._over = True
+        self._worker = get_ident()  # so that what is called back here has nothing to do
         try:
-            self._queue.close()
+            try:
+                self._queue.close()
+            finally:
+                drain_after(error, self._memory.tiers)
+                if torn := self._progress.torn(error, self._stored, self.parameters if self.closed else self._stored):
+                    self._failed(torn)
         finally:
-            drain_after(error, self._memory.tiers)
-            torn = self._progress.torn(error, self._stored, self.parameters if self.closed else self._stored)
             self._leave()
-            if torn is not None:
-                self._failed(torn)
+            self._worker = None
 
     def _update_next(self) -> None:
         let_through()
@@ -365,7 +363,6 @@ class StreamedStep:
             self._queue.close()
             self._queue.read_ahead(self._batches)
             self._leave()
-            self._over = True  # last: who trains goes on at once where that is so, and the batches may come again
 
     def _leave(self) -> None:
         """The step is over, well or not."""
@@ -376,6 +373,7 @@ class StreamedStep:
         for tiers in self._memory.tiers:
             if tiers.background is self:
                 tiers.background = None
+        self._over = True  # last: who trains goes on at once where that is so, and the batches may come again
 
     def _update(self, chunk: OpenChunk, scratch: torch.Tensor | None) -> None:
         """Update a chunk, some elements at a time: on the CPU, the cache keeps what each operation leaves to the next

@@ -200,7 +200,6 @@ class Streamed(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            self._check_whole()
         self._take_step()
         return loss
 
@@ -210,6 +209,7 @@ class Streamed(Optimizer):
         started = time.perf_counter()
         if not skips(self):
             with RUNNING.turn():
+                self._check_whole()  # again: by now, the closure or another thread may have stepped
                 resident, others = self._divided()
                 step = self._begun_in_backward or self._new_step(others)
                 batch = self._batch(step, others)
@@ -243,6 +243,7 @@ class Streamed(Optimizer):
         self._check_whole()
         if not skips(self):
             with RUNNING.turn():
+                self._check_whole()
                 resident, others = self._divided()
                 step = self._new_step(others)
                 self._step_stored(step, resident, self._batch(step, others))
@@ -257,14 +258,12 @@ class Streamed(Optimizer):
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
         if not parameters:
             return
-        if self.torn is not None:
-            raise OptimizerError(str(self.torn))
+        self._check_whole()
         step = self._begun_in_backward
         for parameter in parameters if step is not None else ():
             if parameter in step.parameters:
                 raise second_gradient(parameter)
         if step is None:
-            self.finish()
             step = self._new_step(self.param_groups)
         with torch.no_grad():
             layouts = cache(lambda number: self._layouts_of(self.param_groups[number]))
