@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from twins import Net, assert_nothing_leaked, x
 
 import zinf_fx
 from zinf_fx.plan.memory.accounting import AT_A_TIME
+from zinf_fx.runtime.tensor.pack import Pack
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 Train = Callable[[nn.Module, Callable, torch.optim.Optimizer], None]
@@ -391,3 +393,25 @@ def test_members_with_a_larger_parameter_between_them_are_updated_at_once(tmp_pa
     assert_equal(model, plain)
     # One pack, and the larger one in two pieces: each is read with its gradient and two states, and three are written.
     assert moved <= 24, moved
+
+
+class Ending:
+    """Tiers with work in the background that is over as soon as somebody has looked."""
+
+    def __init__(self) -> None:
+        self.settled: list[object] = []
+        self._looks = iter([SimpleNamespace(settle=self.settled.append)])
+
+    def check_process(self) -> None:
+        pass
+
+    @property
+    def background(self) -> object:
+        return next(self._looks, None)
+
+
+def test_work_in_the_background_may_be_over_at_any_moment() -> None:
+    pack, tiers = object.__new__(Pack), Ending()
+    pack._every_tiers, pack._keys, pack.ranks = {tiers}, frozenset([1]), SimpleNamespace(shards=1)
+    pack.settled()
+    assert tiers.settled == [frozenset([1])]

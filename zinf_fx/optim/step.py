@@ -94,10 +94,9 @@ class StreamedStep:
             tiers.check_process()
         self._queue.take_ahead(batch)
         for tiers in batch.tiers:
-            if tiers.background is not self:
-                if tiers.background is not None:
-                    tiers.background.finish()
-                tiers.background = self
+            if (background := tiers.background) not in (None, self):
+                background.finish()
+            tiers.background = self
             if tiers not in self._memory.tiers:
                 self._memory.tiers.append(tiers)
         self._progress.irrevocable |= owned
@@ -126,8 +125,8 @@ class StreamedStep:
         """
         for tiers in set().union(*(call.group.tiers for call in calls)):
             tiers.check_process()
-            if tiers.background is not None:
-                tiers.background.finish()
+            if (background := tiers.background) is not None:
+                background.finish()
         with taking(self._lock), self._working(), self._progress.changing():
             self._progress.resident = list(chain.from_iterable(call.together.parameters for call in calls))
             torch.autograd.graph.increment_version(chain.from_iterable(call.together.written for call in calls))

@@ -99,8 +99,8 @@ class Pack:
         """Return once nothing that goes on in the background is about to change the parts."""
         for tiers in self._every_tiers:
             tiers.check_process()
-            if tiers.background is not None:
-                tiers.background.settle(self._keys)
+            if (background := tiers.background) is not None:
+                background.settle(self._keys)
         for storage in self.members if self.ranks.shards > 1 else ():
             storage.share.settle()
 
