@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from injecting import Fault, inject
+from noticed import Noticed
 from runtime.late_device import LateDevice, install
 from torch import nn
 
@@ -21,6 +22,7 @@ from zinf_fx import optim
 from zinf_fx.errors import OptimizerError, StoreError
 from zinf_fx.optim.beside import Beside
 from zinf_fx.optim.chunk_memory import ChunkMemory
+from zinf_fx.optim.chunk_queue import ChunkQueue
 from zinf_fx.optim.update_batch import UpdateBatch
 from zinf_fx.runtime.execute.executor import EXECUTOR
 
@@ -293,7 +295,7 @@ def test_backward_does_not_wait_for_the_thread(tmp_path: Path, gate: Gated) -> N
 def test_who_needs_memory_waits_for_the_chunk_that_the_thread_updates(
     tmp_path: Path, gate: Gated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though no chunk is left in the queue, and more parameters may come."""
+    """Though it takes the last one out of the queue while they look, and more parameters may come."""
     options = {"placement": "infinity-cpu", "chunk": "64KiB", "pack": None}
     model = zinf_fx.offload(Layers(1), store=tmp_path, **options)
     optimizer = optim.AdamW(model.parameters(), lr=1e-2, step_in_backward=True)
@@ -301,20 +303,30 @@ def test_who_needs_memory_waits_for_the_chunk_that_the_thread_updates(
     trained(call, optimizer)
     loss = call(torch.randn(8, 64))
     optimizer.finish()
-    begun, end = threading.Event(), threading.Event()
-    scratch_at = ChunkMemory.scratch_at
+    begun = threading.Event()
+    scratch_at, any_there = ChunkMemory.scratch_at, ChunkQueue.__bool__
 
     def later(memory: ChunkMemory, place: object) -> object:
         begun.set()
-        assert end.wait(SECONDS)
+        assert lock.is_asked_for.wait(SECONDS)
         return scratch_at(memory, place)
 
+    def look(queue: ChunkQueue) -> bool:
+        if not gate.open.is_set():
+            gate.open.set()
+            assert begun.wait(SECONDS)
+        return any_there(queue)
+
     monkeypatch.setattr(ChunkMemory, "scratch_at", later)
+    gate.open.clear()
     loss.backward()
     step = next(model.parameters()).storage.tiers.background
-    assert begun.wait(SECONDS) and not step._queue and not step.closed
-    threading.Timer(0.1, end.set).start()
-    assert step.finish() and end.is_set()
+    step._lock = lock = Noticed()
+    monkeypatch.setattr(ChunkQueue, "__bool__", look)
+    try:
+        assert step.finish() and not step._queue and not step.closed
+    finally:
+        lock.is_asked_for.set()
     optimizer.step()
     optimizer.finish()
     assert optimizer.torn is None

@@ -15,6 +15,8 @@ from injecting import Fault, clear_faults, inject
 import zinf_fx
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError, StoreError
+from zinf_fx.optim.chunk_queue import ChunkQueue
+from zinf_fx.optim.step import StreamedStep
 
 SHAPES = ((3 * 16384,), (100,), (2 * 16384,), (7,), (40_000,))
 LATE = 0.05
@@ -186,6 +188,19 @@ def test_two_optimizers_over_one_store(twins):
     reference.step()
     second.step()
     second_reference.step()
+    pair.check()
+
+
+def test_what_comes_while_somebody_waits_is_updated_before_he_goes_on(twins, monkeypatch):
+    pair, optimizer, reference = prepared(twins)
+    with monkeypatch.context() as patch:
+        patch.setattr(ChunkQueue, "ready", False)  # all is left to be done
+        optimizer.take_gradients(pair.stored)
+        step = background(pair)
+        patch.setattr(StreamedStep, "_until", lambda *_: None)  # nothing had come
+        assert step.finish() and not step._queue and not step.closed
+    step.close(overlap=False)
+    reference.step()
     pair.check()
 
 

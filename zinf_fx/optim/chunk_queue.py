@@ -38,8 +38,9 @@ class ChunkQueue:
         self._opened: deque[OpenChunk] = deque()
 
     def __bool__(self) -> bool:
-        """Whether any chunk is to be updated still."""
-        return bool(self._opened or self._unopened or self._loose)
+        """Whether any chunk is to be updated still; another thread may be cutting and opening them."""
+        # In the order in which they pass, each looked at once.
+        return bool(self._loose) or bool(self._unopened) or bool(self._opened)
 
     def take_ahead(self, batch: UpdateBatch) -> None:
         """Begin with what was read for `batch`; what was read for others has the room that is needed now."""
@@ -78,11 +79,11 @@ class ChunkQueue:
             self.memory.plan(batch)
         chunks = batch.chunks(self.memory.elements)
         with self._progress.changing():
-            for _ in several:
-                self._loose.popleft()
             self._unopened += chunks[len(self._read) :]
             read, self._read = self._read, []
             self._opened += read
+            for _ in several:  # last, so that nobody finds the queue empty meanwhile
+                self._loose.popleft()
 
     @property
     def ready(self) -> bool:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
-from threading import get_ident
+from threading import RLock, get_ident
 
 import torch
 from torch.optim import Optimizer
@@ -76,7 +75,7 @@ class StreamedStep:
         self.parameters: dict[StoredTensor, ParameterStates] = {}  # in the order in which they came
         self._pending: set[int] = set()  # keys of the storages that are not final yet
         self._held: dict[StoredTensor, int] = {}  # bytes of gradients in memory that nobody else has
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._purpose = RECORDER.purpose("", STATES)
         self._worker: int | None = None  # the thread that updates chunks
         self._beside: Beside | None = None
@@ -160,8 +159,7 @@ class StreamedStep:
         """
         self.closed, self._queue.is_followed = True, overlap
         if not self._can_be_continued:
-            with sealed:
-                self.finish()
+            sealed(self.finish)()
         elif overlap and self._beside is not None:
             self._progress.irrevocable = True
             self.advance()
@@ -231,13 +229,16 @@ class StreamedStep:
             return False
         for tiers in self._memory.tiers:
             tiers.check_process()
-        is_at_work = self._worker is not None  # on a chunk that isn't in the queue any more
-        if self.asks or not (self.closed or self._queue or is_at_work):
+        # In this order: who takes the last chunk out of the queue is the worker until that is updated.
+        if self.asks or not (self.closed or self._queue or self._worker is not None):
             return False
         self._until(lambda: self._over or not (self.closed or self._queue))
-        if not self.closed:
-            with taking(self._lock), self._working():
-                self._memory.drain()
+        with taking(self._lock):
+            if not self._over:
+                with self._working():
+                    while self._queue:
+                        self._update_next()
+                    self._memory.drain()
         return True
 
     @finalizing

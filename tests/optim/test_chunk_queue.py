@@ -1,0 +1,57 @@
+"""The chunks of a step, while another thread looks at them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+
+import torch
+
+from zinf_fx.optim.chunk_queue import ChunkQueue
+from zinf_fx.optim.progress import Progress
+
+
+class Watched(deque):
+    """Calls `then` behind each look, and when something was taken out."""
+
+    def __init__(self, items: Iterable[object], then: Callable[[], object]) -> None:
+        super().__init__(items)
+        self._then = then
+
+    def __len__(self) -> int:
+        count = super().__len__()
+        self._then()
+        return count
+
+    def popleft(self) -> object:
+        first = super().popleft()
+        self._then()
+        return first
+
+
+def queue_of(*loose: object) -> ChunkQueue:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    queue = ChunkQueue({}, Progress(optimizer), None)
+    queue._loose.extend(loose)
+    return queue
+
+
+def test_a_chunk_that_is_opened_while_somebody_looks_is_seen() -> None:
+    queue = queue_of()
+
+    def open_next() -> None:
+        while deque.__len__(queue._unopened):
+            deque.append(queue._opened, deque.popleft(queue._unopened))
+
+    queue._opened, queue._unopened = Watched([], open_next), Watched(["chunk"], open_next)
+    assert queue
+
+
+def test_a_queue_is_not_empty_while_it_is_cut() -> None:
+    queue = queue_of(SimpleNamespace(chunks=lambda elements: ["chunk"]))
+    queue.memory.elements = 1
+    found: list[bool] = []
+    queue._loose = Watched(queue._loose, lambda: found.append(bool(queue._unopened)))
+    queue.cut()
+    assert found[-1] and not deque.__len__(queue._loose)
