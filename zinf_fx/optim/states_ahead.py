@@ -59,6 +59,8 @@ class StatesAhead:
             return
         try:
             number, memory = len(self._opened), self.memory
+            if any(tiers.ahead is not self for tiers in memory.tiers):  # another thread has given it up, or taken it
+                return
             if number == min(memory.count - 1, len(self._chunks)) or (number and not self._opened[-1].ready):
                 return
             self._opens = True
