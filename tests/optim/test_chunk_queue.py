@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
+from zinf_fx.optim.chunk import OpenChunk
 from zinf_fx.optim.chunk_queue import ChunkQueue
 from zinf_fx.optim.progress import Progress
 
@@ -46,6 +47,13 @@ def test_a_chunk_that_is_opened_while_somebody_looks_is_seen() -> None:
 
     queue._opened, queue._unopened = Watched([], open_next), Watched(["chunk"], open_next)
     assert queue
+
+
+def test_a_chunk_with_all_gradients_waits_for_no_room() -> None:
+    queue = queue_of()
+    queue._opened.append(OpenChunk(None, ()))
+    queue.memory.tiers.append(None)  # which would be asked for it
+    assert queue.ready
 
 
 def test_a_queue_is_not_empty_while_it_is_cut() -> None:

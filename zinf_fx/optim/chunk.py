@@ -38,9 +38,14 @@ class OpenChunk:
             self.close()
             raise
 
+    @property
+    def lacks_gradients(self) -> bool:
+        """Whether any part has no gradient open yet."""
+        return self._with_gradient < len(self.parts)
+
     def open_gradients(self) -> None:
         """Open the gradients, which are final, of the parts that have none open yet. Raises: StoreError."""
-        while self._with_gradient < len(self.parts):
+        while self.lacks_gradients:
             self.parts[self._with_gradient].open_gradient()
             self._with_gradient += 1
 

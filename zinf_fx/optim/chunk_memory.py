@@ -60,8 +60,9 @@ class ChunkMemory:
 
     def open_gradients(self, chunk: OpenChunk) -> None:
         """Open the gradients of a chunk, as far as an interrupt left that to be done."""
-        with in_turn(self.tiers, self._part(chunk.number)):
-            chunk.open_gradients()
+        if chunk.lacks_gradients:  # else there is no room to be waited for
+            with in_turn(self.tiers, self._part(chunk.number)):
+                chunk.open_gradients()
 
     def again(self) -> ChunkMemory:
         """That of the next step, which has chunks of the same sizes."""
