@@ -111,7 +111,8 @@ class ChunkMemory:
         return few and all(tiers.is_vacant(self._next_part) for tiers in self.tiers)
 
     def wait_for_room(self) -> None:
-        """Wait until the writes before the last update's are done."""
+        """Wait until the writes before the last update's are done; of more chunks than CHUNKS, each waits for its part
+        alone, where it is opened."""
         if self._is_limited:
             for tiers in self.tiers:
                 tiers.limit_writes(self._chunk_written)
