@@ -1,8 +1,8 @@
-"""How far a step got: what is known of it after a failure."""
+"""How far a step got: what of it is over, and what is known of it after a failure."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -20,6 +20,8 @@ class Progress:
     Attributes:
         begun: those of which elements were updated, or may have been.
         finished: those of which all were, though maybe not in the store yet.
+        pending: keys of the storages that are not final yet.
+        held: bytes of gradients in memory that nobody else has, of the parameters that wait for their update.
         irrevocable: whether the gradients may be gone, so that the step can't be taken again.
         changes: whether something that must be done whole is under way.
         resident: those that are updated at once (see [Note: resident updates]), if that has begun; `resident_updated`
@@ -30,6 +32,8 @@ class Progress:
         self._names = [(group["params"], group.get("param_names")) for group in optimizer.param_groups]
         self.begun: set[StoredTensor] = set()
         self.finished: set[StoredTensor] = set()
+        self.pending: set[int] = set()
+        self.held: dict[StoredTensor, int] = {}
         self.resident: Sequence[StoredTensor] = ()
         self.irrevocable = self.changes = self.resident_updated = False
 
@@ -40,6 +44,14 @@ class Progress:
             self.changes = True
             yield
             self.changes = False
+
+    def finish(self, several: Sequence[ParameterStates], touched: Iterable[int]) -> None:
+        """These parameters are updated: let others see them. `touched`: keys of the storages that are final."""
+        self.pending.difference_update(touched)
+        for states in several:
+            self.finished.add(states.parameter)
+            self.held.pop(states.parameter, None)
+            states.gradient = None
 
     def torn(
         self, error: BaseException, stored: dict[torch.Tensor, ParameterStates], concerned: Collection[StoredTensor]

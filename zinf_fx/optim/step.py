@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
@@ -14,31 +14,21 @@ from torch.optim import Optimizer
 
 from zinf_fx.errors import StoreError
 from zinf_fx.interrupts import finalizing, held_back, let_through, sealed, taking
-from zinf_fx.optim.arithmetic import Group, borrow, show, step_without_hooks
 from zinf_fx.optim.beside import Beside
-from zinf_fx.optim.chunk import OpenChunk
 from zinf_fx.optim.chunk_memory import ChunkMemory
 from zinf_fx.optim.chunk_queue import ChunkQueue
-from zinf_fx.optim.chunks import Piece, all_of, cut
-from zinf_fx.optim.elements import moved
-from zinf_fx.optim.packed import OpenPack
-from zinf_fx.optim.part import OpenPart
+from zinf_fx.optim.chunk_update import ChunkUpdate
 from zinf_fx.optim.progress import Progress
-from zinf_fx.optim.recipe import Recipe
 from zinf_fx.optim.resident import ResidentCall
 from zinf_fx.optim.states import ParameterStates, State
 from zinf_fx.optim.states_ahead import StatesAhead
 from zinf_fx.optim.torn import TornStep
 from zinf_fx.optim.update_batch import UpdateBatch
-from zinf_fx.plan.memory.accounting import AT_A_TIME
-from zinf_fx.runtime.memory.device import CPU, Device
-from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.memory.heap import trim_heap
 from zinf_fx.runtime.recorder import RECORDER, STATES, STATES_BESIDE
 from zinf_fx.runtime.tensor.stored_bytes import announce_writes
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.tiers import drain_after
-from zinf_fx.sizes import WINDOW_ALIGNMENT
 
 
 class StreamedStep:
@@ -66,21 +56,21 @@ class StreamedStep:
         """`state`: what the optimizer shows. `stored`: where each parameter's states live. `failed` is told how a step
         failed that changed anything. `ahead`: what was read for this one."""
         # Nothing here holds the optimizer: when nobody else does either, it can finish the step.
-        self._kind, self._state, self._stored, self._failed = kind, state, stored, failed
-        self._template = borrow(optimizer, kind, {}, [])
-        self._template.__dict__.pop("step", None)  # a scheduler's, bound to the optimizer
+        self._stored = stored
+        self._failed = failed
         self._progress = Progress(optimizer)
+        self._update = ChunkUpdate(optimizer, kind, state, self._progress)
         self._queue = ChunkQueue(stored, self._progress, ahead)
         self._batches: list[UpdateBatch] = []
         self.parameters: dict[StoredTensor, ParameterStates] = {}  # in the order in which they came
-        self._pending: set[int] = set()  # keys of the storages that are not final yet
-        self._held: dict[StoredTensor, int] = {}  # bytes of gradients in memory that nobody else has
         self._lock = RLock()
         self._purpose = RECORDER.purpose("", STATES)
         self._worker: int | None = None  # the thread that updates chunks
         self._beside: Beside | None = None
-        self._over, self._overlaps = False, True
-        self.closed, self.seconds = False, 0.0
+        self._overlaps = True  # whether what is left may go on while others train
+        self._over = False
+        self.closed = False
+        self.seconds = 0.0
 
     @held_back
     def add(self, batch: UpdateBatch, *, owned: bool = False) -> None:
@@ -107,11 +97,12 @@ class StreamedStep:
             share = states.parameter.storage.share
             share.stale |= not (share.partitioned or recipe.whole)
             self._overlaps &= not recipe.whole  # what is collective has its turn
-        self._pending |= batch.touched
+        self._progress.pending |= batch.touched
         self.parameters |= batch.parameters
-        for states in batch.states if owned else ():
-            if not isinstance(states.gradient, StoredTensor):
-                self._held[states.parameter] = states.gradient.nbytes
+        if owned:
+            for states in batch.states:
+                if not isinstance(states.gradient, StoredTensor):
+                    self._progress.held[states.parameter] = states.gradient.nbytes
         if batch.apart is not None and not self._batches:
             self._beside = Beside(batch.apart, self._go_on)
         self._batches.append(batch)
@@ -133,7 +124,7 @@ class StreamedStep:
                 nbytes = call.states_nbytes if RECORDER.log is not None else 0
                 place = call.together.place
                 with RECORDER.work("update", nbytes, place.torch_device):
-                    call.run(self._borrowed(call.options, place))
+                    call.run(self._update.borrowed(call.options, place))
             self._progress.resident_updated = True
 
     def make_room(self, nbytes: int, limit: int) -> None:
@@ -148,7 +139,7 @@ class StreamedStep:
     @property
     def bytes_held(self) -> int:
         """Of gradients in memory that wait for their update."""
-        return sum(list(self._held.values()))
+        return sum(list(self._progress.held.values()))
 
     @held_back
     def close(self, overlap: bool) -> None:
@@ -157,9 +148,11 @@ class StreamedStep:
 
         Raises: StoreError; the step is torn unless nothing was changed, and no gradient consumed.
         """
-        self.closed, self._queue.is_followed = True, overlap
+        self.closed = True
+        self._queue.is_followed = overlap
         if not self._can_be_continued:
-            sealed(self.finish)()
+            with sealed:  # an interrupt would tear it
+                self.finish()
         elif overlap and self._beside is not None:
             self._progress.irrevocable = True
             self.advance()
@@ -205,7 +198,7 @@ class StreamedStep:
 
     def settle(self, keys: Collection[int]) -> None:
         """Update chunks until the storages of these keys are final."""
-        self._until(lambda: self._pending.isdisjoint(keys))
+        self._until(lambda: self._progress.pending.isdisjoint(keys))
 
     def _until(self, is_so: Callable[[], bool]) -> None:
         """Update chunks, and end the step behind the last, until something is so; or wait until it is, where the thread
@@ -217,7 +210,10 @@ class StreamedStep:
                 if not is_so():
                     with self._working():
                         while not is_so():
-                            self._update_next() if self._queue else self._end()
+                            if self._queue:
+                                self._update_next()
+                            else:
+                                self._end()
 
     @held_back
     def finish(self) -> bool:
@@ -285,12 +281,7 @@ class StreamedStep:
     @property
     def _can_be_continued(self) -> bool:
         """Whether what others do to the gradients and their scale after `step()` can't harm what is left of it."""
-        return self._overlaps and not self._unscales
-
-    @property
-    def _unscales(self) -> bool:
-        """Whether the arithmetic divides the gradients by a GradScaler's scale."""
-        return getattr(self._template, "grad_scale", None) is not None
+        return self._overlaps and not self._update.unscales
 
     @contextmanager
     def _working(self) -> Iterator[None]:
@@ -322,8 +313,10 @@ class StreamedStep:
             self._progress.irrevocable = True  # the gradients may be gone when it goes on
             raise
         finally:
-            self._worker, self._progress.changes = None, False
-            self.seconds += 0.0 if is_beside else time.perf_counter() - started
+            self._worker = None
+            self._progress.changes = False
+            if not is_beside:
+                self.seconds += time.perf_counter() - started
 
     @sealed
     def _fail(self, error: BaseException) -> None:
@@ -346,10 +339,11 @@ class StreamedStep:
         chunk.arrive()
         RECORDER.waited(started, "states")
         nbytes = chunk.states_nbytes if RECORDER.log is not None else 0
+        place = chunk.recipe.place
         with self._progress.changing():
             self._queue.take_first()
-            with closing(chunk), RECORDER.work("update", nbytes, chunk.recipe.place.torch_device):
-                self._update(chunk, self._memory.scratch_at(chunk.recipe.place))
+            with closing(chunk), RECORDER.work("update", nbytes, place.torch_device):
+                self._update.run(chunk, self._memory.elements, self._memory.scratch_at(place))
             self._memory.behind = True
         self._queue.open_ahead()
         if chunk.recipe.is_first:
@@ -366,85 +360,11 @@ class StreamedStep:
 
     def _leave(self) -> None:
         """The step is over, well or not."""
-        self._pending.clear()
-        self._held.clear()
+        self._progress.pending.clear()
+        self._progress.held.clear()
         for batch in self._batches:
             batch.let_go_of_gradients()
         for tiers in self._memory.tiers:
             if tiers.background is self:
                 tiers.background = None
         self._over = True  # last: who trains goes on at once where that is so, and the batches may come again
-
-    def _update(self, chunk: OpenChunk, scratch: torch.Tensor | None) -> None:
-        """Update a chunk, some elements at a time: on the CPU, the cache keeps what each operation leaves to the next
-        of the gradient in fp32 and of the new weights."""
-        for part in chunk.parts:
-            part.wait()
-        self._progress.begun.update(parameter for part in chunk.parts for parameter in part.parameters)
-        for pack in [part for part in chunk.parts if isinstance(part, OpenPack)]:
-            pack.update(self._borrowed, self._state, scratch)
-            pack.store(unscaled=self._unscales)
-            for recipe, states in pack.states.updates:
-                if recipe.is_first or states.has_master:
-                    self._finish(states, recipe.names, {})
-            self._finished(pack.states.members, pack.states.touched)
-            pack.states.let_go_of_gradients()
-        parts = [(part, (range(part.piece.count),)) for part in chunk.parts if isinstance(part, OpenPart)]
-        inner = self._borrowed(chunk.recipe.group, chunk.recipe.place)
-        if chunk.recipe.whole:
-            for part, _ in parts:
-                self._update_together(inner, chunk.recipe, (all_of(part, part.piece.count),), None)
-            return
-        for together in cut(parts, AT_A_TIME if chunk.recipe.place is CPU else self._memory.elements):
-            self._update_together(inner, chunk.recipe, together, scratch)
-
-    def _borrowed(self, group: Group, place: Device) -> Optimizer:
-        """The class by the options of `group`, to run at `place`."""
-        inner = borrow(self._template, self._kind, group, [])
-        for name in ("grad_scale", "found_inf"):  # GradScaler's, on the device of the gradients
-            if name in vars(inner):
-                setattr(inner, name, moved(vars(inner)[name], place))
-        return inner
-
-    def _update_together(
-        self, inner: Optimizer, recipe: Recipe, pieces: tuple[Piece[OpenPart], ...], scratch: torch.Tensor | None
-    ) -> None:
-        # Fused kernels count steps where they run, and the others on the CPU.
-        counts_at = recipe.place if recipe.group.get("fused") else CPU
-        offset = 0
-        for some in pieces:
-            states = some.owner.piece.owner
-            entry = self._state[states.parameter.whole]
-            scalars = {k: moved(v, counts_at) for k, v in entry.items() if k not in states.tensors}
-            rows = None if scratch is None else scratch.flatten(1).view(recipe.dtype)[:, offset:]
-            some.owner.begin(some.elements, scalars, rows)
-            offset += round_up(some.count, WINDOW_ALIGNMENT)
-        inner.param_groups[0]["params"] = [some.owner.weights for some in pieces]
-        inner.state.clear()
-        inner.state.update((some.owner.weights, some.owner.state) for some in pieces)
-        step_without_hooks(inner)
-        for some in pieces:
-            part = some.owner
-            scalars = part.end(some.elements, inner.state[part.weights])
-            if some.last:
-                part.store(unscaled=self._unscales)
-                if part.piece.last:
-                    self._finish(part.piece.owner, part.names, scalars)
-                    self._finished([part.piece.owner], part.piece.owner.touched)
-
-    def _finish(self, states: ParameterStates, names: Iterable[str], scalars: State) -> None:
-        """All pieces are updated: show the states."""
-        parameter = states.parameter
-        show(entry := self._state[parameter.whole], scalars)
-        entry.update((name, parameter.shown(states.tensors[name])) for name in names)
-        if states.has_master:
-            entry.update((name, parameter.shown(states.tensors[name])) for name in states.masters)
-            states.version = parameter.storage.bytes.version
-
-    def _finished(self, several: Sequence[ParameterStates], touched: Iterable[int]) -> None:
-        """Let others see the parameters. `touched`: keys of the storages that are final."""
-        self._pending.difference_update(touched)
-        for states in several:
-            self._progress.finished.add(states.parameter)
-            self._held.pop(states.parameter, None)
-            states.gradient = None

@@ -1,0 +1,124 @@
+"""How a chunk is updated: the torch class runs on what the windows of its parts have, and its states are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from zinf_fx.optim.arithmetic import Group, borrow, show, step_without_hooks
+from zinf_fx.optim.chunk import OpenChunk
+from zinf_fx.optim.chunks import Piece, all_of, cut
+from zinf_fx.optim.elements import moved
+from zinf_fx.optim.packed import OpenPack
+from zinf_fx.optim.part import OpenPart
+from zinf_fx.optim.progress import Progress
+from zinf_fx.optim.recipe import Recipe
+from zinf_fx.optim.states import ParameterStates, State
+from zinf_fx.plan.memory.accounting import AT_A_TIME
+from zinf_fx.runtime.memory.device import CPU, Device
+from zinf_fx.runtime.memory.freelist import round_up
+from zinf_fx.sizes import WINDOW_ALIGNMENT
+
+
+class ChunkUpdate:
+    """The update of the chunks of one step, by the arithmetic of one torch class.
+
+    What decides the result besides the options of groups, which come with each chunk, is read from the optimizer at
+    construction. The optimizer itself is not held.
+
+    Attributes:
+        unscales: whether the arithmetic divides the gradients by a GradScaler's scale.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, kind: type[Optimizer], shown: dict[torch.Tensor, State], progress: Progress
+    ) -> None:
+        """`kind`: the class. `shown`: what the optimizer shows of states. `progress` is told which parameters are begun
+        and finished."""
+        self._kind = kind
+        self._shown = shown
+        self._progress = progress
+        self._template = borrow(optimizer, kind, {}, [])
+        self._template.__dict__.pop("step", None)  # a scheduler's, bound to the optimizer
+        self.unscales = getattr(self._template, "grad_scale", None) is not None
+
+    def borrowed(self, group: Group, place: Device) -> Optimizer:
+        """The class by the options of `group`, to run at `place`."""
+        inner = borrow(self._template, self._kind, group, [])
+        for name in ("grad_scale", "found_inf"):  # GradScaler's, on the device of the gradients
+            if name in vars(inner):
+                setattr(inner, name, moved(vars(inner)[name], place))
+        return inner
+
+    def run(self, chunk: OpenChunk, elements: int, scratch: torch.Tensor | None) -> None:
+        """Update a chunk, some elements at a time: on the CPU, the cache keeps what each operation leaves to the next
+        of the gradient in fp32 and of the new weights.
+
+        `elements`: of a chunk at most. `scratch`: memory for what the chunk has in other dtypes than that of the
+        update, if anything.
+        """
+        recipe = chunk.recipe
+        for part in chunk.parts:
+            part.wait()
+        self._progress.begun.update(parameter for part in chunk.parts for parameter in part.parameters)
+        for part in chunk.parts:
+            if isinstance(part, OpenPack):
+                self._update_pack(part, scratch)
+        parts = [part for part in chunk.parts if isinstance(part, OpenPart)]
+        inner = self.borrowed(recipe.group, recipe.place)
+        if recipe.whole:
+            for part in parts:
+                self._update_together(inner, recipe, (all_of(part, part.piece.count),), None)
+            return
+        pieces = [(part, (range(part.piece.count),)) for part in parts]
+        for together in cut(pieces, AT_A_TIME if recipe.place is CPU else elements):
+            self._update_together(inner, recipe, together, scratch)
+
+    def _update_pack(self, pack: OpenPack, scratch: torch.Tensor | None) -> None:
+        pack.update(self.borrowed, self._shown, scratch)
+        pack.store(unscaled=self.unscales)
+        for recipe, states in pack.states.updates:
+            if recipe.is_first or states.has_master:
+                self._show(states, recipe.names, {})
+        self._progress.finish(pack.states.members, pack.states.touched)
+        pack.states.let_go_of_gradients()
+
+    def _update_together(
+        self, inner: Optimizer, recipe: Recipe, pieces: Sequence[Piece[OpenPart]], scratch: torch.Tensor | None
+    ) -> None:
+        """Run `inner`, the class by the options of `recipe`, on some elements of parts, in one call."""
+        # Fused kernels count steps where they run, and the others on the CPU.
+        counts_at = recipe.place if recipe.group.get("fused") else CPU
+        offset = 0
+        for some in pieces:
+            states = some.owner.piece.owner
+            entry = self._shown[states.parameter.whole]
+            scalars = {k: moved(v, counts_at) for k, v in entry.items() if k not in states.tensors}
+            rows = None if scratch is None else scratch.flatten(1).view(recipe.dtype)[:, offset:]
+            some.owner.begin(some.elements, scalars, rows)
+            offset += round_up(some.count, WINDOW_ALIGNMENT)
+        inner.param_groups[0]["params"] = [some.owner.weights for some in pieces]
+        inner.state.clear()
+        inner.state.update((some.owner.weights, some.owner.state) for some in pieces)
+        step_without_hooks(inner)
+        for some in pieces:
+            part = some.owner
+            states = part.piece.owner
+            scalars = part.end(some.elements, inner.state[part.weights])
+            if some.last:
+                part.store(unscaled=self.unscales)
+                if part.piece.last:
+                    self._show(states, part.names, scalars)
+                    self._progress.finish([states], states.touched)
+
+    def _show(self, states: ParameterStates, names: Iterable[str], scalars: State) -> None:
+        """All elements of a parameter are updated: show its states, those of these names and `scalars`."""
+        parameter = states.parameter
+        entry = self._shown[parameter.whole]
+        show(entry, scalars)
+        entry.update((name, parameter.shown(states.tensors[name])) for name in names)
+        if states.has_master:
+            entry.update((name, parameter.shown(states.tensors[name])) for name in states.masters)
+            states.version = parameter.storage.bytes.version
