@@ -86,8 +86,12 @@ def step_together(
     weights: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
     state: defaultdict[torch.Tensor, State],
-) -> None:
-    """A step of `inner`, borrowed without parameters, over `weights` and their `state`."""
+    values: Sequence[object],
+) -> bool:
+    """A step of `inner`, borrowed without parameters, over `weights` and their `state`.
+
+    `values`: all that is in the state. Returns whether the same objects are all that is in it afterwards.
+    """
     inner.param_groups[0]["params"] = list(weights)
     inner.state = state
     try:
@@ -97,6 +101,7 @@ def step_together(
     finally:
         for weight in weights:
             weight.grad = None
+    return same_objects(values_of(state.values()), values)
 
 
 def values_of(states: Iterable[State]) -> list[object]:
@@ -142,8 +147,10 @@ def states_of_zeros(
     """What `kind` has for ordinary parameters of a group after a step with zeros for them and their gradients."""
     zeros = [torch.zeros_like(parameter, requires_grad=False) for parameter in parameters]
     inner = borrow(optimizer, kind, group, zeros)
+    for zero in zeros:
+        zero.grad = torch.zeros_like(zero)
     with torch.no_grad():
-        step_together(inner, zeros, [torch.zeros_like(zero) for zero in zeros], inner.state)
+        step_without_hooks(inner)
     return [inner.state[zero] for zero in zeros]
 
 

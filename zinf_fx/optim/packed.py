@@ -233,8 +233,7 @@ class _Call:
         entries = zip((self._state[weight] for weight in self._weights), self._memory, strict=True)
         in_place = all(state.get(name) is elements for state, memory in entries for name, elements in memory.items())
         before = values_of(self._state.values())
-        step_together(inner, self._weights, self._gradients, self._state)
-        stays = same_objects(values_of(self._state.values()), before)
+        stays = step_together(inner, self._weights, self._gradients, self._state, before)
         self.lasts = stays and in_place and self._counts_are_shown
         if not self.lasts:
             for parameter, weight, memory in zip(self._parameters, self._weights, self._memory, strict=True):

@@ -207,9 +207,7 @@ class ResidentCall:
     def run(self, inner: Optimizer) -> None:
         """`inner`: the class with its options, and no parameters yet."""
         together = self.together
-        step_together(inner, together.weights, self.gradients, together.state)
-        values = values_of(together.state.values())
-        if not same_objects(values, together.values):
+        if not step_together(inner, together.weights, self.gradients, together.state, together.values):
             for one in together.residents:
                 one.show()
             together.values[:] = values_of(together.state.values())
