@@ -1,4 +1,4 @@
-"""Gradients of stored parameters are reduce-scattered as soon as they are whole (ZeRO-Infinity, section 6.2)."""
+"""Gradients of stored parameters are reduce-scattered as soon as they are final (ZeRO-Infinity, section 6.2)."""
 
 from __future__ import annotations
 

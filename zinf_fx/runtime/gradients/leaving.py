@@ -1,4 +1,4 @@
-"""The gradients that leave one run of a backward graph, until each is whole and may be consumed."""
+"""The gradients that leave one run of a backward graph, until each is final and may be consumed."""
 
 from __future__ import annotations
 
