@@ -292,6 +292,37 @@ def test_backward_does_not_wait_for_the_thread(tmp_path: Path, gate: Gated) -> N
     optimizer.finish()
 
 
+def test_a_step_that_is_closed_while_the_thread_looks_ends_behind_all_updates(
+    tmp_path: Path, gate: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has filled no chunk until then is updated, too."""
+    torch.manual_seed(0)
+    plain = Layers(2)
+    torch.manual_seed(0)
+    model = zinf_fx.offload(Layers(2), store=tmp_path, placement="infinity-cpu", chunk="64KiB", pack=None)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2, step_in_backward=True)
+    fills_a_chunk, closed, looks = ChunkQueue.fills_a_chunk.fget, threading.Event(), []
+
+    def late(queue: ChunkQueue) -> bool:
+        looks.append(threading.current_thread() in gate.threads)
+        if len(looks) > 1:
+            return fills_a_chunk(queue)
+        assert closed.wait(SECONDS)
+        return False
+
+    monkeypatch.setattr(ChunkQueue, "fills_a_chunk", property(late))
+    x = torch.randn(8, 64)
+    torch.compile(model, backend="zinf")(x).backward()
+    optimizer.step()
+    closed.set()
+    optimizer.finish()
+    plain(x).backward()
+    torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True).step()
+    assert looks[0]
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.full_tensor(), other)
+
+
 def test_who_needs_memory_waits_for_the_chunk_that_the_thread_updates(
     tmp_path: Path, gate: Gated, monkeypatch: pytest.MonkeyPatch
 ) -> None:

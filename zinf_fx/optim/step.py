@@ -192,7 +192,7 @@ class StreamedStep:
                     self._queue.cut()
                 if self._queue.is_cut:
                     self._update_next()
-                elif self.closed:
+                elif self.closed and not self._queue:  # which may have been closed just now
                     self._end()
             return not self._over and (self.closed or self._queue.is_cut)
 
