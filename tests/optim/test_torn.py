@@ -169,12 +169,16 @@ class Other(threading.Thread):
             pass
 
 
-def test_who_steps_while_another_step_fails_waits_until_it_is_known_how_far_that_got(twins, monkeypatch):
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_who_steps_while_another_step_fails_waits_until_it_is_known_how_far_that_got(twins, monkeypatch, in_backward):
     pair, optimizer, _ = prepared(twins, placement="infinity-nvme")
     pair.give_stored_gradients()
     with monkeypatch.context() as patch:
         patch.setattr(ChunkQueue, "ready", False)  # all is left to the background
-        optimizer.step()
+        if in_backward:
+            optimizer.take_gradients(pair.stored)
+        else:
+            optimizer.step()
     optimizer._last_step._lock = lock = Noticed()
     other, drain_after = Other(optimizer.step, lock), steps.drain_after
 

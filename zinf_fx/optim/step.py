@@ -321,12 +321,14 @@ class StreamedStep:
     @sealed
     def _fail(self, error: BaseException) -> None:
         self._worker = get_ident()  # so that what is called back here has nothing to do
+        concerned = self.parameters if self.closed else self._stored
+        self.closed = True  # whoever steps waits until it is known how far this one got
         try:
             try:
                 self._queue.close()
             finally:
                 drain_after(error, self._memory.tiers)
-                if torn := self._progress.torn(error, self._stored, self.parameters if self.closed else self._stored):
+                if torn := self._progress.torn(error, self._stored, concerned):
                     self._failed(torn)
         finally:
             self._leave()
