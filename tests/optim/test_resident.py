@@ -259,6 +259,30 @@ def test_autograd_and_compiled_code_notice_the_update(tmp_path, placement: str):
             stale.backward()
 
 
+def test_a_class_whose_numbers_come_round_again(twins, called):
+    class Alternating(torch.optim.Optimizer):
+        def __init__(self, params: object, lr: float = 0.1) -> None:
+            super().__init__(params, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self, closure: object = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    self.state[p]["odd"] = 1 - self.state[p].get("odd", 0)
+                    p.sub_(p.grad)
+
+    class Streaming(optim.Streamed, Alternating):
+        pass
+
+    pair = twins("device", shapes=((7,), (5,)))
+    optimizer = Streaming(pair.stored)
+    for skipped in ((), (), (1,), (0,), ()):
+        pair.give_gradients(skip=skipped)
+        optimizer.step()
+    assert called == [2, 1, 1, 2]
+    assert [optimizer.state[parameter]["odd"] for parameter in pair.stored] == [0, 0]
+
+
 def test_a_class_that_puts_new_tensors_in_the_place_of_its_states(twins, called):
     class Replacing(torch.optim.Optimizer):
         def __init__(self, params: object, lr: float = 0.1) -> None:

@@ -166,6 +166,8 @@ class ResidentGroup:
         """See what the optimizer shows."""
         self._entries = list(self._of_optimizer.values())  # of all its parameters
         self._shown = values_of(self._shown_of)
+        for one in self._together or ():
+            one.values[:] = values_of(one.state.values())
 
     def is_as_seen(
         self, parameters: Sequence[torch.Tensor], shown: Mapping[torch.Tensor, State], layouts: GroupLayouts
@@ -210,7 +212,6 @@ class ResidentCall:
         if not step_together(inner, together.weights, self.gradients, together.state, together.values):
             for one in together.residents:
                 one.show()
-            together.values[:] = values_of(together.state.values())
             self.group.look()
 
 
