@@ -201,7 +201,8 @@ def test_where_no_thread_can_be_started_the_step_is_done_without(
     pair, optimizer, reference = prepared(twins, placement)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
-        optimizer.step()
+        with pytest.warns(RuntimeWarning, match="no thread beside training, which does its work itself: too many"):
+            optimizer.step()
         assert gate.threads and (placement == "infinity-nvme" or background(pair) is None)
         gate.threads.clear()
         reference.step()

@@ -11,6 +11,7 @@ What goes wrong in the thread is raised by the next call of the step that comes 
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 
 from zinf_fx.interrupts import let_through
@@ -49,8 +50,13 @@ class Beside:
                 self._thread = self._device.thread(self._work)
                 try:
                     self._thread.start()
-                except RuntimeError:  # there are as many as there may be
+                except RuntimeError as error:  # there are as many as there may be
                     self._thread = None
+                    warnings.warn(
+                        f"the optimizer's step has no thread beside training, which does its work itself: {error}",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
                 except BaseException:
                     self._thread = None
                     raise
