@@ -243,7 +243,9 @@ def _of_one_sample(
             "If the first dimension of that is the batch, give a number of micro-batches, or call "
             "torch._dynamo.maybe_mark_dynamic(x, 0) for each tensor x of the batch before the first step, in the place "
             "of dynamic=True",
-            *(samples[0][1].name, one.name, list(map(_hint, _value(node).shape))),
+            samples[0][1].name,
+            one.name,
+            list(map(_hint, _value(node).shape)),
         )
     return samples[:1]
 
