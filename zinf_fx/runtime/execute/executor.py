@@ -104,7 +104,7 @@ class Program(Stage):
         self._packed = {
             tokens.index(pack.name): [placeholders.index(token.name) for token in pack.args[0]] for pack in packs
         }
-        self._inputs = Inputs(schedule.tiles, positions, self._packed)
+        self.inputs = Inputs(schedule.tiles, positions, self._packed)
         leaving = module.graph.find_nodes(op="call_function", target=ops.offload_activation)
         devices = {n.meta[ops.EVENT].tile: n.args[0].meta["val"].device for n in leaving}
         self.slots = ActivationSlots(plan, devices, tensor_ranks)
@@ -116,7 +116,7 @@ class Program(Stage):
         self._module: fx.GraphModule | None = None  # for the storages of the last run
         self._here: Here | None = None  # with them
         self._head = head_fetches(schedule)
-        self.values: dict[int, weakref.ref[torch.Tensor]] = {}  # of tiles that are where the graph computes
+        self.moved: list[int] = []  # the tiles of parameters that aren't where the graph computes
         self.gathered: list[tuple[int, int]] = []  # tiles, and bytes of such values with the tiers of each
         # After so many events of a tile, this graph needs neither its value nor its gradient any more.
         events = [event for event in schedule.events if not schedule.tiles[event.tile].activation]
@@ -128,16 +128,16 @@ class Program(Stage):
             return self._run(arguments)
 
     def _run(self, arguments: list) -> tuple:
-        storages, tiers, same = self._inputs.find(arguments)
+        storages, tiers, same = self.inputs.find(arguments)
         followed: set[TensorStorage] = set()
         if GradientState.any_followed:
-            parameters = [storages[tile] for tile in self._inputs.parameters]
+            parameters = [storages[tile] for tile in self.inputs.parameters]
             members = (member for storage in parameters for member in storage.members)
             followed = {member for member in members if member.gradient.followed}
         if not same:
             EXECUTOR.staging.drop_staying()
         if self._module is None or not same or self.is_followed != bool(followed):
-            self._bind_to({tile: storages[tile] for tile in self._inputs.parameters}, bool(followed))
+            self._bind_to({tile: storages[tile] for tile in self.inputs.parameters}, bool(followed))
         EXECUTOR.begin(self, self.plan, storages)
         RECORDER.graph_begins(self.plan, self.schedule.kind)
         run = Run(self, storages, tiers)
@@ -173,7 +173,8 @@ class Program(Stage):
         self._module = self._bound[self._here]
         waits = [event.tile for event in self.schedule.events if event.kind == "wait" and event.tile in in_place]
         tiles = {tile: self.schedule.tiles[tile] for tile in waits}
-        self.values = {n: weakref.ref(parameters[n].part(tile.start, tile.shape)) for n, tile in tiles.items()}
+        self.inputs.values = {n: parameters[n].part(tile.start, tile.shape) for n, tile in tiles.items()}
+        self.moved = [tile for tile in parameters if tile not in in_place]
         first: dict[int, int] = {}  # tile of those that share their tiers
         nbytes: Counter[int] = Counter()
         for tile in waits:
@@ -186,7 +187,7 @@ class Program(Stage):
         return self._here.followed
 
     def head_tiles(self) -> list[tuple[Stored, Tile, int | None]]:
-        found = ((self._inputs.last(tile), self.schedule.tiles[tile], offset) for tile, offset in self._head)
+        found = ((self.inputs.last(tile), self.schedule.tiles[tile], offset) for tile, offset in self._head)
         return [(storage, tile, offset) for storage, tile, offset in found if storage is not None]
 
 
@@ -262,11 +263,12 @@ class Run:
     upload moves nothing either, and `wait` returns the buffer that the disk wrote into.
     """
 
-    def __init__(self, program: Program, storages: list[Stored | None], tiers: list[Tiers]) -> None:
+    def __init__(self, program: Program, storages: Sequence[Stored | None], tiers: list[Tiers]) -> None:
         """`storages`: of each tile, in `tiers`; None: of an activation that this run is to offload."""
         self._program = program
         self._tiles = program.schedule.tiles
         self._storages = storages
+        self._held = [storages[tile] for tile in program.moved]  # until the run is over
         self._tiers = tiers
         # Slots die with the model; of a graph without parameters, with its compiled code.
         self._owner: object = next((storage for storage in storages if storage is not None), program.slots)
@@ -332,7 +334,7 @@ class Run:
     @property
     def values(self) -> Mapping[int, torch.Tensor] | SettledValues:
         """By tile, the parameters that are where the graph computes."""
-        values = {tile: value() for tile, value in self._program.values.items()}
+        values = self._program.inputs.values
         # Work in the background begins in a step, or in a backward pass whose parameters are followed.
         changes = self._program.is_followed or any(tiers.background is not None for tiers in self._tiers)
         return SettledValues(values, self._storages) if changes else values

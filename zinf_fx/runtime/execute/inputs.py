@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import is_
 from typing import NamedTuple
 
@@ -24,9 +24,24 @@ class Found(NamedTuple):
         same: whether those of parameters are the last call's.
     """
 
-    storages: list[Stored | None]
+    storages: Storages
     tiers: list[Tiers]
     same: bool
+
+
+class Storages(Sequence["Stored | None"]):
+    """Those of a graph's tiles; None for one that has none, or whose model is gone. They are looked up one by one:
+    nothing is done here for tiles that nobody asks for."""
+
+    def __init__(self, parameters: Sequence[Callable[[], Stored | None]], activations: Mapping[int, Stored]) -> None:
+        """`parameters`: by tile, where its storage is found. `activations`: the storages of those."""
+        self._parameters, self._activations = parameters, activations
+
+    def __getitem__(self, tile: int) -> Stored | None:
+        return self._parameters[tile]() or self._activations.get(tile)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
 
 
 class Inputs:
@@ -36,6 +51,8 @@ class Inputs:
 
     Attributes:
         parameters: the tiles of parameters.
+        values: what graphs use of them that is where they compute, by tile, if the program has put it here; until the
+            first of the storages is gone.
     """
 
     def __init__(
@@ -49,33 +66,37 @@ class Inputs:
         self._alone = {tile: position for tile, position in given.items() if not tiles[tile].activation}
         self.parameters = sorted([*self._alone, *packed])
         self._positions = [*self._alone.values(), *(position for several in packed.values() for position in several)]
+        self.values: Mapping[int, torch.Tensor] = {}
         self._tokens: list[torch.Tensor] | None = None  # of the last call
-        self._last: dict[int, weakref.ref[Stored]] = {}  # of parameters, by tile
+        self._last: list[Callable[[], Stored | None]] = [_nothing] * len(tiles)  # by tile, of parameters
         self._tiers: list[weakref.ref[Tiers]] = []  # in which these live
+        mine = weakref.ref(self)
+
+        def forget(gone: object) -> None:
+            """A storage of the last call is gone: its token stands for nothing, and nobody is to hold its bytes."""
+            if (inputs := mine()) is not None:
+                inputs._tokens, inputs.values = None, {}
+
+        self._forget = forget
 
     def find(self, arguments: Sequence[object]) -> Found:
         """The storages that the tokens of a call stand for."""
         tokens = [arguments[position] for position in self._positions]
-        if self._tokens is not None and all(map(is_, tokens, self._tokens)):
-            parameters, same = [storage() for storage in self._last.values()], True
-        else:
+        same = self._tokens is not None and all(map(is_, tokens, self._tokens))
+        if not same:
             parameters = self._resolved(arguments)
-            same = self._tokens is not None and [storage() for storage in self._last.values()] == parameters
-            references = map(weakref.ref, parameters)
-            self._tokens, self._last = tokens, dict(zip(self.parameters, references, strict=True))
+            same = self._tokens is not None and [self._last[tile]() for tile in self.parameters] == parameters
+            references = {t: weakref.ref(one, self._forget) for t, one in zip(self.parameters, parameters, strict=True)}
+            self._tokens, self._last = tokens, [references.get(tile, _nothing) for tile in range(len(self._last))]
             self._tiers = list(map(weakref.ref, dict.fromkeys(storage.tiers for storage in parameters)))
-        found: list[Stored | None] = [None] * len(self._tiles)
-        for tile, storage in zip(self.parameters, parameters, strict=True):
-            found[tile] = storage
-        for tile, position in self._activations.items():
-            found[tile] = TensorStorage.of_token(arguments[position])
+        activations = {tile: TensorStorage.of_token(arguments[p]) for tile, p in self._activations.items()}
         tiers = dict.fromkeys(reference() for reference in self._tiers)
-        tiers |= dict.fromkeys(found[tile].tiers for tile in self._activations)
-        return Found(found, list(tiers), same)
+        tiers |= dict.fromkeys(storage.tiers for storage in activations.values())
+        return Found(Storages(self._last, activations), list(tiers), same)
 
     def last(self, tile: int) -> Stored | None:
         """The storage of a parameter of the last call, if there was one, and it is alive."""
-        return self._last[tile]() if tile in self._last else None
+        return self._last[tile]()
 
     def _resolved(self, arguments: Sequence[object]) -> list[Stored]:
         found: dict[int, Stored] = {
@@ -85,3 +106,7 @@ class Inputs:
             members = [TensorStorage.of_token(arguments[position]) for position in positions]
             found[tile] = Pack.of(members, self._tiles[tile])
         return [found[tile] for tile in self.parameters]
+
+
+def _nothing() -> None:
+    """What a tile without a storage has."""
