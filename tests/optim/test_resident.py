@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -33,7 +35,8 @@ def called(monkeypatch) -> list[int]:
 @pytest.mark.parametrize("placement", PLACED)
 @pytest.mark.parametrize("kind", [optim.AdamW, optim.SGD, optim.Adagrad])
 def test_python_calls_for_each_parameter(twins, placement: str, kind: type):
-    """There is no window, chunk or lock for each parameter; what is left is about what the class itself calls."""
+    """There is no window, chunk or lock for each parameter, and the class doesn't list them anew: what is left is that
+    it checks the type of their counts."""
     counts = []
     for parameters in (100, 200):
         pair = twins(placement, shapes=((7, 5),) * parameters)
@@ -41,9 +44,109 @@ def test_python_calls_for_each_parameter(twins, placement: str, kind: type):
         for _ in range(2):
             pair.give_gradients()
             optimizer.step()
+        pair.give_gradients()
         counts.append(python_calls(optimizer.step))
     per_parameter = (counts[1] - counts[0]) / 100
-    assert per_parameter <= 15, per_parameter
+    assert per_parameter <= 1, per_parameter
+
+
+@pytest.mark.parametrize("kind", [optim.Adadelta, optim.Adam, optim.ASGD, optim.NAdam, optim.RMSprop, optim.SGD])
+def test_lists_of_the_last_step_serve_the_next_one(twins, monkeypatch, kind: type):
+    """With other gradients and another learning rate, and as long as the states have the same objects."""
+    arithmetic = kind._arithmetic
+    make, made = arithmetic._init_group, []
+    options = {optim.SGD: {"momentum": 0.9, "fused": True}, optim.Adam: {"fused": True}}.get(kind, {})
+    pair = twins("device")
+    optimizer, reference = kind(pair.stored, **options), arithmetic(pair.masters, **options)
+
+    def noting(self: torch.optim.Optimizer, *arguments: object) -> object:
+        made[-1] = True
+        return make(self, *arguments)
+
+    for step in range(7):
+        for one in (optimizer, reference):
+            one.param_groups[0]["lr"] = 0.1 / (step + 1)
+        pair.give_gradients()
+        if step == 4:
+            name = next(name for name, value in reference.state[pair.masters[0]].items() if value.dim())
+            for one, parameter in ((optimizer, pair.stored[0]), (reference, pair.masters[0])):
+                one.state[parameter][name] = torch.full(parameter.shape, 0.5)
+        reference.step()
+        made.append(False)
+        with monkeypatch.context() as patch:
+            patch.setattr(arithmetic, "_init_group", noting)
+            optimizer.step()
+        pair.check()
+    assert made == [True, True, False, False, True, True, False]
+
+
+def test_a_step_leaves_nothing_behind_that_holds_weights(twins, monkeypatch):
+    pair, ran = twins("device"), []
+    optimizer = optim.AdamW(pair.stored)
+    run = ResidentCall.run
+
+    def noting(call: ResidentCall, inner: torch.optim.Optimizer) -> None:
+        ran.append(weakref.ref(inner))
+        run(call, inner)
+
+    monkeypatch.setattr(ResidentCall, "run", noting)
+    gc.disable()
+    try:
+        for _ in range(4):
+            pair.give_gradients()
+            optimizer.step()
+    finally:
+        gc.enable()
+    assert len(ran) == 3
+    assert not any(inner() is not None for inner in ran)
+
+
+def test_lists_are_made_anew_where_a_class_puts_other_tensors_in_its_states(twins, monkeypatch):
+    class Replacing(torch.optim.Optimizer):
+        def __init__(self, params: object, lr: float = 0.1) -> None:
+            super().__init__(params, {"lr": lr})
+
+        def _init_group(self, group: dict, parameters: list, gradients: list, sums: list) -> None:
+            for p in group["params"]:
+                if p.grad is not None:
+                    parameters.append(p)
+                    gradients.append(p.grad)
+                    sums.append(self.state[p].setdefault("sum", torch.zeros(())))
+
+        @torch.no_grad()
+        def step(self, closure: object = None) -> None:
+            for group in self.param_groups:
+                self._init_group(group, parameters := [], gradients := [], sums := [])
+                for p, gradient, before in zip(parameters, gradients, sums, strict=True):
+                    p.sub_(gradient * before, alpha=group["lr"])
+                    self.state[p]["sum"] = before + 1
+
+    class Streaming(optim.Streamed, Replacing):
+        pass
+
+    monkeypatch.setattr(Replacing, "__module__", "torch.optim.of_tomorrow")
+    pair = twins("device")
+    pair.train(Streaming(pair.stored), Replacing(pair.masters), steps=5)
+
+
+def test_a_class_of_somebody_else_sees_its_gradients_where_they_are(twins):
+    class Looking(torch.optim.AdamW):
+        seen = 0
+
+        def step(self, closure: object = None) -> object:
+            type(self).seen += sum(p.grad is not None for group in self.param_groups for p in group["params"])
+            return super().step(closure)
+
+    class Streaming(optim.Streamed, Looking):
+        pass
+
+    pair = twins("device", shapes=((7,), (5,)))
+    optimizer = Streaming(pair.stored)
+    for _ in range(4):
+        pair.give_gradients()
+        before = Looking.seen
+        optimizer.step()
+        assert Looking.seen == before + 2
 
 
 @pytest.mark.parametrize("placement", PLACED)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from numbers import Number
@@ -81,27 +82,70 @@ def step_without_hooks(inner: Optimizer) -> None:
     step(inner)
 
 
+class Lists:
+    """What a class of torch.optim lists at the begin of each step (`_init_group`): its parameters, their gradients, and
+    what is in their states. While the states have the same objects, only the gradients are others."""
+
+    def __init__(self) -> None:
+        self._known: tuple[object, list[tuple[object, ...]]] | None = None  # what it returns, and all but gradients
+
+    @contextmanager
+    def served(
+        self, inner: Optimizer, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> Iterator[None]:
+        """In the block, `inner`, a class over `weights`, has these gradients: in its lists, where these are known; else
+        each in the weight's `grad`, and what its class makes of them is noted."""
+        known, makes = self._known, type(inner).__module__.startswith("torch.optim.") and hasattr(inner, "_init_group")
+
+        def give(group: Group, *lists: list[object]) -> object:
+            result, (parameters, *states) = known
+            for some, values in zip(lists, (parameters, gradients, *states), strict=True):
+                some.extend(values)
+            return result
+
+        def note(group: Group, *lists: list[object]) -> object:
+            result = type(inner)._init_group(inner, group, *lists)
+            parameters, _, *states = map(tuple, lists)
+            self._known = result, [parameters, *states]
+            return result
+
+        if makes:  # another class may look at the parameters elsewhere, too
+            inner._init_group = note if known is None else give
+        try:
+            for weight, gradient in zip(weights, gradients, strict=True) if known is None else ():
+                weight.grad = gradient
+            yield
+        finally:
+            vars(inner).pop("_init_group", None)  # which holds it
+            for weight in weights if known is None else ():
+                weight.grad = None
+
+    def forget(self) -> None:
+        """There are other objects in the states."""
+        self._known = None
+
+
 def step_together(
     inner: Optimizer,
     weights: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
     state: defaultdict[torch.Tensor, State],
     values: Sequence[object],
+    lists: Lists,
 ) -> bool:
     """A step of `inner`, borrowed without parameters, over `weights` and their `state`.
 
-    `values`: all that is in the state. Returns whether the same objects are all that is in it afterwards.
+    `values`: all that is in the state. `lists`: those of the last step with the same. Returns whether the same objects
+    are all that is in it afterwards.
     """
     inner.param_groups[0]["params"] = list(weights)
     inner.state = state
-    try:
-        for weight, gradient in zip(weights, gradients, strict=True):
-            weight.grad = gradient
+    with lists.served(inner, weights, gradients):
         step_without_hooks(inner)
-    finally:
-        for weight in weights:
-            weight.grad = None
-    return same_objects(values_of(state.values()), values)
+    same = same_objects(values_of(state.values()), values)
+    if not same:
+        lists.forget()
+    return same
 
 
 def values_of(states: Iterable[State]) -> list[object]:

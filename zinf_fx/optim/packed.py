@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch.optim import Optimizer
 
-from zinf_fx.optim.arithmetic import Group, State, same_objects, step_together, values_of
+from zinf_fx.optim.arithmetic import Group, Lists, State, same_objects, step_together, values_of
 from zinf_fx.optim.chunks import charged
 from zinf_fx.optim.companions import MASTER_UP, part_of
 from zinf_fx.optim.elements import moved
@@ -210,6 +210,7 @@ class _Call:
         self._weights: list[torch.Tensor] = []
         self._memory = [{name: elements[number] for name, elements in states.items()} for number in numbers]
         self._gradients: list[torch.Tensor] = []
+        self._lists = Lists()
         self._state: defaultdict[torch.Tensor, State] = defaultdict(dict)
         self._counts_are_shown = True
         counts_at = self.recipe.place if self.recipe.group.get("fused") else CPU
@@ -233,7 +234,7 @@ class _Call:
         entries = zip((self._state[weight] for weight in self._weights), self._memory, strict=True)
         in_place = all(state.get(name) is elements for state, memory in entries for name, elements in memory.items())
         before = values_of(self._state.values())
-        stays = step_together(inner, self._weights, self._gradients, self._state, before)
+        stays = step_together(inner, self._weights, self._gradients, self._state, before, self._lists)
         self.lasts = stays and in_place and self._counts_are_shown
         if not self.lasts:
             for parameter, weight, memory in zip(self._parameters, self._weights, self._memory, strict=True):

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
 
 import torch
 from torch.optim import Optimizer
 
-from zinf_fx.optim.arithmetic import Group, State, StateLayout, same_objects, step_together, values_of
+from zinf_fx.optim.arithmetic import Group, Lists, State, StateLayout, same_objects, step_together, values_of
 from zinf_fx.optim.layouts import GroupLayouts
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.plan.memory.accounting import AT_A_TIME
@@ -93,6 +93,7 @@ class Together:
         written: what autograd sees the writes of an update by.
         state: as the class keeps it, by the weights.
         values: all that is in it.
+        lists: what the class made of them in the last step.
     """
 
     place: Device
@@ -103,6 +104,7 @@ class Together:
     written: Sequence[torch.Tensor]
     state: defaultdict[torch.Tensor, State]
     values: list[object]
+    lists: Lists = field(default_factory=Lists)
 
     @staticmethod
     def of(residents: Sequence[Resident]) -> Together:
@@ -209,7 +211,8 @@ class ResidentCall:
     def run(self, inner: Optimizer) -> None:
         """`inner`: the class with its options, and no parameters yet."""
         together = self.together
-        if not step_together(inner, together.weights, self.gradients, together.state, together.values):
+        over = (together.weights, self.gradients, together.state, together.values)
+        if not step_together(inner, *over, together.lists):
             for one in together.residents:
                 one.show()
             self.group.look()
