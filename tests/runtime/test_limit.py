@@ -56,7 +56,7 @@ def test_what_plans_and_what_allocates_keep_to_it(tmp_path: Path, monkeypatch: p
     blocks = []
     monkeypatch.setattr(tiers, "memory_limit", lambda: limit)
     monkeypatch.setattr(auto_placement, "memory_limit", lambda: limit)
-    monkeypatch.setattr(tiers, "return_large_blocks", lambda: blocks.append(True))
+    monkeypatch.setattr(tiers, "hold_little", lambda: blocks.append(True))
     model = zinf_fx.offload(torch.nn.Linear(512, 1024), store=tmp_path)
     storage = model.weight.storage
     assert storage.placement.optimizer == "nvme"

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from zinf_fx import ops
 from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, Tile
 from zinf_fx.runtime.execute.inductor import CompiledRegion
 from zinf_fx.runtime.execute.workspace import dequantize
+from zinf_fx.runtime.memory.heap import computed
 
 _TAKE_A_VALUE = (ops.reduce_scatter, ops.offload, ops.write)
 # Bytes of gradients that wait for each other, to be copied to where they live in one call.
@@ -61,6 +65,10 @@ def bind(
     arguments = bound.placeholder("arguments")
     copies: dict[fx.Node, fx.Node] = {}
     last = {number: name for name, number in operators.items()}
+    nbytes_of = Counter()  # what operators compute
+    for node in module.graph.nodes:
+        if node.name in operators:
+            nbytes_of[operators[node.name]] += _computed_nbytes(node)
     begun: set[int] = set()
     kept: dict[int, fx.Node] = {}  # by their positions among the results
     in_place: fx.Node | None = None  # the values of tiles that are where the graph computes
@@ -131,7 +139,18 @@ def bind(
             copies[node] = bound.node_copy(node, copies.__getitem__)
         if last.get(number) == node.name:
             bound.call_method("end_operator", (run,))
+            bound.call_function(computed, (nbytes_of[number],))
     return fx.GraphModule(module, bound, class_name=f"Planned{module.__class__.__name__}")
+
+
+def _computed_nbytes(node: fx.Node) -> int:
+    """Of the results in memory of their own, with the sizes by which the graph was captured."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None and any(result.alias_info is not None for result in schema.returns):
+        return 0
+    results = [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
+    sizes = [result.numel() * result.dtype.itemsize for result in results]
+    return sum(size if isinstance(size, int) else size.node.hint or 0 for size in sizes)
 
 
 def _listed(*values: object) -> list[object]:

@@ -6,14 +6,17 @@ import ctypes
 import os
 from functools import cache
 
-# The options of mallopt(3), and what `return_large_blocks` sets them to, in bytes.
+# The options of mallopt(3), and what `hold_little` sets them to, in bytes: the most that glibc takes as the second.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_AT_THE_END, _LARGE = 16 << 20, 1 << 20
+_AT_THE_END, _LARGE = 256 << 20, 32 << 20
 # By which users set the same.
 _VARIABLE, _TUNABLES = "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"
 
 _EVERY = 64 << 20
 _since = 0  # bytes of values since the last time
+_COMPUTED = 256 << 20
+_holds_little = False
+_computed = 0  # bytes of results since the last time
 
 
 def trim_heap() -> None:
@@ -38,17 +41,30 @@ def pass_through(nbytes: int) -> None:
 
 
 @cache
-def return_large_blocks() -> None:
-    """Let malloc take each block of 1 MiB or more from the system by itself, and give it back as soon as it is freed,
-    in this process from now on, where the C library can (glibc). Nothing happens where the environment says how large
-    such blocks are (MALLOC_MMAP_THRESHOLD_, or GLIBC_TUNABLES).
+def hold_little() -> None:
+    """From now on, let this process hold at most 256 MiB of what operators of graphs computed and freed, where the C
+    library can (glibc). Nothing happens where the environment says from which size on blocks go back to the system by
+    themselves (MALLOC_MMAP_THRESHOLD_, or GLIBC_TUNABLES).
 
-    By itself, glibc raises that size up to 32 MiB as such blocks are freed. What operators compute has many sizes, then
-    lies between what is saved for backward, and leaves holes there: of a 7 B Llama over 256 tokens, a gigabyte.
+    What operators compute has many sizes, lies between what is saved for backward, and leaves holes there: of a 7 B
+    Llama over 256 tokens, a gigabyte. Were each large block given back as it is freed, there would be none, but fresh
+    pages for every result cost a tenth of the time of a step.
     """
+    global _holds_little
     if _VARIABLE in os.environ or "mmap_threshold" in os.environ.get(_TUNABLES, ""):
         return
     option = getattr(ctypes.CDLL(None), "mallopt", None)
     if option is not None:
         option(_MMAP_THRESHOLD, _LARGE)
-        option(_TRIM_THRESHOLD, _AT_THE_END)  # which would no longer follow the other, and be 128 KiB
+        option(_TRIM_THRESHOLD, _AT_THE_END)  # else 128 KiB, once the other is set
+        _holds_little = True
+
+
+def computed(nbytes: int) -> None:
+    """Say that an operator computed so many bytes, of which any part may be freed by now."""
+    global _computed
+    if _holds_little:
+        _computed += nbytes
+        if _computed >= _COMPUTED:
+            _computed = 0
+            trim_heap()

@@ -22,7 +22,7 @@ from zinf_fx.runtime.memory.counters import Counters
 from zinf_fx.runtime.memory.device import Device
 from zinf_fx.runtime.memory.device_arena import DeviceArena
 from zinf_fx.runtime.memory.freelist import round_up
-from zinf_fx.runtime.memory.heap import return_large_blocks
+from zinf_fx.runtime.memory.heap import hold_little
 from zinf_fx.runtime.memory.leases import Buffer, Ticket
 from zinf_fx.runtime.memory.limit import memory_limit
 from zinf_fx.runtime.tensor.write_queue import WriteQueue
@@ -72,7 +72,7 @@ class Tiers:
         limit = memory_limit()
         self.host = Arena("host", config.host_memory or limit.nbytes)
         if limit.by_group or config.host_memory is not None or config.device_memory is not None:
-            return_large_blocks()
+            hold_little()
         self.counters = Counters()
         self.background: Background | None = None
         self._ahead: weakref.ref[Ahead] | None = None
