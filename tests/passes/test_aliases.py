@@ -1,4 +1,4 @@
-"""aliases: who shares memory with whom, by the schemas; and by the storages that tracing saw, for real models."""
+"""aliases: who shares memory with whom, by the schemas; test_models.py has what tracing saw of real models."""
 
 from __future__ import annotations
 
@@ -7,13 +7,8 @@ import operator
 import pytest
 import torch
 from building import Builder, aten
-from models import CASES, trained
-from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from zinf_fx.passes.ir.aliases import aliased_inputs, aliases_of, is_view_node
-from zinf_fx.passes.ir.framework import is_compute
-from zinf_fx.passes.ir.printer import print_around
 
 # Operator, its arguments after the tensor, and whether the result shares the tensor's memory.
 OPERATORS = [
@@ -95,21 +90,3 @@ def test_sizes_share_nothing() -> None:
     size = built.call(aten.sym_size.int, x, 0)
     assert aliased_inputs(size) == [] == aliased_inputs(built.graph.call_function(operator.mul, (size, 2)))
     assert not is_view_node(size)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_sees_all_that_share_memory_in_real_graphs(name: str) -> None:
-    """Fake tensors share storages as real ones do: an oracle that the passes don't use."""
-    for stage in trained(name).stages:
-        for node in stage.before.nodes:
-            if not is_compute(node):
-                continue
-            for argument in node.all_input_nodes:
-                if _storages(node) & _storages(argument):
-                    assert argument in aliased_inputs(node), print_around(stage.before, stage.context_before, node)
-
-
-def _storages(node: fx.Node) -> set[int]:
-    value = node.meta.get("val")
-    values = value if isinstance(value, (tuple, list)) else [value]
-    return {v.untyped_storage()._cdata for v in values if isinstance(v, FakeTensor)}
