@@ -6,6 +6,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from zinf_fx.frontend.explain import plan_model
 from zinf_fx.frontend.graph_inputs import graph_inputs
 from zinf_fx.frontend.micro_batches import batch_size
 from zinf_fx.plan.memory.accounting import flows, phases
+from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.rates import NOMINAL
 from zinf_fx.plan.sharding import Groups
 from zinf_fx.plan.show.table import render
@@ -152,15 +154,21 @@ def test_a_step_equals_the_loop(tmp_path: Path, count: int, options: dict[str, A
         assert torch.equal(one.full_tensor(), other), name
 
 
-def test_groups_compute_with_less_and_move_the_same(tmp_path: Path) -> None:
-    """What a layer computes again for backward is there of one micro-batch at a time, its tiles of all of them."""
+@cache
+def planned_in_groups(group: object, activations: object) -> Plan:
+    """Of four layers and four micro-batches."""
     torch.manual_seed(0)
-    plain = GPT(GPTConfig(layers=4, hidden=64, heads=2, context=32, vocabulary=WORDS, tied=False))
-    batch = torch.randint(0, WORDS, (2, 8, 32))
+    model = GPT(GPTConfig(layers=4, hidden=64, heads=2, context=32, vocabulary=WORDS, tied=False))
+    options = {"micro_batches": 4, "micro_batch_group": group, "activations": activations, "pack": None}
+    (plan,) = plan_model(model, torch.randint(0, WORDS, (2, 8, 32)).unbind(), placement="nvme", **options).plans
+    return plan
+
+
+def test_groups_compute_with_less_and_move_the_same() -> None:
+    """What a layer computes again for backward is there of one micro-batch at a time, its tiles of all of them."""
     found = {}
     for group in (1, "auto", 100):
-        options = {"micro_batches": 4, "micro_batch_group": group, "activations": 1, "pack": None}
-        (plan,) = plan_model(plain, batch.unbind(), placement="nvme", store=tmp_path, **options).plans
+        plan = planned_in_groups(group, 1)
         values = max(operator.values for operator in plan.graphs[1].operators)
         moved = sum(each.nvme for _, each in phases(plan))
         tiles = max(flow.device + flow.host for flow in flows(plan, plan.graphs[1]))
@@ -173,15 +181,9 @@ def test_groups_compute_with_less_and_move_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("activations", "part"), [(1, 0.25), slow("recompute", 0.96), slow(2, 0.1)])
-def test_groups_compute_the_end_again_too(tmp_path: Path, activations: object, part: float) -> None:
+def test_groups_compute_the_end_again_too(activations: object, part: float) -> None:
     """What follows the last checkpoint is not saved of all micro-batches, when it is used up of one at a time."""
-    plain = GPT(GPTConfig(layers=4, hidden=64, heads=2, context=32, vocabulary=WORDS, tied=False))
-    batch = torch.randint(0, WORDS, (2, 8, 32))
-    kept = {}
-    for group in (1, "auto"):
-        options = {"micro_batches": 4, "micro_batch_group": group, "activations": activations, "pack": None}
-        (plan,) = plan_model(plain, batch.unbind(), placement="nvme", store=tmp_path, **options).plans
-        kept[group] = plan.kept
+    kept = {group: planned_in_groups(group, activations).kept for group in (1, "auto")}
     assert kept["auto"] < part * kept[1], kept
 
 
@@ -355,7 +357,7 @@ def test_in_one_line(tmp_path: Path, micro_batches: object) -> None:
 def test_groups_accumulate(tmp_path: Path, group: int) -> None:
     """Eight micro-batches in groups: a sum of sums, which rounds in other places than the loop's."""
     torch.manual_seed(0)
-    plain = Model(dropout=0.0)
+    plain = Model(dropout=0.0, blocks=1)
     twin, compiled = twin_of(plain, tmp_path, micro_batches=group)
     batch = tokens(8)
     loop(plain, 8, *batch)
@@ -367,7 +369,7 @@ def test_groups_accumulate(tmp_path: Path, group: int) -> None:
 
 def test_a_tied_weight_has_both_gradients_summed_by_themselves(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    plain = Model(tied=True)
+    plain = Model(tied=True, blocks=1)
     twin, compiled = twin_of(plain, tmp_path, micro_batches=4, pack=None)
     batch = tokens(4)
     torch.manual_seed(1)
@@ -381,7 +383,7 @@ def test_a_tied_weight_has_both_gradients_summed_by_themselves(tmp_path: Path) -
 
 def test_losses_are_summed_where_that_is_asked_for(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    plain = Model(dropout=0.0)
+    plain = Model(dropout=0.0, blocks=1)
     twin, compiled = twin_of(plain, tmp_path, micro_batches=4, micro_batch_loss="sum")
     batch = tokens(4)
     losses, _ = loop(plain, 4, *batch, scale=1.0)
@@ -463,8 +465,9 @@ def test_parameters_and_gradients_move_once(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, batch, options = Model(), tokens(8), {"pack": None, "residency": False, "placement": "nvme"}
     one = zinf_fx.export_plan(model, tuple(x[:PART] for x in batch), **options)
-    all_of_them = zinf_fx.export_plan(model, batch, micro_batches=8, **options)
-    assert ", 8 micro-batches" in zinf_fx.explain(model, *batch, micro_batches=8, **options)
+    planning = plan_model(model, batch, micro_batches=8, **options)
+    assert ", 8 micro-batches" in planning.text()
+    (all_of_them,) = planning.plans
     assert [traffic for _, traffic in phases(all_of_them)] == [traffic for _, traffic in phases(one)]
     assert [len(graph.events) for graph in all_of_them.graphs] == [len(graph.events) for graph in one.graphs]
 
@@ -487,7 +490,7 @@ def test_parameters_and_gradients_move_once(tmp_path: Path) -> None:
 
 def test_each_size_of_the_batch_has_a_plan_and_evaluation_is_whole(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    plain = Model(dropout=0.0)
+    plain = Model(dropout=0.0, blocks=1)
     twin, compiled = twin_of(plain, tmp_path, micro_batches=2)
     for count in (2, 4, 2):
         batch = tuple(x[: count * PART] for x in tokens(4))
@@ -606,7 +609,7 @@ def test_refused(model: nn.Module, inputs: tuple, options: dict, dynamic: bool, 
 
 def test_another_size_that_is_equal_by_chance(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    plain, batch = Model(dropout=0.0), tokens(3)  # six of six words
+    plain, batch = Model(dropout=0.0, blocks=1), tokens(3)  # six of six words
     twin = zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, placement="nvme")
     for x in batch:
         torch._dynamo.maybe_mark_dynamic(x, 0)

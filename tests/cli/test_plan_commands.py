@@ -262,11 +262,11 @@ def test_micro_batches_that_auto_decided_are_printed_by_every_command(tmp_path: 
     path, given = tmp_path / "plan.json", ["--placement", "nvme", "--micro-batches", "auto", "--hardware", "a100"]
     printed = []
     for command in (["simulate"], ["export-plan", "-o", str(path)], ["show-schedule", "--operators", "1:2"]):
-        assert main([command[0], TARGET, *command[1:], *given]) == 0
+        assert main([command[0], ONE_LAYER, *command[1:], *given]) == 0
         printed.append(capsys.readouterr().out.split("\n\n")[:2])
     assert printed[0] == printed[1] == printed[2]
     assert printed[0][0].startswith("micro_batches auto, for ") and "taken" in printed[0][1]
-    assert main(["show-schedule", TARGET, "--json", *given]) == 0
+    assert main(["show-schedule", ONE_LAYER, "--json", *given]) == 0
     (plan,) = json.loads(capsys.readouterr().out)
     (division,) = plan["divisions"]
     assert division["chosen"]["micro_batches"] == plan["config"]["micro_batches"]
