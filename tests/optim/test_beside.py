@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from injecting import Fault, inject
+from injecting import Fault, clear_faults, inject
 from noticed import Noticed
 from runtime.late_device import LateDevice, install
 from torch import nn
@@ -210,6 +210,29 @@ def test_where_no_thread_can_be_started_the_step_is_done_without(
     gate.threads.clear()
     assert optimizer.torn is None
     pair.train(optimizer, reference)
+
+
+def test_a_step_without_a_thread_that_fails_at_once_is_taken_again(
+    twins, gate: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, optimizer, reference = prepared(twins, "infinity-nvme")
+    store = pair.stored[0].storage.tiers.store
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("too many threads")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        patched.setattr(ChunkQueue, "ready", True)  # what failed has arrived
+        inject(store, Fault("submission", operation="read", count=100, errno=errno.ENOMEM))
+        with pytest.warns(RuntimeWarning, match="no thread"), pytest.raises(StoreError):
+            optimizer.step()
+    gate.threads.clear()
+    clear_faults(store)
+    assert optimizer.torn is None
+    optimizer.step()
+    reference.step()
+    pair.check()
 
 
 @pytest.mark.parametrize("in_backward", [False, True])

@@ -7,6 +7,7 @@ import errno
 import gc
 import signal
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from zinf_fx import optim
 from zinf_fx.errors import OptimizerError, StoreError
 from zinf_fx.optim.chunk_queue import ChunkQueue
 from zinf_fx.optim.step import StreamedStep
+from zinf_fx.runtime.execute.executor import EXECUTOR
 
 SHAPES = ((3 * 16384,), (100,), (2 * 16384,), (7,), (40_000,))
 LATE = 0.05
@@ -177,6 +179,70 @@ def test_a_step_that_could_not_begin_in_the_background_is_torn_too(twins):
     with pytest.raises(StoreError):
         pair.stored[0].full_tensor()
     assert len(optimizer.torn.untouched) == len(SHAPES)
+
+
+@pytest.mark.parametrize("by", ["step", "thread"])
+def test_a_step_that_fails_before_it_returns_is_taken_again(twins, monkeypatch, by):
+    """Whoever finds it out, `step()` raises, and the gradients are there still."""
+    pair, optimizer, reference = prepared(twins)
+    store = pair.stored[0].storage.tiers.store
+
+    def read(stage: object) -> None:
+        """What forward begins with."""
+        if by == "step":
+            pair.stored[0].full_tensor()
+        else:
+            found.append(in_a_thread(pair.stored[0].full_tensor))
+
+    found: list[BaseException | None] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(ChunkQueue, "ready", False)  # all is left to the background
+        patch.setattr(EXECUTOR, "end", read)
+        inject(store, Fault("submission", operation="read", count=100, errno=errno.ENOMEM))
+        with pytest.raises(StoreError) as raised:
+            optimizer.step()
+    clear_faults(store)
+    assert optimizer.torn is None and background(pair) is None
+    assert not found or found == [raised.value]
+    optimizer.step()
+    reference.step()
+    pair.check()
+    pair.train(optimizer, reference)
+
+
+def test_a_step_that_goes_on_behind_an_interrupt_is_torn_where_that_fails(twins, monkeypatch):
+    pair, optimizer, _ = prepared(twins)
+
+    def interrupt(stage: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ChunkQueue, "ready", False)
+        patch.setattr(EXECUTOR, "end", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    assert optimizer.torn is None and background(pair) is not None
+    optimizer.zero_grad()
+    inject(pair.stored[0].storage.tiers.store, Fault("completion", operation="read", count=100, errno=errno.EIO))
+    with pytest.raises(StoreError):
+        optimizer.finish()
+    assert len(optimizer.torn.untouched) == len(SHAPES)
+
+
+def in_a_thread(call: Callable[[], object]) -> BaseException | None:
+    """Returns what `call` raises in another thread."""
+    raised: list[BaseException] = []
+
+    def catch() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=catch)
+    thread.start()
+    thread.join()
+    return raised[0] if raised else None
 
 
 def test_two_optimizers_over_one_store(twins):

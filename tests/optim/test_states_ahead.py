@@ -16,6 +16,7 @@ from injecting import Fault, inject
 import zinf_fx
 from zinf_fx.config import LEAST_CHUNK
 from zinf_fx.errors import StoreError
+from zinf_fx.optim.chunk_queue import ChunkQueue
 from zinf_fx.plan.memory.accounting import traffic
 from zinf_fx.plan.memory.chunk_count import chunks_wanted
 from zinf_fx.plan.memory.use import arena_by_operator, host_arena, peak_host_bytes
@@ -179,7 +180,12 @@ def test_it_goes_with_the_optimizer(training: Training) -> None:
     assert tiers.ahead is None and tiers.host.in_use <= before - 2 * LEAST_CHUNK
 
 
-def test_what_fails_ahead_is_found_by_the_step(training: Training) -> None:
+@pytest.mark.parametrize("arrives", [True, False])
+def test_what_fails_ahead_is_found_by_the_step(
+    training: Training, monkeypatch: pytest.MonkeyPatch, arrives: bool
+) -> None:
+    """Where the reads have not arrived when the step would go on in the background, it is found by what forward reads
+    first, which waits for the update."""
     loss = training.compiled(training.batch).square().mean()
     training.optimizer.finish()
     loss.backward()
@@ -188,6 +194,8 @@ def test_what_fails_ahead_is_found_by_the_step(training: Training) -> None:
     training.wait_for_reads()
     tiers.ahead.advance()
     training.wait_for_reads()
+    if not arrives:
+        monkeypatch.setattr(ChunkQueue, "ready", False)
     with pytest.raises(StoreError):
         training.optimizer.step()
     assert training.optimizer.torn is None

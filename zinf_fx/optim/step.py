@@ -69,6 +69,7 @@ class StreamedStep:
         self._beside: Beside | None = None
         self._overlaps = True  # whether what is left may go on while others train
         self._over = False
+        self._failure: BaseException | None = None  # what ended it before `commit`
         self.closed = False
         self.seconds = 0.0
 
@@ -153,14 +154,20 @@ class StreamedStep:
         if not self._can_be_continued:
             with sealed:  # an interrupt would tear it
                 self.finish()
-        elif overlap and self._beside is not None:
-            self._progress.irrevocable = True
+        elif overlap and (self._beside is not None or any(batch.reads for batch in self._batches)):
             self.advance()
-        elif overlap and any(batch.reads for batch in self._batches):
-            self.advance()
-            self._progress.irrevocable = True
         else:
             self.finish()
+
+    def commit(self) -> None:
+        """The step counts as taken, and the gradients may be dropped: a failure from now on leaves it torn.
+
+        Raises: what ended it already, found by another thread; it can be taken again unless it is torn.
+        """
+        self._progress.irrevocable = True
+        if self._failure is not None:
+            with taking(self._lock):  # by then it is known how far it got
+                raise self._failure
 
     @held_back
     def advance(self) -> None:
@@ -259,6 +266,8 @@ class StreamedStep:
         if isinstance(error, StoreError):
             with suppress(StoreError):
                 self.finish()  # without the lock, which the thread beside needs
+        self._progress.irrevocable = True  # what is left goes on in the background
+        self._failure = None
 
     @property
     def ahead(self) -> StatesAhead | None:
@@ -321,6 +330,8 @@ class StreamedStep:
     @sealed
     def _fail(self, error: BaseException) -> None:
         self._worker = get_ident()  # so that what is called back here has nothing to do
+        if not self._progress.irrevocable:
+            self._failure = error
         concerned = self.parameters if self.closed else self._stored
         self.closed = True  # whoever steps waits until it is known how far this one got
         try:

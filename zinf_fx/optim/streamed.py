@@ -398,6 +398,7 @@ class Streamed(Optimizer):
                     if parameter is not None:  # it may have become one after it joined
                         follow(self, parameter)
             EXECUTOR.end(self._stage)
+            step.commit()
         except BaseException as error:
             step.abandon(error)
             EXECUTOR.reset()
