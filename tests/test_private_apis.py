@@ -346,3 +346,26 @@ def _find(path: str, user: str) -> Any:
 
 def _broken(what: str) -> str:
     return f"torch {torch.__version__} changed what zinf_fx relies on: {what}"
+
+
+LISTING = [one for one in vars(torch.optim).values() if isinstance(one, type) and hasattr(one, "_init_group")]
+
+
+@pytest.mark.parametrize("kind", LISTING)
+def test_classes_list_parameters_and_gradients_first(kind: type[torch.optim.Optimizer]) -> None:
+    """optim/arithmetic.py gives them the lists of the last step again, with other gradients."""
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    sparse = kind is torch.optim.SparseAdam
+    weight.grad = torch.ones(2, 2).to_sparse() if sparse else torch.ones(2, 2)
+    optimizer = kind([weight], lr=0.1)
+    listed = []
+
+    def note(group: dict[str, Any], *lists: list[object]) -> object:
+        result = kind._init_group(optimizer, group, *lists)
+        listed.append([list(some) for some in lists])
+        return result
+
+    optimizer._init_group = note
+    optimizer.step()
+    (((parameter,), (gradient,), *_),) = listed
+    assert parameter is weight and gradient is weight.grad
