@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from zinf_fx import ops
 from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, Tile
@@ -65,7 +64,7 @@ def bind(
     arguments = bound.placeholder("arguments")
     copies: dict[fx.Node, fx.Node] = {}
     last = {number: name for name, number in operators.items()}
-    nbytes_of = Counter()  # what operators compute
+    nbytes_of = Counter()  # what operators compute in the CPU's memory
     for node in module.graph.nodes:
         if node.name in operators:
             nbytes_of[operators[node.name]] += _computed_nbytes(node)
@@ -139,18 +138,21 @@ def bind(
             copies[node] = bound.node_copy(node, copies.__getitem__)
         if last.get(number) == node.name:
             bound.call_method("end_operator", (run,))
-            bound.call_function(computed, (nbytes_of[number],))
+            if nbytes_of[number]:
+                bound.call_function(computed, (nbytes_of[number],))
     return fx.GraphModule(module, bound, class_name=f"Planned{module.__class__.__name__}")
 
 
 def _computed_nbytes(node: fx.Node) -> int:
-    """Of the results in memory of their own, with the sizes by which the graph was captured."""
+    """Of a result in memory of its own on the CPU, with the sizes at hand where they are symbolic; of a tuple 0, as its
+    members count."""
     schema = getattr(node.target, "_schema", None)
-    if schema is not None and any(result.alias_info is not None for result in schema.returns):
+    is_view = schema is not None and any(result.alias_info is not None for result in schema.returns)
+    value = node.meta.get("val")
+    if is_view or not isinstance(value, torch.Tensor) or value.device.type != "cpu":
         return 0
-    results = [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
-    sizes = [result.numel() * result.dtype.itemsize for result in results]
-    return sum(size if isinstance(size, int) else size.node.hint or 0 for size in sizes)
+    nbytes = value.numel() * value.dtype.itemsize
+    return nbytes if isinstance(nbytes, int) else int(nbytes.node.hint or 0)
 
 
 def _listed(*values: object) -> list[object]:

@@ -12,11 +12,7 @@ _AT_THE_END, _LARGE = 256 << 20, 32 << 20
 # By which users set the same.
 _VARIABLE, _TUNABLES = "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"
 
-_EVERY = 64 << 20
-_since = 0  # bytes of values since the last time
-_COMPUTED = 256 << 20
 _holds_little = False
-_computed = 0  # bytes of results since the last time
 
 
 def trim_heap() -> None:
@@ -30,14 +26,26 @@ def trim_heap() -> None:
         trim(0)
 
 
+class _Trimmed:
+    """Bytes that are allocated and freed before long: whenever there have been so many, freed memory is given back."""
+
+    def __init__(self, every: int) -> None:
+        self._every, self._since = every, 0
+
+    def add(self, nbytes: int) -> None:
+        self._since += nbytes
+        if self._since >= self._every:
+            self._since = 0
+            trim_heap()
+
+
+_VALUES, _RESULTS = _Trimmed(64 << 20), _Trimmed(256 << 20)
+
+
 def pass_through(nbytes: int) -> None:
     """Say that a value of so many bytes is allocated and freed before long: whenever 64 MiB of such have been, freed
     memory is given back to the system."""
-    global _since
-    _since += nbytes
-    if _since >= _EVERY:
-        _since = 0
-        trim_heap()
+    _VALUES.add(nbytes)
 
 
 @cache
@@ -61,10 +69,6 @@ def hold_little() -> None:
 
 
 def computed(nbytes: int) -> None:
-    """Say that an operator computed so many bytes, of which any part may be freed by now."""
-    global _computed
+    """Say that an operator computed so many bytes on the CPU, of which any part may be freed by now."""
     if _holds_little:
-        _computed += nbytes
-        if _computed >= _COMPUTED:
-            _computed = 0
-            trim_heap()
+        _RESULTS.add(nbytes)
