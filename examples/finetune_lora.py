@@ -57,10 +57,15 @@ def configuration(args: argparse.Namespace) -> transformers.PretrainedConfig:
     return transformers.LlamaConfig(vocab_size=vocabulary, use_cache=False, **SIZES[args.size])
 
 
+def is_kept(base: Path) -> bool:
+    """Whether a base was kept there: a file, or a directory that is not empty."""
+    return any(base.iterdir()) if base.is_dir() else base.exists()
+
+
 def frozen_base(args: argparse.Namespace) -> torch.nn.Module:
     """The model, quantised on disk: attached where it was kept, else loaded or made, and kept."""
     options = options_of(args)
-    if args.base is not None and args.base.exists():
+    if args.base is not None and is_kept(args.base):
         with accelerate.init_empty_weights(include_buffers=False), default_dtype(torch.bfloat16):
             model = transformers.AutoModelForCausalLM.from_config(configuration(args))
         return zinf_fx.attach_base(model, args.base, **options)

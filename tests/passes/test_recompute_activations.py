@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from itertools import accumulate, combinations, pairwise
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from models import CASES, SAVING
 from torch import nn
 
 from zinf_fx.config import Config
-from zinf_fx.passes.activations.recompute import RecomputeActivations
+from zinf_fx.passes.activations.recompute import RecomputeActivations, _best_cuts, _cut_by_size
+from zinf_fx.passes.activations.segments import Segments
 from zinf_fx.passes.ir.printer import print_graph, type_text
 
 RECOMPUTE = Config(placement="infinity-nvme", activations="recompute")
@@ -88,6 +91,39 @@ def test_a_deep_model_saves_the_stream_between_layers_and_the_last_layer() -> No
     assert len(saved) == 6 + 6, "the input and five cuts, and what eager PyTorch saves of the last layer"
 
 
+def test_no_cut_is_where_more_crosses_than_between_layers() -> None:
+    stage = train(_Narrowing(), torch.randn(3, 4), config=replace(RECOMPUTE, pack=None)).stage("recompute_activations")
+    segments = Segments(stage.before, stage.context_before)
+    cuts = _best_cuts(segments)
+    assert len(cuts) >= 4
+    for cut in cuts:
+        assert [type_text(node.meta["val"]) for node in segments.crossing[cut]] == ["f32[3, 4]"]
+
+
+def test_cuts_save_the_least_that_segments_of_a_size_allow() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        count = draw.randint(1, 6)
+        begins = [0, *accumulate(draw.randint(1, 9) for _ in range(count))]
+        total = begins[-1] + draw.randint(0, 9)
+        # What crosses candidate n was computed behind candidate m - 1: some bytes by m.
+        crossing = [[draw.randint(0, 5) for _ in range(number + 1)] for number in range(count)]
+        saved = [[sum(row[begin:]) for begin in range(len(row))] for row in crossing]
+        limit = draw.randint(1, total)
+        found = []
+        for size in range(count + 1):
+            for cuts in combinations(range(count), size):
+                at = [0, *(number + 1 for number in cuts), count + 1]
+                ends = [begins[one] if one <= count else total for one in at]
+                segments = list(zip(pairwise(at), (end - begin for begin, end in pairwise(ends)), strict=True))
+                if all(nbytes <= limit or after == before + 1 for (before, after), nbytes in segments):
+                    bytes_saved = sum(saved[after - 1][before] for (before, after), _ in segments[:-1])
+                    found.append((bytes_saved, max(nbytes for _, nbytes in segments)))
+        chosen, peak = _cut_by_size(begins, total, saved, limit)
+        assert peak in {bytes_saved + largest for bytes_saved, largest in found if bytes_saved == min(found)[0]}
+        assert chosen == sorted(set(chosen))
+
+
 @pytest.mark.parametrize("name", named(CASES, SAVING))
 def test_trains_like_eager(name: str) -> None:
     model, inputs = CASES[name]()
@@ -102,6 +138,24 @@ class _Deep(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().sum()
+
+
+class _Narrowing(nn.Module):
+    """Layers with a middle in which little crosses, but more than between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4), nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
+            for _ in range(16)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
         for layer in self.layers:
             x = x + layer(x)
         return x.square().sum()

@@ -6,7 +6,10 @@ computes one segment again at a time.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import fx
 
@@ -51,34 +54,60 @@ class RecomputeActivations(Pass):
 def _best_cuts(segments: Segments) -> list[int]:
     """The positions to cut behind: those whose saved bytes and largest segment are least together."""
     candidates = segments.at_minima()
-    sizes = [0 if is_view_node(node) else bytes_computed(node) for node in segments.forward]
-    total = sum(sizes)
+    computed = [0, *accumulate(0 if is_view_node(node) else bytes_computed(node) for node in segments.forward)]
+    total = computed[-1]
+    if not candidates:
+        return []
+    # Of bytes that are computed, where each segment may begin: at the start, or behind a candidate.
+    begins = [0, *(computed[cut + 1] for cut in candidates)]
+    saved = _saved_at(segments, candidates)
     best, best_peak = [], total
     limit = total // 2
-    while limit > 0 and candidates:
-        cuts, largest = _cut_by_size(candidates, sizes, limit)
-        saved = sum(map(bytes_computed, set().union(*(segments.crossing[cut] for cut in cuts))))
-        if saved + largest < best_peak:
-            best, best_peak = cuts, saved + largest
-        if len(cuts) == len(candidates):
+    while limit > 0:
+        chosen, peak = _cut_by_size(begins, total, saved, limit)
+        if peak < best_peak:
+            best, best_peak = [candidates[number] for number in chosen], peak
+        if len(chosen) == len(candidates):
             break
         limit = min(limit - 1, limit * 7 // 8)
     return best
 
 
-def _cut_by_size(candidates: list[int], sizes: list[int], limit: int) -> tuple[list[int], int]:
-    """Cut as late as segments of at most `limit` bytes allow; also the largest segment that results."""
-    cuts: list[int] = []
-    segment = largest = pending = 0
-    previous = None
-    at_candidate = set(candidates)
-    for position, size in enumerate(sizes):
-        segment += size
-        pending += size
-        if segment > limit and previous is not None:
-            cuts.append(previous)
-            largest = max(largest, segment - pending)
-            segment, previous = pending, None
-        if position in at_candidate:
-            previous, pending = position, 0
-    return cuts, max(largest, segment)
+def _saved_at(segments: Segments, candidates: Sequence[int]) -> list[list[int]]:
+    """By candidate, and by the number of the segment's begin (0: that of the graph, n + 1: behind candidate n), the
+    bytes that a cut there saves and the cut at the begin doesn't: what crosses and was computed in between."""
+    position_of = {node: position for position, node in enumerate(segments.forward)}
+    found = []
+    for number, cut in enumerate(candidates):
+        computed_in = [0] * (number + 1)  # what crosses, by the begin that its computation is the first to follow
+        for node in segments.crossing[cut]:
+            computed_in[bisect_left(candidates, position_of[node], hi=number)] += bytes_computed(node)
+        found.append(list(accumulate(reversed(computed_in)))[::-1])
+    return found
+
+
+def _cut_by_size(
+    begins: Sequence[int], total: int, saved: Sequence[Sequence[int]], limit: int
+) -> tuple[list[int], int]:
+    """The candidates' numbers at which cuts save least while segments have at most `limit` bytes, if candidates are so
+    close; also these bytes and those of the largest segment together."""
+    least = [0]  # saved, where a segment begins there
+    before = [0]  # at which number the segment before it begins
+    low = 0
+    for number in range(1, len(begins) + 1):
+        end = begins[number] if number < len(begins) else total
+        while low < number - 1 and end - begins[low] > limit:
+            low += 1
+        costs = [
+            least[begin] + (saved[number - 1][begin] if number < len(begins) else 0) for begin in range(low, number)
+        ]
+        least.append(min(costs))
+        before.append(low + costs.index(least[-1]))
+    chosen, largest, end = [], 0, len(begins)
+    while end:
+        begin = before[end]
+        largest = max(largest, (begins[end] if end < len(begins) else total) - begins[begin])
+        if begin:
+            chosen.append(begin - 1)
+        end = begin
+    return chosen[::-1], least[-1] + largest
