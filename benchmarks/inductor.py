@@ -7,15 +7,17 @@ how long compiling takes for models of several depths, and a training step besid
 
 Errors are those after some steps of SGD, of gradients in the first, relative to the largest; plain `torch.compile` is
 there for comparison. Each compilation is a process of its own with a cache of its own, which is empty; the same again
-finds what it compiled in files. Variants of the steps live in one process and take turns of some steps in a row, of
-which the first isn't timed: an optimizer's step goes on during the next forward, so that what the first one takes from
-the step before its turn is missing, as what follows the last is. Ratios are taken within a round.
+finds what it compiled in files. Variants of the steps live in processes of their own, since zinf_fx sets how much freed
+memory a process holds, and plain `torch.compile` is faster with that. They take turns of some steps in a row, of which
+the first isn't timed: an optimizer's step goes on during the next forward, so that what the first one takes from the
+step before its turn is missing, as what follows the last is. Ratios are taken within a round.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -23,8 +25,10 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from itertools import chain
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from tabulate import tabulate
@@ -129,21 +133,21 @@ class Variant:
 
     def __init__(self, placement: str, compute: str, args: argparse.Namespace) -> None:
         torch.manual_seed(0)
-        self.name = placement if compute == "" else f"{placement}, {compute}"
-        self.config = GPTConfig(layers=args.layers, hidden=args.hidden, heads=args.heads, context=args.context)
+        self.in_memory = placement == IN_MEMORY
+        config = GPTConfig(layers=args.layers, hidden=args.hidden, heads=args.heads, context=args.context)
         dtype = getattr(torch, args.dtype)
-        if placement == IN_MEMORY:
+        if self.in_memory:
             with default_dtype(dtype):
-                model = GPT(self.config)
+                model = GPT(config)
             self.optimizer = torch.optim.AdamW(model.parameters(), fused=True)
             self.loss: Loss = torch.compile(model)
         else:
             with default_dtype(dtype), zinf_fx.offloading(placement=placement, store=args.store):
-                model = GPT(self.config)
+                model = GPT(config)
             self.optimizer = zinf_fx.optim.AdamW(model.parameters())
             self.loss = torch.compile(model, backend="zinf", options={"compute": compute})
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.batch = example_batch(self.config, args.batch)
+        self.batch = example_batch(config, args.batch)
         self.first = self._step()
         self.turn(1)
 
@@ -151,7 +155,7 @@ class Variant:
         """Median seconds of `steps` steps after one that isn't timed. Nothing goes on behind them when it returns."""
         self._step()
         seconds = median([self._step() for _ in range(steps)])
-        if self.name != IN_MEMORY:
+        if not self.in_memory:
             with self.optimizer.between_steps():
                 pass
         return seconds
@@ -166,13 +170,51 @@ class Variant:
         return time.perf_counter() - started
 
 
+def serve(connection: Connection, placement: str, compute: str, args: argparse.Namespace) -> None:
+    """Make a variant, and let it take a turn whenever a number of steps is received, until that is 0."""
+    variant = Variant(placement, compute, args)
+    connection.send((variant.parameters, variant.first))
+    while count := connection.recv():
+        connection.send(variant.turn(count))
+
+
+class OwnProcess:
+    """A variant in a process of its own, which waits between its turns."""
+
+    def __init__(self, placement: str, compute: str, args: argparse.Namespace) -> None:
+        self.name = f"{placement}, {compute}" if compute else placement
+        spawned = multiprocessing.get_context("spawn")
+        self._connection, theirs = spawned.Pipe()
+        self._process = spawned.Process(target=serve, args=(theirs, placement, compute, args), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.parameters, self.first = self._answer()
+
+    def turn(self, steps: int) -> float:
+        """As that of the variant."""
+        self._connection.send(steps)
+        return self._answer()
+
+    def end(self) -> None:
+        self._connection.send(0)
+        self._process.join()
+
+    def _answer(self) -> Any:
+        try:
+            return self._connection.recv()
+        except EOFError:
+            raise RuntimeError(f"the process of {self.name} ended; above is why") from None
+
+
 def steps(args: argparse.Namespace) -> str:
     kinds = [(IN_MEMORY, ""), *((placement, one) for placement in args.placements for one in args.computes)]
-    variants = [Variant(*kind, args) for kind in kinds]
+    variants = [OwnProcess(*kind, args) for kind in kinds]
     rounds: list[dict[str, float]] = []
     for _ in tqdm(range(args.rounds), unit="round", disable=not sys.stderr.isatty()):
         order = variants if len(rounds) % 2 == 0 else variants[::-1]
         rounds.append({variant.name: variant.turn(args.steps) for variant in order})
+    for variant in variants:
+        variant.end()
     rows = []
     for variant in variants:
         ratios = [one[variant.name] / one[IN_MEMORY] for one in rounds]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import mmap
+from collections.abc import Sequence
 
 import torch
 
@@ -150,13 +152,15 @@ class Arena(Lessor):
         self._map.use(self._address + offset, size, self._address + self.capacity)
         return Buffer(self, self._map, offset, self._address + offset, nbytes, size)
 
-    def _tensor(self, memory: mmap.mmap, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        if not count:
-            return torch.empty(0, dtype=dtype, device="cpu")
+    def _tensor(self, memory: mmap.mmap, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # what stays may be written in another mode
-                return torch.frombuffer(memory, dtype=dtype, count=count, offset=self._base + offset)
-        return torch.frombuffer(memory, dtype=dtype, count=count, offset=self._base + offset)
+                return self._tensor(memory, offset, shape, dtype)
+        count = math.prod(shape)
+        if not count:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=self._base + offset)
+        return flat if len(shape) == 1 else flat.resize_(shape)  # faster than a view, which is a tensor more
 
 
 def aligned_empty(nbytes: int) -> torch.Tensor:

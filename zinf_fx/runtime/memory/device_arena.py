@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 
 from zinf_fx.errors import StoreError
@@ -67,11 +70,11 @@ class DeviceArena(Lessor):
         super().restart_peak()
         self._elsewhere.restart()
 
-    def _tensor(self, memory: torch.Tensor, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    def _tensor(self, memory: torch.Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         start = offset if memory is self._memory else 0
-        storage = memory.untyped_storage()[start : start + count * dtype.itemsize]
+        storage = memory.untyped_storage()[start : start + math.prod(shape) * dtype.itemsize]
         with torch.inference_mode(False):
-            return torch.empty(0, dtype=dtype, device=memory.device).set_(storage)
+            return torch.empty(0, dtype=dtype, device=memory.device).set_(storage, 0, shape)
 
     def _give_back(self, offset: int, size: int) -> None:
         (self._space if offset < self.capacity else self._elsewhere).give(offset, size)

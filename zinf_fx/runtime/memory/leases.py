@@ -6,7 +6,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -119,9 +119,9 @@ class Lessor(ABC):
         self._space.restart()
 
     @abstractmethod
-    def _tensor(self, memory: Any, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """`count` elements at `offset`, flat, as a tensor with a storage and version counter of its own: autograd must
-        not take a write to one buffer for a write to another, and views are made by their offset in the storage."""
+    def _tensor(self, memory: Any, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor at `offset`, with a storage and version counter of its own: autograd must not take a
+        write to one buffer for a write to another, and views are made by their offset in the storage."""
 
     def _give_back(self, offset: int, size: int) -> None:
         self._space.give(offset, size)
@@ -165,16 +165,13 @@ class Buffer:
         assert count * dtype.itemsize <= self.capacity, (
             f"{tuple(shape)} of {dtype} needs {count * dtype.itemsize} bytes, the buffer has {self.capacity}"
         )
-        return self._arena._tensor(self._memory, self._offset, count, dtype).view(shape)
+        return self._arena._tensor(self._memory, self._offset, shape, dtype)
 
     def owning_tensors(self, parts: Iterable[tuple[int, torch.Size, torch.dtype]]) -> list[torch.Tensor]:
         """Tensors over the memory, each from so many bytes on, in this shape and of this dtype. The memory goes back
         when no tensor is over any of it any more, and nobody else is to release it."""
         memory = self._arena.whole[:]  # that the tensors hold, and who shares their storages
-        made = [
-            self._arena._tensor(memory, self._offset + start, shape.numel(), dtype).view(shape)
-            for start, shape, dtype in parts
-        ]
+        made = [self._arena._tensor(memory, self._offset + start, shape, dtype) for start, shape, dtype in parts]
         when_gone(memory, self.release)
         return made
 
