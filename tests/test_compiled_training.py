@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,17 @@ class Layers(nn.Module):
         for norm, layer in zip(self.norms, self.layers, strict=True):
             x = x + F.dropout(F.gelu(layer(norm(x))), 0.25)
         return x.square().mean()
+
+
+class Looked(nn.Module):
+    """The sum of what two tables have for each word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(4, WIDTH), nn.Embedding(4, WIDTH)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return torch.tanh(self.words(words) + self.places(words.flip(0))).pow(3).mean()
 
 
 def trained(model: nn.Module, store: Path, compute: str, placement: str, **options: object) -> list[Tensor]:
@@ -99,6 +111,23 @@ def test_trains_as_with_pytorchs_kernels_and_the_same_each_time(
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     again = trained(model, tmp_path, "inductor", placement, **options)
     assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+
+
+def test_threads_that_add_to_the_same_rows_add_in_the_same_order(
+    tmp_path: Path, compiled: list[CompiledRegion], request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.set_num_threads(2)
+    torch.manual_seed(1)
+    model, words = Looked(), torch.randint(0, 4, (1 << 14,))
+    options = {"compute": "inductor", "store": tmp_path, "placement": "infinity-nvme"}
+    call = torch.compile(model, backend="zinf", options=options)
+    gradients = []
+    for _ in range(5):
+        model.zero_grad()
+        call(words).backward()
+        gradients.append(model.words.weight.grad.full_tensor().clone())
+    assert compiled and all(torch.equal(one, gradients[0]) for one in gradients)
 
 
 @pytest.mark.slow
