@@ -221,14 +221,16 @@ def test_members_of_a_result_are_of_the_region_that_computes_it() -> None:
     assert [len(region.module.graph.output_node().args[0]) for region in regions_of(built)] == [2]
 
 
-def test_what_adds_by_index_stays_by_itself() -> None:
+def test_what_writes_by_index_stays_by_itself() -> None:
     built = Builder("forward", {"norm": (4,)})
     x, rows = built.input(6, 4), built.input(6, name="rows", dtype=torch.int64)
     doubled = built.call(aten.mul.Tensor, built.call(aten.exp.default, x), built.gather("norm"))
     added = built.call(aten.embedding_dense_backward.default, doubled, rows, 8, -1, False)
     put = built.call(aten.index_put.default, added, [rows], doubled, True)
+    put = built.call(aten.unfold_backward.default, built.call(aten.unfold.default, put, 0, 4, 2), [8, 4], 0, 4, 2)
     built.returns(built.call(aten.exp.default, built.call(aten.relu.default, put)))
     built.run(*LOWERING, FormRegions())
     inside = {node.target for region in regions_of(built) for node in region.module.graph.nodes}
     assert {aten.exp.default, aten.relu.default} <= inside
-    assert not inside & {aten.embedding_dense_backward.default, aten.index_put.default}
+    writing = {aten.embedding_dense_backward.default, aten.index_put.default, aten.unfold_backward.default}
+    assert not inside & writing

@@ -25,13 +25,17 @@ _FEWEST = 2
 _NAMING = (ops.member, ops.together, ops.pack)
 # Views of a part of a tensor.
 _PARTS = {"slice", "select", "split", "split_with_sizes", "unbind", "diagonal", "unfold", "as_strided"}
-# What adds to the elements that indices name. Inductor's code adds to one element in the order in which its threads
-# come there, so that results differ from run to run; those of PyTorch's kernels don't, for embeddings at least.
-_ADDING_BY_INDEX = (
+# What adds to elements that indices name, or sets them. Several indices may name one element: Inductor's code comes to
+# it in the order of its threads, so that results differ from run to run.
+_WRITING_BY_INDEX = (
+    torch.ops.aten._unsafe_index_put,
+    torch.ops.aten._unsafe_masked_index_put_accumulate,
+    torch.ops.aten.col2im,
     torch.ops.aten.embedding_dense_backward,
     torch.ops.aten.index_add,
     torch.ops.aten.index_put,
-    torch.ops.aten._unsafe_index_put,
+    torch.ops.aten.index_reduce,
+    torch.ops.aten.unfold_backward,
 )
 _NOT_BY_SHAPE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
@@ -64,7 +68,7 @@ class FormRegions(Pass):
     rank, move to the beginning or the end of the run. So do views: a region makes of its inputs the views that it
     takes, unless they are parts, and what others take of its results is made behind it. No result of a region is a
     view, then, and none shares memory with a tile. An operation stays by itself when it draws random numbers, writes to
-    its input, adds by index, has results of sizes that only values tell, or isn't one of PyTorch's.
+    its input, writes by index, has results of sizes that only values tell, or isn't one of PyTorch's.
     """
 
     name = "compute_regions"
@@ -118,7 +122,7 @@ def _is_functional(node: fx.Node) -> bool:
         return False
     if target._schema.is_mutable or is_random(node) or any(tag in target.tags for tag in _NOT_BY_SHAPE):
         return False
-    if target.overloadpacket in _ADDING_BY_INDEX:
+    if target.overloadpacket in _WRITING_BY_INDEX:
         return False
     if not isinstance(node.meta["val"], torch.Tensor) and any(not _is_tensor_member(user) for user in node.users):
         return False
