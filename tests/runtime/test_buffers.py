@@ -44,7 +44,7 @@ def test_a_lease_is_exact_and_aligned(asked: int, capacity: int, alignment: int)
     assert arena.in_use == arena.peak == PAGE + capacity
 
 
-def test_tensors_are_views_of_the_memory():
+def test_tensors_lie_in_the_memory():
     arena = Arena("host", 1 << 20)
     buffer = arena.lease(5000)
     a, b = buffer.tensor((10, 50), torch.float32), buffer.tensor((500,), torch.int32)

@@ -159,7 +159,7 @@ class Buffer:
         self.capacity = capacity
 
     def tensor(self, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """A view of the memory from byte 0 on."""
+        """A tensor over the memory from byte 0 on."""
         assert self._memory is not None, f"use of a released buffer of {self._arena.name!r}"
         count = math.prod(shape)
         assert count * dtype.itemsize <= self.capacity, (
