@@ -58,8 +58,8 @@ def configuration(args: argparse.Namespace) -> transformers.PretrainedConfig:
 
 
 def is_kept(base: Path) -> bool:
-    """Whether a base was kept there: a file, or a directory that is not empty."""
-    return any(base.iterdir()) if base.is_dir() else base.exists()
+    """Whether a base was kept there; a directory in which keeping one was interrupted has no manifest."""
+    return (base / "manifest.json").exists() if base.is_dir() else base.exists()
 
 
 def frozen_base(args: argparse.Namespace) -> torch.nn.Module:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
+from building import Builder, aten
 from capturing import train
 from models import Block, Expression
 from torch import nn
@@ -47,6 +50,21 @@ def test_layers_begin_where_only_the_stream_crosses(count: int) -> None:
 def test_layers_without_numbers() -> None:
     model = Expression(lambda m, x: m.b(m.a(x).relu()).sum(), a=nn.Linear(3, 4), b=nn.Linear(4, 5))
     assert segments_of(model, torch.randn(6, 3)).before_layers() == []
+
+
+def test_a_cut_at_a_tuple_saves_its_members() -> None:
+    built = Builder("joint", {"w": (8, 8)})
+    x, weight = built.input(2, 8), built.gather("w")
+    product = built.call(aten.mm.default, x, weight)
+    norm = built.call(aten.native_layer_norm.default, product, [8], None, None, 1e-5)
+    normed, mean, deviation = (built.call(operator.getitem, norm, number) for number in range(3))
+    wide = built.call(aten.cat.default, [normed, normed])
+    built.returns(built.call(aten.sum.default, wide), mean, backward=1)
+    segments = Segments(built.graph, built.context)
+    assert segments.forward[:3] == [product, norm, normed]
+    assert segments.crossing[:3] == [[product], [normed], [normed]]
+    assert segments.made[:3] == [[product], [normed, mean, deviation], []]
+    assert segments.at_minima() == []
 
 
 def test_masks_and_statistics_for_backward_go_with_what_computes_them() -> None:

@@ -15,7 +15,6 @@ from torch import fx
 
 from zinf_fx.errors import PlanError
 from zinf_fx.passes.activations.segments import Segments
-from zinf_fx.passes.ir.aliases import is_view_node
 from zinf_fx.passes.ir.framework import GraphContext, Pass, bytes_computed
 
 
@@ -54,36 +53,38 @@ class RecomputeActivations(Pass):
 def _best_cuts(segments: Segments) -> list[int]:
     """The positions to cut behind: those whose saved bytes and largest segment are least together."""
     candidates = segments.at_minima()
-    computed = [0, *accumulate(0 if is_view_node(node) else bytes_computed(node) for node in segments.forward)]
-    total = computed[-1]
-    if not candidates:
-        return []
+    computed = [0, *accumulate(sum(map(bytes_computed, nodes)) for nodes in segments.made)]
     # Of bytes that are computed, where each segment may begin: at the start, or behind a candidate.
     begins = [0, *(computed[cut + 1] for cut in candidates)]
-    saved = _saved_at(segments, candidates)
-    best, best_peak = [], total
-    limit = total // 2
-    while limit > 0:
-        chosen, peak = _cut_by_size(begins, total, saved, limit)
-        if peak < best_peak:
-            best, best_peak = [candidates[number] for number in chosen], peak
-        if len(chosen) == len(candidates):
-            break
-        limit = min(limit - 1, limit * 7 // 8)
-    return best
+    return [candidates[number] for number in _least_peak(begins, computed[-1], _saved_at(segments, candidates))]
 
 
 def _saved_at(segments: Segments, candidates: Sequence[int]) -> list[list[int]]:
     """By candidate, and by the number of the segment's begin (0: that of the graph, n + 1: behind candidate n), the
     bytes that a cut there saves and the cut at the begin doesn't: what crosses and was computed in between."""
-    position_of = {node: position for position, node in enumerate(segments.forward)}
+    made_at = {node: position for position, nodes in enumerate(segments.made) for node in nodes}
     found = []
     for number, cut in enumerate(candidates):
         computed_in = [0] * (number + 1)  # what crosses, by the begin that its computation is the first to follow
         for node in segments.crossing[cut]:
-            computed_in[bisect_left(candidates, position_of[node], hi=number)] += bytes_computed(node)
+            computed_in[bisect_left(candidates, made_at[node], hi=number)] += bytes_computed(node)
         found.append(list(accumulate(reversed(computed_in)))[::-1])
     return found
+
+
+def _least_peak(begins: Sequence[int], total: int, saved: Sequence[Sequence[int]]) -> list[int]:
+    """The candidates' numbers at which cuts have the least peak, or one that is larger by less than a seventh: sizes of
+    segments are tried in steps."""
+    best, best_peak = [], total
+    limit = total - 1
+    while limit > 0:
+        chosen, peak = _cut_by_size(begins, total, saved, limit)
+        if peak < best_peak:
+            best, best_peak = chosen, peak
+        if len(chosen) == len(saved):
+            break
+        limit = min(limit - 1, limit * 7 // 8)
+    return best
 
 
 def _cut_by_size(

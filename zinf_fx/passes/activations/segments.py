@@ -25,13 +25,15 @@ class Segments:
 
     Attributes:
         forward: the nodes, in graph order.
+        made: for each position, the nodes whose memory is computed there; that of a tuple's members is with the tuple.
         crossing: for each position, the nodes up to it whose memory a later one reads: what is saved at a cut there.
     """
 
     def __init__(self, graph: fx.Graph, context: GraphContext) -> None:
         self._tiles = tile_values(graph)
         self.forward = _forward_nodes(graph, context.backward_outputs, self._tiles)
-        self.crossing = _crossing(self.forward)
+        self.made = _made(self.forward)
+        self.crossing = _crossing(self.forward, self.made)
         self._context = context
 
     def at_minima(self) -> list[int]:
@@ -127,7 +129,16 @@ def _forward_nodes(graph: fx.Graph, backward_outputs: int, tiles: Collection[fx.
     return [n for n in graph.nodes if is_compute(n) and n not in tiles and (n in needed or source_of(n) in needed)]
 
 
-def _crossing(forward: list[fx.Node]) -> list[list[fx.Node]]:
+def _made(forward: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    position_of = {node: position for position, node in enumerate(forward)}
+    made: list[list[fx.Node]] = [[] for _ in forward]
+    for node in forward:
+        if memory_node(node) is node and bytes_computed(node) and not is_collective(node):
+            made[position_of[source_of(node)]].append(node)
+    return made
+
+
+def _crossing(forward: Sequence[fx.Node], made: Sequence[Sequence[fx.Node]]) -> list[list[fx.Node]]:
     root = {node: memory_node(node) for node in forward}
     last_use: dict[fx.Node, int] = {}
     for position, node in enumerate(forward):
@@ -136,8 +147,8 @@ def _crossing(forward: list[fx.Node]) -> list[list[fx.Node]]:
             if is_collective(source):  # see [Note: collectives under way]
                 last_use |= {root.get(read, read): position for read in source.all_input_nodes}
     crossing: list[list[fx.Node]] = [[] for _ in forward]
-    for position, node in enumerate(forward):
-        if root[node] is node and bytes_computed(node) and not is_collective(node):
+    for position, nodes in enumerate(made):
+        for node in nodes:
             for later in range(position, last_use.get(node, position)):
                 crossing[later].append(node)
     return crossing
