@@ -28,12 +28,14 @@ def test_golden() -> None:
     built = Builder("joint", {"a.weight": (8, 8)})
     x, tangent = built.input(2, 8), built.input(2, 8, name="tangents_1")
     weight = built.gather("a.weight")
-    stream = x
+    stream, wides = x, []
     for _ in range(2):
-        wide = built.call(aten.cat.default, [built.call(aten.mm.default, stream, weight)] * 4)
-        stream = built.call(aten.add.Tensor, stream, built.call(aten.slice.Tensor, wide, 0, 0, 2))
+        wides.append(built.call(aten.cat.default, [built.call(aten.mm.default, stream, weight)] * 4))
+        stream = built.call(aten.add.Tensor, stream, built.call(aten.slice.Tensor, wides[-1], 0, 0, 2))
     loss = built.call(aten.sin.default, stream)
     gradient = built.call(aten.mul.Tensor, tangent, built.call(aten.cos.default, stream))
+    for wide in reversed(wides):
+        gradient = built.call(aten.mul.Tensor, gradient, built.call(aten.mean.dim, wide, [0]))
     built.returns(loss, None, gradient, backward=2)
     built.check(
         RecomputeActivations(),
@@ -56,8 +58,12 @@ def test_golden() -> None:
           %11 = aten.sin(%10) : f32[2, 8]
           %12 = aten.cos(%10) : f32[2, 8]
           %13 = aten.mul.Tensor(%1, %12) : f32[2, 8]
+          %14 = aten.mean.dim(%8, [0]) : f32[8]
+          %15 = aten.mul.Tensor(%13, %14) : f32[2, 8]
+          %16 = aten.mean.dim(%4, [0]) : f32[8]
+          %17 = aten.mul.Tensor(%15, %16) : f32[2, 8]
         return %11
-        return of backward None, %13
+        return of backward None, %17
         """,
         after="""
         joint graph
@@ -78,8 +84,12 @@ def test_golden() -> None:
           %11 = aten.sin(%10) : f32[2, 8] [must_save]
           %12 = aten.cos(%10) : f32[2, 8]
           %13 = aten.mul.Tensor(%1, %12) : f32[2, 8]
+          %14 = aten.mean.dim(%8, [0]) : f32[8]
+          %15 = aten.mul.Tensor(%13, %14) : f32[2, 8]
+          %16 = aten.mean.dim(%4, [0]) : f32[8]
+          %17 = aten.mul.Tensor(%15, %16) : f32[2, 8]
         return %11
-        return of backward None, %13
+        return of backward None, %17
         """,
     )
 

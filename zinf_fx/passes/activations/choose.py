@@ -18,8 +18,7 @@ from torch import fx
 from zinf_fx import ops
 from zinf_fx.passes.activations.offload import LEAVES, SMALLEST
 from zinf_fx.passes.activations.segments import Segments
-from zinf_fx.passes.ir.aliases import memory_node
-from zinf_fx.passes.ir.framework import GraphContext, Pass, bytes_computed, is_compute, key_of, nodes_calling
+from zinf_fx.passes.ir.framework import GraphContext, Pass, bytes_computed, key_of, nodes_calling
 from zinf_fx.passes.ir.work import work_of
 from zinf_fx.plan.rates import Rates
 
@@ -81,12 +80,10 @@ class PricedSegment(NamedTuple):
 
 def priced_segments(segments: Segments, cuts: Sequence[int], rates: Rates) -> list[PricedSegment]:
     """The segments between `cuts`."""
-    forward = set(segments.forward)
     entering = [(), *(segments.crossing[cut] for cut in cuts)]
     parts = []
     for nodes, crossing in zip(segments.between(cuts), entering, strict=True):
-        needed = (n for n in nodes if any(user not in forward and is_compute(user) for user in n.users))
-        saved = {memory: bytes_computed(memory) for memory in map(memory_node, needed) if memory in forward}
+        saved = {memory: bytes_computed(memory) for memory in segments.needed(nodes)}
         seconds = sum(seconds_of(node, rates) for node in nodes)
         parts.append(PricedSegment(saved, {node: bytes_computed(node) for node in crossing}, seconds))
     return parts

@@ -27,7 +27,7 @@ class RecomputeActivations(Pass):
 
     Attributes:
         interval: layers between two cuts (ZeRO-Infinity, equation 3: ci); None: the cuts are those with the least peak,
-            which is what is saved at all cuts, and one segment as a whole.
+            which is what is saved at all cuts, and what backward needs of one segment.
     """
 
     name = "recompute_activations"
@@ -51,12 +51,13 @@ class RecomputeActivations(Pass):
 
 
 def _best_cuts(segments: Segments) -> list[int]:
-    """The positions to cut behind: those whose saved bytes and largest segment are least together."""
+    """The positions to cut behind: where what is saved, and what backward needs of one segment, is least together."""
     candidates = segments.at_minima()
-    computed = [0, *accumulate(sum(map(bytes_computed, nodes)) for nodes in segments.made)]
-    # Of bytes that are computed, where each segment may begin: at the start, or behind a candidate.
-    begins = [0, *(computed[cut + 1] for cut in candidates)]
-    return [candidates[number] for number in _least_peak(begins, computed[-1], _saved_at(segments, candidates))]
+    needed = set(segments.needed(segments.forward))
+    nbytes = [0, *accumulate(sum(bytes_computed(node) for node in nodes if node in needed) for nodes in segments.made)]
+    # Of the bytes that backward needs, where each segment may begin: at the start, or behind a candidate.
+    begins = [0, *(nbytes[cut + 1] for cut in candidates)]
+    return [candidates[number] for number in _least_peak(begins, nbytes[-1], _saved_at(segments, candidates))]
 
 
 def _saved_at(segments: Segments, candidates: Sequence[int]) -> list[list[int]]:

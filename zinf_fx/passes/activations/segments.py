@@ -32,6 +32,7 @@ class Segments:
     def __init__(self, graph: fx.Graph, context: GraphContext) -> None:
         self._tiles = tile_values(graph)
         self.forward = _forward_nodes(graph, context.backward_outputs, self._tiles)
+        self._there = frozenset(self.forward)
         self.made = _made(self.forward)
         self.crossing = _crossing(self.forward, self.made)
         self._context = context
@@ -98,6 +99,11 @@ class Segments:
                     kept = is_random(node) or has_effects(node) or node in saved or number not in recomputed
                     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
                     node.meta["ac_graph_id"] = number + 1
+
+    def needed(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        """The nodes that made the memory which backward reads of the results of `nodes`, in the order of these."""
+        read = (n for n in nodes if any(user not in self._there and is_compute(user) for user in n.users))
+        return [memory for memory in dict.fromkeys(map(memory_node, read)) if memory in self._there]
 
     def between(self, cuts: Sequence[int]) -> list[list[fx.Node]]:
         """The nodes of each segment, in order."""
