@@ -24,7 +24,8 @@ from zinf_fx.passes.ir.printer import print_graph, type_text
 RECOMPUTE = Config(placement="infinity-nvme", activations="recompute")
 
 
-def test_golden() -> None:
+def two_layers(read: bool) -> Builder:
+    """Each computes something wide; `read`: which backward reads."""
     built = Builder("joint", {"a.weight": (8, 8)})
     x, tangent = built.input(2, 8), built.input(2, 8, name="tangents_1")
     weight = built.gather("a.weight")
@@ -34,9 +35,19 @@ def test_golden() -> None:
         stream = built.call(aten.add.Tensor, stream, built.call(aten.slice.Tensor, wides[-1], 0, 0, 2))
     loss = built.call(aten.sin.default, stream)
     gradient = built.call(aten.mul.Tensor, tangent, built.call(aten.cos.default, stream))
-    for wide in reversed(wides):
+    for wide in reversed(wides if read else []):
         gradient = built.call(aten.mul.Tensor, gradient, built.call(aten.mean.dim, wide, [0]))
     built.returns(loss, None, gradient, backward=2)
+    return built
+
+
+def test_what_backward_does_not_read_is_no_reason_for_a_cut() -> None:
+    cuts = [len(_best_cuts(Segments(built.graph, built.context))) for built in map(two_layers, (True, False))]
+    assert cuts == [1, 0]
+
+
+def test_golden() -> None:
+    built = two_layers(read=True)
     built.check(
         RecomputeActivations(),
         before="""
