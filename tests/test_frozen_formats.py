@@ -170,8 +170,10 @@ def test_a_step_reads_the_packed_bytes_per_pass_and_writes_what_is_trained(tmp_p
     for stay in plan.journeys:
         if stay.moves("fetch"):
             read[plan.tiles[stay.tile].name] += bytes_read(plan.tiles[stay.tile])
-    # No gradient goes through the first layer: the embedding before it is not trained.
-    expected = {"layers.0.base.weight": 1, "layers.1.base.weight": 2, "layers.2.base.weight": 2, "head.weight": 2}
+    # No gradient goes through the first layer, as the embedding before it is not trained: backward reads it only where
+    # that computes the layer again.
+    first = 1 if activations == "keep" else 2
+    expected = {"layers.0.base.weight": first, "layers.1.base.weight": 2, "layers.2.base.weight": 2, "head.weight": 2}
     assert {name: read[name] / nbytes(name) for name in expected} == expected
     packed = {None: 2 * WIDTH, "int8": WIDTH + 4, "nf4": WIDTH // 2 + 4}[frozen_dtype]
     assert nbytes("layers.1.base.weight") == blocks(WIDTH * packed)
