@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -32,9 +32,9 @@ class Segments:
     def __init__(self, graph: fx.Graph, context: GraphContext) -> None:
         self._tiles = tile_values(graph)
         self.forward = _forward_nodes(graph, context.backward_outputs, self._tiles)
-        self._there = frozenset(self.forward)
-        self.made = _made(self.forward)
-        self.crossing = _crossing(self.forward, self.made)
+        self._memory = {node: memory_node(node) for node in self.forward}
+        self.made = _made(self._memory)
+        self.crossing = _crossing(self._memory, self.made)
         self._context = context
 
     def at_minima(self) -> list[int]:
@@ -102,8 +102,8 @@ class Segments:
 
     def needed(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         """The nodes that made the memory which backward reads of the results of `nodes`, in the order of these."""
-        read = (n for n in nodes if any(user not in self._there and is_compute(user) for user in n.users))
-        return [memory for memory in dict.fromkeys(map(memory_node, read)) if memory in self._there]
+        read = (n for n in nodes if any(user not in self._memory and is_compute(user) for user in n.users))
+        return [memory for memory in dict.fromkeys(map(self._memory.__getitem__, read)) if memory in self._memory]
 
     def between(self, cuts: Sequence[int]) -> list[list[fx.Node]]:
         """The nodes of each segment, in order."""
@@ -135,24 +135,24 @@ def _forward_nodes(graph: fx.Graph, backward_outputs: int, tiles: Collection[fx.
     return [n for n in graph.nodes if is_compute(n) and n not in tiles and (n in needed or source_of(n) in needed)]
 
 
-def _made(forward: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    position_of = {node: position for position, node in enumerate(forward)}
-    made: list[list[fx.Node]] = [[] for _ in forward]
-    for node in forward:
-        if memory_node(node) is node and bytes_computed(node) and not is_collective(node):
+def _made(memory: Mapping[fx.Node, fx.Node]) -> list[list[fx.Node]]:
+    """`memory`: the nodes of forward, in order, each with the one that made its memory."""
+    position_of = {node: position for position, node in enumerate(memory)}
+    made: list[list[fx.Node]] = [[] for _ in memory]
+    for node, maker in memory.items():
+        if maker is node and bytes_computed(node) and not is_collective(node):
             made[position_of[source_of(node)]].append(node)
     return made
 
 
-def _crossing(forward: Sequence[fx.Node], made: Sequence[Sequence[fx.Node]]) -> list[list[fx.Node]]:
-    root = {node: memory_node(node) for node in forward}
+def _crossing(memory: Mapping[fx.Node, fx.Node], made: Sequence[Sequence[fx.Node]]) -> list[list[fx.Node]]:
     last_use: dict[fx.Node, int] = {}
-    for position, node in enumerate(forward):
+    for position, node in enumerate(memory):
         for source in node.all_input_nodes:
-            last_use[root.get(source, source)] = position
+            last_use[memory.get(source, source)] = position
             if is_collective(source):  # see [Note: collectives under way]
-                last_use |= {root.get(read, read): position for read in source.all_input_nodes}
-    crossing: list[list[fx.Node]] = [[] for _ in forward]
+                last_use |= {memory.get(read, read): position for read in source.all_input_nodes}
+    crossing: list[list[fx.Node]] = [[] for _ in memory]
     for position, nodes in enumerate(made):
         for node in nodes:
             for later in range(position, last_use.get(node, position)):
