@@ -27,9 +27,10 @@ from gpt import default_dtype
 from resident import peak_resident_bytes, resident_bytes
 from tabulate import tabulate
 from tqdm import tqdm
+from train_gpt import not_negative, positive, positive_float
 
 import zinf_fx
-from zinf_fx.errors import ZinfError
+from zinf_fx.errors import ConfigError, ZinfError
 
 try:
     import accelerate
@@ -190,27 +191,37 @@ def parser() -> argparse.ArgumentParser:
         default="nf4",
         help="format of the base on disk",
     )
-    parser.add_argument("--rank", type=int, default=16, help="of the adapters")
+    parser.add_argument("--rank", type=positive, default=16, help="of the adapters")
     parser.add_argument("--text", type=Path, help="a file; without one, Python's standard library")
     parser.add_argument("--store", type=Path, help="an existing directory on the disk to use; default: zinf_fx's own")
     parser.add_argument("--base", type=Path, help="directory that keeps the quantised base, for any number of jobs")
     parser.add_argument("--host-memory", help="budget for tiles in memory, such as 512MiB; default: no limit")
     parser.add_argument("--output", type=Path, default=Path("adapter"), help="directory for the trained adapter")
-    parser.add_argument("--steps", type=int, default=20, help="of the optimizer")
-    parser.add_argument("--batch", type=int, default=4, help="sequences per step")
-    parser.add_argument("--length", type=int, default=128, help="tokens per sequence")
-    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
+    parser.add_argument("--steps", type=positive, default=20, help="of the optimizer")
+    parser.add_argument("--batch", type=positive, default=4, help="sequences per step")
+    parser.add_argument("--length", type=positive, default=128, help="tokens per sequence")
+    parser.add_argument("--lr", type=positive_float, default=1e-3, help="learning rate")
     parser.add_argument("--activations", default="keep", help="keep, recompute, offload or auto")
-    parser.add_argument("--generate", type=int, default=0, metavar="TOKENS", help="that follow a text after training")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
+    parser.add_argument("--generate", type=not_negative, default=0, metavar="TOKENS", help="that follow a text")
+    parser.add_argument("--seed", type=not_negative, default=0, help="of weights and batches")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(arguments)
+    options = parser()
+    args = options.parse_args(arguments)
+    if args.checkpoint is not None and not (args.checkpoint / "config.json").is_file():
+        options.error(f"there is no checkpoint in '{args.checkpoint}': it has no config.json")
+    try:  # what is wrong with an option is said before the base is made
+        zinf_fx.Config(**options_of(args), frozen_dtype=args.frozen, activations=args.activations)
+        tokens = token_ids(args)
+        if len(tokens) <= args.length:
+            options.error(f"the text has {len(tokens):,} tokens: give a longer one, or a --length of less")
+    except (CorpusError, ConfigError, OSError) as error:
+        options.error(str(error))
     try:
-        tokens, base = token_ids(args), frozen_base(args)
-    except (CorpusError, ZinfError, OSError) as error:
+        base = frozen_base(args)
+    except (ZinfError, OSError) as error:
         print(f"finetune_lora: {error}", file=sys.stderr)
         return 1
     args.stored = zinf_fx.stats(base).bytes_written
