@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from injecting import clear_faults, inject
+from injecting import Fault, clear_faults, inject
 from planned_shapes import SHAPES
 from torch import nn
 
@@ -471,7 +471,7 @@ def test_an_exception_in_the_middle_gives_memory_back(tmp_path: Path) -> None:
     storage = model.layers[4].weight.storage
     storage.tiers.drain()
     before = torch.cuda.memory_allocated()
-    fault = zinf_fx.runtime.disk.store.Fault("completion", operation="read", errno=5, nth=3)
+    fault = Fault("completion", operation="read", errno=5, nth=3)
     inject(storage.tiers.store, fault)
     with pytest.raises(zinf_fx.errors.StoreError):
         compiled(torch.randn(8, 256, device=CUDA)).backward()

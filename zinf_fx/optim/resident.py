@@ -4,8 +4,10 @@ them, the torch class steps them as they are.
 [Note: resident updates]
 The class gets plain tensors over the stored bytes, in the parameter's shape, and all parameters of a group in one call,
 as without zinf. These tensors serve from step to step, for as long as the optimizer shows the same states of the same
-parameter. Whatever else there is to do goes the way of all stored parameters (see `StreamedStep`): the first step makes
-states, and what somebody has put in their place is brought to where they live.
+parameter. Where it has an fp32 master, the class steps that with a copy of the gradient, and the parameter takes the
+result, rounded. Whatever else there is to do goes the way of all stored parameters (see `StreamedStep`): the first step
+makes states, what somebody has put in their place is brought to where they live, and so is what somebody has written to
+a parameter with a master.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_fx.optim.arithmetic import Group, Lists, State, StateLayout, same_objects, step_together, values_of
+from zinf_fx.optim.companions import MASTER
 from zinf_fx.optim.layouts import GroupLayouts
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.plan.memory.accounting import AT_A_TIME
@@ -37,7 +40,8 @@ class Resident:
         place: what updates it.
         layout: of its states.
         entry: what the optimizer shows of them.
-        weights: over its bytes, in its shape.
+        value: over its bytes, in its shape.
+        weights: what the class updates: those, or the bytes of the master, likewise.
         state: what the class works on; of stored states, their bytes.
         token: the parameter's, for as long as these are its bytes.
         written: what autograd sees the writes of an update by.
@@ -48,30 +52,48 @@ class Resident:
         states: ParameterStates,
         layout: StateLayout,
         entry: State,
-        weights: torch.Tensor,
+        value: torch.Tensor,
         memory: Mapping[str, torch.Tensor],
+        master: torch.Tensor | None,
     ) -> None:
-        """`memory`: by name, the bytes of the stored states of `layout`."""
-        self.parameter, self.place, self.weights = states.parameter, states.place, weights
+        """`memory`: by name, the bytes of the stored states of `layout`; `master`: those of the master, if any."""
+        self.parameter, self.place, self.value = states.parameter, states.place, value
+        self.weights = value if master is None else master
+        self._states, self._bytes = states, states.parameter.storage.bytes
         self.layout, self.entry, self._memory = layout, entry, memory
         self.state: State = {k: memory.get(k, v) for k, v in entry.items() if k in memory or k not in states.tensors}
         storage = self.parameter.storage
         self.written = (self.parameter, *storage.bytes.tokens)
         self.token = self.parameter.token  # another one where the parameter was converted
 
+    @property
+    def has_master(self) -> bool:
+        return self.weights is not self.value
+
+    @property
+    def is_written_to(self) -> bool:
+        """Whether somebody wrote to the parameter, which its master doesn't have yet."""
+        return self.has_master and self._states.version != self._bytes.version
+
+    def master_is_rounded(self) -> None:
+        """The parameter has the values of its master now."""
+        self._states.version = self._bytes.version
+
     def gradient(self, found: torch.Tensor, unscales: bool) -> torch.Tensor | None:
-        """`found`, the parameter's, if the class can work on it as it is. `unscales`: whether the class changes it."""
+        """`found`, the parameter's, if the class can work on it, or on a copy of it. `unscales`: whether the class
+        changes what it works on."""
         if isinstance(found, StoredTensor):
             found = None if unscales else _memory_of(found, self.place)
         if type(found) is not torch.Tensor or found.layout is not torch.strided:
             return None
         # Fused kernels take elements in the order in which they lie.
-        return found if found.dtype is self.weights.dtype and found.is_contiguous() else None
+        return found if found.dtype is self.value.dtype and found.is_contiguous() else None
 
     @property
     def states_nbytes(self) -> int:
         """Bytes of the states that an update changes."""
-        return sum(memory.nbytes for memory in self._memory.values())
+        masters = self.weights.nbytes if self.has_master else 0
+        return masters + sum(memory.nbytes for memory in self._memory.values())
 
     def show(self) -> None:
         """Show what the class left in `state`."""
@@ -90,6 +112,8 @@ class Together:
 
     Attributes:
         place: what updates them.
+        dtypes: of the parameters.
+        rounded: over the bytes of those with a master, which take its values; there is no other kind with them.
         written: what autograd sees the writes of an update by.
         state: as the class keeps it, by the weights.
         values: all that is in it.
@@ -101,6 +125,7 @@ class Together:
     parameters: Sequence[StoredTensor]
     weights: Sequence[torch.Tensor]
     dtypes: Sequence[torch.dtype]
+    rounded: Sequence[torch.Tensor]
     written: Sequence[torch.Tensor]
     state: defaultdict[torch.Tensor, State]
     values: list[object]
@@ -116,7 +141,8 @@ class Together:
             residents,
             [one.parameter for one in residents],
             weights,
-            [weight.dtype for weight in weights],
+            [one.value.dtype for one in residents],
+            [one.value for one in residents if one.has_master],
             list(chain.from_iterable(one.written for one in residents)),
             defaultdict(dict, zip(weights, states, strict=True)),
             values_of(states),
@@ -128,6 +154,27 @@ class Together:
         plain = set(map(type, found)) == {torch.Tensor} and set(map(_layout, found)) == {torch.strided}
         fit = plain and list(map(_dtype, found)) == self.dtypes and all(map(torch.Tensor.is_contiguous, found))
         return found if fit else None
+
+    def update(self, inner: Optimizer, gradients: Sequence[torch.Tensor]) -> bool:
+        """A step of `inner`, the class with its options. Returns whether the same objects are all that is in the state
+        afterwards."""
+        if self.rounded:
+            gradients = _copies(gradients, self.weights)
+        same = step_together(inner, self.weights, gradients, self.state, self.values, self.lists)
+        if self.rounded:
+            torch._foreach_copy_(self.rounded, self.weights)
+            for one in self.residents:
+                one.master_is_rounded()
+        return same
+
+
+def _copies(gradients: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Gradients in the dtype of what they are for."""
+    numbers = [weight.numel() for weight in weights]
+    memory = torch.empty(sum(numbers), dtype=weights[0].dtype, device=weights[0].device)
+    copies = [part.view(weight.shape) for part, weight in zip(memory.split(numbers), weights, strict=True)]
+    torch._foreach_copy_(copies, gradients)
+    return copies
 
 
 class ResidentGroup:
@@ -152,6 +199,7 @@ class ResidentGroup:
         self._tokens = [one.token for one in self._present]
         self._shown_of = [one.entry for one in self._present]
         self.is_complete = len(self._present) == len(self.residents)
+        self._mastered = [one for one in self._present if one.has_master]
         self._layouts = {one.weights.dtype: one.layout for one in self._present}
         self.tiers = {one.parameter.storage.tiers for one in self._present}
         self._of_optimizer = shown
@@ -182,6 +230,7 @@ class ResidentGroup:
             and same_objects([parameter.token for parameter in self._stored], self._tokens)
             and same_objects(list(shown.values()), self._entries)
             and same_objects(values_of(self._shown_of), self._shown)
+            and not any(one.is_written_to for one in self._mastered)
         )
 
 
@@ -210,10 +259,8 @@ class ResidentCall:
 
     def run(self, inner: Optimizer) -> None:
         """`inner`: the class with its options, and no parameters yet."""
-        together = self.together
-        over = (together.weights, self.gradients, together.state, together.values)
-        if not step_together(inner, *over, together.lists):
-            for one in together.residents:
+        if not self.together.update(inner, self.gradients):
+            for one in self.together.residents:
                 one.show()
             self.group.look()
 
@@ -300,28 +347,31 @@ def _find(
     layouts: GroupLayouts,
 ) -> Resident | None:
     """A parameter as the class may step it from now on, if all that its update needs is in memory."""
-    if states is None or entry is None or states.has_master or states.rounded:
+    if states is None or entry is None or states.rounded or (states.has_master and states.masters != (MASTER,)):
         return None
     if states.place.in_host_memory and (states.bytes_written or parameter.storage.device.computes_apart):
         return None  # it goes to the store, or is updated beside the device: see [Note: beside]
-    weights = _memory_of(parameter, states.place)
-    if weights is None or not (group.get("fused") or weights.numel() <= _elements(parameter, states.place)):
+    value = _memory_of(parameter, states.place)
+    at_once = group.get("fused") and not states.has_master
+    if value is None or not (at_once or value.numel() <= _elements(parameter, states.dtype, states.place)):
         return None
-    layout = layouts.of_pieces(parameter.dtype)
-    if layout is None or any(entry.get(name) is not states.tensors.get(name, entry) for name in layout.tensors):
+    layout = layouts.of_pieces(states.dtype)
+    names = () if layout is None else (*layout.tensors, *((MASTER,) if states.has_master else ()))
+    if layout is None or any(entry.get(name) is not states.tensors.get(name, entry) for name in names):
         return None
-    memory = {name: _memory_of(states.tensors[name], states.place) for name in layout.tensors}
+    memory = {name: _memory_of(states.tensors[name], states.place) for name in names}
     # Fused kernels count steps where they run, and the others on the CPU.
     counts_at = (states.place if group.get("fused") else CPU).torch_device
     numbers = (v for k, v in entry.items() if k not in states.tensors and isinstance(v, torch.Tensor))
     if any(each is None for each in memory.values()) or any(number.device != counts_at for number in numbers):
         return None
-    return Resident(states, layout, entry, weights, memory)
+    found = Resident(states, layout, entry, value, memory, memory.pop(MASTER, None))
+    return None if found.is_written_to else found
 
 
-def _elements(parameter: StoredTensor, place: Device) -> int:
-    """Of parameters that the class updates in one call where it makes temporary tensors as large as these."""
-    return AT_A_TIME if place is CPU else parameter.storage.config.chunk // parameter.dtype.itemsize
+def _elements(parameter: StoredTensor, dtype: torch.dtype, place: Device) -> int:
+    """Of parameters that are updated in one call, in `dtype`, where that makes temporary tensors as large as these."""
+    return AT_A_TIME if place is CPU else parameter.storage.config.chunk // dtype.itemsize
 
 
 def _all_of(seen: ResidentGroup, group: Group) -> list[tuple[Together, list[torch.Tensor]]] | None:
@@ -335,17 +385,17 @@ def _all_of(seen: ResidentGroup, group: Group) -> list[tuple[Together, list[torc
 
 def _together(group: Group, residents: Sequence[Resident]) -> Iterator[Together]:
     """Residents of one group in the calls that update them."""
-    by_place: dict[Device, list[Resident]] = {}
+    kinds: dict[tuple[Device, bool], list[Resident]] = {}
     for one in residents:
-        by_place.setdefault(one.place, []).append(one)
-    for place, several in by_place.items():
+        kinds.setdefault((one.place, one.has_master), []).append(one)
+    for (place, have_masters), several in kinds.items():
         first = room = 0
-        for number, one in enumerate(several if not group.get("fused") else ()):
+        for number, one in enumerate(several if have_masters or not group.get("fused") else ()):
             count = one.weights.numel()
             if number == first:
-                room = _elements(one.parameter, place)
+                room = _elements(one.parameter, one.weights.dtype, place)
             elif count > room:
                 yield Together.of(several[first:number])
-                first, room = number, _elements(one.parameter, place)
+                first, room = number, _elements(one.parameter, one.weights.dtype, place)
             room -= count
         yield Together.of(several[first:])

@@ -1,0 +1,266 @@
+"""Training on a GPU through zinf, beside plain `torch.compile` in its memory: forward, backward and whole steps.
+
+    python benchmarks/gpu.py                                                    # the 303 M-parameter GPT, 64 x 512
+    python benchmarks/gpu.py --model llama-7b --batch 1 --context 4096 --optimizer none
+    python benchmarks/gpu.py --model llama-7b --batch 1 --context 4096 --ways infinity-cpu --optimizer in-backward \
+        --state-dtype 8bit --master-dtype split
+
+The ways take turns in one process, where each is built when the one before it is gone, and plain `torch.compile` comes
+first. Forward and backward are waited for apart. With `--optimizer sync`, a step of the optimizer ends before the next
+forward begins, so that forward and backward are what those take alone; with `overlap`, zinf's default, and
+`in-backward`, only whole steps can be compared; with `none`, gradients are dropped, for models whose states of AdamW
+don't fit beside them. TFLOP/s are 6 x parameters x tokens per second, without attention's and what is computed again.
+"simulated" are the seconds that `zinf-fx simulate` predicts for the plan that ran, of this machine as it is measured
+at the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+
+import zinf_fx
+from zinf_fx.machine.machine import measure_machine
+from zinf_fx.plan.hardware import Hardware
+from zinf_fx.plan.simulation.simulate import simulate_plan
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from arguments import check
+from gpt import GPT, GPTConfig, default_dtype
+from llama import Llama, LlamaConfig
+from master_adamw import adamw
+from train_step import machine
+from train_step_variant import OPTIONS, finish
+
+IN_MEMORY = "torch.compile"
+OPTIMIZERS = {"sync": {"overlap": False}, "overlap": {}, "in-backward": {"step_in_backward": True}}
+
+
+def gpt(layers: int, hidden: int, heads: int) -> Callable[[int], tuple[nn.Module, int]]:
+    """Makes a GPT for sequences of a length, and says how many tokens it knows."""
+
+    def build(context: int) -> tuple[nn.Module, int]:
+        config = GPTConfig(layers, hidden, heads, context)
+        return GPT(config), config.vocabulary
+
+    return build
+
+
+def llama(layers: int, hidden: int, inner: int, heads: int, vocabulary: int = 32000) -> Callable:
+    """Likewise a Llama of the first kind, without grouped heads."""
+    config = LlamaConfig(layers, hidden, inner, heads, heads, vocabulary)
+    return lambda context: (Llama(config), vocabulary)
+
+
+MODELS = {
+    "gpt-tiny": gpt(2, 64, 2),
+    "gpt-303m": gpt(24, 1024, 16),
+    "llama-tiny": llama(2, 64, 96, 2, 128),
+    "llama-7b": llama(32, 4096, 11008, 32),
+    "llama-30b": llama(60, 6656, 17920, 52),
+}
+
+
+@dataclass
+class Row:
+    """What one way took: medians of seconds, peak bytes of the device, and what a simulated step takes."""
+
+    way: str
+    parameters: int
+    first: float
+    forward: float
+    backward: float
+    step: float
+    device_bytes: int
+    loss: float
+    simulated: float | None = None
+
+
+class Training:
+    """The model, trained in one way."""
+
+    def __init__(self, args: argparse.Namespace, way: str, store: str) -> None:
+        self._device = torch.device(args.device)
+        torch.manual_seed(0)
+        build = MODELS[args.model]
+        with default_dtype(getattr(torch, args.dtype)), self._device:
+            if way == IN_MEMORY:
+                self.model, known = build(args.context)
+                self._optimizer = None
+                if args.optimizer != "none":
+                    self._optimizer = adamw(self.model.parameters(), getattr(torch, args.dtype), **OPTIONS)
+                self._loss = torch.compile(self.model)
+            else:
+                budgets = {name: getattr(args, name) for name in ("device_memory", "host_memory")}
+                with zinf_fx.offloading(store=store, placement=PLACEMENTS.get(way, way), **budgets):
+                    self.model, known = build(args.context)
+                self._optimizer = None
+                if args.optimizer != "none":
+                    forms = {"state_dtype": args.state_dtype, "master_dtype": args.master_dtype}
+                    given = {name: form for name, form in forms.items() if form is not None}
+                    self._optimizer = zinf_fx.optim.AdamW(
+                        self.model.parameters(), **OPTIMIZERS[args.optimizer], **given, **OPTIONS
+                    )
+                options = {"activations": args.activations}
+                self._loss = torch.compile(self.model, backend="zinf", options=options)
+        torch.manual_seed(1)
+        both = torch.randint(known, (2, args.batch, args.context + 1), device=self._device)[0]
+        self._batch = both[:, :-1], both[:, 1:]
+
+    def step(self) -> tuple[float, float, float, Tensor]:
+        """Seconds of forward, backward and all; and the loss."""
+        begin = time.perf_counter()
+        loss = self._loss(*self._batch)
+        finish(self._device)
+        after_forward = time.perf_counter()
+        loss.backward()
+        finish(self._device)
+        after_backward = time.perf_counter()
+        if self._optimizer is not None:
+            self._optimizer.step()
+        self.model.zero_grad()
+        finish(self._device)
+        return after_forward - begin, after_backward - after_forward, time.perf_counter() - begin, loss.detach()
+
+    def end(self) -> None:
+        if hasattr(self._optimizer, "finish"):
+            self._optimizer.finish()
+
+
+# Where states of one kind don't fit one tier: layers by their last digit.
+PLACEMENTS: dict[str, dict] = {
+    "device-and-disk": {
+        "parameters": "device",
+        "gradients": "host",
+        "optimizer": [("blocks.?.*", "nvme"), ("blocks.1?.*", "nvme"), ("*", "host")],
+    },
+}
+
+
+def measured(args: argparse.Namespace, way: str, store: str, hardware: Hardware | None) -> Row:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    training = Training(args, way, store)
+    say(f"{way}: built")
+    with zinf_fx.record(training.model) if way != IN_MEMORY else tempfile.TemporaryDirectory() as recording:
+        *_, first, _ = training.step()
+    say(f"{way}: first step {first:.1f} s")
+    for _ in range(args.warmup):
+        training.step()
+    *parts, losses = zip(*(training.step() for _ in range(args.steps)), strict=True)
+    training.end()
+    simulated = None
+    if hardware is not None and way != IN_MEMORY and args.optimizer != "in-backward":
+        plans = recording.plans
+        simulated = simulate_plan(plans[0], hardware, overlap=args.optimizer == "overlap").seconds
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    count = sum(one.numel() for one in training.model.parameters())
+    row = Row(way, count, first, *map(median, parts), peak, losses[-1].item(), simulated)
+    say(f"{way}: forward {row.forward:.4f} s, backward {row.backward:.4f} s, step {row.step:.4f} s")
+    return row
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def table(rows: Sequence[Row], args: argparse.Namespace) -> str:
+    plain = rows[0] if rows[0].way == IN_MEMORY else None
+    tokens = args.batch * args.context
+    heads = ["", "forward s", "backward s", "step s", "forward\n/ plain", "backward\n/ plain", "both\n/ plain"]
+    heads += ["tokens\nper s", "TFLOP/s", "device\nGiB", "simulated\ns", "loss", "first\nstep s"]
+    cells = []
+    for row in rows:
+        ratios = ["", "", ""]
+        if plain is not None:
+            both = (row.forward + row.backward) / (plain.forward + plain.backward)
+            ratios = [f"{one:.3f}" for one in (row.forward / plain.forward, row.backward / plain.backward, both)]
+        rate = tokens / row.step
+        cells.append(
+            [
+                row.way,
+                *(f"{one:.4f}" for one in (row.forward, row.backward, row.step)),
+                *ratios,
+                f"{rate:,.0f}",
+                f"{6 * row.parameters * rate / 1e12:.1f}",
+                f"{row.device_bytes / 2**30:.1f}",
+                "" if row.simulated is None else f"{row.simulated:.4f}",
+                f"{row.loss:.4f}",
+                f"{row.first:.1f}",
+            ]
+        )
+    return tabulate(cells, heads, disable_numparse=True, colalign=("left", *["right"] * (len(heads) - 1)))
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="gpt-303m")
+    parser.add_argument("--batch", type=int, default=64, help="sequences")
+    parser.add_argument("--context", type=int, default=512, help="tokens of a sequence")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    ways = [IN_MEMORY, "device", "zero-offload", "infinity-cpu", "infinity-nvme"]
+    known = [*ways, "host", "nvme", *PLACEMENTS]
+    parser.add_argument("--ways", nargs="+", choices=known, default=ways, help="presets of a placement, and plain")
+    parser.add_argument("--optimizer", choices=(*OPTIMIZERS, "none"), default="sync")
+    parser.add_argument("--state-dtype", choices=("fp32", "bf16", "8bit"), help="of AdamW's moments")
+    parser.add_argument("--master-dtype", choices=("fp32", "split"), help="of masters of bf16 parameters")
+    parser.add_argument("--activations", choices=("keep", "recompute", "offload"), default="keep")
+    parser.add_argument(
+        "--device-memory", help="budget, as 60GiB: parameters stay there between steps where it has room"
+    )
+    parser.add_argument("--host-memory", help="budget, as 100GiB")
+    parser.add_argument("--warmup", type=int, default=2, help="steps after the first one, before those that are timed")
+    parser.add_argument("--steps", type=int, default=8, help="timed ones")
+    parser.add_argument("--simulate", action=argparse.BooleanOptionalAction, default=True, help="predict steps, too")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--store", metavar="DIR", help="on the disk to use; default a temporary directory")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser()
+    args = options.parse_args(arguments)
+    check(options, args, "batch", "context", "steps")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        options.error("there is no CUDA device; --device cpu tries the program with a tiny model")
+    args.ways.sort(key=lambda way: way != IN_MEMORY)
+    torch.set_float32_matmul_precision("high")
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="gpu-") as directory:
+        hardware = measure_machine(args.store or directory) if args.simulate else None
+        for way in args.ways:
+            rows.append(measured(args, way, args.store or directory, hardware))
+            torch.compiler.reset()
+            gc.collect()
+            if args.device == "cuda":
+                torch.cuda.empty_cache()
+    name = torch.cuda.get_device_name() if args.device == "cuda" else "no GPU"
+    if args.json:
+        print(json.dumps({"machine": machine(), "gpu": name, "torch": torch.__version__, "rows": [*map(asdict, rows)]}))
+        return 0
+    print(f"{name}, {machine()}; torch {torch.__version__}")
+    print(
+        f"{args.model}, {rows[0].parameters:,} parameters, {args.dtype}, batch {args.batch} x {args.context}, "
+        f"optimizer {args.optimizer}, activations {args.activations}; medians of {args.steps} steps\n"
+    )
+    print(table(rows, args), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
