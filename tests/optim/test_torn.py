@@ -47,7 +47,14 @@ def interrupt_store(monkeypatch, number: int, error: BaseException) -> None:
     monkeypatch.setattr(Window, "store", failing)
 
 
-@pytest.mark.parametrize(("placement", "dtype"), [("host", torch.bfloat16), ("nvme", torch.float32)])
+@pytest.mark.parametrize(
+    ("placement", "dtype"),
+    [
+        ({"parameters": "host", "gradients": "host", "optimizer": "nvme"}, torch.bfloat16),
+        ("nvme", torch.float32),
+    ],
+    ids=["bf16", "fp32"],
+)
 @pytest.mark.parametrize("error", [RuntimeError("lightning"), KeyboardInterrupt()])
 @pytest.mark.parametrize(
     ("piece", "last", "updated", "partial", "untouched"),

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from zinf_fx.config import Config
-from zinf_fx.plan.packs import in_packs, moves, nbytes_in_pack, pack_limit, starts_of
+from zinf_fx.plan.packs import in_packs, nbytes_in_pack, pack_limit, starts_of, state_moves
 from zinf_fx.plan.sharding import Shards, shards_of
 from zinf_fx.runtime.gradients.accumulate import reserve_gradients
 from zinf_fx.runtime.ranks import Ranks
@@ -21,8 +21,9 @@ from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 K = TypeVar("K")
 
-Candidate = tuple[K, Config, torch.dtype, torch.device, Shards, Hashable]
-"""Who it is, its options, what it is stored as, where it computes, how it is divided, and what else must be alike."""
+Candidate = tuple[K, Config, torch.dtype, torch.device, Shards, bool, Hashable]
+"""Who it is, its options, what it is stored as, where it computes, how it is divided, whether it trains, and what else
+must be alike."""
 
 
 def packs_of(
@@ -34,8 +35,7 @@ def packs_of(
         form, config = forms[name], configs[name]
         if not isinstance(one, DTensor):
             shards = shards_of(form.shape, form.dtype, ranks, config)
-            kind = (one.requires_grad, one.grad is None)
-            candidates.append((name, config, form.dtype, one.device, shards, kind))
+            candidates.append((name, config, form.dtype, one.device, shards, one.requires_grad, one.grad is None))
     return _together(candidates)
 
 
@@ -54,17 +54,18 @@ def _together(several: Iterable[Candidate[K]]) -> list[list[K]]:
     """Those that are to live side by side: small ones of one kind, in the order in which they come. Their options
     differ in the placement at most."""
     found, limit = [], None
-    for one, config, dtype, device, shards, kind in several:
+    for one, config, dtype, device, shards, trained, kind in several:
         limit = pack_limit(config) if config.partition != "owner" else None
-        if limit is not None and len(shards.segments) == 1 and moves(config.placement.parameters, device.type):
-            alike = (dtype, device, config.placement, kind)
+        if limit is not None and len(shards.segments) == 1 and state_moves(config.placement, device.type, trained):
+            alike = (dtype, device, config.placement, trained, kind)
             found.append((one, alike, nbytes_in_pack(shards.numel, dtype, shards.padded)))
     return [] if limit is None else in_packs(found, limit)
 
 
 def _candidate(parameter: StoredTensor) -> Candidate[StoredTensor]:
     storage = parameter.storage
-    return parameter, storage.config, storage.dtype, parameter.device, storage.share.shards, parameter.requires_grad
+    shards, trained = storage.share.shards, parameter.requires_grad
+    return parameter, storage.config, storage.dtype, parameter.device, shards, trained, None
 
 
 def _can_move(parameter: StoredTensor) -> bool:

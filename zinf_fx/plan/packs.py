@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from zinf_fx.config import Config, Tier
+from zinf_fx.config import Config, Placement, Tier
 from zinf_fx.plan.schedule import Member, Tile
 from zinf_fx.sizes import PAGE, blocks
 
@@ -58,14 +58,21 @@ def moves(tier: Tier, device: str) -> bool:
     return tier == "nvme" or (tier == "host" and has_own_memory(device))
 
 
+def state_moves(placement: Placement, device: str, trained: bool) -> bool:
+    """Whether a parameter with this placement, or what training keeps of one that is `trained`, moves to a device of
+    this type, or away from it."""
+    states = (placement.parameters, *((placement.gradients, placement.optimizer) if trained else ()))
+    return any(moves(tier, device) for tier in states)
+
+
 def may_be_packed(tile: Tile, device: str, trained: bool) -> bool:
-    """Whether a parameter may move in a pack: its value does something to move, or what backward `trained` does.
+    """Whether a parameter may move in a pack: its value moves, or the gradient of one that the graph `trained` does.
 
     Of many ranks, parameters of an owner, of several segments, without elements, and of a dtype of one byte, whose
     shards are no whole blocks of the store, move by themselves.
     """
     if tile.ranks * tile.replicas == 1:
-        return moves(tile.tier, device)
+        return moves(tile.tier, device) or (trained and moves(tile.gradient_tier, device))
     if tile.owned or tile.segment or not tile.numel or tile.dtype.itemsize < 2:
         return False
     return moves(tile.tier, device) or tile.partitioned or trained

@@ -19,7 +19,7 @@ from zinf_fx.plan.schedule import GraphKind, Tile
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.execute.activations import ActivationSlots
 from zinf_fx.runtime.execute.binding import Here, bind, head_fetches
-from zinf_fx.runtime.execute.flying import FlyingTile
+from zinf_fx.runtime.execute.flying import FlyingTile, Values
 from zinf_fx.runtime.execute.inductor import CompiledRegion
 from zinf_fx.runtime.execute.inputs import Inputs
 from zinf_fx.runtime.execute.staging import Staging
@@ -161,7 +161,7 @@ class Program(Stage):
     def _bind_to(self, parameters: Mapping[int, Stored], followed: bool) -> None:
         """Have the graph for parameters of which some may be where it computes, with no other rank to change them.
         `followed`: whether an optimizer steps in backward."""
-        in_place = {t: s for t, s in parameters.items() if s.in_place and s.share.ranks.shards == 1}
+        in_place = {t: s for t, s in parameters.items() if s.in_place and s.ranks.shards == 1}
         alone = () if followed else (t for t, s in in_place.items() if s.has_plain_gradient)
         plain = frozenset(tile for tile in alone if self.schedule.tiles[tile].rows is None)
         kept = plain.intersection(self._left_alone)
@@ -173,7 +173,7 @@ class Program(Stage):
         self._module = self._bound[self._here]
         waits = [event.tile for event in self.schedule.events if event.kind == "wait" and event.tile in in_place]
         tiles = {tile: self.schedule.tiles[tile] for tile in waits}
-        self.inputs.values = {n: parameters[n].part(tile.start, tile.shape) for n, tile in tiles.items()}
+        self.inputs.values = {n: parameters[n].in_its_place(tile) for n, tile in tiles.items()}
         self.moved = [tile for tile in parameters if tile not in in_place]
         first: dict[int, int] = {}  # tile of those that share their tiers
         nbytes: Counter[int] = Counter()
@@ -332,7 +332,7 @@ class Run:
             return self._flying[tile].wait()
 
     @property
-    def values(self) -> Mapping[int, torch.Tensor] | SettledValues:
+    def values(self) -> Mapping[int, Values] | SettledValues:
         """By tile, the parameters that are where the graph computes."""
         values = self._program.inputs.values
         # Work in the background begins in a step, or in a backward pass whose parameters are followed.
@@ -438,11 +438,11 @@ class Run:
 class SettledValues:
     """Parameters that are where the graph computes, each once nothing in the background is about to change it."""
 
-    def __init__(self, values: Mapping[int, torch.Tensor], storages: Sequence[Stored | None]) -> None:
+    def __init__(self, values: Mapping[int, Values], storages: Sequence[Stored | None]) -> None:
         """Both by tile."""
         self._values, self._storages = values, storages
 
-    def __getitem__(self, tile: int) -> torch.Tensor:
+    def __getitem__(self, tile: int) -> Values:
         storage = self._storages[tile]
         if storage.tiers.background is not None:
             storage.settled()

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from zinf_fx.plan.schedule import Tile
+from zinf_fx.runtime.execute.flying import Values
 from zinf_fx.runtime.tensor.pack import Pack, Stored
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.tiers import Tiers
@@ -66,7 +67,7 @@ class Inputs:
         self._alone = {tile: position for tile, position in given.items() if not tiles[tile].activation}
         self.parameters = sorted([*self._alone, *packed])
         self._positions = [*self._alone.values(), *(position for several in packed.values() for position in several)]
-        self.values: Mapping[int, torch.Tensor] = {}
+        self.values: Mapping[int, Values] = {}
         self._tokens: list[torch.Tensor] | None = None  # of the last call
         self._last: list[Callable[[], Stored | None]] = [_nothing] * len(tiles)  # by tile, of parameters
         self._tiers: list[weakref.ref[Tiers]] = []  # in which these live

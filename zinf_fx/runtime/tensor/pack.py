@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+import torch
+
 from zinf_fx.errors import RanksError
 from zinf_fx.plan.packs import spaced
 from zinf_fx.plan.schedule import Tile
@@ -49,9 +51,10 @@ class Pack:
         order: of the members, by number: as their parameters were made.
         tiers, device, ranks: those of the first.
         partitioned: whether each rank has its shard of the members alone.
+        in_place: whether the members are, as of a storage.
     """
 
-    in_place = False
+    has_plain_gradient = False  # what leaves nothing behind that moves is in no pack
 
     def __init__(self, storages: Sequence[TensorStorage], planned: Tile) -> None:
         """Raises: RanksError for parameters that different ranks train."""
@@ -66,6 +69,7 @@ class Pack:
         self._storages = [weakref.ref(storage) for storage in storages]
         self.order = sorted(range(len(storages)), key=lambda number: storages[number].key)
         self._keys = frozenset(storage.key for storage in storages)
+        self.in_place = all(storage.in_place for storage in storages)
         self.parts = list(_parts([storage.bytes for storage in storages], planned))
 
     @classmethod
@@ -94,6 +98,10 @@ class Pack:
     def version(self) -> int:
         """How often anything was written where they live."""
         return sum(part.bytes.home.version for part in self.parts)
+
+    def in_its_place(self, planned: Tile) -> list[torch.Tensor]:
+        """As that of a storage, of each member."""
+        return [one.part(0, member.shape) for one, member in zip(self.members, planned.members, strict=True)]
 
     def settled(self) -> None:
         """Return once nothing that goes on in the background is about to change the parts."""

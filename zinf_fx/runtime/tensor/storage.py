@@ -16,6 +16,7 @@ from zinf_fx.config import Config, Placement, Tier
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.interrupts import held_back
 from zinf_fx.plan.packs import starts_of
+from zinf_fx.plan.schedule import Tile
 from zinf_fx.plan.sharding import Shards
 from zinf_fx.runtime.memory.buffers import aligned_empty
 from zinf_fx.runtime.memory.device import CPU, Device
@@ -195,6 +196,10 @@ class TensorStorage:
         """Whether a gradient that autograd leaves in the parameter's `grad` is where it is to be, and nobody waits for
         it."""
         return self.has_plain_gradient and self.placement.gradients == "device" and not self.gradient.followed
+
+    def in_its_place(self, planned: Tile) -> torch.Tensor:
+        """What a graph computes with of a tensor that is in place, which `planned` is a tile of."""
+        return self.part(planned.start, planned.shape)
 
     def part(self, start: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Elements of a tensor that is in place, from `start` on: the bytes themselves, in one tensor for all who read
