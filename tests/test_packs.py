@@ -16,6 +16,7 @@ from twins import Net, assert_nothing_leaked, x
 import zinf_fx
 from zinf_fx.plan.memory.accounting import AT_A_TIME
 from zinf_fx.runtime.tensor.pack import Pack
+from zinf_fx.runtime.tensor.stored_bytes import StoredBytes
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 Train = Callable[[nn.Module, Callable, torch.optim.Optimizer], None]
@@ -67,9 +68,12 @@ def transfers(model: nn.Module) -> int:
     return next(model.parameters()).storage.tiers.store.counters().transfers
 
 
+STATES_LEAVE = {"parameters": "device", "gradients": "nvme", "optimizer": "nvme"}
+
+
 @pytest.mark.parametrize("in_backward", [False, True])
-@pytest.mark.parametrize("placement", ["nvme", "infinity-nvme"])
-def test_steps_move_packs(tmp_path: Path, placement: str, in_backward: bool) -> None:
+@pytest.mark.parametrize("placement", ["nvme", "infinity-nvme", STATES_LEAVE], ids=["nvme", "infinity-nvme", "states"])
+def test_steps_move_packs(tmp_path: Path, placement: object, in_backward: bool) -> None:
     plain, model = twins(tmp_path, placement=placement)
     pairs = zip((plain, model), optimizers(plain, model, step_in_backward=in_backward), strict=True)
     (_, plainly), (_, optimizer) = sides = list(pairs)
@@ -89,6 +93,23 @@ def test_steps_move_packs(tmp_path: Path, placement: str, in_backward: bool) -> 
     assert moved <= 12, moved
     del optimizer
     assert_nothing_leaked(model)
+
+
+def test_what_stays_is_used_where_it_is_while_its_gradients_leave_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, model = twins(tmp_path, placement=STATES_LEAVE)
+    call, batch = torch.compile(model, backend="zinf"), x()
+    with monkeypatch.context() as patch:
+        patch.setattr(StoredBytes, "device_window", lambda *_, **__: pytest.fail("a tile is brought"))
+        loss = call(batch)
+    before = transfers(model)
+    loss.backward()
+    next(model.parameters()).storage.tiers.drain()
+    assert transfers(model) - before == 1
+    plain(batch).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad.full_tensor(), theirs.grad)
 
 
 @pytest.mark.parametrize("placement", ["nvme", "infinity-nvme"])

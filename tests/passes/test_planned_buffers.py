@@ -168,6 +168,15 @@ def test_a_refusal_names_the_largest_and_what_would_fit() -> None:
     assert "host arena" in zinf_fx.explain(layer, x, placement="nvme", host_memory=needed)
 
 
+def test_a_refusal_where_nothing_moves() -> None:
+    layer, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), torch.randn(2, 64)
+    with pytest.raises(BudgetError) as refused:
+        zinf_fx.explain(layer, x, placement="device", device_memory="64KiB")
+    first, *_ = str(refused.value).splitlines()
+    assert first == "what lives in a memory with a budget exceeds that by 96.5KiB: raise device_memory or host_memory"
+    assert "placement of optimizer on host or nvme: 80.0 KiB less" in str(refused.value)
+
+
 def test_explain_says_what_the_arena_is_for() -> None:
     text = zinf_fx.explain(Stack(), torch.randn(4, 128), placement="infinity-nvme", chunk="64KiB")
     (line,) = (line for line in text.splitlines() if line.startswith("host arena") and "in one piece" in line)
