@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -106,7 +107,7 @@ class Training:
                 self._loss = torch.compile(self.model)
             else:
                 budgets = {name: getattr(args, name) for name in ("device_memory", "host_memory")}
-                with zinf_fx.offloading(store=store, placement=PLACEMENTS.get(way, way), **budgets):
+                with zinf_fx.offloading(store=store, placement=way, **budgets):
                     self.model, known = build(args.context)
                 self._optimizer = None
                 if args.optimizer != "none":
@@ -141,22 +142,12 @@ class Training:
             self._optimizer.finish()
 
 
-# Where states of one kind don't fit one tier: layers by their last digit.
-PLACEMENTS: dict[str, dict] = {
-    "device-and-disk": {
-        "parameters": "device",
-        "gradients": "host",
-        "optimizer": [("blocks.?.*", "nvme"), ("blocks.1?.*", "nvme"), ("*", "host")],
-    },
-}
-
-
 def measured(args: argparse.Namespace, way: str, store: str, hardware: Hardware | None) -> Row:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     training = Training(args, way, store)
     say(f"{way}: built")
-    with zinf_fx.record(training.model) if way != IN_MEMORY else tempfile.TemporaryDirectory() as recording:
+    with nullcontext() if way == IN_MEMORY else zinf_fx.record(training.model) as recording:
         *_, first, _ = training.step()
     say(f"{way}: first step {first:.1f} s")
     for _ in range(args.warmup):
@@ -213,7 +204,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--context", type=int, default=512, help="tokens of a sequence")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     ways = [IN_MEMORY, "device", "zero-offload", "infinity-cpu", "infinity-nvme"]
-    known = [*ways, "host", "nvme", *PLACEMENTS]
+    known = [*ways, "host", "nvme"]
     parser.add_argument("--ways", nargs="+", choices=known, default=ways, help="presets of a placement, and plain")
     parser.add_argument("--optimizer", choices=(*OPTIMIZERS, "none"), default="sync")
     parser.add_argument("--state-dtype", choices=("fp32", "bf16", "8bit"), help="of AdamW's moments")
