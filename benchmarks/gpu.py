@@ -95,32 +95,27 @@ class Training:
     """The model, trained in one way."""
 
     def __init__(self, args: argparse.Namespace, way: str, store: str) -> None:
-        self._device = torch.device(args.device)
+        self._device, dtype = torch.device(args.device), getattr(torch, args.dtype)
         torch.manual_seed(0)
-        build = MODELS[args.model]
-        with default_dtype(getattr(torch, args.dtype)), self._device:
-            if way == IN_MEMORY:
-                self.model, known = build(args.context)
-                self._optimizer = None
-                if args.optimizer != "none":
-                    self._optimizer = adamw(self.model.parameters(), getattr(torch, args.dtype), **OPTIONS)
-                self._loss = torch.compile(self.model)
-            else:
-                budgets = {name: getattr(args, name) for name in ("device_memory", "host_memory")}
-                with zinf_fx.offloading(store=store, placement=way, **budgets):
-                    self.model, known = build(args.context)
-                self._optimizer = None
-                if args.optimizer != "none":
-                    forms = {"state_dtype": args.state_dtype, "master_dtype": args.master_dtype}
-                    given = {name: form for name, form in forms.items() if form is not None}
-                    self._optimizer = zinf_fx.optim.AdamW(
-                        self.model.parameters(), **OPTIMIZERS[args.optimizer], **given, **OPTIONS
-                    )
-                options = {"activations": args.activations}
-                self._loss = torch.compile(self.model, backend="zinf", options=options)
+        budgets = {name: getattr(args, name) for name in ("device_memory", "host_memory")}
+        in_memory = way == IN_MEMORY
+        placed = nullcontext() if in_memory else zinf_fx.offloading(store=store, placement=way, **budgets)
+        with default_dtype(dtype), self._device, placed:
+            self.model, known = MODELS[args.model](args.context)
+        self._optimizer: torch.optim.Optimizer | None = None
+        if in_memory:
+            self._loss = torch.compile(self.model)
+            if args.optimizer != "none":
+                self._optimizer = adamw(self.model.parameters(), dtype, **OPTIONS)
+        else:
+            self._loss = torch.compile(self.model, backend="zinf", options={"activations": args.activations})
+            if args.optimizer != "none":
+                forms = {"state_dtype": args.state_dtype, "master_dtype": args.master_dtype}
+                given = {name: form for name, form in forms.items() if form is not None} | OPTIMIZERS[args.optimizer]
+                self._optimizer = zinf_fx.optim.AdamW(self.model.parameters(), **given, **OPTIONS)
         torch.manual_seed(1)
-        both = torch.randint(known, (2, args.batch, args.context + 1), device=self._device)[0]
-        self._batch = both[:, :-1], both[:, 1:]
+        text = torch.randint(known, (args.batch, args.context + 1), device=self._device)
+        self._batch = text[:, :-1], text[:, 1:]
 
     def step(self) -> tuple[float, float, float, Tensor]:
         """Seconds of forward, backward and all; and the loss."""
