@@ -202,8 +202,8 @@ def parser() -> argparse.ArgumentParser:
     known = [*ways, "host", "nvme"]
     parser.add_argument("--ways", nargs="+", choices=known, default=ways, help="presets of a placement, and plain")
     parser.add_argument("--optimizer", choices=(*OPTIMIZERS, "none"), default="sync")
-    parser.add_argument("--state-dtype", choices=("fp32", "bf16", "8bit"), help="of AdamW's moments")
-    parser.add_argument("--master-dtype", choices=("fp32", "split"), help="of masters of bf16 parameters")
+    parser.add_argument("--state-dtype", choices=("8bit",), help="of AdamW's moments")
+    parser.add_argument("--master-dtype", choices=("split",), help="of masters of bf16 parameters")
     parser.add_argument("--activations", choices=("keep", "recompute", "offload"), default="keep")
     parser.add_argument(
         "--device-memory", help="budget, as 60GiB: parameters stay there between steps where it has room"
