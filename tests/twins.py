@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -51,11 +53,16 @@ def pair(tmp_path: Path) -> tuple[Net, Net]:
 
 def python_calls(function: Callable[[], object]) -> int:
     """How many Python functions are called."""
-    calls = 0
+    return sum(python_calls_by_name(function).values())
 
-    def count(frame: object, event: str, argument: object) -> None:
-        nonlocal calls
-        calls += event == "call"
+
+def python_calls_by_name(function: Callable[[], object]) -> Counter[str]:
+    """How often each Python function is called."""
+    calls: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            calls[frame.f_code.co_name] += 1
 
     sys.setprofile(count)
     try:

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from twins import python_calls
+from twins import python_calls, python_calls_by_name
 
 import zinf_fx
 from zinf_fx import optim
@@ -79,6 +79,15 @@ def test_lists_of_the_last_step_serve_the_next_one(twins, monkeypatch, kind: typ
             optimizer.step()
         pair.check()
     assert made == [True, True, False, False, True, True, False]
+
+
+def test_states_are_looked_at_once_where_their_lists_serve(twins):
+    pair = twins("device")
+    optimizer, looked = optim.AdamW(pair.stored), []
+    for _ in range(4):
+        pair.give_gradients()
+        looked.append(python_calls_by_name(optimizer.step)["values_of"])
+    assert looked[-1] == 1 < looked[1], looked
 
 
 def test_a_step_leaves_nothing_behind_that_holds_weights(twins, monkeypatch):

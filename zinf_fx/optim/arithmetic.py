@@ -92,9 +92,9 @@ class Lists:
     @contextmanager
     def served(
         self, inner: Optimizer, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
-    ) -> Iterator[None]:
+    ) -> Iterator[bool]:
         """In the block, `inner`, a class over `weights`, has these gradients: in its lists, where these are known; else
-        each in the weight's `grad`, and what its class makes of them is noted."""
+        each in the weight's `grad`, and what its class makes of them is noted. Yields whether they are known."""
         known, makes = self._known, type(inner).__module__.startswith("torch.optim.") and hasattr(inner, "_init_group")
 
         def give(group: Group, *lists: list[object]) -> object:
@@ -114,7 +114,7 @@ class Lists:
         try:
             for weight, gradient in zip(weights, gradients, strict=True) if known is None else ():
                 weight.grad = gradient
-            yield
+            yield known is not None
         finally:
             vars(inner).pop("_init_group", None)  # which holds it
             for weight in weights if known is None else ():
@@ -140,9 +140,10 @@ def step_together(
     """
     inner.param_groups[0]["params"] = list(weights)
     inner.state = state
-    with lists.served(inner, weights, gradients):
+    with lists.served(inner, weights, gradients) as known:
         step_without_hooks(inner)
-    same = same_objects(values_of(state.values()), values)
+    # A class that is given its lists works on what is in them, and puts nothing else in the states.
+    same = known or same_objects(values_of(state.values()), values)
     if not same:
         lists.forget()
     return same
