@@ -9,6 +9,7 @@ from types import FrameType
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 from twins import Net, fresh_dynamo, x  # noqa: F401
 
 import zinf_fx
@@ -38,6 +39,18 @@ def test_each_parameter_is_looked_into_once(tmp_path: Path, placement: str) -> N
     run = torch.compile(model, backend="zinf")
     run(x()).backward()
     assert checks(run, x()) == sum(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_parameters_that_are_alike_share_what_is_compared(tmp_path: Path) -> None:
+    """And so do the copies of it that Dynamo keeps."""
+    of = [{"placement": "host"}, {"placement": "host"}, {"placement": "nvme"}]
+    models = [zinf_fx.offload(Net(), store=tmp_path, **options) for options in of]
+    kinds = [[one.__tensor_flatten__()[1] for one in model.parameters()] for model in models]
+    assert [len(set(map(id, several))) for several in kinds] == [1, 1, 1]
+    assert kinds[0][0] is kinds[1][0] != kinds[2][0]
+    assert copy.deepcopy(tree_map_only(torch.SymInt, str, kinds[0][0])) is kinds[0][0]
+    other = models[0].scale.detach().view(2, -1)
+    assert other.__tensor_flatten__()[1] != kinds[0][0]
 
 
 def test_a_model_on_another_tier_is_compiled_for_itself(tmp_path: Path) -> None:

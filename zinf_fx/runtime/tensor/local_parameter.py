@@ -30,6 +30,7 @@ from zinf_fx.runtime.tensor.stored_tensor import (
     take_gradient,
     take_implementation,
 )
+from zinf_fx.runtime.tensor.views import Kind
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -114,8 +115,8 @@ class LocalParameter(StoredTensor):
         return parameter
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict, context: tuple, outer_size: Any, outer_stride: Any) -> LocalParameter:
-        base, _, _ = context
+    def __tensor_unflatten__(inner: dict, kind: Kind, outer_size: Any, outer_stride: Any) -> LocalParameter:
+        base, _, _ = kind
         return LocalParameter(inner["token"], base._replace(shape=outer_size))
 
     def found(self) -> DTensor | None:

@@ -42,7 +42,7 @@ from zinf_fx.runtime.tensor.operations import (
 from zinf_fx.runtime.tensor.quantised import Quantised, check_trainable
 from zinf_fx.runtime.tensor.spill import spilled
 from zinf_fx.runtime.tensor.storage import TensorStorage
-from zinf_fx.runtime.tensor.views import Base, ViewStep, memory_of, replayed, without_values
+from zinf_fx.runtime.tensor.views import Base, Kind, ViewStep, memory_of, replayed, without_values
 from zinf_fx.runtime.tensor.writes import foreach, mutated_arguments, write
 
 aten = torch.ops.aten
@@ -58,7 +58,7 @@ class StoredTensor(Checkpointable, torch.Tensor):
     _in_memory: tuple[torch.Tensor, torch.UntypedStorage]  # whole, and this one's memory, once data_ptr() was called
     _aside: torch.Tensor | None = None
     _local_of: StoredTensor | None = None  # of the local tensor of a DTensor: what stands for it
-    _context: tuple | None = None  # for __tensor_flatten__
+    _kind: Kind | None = None  # for __tensor_flatten__
     _lease: object = None  # that of its storage
     _annotated: tuple[str, ...] = ()  # attributes that say what the bytes mean, where a library's modules know
     expects_gradient = False  # becomes true on an object, and goes where its implementation goes
@@ -113,16 +113,15 @@ class StoredTensor(Checkpointable, torch.Tensor):
 
     # -- traceable wrapper subclass: identity goes in the token, never in the context -------------------------------
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple]:
-        # Without views, outer_size says the shape: a parameter's context is the same in every layer.
-        if self._context is None:
-            base = self.base if self.views else self.base._replace(shape=None)
-            self._context = base, self.dtype, self.views
-        return ["token"], self._context
+    def __tensor_flatten__(self) -> tuple[list[str], Kind]:
+        kind = self._kind
+        if kind is None:
+            self._kind = kind = Kind.of(self.base, self.dtype, self.views)
+        return ["token"], kind
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict, context: tuple, outer_size: Any, outer_stride: Any) -> StoredTensor:
-        base, dtype, views = context
+    def __tensor_unflatten__(inner: dict, kind: Kind, outer_size: Any, outer_stride: Any) -> StoredTensor:
+        base, dtype, views = kind
         if not views:
             return StoredTensor(inner["token"], base._replace(shape=outer_size))
         like = torch.empty_strided(outer_size, outer_stride, dtype=dtype, device="meta")
@@ -437,7 +436,7 @@ def take_implementation(tensor: torch.Tensor, twin: StoredTensor) -> None:
     """Give the object `tensor` the implementation, class and attributes of `twin`, which nothing else may use."""
     torch._C._swap_tensor_impl(tensor, twin)
     tensor.__class__ = type(twin)
-    for known in ("_in_memory", "_context"):
+    for known in ("_in_memory", "_kind"):
         tensor.__dict__.pop(known, None)
     tensor.__dict__.update(twin.__dict__)
     tensor.expects_gradient = False  # autograd doesn't know the hooks of this implementation yet

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +54,30 @@ class Base(NamedTuple):
 
     def __deepcopy__(self, memo: dict) -> Base:
         return self
+
+
+class Kind(tuple):
+    """What `__tensor_flatten__` says of a stored tensor besides its token: its base, its dtype, and its views.
+
+    Dynamo keeps a copy for each parameter, and compares it with the parameter's at every call. To whoever copies it,
+    this is one object, not a tuple of others: so there is one for all parameters that are alike, not two for each.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, base: Base, dtype: torch.dtype, views: tuple[ViewStep, ...]) -> Kind:
+        """That of a tensor with these; of tensors without views it is the same object. Without views, the tensor's
+        size says the shape: a parameter's kind is the same in every layer."""
+        return cls((base, dtype, views)) if views else _kind_of(base._replace(shape=None), dtype)
+
+    def __deepcopy__(self, memo: dict) -> Kind:
+        return self
+
+
+@lru_cache(maxsize=64)
+def _kind_of(base: Base, dtype: torch.dtype) -> Kind:
+    return Kind((base, dtype, ()))
 
 
 def memory_of(whole: torch.Tensor, value: torch.Tensor) -> torch.UntypedStorage:
