@@ -118,13 +118,15 @@ class _Held:
             self.end()
 
 
-_held = _Held()
-os.register_at_fork(before=_held.remember, after_in_child=_held.after_fork)
+INTERRUPTS = _Held()
+"""Those that are held back. While `since` is None, there are none, and `let_through` does nothing."""
+
+os.register_at_fork(before=INTERRUPTS.remember, after_in_child=INTERRUPTS.after_fork)
 
 
 def _interrupt_soon() -> None:
     time.sleep(_SLICE)
-    signal.pthread_kill(_held.main, _SIGINT)
+    signal.pthread_kill(INTERRUPTS.main, _SIGINT)
 
 
 class Block:
@@ -134,26 +136,26 @@ class Block:
         self._sealed, self._finalizing = sealed, finalizing
 
     def __enter__(self) -> None:
-        if get_ident() == _held.main:
-            if not _held.depth:
-                _held.begin()
-            _held.depth += 1
-            _held.sealed += self._sealed
+        if get_ident() == INTERRUPTS.main:
+            if not INTERRUPTS.depth:
+                INTERRUPTS.begin()
+            INTERRUPTS.depth += 1
+            INTERRUPTS.sealed += self._sealed
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if get_ident() == _held.main:
-            _held.sealed -= self._sealed
-            _held.depth -= 1
-            if not _held.depth:
-                _held.end(later=self._finalizing)
+        if get_ident() == INTERRUPTS.main:
+            INTERRUPTS.sealed -= self._sealed
+            INTERRUPTS.depth -= 1
+            if not INTERRUPTS.depth:
+                INTERRUPTS.end(later=self._finalizing)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def within(*args: P.args, **kwargs: P.kwargs) -> R:
             # In a block of the main thread that does the same, another one does nothing; nor does any elsewhere.
-            if _held.depth and (_held.sealed or not self._sealed):
+            if INTERRUPTS.depth and (INTERRUPTS.sealed or not self._sealed):
                 return function(*args, **kwargs)
             with self:
                 return function(*args, **kwargs)
@@ -173,8 +175,8 @@ finalizing = Block(sealed=True, finalizing=True)
 
 def let_through() -> None:
     """Raise an interrupt that is held back, except in a sealed block. All is in order here."""
-    if _held.since is not None and not _held.sealed and get_ident() == _held.main:
-        _held.deliver()
+    if INTERRUPTS.since is not None and not INTERRUPTS.sealed and get_ident() == INTERRUPTS.main:
+        INTERRUPTS.deliver()
 
 
 class taking:

@@ -178,7 +178,8 @@ class Broken(Flying):
 
 def test_where_one_tile_fails_all_others_are_given_back() -> None:
     """After an error of the user's, which is the one that is raised."""
-    run = Run(SimpleNamespace(schedule=SimpleNamespace(tiles=(), kind="inference"), slots=None, moved=()), [], [])
+    schedule = SimpleNamespace(tiles=(), kind="inference")
+    run = Run(SimpleNamespace(schedule=schedule, slots=None, moved=(), is_followed=False), [], [])
     run._flying = {0: (first := Flying()), 1: Broken(), 2: (last := Flying())}
     storage, error = Storage(), RanksError("w is alone")
     EXECUTOR.staging.stay(staying := Flying(), storage)

@@ -14,7 +14,6 @@ from zinf_fx import ops
 from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, Tile
 from zinf_fx.runtime.execute.inductor import CompiledRegion
 from zinf_fx.runtime.execute.workspace import dequantize
-from zinf_fx.runtime.memory.heap import computed
 
 _TAKE_A_VALUE = (ops.reduce_scatter, ops.offload, ops.write)
 # Bytes of gradients that wait for each other, to be copied to where they live in one call.
@@ -137,9 +136,7 @@ def bind(
         else:
             copies[node] = bound.node_copy(node, copies.__getitem__)
         if last.get(number) == node.name:
-            bound.call_method("end_operator", (run,))
-            if nbytes_of[number]:
-                bound.call_function(computed, (nbytes_of[number],))
+            bound.call_method("end_operator", (run, nbytes_of[number]))
     return fx.GraphModule(module, bound, class_name=f"Planned{module.__class__.__name__}")
 
 

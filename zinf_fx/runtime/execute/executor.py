@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from zinf_fx import ops
-from zinf_fx.interrupts import let_through, sealed
+from zinf_fx.interrupts import INTERRUPTS, let_through, sealed
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import GraphKind, Tile
 from zinf_fx.runtime.exclusive import RUNNING
@@ -21,12 +21,13 @@ from zinf_fx.runtime.execute.activations import ActivationSlots
 from zinf_fx.runtime.execute.binding import Here, bind, head_fetches
 from zinf_fx.runtime.execute.flying import FlyingTile, Values
 from zinf_fx.runtime.execute.inductor import CompiledRegion
-from zinf_fx.runtime.execute.inputs import Inputs
+from zinf_fx.runtime.execute.inputs import Inputs, SettledValues
 from zinf_fx.runtime.execute.staging import Staging
 from zinf_fx.runtime.gradients.leaving import LeavingGradients
 from zinf_fx.runtime.gradients.reduction import Reduction
 from zinf_fx.runtime.memory.device import CPU
 from zinf_fx.runtime.memory.freelist import round_up
+from zinf_fx.runtime.memory.heap import computed, holds_little
 from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.recorder import RECORDER, Note
 from zinf_fx.runtime.remains import give_back_remains
@@ -277,6 +278,10 @@ class Run:
             program.slots.reserve(self._owner, self._tiers[0])
         for tiers in self._tiers:
             tiers.check_process()
+        # Work in the background begins in a step, or in a backward pass whose parameters are followed.
+        goes_on = program.is_followed or any(tiers.has_work for tiers in self._tiers)
+        self._working = self._tiers if goes_on else ()
+        self._counts_results = holds_little()
         self._flying: dict[int, FlyingTile] = {}
         self._computing: Note | None = None  # the operator, while somebody records
         self._gradients: LeavingGradients | None = None  # of a backward graph
@@ -335,9 +340,7 @@ class Run:
     def values(self) -> Mapping[int, Values] | SettledValues:
         """By tile, the parameters that are where the graph computes."""
         values = self._program.inputs.values
-        # Work in the background begins in a step, or in a backward pass whose parameters are followed.
-        changes = self._program.is_followed or any(tiers.background is not None for tiers in self._tiers)
-        return SettledValues(values, self._storages) if changes else values
+        return SettledValues(values, self._storages) if self._working else values
 
     def release(self, tile: int) -> None:
         """The tile's buffers are free, unless another run or the turn holds them."""
@@ -394,20 +397,23 @@ class Run:
 
     def begin_operator(self, index: int) -> None:
         """What computes from now on is of this operator. Before it, work in the background goes on."""
-        let_through()
-        for tiers in self._tiers:
+        if INTERRUPTS.since is not None:  # looked at here, as a call for each operator takes its time
+            let_through()
+        for tiers in self._working:
             tiers.advance()
         if RECORDER.log is not None:
             self._note_memory()
             label = self._program.schedule.operators[index].label
             self._computing = RECORDER.begin(self._program.schedule.kind, 0, self._device, label, str(index))
 
-    def end_operator(self) -> None:
-        """The operator that began last has computed all."""
+    def end_operator(self, nbytes: int) -> None:
+        """The operator that began last has computed all, `nbytes` of it in the CPU's memory."""
         if RECORDER.log is not None:
             RECORDER.end(self._computing)
             self._note_memory()
-        self._computing = None
+            self._computing = None
+        if self._counts_results:
+            computed(nbytes)
 
     @property
     def _device(self) -> torch.device:
@@ -427,23 +433,9 @@ class Run:
             with ExitStack() as remaining:
                 remaining.callback(EXECUTOR.reset)
                 remaining.callback(EXECUTOR.staging.release_all, flying)
-                self.end_operator()
+                self.end_operator(0)
                 RECORDER.step_ends()
                 if self._gradients is not None:
                     self._gradients.abort(error)
         except Exception as failed:
             error.add_note(f"and then: {failed}")
-
-
-class SettledValues:
-    """Parameters that are where the graph computes, each once nothing in the background is about to change it."""
-
-    def __init__(self, values: Mapping[int, Values], storages: Sequence[Stored | None]) -> None:
-        """Both by tile."""
-        self._values, self._storages = values, storages
-
-    def __getitem__(self, tile: int) -> Values:
-        storage = self._storages[tile]
-        if storage.tiers.background is not None:
-            storage.settled()
-        return self._values[tile]

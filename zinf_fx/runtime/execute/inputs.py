@@ -109,5 +109,19 @@ class Inputs:
         return [found[tile] for tile in self.parameters]
 
 
+class SettledValues:
+    """Parameters that are where the graph computes, each once nothing in the background is about to change it."""
+
+    def __init__(self, values: Mapping[int, Values], storages: Sequence[Stored | None]) -> None:
+        """Both by tile."""
+        self._values, self._storages = values, storages
+
+    def __getitem__(self, tile: int) -> Values:
+        storage = self._storages[tile]
+        if storage.tiers.background is not None:
+            storage.settled()
+        return self._values[tile]
+
+
 def _nothing() -> None:
     """What a tile without a storage has."""

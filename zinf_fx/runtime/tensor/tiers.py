@@ -183,6 +183,11 @@ class Tiers:
     def ahead(self, ahead: Ahead | None) -> None:
         self._ahead = ahead and weakref.ref(ahead)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether there is anything to `advance`."""
+        return self.background is not None or self.ahead is not None
+
     def advance(self) -> None:
         """Between operators, have the background go on or, when it is done, have read what comes next."""
         if (work := self.background or self.ahead) is not None:

@@ -1,0 +1,49 @@
+"""What a planned graph calls in Python: for small operators, that is what they cost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from twins import Net, fresh_dynamo, python_calls_by_name, x  # noqa: F401
+
+import zinf_fx
+from zinf_fx.optim import AdamW
+
+
+def training(placement: str, store: Path, layers: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """A forward and backward pass of a model that has taken some steps, and a step of its optimizer."""
+    torch._dynamo.reset()
+    model = zinf_fx.offload(Net(layers=layers), store=store, placement=placement)
+    optimizer, call, batch = AdamW(model.parameters()), torch.compile(model, backend="zinf"), x()
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        call(batch).backward()
+        step()
+    return lambda: call(batch).backward(), step
+
+
+@pytest.mark.parametrize("placement", ["device", "host"])
+def test_an_operator_is_told_where_it_begins_and_ends_and_nothing_else_is_called(
+    tmp_path: Path, placement: str
+) -> None:
+    few, many = (python_calls_by_name(training(placement, tmp_path, layers)[0]) for layers in (5, 20))
+    for_more = Counter({name: many[name] - few[name] for name in many})
+    assert for_more["begin_operator"] == for_more["end_operator"] > 0
+    among = ("let_through", "advance", "has_work", "computed")
+    assert {name: for_more[name] for name in among} == dict.fromkeys(among, 0)
+
+
+def test_work_in_the_background_goes_on_between_operators(tmp_path: Path) -> None:
+    run, step = training("nvme", tmp_path, layers=20)
+    run()
+    step()
+    calls = python_calls_by_name(run)
+    assert calls["advance"] > 0
