@@ -104,6 +104,7 @@ NAMES: dict[str, str] = {
     "torch._fused_sgd_": "optim/plain.py tries whether it updates parameters of 16 bits",
     "torch._ops.OpOverloadPacket": "runtime/tensor/operations.py has handlers for all overloads",
     "torch._ops.OpOverload": "passes/ir/aliases.py reads schemas",
+    "torch.ops.aten.mm.default._op": "runtime/execute/binding.py calls operations without OpOverload.__call__",
     "torch.ops.higher_order.with_effects": "passes/activations/segments.py doesn't repeat what has effects",
     "torch._ops.HigherOrderOperator": "passes/ir/aliases.py takes them for anything",
     "torch._dynamo.exc.BackendCompilerFailed": "explain.py unwraps what the backend raised",

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections import Counter
 
 import pytest
 import torch
-from twins import Net, fresh_dynamo, python_calls, x  # noqa: F401
+from twins import Net, fresh_dynamo, python_calls_by_name, x  # noqa: F401
 
 import zinf_fx
 from zinf_fx.errors import StoreError
 from zinf_fx.optim import AdamW
+from zinf_fx.runtime.memory import heap
 from zinf_fx.runtime.memory.freelist import round_up
+from zinf_fx.runtime.tensor.gradient_state import GradientState
 from zinf_fx.sizes import PAGE
 
 PLACED = ["device", "host", {"parameters": "device", "gradients": "host", "optimizer": "device"}]
@@ -137,9 +140,12 @@ def test_no_gradient_shares_memory_with_anything(tmp_path):
         assert len({storage.data_ptr() for storage in (*storages, tangent.untyped_storage())}) == len(storages) + 1
 
 
-@pytest.mark.parametrize(("placement", "bound"), [("device", 40), ("host", 85)])
-def test_python_calls_for_each_parameter_of_a_compiled_step(tmp_path, placement: str, bound: int):
+@pytest.mark.parametrize(("placement", "bound"), [("device", 15), ("host", 31)])
+def test_python_calls_for_each_parameter_of_a_compiled_step(tmp_path, monkeypatch, placement: str, bound: int):
     """Of a whole step. Somebody who brings back work for each parameter sees it here."""
+    # As in a process that had no budget before, and no optimizer that steps in backward.
+    monkeypatch.setattr(heap, "_holds_little", False)
+    monkeypatch.setattr(GradientState, "any_followed", False)
     counts = []
     for layers in (5, 20):
         torch._dynamo.reset()
@@ -154,6 +160,7 @@ def test_python_calls_for_each_parameter_of_a_compiled_step(tmp_path, placement:
 
         for _ in range(3):
             step()
-        counts.append(python_calls(step))
-    per_parameter = (counts[1] - counts[0]) / (2 * 15)
-    assert per_parameter <= bound, per_parameter
+        counts.append(python_calls_by_name(step))
+    for_more = Counter({name: counts[1][name] - counts[0][name] for name in counts[1]})
+    per_parameter = for_more.total() / (2 * 15)
+    assert per_parameter <= bound, (per_parameter, for_more.most_common(15))

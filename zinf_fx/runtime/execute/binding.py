@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 from torch import fx
@@ -135,6 +136,8 @@ def bind(
             bound.output(tuple(kept.get(position, one) for position, one in enumerate(results)))
         else:
             copies[node] = bound.node_copy(node, copies.__getitem__)
+            if type(node.target) is torch._ops.OpOverload:
+                copies[node].target = _called_directly(node.target)
         if last.get(number) == node.name:
             bound.call_method("end_operator", (run, nbytes_of[number]))
     return fx.GraphModule(module, bound, class_name=f"Planned{module.__class__.__name__}")
@@ -150,6 +153,15 @@ def _computed_nbytes(node: fx.Node) -> int:
         return 0
     nbytes = value.numel() * value.dtype.itemsize
     return nbytes if isinstance(nbytes, int) else int(nbytes.node.hint or 0)
+
+
+@cache
+def _called_directly(operation: torch._ops.OpOverload) -> Callable[..., object]:
+    """What does an operation without any Python in between. FX would write `torch.ops.aten.mm.default(...)`: to find
+    that, and to get from `OpOverload.__call__` to PyTorch's own code, takes longer than small operations do."""
+    call = partial(operation._op)
+    call.__name__, call.__module__ = operation.__name__, operation.namespace  # by which FX names it
+    return call
 
 
 def _listed(*values: object) -> list[object]:
