@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import importlib.util
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,6 +36,7 @@ from zinf_fx.runtime.tensor.tiers import Tiers
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import deepspeed_nvme
 from master_adamw import adamw
 from train_step import machine
 
@@ -219,13 +218,11 @@ def in_memory(count: int, dtype: torch.dtype, rounds: int, bar: tqdm) -> dict:
 def deepspeed(store: Path, count: int, dtype: torch.dtype, rounds: int, bar: tqdm) -> dict:
     """The row of DeepSpeed's ZeRO-3 optimizer with its NVMe swapper, in a process of its own."""
     request = {"store": str(store), "count": count, "dtype": str(dtype).removeprefix("torch."), "rounds": rounds}
-    command = [sys.executable, str(DEEPSPEED), json.dumps(request)]
     bar.set_description(f"{count / 1e6:g} M {dtype} DeepSpeed")
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"DeepSpeed ended with status {done.returncode}:\n{done.stderr.strip()[-2000:]}")
+    with contextlib.closing(deepspeed_nvme.Worker(DEEPSPEED, request, torch.get_num_threads())) as worker:
+        times = worker.answer()
     bar.update(rounds)
-    return _row("DeepSpeed, states on NVMe", dtype, count, json.loads(done.stdout.splitlines()[-1]))
+    return _row("DeepSpeed, states on NVMe", dtype, count, times)
 
 
 def _row(name: str, dtype: torch.dtype, count: int, times: list[float]) -> dict:
@@ -272,7 +269,7 @@ def parser() -> argparse.ArgumentParser:
 
 def measure(args: argparse.Namespace) -> list[dict]:
     """The rows. Each has a store of its own below `args.store`, which is removed."""
-    with_deepspeed = importlib.util.find_spec("deepspeed") is not None
+    with_deepspeed = deepspeed_nvme.installed()
     rows = []
     runs = len(args.dtypes) * len(args.parameters) * (3 + with_deepspeed) * args.rounds
     with tqdm(total=runs, unit="step", disable=None if not args.json else True) as bar:
@@ -299,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{machine()}; torch {torch.__version__}, {torch.get_num_threads()} threads; {args.store}")
     print(f"medians of {args.rounds}, ratios within each round; limit: the engine alone, moving the same bytes\n")
     print(table(rows))
-    if importlib.util.find_spec("deepspeed") is None:
+    if not deepspeed_nvme.installed():
         print("\nDeepSpeed is not installed, and left out")
     return 0
 

@@ -5,9 +5,12 @@
 
 All model states are on NVMe. "vertical": all micro-batches run an operator before the next one begins
 (`micro_batches`); "horizontal": a forward and a backward pass for each, as gradient accumulation does; "in memory":
-that loop in plain PyTorch. The ways take turns, a few steps each after one that isn't counted, and ratios are taken
-within each round. "simulated" are the seconds that `zinf-fx simulate --hardware this-machine` predicts, of the disk,
-the memory and operators that are measured in the same round.
+that loop in plain PyTorch; "DeepSpeed": that loop with ZeRO-3 on NVMe, where it is installed, in a process of its own.
+It holds few parameters (`--live`), as of a model that doesn't fit: with its own limit, 1e9, it would hold all of this
+one from micro-batch to micro-batch. The ways take turns, a few steps each after one that isn't counted, and ratios are
+taken within each round; one that isn't there has none. "simulated" are the seconds that
+`zinf-fx simulate --hardware this-machine` predicts, of the disk, the memory and operators that are measured in the same
+round.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
@@ -35,13 +40,17 @@ from zinf_fx.plan.simulation.simulate import simulate_plan
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import deepspeed_nvme
 from arguments import add_gpt, check, computing_with
 from gpt import GPT, GPTConfig, default_dtype, example_batch
 from master_adamw import adamw
 from train_step import machine
 from train_step_variant import OPTIONS
 
-WAYS = ("vertical", "horizontal", "in memory")
+WAYS = ("vertical", "horizontal", "in memory", "DeepSpeed")
+TO = {"horizontal": "to_horizontal", "in memory": "to_memory", "DeepSpeed": "to_deepspeed"}
+"""By way, the name of ratios to it: of tokens per second."""
+DEEPSPEED = Path(__file__).with_name("vertical_deepspeed.py")
 
 
 class Training:
@@ -101,6 +110,51 @@ class Training:
             self._optimizer.finish()
 
 
+class DeepSpeed:
+    """The loop of DeepSpeed, in a process of its own that waits between its turns.
+
+    Attributes:
+        bytes_per_parameter: moved to and from disks in a step; None before the first turn.
+    """
+
+    def __init__(self, args: argparse.Namespace, count: int, store: str) -> None:
+        self.bytes_per_parameter: float | None = None
+        request = {"model": asdict(config_of(args)), "options": OPTIONS, "store": store}
+        request |= {"count": count, "micro_batch": args.micro_batch, "live": args.live}
+        self._worker = deepspeed_nvme.Worker(DEEPSPEED, request, args.threads)
+        try:
+            self._worker.answer()  # when it is ready
+        except BaseException:
+            self.close()
+            raise
+
+    def seconds(self, steps: int) -> float:
+        """Of a step: the mean of some after a first one."""
+        seconds, self.bytes_per_parameter = self._worker.ask(steps)
+        return seconds
+
+    def close(self) -> None:
+        """End the process."""
+        self._worker.close()
+
+
+@contextmanager
+def trained(args: argparse.Namespace, count: int, store: str) -> Iterator[dict[str, Training | DeepSpeed]]:
+    """The ways to train with so many micro-batches."""
+    with ExitStack() as stack:
+        found: dict[str, Training | DeepSpeed] = {}
+        for way in args.ways:
+            if way == "DeepSpeed":
+                directory = stack.enter_context(tempfile.TemporaryDirectory(dir=store, prefix="deepspeed-"))
+                found[way] = stack.enter_context(closing(DeepSpeed(args, count, directory)))
+            else:
+                found[way] = Training(args, way, count, store)
+        yield found
+        found.clear()
+    torch.compiler.reset()
+    gc.collect()
+
+
 def config_of(args: argparse.Namespace) -> GPTConfig:
     """The model, without a tied head."""
     return GPTConfig(args.layers, args.hidden, args.heads, context=args.context, tied=False)
@@ -123,7 +177,8 @@ def simulated(args: argparse.Namespace, count: int, store: str) -> dict[str, flo
         planning = plan_model(model, batch, store=store, placement="nvme", timed=True, **options)
         return simulate_plan(planning.plans[0], hardware, planning.seconds[0], accumulate=accumulate).seconds
 
-    return {"vertical": seconds(count, 1), "horizontal": seconds(1, count)}
+    shapes = {"vertical": (count, 1), "horizontal": (1, count)}
+    return {way: seconds(*shape) for way, shape in shapes.items() if way in args.ways}
 
 
 def measure(args: argparse.Namespace, store: str) -> list[dict]:
@@ -132,41 +187,50 @@ def measure(args: argparse.Namespace, store: str) -> list[dict]:
     with tqdm(total=len(args.counts) * args.rounds, unit="round", disable=not sys.stderr.isatty()) as bar:
         for count in args.counts:
             bar.set_postfix_str(f"{count} micro-batches")
-            trainings = {way: Training(args, way, count, store) for way in WAYS}
-            rounds, predicted = [], []
-            for number in range(args.rounds):
-                turn = WAYS if number % 2 == 0 else WAYS[::-1]
-                rounds.append({way: trainings[way].seconds(args.steps) for way in turn})
-                predicted.append(simulated(args, count, store) if args.simulate else {})
-                bar.update()
-            for way, training in trainings.items():
-                tokens = count * args.micro_batch * args.context
-                row = {"micro_batches": count, "way": way, "bytes_per_parameter": training.bytes_per_parameter}
+            with trained(args, count, store) as trainings:
+                rounds, predicted = [], []
+                for number in range(args.rounds):
+                    turn = args.ways if number % 2 == 0 else args.ways[::-1]
+                    rounds.append({way: trainings[way].seconds(args.steps) for way in turn})
+                    predicted.append(simulated(args, count, store) if args.simulate else {})
+                    bar.update()
+                moved = {way: training.bytes_per_parameter for way, training in trainings.items()}
+            tokens = count * args.micro_batch * args.context
+            for way in args.ways:
+                row = {"micro_batches": count, "way": way, "bytes_per_parameter": moved[way]}
                 row |= {"seconds": median(one[way] for one in rounds)}
                 row |= {"tokens_per_second": median(tokens / one[way] for one in rounds)}
-                row |= {"to_horizontal": median(one["horizontal"] / one[way] for one in rounds)}
-                row |= {"to_memory": median(one["in memory"] / one[way] for one in rounds)}
+                row |= {
+                    name: median(one[to] / one[way] for one in rounds) for to, name in TO.items() if to in args.ways
+                }
                 if way in predicted[0]:
                     pairs = list(zip(predicted, rounds, strict=True))
                     row["simulated"] = median(guess[way] for guess, _ in pairs)
                     row["simulated_to_measured"] = median(guess[way] / one[way] for guess, one in pairs)
                 rows.append(row)
-            del trainings, training
-            torch.compiler.reset()
-            gc.collect()
     return rows
 
 
 def table(rows: Sequence[dict]) -> str:
-    headers = ["micro-\nbatches", "way", "s per\nstep", "tokens\nper s", "x hori-\nzontal", "x in\nmemory"]
-    headers += ["bytes per\nparameter", "simulated\ns", "simulated\n/ measured"]
-    cells = []
-    for r in rows:
-        guess, moved = r.get("simulated"), r["bytes_per_parameter"]
-        numbers = [f"{r[name]:.2f}" for name in ("seconds", "tokens_per_second", "to_horizontal", "to_memory")]
-        more = ["", ""] if guess is None else [f"{guess:.2f}", f"{r['simulated_to_measured']:.2f}"]
-        cells.append([r["micro_batches"], r["way"], *numbers, "" if moved is None else f"{moved:.1f}", *more])
-    return tabulate(cells, headers, disable_numparse=True, colalign=("right", "left", *["right"] * 7))
+    columns = [
+        ("s per\nstep", "seconds", ".2f"),
+        ("tokens\nper s", "tokens_per_second", ".2f"),
+        ("x hori-\nzontal", "to_horizontal", ".2f"),
+        ("x in\nmemory", "to_memory", ".2f"),
+        ("x Deep-\nSpeed", "to_deepspeed", ".2f"),
+        ("bytes per\nparameter", "bytes_per_parameter", ".1f"),
+        ("simulated\ns", "simulated", ".2f"),
+        ("simulated\n/ measured", "simulated_to_measured", ".2f"),
+    ]
+    columns = [column for column in columns if any(row.get(column[1]) is not None for row in rows)]
+    cells = [
+        [row["micro_batches"], row["way"]]
+        + ["" if row.get(name) is None else format(row[name], form) for _, name, form in columns]
+        for row in rows
+    ]
+    headers = ["micro-\nbatches", "way", *(header for header, *_ in columns)]
+    align = ("right", "left", *["right"] * len(columns))
+    return tabulate(cells, headers, disable_numparse=True, colalign=align)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -177,6 +241,10 @@ def parser() -> argparse.ArgumentParser:
     add_gpt(parser, context=128)
     parser.add_argument("--micro-batch", type=int, default=1, help="sequences in each")
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 4, 16], help="micro-batches of a step")
+    parser.add_argument(
+        "--ways", nargs="+", choices=WAYS, help="to train; default all, DeepSpeed where it is installed"
+    )
+    parser.add_argument("--live", type=int, default=30_000_000, help="parameters that DeepSpeed keeps between uses")
     parser.add_argument("--activations", choices=("keep", "recompute", "offload"), default="keep")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2, help="of each way in a round")
@@ -190,8 +258,13 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser()
     args = options.parse_args(arguments)
-    numbers = ("layers", "hidden", "heads", "context", "micro_batch", "counts", "rounds", "steps", "threads")
+    numbers = ("layers", "hidden", "heads", "context", "micro_batch", "counts", "rounds", "steps", "threads", "live")
     check(options, args, *numbers)
+    here, chosen = deepspeed_nvme.installed(), args.ways is not None
+    if not chosen:
+        args.ways = [way for way in WAYS if way != "DeepSpeed" or here]
+    elif "DeepSpeed" in args.ways and not here:
+        options.error("--ways DeepSpeed: it is not installed here; pip install deepspeed ninja, and libaio's headers")
     with computing_with(args.threads), tempfile.TemporaryDirectory(prefix="vertical-") as directory:
         rows = measure(args, args.store or directory)
     if args.json:
@@ -204,6 +277,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     print(f"medians of {args.rounds} rounds of {args.steps} steps; ratios within each round\n")
     print(table(rows))
+    if not here and not chosen:
+        print("\nDeepSpeed is not installed, and left out")
     return 0
 
 
