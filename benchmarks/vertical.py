@@ -9,8 +9,8 @@ that loop in plain PyTorch; "DeepSpeed": that loop with ZeRO-3 on NVMe, where it
 It holds few parameters (`--live`), as of a model that doesn't fit: with its own limit, 1e9, it would hold all of this
 one from micro-batch to micro-batch. The ways take turns, a few steps each after one that isn't counted, and ratios are
 taken within each round; one that isn't there has none. "simulated" are the seconds that
-`zinf-fx simulate --hardware this-machine` predicts, of the disk, the memory and operators that are measured in the same
-round.
+`zinf-fx simulate --hardware this-machine` predicts, of the disk, the memory and operators that are measured before the
+way's turn and after it: the mean of both, as others that use the machine come and go.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -48,6 +49,7 @@ from train_step import machine
 from train_step_variant import OPTIONS
 
 WAYS = ("vertical", "horizontal", "in memory", "DeepSpeed")
+SIMULATED = WAYS[:2]
 TO = {"horizontal": "to_horizontal", "in memory": "to_memory", "DeepSpeed": "to_deepspeed"}
 """By way, the name of ratios to it: of tokens per second."""
 DEEPSPEED = Path(__file__).with_name("vertical_deepspeed.py")
@@ -165,20 +167,23 @@ def options_of(args: argparse.Namespace, count: int) -> dict[str, object]:
     return {"micro_batches": count, "activations": args.activations}
 
 
-def simulated(args: argparse.Namespace, count: int, store: str) -> dict[str, float]:
-    """Seconds that a step is predicted to take here, by the way it is trained in."""
+def simulated(args: argparse.Namespace, way: str, count: int, store: str) -> float:
+    """Seconds that a step is predicted to take here."""
     hardware = measure_machine(store)
     with default_dtype(torch.bfloat16), torch.device("meta"):
         model = GPT(config_of(args))
+    together, accumulate = (count, 1) if way == "vertical" else (1, count)
+    batch = example_batch(config_of(args), together * args.micro_batch)
+    options = options_of(args, together)
+    planning = plan_model(model, batch, store=store, placement="nvme", timed=True, **options)
+    return simulate_plan(planning.plans[0], hardware, planning.seconds[0], accumulate=accumulate).seconds
 
-    def seconds(micro_batches: int, accumulate: int) -> float:
-        batch = example_batch(config_of(args), micro_batches * args.micro_batch)
-        options = options_of(args, micro_batches)
-        planning = plan_model(model, batch, store=store, placement="nvme", timed=True, **options)
-        return simulate_plan(planning.plans[0], hardware, planning.seconds[0], accumulate=accumulate).seconds
 
-    shapes = {"vertical": (count, 1), "horizontal": (1, count)}
-    return {way: seconds(*shape) for way, shape in shapes.items() if way in args.ways}
+def with_prediction(turn: Callable[[], float], predict: Callable[[], float]) -> tuple[float, float]:
+    """Seconds of a step in a turn, and those that are predicted beside it."""
+    before = predict()
+    seconds = turn()
+    return seconds, (before + predict()) / 2
 
 
 def measure(args: argparse.Namespace, store: str) -> list[dict]:
@@ -188,11 +193,18 @@ def measure(args: argparse.Namespace, store: str) -> list[dict]:
         for count in args.counts:
             bar.set_postfix_str(f"{count} micro-batches")
             with trained(args, count, store) as trainings:
-                rounds, predicted = [], []
+                rounds: list[dict[str, float]] = []
+                predicted: list[dict[str, float]] = []
                 for number in range(args.rounds):
-                    turn = args.ways if number % 2 == 0 else args.ways[::-1]
-                    rounds.append({way: trainings[way].seconds(args.steps) for way in turn})
-                    predicted.append(simulated(args, count, store) if args.simulate else {})
+                    rounds.append({})
+                    predicted.append({})
+                    for way in args.ways if number % 2 == 0 else args.ways[::-1]:
+                        turn = partial(trainings[way].seconds, args.steps)
+                        if args.simulate and way in SIMULATED:
+                            predict = partial(simulated, args, way, count, store)
+                            rounds[-1][way], predicted[-1][way] = with_prediction(turn, predict)
+                        else:
+                            rounds[-1][way] = turn()
                     bar.update()
                 moved = {way: training.bytes_per_parameter for way, training in trainings.items()}
             tokens = count * args.micro_batch * args.context

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import sys
@@ -60,8 +61,8 @@ def test_what_deepspeed_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
         request, configured = training.bytes_per_parameter
     assert request["model"] == asdict(vertical.config_of(args)) and not request["model"]["tied"]
     assert (request["count"], request["micro_batch"], request["options"]) == (3, 2, vertical.OPTIONS)
-    assert configured["gradient_accumulation_steps"] == 3 and configured["bf16"]["enabled"]
     assert request["live"] == args.live < 1e9 and configured["zero_optimization"]["stage3_max_reuse_distance"] == 9
+    assert configured["gradient_accumulation_steps"] == 3 and configured["bf16"]["enabled"]
     assert configured["zero_optimization"]["stage"] == 3
     for name in ("offload_param", "offload_optimizer"):
         offloaded = configured["zero_optimization"][name]
@@ -86,6 +87,40 @@ def test_without_deepspeed(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     printed = capsys.readouterr().out
     assert "'in memory'" in printed and "'DeepSpeed'" not in printed
     assert printed.endswith("\nDeepSpeed is not installed, and left out\n")
+
+
+def test_a_prediction_is_of_the_machine_before_and_after_a_turn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+    predictions = iter((1.0, 3.0, 10.0, 30.0))
+
+    def simulated(args: argparse.Namespace, way: str, count: int, store: str) -> float:
+        happened.append(f"{way}, simulated")
+        return next(predictions)
+
+    class Training:
+        bytes_per_parameter = None
+
+        def __init__(self, args: argparse.Namespace, way: str, count: int, store: str) -> None:
+            self.way = way
+
+        def seconds(self, steps: int) -> float:
+            happened.append(self.way)
+            return 4.0
+
+    monkeypatch.setattr(vertical, "simulated", simulated)
+    monkeypatch.setattr(vertical, "Training", Training)
+    chosen = [*ZINF_AND_MEMORY, "--simulate", "--counts", "2", "--store", str(tmp_path), "--json"]
+    assert vertical.main([*TINY, *chosen]) == 0
+    one, each, memory = json.loads(capsys.readouterr().out)["rows"]
+    assert happened == [
+        "vertical, simulated", "vertical", "vertical, simulated",
+        "horizontal, simulated", "horizontal", "horizontal, simulated",
+        "in memory",
+    ]  # fmt: skip
+    assert (one["simulated"], each["simulated"]) == (2, 20) and "simulated" not in memory
+    assert (one["simulated_to_measured"], each["simulated_to_measured"]) == (0.5, 5)
 
 
 def test_flags_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
