@@ -43,7 +43,8 @@ def configuration(
         bf16: the parameters are, with fp32 masters.
         options: AdamW's.
         accumulate: micro-batches of a step.
-        live: elements of parameters that may stay in memory until they are used again; by default DeepSpeed's own.
+        live: elements of parameters that may stay on the device until they are used again, and as many in host memory
+            though they are on NVMe; by default DeepSpeed's own limits.
     """
     nvme = {"device": "nvme", "nvme_path": store, "pin_memory": False}
     return {
@@ -56,7 +57,7 @@ def configuration(
             "sub_group_size": NUMEL,
             "stage3_max_live_parameters": live,
             "stage3_max_reuse_distance": live,
-            "offload_param": {**nvme, "buffer_count": 6, "buffer_size": NUMEL},
+            "offload_param": {**nvme, "buffer_count": 6, "buffer_size": NUMEL, "max_in_cpu": live},
             "offload_optimizer": {**nvme, "buffer_count": 14, "pipeline_read": True, "pipeline_write": True},
         },
         "zero_allow_untested_optimizer": True,

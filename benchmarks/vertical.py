@@ -6,8 +6,8 @@
 All model states are on NVMe. "vertical": all micro-batches run an operator before the next one begins
 (`micro_batches`); "horizontal": a forward and a backward pass for each, as gradient accumulation does; "in memory":
 that loop in plain PyTorch; "DeepSpeed": that loop with ZeRO-3 on NVMe, where it is installed, in a process of its own.
-It holds few parameters (`--live`), as of a model that doesn't fit: with its own limit, 1e9, it would hold all of this
-one from micro-batch to micro-batch. The ways take turns, a few steps each after one that isn't counted, and ratios are
+It keeps few parameters in memory (`--live`), as of a model that doesn't fit: with its own limits, 1e9, all of this one
+would stay there. The ways take turns, a few steps each after one that isn't counted, and ratios are
 taken within each round; one that isn't there has none. "simulated" are the seconds that
 `zinf-fx simulate --hardware this-machine` predicts, of the disk, the memory and operators that are measured before the
 way's turn and after it: the mean of both, as others that use the machine come and go.
@@ -256,7 +256,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ways", nargs="+", choices=WAYS, help="to train; default all, DeepSpeed where it is installed"
     )
-    parser.add_argument("--live", type=int, default=30_000_000, help="parameters that DeepSpeed keeps between uses")
+    parser.add_argument("--live", type=int, default=30_000_000, help="parameters that DeepSpeed keeps in memory")
     parser.add_argument("--activations", choices=("keep", "recompute", "offload"), default="keep")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2, help="of each way in a round")

@@ -62,6 +62,7 @@ def test_what_deepspeed_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert request["model"] == asdict(vertical.config_of(args)) and not request["model"]["tied"]
     assert (request["count"], request["micro_batch"], request["options"]) == (3, 2, vertical.OPTIONS)
     assert request["live"] == args.live < 1e9 and configured["zero_optimization"]["stage3_max_reuse_distance"] == 9
+    assert configured["zero_optimization"]["offload_param"]["max_in_cpu"] == 9  # by default 1e9: none on NVMe
     assert configured["gradient_accumulation_steps"] == 3 and configured["bf16"]["enabled"]
     assert configured["zero_optimization"]["stage"] == 3
     for name in ("offload_param", "offload_optimizer"):
