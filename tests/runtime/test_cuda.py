@@ -463,7 +463,7 @@ def test_the_program_runs_ahead_of_the_device(tmp_path: Path) -> None:
 
 
 def test_an_exception_in_the_middle_gives_memory_back(tmp_path: Path) -> None:
-    model = zinf_fx.offload(Layers(6, 256).to(CUDA), store=tmp_path, placement="nvme")
+    model = zinf_fx.offload(Layers(6, 256).to(CUDA), store=tmp_path, placement="nvme", pack=None)
     compiled = exactly(model)
     compiled(torch.randn(8, 256, device=CUDA)).backward()
     model.zero_grad()
