@@ -422,6 +422,6 @@ def test_states_and_activations_that_live_on_the_device_count() -> None:
     states = 4 * 2 * 4096  # the weight, the bias, their gradients and Adam's moments, in blocks
     assert (context.living_on_device.total, context.kept) == (states, 4 * 16 * 4)
     assert record_of(device_memory=states + context.kept).planned.keys() == {"forward", "backward"}
-    with pytest.raises(Exception, match=r"what lives there exceeds it by 1B(.|\n)*activations kept.*256 B") as refused:
+    with pytest.raises(Exception, match=r"with a budget exceeds that by 1B(.|\n)*activations kept.*256 B") as refused:
         record_of(device_memory=states + context.kept - 1)
     assert "placement of parameters on host or nvme: 8.0 KiB less" in str(refused.value)

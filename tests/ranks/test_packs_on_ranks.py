@@ -294,4 +294,7 @@ def test_what_no_pack_of_many_ranks_has():
         assert not may_be_packed(replace(one, **other), "cpu", trained=True)
     resident = replace(one, tier="device", partitioned=False)
     assert may_be_packed(resident, "cpu", trained=True) and not may_be_packed(resident, "cpu", trained=False)
-    assert not may_be_packed(replace(resident, ranks=1, shard=0), "cpu", trained=True)
+    alone = replace(resident, ranks=1, shard=0)  # whose gradients move, or nothing
+    assert may_be_packed(alone, "cpu", trained=True) and not may_be_packed(alone, "cpu", trained=False)
+    assert not may_be_packed(replace(alone, gradient_tier="host"), "cpu", trained=True)
+    assert may_be_packed(replace(alone, gradient_tier="host"), "cuda", trained=True)
