@@ -22,17 +22,13 @@ def refusal(ledger: Ledger, context: GraphContext) -> str:
     largest = ", ".join(f"{each.what} ({at_least(each.nbytes)})" for each in ledger.largest(operator))
     whole = ((context.tiles[token].name, reason) for token, reason in context.undivided.items())
     reasons = [f"'{name}' can't be tiled: {reason}" for name, reason in whole if f"'{name}'" in largest]
-    if not moved:
-        over = f"what lives in a memory with a budget exceeds that by {at_least(-context.limit)}"
+    needs = f"the {context.kind} graph needs {at_least(moved)} of tiles and gradients at once in operator {operator}"
+    if context.limit >= 0:
+        over = f"{needs}, and the budget is {at_most(context.limit)}"
+    elif moved:
+        over = f"{needs}, and what lives there exceeds it by {at_least(-context.limit)}"
     else:
-        over = (
-            f"the {context.kind} graph needs {at_least(moved)} of tiles and gradients at once in operator {operator}, "
-            + (
-                f"and the budget is {at_most(context.limit)}"
-                if context.limit >= 0
-                else f"and what lives there exceeds it by {at_least(-context.limit)}"
-            )
-        )
+        over = f"what lives in a memory with a budget exceeds that by {at_least(-context.limit)}"
     about = [*([f"Largest: {largest}"] if largest else []), *reasons]
     first = ". ".join([f"{over}: raise device_memory or host_memory", *about])
     held = ledger.largest(operator, count=5)
