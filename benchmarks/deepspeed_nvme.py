@@ -17,6 +17,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+"""In the environment of a process that is the only one."""
+
 NUMEL = 30_000_000
 """Elements that the optimizer updates at a time, and that a buffer for parameters has room for."""
 
@@ -28,9 +31,8 @@ def installed() -> bool:
 
 def environment(threads: int) -> dict[str, str]:
     """Of a process that is the one rank, and computes with so many threads."""
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     quiet = {"PYTHONWARNINGS": "ignore::FutureWarning"}  # PyTorch's, one for each collective
-    return os.environ | rank | quiet | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(threads)}
+    return os.environ | RANK | quiet | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(threads)}
 
 
 def configuration(

@@ -6,12 +6,13 @@
         --state-dtype 8bit --master-dtype split
 
 The ways take turns in one process, where each is built when the one before it is gone, and plain `torch.compile` comes
-first. Forward and backward are waited for apart. With `--optimizer sync`, a step of the optimizer ends before the next
-forward begins, so that forward and backward are what those take alone; with `overlap`, zinf's default, and
-`in-backward`, only whole steps can be compared; with `none`, gradients are dropped, for models whose states of AdamW
-don't fit beside them. TFLOP/s are 6 x parameters x tokens per second, without attention's and what is computed again.
-"simulated" are the seconds that `zinf-fx simulate` predicts for the plan that ran, of this machine as it is measured
-at the start.
+first. DeepSpeed, where it is installed, is its ZeRO-3 with parameters and optimizer states in host memory, as it runs
+by default: without `torch.compile`. Budgets are for placements from which something moves. Forward and backward are
+waited for apart. With `--optimizer sync`, a step of the optimizer ends before the next forward begins, so that forward
+and backward are what those take alone; with `overlap`, zinf's default, and `in-backward`, only whole steps can be
+compared; with `none`, gradients are dropped, for models whose states of AdamW don't fit beside them. TFLOP/s are
+6 x parameters x tokens per second, without attention's and what is computed again. "simulated" are the seconds that
+`zinf-fx simulate` predicts for the plan that ran, of this machine as it is measured at the start.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -41,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from arguments import check
+from deepspeed_nvme import RANK, installed
 from gpt import GPT, GPTConfig, default_dtype
 from llama import Llama, LlamaConfig
 from master_adamw import adamw
@@ -48,6 +51,7 @@ from train_step import machine
 from train_step_variant import OPTIONS, finish
 
 IN_MEMORY = "torch.compile"
+DEEPSPEED = "DeepSpeed"
 OPTIMIZERS = {"sync": {"overlap": False}, "overlap": {}, "in-backward": {"step_in_backward": True}}
 
 
@@ -92,30 +96,38 @@ class Row:
 
 
 class Training:
-    """The model, trained in one way."""
+    """The model, trained in one way; this one is plain `torch.compile`."""
 
-    def __init__(self, args: argparse.Namespace, way: str, store: str) -> None:
-        self._device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    def __init__(self, args: argparse.Namespace, store: str) -> None:
+        self._args, self._store = args, store
+        self._device, self._dtype = torch.device(args.device), getattr(torch, args.dtype)
         torch.manual_seed(0)
-        budgets = {name: getattr(args, name) for name in ("device_memory", "host_memory")}
-        in_memory = way == IN_MEMORY
-        placed = nullcontext() if in_memory else zinf_fx.offloading(store=store, placement=way, **budgets)
-        with default_dtype(dtype), self._device, placed:
+        with default_dtype(self._dtype), self._device, self._placed():
             self.model, known = MODELS[args.model](args.context)
+        self._loss: Callable[..., Tensor] = self.model
         self._optimizer: torch.optim.Optimizer | None = None
-        if in_memory:
-            self._loss = torch.compile(self.model)
-            if args.optimizer != "none":
-                self._optimizer = adamw(self.model.parameters(), dtype, **OPTIONS)
-        else:
-            self._loss = torch.compile(self.model, backend="zinf", options={"activations": args.activations})
-            if args.optimizer != "none":
-                forms = {"state_dtype": args.state_dtype, "master_dtype": args.master_dtype}
-                given = {name: form for name, form in forms.items() if form is not None} | OPTIMIZERS[args.optimizer]
-                self._optimizer = zinf_fx.optim.AdamW(self.model.parameters(), **given, **OPTIONS)
+        self._prepare()
         torch.manual_seed(1)
         text = torch.randint(known, (args.batch, args.context + 1), device=self._device)
         self._batch = text[:, :-1], text[:, 1:]
+
+    def _placed(self) -> AbstractContextManager:
+        """For the block in which the model is made."""
+        return nullcontext()
+
+    def _prepare(self) -> None:
+        """What computes the loss, and the optimizer."""
+        self._loss = torch.compile(self.model)
+        if self._args.optimizer != "none":
+            self._optimizer = adamw(self.model.parameters(), self._dtype, **OPTIONS)
+
+    def _backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def _update(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.step()
+        self.model.zero_grad()
 
     def step(self) -> tuple[float, float, float, Tensor]:
         """Seconds of forward, backward and all; and the loss."""
@@ -123,26 +135,79 @@ class Training:
         loss = self._loss(*self._batch)
         finish(self._device)
         after_forward = time.perf_counter()
-        loss.backward()
+        self._backward(loss)
         finish(self._device)
         after_backward = time.perf_counter()
-        if self._optimizer is not None:
-            self._optimizer.step()
-        self.model.zero_grad()
+        self._update()
         finish(self._device)
         return after_forward - begin, after_backward - after_forward, time.perf_counter() - begin, loss.detach()
 
     def end(self) -> None:
-        if hasattr(self._optimizer, "finish"):
+        """Nothing is under way any more."""
+
+
+class Offloaded(Training):
+    """Through zinf, by a preset of a placement."""
+
+    def __init__(self, args: argparse.Namespace, store: str, placement: str) -> None:
+        self._placement = placement
+        super().__init__(args, store)
+
+    def _placed(self) -> AbstractContextManager:
+        budgets = {name: getattr(self._args, name) for name in ("device_memory", "host_memory")}
+        given = {} if self._placement == "device" else budgets
+        return zinf_fx.offloading(store=self._store, placement=self._placement, pack=self._args.pack, **given)
+
+    def _prepare(self) -> None:
+        args = self._args
+        self._loss = torch.compile(self.model, backend="zinf", options={"activations": args.activations})
+        if args.optimizer != "none":
+            forms = {"state_dtype": args.state_dtype, "master_dtype": args.master_dtype}
+            given = {name: form for name, form in forms.items() if form is not None} | OPTIMIZERS[args.optimizer]
+            self._optimizer = zinf_fx.optim.AdamW(self.model.parameters(), **given, **OPTIONS)
+
+    def end(self) -> None:
+        if self._optimizer is not None:
             self._optimizer.finish()
+
+
+class DeepSpeed(Training):
+    """Through DeepSpeed's ZeRO-3, with parameters and optimizer states in host memory."""
+
+    def _prepare(self) -> None:
+        import deepspeed
+
+        os.environ |= RANK
+        in_host = {"device": "cpu", "pin_memory": self._device.type == "cuda"}
+        told = {
+            "train_micro_batch_size_per_gpu": self._args.batch,
+            "bf16": {"enabled": self._dtype == torch.bfloat16},
+            "optimizer": {"type": "AdamW", "params": OPTIONS},
+            "zero_optimization": {"stage": 3, "offload_param": in_host, "offload_optimizer": in_host},
+        }
+        deepspeed.init_distributed(dist_backend="nccl" if self._device.type == "cuda" else "gloo")
+        self._loss, *_ = deepspeed.initialize(model=self.model, model_parameters=self.model.parameters(), config=told)
+
+    def _backward(self, loss: Tensor) -> None:
+        self._loss.backward(loss)
+
+    def _update(self) -> None:
+        self._loss.step()
+
+
+def training_in(way: str, args: argparse.Namespace, store: str) -> Training:
+    if way == IN_MEMORY:
+        return Training(args, store)
+    return DeepSpeed(args, store) if way == DEEPSPEED else Offloaded(args, store, way)
 
 
 def measured(args: argparse.Namespace, way: str, store: str, hardware: Hardware | None) -> Row:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    training = Training(args, way, store)
+    training = training_in(way, args, store)
     say(f"{way}: built")
-    with nullcontext() if way == IN_MEMORY else zinf_fx.record(training.model) as recording:
+    is_ours = isinstance(training, Offloaded)
+    with zinf_fx.record(training.model) if is_ours else nullcontext() as recording:
         *_, first, _ = training.step()
     say(f"{way}: first step {first:.1f} s")
     for _ in range(args.warmup):
@@ -150,11 +215,11 @@ def measured(args: argparse.Namespace, way: str, store: str, hardware: Hardware 
     *parts, losses = zip(*(training.step() for _ in range(args.steps)), strict=True)
     training.end()
     simulated = None
-    if hardware is not None and way != IN_MEMORY and args.optimizer != "in-backward":
+    if hardware is not None and is_ours and args.optimizer != "in-backward":
         plans = recording.plans
         simulated = simulate_plan(plans[0], hardware, overlap=args.optimizer == "overlap").seconds
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    count = sum(one.numel() for one in training.model.parameters())
+    count = sum(getattr(one, "ds_numel", one.numel()) for one in training.model.parameters())
     row = Row(way, count, first, *map(median, parts), peak, losses[-1].item(), simulated)
     say(f"{way}: forward {row.forward:.4f} s, backward {row.backward:.4f} s, step {row.step:.4f} s")
     return row
@@ -199,7 +264,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--context", type=int, default=512, help="tokens of a sequence")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     ways = [IN_MEMORY, "device", "zero-offload", "infinity-cpu", "infinity-nvme"]
-    known = [*ways, "host", "nvme"]
+    known = [*ways, "host", "nvme", DEEPSPEED]
     parser.add_argument("--ways", nargs="+", choices=known, default=ways, help="presets of a placement, and plain")
     parser.add_argument("--optimizer", choices=(*OPTIMIZERS, "none"), default="sync")
     parser.add_argument("--state-dtype", choices=("8bit",), help="of AdamW's moments")
@@ -209,6 +274,7 @@ def parser() -> argparse.ArgumentParser:
         "--device-memory", help="budget, as 60GiB: parameters stay there between steps where it has room"
     )
     parser.add_argument("--host-memory", help="budget, as 100GiB")
+    parser.add_argument("--pack", default="auto", help="bytes of what moves together at most, as 32MiB")
     parser.add_argument("--warmup", type=int, default=2, help="steps after the first one, before those that are timed")
     parser.add_argument("--steps", type=int, default=8, help="timed ones")
     parser.add_argument("--simulate", action=argparse.BooleanOptionalAction, default=True, help="predict steps, too")
@@ -224,6 +290,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check(options, args, "batch", "context", "steps")
     if args.device == "cuda" and not torch.cuda.is_available():
         options.error("there is no CUDA device; --device cpu tries the program with a tiny model")
+    if DEEPSPEED in args.ways and (args.optimizer == "none" or not installed()):
+        options.error("DeepSpeed has to be installed, and runs with an optimizer")
     args.ways.sort(key=lambda way: way != IN_MEMORY)
     torch.set_float32_matmul_precision("high")
     rows = []

@@ -194,8 +194,8 @@ class Config(RankOptions):
             tile per parameter fits it, as None: one tile per parameter. Where parameters are divided over ranks, shards
             consist of tiles, and the option is for where the model is offloaded.
         pack: bytes, or a text such as "16MiB", up to which small parameters of one kind move together, as one tile
-            (ZeRO, section 6.2: constant-size buffers); "auto": 4 MiB, or less where a budget is below 256 MiB. None:
-            each parameter moves by itself. Over ranks, one collective moves a pack.
+            (ZeRO, section 6.2: constant-size buffers); "auto": 4 MiB, or 32 MiB where they are copied to a GPU, and a
+            64th of a budget at most. None: each parameter moves by itself. Over ranks, one collective moves a pack.
         frozen_dtype: format in which frozen matrices are stored, moved and gathered: "int8" (one scale per row), "fp8"
             (e4m3, one scale per row), "fp8_block" (e4m3, one scale per 128 values), "nf4" (QLoRA, section 3: 4 bits,
             one scale per 64 values), or "mxfp4" (OCP Microscaling Formats: e2m1, one power of two per 32 values). The

@@ -133,8 +133,9 @@ def test_in_packs() -> None:
 
 
 def test_limits_and_starts() -> None:
-    assert pack_limit(Config(pack=None)) is None
-    assert pack_limit(Config(pack="1MiB")) == 1 << 20
-    assert pack_limit(Config(pack="auto")) == 4 << 20
-    assert pack_limit(Config(pack="auto", device_memory="64MiB", host_memory="1GiB")) == 1 << 20
+    for copied, largest in ((False, 4 << 20), (True, 32 << 20)):
+        assert pack_limit(Config(pack=None), copied=copied) is None
+        assert pack_limit(Config(pack="1MiB"), copied=copied) == 1 << 20
+        assert pack_limit(Config(pack="auto"), copied=copied) == largest
+        assert pack_limit(Config(pack="auto", device_memory="64MiB", host_memory="1GiB"), copied=copied) == 1 << 20
     assert starts_of([1, 2048, 2049], torch.bfloat16) == [0, 2048, 4096, 8192]

@@ -76,6 +76,34 @@ def test_predicted_peaks_are_the_measured_ones_and_training_is_that_of_plain_pyt
     assert stats.peak_device_arena_bytes == pytest.approx(plan.regions.device, rel=TOLERANCE), str(stats)
 
 
+@pytest.mark.parametrize("optimizer", [{"overlap": False}, {}, {"step_in_backward": True}])
+@pytest.mark.parametrize("placement", ["infinity-cpu", "infinity-nvme"])
+def test_what_stays_on_the_device_takes_over_what_the_optimizer_writes(
+    tmp_path: Path, placement: str, optimizer: dict[str, bool], device: LateDevice
+) -> None:
+    plain = Net(96)
+    model = zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, placement=placement, device_memory="64MiB")
+    call = torch.compile(model, backend="zinf")
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), fused=True)
+    own = zinf_fx.optim.AdamW(model.parameters(), **optimizer)
+    for step in range(4):
+        x = torch.randn(3, 96)
+        if step == 3:
+            own.finish()
+        uploads, read = device.uploads, zinf_fx.stats(model).bytes_read
+        loss, expected = call(x), plain(x)
+        moved = device.uploads - uploads, zinf_fx.stats(model).bytes_read - read
+        for one, stepped in ((loss, own), (expected, plain_optimizer)):
+            one.backward()
+            stepped.step()
+            stepped.zero_grad()
+        assert torch.equal(loss, expected)
+    assert moved == (0, 0)
+    own.finish()
+    for (name, parameter), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter.full_tensor(), expected), name
+
+
 @pytest.mark.parametrize("placement", ["infinity-cpu", "nvme"])
 def test_models_share_the_region_of_a_device(tmp_path: Path, placement: str) -> None:
     """What one holds there, the other finds taken, and lies elsewhere; it grows for the one that needs more."""

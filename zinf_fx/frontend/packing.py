@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from zinf_fx.config import Config
-from zinf_fx.plan.packs import in_packs, nbytes_in_pack, pack_limit, starts_of, state_moves
+from zinf_fx.plan.packs import has_own_memory, in_packs, nbytes_in_pack, pack_limit, starts_of, state_moves
 from zinf_fx.plan.sharding import Shards, shards_of
 from zinf_fx.runtime.gradients.accumulate import reserve_gradients
 from zinf_fx.runtime.ranks import Ranks
@@ -55,7 +55,8 @@ def _together(several: Iterable[Candidate[K]]) -> list[list[K]]:
     differ in the placement at most."""
     found, limit = [], None
     for one, config, dtype, device, shards, trained, kind in several:
-        limit = pack_limit(config) if config.partition != "owner" else None
+        copied = has_own_memory(device.type)
+        limit = pack_limit(config, copied=copied) if config.partition != "owner" else None
         if limit is not None and len(shards.segments) == 1 and state_moves(config.placement, device.type, trained):
             alike = (dtype, device, config.placement, trained, kind)
             found.append((one, alike, nbytes_in_pack(shards.numel, dtype, shards.padded)))

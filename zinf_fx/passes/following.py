@@ -42,7 +42,7 @@ def follow_training(
 def follow_inference(module: fx.GraphModule, context: GraphContext, plan: Plan) -> GraphContext:
     """Do what `plan_inference` did when it made `plan`. Raises: PlanError naming the first difference."""
     context = replace(context, tile_limit=plan.tile_limit)
-    steps = [*sizing(context.config, plan.tile_limit), *lowering(), FollowSchedule(plan, "inference")]
+    steps = [*sizing(module.graph, context.config, plan.tile_limit), *lowering(), FollowSchedule(plan, "inference")]
     context = run_passes(module.graph, context, steps)
     _check_followed(plan, [(module, context)])
     return context

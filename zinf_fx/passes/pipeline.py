@@ -101,7 +101,8 @@ def plan_inference(module: fx.GraphModule, context: GraphContext) -> GraphContex
     """Plan a graph that has no backward."""
 
     def plan(limit: int | None) -> GraphContext:
-        tiled = run_passes(module.graph, replace(context, tile_limit=limit), sizing(context.config, limit))
+        sizes = sizing(module.graph, context.config, limit)
+        tiled = run_passes(module.graph, replace(context, tile_limit=limit), sizes)
         scheduled, _ = _schedule(module, tiled)
         ((_, planned),) = _with_buffers([scheduled])
         return planned
@@ -130,9 +131,9 @@ def _tile_limits(context: GraphContext) -> list[int | None]:
     return [None, *(limit for limit in parts if limit >= PAGE)]
 
 
-def sizing(config: Config, limit: int | None) -> list[Pass]:
+def sizing(graph: fx.Graph, config: Config, limit: int | None) -> list[Pass]:
     """The passes that put together what is small, and divide what is larger than so many bytes."""
-    pack = pack_limit(config)
+    pack = pack_limit(config, copied=_copies(graph))
     packing = [] if pack is None else [PackParameters(pack if limit is None else min(pack, limit))]
     return packing if limit is None else [*packing, TileParameters(limit), TileCrossEntropy()]
 
@@ -174,7 +175,7 @@ def divided_training(
 
     What is saved, recomputed and leaves the device is as the pass `activations` says.
     """
-    context = run_passes(joint.graph, context, sizing(context.config, tile_limit))
+    context = run_passes(joint.graph, context, sizing(joint.graph, context.config, tile_limit))
     before = tagged(joint.graph)
     context = run_passes(joint.graph, context, [activations])
     choices = choices_in(joint.graph, before)
@@ -292,10 +293,15 @@ def run_passes(graph: fx.Graph, context: GraphContext, passes: Sequence[Pass]) -
     return context
 
 
+def _copies(graph: fx.Graph) -> bool:
+    """Whether a graph computes with tiles in memory of a device's own."""
+    return any(has_own_memory(node.args[3].type) for node in nodes_calling(graph, ops.gather, ops.wait))
+
+
 def schedule_of(graph: fx.Graph, context: GraphContext) -> GraphSchedule:
     """The schedule of a planned graph: its events are those that the graph's nodes carry."""
     events = tuple(map(event_of, events_in(graph)))
-    separate = any(has_own_memory(node.args[3].type) for node in nodes_calling(graph, ops.wait))
+    separate = _copies(graph)
     compute, fused, values = computing(graph), context.config.compute == "inductor", values_by_operator(graph)
     operators = []
     for number in range(1 + max((*compute, *(event.operator for event in events)), default=0)):

@@ -73,12 +73,26 @@ def new_gradient(parameter: StoredTensor, dtype: torch.dtype, *, reduced: bool) 
 
 def _new_stored(parameter: StoredTensor, dtype: torch.dtype, *, reduced: bool) -> StoredTensor:
     storage = parameter.storage
+    if storage.share.ranks.size == 1 and storage.placement.gradients == "host":
+        return _lent_gradient(parameter, dtype)
     if reduced or storage.share.ranks.size == 1:
         space = _free_space(storage, dtype) or storage.for_gradient(dtype)
     else:
         space = storage.for_gradient(dtype, partitioned=False)
         space.share.unreduced = True
     return StoredTensor.of(space, parameter.shape, parameter.device)
+
+
+def _lent_gradient(parameter: StoredTensor, dtype: torch.dtype) -> StoredTensor:
+    """As `_new_stored`, where the last gradient was, if that is free."""
+    storage = parameter.storage
+    lent = _LENT.get(storage)
+    if lent is None or not lent.is_free_again(dtype):
+        lent = _LENT[storage] = _Lent([storage.for_gradient(dtype)])
+    lease = lent.lend()
+    gradient = StoredTensor.of(lent.spaces[0], parameter.shape, parameter.device)
+    del lease  # which the gradient holds, and what is made of it
+    return gradient
 
 
 def _unreduced(parameter: StoredTensor) -> StoredTensor | None:
@@ -212,7 +226,7 @@ def accumulate_side_by_side(
         raise
     window.store()
     if new:
-        lease = beside.lend()
+        lease = beside.lent and beside.lent.lend()
         for parameter, space in zip(parameters, spaces, strict=True):
             parameter.grad = StoredTensor.of(space, parameter.shape, parameter.device)
         del lease  # which the gradients hold, and what is made of them
@@ -223,12 +237,41 @@ class _Lease:
     """What all gradients have that live side by side in host memory: it goes back when nobody has any of them."""
 
 
+class _Lent:
+    """Space for gradients in host memory, used again from step to step: the memory goes back when nobody has any of
+    them.
+
+    Attributes:
+        spaces: those of gradients that live in one home.
+    """
+
+    def __init__(self, spaces: Sequence[TensorStorage]) -> None:
+        self.spaces = spaces
+        self._home, self._dtype = spaces[0].bytes.home, spaces[0].dtype
+        self._lease: weakref.ref[_Lease] | None = None
+
+    def lend(self) -> _Lease:
+        """For new gradients, what is to end with them."""
+        lease = _Lease()
+        self._home.is_lent = True
+        self._home.vacate_with(lease)
+        self._lease = weakref.ref(lease)
+        for space in self.spaces:
+            space.lease = self._lease
+        return lease
+
+    def is_free_again(self, dtype: torch.dtype) -> bool:
+        """Whether the memory that the last gradients had, of this dtype, is there for new ones; takes it, then."""
+        gone = self._lease is not None and self._lease() is None
+        return gone and self._dtype == dtype and self._home.occupy()
+
+
 class _Beside:
     """The gradients of a pack that live side by side, in the order in which their parameters were made.
 
     Attributes:
-        spaces: of each, where they are used again.
         together: all of them; `nbytes` without what lies between them, and cut by `cut`.
+        lent: where they are used again, if that is in host memory.
     """
 
     def __init__(
@@ -240,28 +283,10 @@ class _Beside:
     ) -> None:
         self.together = together
         lends = together.tier == "host" and all(space.share.ranks.size == 1 for space in spaces)
-        self.spaces = spaces if lends else ()
-        self._lease: weakref.ref[_Lease] | None = None
+        self.lent = _Lent(spaces) if lends else None
         self.nbytes = sum(gradient.nbytes for gradient in gradients)
         parts = [slice(start, start + one.numel()) for start, one in zip(starts, gradients, strict=False)]
         self.cut = Cut(parts, [gradient.shape for gradient in gradients])
-
-    def lend(self) -> _Lease | None:
-        """For new gradients in host memory, what is to end with them."""
-        if not self.spaces:
-            return None
-        lease = _Lease()
-        self.together.home.is_lent = True
-        self.together.home.vacate_with(lease)
-        self._lease = weakref.ref(lease)
-        for space in self.spaces:
-            space.lease = self._lease
-        return lease
-
-    def is_free_again(self, dtype: torch.dtype) -> bool:
-        """Whether the memory that the last gradients had, of this dtype, is there for new ones; takes it, then."""
-        gone = self._lease is not None and self._lease() is None
-        return gone and self.together.dtype == dtype and self.together.home.occupy()
 
 
 def _new_spaces(pack: Pack, dtype: torch.dtype) -> Sequence[TensorStorage | None]:
@@ -270,8 +295,9 @@ def _new_spaces(pack: Pack, dtype: torch.dtype) -> Sequence[TensorStorage | None
     if storages[0].placement.gradients == "nvme":
         return [_free_space(storage, dtype) for storage in storages]
     known = _BESIDE.get(pack)
-    if known is not None and known[1].is_free_again(dtype):
-        return known[1].spaces
+    lent = known and known[1].lent
+    if lent is not None and lent.is_free_again(dtype):
+        return lent.spaces
     made = TensorStorage.gradients_side_by_side([storages[number] for number in pack.order], dtype)
     return [space for _, space in sorted(zip(pack.order, made, strict=True), key=itemgetter(0))]
 
@@ -287,13 +313,17 @@ def _beside(pack: Pack, spaces: Sequence[TensorStorage], gradients: Sequence[tor
     if not all(one.follows(held[0], start) for one, start in zip(held, starts, strict=False)):
         return None
     beside = _Beside(spaces, side_by_side(held), starts, gradients)
-    if beside.spaces or beside.together.tier == "nvme":  # other memory goes with the gradients
+    if beside.lent is not None or beside.together.tier == "nvme":  # other memory goes with the gradients
         _BESIDE[pack] = keys, beside
     return beside
 
 
 _BESIDE: weakref.WeakKeyDictionary[Pack, tuple[tuple[int, ...], _Beside]] = weakref.WeakKeyDictionary()
 """By pack, the space of its gradients that was used last, and the keys of what is in it."""
+
+
+_LENT: weakref.WeakKeyDictionary[TensorStorage, _Lent] = weakref.WeakKeyDictionary()
+"""By a parameter's storage, the space of its gradient that was used last."""
 
 
 def _are_all_held(storage: TensorStorage, gradients: Sequence[torch.Tensor | ReducedMember]) -> bool:

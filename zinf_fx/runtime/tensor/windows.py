@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from enum import Enum
 from typing import ClassVar, Protocol
@@ -10,6 +12,7 @@ import torch
 
 from zinf_fx.errors import StoreError
 from zinf_fx.interrupts import sealed
+from zinf_fx.runtime.disk.store import JoinedTicket
 from zinf_fx.runtime.lifecycle import Lifecycle
 from zinf_fx.runtime.memory.device import Device, Upload
 from zinf_fx.runtime.memory.device_arena import DeviceArena
@@ -26,16 +29,32 @@ def forget_what_is_done(under: Under) -> None:
             under.remove(one)
 
 
+class Follower(Protocol):
+    """A window for reading that stays in memory, and takes over what is written to where its elements live.
+
+    Attributes:
+        version: of what lives there, which it has; None: an unknown one, after a write that failed.
+        is_over: whether it was closed.
+    """
+
+    version: int | None
+    is_over: bool
+
+    def take_over(self, start: int, written: torch.Tensor) -> Ticket | None:
+        """Have the elements from `start` of the home on that are about to be written. Returns what still reads them, if
+        anything."""
+
+
 class Shared(Protocol):
     """Where elements live, of one stored tensor or of several."""
 
     reads: Under
     version: int
 
-    def follow(self, window: Window) -> None:
+    def follow(self, window: Follower) -> None:
         """From now on, every write to the store changes a window for reading too."""
 
-    def present_followers(self) -> list[Window]:
+    def present_followers(self) -> list[Follower]:
         """The windows that follow, and have had every write so far."""
 
     def await_reads(self, elements: range) -> None:
@@ -117,11 +136,22 @@ class Window(_Lifecycle):
         return self
 
     def follow(self, storage: Owner) -> None:
-        """From now on, take over what is written to the store."""
-        storage.home.follow(self)
+        """From now on, take over what is written to the store: nothing to do where the elements live."""
+        if self._buffer is not None:
+            storage.home.follow(self)
+
+    def take_over(self, start: int, written: torch.Tensor) -> None:
+        """As a `Follower`."""
+        self.arrived()
+        _common(self._start, self._memory, start, written).copy_(_common(start, written, self._start, self._memory))
 
     def upload(self, offset: int | None = None) -> None:
         """Nothing to copy."""
+
+    @property
+    def first(self) -> int:
+        """The first of the elements asked for, in the home."""
+        return self._start + (self._meant.start or 0)
 
     @property
     def is_current(self) -> bool:
@@ -166,31 +196,34 @@ class Window(_Lifecycle):
         if after is not None and after.done():
             after = None
         self.arrived()
-        followers = self._lead() if self._buffer is not None else []
+        followers = self._storage.home.present_followers()
+        readers = self._lead(followers, after)
         self.become(STORED)
         if self._buffer is None:
             if after is not None:
                 self._storage.home.changed_by(self._elements, after)
+            for reader in readers:
+                self.read_by(reader)
         elif self._elements:
-            self._storage.write_back(self._start, self._memory, self._buffer, after)
+            before = readers if after is None else [after, *readers]
+            self._storage.write_back(self._start, self._memory, self._buffer, JoinedTicket(before) if before else None)
         else:
             self._buffer.release()
         self._storage.written()
         for follower in followers:
             follower.version = self._storage.home.version
 
-    def _lead(self) -> list[Window]:
-        """Copy what is about to be written to the followers that have had every write so far; returns them."""
-        followers = self._storage.home.present_followers()
+    def _lead(self, followers: Sequence[Follower], after: Ticket | None) -> list[Ticket]:
+        """Let followers take over what is about to be written, once `after` is done. Returns what still reads it."""
+        if followers and after is not None:
+            after.wait()
+        readers = []
         for follower in followers:
-            follower.wait()
             follower.version = None
-            first = max(self._start, follower._start)
-            end = min(self._elements.stop, follower._elements.stop)
-            if first < end:
-                theirs = follower._memory[first - follower._start : end - follower._start]
-                theirs.copy_(self._memory[first - self._start : end - self._start])
-        return followers
+            reader = follower.take_over(self._start, self._memory)
+            if reader is not None:
+                readers.append(reader)
+        return readers
 
     @sealed
     def close(self) -> None:
@@ -224,6 +257,8 @@ class DeviceWindow(_Lifecycle):
         self._host, self._device, self._arena = host, device, arena
         self._count, self._dtype, self._load = count, dtype, load
         self._read_only = False
+        self._first = host.first  # of the elements, in the home
+        self._taken_over: deque[Upload] = deque()  # what nobody has waited for yet
         self._buffer: Buffer | None = None  # of the arena, if that has a place for them
 
     def read_only(self) -> DeviceWindow:
@@ -234,8 +269,12 @@ class DeviceWindow(_Lifecycle):
 
     @property
     def version(self) -> int | None:
-        """Of the storage's bytes, when they were read."""
+        """Of the storage's bytes, when they were read or, for a follower, written; None after a failed write."""
         return self._host.version
+
+    @version.setter
+    def version(self, version: int | None) -> None:
+        self._host.version = version
 
     @property
     def is_current(self) -> bool:
@@ -248,7 +287,19 @@ class DeviceWindow(_Lifecycle):
         return self._host.ready
 
     def follow(self, storage: Owner) -> None:
-        """Nothing: what is written makes this version old, so that it is read again."""
+        """From now on, take over what is written to the store, or where the elements live in host memory."""
+        storage.home.follow(self)
+
+    def take_over(self, start: int, written: torch.Tensor) -> Ticket | None:
+        """As a `Follower`. What is computed from now on is computed with the new elements once it has waited."""
+        value = self.wait()
+        new = _common(start, written, self._first, value)
+        if not new.numel():
+            return None
+        copy = self._device.upload(_common(self._first, value, start, written))
+        copy.start(new)
+        self._taken_over.append(copy)
+        return copy
 
     def upload(self, offset: int | None = None) -> None:
         """Take device memory, and start the copy to it: now or, if the elements are not in host memory yet, in `wait`.
@@ -271,6 +322,8 @@ class DeviceWindow(_Lifecycle):
         assert self.state is OPEN, f"a window was used that is {self.state.value}"
         if self._load:
             self._copy.join()
+        while self._taken_over:
+            self._taken_over.popleft().join()
         return self._copy.value
 
     def arrived(self) -> None:
@@ -291,6 +344,8 @@ class DeviceWindow(_Lifecycle):
         if self.is_over:
             return
         if self.state is not READING:
+            while self._taken_over:
+                self._taken_over.popleft().drop()
             self._copy.drop()
         self.become(CLOSED)
         if self._buffer is not None:
@@ -311,3 +366,9 @@ class DeviceWindow(_Lifecycle):
         self._host.read_by(self._copy)
         if self._read_only:
             self._host.close()
+
+
+def _common(first: int, memory: torch.Tensor, start: int, other: torch.Tensor) -> torch.Tensor:
+    """Of `memory`, which has the elements from `first` on, those that `other`, from `start` on, has too."""
+    begin, end = max(first, start), min(first + memory.numel(), start + other.numel())
+    return memory[begin - first : max(begin, end) - first]
