@@ -120,6 +120,6 @@ def test_windows_follow_while_a_step_in_a_thread_looks_who_does(storage: TensorS
     looking.start()
     for _ in range(2000):
         windows.append(Window(storage.bytes, 0, torch.empty(0), None, None).read_only())
-        windows[-1].follow(storage.bytes)
+        home.follow(windows[-1])
     looking.join()
     assert not failures and set(home.present_followers()) == set(windows)
