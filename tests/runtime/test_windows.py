@@ -18,7 +18,7 @@ from zinf_fx.runtime.execute.staging import StagedTile
 from zinf_fx.runtime.memory.device import CPU
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.tiers import Tiers
-from zinf_fx.runtime.tensor.windows import WindowState
+from zinf_fx.runtime.tensor.windows import Follower, WindowState
 
 COUNT = 8192
 
@@ -71,6 +71,27 @@ def test_what_others_could_not_be_given_is_not_stored_and_comes_back(storage: Te
     window.close()
     assert storage.tiers.host.in_use == held
     follower.close()
+
+
+def test_a_follower_may_be_closed_when_a_write_has_found_it(
+    storage: TensorStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the training thread, while the optimizer writes in another one: the memory is somebody else's then."""
+    follower = storage.settled().window().read_only()
+    follower.follow(storage.bytes)
+    memory, find = follower.wait(), storage.bytes.home.present_followers
+
+    def find_and_close() -> list[Follower]:
+        found = find()
+        assert found == [follower]
+        follower.close()
+        return found
+
+    monkeypatch.setattr(storage.bytes.home, "present_followers", find_and_close)
+    window = storage.settled().window(load=False)
+    window.wait().fill_(1.0)
+    window.store()
+    assert torch.equal(memory, torch.zeros(COUNT)) and torch.equal(storage.value(), torch.ones(COUNT))
 
 
 def test_a_tile_is_freed_once(storage: TensorStorage) -> None:

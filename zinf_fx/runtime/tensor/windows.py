@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import Enum
+from threading import RLock
 from typing import ClassVar, Protocol
 
 import torch
@@ -127,6 +128,7 @@ class Window(_Lifecycle):
         self._memory, self._buffer, self._ticket = memory, buffer, ticket
         self._meant = meant
         self._reader: Ticket | None = None
+        self._closing = RLock()  # held while a follower takes over elements, too
         self.version: int | None = storage.home.version
         """Of what lives there, when they were read or, for a follower, written; None after a failed write."""
 
@@ -142,8 +144,11 @@ class Window(_Lifecycle):
 
     def take_over(self, start: int, written: torch.Tensor) -> None:
         """As a `Follower`."""
-        self.arrived()
-        _common(self._start, self._memory, start, written).copy_(_common(start, written, self._start, self._memory))
+        with self._closing:
+            if not self.is_over:
+                self.arrived()
+                mine = _common(self._start, self._memory, start, written)
+                mine.copy_(_common(start, written, self._start, self._memory))
 
     def upload(self, offset: int | None = None) -> None:
         """Nothing to copy."""
@@ -202,8 +207,6 @@ class Window(_Lifecycle):
         if self._buffer is None:
             if after is not None:
                 self._storage.home.changed_by(self._elements, after)
-            for reader in readers:
-                self.read_by(reader)
         elif self._elements:
             before = readers if after is None else [after, *readers]
             self._storage.write_back(self._start, self._memory, self._buffer, JoinedTicket(before) if before else None)
@@ -222,16 +225,18 @@ class Window(_Lifecycle):
             follower.version = None
             reader = follower.take_over(self._start, self._memory)
             if reader is not None:
+                self.read_by(reader)
                 readers.append(reader)
         return readers
 
     @sealed
     def close(self) -> None:
         """Give the memory back without writing. A read under way is waited for: its buffer is not free before."""
-        if self.is_over:
-            return
-        was_read = self.state is not READING
-        self.become(CLOSED)
+        with self._closing:
+            if self.is_over:
+                return
+            was_read = self.state is not READING
+            self.become(CLOSED)
         if not was_read:
             try:
                 self._ticket.wait()
@@ -259,6 +264,7 @@ class DeviceWindow(_Lifecycle):
         self._read_only = False
         self._first = host.first  # of the elements, in the home
         self._taken_over: deque[Upload] = deque()  # what nobody has waited for yet
+        self._closing = RLock()  # held while it takes over elements, too
         self._buffer: Buffer | None = None  # of the arena, if that has a place for them
 
     def read_only(self) -> DeviceWindow:
@@ -292,14 +298,17 @@ class DeviceWindow(_Lifecycle):
 
     def take_over(self, start: int, written: torch.Tensor) -> Ticket | None:
         """As a `Follower`. What is computed from now on is computed with the new elements once it has waited."""
-        value = self.wait()
-        new = _common(start, written, self._first, value)
-        if not new.numel():
-            return None
-        copy = self._device.upload(_common(self._first, value, start, written))
-        copy.start(new)
-        self._taken_over.append(copy)
-        return copy
+        with self._closing:
+            if self.is_over:
+                return None
+            value = self.wait()
+            new = _common(start, written, self._first, value)
+            if not new.numel():
+                return None
+            copy = self._device.upload(_common(self._first, value, start, written))
+            copy.start(new)
+            self._taken_over.append(copy)
+            return copy
 
     def upload(self, offset: int | None = None) -> None:
         """Take device memory, and start the copy to it: now or, if the elements are not in host memory yet, in `wait`.
@@ -341,13 +350,14 @@ class DeviceWindow(_Lifecycle):
     @sealed
     def close(self) -> None:
         """Give the memory back without writing."""
-        if self.is_over:
-            return
-        if self.state is not READING:
-            while self._taken_over:
-                self._taken_over.popleft().drop()
-            self._copy.drop()
-        self.become(CLOSED)
+        with self._closing:
+            if self.is_over:
+                return
+            if self.state is not READING:
+                while self._taken_over:
+                    self._taken_over.popleft().drop()
+                self._copy.drop()
+            self.become(CLOSED)
         if self._buffer is not None:
             self._buffer.release()  # after the drop, which the next copy to this place is to follow
         self._host.close()
