@@ -22,7 +22,7 @@ from zinf_fx.runtime.memory.device import Device
 from zinf_fx.runtime.memory.leases import Buffer, Ticket
 from zinf_fx.runtime.remains import when_gone
 from zinf_fx.runtime.tensor.tiers import Tiers
-from zinf_fx.runtime.tensor.windows import Under, Window, forget_what_is_done
+from zinf_fx.runtime.tensor.windows import Follower, Under, forget_what_is_done, overlap
 from zinf_fx.runtime.tensor.write_queue import DelayedWrite
 from zinf_fx.sizes import PAGE
 
@@ -61,7 +61,7 @@ class Home:
         """
         self.tiers, self.tier, self.device = tiers, tier, device
         self.count, self.dtype = count, dtype
-        self._followers: weakref.WeakSet[Window] = weakref.WeakSet()
+        self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
         self.version = 0
         self.is_lent = False
         self._is_sealed = False
@@ -128,12 +128,12 @@ class Home:
             first = memory.storage_offset() + elements.start
             return part.set_(memory.untyped_storage(), first, (len(elements),))
 
-    def follow(self, window: Window) -> None:
+    def follow(self, window: Follower) -> None:
         """A window for reading stays in memory: from now on, every write to the store changes it too."""
         with self._order:
             self._followers.add(window)
 
-    def present_followers(self) -> list[Window]:
+    def present_followers(self) -> list[Follower]:
         """The windows that follow, and have had every write so far."""
         with self._order:
             return [window for window in self._followers if not window.is_over and window.version == self.version]
@@ -209,7 +209,7 @@ class Home:
 
     def before_change(self, elements: range) -> list[Ticket]:
         """What has to end before the elements are changed where they live."""
-        return [one[1] for one in (*self._writes, *self.reads) if _overlap(one[0], elements)]
+        return [one[1] for one in (*self._writes, *self.reads) if overlap(one[0], elements)]
 
     def changed_by(self, elements: range, writer: Ticket) -> None:
         """Something changes the elements where they live, behind all that `before_change` gave, until it is done."""
@@ -219,7 +219,7 @@ class Home:
     def await_reads(self, elements: range) -> None:
         """Wait until neither the disk nor the device reads what is to change. A failed read concerns only who asked for
         the values."""
-        _await(ticket for read, ticket in list(self.reads) if _overlap(read, elements))
+        _await(ticket for read, ticket in list(self.reads) if overlap(read, elements))
 
     def settle(self, elements: range) -> None:
         """The store promises no order: what touches `elements` follows the writes to them that are under way.
@@ -227,7 +227,7 @@ class Home:
         Raises: StoreError when one failed: its elements are lost.
         """
         for one in list(self._writes):
-            mine = _overlap(one.elements, elements)
+            mine = overlap(one.elements, elements)
             if mine or one.ticket.done():
                 try:
                     one.ticket.wait()
@@ -262,10 +262,6 @@ class _Leased:
         if buffer is not None:
             self.buffer, self._is_there = buffer, True
         return buffer is not None
-
-
-def _overlap(one: range, other: range) -> bool:
-    return one.start < other.stop and other.start < one.stop
 
 
 def _contains(one: range, other: range) -> bool:

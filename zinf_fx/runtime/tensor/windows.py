@@ -30,16 +30,26 @@ def forget_what_is_done(under: Under) -> None:
             under.remove(one)
 
 
+def overlap(one: range, other: range) -> bool:
+    return one.start < other.stop and other.start < one.stop
+
+
 class Follower(Protocol):
     """A window for reading that stays in memory, and takes over what is written to where its elements live.
 
     Attributes:
         version: of what lives there, which it has; None: an unknown one, after a write that failed.
-        is_over: whether it was closed.
+        elements: which it has of the home.
     """
 
     version: int | None
-    is_over: bool
+
+    @property
+    def elements(self) -> range: ...
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was closed."""
 
     def take_over(self, start: int, written: torch.Tensor) -> Ticket | None:
         """Have the elements from `start` of the home on that are about to be written. Returns what still reads them, if
@@ -159,6 +169,11 @@ class Window(_Lifecycle):
         return self._start + (self._meant.start or 0)
 
     @property
+    def elements(self) -> range:
+        """Those of the home that are here: whole blocks."""
+        return self._elements
+
+    @property
     def is_current(self) -> bool:
         """Whether nothing was written to where they live since they were read."""
         return self._buffer is None or self.version == self._storage.home.version
@@ -218,11 +233,13 @@ class Window(_Lifecycle):
 
     def _lead(self, followers: Sequence[Follower], after: Ticket | None) -> list[Ticket]:
         """Let followers take over what is about to be written, once `after` is done. Returns what still reads it."""
-        if followers and after is not None:
+        concerned = [one for one in followers if overlap(one.elements, self._elements)]
+        if concerned and after is not None:
             after.wait()
-        readers = []
-        for follower in followers:
+        for follower in concerned:
             follower.version = None
+        readers = []
+        for follower in concerned:
             reader = follower.take_over(self._start, self._memory)
             if reader is not None:
                 self.read_by(reader)
@@ -296,6 +313,11 @@ class DeviceWindow(_Lifecycle):
         """From now on, take over what is written to the store, or where the elements live in host memory."""
         storage.home.follow(self)
 
+    @property
+    def elements(self) -> range:
+        """Those of the home that are here."""
+        return range(self._first, self._first + self._count)
+
     def take_over(self, start: int, written: torch.Tensor) -> Ticket | None:
         """As a `Follower`. What is computed from now on is computed with the new elements once it has waited."""
         with self._closing:
@@ -303,8 +325,6 @@ class DeviceWindow(_Lifecycle):
                 return None
             value = self.wait()
             new = _common(start, written, self._first, value)
-            if not new.numel():
-                return None
             copy = self._device.upload(_common(self._first, value, start, written))
             copy.start(new)
             self._taken_over.append(copy)
@@ -326,14 +346,17 @@ class DeviceWindow(_Lifecycle):
     def wait(self) -> torch.Tensor:
         """The elements, 1-D, for what the device computes from now on; valid until `store` or `close`."""
         self.upload()
-        if self.state is PLACED:
-            self._start()
-        assert self.state is OPEN, f"a window was used that is {self.state.value}"
-        if self._load:
-            self._copy.join()
-        while self._taken_over:
-            self._taken_over.popleft().join()
-        return self._copy.value
+        with self._closing:
+            if self.state is PLACED:
+                self._start()
+            assert self.state is OPEN, f"a window was used that is {self.state.value}"
+            if self._load:
+                self._copy.join()
+            while self._taken_over:
+                copy = self._taken_over.popleft()
+                copy.join()
+                copy.drop()
+            return self._copy.value
 
     def arrived(self) -> None:
         """Wait until the elements are in host memory."""
