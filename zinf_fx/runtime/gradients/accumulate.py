@@ -226,7 +226,7 @@ def accumulate_side_by_side(
         raise
     window.store()
     if new:
-        lease = beside.lent and beside.lent.lend()
+        lease = None if beside.lent is None else beside.lent.lend()
         for parameter, space in zip(parameters, spaces, strict=True):
             parameter.grad = StoredTensor.of(space, parameter.shape, parameter.device)
         del lease  # which the gradients hold, and what is made of them
@@ -295,7 +295,7 @@ def _new_spaces(pack: Pack, dtype: torch.dtype) -> Sequence[TensorStorage | None
     if storages[0].placement.gradients == "nvme":
         return [_free_space(storage, dtype) for storage in storages]
     known = _BESIDE.get(pack)
-    lent = known and known[1].lent
+    lent = None if known is None else known[1].lent
     if lent is not None and lent.is_free_again(dtype):
         return lent.spaces
     made = TensorStorage.gradients_side_by_side([storages[number] for number in pack.order], dtype)

@@ -39,13 +39,13 @@ class Follower(Protocol):
 
     Attributes:
         version: of what lives there, which it has; None: an unknown one, after a write that failed.
-        elements: which it has of the home.
     """
 
     version: int | None
 
     @property
-    def elements(self) -> range: ...
+    def elements(self) -> range:
+        """Which it has of the home."""
 
     @property
     def is_over(self) -> bool:
@@ -157,8 +157,8 @@ class Window(_Lifecycle):
         with self._closing:
             if not self.is_over:
                 self.arrived()
-                mine = _common(self._start, self._memory, start, written)
-                mine.copy_(_common(start, written, self._start, self._memory))
+                common = _common(self._elements, range(start, start + written.numel()))
+                _part(self._memory, self._start, common).copy_(_part(written, start, common))
 
     def upload(self, offset: int | None = None) -> None:
         """Nothing to copy."""
@@ -217,7 +217,7 @@ class Window(_Lifecycle):
             after = None
         self.arrived()
         followers = self._storage.home.present_followers()
-        readers = self._lead(followers, after)
+        readers = self._hand_over(followers, after)
         self.become(STORED)
         if self._buffer is None:
             if after is not None:
@@ -231,7 +231,7 @@ class Window(_Lifecycle):
         for follower in followers:
             follower.version = self._storage.home.version
 
-    def _lead(self, followers: Sequence[Follower], after: Ticket | None) -> list[Ticket]:
+    def _hand_over(self, followers: Sequence[Follower], after: Ticket | None) -> list[Ticket]:
         """Let followers take over what is about to be written, once `after` is done. Returns what still reads it."""
         concerned = [one for one in followers if overlap(one.elements, self._elements)]
         if concerned and after is not None:
@@ -324,9 +324,9 @@ class DeviceWindow(_Lifecycle):
             if self.is_over:
                 return None
             value = self.wait()
-            new = _common(start, written, self._first, value)
-            copy = self._device.upload(_common(self._first, value, start, written))
-            copy.start(new)
+            common = _common(self.elements, range(start, start + written.numel()))
+            copy = self._device.upload(_part(value, self._first, common))
+            copy.start(_part(written, start, common))
             self._taken_over.append(copy)
             return copy
 
@@ -345,8 +345,8 @@ class DeviceWindow(_Lifecycle):
 
     def wait(self) -> torch.Tensor:
         """The elements, 1-D, for what the device computes from now on; valid until `store` or `close`."""
-        self.upload()
         with self._closing:
+            self.upload()
             if self.state is PLACED:
                 self._start()
             assert self.state is OPEN, f"a window was used that is {self.state.value}"
@@ -401,7 +401,10 @@ class DeviceWindow(_Lifecycle):
             self._host.close()
 
 
-def _common(first: int, memory: torch.Tensor, start: int, other: torch.Tensor) -> torch.Tensor:
-    """Of `memory`, which has the elements from `first` on, those that `other`, from `start` on, has too."""
-    begin, end = max(first, start), min(first + memory.numel(), start + other.numel())
-    return memory[begin - first : max(begin, end) - first]
+def _common(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def _part(memory: torch.Tensor, first: int, elements: range) -> torch.Tensor:
+    """Some elements of `memory`, which has those from `first` on."""
+    return memory[elements.start - first : elements.stop - first]
