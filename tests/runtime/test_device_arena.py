@@ -17,11 +17,12 @@ from planned_shapes import SHAPES
 from twins import Net, assert_same_gradients
 
 import zinf_fx
-from zinf_fx.errors import StoreError
+from zinf_fx.errors import StoredTensorError, StoreError
 from zinf_fx.runtime.execute.executor import EXECUTOR
 from zinf_fx.runtime.memory.counters import Counters
 from zinf_fx.runtime.memory.device_arena import DeviceArena
 from zinf_fx.runtime.memory.leases import PAGE
+from zinf_fx.runtime.tensor.storage import TensorStorage
 
 TOLERANCE = 0.05
 
@@ -102,6 +103,31 @@ def test_what_stays_on_the_device_takes_over_what_the_optimizer_writes(
     own.finish()
     for (name, parameter), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(parameter.full_tensor(), expected), name
+
+
+@pytest.mark.parametrize("pack", ["auto", None])
+def test_a_gradient_has_its_place_again_and_its_token_stands_for_nothing_meanwhile(
+    tmp_path: Path, pack: str | None
+) -> None:
+    plain = Net(32)
+    model = zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, placement="infinity-cpu", pack=pack)
+    call = torch.compile(model, backend="zinf")
+    spaces = []
+    for _ in range(2):
+        x = torch.randn(3, 32)
+        for each in (call, plain):
+            each(x).backward()
+        gradient = model.scale.grad
+        assert torch.equal(gradient.full_tensor(), plain.scale.grad)
+        token = gradient.token.clone()
+        spaces.append(TensorStorage.of_token(token))
+        del gradient
+        for each in (model, plain):
+            each.zero_grad()
+        gc.collect()
+        with pytest.raises(StoredTensorError, match="stands for no living stored tensor"):
+            TensorStorage.of_token(token)
+    assert spaces[0] is spaces[1]
 
 
 @pytest.mark.parametrize("placement", ["infinity-cpu", "nvme"])

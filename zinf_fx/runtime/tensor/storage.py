@@ -120,10 +120,9 @@ class TensorStorage:
         """The storage that a token stands for: a storage's own, or any copy."""
         owner = token.__dict__.get("owner")
         storage = None if owner is None else owner()
-        if storage is not None and storage.token is token:
-            return storage
-        storage = cls._by_key.get(int(token))
-        if storage is None:
+        if storage is None or storage.token is not token:
+            storage = cls._by_key.get(int(token))
+        if storage is None or (storage.lease is not None and storage.lease() is None):  # whose memory went back
             raise StoredTensorError(
                 f"token {int(token)} stands for no living stored tensor of this process: where a saved-tensor hook "
                 "copies tensors (save_on_cpu(pin_memory=True) does), use activations='keep'"

@@ -133,7 +133,8 @@ class StoredTensor(Checkpointable, torch.Tensor):
     def storage(self) -> TensorStorage:
         """The storage behind this tensor. Raises: StoredTensorError inside a captured graph, where there is none."""
         if self._storage is None:
-            self._storage = TensorStorage.of_token(self.token)
+            self._storage = storage = TensorStorage.of_token(self.token)
+            self._lease = storage.lease and storage.lease()
         return self._storage
 
     def full_tensor(self) -> torch.Tensor:
