@@ -6,8 +6,8 @@
         --state-dtype 8bit --master-dtype split
 
 The ways take turns in one process, where each is built when the one before it is gone, and plain `torch.compile` comes
-first. DeepSpeed, where it is installed, is its ZeRO-3 with parameters and optimizer states in host memory, as it runs
-by default: without `torch.compile`. Budgets are for placements from which something moves. Forward and backward are
+first. DeepSpeed, where it is installed, comes last: its ZeRO-3 with parameters and optimizer states in host memory, as
+it runs by default, without `torch.compile` and with an optimizer of its own, whatever `--optimizer` says. Budgets are for placements from which something moves. Forward and backward are
 waited for apart. With `--optimizer sync`, a step of the optimizer ends before the next forward begins, so that forward
 and backward are what those take alone; with `overlap`, zinf's default, and `in-backward`, only whole steps can be
 compared; with `none`, gradients are dropped, for models whose states of AdamW don't fit beside them. TFLOP/s are
@@ -292,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.error("there is no CUDA device; --device cpu tries the program with a tiny model")
     if DEEPSPEED in args.ways and (args.optimizer == "none" or not installed()):
         options.error("DeepSpeed has to be installed, and runs with an optimizer")
-    args.ways.sort(key=lambda way: way != IN_MEMORY)
+    args.ways.sort(key=lambda way: (way != IN_MEMORY, way == DEEPSPEED))  # whose process group stays
     torch.set_float32_matmul_precision("high")
     rows = []
     with tempfile.TemporaryDirectory(prefix="gpu-") as directory:
