@@ -7,12 +7,13 @@
 
 The ways take turns in one process, where each is built when the one before it is gone, and plain `torch.compile` comes
 first. DeepSpeed, where it is installed, comes last: its ZeRO-3 with parameters and optimizer states in host memory, as
-it runs by default, without `torch.compile` and with an optimizer of its own, whatever `--optimizer` says. Budgets are for placements from which something moves. Forward and backward are
-waited for apart. With `--optimizer sync`, a step of the optimizer ends before the next forward begins, so that forward
-and backward are what those take alone; with `overlap`, zinf's default, and `in-backward`, only whole steps can be
-compared; with `none`, gradients are dropped, for models whose states of AdamW don't fit beside them. TFLOP/s are
-6 x parameters x tokens per second, without attention's and what is computed again. "simulated" are the seconds that
-`zinf-fx simulate` predicts for the plan that ran, of this machine as it is measured at the start.
+it runs by default, without `torch.compile` and with an optimizer of its own, whatever `--optimizer` says. Budgets are
+for placements from which something moves. Forward and backward are waited for apart. With `--optimizer sync`, a step of
+the optimizer ends before the next forward begins, so that forward and backward are what those take alone; with
+`overlap`, zinf's default, and `in-backward`, only whole steps can be compared; with `none`, gradients are dropped, for
+models whose states of AdamW don't fit beside them. TFLOP/s are 6 x parameters x tokens per second, without attention's
+and what is computed again. "simulated" are the seconds that `zinf-fx simulate` predicts for the plan that ran, of this
+machine as it is measured at the start.
 """
 
 from __future__ import annotations
