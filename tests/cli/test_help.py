@@ -55,6 +55,24 @@ def test_help_of_every_command_takes_no_torch() -> None:
     assert "COMMAND" in printed and "this-machine" in printed and "infinity-nvme" in printed
 
 
+@pytest.mark.parametrize(
+    ("command", "usage"),
+    [
+        ("show-schedule x", "zinf-fx show-schedule [OPTION ...] TARGET"),
+        ("checkpoint list x", "zinf-fx checkpoint list"),
+    ],
+)
+def test_an_unknown_option_is_refused_with_the_usage_of_the_command(
+    command: str, usage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        parser().parse_args([*command.split(), "--placment", "nvme"])
+    assert raised.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: {usage}"), said
+    assert "unrecognized arguments: --placment nvme" in said
+
+
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         parser().parse_args(["--version"])

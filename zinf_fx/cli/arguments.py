@@ -20,6 +20,16 @@ THIS_MACHINE = "this-machine"
 DEFAULT_HARDWARE = "rtx-4090"
 
 
+class _CommandParser(argparse.ArgumentParser):
+    """A command's parser, which refuses what it doesn't know itself, with the usage of the command."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return options, unknown
+
+
 def parser() -> argparse.ArgumentParser:
     """What reads the command line; `command` of the result is the name of the command."""
     made = argparse.ArgumentParser(
@@ -29,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="`zinf-fx COMMAND --help` explains a command, with examples. docs/using.md is about all of them.",
     )
     made.add_argument("--version", action="version", version=f"%(prog)s {version('zinf_fx')}")
-    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser)
     for add in (_show_schedule, _export_plan, _simulate, _estimate, _checkpoint, _bench_io, _doctor, _clean):
         add(commands)
     return made
