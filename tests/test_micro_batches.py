@@ -129,7 +129,7 @@ def assert_same_gradients(twin: nn.Module, plain: nn.Module) -> None:
 )
 def test_a_step_equals_the_loop(tmp_path: Path, count: int, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    plain = Model()
+    plain = Model(blocks=2 if "device_memory" in options else 1)
     twin, compiled = twin_of(plain, tmp_path, micro_batches=count, **options)
     ours = zinf_fx.optim.AdamW(twin.parameters(), lr=1e-2)
     theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
@@ -342,7 +342,7 @@ def test_in_one_line(tmp_path: Path, micro_batches: object) -> None:
     torch.manual_seed(0)
     plain, batch = Model(dropout=0.0, blocks=1), tokens(2)
     twin = copy.deepcopy(plain)
-    options = {"micro_batches": micro_batches, "device_memory": "44KiB", "store": tmp_path}
+    options = {"micro_batches": micro_batches, "device_memory": "44KiB", "tile": None, "store": tmp_path}
     compiled = torch.compile(twin, backend="zinf", dynamic=True, options=options)
     for _ in range(2):  # the first call finds ordinary parameters
         twin.zero_grad()
@@ -463,16 +463,16 @@ def test_random_numbers_by_layout(tmp_path: Path) -> None:
 def test_parameters_and_gradients_move_once(tmp_path: Path) -> None:
     """As planned, and as measured."""
     torch.manual_seed(0)
-    model, batch, options = Model(), tokens(8), {"pack": None, "residency": False, "placement": "nvme"}
+    model, batch, options = Model(blocks=1), tokens(4), {"pack": None, "residency": False, "placement": "nvme"}
     one = zinf_fx.export_plan(model, tuple(x[:PART] for x in batch), **options)
-    planning = plan_model(model, batch, micro_batches=8, **options)
-    assert ", 8 micro-batches" in planning.text()
+    planning = plan_model(model, batch, micro_batches=4, **options)
+    assert ", 4 micro-batches" in planning.text()
     (all_of_them,) = planning.plans
     assert [traffic for _, traffic in phases(all_of_them)] == [traffic for _, traffic in phases(one)]
     assert [len(graph.events) for graph in all_of_them.graphs] == [len(graph.events) for graph in one.graphs]
 
     moved = {}
-    for count, inputs in ((1, tuple(x[:PART] for x in batch)), (8, batch)):
+    for count, inputs in ((1, tuple(x[:PART] for x in batch)), (4, batch)):
         torch._dynamo.reset()
         twin, compiled = twin_of(model, tmp_path, micro_batches=count, pack=None, residency=False)
         optimizer = zinf_fx.optim.AdamW(twin.parameters(), lr=1e-2)
@@ -485,7 +485,7 @@ def test_parameters_and_gradients_move_once(tmp_path: Path) -> None:
         after = zinf_fx.stats(twin)
         moved[count] = after.bytes_read - before.bytes_read, after.bytes_written - before.bytes_written
     # The head of the next step may have been fetched when the step is over, or not.
-    assert moved[8] == pytest.approx(moved[1], rel=0.2)
+    assert moved[4] == pytest.approx(moved[1], rel=0.2)
 
 
 def test_each_size_of_the_batch_has_a_plan_and_evaluation_is_whole(tmp_path: Path) -> None:

@@ -41,6 +41,8 @@ FUNCTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "torch._inductor.cpp_builder.get_cpp_compiler": ((), "runtime/execute/inductor.py"),
     "torch.utils._triton.has_triton": ((), "runtime/execute/inductor.py"),
     "torch.fx.experimental.proxy_tensor.make_fx": (("f", "decomposition_table"), "runtime/execute/inductor.py"),
+    "torch.fx._lazy_graph_module._make_graph_module": ((), "passes/ir/rewriting.py"),
+    "torch.fx._lazy_graph_module._use_lazy_graph_module": (("should_use",), "passes/ir/rewriting.py"),
     "torch.library.register_fake": (("op", "lib"), "ops.py"),
     "torch.fx.node.has_side_effect": (("fn",), "ops.py"),
     "torch.nn.modules.module.register_module_parameter_registration_hook": (("hook",), "frontend/offload.py"),
@@ -184,6 +186,34 @@ def test_schemas_say_what_aliases_what() -> None:
     assert copy._schema.is_mutable and copy._schema.arguments[0].alias_info.is_write, broken
     assert torch.Tag.inplace_view in torch.ops.aten.t_.default.tags, broken
     assert torch.Tag.nondeterministic_seeded in torch.ops.aten.native_dropout.default.tags, broken
+
+
+def test_modules_without_code_have_it_when_they_are_called() -> None:
+    """passes/ir/rewriting.py: code is written for the graph that a module has then, and for no other before."""
+    from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+
+    def graph(operation: Callable) -> fx.Graph:
+        made = fx.Graph()
+        made.output(made.call_function(operation, (made.placeholder("x"), 3)))
+        return made
+
+    written = []
+
+    class Counted(fx.graph.CodeGen):
+        def _gen_python_code(self, *arguments: Any, **options: Any) -> Any:
+            written.append(arguments)
+            return super()._gen_python_code(*arguments, **options)
+
+    first, second = graph(operator.add), graph(operator.mul)
+    for each in (first, second):
+        each.set_codegen(Counted())
+    broken = _broken("modules that are compiled late (passes/ir/rewriting.py)")
+    with _use_lazy_graph_module(True):
+        module = _make_graph_module({}, first)
+    module.graph = second
+    module.recompile()
+    assert isinstance(module, fx.GraphModule) and not written, broken
+    assert module(5) == 15 and len(written) == 1, broken
 
 
 @pytest.fixture(scope="module")

@@ -50,6 +50,12 @@ def test_a_file(tmp_path: Path):
     assert found.ranks == 64 and found.link == found.between_nodes
 
 
+def test_a_disk_costs_computing_nothing_unless_it_is_said():
+    assert (hardware.parse(TEXT, "x").nvme.read_load, hardware.parse(TEXT, "x").nvme.write_load) == (0, 0)
+    loaded = TEXT.replace('endurance = "56000TB"', 'endurance = "56000TB"\nread_load = 0\nwrite_load = 0.3')
+    assert (hardware.parse(loaded, "x").nvme.read_load, hardware.parse(loaded, "x").nvme.write_load) == (0, 0.3)
+
+
 def test_an_endurance_may_be_unknown():
     assert hardware.parse(TEXT.replace('"56000TB"', '"unknown"'), "x").nvme.endurance is None
 
@@ -109,6 +115,16 @@ def test_what_there_is_not():
         ("latency = 20e-6", "", "between_nodes: 'latency' is missing; needed: bandwidth, latency"),
         ('endurance = "56000TB"', 'endurance = "long"', "nvme.endurance='long' is not a size"),
         ('endurance = "56000TB"', "", "nvme: 'endurance' is missing"),
+        (
+            'endurance = "56000TB"',
+            'endurance = "1TB"\nread_load = 1.5',
+            "nvme.read_load=1.5 is not a number from 0 to 1",
+        ),
+        (
+            'endurance = "56000TB"',
+            'endurance = "1TB"\nwrite_load = -1',
+            "nvme.write_load=-1 is not a number from 0 to 1",
+        ),
     ],
 )
 def test_a_description_is_checked(before: str, after: str, message: str):

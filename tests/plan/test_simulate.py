@@ -353,6 +353,25 @@ def test_a_device_in_host_memory_copies_what_leaves_it_and_uploads_nothing():
     assert [(job.resource, job.seconds) for job in copies] == [("compute", 1.0)] * 2
 
 
+def test_what_the_disk_moves_slows_what_the_same_processors_compute():
+    """A quarter of computing while a second's read lasts, and half of it while two seconds' write does. A device with
+    memory of its own loses nothing."""
+    loaded = replace(ONE.nvme, read_load=0.25, write_load=0.5)
+    one = replace(ONE, host=Memory(1 << 30, 1e12, 1e12), nvme=loaded, unified=True)
+    reading = simulate_plan(ON_DEMAND, one, TWO_SECONDS)
+    assert [job.seconds for job in reading.jobs if job.resource == "compute"] == [2.25] * 3
+    plan = of_parameters(1)
+    times = timeline(simulate_plan(plan, one, {("forward", 0): 1.0, ("backward", 0): 1.0}))
+    plain = timeline(simulate_plan(plan, replace(one, nvme=ONE.nvme), {("forward", 0): 1.0, ("backward", 0): 1.0}))
+    lasts = lambda name: (times[name][1] - times[name][0]) - (plain[name][1] - plain[name][0])  # noqa: E731
+    (read, write) = (plain[name][1] - plain[name][0] for name in ("read_states 0", "write_states 0"))
+    assert lasts("update 0") == pytest.approx(0.25 * read) and lasts("forward 0") == pytest.approx(0.5 * write)
+    assert lasts("read_states 0") == lasts("write_states 0") == lasts("backward 0") == 0
+    apart = replace(one, unified=False)
+    found = simulate_plan(ON_DEMAND, apart, TWO_SECONDS)
+    assert [job.seconds for job in found.jobs if job.resource == "compute"] == [2.0] * 3
+
+
 def test_an_optimizer_takes_the_rate_measured_for_it():
     plan = of_parameters(2)
     one = replace(ONE, updates=BLOCK / 3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,33 @@ def test_a_stored_profile_stands_for_the_disk(tmp_path: Path):
     store_profile(tmp_path, PROFILE)
     found = measure_machine(tmp_path)
     assert (found.nvme.read, found.nvme.write) == (PROFILE.read, PROFILE.write)
+
+
+def test_a_disk_loads_what_is_computed_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By so much as computing takes longer while the engine moves what it is told to; the median counts."""
+    monkeypatch.setattr(machine, "_TIMES", 3)
+    taken = iter((1.0, 1.25, 1.0, 9.0, 1.0, 1.25, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0))
+    moved: list[str] = []
+    run = machine.Trial.run
+    monkeypatch.setattr(machine.Trial, "run", lambda trial, kind: moved.append(kind) or run(trial, kind))
+
+    def mean(work: Callable[[], object], device: torch.device) -> float:
+        work()
+        before, seconds = len(moved), next(taken)
+        while seconds != 1.0 and len(moved) == before:  # beside the disk
+            time.sleep(0.001)
+        return seconds
+
+    monkeypatch.setattr(machine, "_mean", mean)
+    assert machine.disk_loads(tmp_path, 16 << 20) == (1 - 1 / 1.25, 0.5)
+    assert moved[0] == "write" and set(moved[1:]) == {"read", "write"}  # first the trial's file is made
+    assert moved == [moved[0], *sorted(moved[1:])]
+
+
+def test_computing_that_is_faster_beside_the_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    taken = iter((1.0, 0.9, 1.0, 0.9))
+    monkeypatch.setattr(machine, "_mean", lambda work, device: next(taken))
+    assert machine.disk_loads(tmp_path, 16 << 20) == (0, 0)
 
 
 def test_rates_count_what_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -32,7 +32,7 @@ from zinf_fx.passes.activations.replication import mark_equal
 from zinf_fx.passes.following import follow_inference, follow_training
 from zinf_fx.passes.ir.fingerprint import fingerprint_of
 from zinf_fx.passes.ir.framework import GraphContext, is_compute, operator_of
-from zinf_fx.passes.ir.rewriting import copied
+from zinf_fx.passes.ir.rewriting import copied_module, without_code
 from zinf_fx.passes.lowering.compute_regions import FormRegions, Region
 from zinf_fx.passes.lowering.offload_gradients import gradients_left_alone
 from zinf_fx.passes.pipeline import plan_inference, plan_of, plan_training, run_passes
@@ -104,7 +104,7 @@ class Capture:
         self.capture()
         if self._captured is not None and (self.plan is None or asked != self._asked):
             module, plan = self._captured
-            plan(fx.GraphModule(module, copied(module.graph)), asked)  # planning changes the graph, and may fail
+            plan(copied_module(module), asked)  # planning changes the graph, and may fail
             self._asked = asked
         return self.plan
 
@@ -127,7 +127,8 @@ class Capture:
         for one in self._inputs:
             if one.is_stored:
                 one.taken.storage.agree()
-        with taking_local(self._module, self._inputs), refusing_lost_writes(self._module, self._inputs):
+        local, lost = taking_local(self._module, self._inputs), refusing_lost_writes(self._module, self._inputs)
+        with local, lost, without_code():
             compiled = aot_module_simplified(
                 self._module,
                 traced(self._inputs),
@@ -173,7 +174,7 @@ class Capture:
         context = TracingContext.get()
 
         def later(module: fx.GraphModule, asked: _Asked) -> None:
-            with tracing(context), context.fake_mode or nullcontext():
+            with tracing(context), context.fake_mode or nullcontext(), without_code():
                 plan(module, asked)
 
         self._captured = (module, later)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from statistics import median
+from threading import Event
 
 import torch
 
@@ -23,6 +26,8 @@ _COPIED = 256 << 20
 _SMALL = PAGE
 _LAUNCHES = 1000
 _DISK_BYTES = 512 << 20
+# What computes beside the disk: some tokens of a layer of this width by weights that no cache holds.
+_ROWS, _WIDTH, _WEIGHTS = 128, 1024, 4
 # A measurement is repeated for so long, and at least so often; the mean counts.
 _SECONDS, _TIMES = 0.3, 3
 
@@ -35,12 +40,12 @@ def measure_machine(store: Path | str) -> Hardware:
     of which each is given half.
 
     Args:
-        store: directory on the disk to measure; a profile that `zinf-fx bench-io` stored is used instead.
+        store: directory on the disk to measure; of its rates, a profile that `zinf-fx bench-io` stored is used instead.
 
     Raises: StoreError.
     """
-    nvme = _disk(store)
     cuda = torch.cuda.is_available()
+    nvme = _disk(store, unified=not cuda)
     device = torch.device("cuda:0") if cuda else CPU
     host = _memory(CPU, memory_limit().nbytes // (1 if cuda else 2))
     upload, download = (link(CPU, device), link(device, CPU)) if cuda else (_in_memory(host),) * 2
@@ -133,9 +138,11 @@ def _in_memory(memory: Memory) -> Link:
     return Link(memory.read, _mean(lambda: target.copy_(source), CPU))
 
 
-def _disk(store: Path | str) -> Disks:
+def _disk(store: Path | str, unified: bool) -> Disks:
     free = file_system_of(store).free
-    return Disks(free, *disk_rates(store, min(_DISK_BYTES, free // 2)), None)
+    nbytes = min(_DISK_BYTES, free // 2)
+    loads = disk_loads(store, nbytes) if unified else (0.0, 0.0)
+    return Disks(free, *disk_rates(store, nbytes), None, *loads)
 
 
 def disk_rates(store: Path | str, nbytes: int) -> tuple[float, float]:
@@ -150,6 +157,41 @@ def disk_rates(store: Path | str, nbytes: int) -> tuple[float, float]:
             _TIMES * trial.nbytes / sum(trial.run(kind).seconds for _ in range(_TIMES)) for kind in ("read", "write")
         )
     return read, write
+
+
+def disk_loads(store: Path | str, nbytes: int) -> tuple[float, float]:
+    """The shares of its speed, 0 to 1, that computing on a CPU loses while the engine reads `nbytes` again and again,
+    and while it writes them. Computing and doing so beside the disk take turns.
+
+    Raises: StoreError.
+    """
+    rows, weights = torch.ones(_ROWS, _WIDTH), [torch.ones(_WIDTH, 4 * _WIDTH) for _ in range(_WEIGHTS)]
+
+    def compute() -> None:
+        for weight in weights:
+            torch.mm(rows, weight)
+
+    with Trial(store, nbytes=nbytes, checksum=True) as trial, ThreadPoolExecutor(1) as mover:
+        return _load(compute, partial(trial.run, "read"), mover), _load(compute, partial(trial.run, "write"), mover)
+
+
+def _load(compute: Callable[[], object], move: Callable[[], object], mover: Executor) -> float:
+    alone, beside = [], []
+    for _ in range(_TIMES):
+        alone.append(_mean(compute, CPU))
+        stop = Event()
+
+        def moving(stop: Event = stop) -> None:
+            while not stop.is_set():
+                move()
+
+        moved = mover.submit(moving)
+        try:
+            beside.append(_mean(compute, CPU))
+        finally:
+            stop.set()
+        moved.result()
+    return max(0.0, 1 - median(alone) / median(beside))
 
 
 def _mean(work: Callable[[], object], device: torch.device) -> float:

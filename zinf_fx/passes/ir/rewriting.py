@@ -1,15 +1,16 @@
-"""New nodes with the metadata that later stages read."""
+"""New nodes with the metadata that later stages read, and new graphs."""
 
 from __future__ import annotations
 
 import copy
 import warnings
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import fx
 from torch._guards import detect_fake_mode
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.utils.checkpoint import CheckpointPolicy
 
 # What a node inherits from the one that it replaces: all but what describes its own value.
@@ -61,3 +62,15 @@ def copied(graph: fx.Graph) -> fx.Graph:
     with warnings.catch_warnings():  # about a class of torch's own that torch 2.13 copies with a graph
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
         return copy.deepcopy(graph)
+
+
+def without_code() -> AbstractContextManager[None]:
+    """Within it, graph modules that PyTorch makes get their Python code when they are called. Those that are planned
+    are hardly ever, and change often before: to write and compile code each time takes a third of planning."""
+    return _use_lazy_graph_module(True)
+
+
+def copied_module(module: fx.GraphModule) -> fx.GraphModule:
+    """A module with a graph of its own, without code until it is called."""
+    with without_code():
+        return _make_graph_module(module, copied(module.graph))

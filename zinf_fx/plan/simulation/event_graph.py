@@ -7,6 +7,9 @@ memory already is not moved: it has no job, and nothing waits for it. All ranks 
 The optimizer reads, updates and writes its states in chunks. A step in which it overlaps begins with it: it is that of
 the step before, and the forward pass waits for each parameter that it uses.
 
+Where the processors that compute also move the disk's bytes, a transfer makes what is computed next longer by what the
+description of the machine says that computing loses to it.
+
 A loop that accumulates gradients runs the graphs once per micro-batch. From its second backward pass on, a gradient is
 added to what is there, which comes to where it was computed; the program waits for that.
 
@@ -20,12 +23,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from zinf_fx.config import Tier
 from zinf_fx.errors import PlanError
-from zinf_fx.plan.hardware import Hardware
+from zinf_fx.plan.hardware import Disks, Hardware
 from zinf_fx.plan.journeys import TRANSFERS, Stay
 from zinf_fx.plan.memory.accounting import (
     Chunk,
@@ -47,6 +50,9 @@ from zinf_fx.plan.simulation.communication import (
 
 Resource = Literal["compute", "link", "upload", "download", "disk"]
 RESOURCES: tuple[Resource, ...] = ("compute", "link", "upload", "download", "disk")
+
+# Of jobs of the disk, the kinds that write.
+_WRITES = ("write", "write_states")
 
 # Seconds of each operator of each graph.
 Compute = Mapping[tuple[GraphKind, int], float]
@@ -107,7 +113,20 @@ def event_graph(
             builder.add_graph(number, adds=before > 0)
     if not overlap:
         builder.add_optimizer()
-    return builder.jobs
+    return _beside_disk(builder.jobs, hardware.nvme) if hardware.unified else builder.jobs
+
+
+def _beside_disk(jobs: list[Job], disks: Disks) -> list[Job]:
+    """Jobs where the processors that compute also move the disk's bytes: what computing loses to a transfer makes the
+    next job that computes longer."""
+    lost, slowed = 0.0, []
+    for job in jobs:
+        if job.resource == "disk":
+            lost += job.seconds * (disks.write_load if job.kind in _WRITES else disks.read_load)
+        elif job.resource == "compute":
+            job, lost = replace(job, seconds=job.seconds + lost), 0.0
+        slowed.append(job)
+    return slowed
 
 
 class _Builder:
