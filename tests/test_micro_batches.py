@@ -519,7 +519,7 @@ def test_tensors_of_a_second_size_are_one_batch(tmp_path: Path) -> None:
         assert_same_gradients(twin, plain)
 
 
-@pytest.mark.parametrize("micro_batches", [4, "auto"])
+@pytest.mark.parametrize("micro_batches", [slow(4), "auto"])
 def test_a_plan_file_is_followed(tmp_path: Path, micro_batches: object) -> None:
     torch.manual_seed(0)
     plain, batch = Model(dropout=0.0, blocks=1), tokens(4)

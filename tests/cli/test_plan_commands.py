@@ -206,7 +206,7 @@ def test_a_plan_of_many_ranks_is_simulated_on_as_many_nodes(tmp_path: Path, caps
 
 
 ONE_LAYER = str(Path(__file__).parent / "two_layers.py") + ":one_layer"
-LIMITED = ["--device-memory", "3MiB", "--hardware", "rtx-4090"]
+LIMITED = ["--device-memory", "3500KiB", "--tile", "128KiB", "--hardware", "rtx-4090"]
 MADE: dict[str, Planning] = {}
 
 
