@@ -114,8 +114,8 @@ def assert_same_gradients(twin: nn.Module, plain: nn.Module) -> None:
     ("count", "options"),
     [
         (8, {"pack": None, "residency": False}),
-        (2, {"activations": "recompute", "pack": None}),
-        (4, {"activations": "offload", "placement": "host"}),
+        slow(2, {"activations": "recompute", "pack": None}),
+        slow(4, {"activations": "offload", "placement": "host"}),
         (4, {"device_memory": "160KiB", "activations": "auto"}),
         (4, {"activations": "recompute", "pack": None, "micro_batch_group": "auto"}),
         (2, {"activations": "offload", "placement": "host", "pack": None, "micro_batch_group": 3}),
@@ -239,8 +239,6 @@ def test_the_plan_decides(
                 assert_same_gradients(twin, plain)
     said = [one.getMessage() for one in caplog.records if one.getMessage().startswith("micro_batches auto: ")]
     assert said[0] == f"micro_batches auto: {division.reason}" and len(said) == 2
-    with torch.no_grad():
-        compiled(*(x[:3] for x in batch))
 
 
 @pytest.mark.parametrize("others", [(), (torch.ones(LENGTH, LENGTH).tril(),)], ids=["places", "mask"])

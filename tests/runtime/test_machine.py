@@ -27,6 +27,7 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(machine, "_COPIED", 1 << 20)
     monkeypatch.setattr(machine, "_DISK_BYTES", 16 << 20)
+    monkeypatch.setattr(machine, "_WIDTH", 64)
     monkeypatch.setattr(machine, "_SECONDS", 0.0)
     monkeypatch.setattr(machine, "_TIMES", 1)
 
