@@ -239,6 +239,8 @@ def test_the_plan_decides(
                 assert_same_gradients(twin, plain)
     said = [one.getMessage() for one in caplog.records if one.getMessage().startswith("micro_batches auto: ")]
     assert said[0] == f"micro_batches auto: {division.reason}" and len(said) == 2
+    with torch.no_grad():
+        compiled(*(x[:3] for x in batch))
 
 
 @pytest.mark.parametrize("others", [(), (torch.ones(LENGTH, LENGTH).tril(),)], ids=["places", "mask"])

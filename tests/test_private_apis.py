@@ -41,8 +41,6 @@ FUNCTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "torch._inductor.cpp_builder.get_cpp_compiler": ((), "runtime/execute/inductor.py"),
     "torch.utils._triton.has_triton": ((), "runtime/execute/inductor.py"),
     "torch.fx.experimental.proxy_tensor.make_fx": (("f", "decomposition_table"), "runtime/execute/inductor.py"),
-    "torch.fx._lazy_graph_module._make_graph_module": ((), "passes/ir/rewriting.py"),
-    "torch.fx._lazy_graph_module._use_lazy_graph_module": (("should_use",), "passes/ir/rewriting.py"),
     "torch.library.register_fake": (("op", "lib"), "ops.py"),
     "torch.fx.node.has_side_effect": (("fn",), "ops.py"),
     "torch.nn.modules.module.register_module_parameter_registration_hook": (("hook",), "frontend/offload.py"),
@@ -62,6 +60,7 @@ FUNCTIONS: dict[str, tuple[tuple[str, ...], str]] = {
 
 # Private names without a signature to look at.
 NAMES: dict[str, str] = {
+    "torch.fx._lazy_graph_module._LazyGraphModule": "passes/ir/rewriting.py: code is written when it is called",
     "torch._inductor.exc.InvalidCxxCompiler": "runtime/execute/inductor.py: there is no compiler",
     "torch._dispatch.python.enable_python_dispatcher": "runtime/execute/inductor.py records operations on open sizes",
     "torch._guards.TracingContext": "runtime/execute/inductor.py has one without strides that others wait for",
@@ -190,12 +189,7 @@ def test_schemas_say_what_aliases_what() -> None:
 
 def test_modules_without_code_have_it_when_they_are_called() -> None:
     """passes/ir/rewriting.py: code is written for the graph that a module has then, and for no other before."""
-    from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
-
-    def graph(operation: Callable) -> fx.Graph:
-        made = fx.Graph()
-        made.output(made.call_function(operation, (made.placeholder("x"), 3)))
-        return made
+    from zinf_fx.passes.ir.rewriting import copied_module, without_code
 
     written = []
 
@@ -204,16 +198,22 @@ def test_modules_without_code_have_it_when_they_are_called() -> None:
             written.append(arguments)
             return super()._gen_python_code(*arguments, **options)
 
-    first, second = graph(operator.add), graph(operator.mul)
-    for each in (first, second):
-        each.set_codegen(Counted())
+    def graph(operation: Callable) -> fx.Graph:
+        made = fx.Graph()
+        made.output(made.call_function(operation, (made.placeholder("x"), 3)))
+        made.set_codegen(Counted())
+        return made
+
+    eager = fx.GraphModule({}, graph(operator.add))
+    written.clear()
     broken = _broken("modules that are compiled late (passes/ir/rewriting.py)")
-    with _use_lazy_graph_module(True):
-        module = _make_graph_module({}, first)
-    module.graph = second
-    module.recompile()
-    assert isinstance(module, fx.GraphModule) and not written, broken
-    assert module(5) == 15 and len(written) == 1, broken
+    for module in (copied_module(eager), without_code(eager)):
+        module.graph = graph(operator.mul)
+        module.recompile()
+        assert isinstance(module, fx.GraphModule) and not written, broken
+        assert module(5) == 15 and len(written) == 1, broken
+        written.clear()
+    assert eager(5) == 8, broken
 
 
 @pytest.fixture(scope="module")

@@ -118,12 +118,12 @@ def test_what_there_is_not():
         (
             'endurance = "56000TB"',
             'endurance = "1TB"\nread_load = 1.5',
-            "nvme.read_load=1.5 is not a number from 0 to 1",
+            "nvme.read_load=1.5 is not a number from 0 to below 1",
         ),
         (
             'endurance = "56000TB"',
             'endurance = "1TB"\nwrite_load = -1',
-            "nvme.write_load=-1 is not a number from 0 to 1",
+            "nvme.write_load=-1 is not a number from 0 to below 1",
         ),
     ],
 )

@@ -353,23 +353,44 @@ def test_a_device_in_host_memory_copies_what_leaves_it_and_uploads_nothing():
     assert [(job.resource, job.seconds) for job in copies] == [("compute", 1.0)] * 2
 
 
-def test_what_the_disk_moves_slows_what_the_same_processors_compute():
-    """A quarter of computing while a second's read lasts, and half of it while two seconds' write does. A device with
-    memory of its own loses nothing."""
-    loaded = replace(ONE.nvme, read_load=0.25, write_load=0.5)
-    one = replace(ONE, host=Memory(1 << 30, 1e12, 1e12), nvme=loaded, unified=True)
-    reading = simulate_plan(ON_DEMAND, one, TWO_SECONDS)
-    assert [job.seconds for job in reading.jobs if job.resource == "compute"] == [2.25] * 3
-    plan = of_parameters(1)
-    times = timeline(simulate_plan(plan, one, {("forward", 0): 1.0, ("backward", 0): 1.0}))
-    plain = timeline(simulate_plan(plan, replace(one, nvme=ONE.nvme), {("forward", 0): 1.0, ("backward", 0): 1.0}))
-    lasts = lambda name: (times[name][1] - times[name][0]) - (plain[name][1] - plain[name][0])  # noqa: E731
-    (read, write) = (plain[name][1] - plain[name][0] for name in ("read_states 0", "write_states 0"))
-    assert lasts("update 0") == pytest.approx(0.25 * read) and lasts("forward 0") == pytest.approx(0.5 * write)
-    assert lasts("read_states 0") == lasts("write_states 0") == lasts("backward 0") == 0
-    apart = replace(one, unified=False)
-    found = simulate_plan(ON_DEMAND, apart, TWO_SECONDS)
-    assert [job.seconds for job in found.jobs if job.resource == "compute"] == [2.0] * 3
+LOADED = replace(ONE, nvme=replace(ONE.nvme, read_load=0.25, write_load=0.5), unified=True)
+
+
+def seconds_of_computing(found: Simulation) -> list[float]:
+    return [job.seconds for job in found.jobs if job.resource == "compute"]
+
+
+def test_computing_loses_what_a_disk_job_takes_while_it_runs():
+    """Of 2 seconds of computing, the first is beside a read of 1 s, in which a quarter is lost."""
+    found = simulate_plan(ONE_AHEAD, LOADED, TWO_SECONDS)
+    times = timeline(found)
+    assert (times["fetch w1"], times["inference 0"], times["fetch w2"]) == ((1, 2), (1, 3.25), (3.25, 4.25))
+    assert seconds_of_computing(found) == [2.25, 2.25, 2.0]
+    assert found.busy["compute"] == 6.5 and found.seconds == 7.5
+    assert sum(found.critical_seconds.values()) == found.seconds
+
+
+def test_what_nothing_computes_beside_costs_nothing():
+    """Each read is waited for; a step that overlaps nothing; a device with memory of its own."""
+    assert seconds_of_computing(simulate_plan(ON_DEMAND, LOADED, TWO_SECONDS)) == [2.0] * 3
+    assert seconds_of_computing(simulate_plan(ONE_AHEAD, LOADED, TWO_SECONDS, run=one_after_another)) == [2.0] * 3
+    assert seconds_of_computing(simulate_plan(ONE_AHEAD, replace(LOADED, unified=False), TWO_SECONDS)) == [2.0] * 3
+
+
+def test_computing_that_is_short_beside_the_disk_loses_no_more_than_it_computes():
+    """At half of its speed for as long as it runs."""
+    jobs = [Job("write a", "disk", 10.0, load=0.5), Job("forward 0", "compute", 1.0), Job("forward 1", "compute", 8.0)]
+    found = simulate(jobs)
+    assert timeline(found) == {"write a": (0, 10), "forward 0": (0, 2), "forward 1": (2, 14)}
+    assert seconds_of_computing(found) == [2.0, 12.0]
+
+
+def test_reads_and_writes_of_a_step_have_their_loads():
+    loaded = replace(TWO, nvme=LOADED.nvme, unified=True)
+    loads = {job.kind: job.load for job in event_graph(training(), loaded, SECONDS, accumulate=2)}
+    assert {kind for kind, load in loads.items() if load == 0.5} == {"write", "write_states"}
+    assert {kind for kind, load in loads.items() if load == 0.25} == {"fetch", "read", "read_states"}
+    assert {job.load for job in event_graph(training(), TWO, SECONDS, accumulate=2)} == {0.0}
 
 
 def test_an_optimizer_takes_the_rate_measured_for_it():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(machine, "_COPIED", 1 << 20)
     monkeypatch.setattr(machine, "_DISK_BYTES", 16 << 20)
     monkeypatch.setattr(machine, "_WIDTH", 64)
+    monkeypatch.setattr(machine, "QUICK_BYTES", 8 << 20)
     monkeypatch.setattr(machine, "_SECONDS", 0.0)
     monkeypatch.setattr(machine, "_TIMES", 1)
 
@@ -61,13 +63,13 @@ def test_a_disk_loads_what_is_computed_beside_it(tmp_path: Path, monkeypatch: py
 
     def mean(work: Callable[[], object], device: torch.device) -> float:
         work()
-        before, seconds = len(moved), next(taken)
-        while seconds != 1.0 and len(moved) == before:  # beside the disk
+        before, seconds, began = len(moved), next(taken), time.monotonic()
+        while seconds != 1.0 and len(moved) == before and time.monotonic() < began + 60:  # beside the disk
             time.sleep(0.001)
         return seconds
 
     monkeypatch.setattr(machine, "_mean", mean)
-    assert machine.disk_loads(tmp_path, 16 << 20) == (1 - 1 / 1.25, 0.5)
+    assert machine.disk_loads(tmp_path) == (1 - 1 / 1.25, 0.5)
     assert moved[0] == "write" and set(moved[1:]) == {"read", "write"}  # first the trial's file is made
     assert moved == [moved[0], *sorted(moved[1:])]
 
@@ -75,7 +77,20 @@ def test_a_disk_loads_what_is_computed_beside_it(tmp_path: Path, monkeypatch: py
 def test_computing_that_is_faster_beside_the_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     taken = iter((1.0, 0.9, 1.0, 0.9))
     monkeypatch.setattr(machine, "_mean", lambda work, device: next(taken))
-    assert machine.disk_loads(tmp_path, 16 << 20) == (0, 0)
+    assert machine.disk_loads(tmp_path) == (0, 0)
+
+
+def test_a_cpu_is_described_with_the_loads_of_its_disk_where_that_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(machine, "disk_loads", lambda store: (0.1, 0.2))
+    found = measure_machine(tmp_path)
+    assert (found.nvme.read_load, found.nvme.write_load) == (0.1, 0.2)
+    assert machine._disk(tmp_path, unified=False).read_load == 0
+    store_profile(tmp_path, PROFILE)
+    monkeypatch.setattr(machine, "file_system_of", lambda store: SimpleNamespace(free=0))
+    found = measure_machine(tmp_path)
+    assert (found.nvme.read, found.nvme.read_load, found.nvme.write_load) == (PROFILE.read, 0, 0)
 
 
 def test_rates_count_what_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

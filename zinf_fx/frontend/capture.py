@@ -32,7 +32,7 @@ from zinf_fx.passes.activations.replication import mark_equal
 from zinf_fx.passes.following import follow_inference, follow_training
 from zinf_fx.passes.ir.fingerprint import fingerprint_of
 from zinf_fx.passes.ir.framework import GraphContext, is_compute, operator_of
-from zinf_fx.passes.ir.rewriting import copied_module, without_code
+from zinf_fx.passes.ir.rewriting import copied_module
 from zinf_fx.passes.lowering.compute_regions import FormRegions, Region
 from zinf_fx.passes.lowering.offload_gradients import gradients_left_alone
 from zinf_fx.passes.pipeline import plan_inference, plan_of, plan_training, run_passes
@@ -127,8 +127,7 @@ class Capture:
         for one in self._inputs:
             if one.is_stored:
                 one.taken.storage.agree()
-        local, lost = taking_local(self._module, self._inputs), refusing_lost_writes(self._module, self._inputs)
-        with local, lost, without_code():
+        with taking_local(self._module, self._inputs), refusing_lost_writes(self._module, self._inputs):
             compiled = aot_module_simplified(
                 self._module,
                 traced(self._inputs),
@@ -174,7 +173,7 @@ class Capture:
         context = TracingContext.get()
 
         def later(module: fx.GraphModule, asked: _Asked) -> None:
-            with tracing(context), context.fake_mode or nullcontext(), without_code():
+            with tracing(context), context.fake_mode or nullcontext():
                 plan(module, asked)
 
         self._captured = (module, later)

@@ -16,7 +16,7 @@ from zinf_fx.adam import STATE_BYTES
 from zinf_fx.plan.hardware import DTYPES, Disks, Hardware, Link, Memory
 from zinf_fx.plan.memory.accounting import AT_A_TIME
 from zinf_fx.runtime.disk.filesystem import file_system_of
-from zinf_fx.runtime.disk.measure import Trial, load_profile
+from zinf_fx.runtime.disk.measure import QUICK_BYTES, Trial, load_profile
 from zinf_fx.runtime.memory.limit import memory_limit
 from zinf_fx.sizes import PAGE
 
@@ -26,7 +26,7 @@ _COPIED = 256 << 20
 _SMALL = PAGE
 _LAUNCHES = 1000
 _DISK_BYTES = 512 << 20
-# What computes beside the disk: some tokens of a layer of this width by weights that no cache holds.
+# What computes beside the disk: some tokens, by the weights of some layers of this width.
 _ROWS, _WIDTH, _WEIGHTS = 128, 1024, 4
 # A measurement is repeated for so long, and at least so often; the mean counts.
 _SECONDS, _TIMES = 0.3, 3
@@ -40,7 +40,8 @@ def measure_machine(store: Path | str) -> Hardware:
     of which each is given half.
 
     Args:
-        store: directory on the disk to measure; of its rates, a profile that `zinf-fx bench-io` stored is used instead.
+        store: directory on the disk to measure; its rates are those of the profile that
+            `zinf-fx bench-io` stored, if there is one.
 
     Raises: StoreError.
     """
@@ -140,9 +141,10 @@ def _in_memory(memory: Memory) -> Link:
 
 def _disk(store: Path | str, unified: bool) -> Disks:
     free = file_system_of(store).free
-    nbytes = min(_DISK_BYTES, free // 2)
-    loads = disk_loads(store, nbytes) if unified else (0.0, 0.0)
-    return Disks(free, *disk_rates(store, nbytes), None, *loads)
+    read, write = disk_rates(store, min(_DISK_BYTES, free // 2))
+    if not unified or free < 2 * QUICK_BYTES:  # a full disk, whose rates are stored, is described without
+        return Disks(free, read, write, None)
+    return Disks(free, read, write, None, *disk_loads(store))
 
 
 def disk_rates(store: Path | str, nbytes: int) -> tuple[float, float]:
@@ -159,23 +161,26 @@ def disk_rates(store: Path | str, nbytes: int) -> tuple[float, float]:
     return read, write
 
 
-def disk_loads(store: Path | str, nbytes: int) -> tuple[float, float]:
-    """The shares of its speed, 0 to 1, that computing on a CPU loses while the engine reads `nbytes` again and again,
-    and while it writes them. Computing and doing so beside the disk take turns.
+def disk_loads(store: Path | str) -> tuple[float, float]:
+    """The shares of its speed, 0 to below 1, that computing on a CPU loses while the engine reads, and while it writes.
+    Measurements of computing alone and beside the disk alternate.
 
     Raises: StoreError.
     """
-    rows, weights = torch.ones(_ROWS, _WIDTH), [torch.ones(_WIDTH, 4 * _WIDTH) for _ in range(_WEIGHTS)]
+    weights = [torch.ones(_WIDTH, 4 * _WIDTH, dtype=torch.float32, device=CPU) for _ in range(_WEIGHTS)]
+    rows = torch.ones(_ROWS, _WIDTH, dtype=torch.float32, device=CPU)
 
     def compute() -> None:
         for weight in weights:
             torch.mm(rows, weight)
 
-    with Trial(store, nbytes=nbytes, checksum=True) as trial, ThreadPoolExecutor(1) as mover:
-        return _load(compute, partial(trial.run, "read"), mover), _load(compute, partial(trial.run, "write"), mover)
+    with Trial(store, nbytes=QUICK_BYTES, checksum=True) as trial, ThreadPoolExecutor(1) as mover:
+        read, write = (_lost_beside(partial(trial.run, kind), compute, mover) for kind in ("read", "write"))
+    return read, write
 
 
-def _load(compute: Callable[[], object], move: Callable[[], object], mover: Executor) -> float:
+def _lost_beside(move: Callable[[], object], compute: Callable[[], object], mover: Executor) -> float:
+    """The share of its speed that `compute` loses while `move` is called again and again by another thread."""
     alone, beside = [], []
     for _ in range(_TIMES):
         alone.append(_mean(compute, CPU))

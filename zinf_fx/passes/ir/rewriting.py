@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 from torch import fx
 from torch._guards import detect_fake_mode
-from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
 # What a node inherits from the one that it replaces: all but what describes its own value.
@@ -64,13 +64,12 @@ def copied(graph: fx.Graph) -> fx.Graph:
         return copy.deepcopy(graph)
 
 
-def without_code() -> AbstractContextManager[None]:
-    """Within it, graph modules that PyTorch makes get their Python code when they are called. Those that are planned
-    are hardly ever, and change often before: to write and compile code each time takes a third of planning."""
-    return _use_lazy_graph_module(True)
-
-
 def copied_module(module: fx.GraphModule) -> fx.GraphModule:
-    """A module with a graph of its own, without code until it is called."""
-    with without_code():
-        return _make_graph_module(module, copied(module.graph))
+    """A module with a graph of its own, as `without_code` makes it."""
+    return _LazyGraphModule(module, copied(module.graph))
+
+
+def without_code(module: fx.GraphModule) -> fx.GraphModule:
+    """The module, with Python code that is written when it is called, and not whenever it gets another graph. Most
+    modules that are planned are never called: the best of many plans is followed."""
+    return _LazyGraphModule.from_graphmodule(module)

@@ -11,6 +11,7 @@ from zinf_fx import ops
 from zinf_fx.errors import PlanError
 from zinf_fx.passes.ir.collectives import is_collective
 from zinf_fx.passes.ir.framework import GraphContext
+from zinf_fx.passes.ir.rewriting import without_code
 from zinf_fx.passes.ir.tile_values import tile_values
 
 
@@ -19,7 +20,7 @@ def partition(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split `joint` by its tags. Raises: PlanError if a value of a tile, or what is not there yet, would be saved for
     backward."""
-    forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **arguments)
+    forward, backward = map(without_code, min_cut_rematerialization_partition(joint, joint_inputs, **arguments))
     output = forward.graph.output_node()
     saved = set(output.args[0][arguments["num_fwd_outputs"] :])
     for node in filter(is_collective, saved):

@@ -32,9 +32,9 @@ def _share(value: object, name: str) -> float:
     return share
 
 
-def _load(value: object, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ConfigError(f"{name}={shortened(value)} is not a number from 0 to 1")
+def _lost_share(value: object, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ConfigError(f"{name}={shortened(value)} is not a number from 0 to below 1")
     return float(value)
 
 
@@ -56,7 +56,7 @@ _Bytes = Annotated[int, parse_bytes]
 _Rate = Annotated[float, parse_rate]
 _Number = Annotated[float, _number]
 _Share = Annotated[float, _share]
-_Load = Annotated[float, _load]
+_LostShare = Annotated[float, _lost_share]
 _Text = Annotated[str, _text]
 _Endurance = Annotated[int | None, _endurance]
 _Updates = Annotated[float | None, _number]
@@ -84,14 +84,14 @@ class Disks(Memory):
 
     Attributes:
         endurance: bytes that may be written before they are worn (TBW), all drives'; None, in a file "unknown".
-        read_load, write_load: the share of its speed that computing on the node's own processors loses while the drives
-            read, and write, as fast as they can: checksums and copies take processors and memory from it. It counts
-            where device and host are one memory.
+        read_load, write_load: the share of its speed that computing loses while the drives read, and while they write,
+            because checksums and transfers take processors and memory's bandwidth. It counts where device and host are
+            one memory, and then for all that is computed.
     """
 
     endurance: _Endurance
-    read_load: _Load = 0.0
-    write_load: _Load = 0.0
+    read_load: _LostShare = 0.0
+    write_load: _LostShare = 0.0
 
     def days_until_worn(self, written_per_day: float) -> float | None:
         """Days until they are, when so many bytes are written per day; None where that isn't known, or none are."""

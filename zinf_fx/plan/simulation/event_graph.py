@@ -7,9 +7,6 @@ memory already is not moved: it has no job, and nothing waits for it. All ranks 
 The optimizer reads, updates and writes its states in chunks. A step in which it overlaps begins with it: it is that of
 the step before, and the forward pass waits for each parameter that it uses.
 
-Where the processors that compute also move the disk's bytes, a transfer makes what is computed next longer by what the
-description of the machine says that computing loses to it.
-
 A loop that accumulates gradients runs the graphs once per micro-batch. From its second backward pass on, a gradient is
 added to what is there, which comes to where it was computed; the program waits for that.
 
@@ -23,12 +20,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from zinf_fx.config import Tier
 from zinf_fx.errors import PlanError
-from zinf_fx.plan.hardware import Disks, Hardware
+from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.journeys import TRANSFERS, Stay
 from zinf_fx.plan.memory.accounting import (
     Chunk,
@@ -51,9 +48,6 @@ from zinf_fx.plan.simulation.communication import (
 Resource = Literal["compute", "link", "upload", "download", "disk"]
 RESOURCES: tuple[Resource, ...] = ("compute", "link", "upload", "download", "disk")
 
-# Of jobs of the disk, the kinds that write.
-_WRITES = ("write", "write_states")
-
 # Seconds of each operator of each graph.
 Compute = Mapping[tuple[GraphKind, int], float]
 
@@ -64,7 +58,8 @@ class Job:
 
     `name` is what is done (an event's kind, "refresh", "write", a graph's kind, of a gradient that is added to "read"
     and "add", or of the optimizer "read_states", "update", "write_states") and with what (a tile's label, the number of
-    an operator or of a chunk); `nbytes` are those that it moves.
+    an operator or of a chunk); `nbytes` are those that it moves; `load` is the share of its speed, 0 to below 1, that
+    computing loses while the job runs.
     """
 
     name: str
@@ -72,6 +67,7 @@ class Job:
     seconds: float
     after: tuple[int, ...] = ()
     nbytes: int = 0
+    load: float = 0.0
 
     @property
     def kind(self) -> str:
@@ -113,20 +109,7 @@ def event_graph(
             builder.add_graph(number, adds=before > 0)
     if not overlap:
         builder.add_optimizer()
-    return _beside_disk(builder.jobs, hardware.nvme) if hardware.unified else builder.jobs
-
-
-def _beside_disk(jobs: list[Job], disks: Disks) -> list[Job]:
-    """Jobs where the processors that compute also move the disk's bytes: what computing loses to a transfer makes the
-    next job that computes longer."""
-    lost, slowed = 0.0, []
-    for job in jobs:
-        if job.resource == "disk":
-            lost += job.seconds * (disks.write_load if job.kind in _WRITES else disks.read_load)
-        elif job.resource == "compute":
-            job, lost = replace(job, seconds=job.seconds + lost), 0.0
-        slowed.append(job)
-    return slowed
+    return builder.jobs
 
 
 class _Builder:
@@ -203,7 +186,8 @@ class _Builder:
             updated.append((self._add(f"update {number}", "compute", update, (*last, *before), chunk.states),))
             written.append(updated[-1])
             if write:
-                written[-1] = (self._add(f"write_states {number}", "disk", write, updated[-1], chunk.written),)
+                name = f"write_states {number}"
+                written[-1] = (self._add(name, "disk", write, updated[-1], chunk.written, writes=True),)
             self._updated |= dict.fromkeys(chunk.ends, (updated[-1], written[-1]))
 
     def _read_early(self) -> None:
@@ -305,13 +289,25 @@ class _Builder:
         else:
             job = self._add(f"offload {tile.label}", "download", hardware.download.seconds(nbytes), after, nbytes)
         if tier == "nvme":
-            job = self._add(f"write {tile.label}", "disk", self._disk(0, stored), (job,), stored)
+            job = self._add(f"write {tile.label}", "disk", self._disk(0, stored), (job,), stored, writes=True)
         return job
 
     def _disk(self, read: int, written: int) -> float:
         """Seconds of this rank's share of the node's drives."""
         return self._hardware.nvme.seconds(read, written) * self._hardware.ranks_per_node
 
-    def _add(self, name: str, resource: Resource, seconds: float, after: tuple[int, ...], nbytes: int = 0) -> int:
-        self.jobs.append(Job(name, resource, seconds, tuple(dict.fromkeys(after)), nbytes))
+    def _add(
+        self,
+        name: str,
+        resource: Resource,
+        seconds: float,
+        after: tuple[int, ...],
+        nbytes: int = 0,
+        writes: bool = False,
+    ) -> int:
+        """`writes`: a job of the disk does, and reads otherwise."""
+        disks, load = self._hardware.nvme, 0.0
+        if resource == "disk" and self._hardware.unified:
+            load = disks.write_load if writes else disks.read_load
+        self.jobs.append(Job(name, resource, seconds, tuple(dict.fromkeys(after)), nbytes, load))
         return len(self.jobs) - 1

@@ -3,11 +3,15 @@
 Each resource does one job at a time, in the order in which jobs become ready; of those that become ready together, the
 one that the program comes to first. So a job starts at the moment when another one ends: its cause, either the last
 that it had to wait for, or the one that had the resource before it. Causes make the critical path.
+
+Where the processors that compute also move the disk's bytes, computing is slower while the disk is busy, by the load of
+what it does.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -39,7 +43,8 @@ class Stall:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Jobs, and when each of them runs. `flops`: those that one device does, recomputation included."""
+    """Jobs, and when each of them runs; what was computed beside a load has the seconds that it took with it. `flops`:
+    those that one device does, recomputation included."""
 
     jobs: tuple[Job, ...]
     timings: tuple[Timing, ...]
@@ -124,11 +129,11 @@ def simulate(jobs: Sequence[Job]) -> Simulation:
             followers[before].append(index)
     queues: dict[Resource, list[tuple[float, int]]] = {resource: [] for resource in RESOURCES}
     last: dict[Resource, int | None] = dict.fromkeys(RESOURCES)
-    running: set[Resource] = set()
+    running: dict[Resource, int] = {}
+    ends: dict[Resource, float] = {}
     released: list[int | None] = [None] * len(jobs)
     timings: list[Timing | None] = [None] * len(jobs)
-    ending: list[tuple[float, int]] = []
-    now = 0.0
+    now, speed = 0.0, 1.0  # that of computing
     for index, count in enumerate(open_count):
         if not count:
             heapq.heappush(queues[jobs[index].resource], (now, index))
@@ -137,25 +142,32 @@ def simulate(jobs: Sequence[Job]) -> Simulation:
             if queue and resource not in running:
                 ready, index = heapq.heappop(queue)
                 cause = released[index] if ready == now else last[resource]
-                timings[index] = Timing(now, now + jobs[index].seconds, cause)
-                heapq.heappush(ending, (now + jobs[index].seconds, index))
-                running.add(resource)
-                last[resource] = index
-        if not ending:
+                timings[index] = Timing(now, math.inf, cause)
+                ends[resource] = now + jobs[index].seconds / (speed if resource == "compute" else 1.0)
+                running[resource] = last[resource] = index
+        if not running:
             break
-        now = ending[0][0]
-        while ending and ending[0][0] == now:
-            _, done = heapq.heappop(ending)
-            running.discard(jobs[done].resource)
-            for follower in followers[done]:
+        before, speed = speed, 1.0 - sum(jobs[index].load for index in running.values())
+        if speed != before and "compute" in running:
+            ends["compute"] = now + (ends["compute"] - now) * before / speed
+        now = min(ends.values())
+        for ended, resource in sorted((running[resource], resource) for resource in ends if ends[resource] == now):
+            timings[ended] = replace(timings[ended], end=now)
+            del ends[resource], running[resource]
+            for follower in followers[ended]:
                 open_count[follower] -= 1
                 if not open_count[follower]:
-                    released[follower] = done
+                    released[follower] = ended
                     heapq.heappush(queues[jobs[follower].resource], (now, follower))
     finished = tuple(timing for timing in timings if timing is not None)
     if len(finished) < len(jobs):
         stuck = next(job.name for job, timing in zip(jobs, timings, strict=True) if timing is None)
         raise PlanError(f"{stuck!r} can't be simulated: what it waits for waits for it")
+    if any(job.load for job in jobs):
+        jobs = [
+            replace(job, seconds=timing.end - timing.start) if job.resource == "compute" else job
+            for job, timing in zip(jobs, finished, strict=True)
+        ]
     return Simulation(tuple(jobs), finished)
 
 
