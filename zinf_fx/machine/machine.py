@@ -40,8 +40,8 @@ def measure_machine(store: Path | str) -> Hardware:
     of which each is given half.
 
     Args:
-        store: directory on the disk to measure; its rates are those of the profile that
-            `zinf-fx bench-io` stored, if there is one.
+        store: directory on the disk to measure; its rates are those of the profile that `zinf-fx bench-io` stored, if
+            there is one.
 
     Raises: StoreError.
     """
