@@ -11,7 +11,6 @@ what it does.
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -130,10 +129,11 @@ def simulate(jobs: Sequence[Job]) -> Simulation:
     queues: dict[Resource, list[tuple[float, int]]] = {resource: [] for resource in RESOURCES}
     last: dict[Resource, int | None] = dict.fromkeys(RESOURCES)
     running: dict[Resource, int] = {}
-    ends: dict[Resource, float] = {}
     released: list[int | None] = [None] * len(jobs)
     timings: list[Timing | None] = [None] * len(jobs)
+    ending: list[tuple[float, int]] = []
     now, speed = 0.0, 1.0  # that of computing
+    loaded = any(job.load for job in jobs)
     for index, count in enumerate(open_count):
         if not count:
             heapq.heappush(queues[jobs[index].resource], (now, index))
@@ -142,28 +142,36 @@ def simulate(jobs: Sequence[Job]) -> Simulation:
             if queue and resource not in running:
                 ready, index = heapq.heappop(queue)
                 cause = released[index] if ready == now else last[resource]
-                timings[index] = Timing(now, math.inf, cause)
-                ends[resource] = now + jobs[index].seconds / (speed if resource == "compute" else 1.0)
+                end = now + jobs[index].seconds / (speed if resource == "compute" else 1.0)
+                timings[index] = Timing(now, end, cause)
+                heapq.heappush(ending, (end, index))
                 running[resource] = last[resource] = index
-        if not running:
+        if not ending:
             break
-        before, speed = speed, 1.0 - sum(jobs[index].load for index in running.values())
-        if speed != before and "compute" in running:
-            ends["compute"] = now + (ends["compute"] - now) * before / speed
-        now = min(ends.values())
-        for ended, resource in sorted((running[resource], resource) for resource in ends if ends[resource] == now):
-            timings[ended] = replace(timings[ended], end=now)
-            del ends[resource], running[resource]
-            for follower in followers[ended]:
+        if loaded:
+            before, speed = speed, 1.0 - sum(jobs[index].load for index in running.values())
+            if "compute" in running and speed != before:
+                index = running["compute"]
+                end = now + (timings[index].end - now) * before / speed
+                timings[index] = replace(timings[index], end=end)
+                heapq.heappush(ending, (end, index))
+        now = ending[0][0]
+        while ending and ending[0][0] == now:
+            _, done = heapq.heappop(ending)
+            resource = jobs[done].resource
+            if running.get(resource) != done or timings[done].end != now:
+                continue  # it ends at another time, because computing was slower or faster since
+            del running[resource]
+            for follower in followers[done]:
                 open_count[follower] -= 1
                 if not open_count[follower]:
-                    released[follower] = ended
+                    released[follower] = done
                     heapq.heappush(queues[jobs[follower].resource], (now, follower))
     finished = tuple(timing for timing in timings if timing is not None)
     if len(finished) < len(jobs):
         stuck = next(job.name for job, timing in zip(jobs, timings, strict=True) if timing is None)
         raise PlanError(f"{stuck!r} can't be simulated: what it waits for waits for it")
-    if any(job.load for job in jobs):
+    if loaded:
         jobs = [
             replace(job, seconds=timing.end - timing.start) if job.resource == "compute" else job
             for job, timing in zip(jobs, finished, strict=True)
