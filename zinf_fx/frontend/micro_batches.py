@@ -20,7 +20,7 @@ from zinf_fx import ops
 from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError
 from zinf_fx.frontend.graph_inputs import GraphInput
-from zinf_fx.passes.ir.rewriting import copied
+from zinf_fx.passes.ir.rewriting import copied_module
 
 log = logging.getLogger("zinf_fx")
 
@@ -88,7 +88,7 @@ def _divide(graph: fx.Graph, batch: _Batch, inputs: Mapping[fx.Node, GraphInput]
 
 def _copy_of(captured: fx.GraphModule) -> fx.GraphModule:
     """A module of Dynamo's with a graph of its own, whose inputs are known as those of the other's are."""
-    module = fx.GraphModule(captured, copied(captured.graph))
+    module = copied_module(captured)
     module.meta = captured.meta
     both = (one.graph.find_nodes(op="placeholder") for one in (captured, module))
     for node, copy in zip(*both, strict=True):
