@@ -13,7 +13,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from forked import forkserver
+
+_HERE = "127.0.0.1"
 
 
 def on_ranks(
@@ -24,11 +27,14 @@ def on_ranks(
     Raises: AssertionError with the traceback of failures, or for scratch that a rank left behind in its store.
     """
     context = forkserver()
+    # As torchrun's, it outlives the ranks; a file in its place is looked at every 10 ms.
+    store = dist.TCPStore(_HERE, 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(size):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_run, args=(theirs, folder, rank, size, body, arguments), daemon=True)
+            process = context.Process(target=_run, args=(theirs, folder, store.port, rank, size, body, arguments))
+            process.daemon = True
             process.start()
             theirs.close()
             pipes.append(mine)
@@ -52,17 +58,19 @@ def on_ranks(
     return [value for _, value in results]
 
 
-def _run(pipe: Connection, folder: str, rank: int, size: int, body: Callable[..., Any], arguments: tuple) -> None:
+def _run(
+    pipe: Connection, folder: str, port: int, rank: int, size: int, body: Callable[..., Any], arguments: tuple
+) -> None:
     os.environ["ZINF_STORE"] = str(Path(folder) / f"store{rank}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     Path(os.environ["ZINF_STORE"]).mkdir()
     gc.freeze()  # what was imported once is no garbage
     try:
         import torch
-        import torch.distributed as dist
 
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
+        store = dist.TCPStore(_HERE, port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         pipe.send(("done", body(rank, *arguments)))
         with contextlib.suppress(RuntimeError):  # another rank may have ended
             dist.barrier()
