@@ -94,7 +94,7 @@ def plainly_trained() -> tuple[GPT, list[float]]:
     return plain, train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
 
 
-OF_THE_GATE = {"a checkpoint for every other layer, on the host", "chosen, little room", "all to disk, no prefetch"}
+OF_THE_GATE = {"a checkpoint for every other layer, on the host", "chosen, little room"}
 
 
 @pytest.mark.parametrize("name", named(POLICIES, OF_THE_GATE))

@@ -57,7 +57,7 @@ class WithHead(nn.Module):
         return self.base(tokens)
 
 
-@pytest.mark.parametrize("how", ["nf4", "safetensors", slow("as it is")])
+@pytest.mark.parametrize("how", ["nf4", slow("safetensors"), slow("as it is")])
 def test_two_models_over_one_base_train_as_over_its_values(tmp_path: Path, how):
     base = saved(tmp_path, how)
     before = content(base)

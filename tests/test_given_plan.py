@@ -94,7 +94,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", named(OPTIONS, {"offloaded", "tiled to a budget"}))
+@pytest.mark.parametrize("name", named(OPTIONS, {"tiled to a budget"}))
 def test_a_plan_from_a_file_trains_bitwise_as_planning_does(tmp_path: Path, name: str):
     dtype = torch.float32 if name == "offloaded" else torch.bfloat16
     plan = zinf_fx.export_plan(gpt(dtype, "meta"), batch(device="meta"), **OPTIONS[name])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from gate import slow
 from torch import Tensor, nn
 from twins import Net, assert_nothing_leaked, x
 
@@ -71,8 +72,16 @@ def transfers(model: nn.Module) -> int:
 STATES_LEAVE = {"parameters": "device", "gradients": "nvme", "optimizer": "nvme"}
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
-@pytest.mark.parametrize("placement", ["nvme", "infinity-nvme", STATES_LEAVE], ids=["nvme", "infinity-nvme", "states"])
+@pytest.mark.parametrize(
+    ("placement", "in_backward"),
+    [
+        ("nvme", False),
+        ("infinity-nvme", True),
+        (STATES_LEAVE, False),
+        *(slow(*each) for each in (("nvme", True), ("infinity-nvme", False), (STATES_LEAVE, True))),
+    ],
+    ids=str,
+)
 def test_steps_move_packs(tmp_path: Path, placement: object, in_backward: bool) -> None:
     plain, model = twins(tmp_path, placement=placement)
     pairs = zip((plain, model), optimizers(plain, model, step_in_backward=in_backward), strict=True)

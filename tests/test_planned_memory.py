@@ -34,10 +34,7 @@ def nothing_left() -> Iterator[None]:
 ARRANGEMENTS = ("deep", "in host memory", "activations on disk, within a host budget")
 PEAKS = (
     *ARRANGEMENTS,
-    "wide, tiled",
     "bf16, states of fewer bytes",
-    "written, within a host budget",
-    "activations in host memory",
     "spread over the tiers, within a host budget",
 )
 STEPS_IN_BACKWARD = ("deep",)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from followed import followed_plans
+from gate import slow
 from torch.nn import functional as F
 
 import zinf_fx
@@ -70,14 +71,15 @@ def train(call: Callable, batch: Callable, optimizer: torch.optim.Optimizer, acc
     return losses
 
 
-# Every model with one and with two micro-batches, and with several placements, each of which comes with both.
+# Every model with one and with two micro-batches, and with several placements, each of which comes with both; in the
+# gate, every model once.
 RUNS = [
-    ("linears", "device", 1),
+    slow("linears", "device", 1),
     ("linears", "nvme", 2),
-    ("gpt", "host", 2),
+    slow("gpt", "host", 2),
     ("gpt", "infinity-nvme", 1),
     ("tied gpt", "device", 2),
-    ("tied gpt", "nvme", 1),
+    slow("tied gpt", "nvme", 1),
 ]
 
 

@@ -77,13 +77,13 @@ def assert_equal(model: GPT, losses: list[float], plain: GPT, expected: list[flo
 # placement reads the disk ahead, and another does not.
 RUNS = [
     ("device", (1, 2, 3), 2),
-    ("host", (1, 2, 3), 1),
+    slow("host", (1, 2, 3), 1),
     ("host", None, 2),
     ("nvme", (1, 2, 3), 2),
     slow("nvme", None, 1),
     slow("infinity-nvme", (1, 2, 3), 1),
     ("infinity-nvme", None, 2),
-    ("zero-offload", (1, 2, 3), 2),
+    slow("zero-offload", (1, 2, 3), 2),
 ]
 
 
@@ -104,7 +104,7 @@ def test_partitioned_construction_from_one_seed(tmp_path: Path) -> None:
     assert_equal(model, losses, plain, expected)
 
 
-@pytest.mark.parametrize("placement", ["device", "nvme"])
+@pytest.mark.parametrize("placement", [slow("device"), "nvme"])
 def test_one_line_use_on_an_ordinary_model(tmp_path: Path, placement: str) -> None:
     plain, expected = plain_run()
     model = build()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from gate import named
+from gate import named, slow
 from torch import Tensor, nn
 
 import zinf_fx
@@ -208,7 +208,7 @@ def test_exported_models_are_read_by_plain_transformers(name: str, tmp_path: Pat
         assert plain.config.architectures == [type(model).__name__]
 
 
-@pytest.mark.parametrize("mean_resizing", [False, True])
+@pytest.mark.parametrize("mean_resizing", [slow(False), True])
 @pytest.mark.parametrize("built", ["offloaded", "offloading", "resized within"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_resized_embeddings_are_stored(tied: bool, built: str, mean_resizing: bool, tmp_path: Path):

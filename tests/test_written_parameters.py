@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from gate import slow
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -129,13 +130,18 @@ CASES = [
     (Several, "in tiles"),
     (Renormed, "within a budget"),
 ]
+IN_THE_SLOW_TESTS = ((Clamped, "host"), (Renormed, "within a budget"))
 
 
 def x() -> Tensor:
     return torch.randn(4, WIDTH)
 
 
-@pytest.mark.parametrize(("build", "name"), CASES, ids=[f"{model.__name__}, {name}" for model, name in CASES])
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [slow(*case) if case in IN_THE_SLOW_TESTS else case for case in CASES],
+    ids=[f"{model.__name__}, {name}" for model, name in CASES],
+)
 def test_they_are_trained_as_plain_pytorch_trains_them(tmp_path: Path, build: Callable[[], nn.Module], name: str):
     torch.manual_seed(0)
     plain = build()

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from forked import run
+from gate import slow
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -99,7 +100,7 @@ def assert_equal(found: dict[str, object], expected: dict[str, object]) -> None:
         assert same, name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [slow(torch.float32), torch.bfloat16], ids=["fp32", "bf16"])
 def test_what_is_loaded_is_what_was_saved(tmp_path: Path, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]):
     model, optimizer = saved(tmp_path, dtype)
     assert converted(tmp_path, "--json") == 0

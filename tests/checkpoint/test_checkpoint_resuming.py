@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gate import slow
 from jobs import Job, assert_equal, value_of
 
 import zinf_fx
@@ -35,26 +36,29 @@ def resumed_equals_uninterrupted(folder: Path, at: int, until: int, **how: Any) 
     assert_equal(second.values(), first.values())
 
 
-@pytest.mark.parametrize("placement", ["device", "host", "nvme"])
-@pytest.mark.parametrize("at", [4, 5], ids=["between_steps", "while_accumulating"])
+@pytest.mark.parametrize(
+    ("placement", "at"),
+    [("device", 4), ("host", 4), ("nvme", 5), *(slow(*each) for each in (("device", 5), ("host", 5), ("nvme", 4)))],
+)
 def test_in_any_placement(tmp_path: Path, placement: str, at: int):
+    """Between two steps, after 4 passes, and while gradients are accumulated, after 5."""
     resumed_equals_uninterrupted(tmp_path, at, 9, placement=placement, compiled=at == 5)
 
 
 @pytest.mark.parametrize(
     "how",
     [
-        {"options": {"step_in_backward": True}, "scales": False},
+        slow({"options": {"step_in_backward": True}, "scales": False}),
         {"options": {"step_in_backward": True}, "scales": False, "compiled": True},
-        {"options": {"state_dtype": torch.bfloat16}},
+        slow({"options": {"state_dtype": torch.bfloat16}}),
         {"options": {"state_dtype": "8bit", "master_dtype": "split"}},
         {"fields": {"pack": "auto"}, "compiled": True},
-        {"fields": {"chunk": "64KiB", "host_memory": "4MiB"}},
+        slow({"fields": {"chunk": "64KiB", "host_memory": "4MiB"}}),
         {"dtype": torch.float32, "options": {"amsgrad": True}},
-        {"optimizer": zinf_fx.optim.SGD, "options": {"momentum": 0.9}},
+        slow({"optimizer": zinf_fx.optim.SGD, "options": {"momentum": 0.9}}),
         {"optimizer": zinf_fx.optim.NAdam},
         {"optimizer": zinf_fx.optim.Adafactor, "scales": False},
-        {"optimizer": torch.optim.AdamW, "options": {"fused": True}, "dtype": torch.float32},
+        slow({"optimizer": torch.optim.AdamW, "options": {"fused": True}, "dtype": torch.float32}),
         {"optimizer": torch.optim.RMSprop, "placement": "device", "dtype": torch.float32},
         {"placement": {"parameters": "device", "gradients": "host", "optimizer": "nvme", "activations": "device"}},
         {"options": {"overlap": False}, "compiled": True},

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from breaking_files import LosingPower, put
+from gate import slow
 from torch import nn
 
 import zinf_fx
@@ -71,7 +72,7 @@ def killed_at(number: int, action: Callable[[], None], monkeypatch: pytest.Monke
     return os.waitstatus_to_exitcode(status) == 9
 
 
-@pytest.mark.parametrize(("before", "after"), [(ONE, ONE), (ONE, SEVERAL), (SEVERAL, ONE), (SEVERAL, SEVERAL)])
+@pytest.mark.parametrize(("before", "after"), [slow(ONE, ONE), (ONE, SEVERAL), (SEVERAL, ONE), slow(SEVERAL, SEVERAL)])
 def test_killed_exports_leave_the_old_weights_or_the_new(
     before: object, after: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gate import slow
 from jobs import Job, assert_equal
 from torch import nn
 
@@ -30,7 +31,7 @@ def managed(job: Job, directory: Path) -> zinf_fx.CheckpointManager:
     return zinf_fx.CheckpointManager(directory, job.model, job.adam, every_steps=1, keep=9, schedule=job.schedule)
 
 
-@pytest.mark.parametrize("placement", ["nvme", "infinity-nvme", "host"])
+@pytest.mark.parametrize("placement", [slow("nvme"), "infinity-nvme", slow("host")])
 def test_what_is_resumed_goes_on_bit_for_bit(tmp_path: Path, placement: str):
     """Forward and backward change buffers, random states and gradients before the save is made."""
     twin, job = (Job(tmp_path / name, seed=1, placement=placement, **HOW) for name in ("twin", "store"))

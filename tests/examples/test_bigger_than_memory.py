@@ -24,6 +24,7 @@ EACH = bytes_per_parameter("float32")
 BYTES_PER_PARAMETER = sum(EACH.values())
 
 
+@pytest.mark.slow
 def test_a_run_on_a_disk_that_is_a_little_larger_than_the_memory(tmp_path: Path) -> None:
     memory = 1024 if torch.version.cuda is None else 1536  # MiB, of which a CUDA build takes more before it begins
     disk = memory * 1100 // 1024

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gate import slow
 from injecting import Fault, clear_faults, inject
 from noticed import Noticed
 from runtime.late_device import LateDevice, install
@@ -281,7 +282,7 @@ def trained(call: nn.Module, optimizer: torch.optim.Optimizer, between: Callable
     return losses
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("in_backward", [False, slow(True)])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_training_is_the_same_to_the_bit(tmp_path: Path, gate: Gated, placement: str, in_backward: bool) -> None:
     torch.manual_seed(0)

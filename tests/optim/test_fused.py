@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from gate import slow
 from injecting import Fault, clear_faults, inject
 
 import zinf_fx
@@ -69,7 +70,7 @@ PLACED = [
     ("case", "placement", "dtype"),
     [
         *((case, placement, dtype) for case, placement in PLACED for dtype in (torch.float32, torch.bfloat16)),
-        *((case, "nvme", dtype) for case in CASES for dtype in (torch.float16, torch.float64)),
+        *(slow(case, "nvme", dtype) for case in CASES for dtype in (torch.float16, torch.float64)),
     ],
 )
 def test_bitwise_equal_to_memory(tmp_path, case: str, placement: str, dtype: torch.dtype):

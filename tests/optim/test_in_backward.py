@@ -99,14 +99,15 @@ CASES = {
     "two graphs": (broken, rows, {}),
     "two graphs, uncompiled": (broken, rows, {"compiled": False}),
 }
+IN_THE_SLOW_TESTS = ("without overlap", "uncompiled", "bf16")
 
 
 @pytest.mark.parametrize(
     ("case", "placement"),
     [
-        *((case, "nvme") for case in CASES if case != "without overlap"),
-        ("tied", "host"),
-        slow("without overlap", "nvme"),
+        *((case, "nvme") for case in CASES if case not in IN_THE_SLOW_TESTS),
+        *(slow(case, "nvme") for case in IN_THE_SLOW_TESTS),
+        slow("tied", "host"),
         slow("tied", "device"),
     ],
 )

@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from gate import slow
 
 import zinf_fx
 from zinf_fx import optim
@@ -42,7 +43,7 @@ def through_file(state: dict, tmp_path) -> dict:
     return torch.load(tmp_path / "state.pt", weights_only=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [slow(torch.float32), torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("file", [False, True], ids=["live", "file"])
 @pytest.mark.parametrize(("name", "placement"), [*((name, "nvme") for name in CLASSES), ("AdamW", "host")])
 def test_ours_to_ours(twins, tmp_path, name: str, placement: str, dtype: torch.dtype, file: bool):

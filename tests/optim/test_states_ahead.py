@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from followed import followed_plans
+from gate import slow
 from injecting import Fault, inject
 
 import zinf_fx
@@ -122,7 +123,7 @@ def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.load_state_dict(state)
 
 
-@pytest.mark.parametrize("change", [scale, forget, shrink, load])
+@pytest.mark.parametrize("change", [slow(scale), forget, shrink, load])
 def test_what_is_changed_after_backward_counts(training: Training, change: Callable) -> None:
     for _ in range(2):
         training.step(change)

@@ -371,14 +371,10 @@ def weight_as_reshaped_copy() -> tuple[nn.Module, tuple]:
 # One of each kind of what is saved for backward, for passes that change what that is: of the other models, slow tests.
 SAVING = (
     "mlp",
-    "tied_far_apart",
     "views_of_views",
-    "frozen",
-    "gradient_is_the_tangent",
     "batch_norm",
     "checkpointed_dropout",
     "selectively_checkpointed",
-    "autocast",
     "int_input_and_constant",
     "attention",
     "changed_input",

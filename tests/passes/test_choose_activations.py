@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 from building import Builder, aten
 from capturing import assert_trains_like_eager
+from gate import slow
 from models import CASES
 from torch import fx
 
@@ -122,11 +123,13 @@ def test_seconds_of_matrix_products_and_of_the_rest() -> None:
 
 
 # Without room everything is computed again or leaves, as test_recompute_activations and test_offload_activations do to
-# every model; with a little, some segments stay.
-CHOSEN = ("mlp", "tied_far_apart", "attention", "checkpointed_dropout", "batch_norm")
+# models; with a little, some segments stay.
+CHOSEN = ("tied_far_apart", "attention", "checkpointed_dropout", "batch_norm")
 ROOMS = [
-    *((name, room) for name in CHOSEN for room in (0, 2_000)),
-    *(pytest.param(name, 0, marks=pytest.mark.slow) for name in CASES if name not in CHOSEN),
+    ("mlp", 0),
+    *((name, 2_000) for name in CHOSEN),
+    slow("mlp", 2_000),
+    *(slow(name, 0) for name in CASES if name != "mlp"),
 ]
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from building import Builder, aten
 from capturing import assert_trains_like_eager
+from gate import slow
 from models import CASES
 from torch import nn
 
@@ -136,9 +137,10 @@ def test_a_plan_in_which_buffers_collide_is_refused() -> None:
 @pytest.mark.parametrize(
     ("kib", "placement"),
     [
-        *((kib, "nvme") for kib in (1200, 1700, 4000)),
+        *((kib, "nvme") for kib in (1200, 4000)),
         *((kib, "infinity-nvme") for kib in (1700, 2500)),
-        *((kib, "infinity-cpu") for kib in (4000, 16000)),
+        (4000, "infinity-cpu"),
+        *(slow(*each) for each in ((1700, "nvme"), (16000, "infinity-cpu"))),
     ],
 )
 def test_regions_and_states_stay_within_a_host_budget_or_the_plan_is_refused(kib: int, placement: str) -> None:

@@ -270,7 +270,7 @@ def layers(count: int, **options: object) -> Record:
     return train(model, torch.randn(4, 16), config=Config(placement="infinity-nvme", pack=None, **options))
 
 
-@pytest.mark.parametrize("count", [1, 2, slow(3), 8])
+@pytest.mark.parametrize("count", [1, slow(2), slow(3), 8])
 @pytest.mark.parametrize("distances", DISTANCES)
 def test_the_turn_is_exact(count: int, distances: tuple[int, int, int]) -> None:
     """Forward and backward are one sequence of operators: each transfer stands at its distance ahead of its use."""

@@ -290,7 +290,6 @@ def test_divided(shape: tuple[int, ...], limit: int, rows: list[int]) -> None:
 # Tiles of two rows and a last one, of models whose parameters are used or have gradients in ways of their own; slowly,
 # of all. Of a row each, of some that use their parameters in other ways.
 IN_THE_GATE = (
-    "mlp",
     "split_and_unbind_of_a_weight",
     "views_of_views",
     "concatenated_weights",
@@ -301,8 +300,10 @@ IN_THE_GATE = (
     "checkpointed_dropout",
     "weight_as_reshaped_copy",
 )
-LIMITS = [(name, 40) if name in IN_THE_GATE else slow(name, 40) for name in CASES] + [
-    (name, 16) for name in ("tied_far_apart", "branch_of_two_convolutions", "attention", "low_rank_update")
+LIMITS = [
+    *((name, 40) if name in IN_THE_GATE else slow(name, 40) for name in CASES),
+    *((name, 16) for name in ("branch_of_two_convolutions", "attention", "low_rank_update")),
+    slow("tied_far_apart", 16),
 ]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gate import slow
 from torch import nn
 
 import zinf_fx
@@ -30,10 +31,13 @@ class Net(nn.Module):
 STATES = {"parameters": "host", "gradients": "host", "optimizer": "nvme", "activations": "device"}
 
 
-@pytest.mark.parametrize("placement", ["nvme", "host", STATES], ids=["nvme", "host", "states"])
+FEWER = {"state_dtype": "8bit", "master_dtype": "split"}
+
+
+@pytest.mark.parametrize("placement", ["nvme", slow("host"), STATES], ids=["nvme", "host", "states"])
 @pytest.mark.parametrize(
     ("options", "states"),
-    [({}, {}), ({"pack": "auto"}, {"state_dtype": "8bit", "master_dtype": "split"}), ({"tile": "4KiB"}, {})],
+    [({}, {}), ({"pack": "auto"}, FEWER), ({"tile": "4KiB"}, {})],
     ids=["plain", "packs, states of fewer bytes", "tiles"],
 )
 def test_bytes_of_a_checkpoint(tmp_path: Path, placement: Any, options: dict[str, Any], states: dict[str, str]):

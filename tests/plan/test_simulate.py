@@ -457,11 +457,12 @@ def captured(placement: str, **options: object) -> tuple[Plan, int]:
     return plan, len(list(model.parameters()))
 
 
-# Every placement and every option; how bytes are counted depends on a tile's tier, whatever the other options are.
+# Every placement and every option, some of them slowly: how bytes are counted depends on a tile's tier, whatever the
+# other options are.
 CAPTURED = [
     slow("nvme", {}),
-    ("nvme", {"activations": "offload"}),
-    ("infinity-nvme", {"residency": False}),
+    slow("nvme", {"activations": "offload"}),
+    slow("infinity-nvme", {"residency": False}),
     ("infinity-nvme", {"tile": "16KiB"}),
     ("infinity-cpu", {"prefetch": None, "residency": False}),
     slow("zero-offload", {}),

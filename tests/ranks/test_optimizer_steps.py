@@ -113,7 +113,7 @@ def _round(name: str, value: torch.Tensor) -> None:
     decode(name, codes, scales, value.view(-1))
 
 
-@pytest.mark.parametrize("options", [{}, {"state_dtype": "8bit", "master_dtype": "split"}])
+@pytest.mark.parametrize("options", [slow({}), {"state_dtype": "8bit", "master_dtype": "split"}])
 @pytest.mark.parametrize("cases", [WITH_MASTERS, slow({"zero-2": True})])
 def test_masters_and_steps_in_backward(cases: dict[str, bool], options: dict[str, str]):
     """With codes, blocks are those of the whole parameter on any number of ranks."""

@@ -15,6 +15,7 @@ from pathlib import Path
 import forked
 import pytest
 import torch
+from gate import slow
 from injecting import Fault, clear_faults, inject
 from torch import nn
 
@@ -385,7 +386,11 @@ MEMORY = {
 }
 
 
-@pytest.mark.parametrize(("use", "placement", "peak", "left"), MEMORY.values(), ids=MEMORY)
+@pytest.mark.parametrize(
+    ("use", "placement", "peak", "left"),
+    [each if name in ("construction", "to the disk") else slow(*each) for name, each in MEMORY.items()],
+    ids=MEMORY,
+)
 def test_a_model_is_in_memory_once_at_most(
     tmp_path, use: str, placement: str, peak: tuple[float, float], left: tuple[float, float]
 ):

@@ -10,6 +10,7 @@ import forked
 import pytest
 import safetensors.torch
 import torch
+from gate import slow
 from torch import nn
 
 import zinf_fx
@@ -33,7 +34,7 @@ print(sum(float(p.full_tensor().double().sum()) for p in model.parameters()))
 """
 
 
-@pytest.mark.parametrize("how", ["safetensors", "torch"])
+@pytest.mark.parametrize("how", ["safetensors", slow("torch")])
 def test_models_are_saved_with_less_memory_than_they_have_bytes(how: str, tmp_path: Path):
     """The kernel refuses this process more than 96 MiB of memory of its own; the model has 192."""
     done = forked.run(SAVED, tmp_path, how)
