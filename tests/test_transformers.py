@@ -149,8 +149,8 @@ def _assert_same_parameters(model: nn.Module, plain: nn.Module) -> None:
         assert isinstance(parameter, StoredTensor) and torch.equal(parameter, other[1]) and name == other[0], name
 
 
-# Llama trains with resized embeddings, ViT by the one-line use, and GPT-2 in test_trainer.py.
-@pytest.mark.parametrize("name", named(MODELS, {"mixtral", "bert", "t5"}))
+# In the gate, Llama trains with resized embeddings, ViT by the one-line use, and GPT-2 in test_trainer.py.
+@pytest.mark.parametrize("name", named(MODELS, {"mixtral", "t5"}))
 def test_offloaded_models_train_as_in_eager_pytorch(name: str, tmp_path: Path):
     build, inputs = MODELS[name]
     torch.manual_seed(0)

@@ -15,6 +15,7 @@ from pathlib import Path
 import forked
 import pytest
 import torch
+from gate import named
 from injecting import Fault, clear_faults, inject, inject_setup_fault
 
 from zinf_fx.cli import main
@@ -99,9 +100,10 @@ FAULTS = {
     "partial": {},
 }
 HARMLESS = ("EAGAIN", "EINTR", "short", "late", "partial")
+AS_WITHOUT_SPACE = {"EDQUOT", "EFBIG", "ENODEV"}
 
 
-@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize("kind", named(FAULTS, FAULTS.keys() - AS_WITHOUT_SPACE))
 @pytest.mark.parametrize("stage", ["submission", "completion"])
 def test_the_nth_fault_for_every_n(tmp_path: Path, store: Store, stage: str, kind: str):
     """n goes upwards until no fault fires: every transfer of the workload was hit once, by itself."""
