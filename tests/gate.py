@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterable
 
 import pytest
 
+from zinf_fx.native.engine import provider_names
+
 
 def slow(*values: object) -> object:
     """A case that only `-m slow` runs: what it would find, others of its table are likely to find, too."""
@@ -15,3 +17,9 @@ def slow(*values: object) -> object:
 def named(names: Iterable[str], of_the_gate: Collection[str]) -> list[object]:
     """All names of a table, those that are not of the gate as slow ones."""
     return [name if name in of_the_gate else slow(name) for name in names]
+
+
+def providers(names: Iterable[str] = provider_names()) -> list[object]:
+    """The engine's, of which two share the code of others: libaio's calls are aio's, found elsewhere, and those that
+    are buffered have the threads of "threads"."""
+    return named(names, {"aio", "threads"})

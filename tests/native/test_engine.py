@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gate import providers
 from injecting import Fault, clear_faults, inject, inject_setup_fault
 
 from zinf_fx.errors import ConfigError, StoreError
@@ -62,7 +63,7 @@ def random_bytes(nbytes: int, seed: int = 0) -> torch.Tensor:
     return data.random_(0, 256, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture(params=PROVIDERS)
+@pytest.fixture(params=providers(PROVIDERS))
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
     made = Bench(request.param, tmp_path / "file")
     yield made
@@ -300,7 +301,7 @@ def test_every_single_fault_ends_in_success_or_in_its_own_error(bench: Bench, st
         assert nth == 7  # three blocks each way
 
 
-@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("provider", providers(PROVIDERS))
 def test_every_set_up_call_may_fail(provider: str):
     inject_setup_fault(0, 0)
     Engine(provider).close()

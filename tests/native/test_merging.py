@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from gate import providers
 from injecting import Fault, inject
 
 from zinf_fx.errors import StoreError
-from zinf_fx.native.engine import READ, WRITE, Engine, FileTicket, is_direct, provider_names
+from zinf_fx.native.engine import READ, WRITE, Engine, FileTicket, is_direct
 from zinf_fx.runtime.memory.buffers import aligned_empty
 
 PAGE = 4096
@@ -47,7 +48,7 @@ class Bench:
         os.close(self.fd)
 
 
-@pytest.fixture(params=provider_names())
+@pytest.fixture(params=providers())
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
     try:
         made = Bench(request.param, tmp_path / "file")

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from gate import slow
 from ranks import training
 from ranks.launching import on_ranks
 
@@ -69,7 +70,7 @@ def test_all_ranks_divide_as_the_first_one_decides() -> None:
     assert all(difference < 1e-5 for difference in on_ranks(2, decided))
 
 
-@pytest.mark.parametrize(("group", "tied"), [(1, False), ("auto", True)])
+@pytest.mark.parametrize(("group", "tied"), [(1, False), slow("auto", True)])
 def test_two_ranks_train_as_distributed_data_parallel_and_send_as_much_as_with_one_micro_batch(
     group: object, tied: bool
 ) -> None:

@@ -84,9 +84,17 @@ def plainly_trained(accumulate: int) -> tuple[GPT, list[float]]:
     return plain, train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True), accumulate)
 
 
+IN_THE_SLOW_TESTS = {"nvme", "updated on the device", "gradients on the device"}
+
+
 # One after the other with two micro-batches and with one, so that every tier of gradients comes with both.
 @pytest.mark.parametrize(
-    ("placement", "accumulate"), list(zip(PLACEMENTS.values(), cycle([2, 1]), strict=False)), ids=PLACEMENTS
+    ("placement", "accumulate"),
+    [
+        slow(placement, count) if name in IN_THE_SLOW_TESTS else (placement, count)
+        for (name, placement), count in zip(PLACEMENTS.items(), cycle([2, 1]), strict=False)
+    ],
+    ids=PLACEMENTS,
 )
 def test_training(tmp_path: Path, device: LateDevice, placement: object, accumulate: int) -> None:
     model = zinf_fx.offload(build(), store=tmp_path, placement=placement)

@@ -40,7 +40,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDevice]:
 
 # Of the shapes, those that differ in what lies in the device's region: whole tiles or ranges of them, of parameters
 # from disk and from host memory, and what comes back of activations that left.
-ON_DEVICE = ("wide, tiled", "untied, bf16", "in host memory", "recomputed", "activations on disk")
+ON_DEVICE = ("wide, tiled", "untied, bf16", "in host memory", "activations on disk")
 IN_THE_GATE = named(SHAPES, ON_DEVICE)
 # Those that are trained in fp32 by nothing but their optimizer, as plain PyTorch does it.
 PLAIN = ("recomputed", "activations on disk", "in host memory", "activations in host memory")

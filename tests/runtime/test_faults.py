@@ -15,12 +15,11 @@ from pathlib import Path
 import forked
 import pytest
 import torch
-from gate import named
+from gate import named, providers
 from injecting import Fault, clear_faults, inject, inject_setup_fault
 
 from zinf_fx.cli import main
 from zinf_fx.errors import StoreError
-from zinf_fx.native.engine import provider_names
 from zinf_fx.runtime.disk.store import Store
 from zinf_fx.runtime.memory.buffers import aligned_empty
 
@@ -37,7 +36,7 @@ def open_store(place: Path, provider: str) -> Store:
         pytest.skip(str(error))
 
 
-@pytest.fixture(params=provider_names())
+@pytest.fixture(params=providers())
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     made = open_store(tmp_path, request.param)
     yield made
@@ -133,7 +132,7 @@ def test_the_nth_fault_for_every_n(tmp_path: Path, store: Store, stage: str, kin
 
 
 @pytest.mark.parametrize("error", [errno.ENOMEM, errno.EAGAIN, errno.EPERM])
-@pytest.mark.parametrize("provider", ["auto", *provider_names()])
+@pytest.mark.parametrize("provider", ["auto", *providers()])
 def test_every_set_up_call_of_a_store_may_fail(tmp_path: Path, provider: str, error: int):
     """It falls back to the next provider or raises, and leaves nothing behind."""
     try:

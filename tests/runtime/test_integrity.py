@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from gate import providers
 
 from zinf_fx.errors import StoreError
-from zinf_fx.native.engine import provider_names
 from zinf_fx.runtime.disk.store import Extent, Store
 from zinf_fx.runtime.memory.buffers import aligned_empty
 
@@ -20,7 +20,7 @@ NBYTES = (4 << 20) + 5 * PAGE + 100  # two of the engine's blocks, and a tail
 PAGES = -(-NBYTES // PAGE)
 
 
-@pytest.fixture(params=provider_names())
+@pytest.fixture(params=providers())
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     try:
         made = Store(tmp_path, provider=request.param)

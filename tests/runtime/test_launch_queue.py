@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gate import named
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -33,7 +34,9 @@ from launch_queue import Launch, LaunchQueue
 RATE = 1e6  # bytes per second of the device's memory and of its links: a kernel takes 30 ms or more
 LAYERS, WIDTH, BATCH = 8, 128, 64
 NBYTES = WIDTH * WIDTH * 4  # of a layer
-PLACEMENTS = ("device", "infinity-cpu", "zero-offload", "nvme", "infinity-nvme")
+PLACEMENTS = named(
+    ("device", "infinity-cpu", "zero-offload", "nvme", "infinity-nvme"), ("device", "infinity-cpu", "infinity-nvme")
+)
 
 
 def hardware(disk: float, download: float) -> Hardware:

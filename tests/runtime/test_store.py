@@ -16,10 +16,10 @@ from pathlib import Path
 import forked
 import pytest
 import torch
+from gate import providers
 from injecting import Fault, inject
 
 from zinf_fx.errors import ConfigError, StoreError
-from zinf_fx.native.engine import provider_names
 from zinf_fx.runtime.disk.scratch import survey
 from zinf_fx.runtime.disk.store import Store
 from zinf_fx.runtime.memory.buffers import Arena, aligned_empty
@@ -30,7 +30,7 @@ def no_forced_provider(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("ZINF_IO_PROVIDER", raising=False)
 
 
-@pytest.fixture(params=provider_names())
+@pytest.fixture(params=providers())
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     try:
         made = Store(tmp_path, provider=request.param)
