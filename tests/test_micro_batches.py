@@ -187,7 +187,8 @@ def test_groups_compute_the_end_again_too(activations: object, part: float) -> N
     assert kept["auto"] < part * kept[1], kept
 
 
-@pytest.mark.parametrize("group", ["auto", slow(100)])
+@pytest.mark.slow
+@pytest.mark.parametrize("group", ["auto", 100])
 def test_groups_take_the_memory_that_is_planned(tmp_path: Path, group: object) -> None:
     torch.manual_seed(0)
     model = zinf_fx.offload(
@@ -504,6 +505,7 @@ def test_each_size_of_the_batch_has_a_plan_and_evaluation_is_whole(tmp_path: Pat
         torch.testing.assert_close(compiled(*three)[1], plain(*three)[1])
 
 
+@pytest.mark.slow
 def test_tensors_of_a_second_size_are_one_batch(tmp_path: Path) -> None:
     """For sizes that differ from those before, Dynamo has a symbol for every tensor's."""
     torch.manual_seed(0)

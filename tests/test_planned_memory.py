@@ -34,7 +34,6 @@ def nothing_left() -> Iterator[None]:
 ARRANGEMENTS = ("deep", "in host memory", "activations on disk, within a host budget")
 PEAKS = (
     *ARRANGEMENTS,
-    "bf16, states of fewer bytes",
     "spread over the tiers, within a host budget",
 )
 STEPS_IN_BACKWARD = ("deep",)

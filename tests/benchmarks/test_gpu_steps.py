@@ -23,6 +23,7 @@ def precision_as_before():
     torch.set_float32_matmul_precision(before)
 
 
+@pytest.mark.slow
 def test_rows_have_the_same_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ways = ["--ways", "device", "infinity-nvme"]
     assert gpu.main([*TINY, *ways, "--no-simulate", "--json", "--store", str(tmp_path)]) == 0
