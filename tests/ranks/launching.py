@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from forked import forkserver
 
@@ -66,8 +67,6 @@ def _run(
     Path(os.environ["ZINF_STORE"]).mkdir()
     gc.freeze()  # what was imported once is no garbage
     try:
-        import torch
-
         torch.set_num_threads(1)
         store = dist.TCPStore(_HERE, port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
