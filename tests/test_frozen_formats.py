@@ -91,7 +91,7 @@ OPTIONS = {
 }
 
 
-# Options, formats and dtypes act apart from each other: in the gate, each of them at least once.
+# Options, formats and dtypes act apart from each other: in the gate, each format and each dtype at least once.
 FP32, BF16 = torch.float32, torch.bfloat16
 CELLS = [
     ("nf4", "nvme", BF16, 10),

@@ -30,12 +30,9 @@ def nothing_left() -> Iterator[None]:
 
 
 # Of the shapes, one of each arrangement of the host arena: buffers of tiles, of gradients, of chunks, of activations,
-# and of states that live there; the peaks are of more.
+# and of states that live there; the peaks are of one more.
 ARRANGEMENTS = ("deep", "in host memory", "activations on disk, within a host budget")
-PEAKS = (
-    *ARRANGEMENTS,
-    "spread over the tiers, within a host budget",
-)
+PEAKS = (*ARRANGEMENTS, "spread over the tiers, within a host budget")
 STEPS_IN_BACKWARD = ("deep",)
 
 

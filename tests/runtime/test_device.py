@@ -87,7 +87,8 @@ def plainly_trained(accumulate: int) -> tuple[GPT, list[float]]:
 IN_THE_SLOW_TESTS = {"nvme", "updated on the device", "gradients on the device"}
 
 
-# One after the other with two micro-batches and with one, so that every tier of gradients comes with both.
+# One after the other with two micro-batches and with one, so that every tier of gradients comes with both;
+# some of them slowly.
 @pytest.mark.parametrize(
     ("placement", "accumulate"),
     [
