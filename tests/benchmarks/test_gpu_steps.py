@@ -25,7 +25,7 @@ def precision_as_before():
 
 @pytest.mark.slow
 def test_rows_have_the_same_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ways = ["--ways", "device", "infinity-nvme"]
+    ways = ["--ways", "device", "zero-offload", "infinity-nvme"]
     assert gpu.main([*TINY, *ways, "--no-simulate", "--json", "--store", str(tmp_path)]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["way"] for row in rows] == ways[1:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from capturing import Record, assert_trains_like_eager
+from gate import slow
 from models import CASES, trained
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
@@ -41,7 +42,9 @@ def _storages(node: fx.Node) -> set[int]:
     return {v.untyped_storage()._cdata for v in values if isinstance(v, FakeTensor)}
 
 
-@pytest.mark.parametrize("name", ["tied_far_apart", "weights_fetched_at_the_top"])
+@pytest.mark.parametrize(
+    "name", ["tied_far_apart", "weights_fetched_at_the_top", slow("mlp"), slow("checkpointed_dropout")]
+)
 def test_trains_like_eager_without_prefetch(name: str) -> None:
     model, inputs = CASES[name]()
     assert_trains_like_eager(model, *inputs, config=Config(placement="infinity-nvme", prefetch=None))
