@@ -14,8 +14,7 @@ from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.rates import Rates
 from zinf_fx.plan.schedule import CHUNKS, GraphSchedule
 
-# Without a budget, a plan takes no more. With bf16 parameters and all states on NVMe, 16 chunks of the default size take
-# 2 GiB.
+# Without a budget, a plan takes no more: of the default size, they take 2 GiB of bf16 parameters and fp32 states.
 _MOST = 16
 
 
