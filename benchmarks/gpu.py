@@ -4,16 +4,21 @@
     python benchmarks/gpu.py --model llama-7b --batch 1 --context 4096 --optimizer none
     python benchmarks/gpu.py --model llama-7b --batch 1 --context 4096 --ways infinity-cpu --optimizer in-backward \
         --state-dtype 8bit --master-dtype split
+    python benchmarks/gpu.py --model llama-30b --batch 1 --context 4096 --ways zero-offload --states-on-nvme 0.4 \
+        --optimizer in-backward --state-dtype 8bit --master-dtype split --activations recompute
 
 The ways take turns in one process, where each is built when the one before it is gone, and plain `torch.compile` comes
 first. DeepSpeed, where it is installed, comes last: its ZeRO-3 with parameters and optimizer states in host memory, as
 it runs by default, without `torch.compile` and with an optimizer of its own, whatever `--optimizer` says. Budgets are
-for placements from which something moves. Forward and backward are waited for apart. With `--optimizer sync`, a step of
-the optimizer ends before the next forward begins, so that forward and backward are what those take alone; with
-`overlap`, zinf's default, and `in-backward`, only whole steps can be compared; with `none`, gradients are dropped, for
-models whose states of AdamW don't fit beside them. TFLOP/s are 6 x parameters x tokens per second, without attention's
-and what is computed again. "simulated" are the seconds that `zinf-fx simulate` predicts for the plan that ran, of this
-machine as it is measured at the start.
+for placements from which something moves.
+
+Forward and backward are waited for apart. With `--optimizer sync`, a step of the optimizer ends before the next forward
+begins, so that forward and backward are what those take alone; with `overlap`, zinf's default, and `in-backward`, only
+whole steps are measured; with `none`, gradients are dropped, for models whose states of AdamW don't fit beside them.
+"In a row" are seconds per step of as many steps without any wait but for the last: gradients that are on their way to
+host memory then arrive during the next forward. Tokens and TFLOP/s are of those; the latter are 6 x parameters x tokens
+per second, without attention's and what is computed again. "simulated" are the seconds that `zinf-fx simulate` predicts
+for the plan that ran, of this machine as it is measured at the start.
 """
 
 from __future__ import annotations
@@ -36,7 +41,9 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 import zinf_fx
+from zinf_fx.config import PRESETS
 from zinf_fx.machine.machine import measure_machine
+from zinf_fx.placement import Placement, Tier
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.simulation.simulate import simulate_plan
 
@@ -83,14 +90,16 @@ MODELS = {
 
 @dataclass
 class Row:
-    """What one way took: medians of seconds, peak bytes of the device, and what a simulated step takes."""
+    """What one way took: medians of seconds, peak bytes of the device, and what a simulated step takes. None: parts of
+    steps are not waited for apart."""
 
     way: str
     parameters: int
     first: float
-    forward: float
-    backward: float
-    step: float
+    forward: float | None
+    backward: float | None
+    step: float | None
+    in_a_row: float
     device_bytes: int
     loss: float
     simulated: float | None = None
@@ -126,14 +135,21 @@ class Training:
         loss.backward()
 
     def _update(self) -> None:
+        """Step, and drop the gradients, which without an optimizer are there until the next backward."""
         if self._optimizer is not None:
             self._optimizer.step()
-        self.model.zero_grad()
+            self.model.zero_grad()
+
+    def _forward(self) -> Tensor:
+        loss = self._loss(*self._batch)
+        if self._args.optimizer == "none":
+            self.model.zero_grad()
+        return loss
 
     def step(self) -> tuple[float, float, float, Tensor]:
         """Seconds of forward, backward and all; and the loss."""
         begin = time.perf_counter()
-        loss = self._loss(*self._batch)
+        loss = self._forward()
         finish(self._device)
         after_forward = time.perf_counter()
         self._backward(loss)
@@ -142,6 +158,17 @@ class Training:
         self._update()
         finish(self._device)
         return after_forward - begin, after_backward - after_forward, time.perf_counter() - begin, loss.detach()
+
+    def in_a_row(self, steps: int) -> tuple[float, Tensor]:
+        """Seconds per step of so many, which are waited for together; and the last loss."""
+        begin = time.perf_counter()
+        for _ in range(steps):
+            loss = self._forward()
+            self._backward(loss)
+            self._update()
+        self.end()
+        finish(self._device)
+        return (time.perf_counter() - begin) / steps, loss.detach()
 
     def end(self) -> None:
         """Nothing is under way any more."""
@@ -155,12 +182,20 @@ class Offloaded(Training):
         super().__init__(args, store)
 
     def _placed(self) -> AbstractContextManager:
+        if self._args.states_on_nvme:
+            return nullcontext()  # which states those are goes by names, which `_prepare` knows
+        return zinf_fx.offloading(placement=self._placement, **self._options())
+
+    def _options(self) -> dict[str, object]:
         budgets = {name: getattr(self._args, name) for name in ("device_memory", "host_memory")}
         given = {} if self._placement == "device" else budgets
-        return zinf_fx.offloading(store=self._store, placement=self._placement, pack=self._args.pack, **given)
+        return {"store": self._store, "pack": self._args.pack} | given
 
     def _prepare(self) -> None:
         args = self._args
+        if args.states_on_nvme:
+            divided = with_states_on_nvme(PRESETS[self._placement], self.model, args.states_on_nvme)
+            zinf_fx.offload(self.model, placement=divided, **self._options())
         self._loss = torch.compile(self.model, backend="zinf", options={"activations": args.activations})
         if args.optimizer != "none":
             forms = {"state_dtype": args.state_dtype, "master_dtype": args.master_dtype}
@@ -170,6 +205,16 @@ class Offloaded(Training):
     def end(self) -> None:
         if self._optimizer is not None:
             self._optimizer.finish()
+
+
+def with_states_on_nvme(placement: Placement, model: nn.Module, share: float) -> dict[str, object]:
+    """A placement with the optimizer's states of the first parameters, this share of all elements, on NVMe."""
+    left = share * sum(parameter.numel() for parameter in model.parameters())
+    tiers: dict[str, Tier] = {}
+    for name, parameter in model.named_parameters():
+        tiers[name] = "nvme" if left > 0 else placement.optimizer
+        left -= parameter.numel()
+    return asdict(placement) | {"optimizer": lambda name, parameter: tiers[name]}
 
 
 class DeepSpeed(Training):
@@ -213,17 +258,20 @@ def measured(args: argparse.Namespace, way: str, store: str, hardware: Hardware 
     say(f"{way}: first step {first:.1f} s")
     for _ in range(args.warmup):
         training.step()
-    *parts, losses = zip(*(training.step() for _ in range(args.steps)), strict=True)
-    training.end()
+    apart: Sequence[float | None] = [None] * 3
+    if args.optimizer in ("sync", "none"):
+        *parts, _ = zip(*(training.step() for _ in range(args.steps)), strict=True)
+        apart = [median(one) for one in parts]
+    in_a_row, loss = training.in_a_row(args.steps)
     simulated = None
     if hardware is not None and is_ours and args.optimizer != "in-backward":
         plans = recording.plans
         simulated = simulate_plan(plans[0], hardware, overlap=args.optimizer == "overlap").seconds
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     count = sum(getattr(one, "ds_numel", one.numel()) for one in training.model.parameters())
-    row = Row(way, count, first, *map(median, parts), peak, losses[-1].item(), simulated)
-    say(f"{way}: forward {row.forward:.4f} s, backward {row.backward:.4f} s, step {row.step:.4f} s")
-    return row
+    shown = ", ".join(f"{one:.4f}" for one in (*apart, in_a_row) if one is not None)
+    say(f"{way}: {shown} s")
+    return Row(way, count, first, *apart, in_a_row, peak, loss.item(), simulated)
 
 
 def say(text: str) -> None:
@@ -232,20 +280,25 @@ def say(text: str) -> None:
 
 def table(rows: Sequence[Row], args: argparse.Namespace) -> str:
     plain = rows[0] if rows[0].way == IN_MEMORY else None
+    has_parts = rows[0].step is not None
     tokens = args.batch * args.context
-    heads = ["", "forward s", "backward s", "step s", "forward\n/ plain", "backward\n/ plain", "both\n/ plain"]
+    heads = ["", "forward s", "backward s", "step s", "in a row s"]
+    heads += ["forward\n/ plain", "backward\n/ plain", "both\n/ plain", "in a row\n/ plain"]
     heads += ["tokens\nper s", "TFLOP/s", "device\nGiB", "simulated\ns", "loss", "first\nstep s"]
     cells = []
     for row in rows:
-        ratios = ["", "", ""]
+        ratios = [""] * 4
         if plain is not None:
+            ratios[3] = f"{row.in_a_row / plain.in_a_row:.3f}"
+        if plain is not None and has_parts:
             both = (row.forward + row.backward) / (plain.forward + plain.backward)
-            ratios = [f"{one:.3f}" for one in (row.forward / plain.forward, row.backward / plain.backward, both)]
-        rate = tokens / row.step
+            alone = row.forward / plain.forward, row.backward / plain.backward
+            ratios[:3] = [f"{one:.3f}" for one in (*alone, both)]
+        rate = tokens / row.in_a_row
         cells.append(
             [
                 row.way,
-                *(f"{one:.4f}" for one in (row.forward, row.backward, row.step)),
+                *("" if one is None else f"{one:.4f}" for one in (row.forward, row.backward, row.step, row.in_a_row)),
                 *ratios,
                 f"{rate:,.0f}",
                 f"{6 * row.parameters * rate / 1e12:.1f}",
@@ -270,6 +323,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--optimizer", choices=(*OPTIMIZERS, "none"), default="sync")
     parser.add_argument("--state-dtype", choices=("8bit",), help="of AdamW's moments")
     parser.add_argument("--master-dtype", choices=("split",), help="of masters of bf16 parameters")
+    parser.add_argument(
+        "--states-on-nvme", type=float, default=0.0, metavar="SHARE", help="of the states of zinf's AdamW, from 0 to 1"
+    )
     parser.add_argument("--activations", choices=("keep", "recompute", "offload"), default="keep")
     parser.add_argument(
         "--device-memory", help="budget, as 60GiB: parameters stay there between steps where it has room"
@@ -289,6 +345,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser()
     args = options.parse_args(arguments)
     check(options, args, "batch", "context", "steps")
+    if not 0 <= args.states_on_nvme <= 1:
+        options.error(f"--states-on-nvme {args.states_on_nvme} is not a share, from 0 to 1")
     if args.device == "cuda" and not torch.cuda.is_available():
         options.error("there is no CUDA device; --device cpu tries the program with a tiny model")
     if DEEPSPEED in args.ways and (args.optimizer == "none" or not installed()):

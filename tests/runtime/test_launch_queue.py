@@ -52,10 +52,10 @@ def hardware(disk: float, download: float) -> Hardware:
 class Training:
     """A stack of layers that trains on a stand-in. Nothing is computed."""
 
-    def __init__(self, store: Path, placement: str, disk: float, download: float) -> None:
+    def __init__(self, store: Path, placement: str, disk: float, download: float, **budgets: str) -> None:
         self.queue = LaunchQueue(hardware(disk, download))
         self.options = {"placement": placement, "store": store, "checksum": False, "host_memory": "1GiB"}
-        self.options |= {"pack": None, "residency": False, "chunk": NBYTES}
+        self.options |= {"pack": None, "residency": False, "chunk": NBYTES} | budgets
         self._tiers = Tiers.of(Config(**self.options))
         self.queue.serve(self._tiers.store)
 
@@ -87,8 +87,8 @@ def trained(tmp_path: Path) -> Iterator[Callable[[str, float], Training]]:
     torch._dynamo.reset()
     with ExitStack() as block:
 
-        def train(placement: str, disk: float = 1e12, download: float = RATE) -> Training:
-            training = Training(tmp_path, placement, disk, download)
+        def train(placement: str, disk: float = 1e12, download: float = RATE, **budgets: str) -> Training:
+            training = Training(tmp_path, placement, disk, download, **budgets)
             block.enter_context(training.queue.standing_in())
             training.prepare()
             for _ in range(2):
@@ -163,20 +163,24 @@ def test_the_program_waits_for_nothing_but_room_for_gradients(trained: Callable[
     assert sum(late) < 0.01
 
 
-@pytest.mark.parametrize("limit", [0, device.MAX_BYTES_LEAVING])
+@pytest.mark.parametrize(
+    ("limit", "budgets"), [(0, {}), (device.MAX_BYTES_LEAVING, {}), (0, {"device_memory": "1GiB"})]
+)
 def test_gradients_that_leave_hold_up_compute_only_where_they_are_many(
-    trained: Callable[..., Training], monkeypatch: pytest.MonkeyPatch, limit: int
+    trained: Callable[..., Training], monkeypatch: pytest.MonkeyPatch, limit: int, budgets: dict[str, str]
 ) -> None:
-    """As many bytes as the limit, or twice those of one of them. The link takes longer here than all computing."""
+    """As many bytes as the limit, as the plan leaves of the device's budget, or twice those of one of them. The link
+    takes longer here than all computing."""
     monkeypatch.setattr(device, "MAX_BYTES_LEAVING", limit)
-    training = trained("infinity-cpu", download=RATE / 30)
+    training = trained("infinity-cpu", download=RATE / 30, **budgets)
     first = len(training.queue.copies)
     launches = training.step()
     downloads = [copy for copy in training.queue.copies[first:] if copy.name == "download"]
     after = [kernel for kernel in launches if kernel.launched > downloads[0].launched]
     leaving = [sum(copy.launched < one.launched and copy.end > one.start for copy in downloads) for one in after]
-    assert max(leaving) == (2 if limit == 0 else LAYERS - 3)
-    assert any(kernel.ready - kernel.free > 1 for kernel in after) == (limit == 0)
+    is_bounded = limit == 0 and not budgets
+    assert max(leaving) == (2 if is_bounded else LAYERS - 3)
+    assert any(kernel.ready - kernel.free > 1 for kernel in after) == is_bounded
 
 
 @pytest.mark.parametrize("in_backward", [False, True])

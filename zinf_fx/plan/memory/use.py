@@ -209,6 +209,13 @@ def peak_device_bytes(plan: Plan) -> int:
     return staying_on_device(plan) + plan.regions.device + max(sums(leaving, clock.always))
 
 
+def room_on_device(plan: Plan) -> int:
+    """Bytes of `device_memory` that a plan for a device with memory of its own takes at no time; 0 without a budget."""
+    if plan.config.device_memory is None or not any(graph.has_own_memory for graph in plan.graphs):
+        return 0
+    return max(plan.config.device_memory - peak_device_bytes(plan), 0)
+
+
 def arena_by_operator(plan: Plan, graph: GraphSchedule) -> list[int]:
     """Bytes of the arena at its fullest while each operator of a graph computes, that of the head first.
 

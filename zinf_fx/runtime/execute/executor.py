@@ -14,6 +14,7 @@ from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.interrupts import INTERRUPTS, let_through, sealed
+from zinf_fx.plan.memory.use import room_on_device
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import GraphKind, Tile
 from zinf_fx.runtime.exclusive import RUNNING
@@ -25,7 +26,7 @@ from zinf_fx.runtime.execute.inputs import Inputs, SettledValues
 from zinf_fx.runtime.execute.staging import Staging
 from zinf_fx.runtime.gradients.leaving import LeavingGradients
 from zinf_fx.runtime.gradients.reduction import Reduction
-from zinf_fx.runtime.memory.device import CPU
+from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.memory.heap import computed, holds_little
 from zinf_fx.runtime.ranks import ALONE, Ranks
@@ -111,6 +112,7 @@ class Program(Stage):
         self.slots = ActivationSlots(plan, devices, tensor_ranks)
         writes = [e for graph in plan.graphs for e in graph.events if e.kind in ("offload_activation", "write")]
         to_nvme = any(schedule.tiles[event.tile].tier == "nvme" for event in writes)
+        self._room_on_device = room_on_device(plan)
         self.awaits_writes = schedule.kind != "forward" and to_nvme
         self._planned, self._operators, self._left_alone, self._regions = module, operators, left_alone, regions
         self._bound: dict[Here, fx.GraphModule] = {}
@@ -142,6 +144,8 @@ class Program(Stage):
         EXECUTOR.begin(self, self.plan, storages)
         RECORDER.graph_begins(self.plan, self.schedule.kind)
         run = Run(self, storages, tiers)
+        if self.schedule.has_own_memory:
+            run.device.leave_room(self._room_on_device)
         if self.schedule.kind == "forward":
             for storage in followed:
                 storage.gradient.backwards_due += 1
@@ -404,7 +408,8 @@ class Run:
         if RECORDER.log is not None:
             self._note_memory()
             label = self._program.schedule.operators[index].label
-            self._computing = RECORDER.begin(self._program.schedule.kind, 0, self._device, label, str(index))
+            place = self.device.torch_device
+            self._computing = RECORDER.begin(self._program.schedule.kind, 0, place, label, str(index))
 
     def end_operator(self, nbytes: int) -> None:
         """The operator that began last has computed all, `nbytes` of it in the CPU's memory."""
@@ -416,13 +421,15 @@ class Run:
             computed(nbytes)
 
     @property
-    def _device(self) -> torch.device:
-        return next((s.device.torch_device for s in self._storages if s is not None), CPU.torch_device)
+    def device(self) -> Device:
+        """Where the graph computes."""
+        return next((storage.device for storage in self._storages if storage is not None), CPU)
 
     def _note_memory(self) -> None:
         RECORDER.holds("host", sum(tiers.host.in_use for tiers in self._tiers))
-        if self._device.type == "cuda":
-            RECORDER.holds("device", torch.cuda.memory_allocated(self._device))
+        device = self.device.torch_device
+        if device.type == "cuda":
+            RECORDER.holds("device", torch.cuda.memory_allocated(device))
 
     @sealed
     def abort(self, error: BaseException) -> None:

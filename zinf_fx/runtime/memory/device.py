@@ -30,8 +30,9 @@ from zinf_fx.runtime.memory.leases import Ticket
 from zinf_fx.runtime.memory.pinned import slabs
 from zinf_fx.runtime.recorder import RECORDER
 
-# Bytes of values that may be on their way to host memory before compute waits for the oldest; of large ones, twice the
-# largest: the link is busy with that for longer than it takes to compute what comes next.
+# Bytes of values that may be on their way to host memory, whatever a plan has room for, before compute waits for the
+# oldest; of large ones, twice the largest: the link is busy with that for longer than it takes to compute what comes
+# next.
 MAX_BYTES_LEAVING = 256 << 20
 
 
@@ -102,6 +103,9 @@ class Device:
             host.view(value.shape).copy_(value)
         return _Copied(value)
 
+    def leave_room(self, nbytes: int) -> None:
+        """From now on, there is room for so many bytes of values on their way to host memory."""
+
     def register(self, address: int, nbytes: int) -> str | None:
         """As a `Registry`."""
         return None
@@ -146,7 +150,7 @@ class Cuda(Device):
         self.downloads = api.Stream(torch_device)
         self._gathers = api.Stream(torch_device)
         self._leaving: deque[_CudaDownload] = deque()
-        self._bytes_leaving = 0
+        self._bytes_leaving = self._room = 0
         self._lock = Lock()  # of the two: the CPU's update of parameters has a thread of its own
         self._runtime = api.cudart()
         self._owner: cuda.Stream | None = None  # of the memory of arenas
@@ -198,13 +202,16 @@ class Cuda(Device):
                 self._bytes_leaving -= self._leaving.popleft().nbytes
             self._leaving.append(copy)
             self._bytes_leaving += copy.nbytes
-            while self._bytes_leaving > MAX_BYTES_LEAVING:
+            while self._bytes_leaving > max(MAX_BYTES_LEAVING, self._room):
                 if self._bytes_leaving <= 2 * max(each.nbytes for each in self._leaving):
                     break
                 first = self._leaving.popleft()
                 first.join()
                 self._bytes_leaving -= first.nbytes
         return copy
+
+    def leave_room(self, nbytes: int) -> None:
+        self._room = nbytes
 
     def compute(self) -> cuda.Stream:
         """The stream that compute is queued on at present."""
