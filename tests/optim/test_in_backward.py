@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -11,10 +12,12 @@ import pytest
 import torch
 from gate import slow
 from injecting import Fault, inject
+from runtime.late_device import install
 
 import zinf_fx
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError, StoredTensorError, StoreError
+from zinf_fx.optim.chunk_update import ChunkUpdate
 from zinf_fx.optim.in_backward import GRADIENT_BUFFER
 from zinf_fx.runtime.execute.executor import EXECUTOR
 
@@ -264,6 +267,40 @@ def test_one_consumer_per_parameter(tmp_path: Path) -> None:
         optim.SGD(model.parameters(), lr=0.1, step_in_backward=True)
     del first
     optim.SGD(model.parameters(), lr=0.1, step_in_backward=True)
+
+
+@pytest.mark.parametrize("pack", ["auto", None])
+@pytest.mark.parametrize("placement", ["infinity-cpu", "zero-offload"])
+def test_gradients_that_wait_in_host_memory_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: str, pack: str | None
+) -> None:
+    """A device copies them there faster than the CPU updates."""
+    install(monkeypatch)
+    monkeypatch.setattr("zinf_fx.optim.streamed.GRADIENT_BUFFER", 8192)
+    run = ChunkUpdate.run
+    monkeypatch.setattr(ChunkUpdate, "run", lambda *arguments: (time.sleep(0.02), run(*arguments)))
+    model = zinf_fx.offload(gpt(), store=tmp_path, placement=placement, chunk="64KiB", pack=pack)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2, step_in_backward=True)
+    call = torch.compile(model, backend="zinf")
+    train(call, optimizer, tokens, steps=1)
+    optimizer.finish()
+    arena = model.head.weight.storage.tiers.host
+    before, came, held, in_use = arena.in_use, [], [], []
+    room = optimizer.make_room
+
+    def make_room(nbytes: int) -> None:
+        room(nbytes)
+        came.append(nbytes)
+        held.append(nbytes + optimizer._last_step.bytes_held)
+        in_use.append(arena.in_use - before)
+
+    monkeypatch.setattr(optimizer, "make_room", make_room)
+    call(*tokens()).backward()
+    nbytes = [p.nbytes for p in model.parameters()]
+    assert sum(came) >= sum(nbytes)
+    assert max(in_use) <= sum(nbytes) / 3  # whole blocks, of small ones too
+    assert pack == "auto" or max(held) <= max(8192, *nbytes)
+    optimizer.finish()
 
 
 def test_gradients_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

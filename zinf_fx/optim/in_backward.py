@@ -45,6 +45,13 @@ def check_steps_in_backward(closure: object, scales: bool) -> None:
         )
 
 
+def bytes_in_memory(gradient: torch.Tensor) -> int:
+    """What a consumed gradient takes of host memory, or kept there as it was computed, until its update."""
+    if not isinstance(gradient, StoredTensor):
+        return gradient.nbytes
+    return gradient.storage.bytes.nbytes if gradient.storage.tier == "host" else 0
+
+
 def second_gradient(parameter: StoredTensor) -> OptimizerError:
     """What a parameter's second gradient before `step()` is refused with."""
     return OptimizerError(

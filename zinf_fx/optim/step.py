@@ -18,6 +18,7 @@ from zinf_fx.optim.beside import Beside
 from zinf_fx.optim.chunk_memory import ChunkMemory
 from zinf_fx.optim.chunk_queue import ChunkQueue
 from zinf_fx.optim.chunk_update import ChunkUpdate
+from zinf_fx.optim.in_backward import bytes_in_memory
 from zinf_fx.optim.progress import Progress
 from zinf_fx.optim.resident import ResidentCall
 from zinf_fx.optim.states import ParameterStates, State
@@ -102,8 +103,8 @@ class StreamedStep:
         self.parameters |= batch.parameters
         if owned:
             for states in batch.states:
-                if not isinstance(states.gradient, StoredTensor):
-                    self._progress.held[states.parameter] = states.gradient.nbytes
+                if nbytes := bytes_in_memory(states.gradient):
+                    self._progress.held[states.parameter] = nbytes
         if batch.apart is not None and not self._batches:
             self._beside = Beside(batch.apart, self._go_on)
         self._batches.append(batch)

@@ -176,6 +176,7 @@ class LeavingGradients:
         parameter = self._taking(storage, self._tiles[tile].name)
         if parameter is None or self._keep_for_consumer(storage, parameter, shard, self._gradients_left[storage.key]):
             return
+        self._make_room([parameter], tile)
         self._limit_writes(storage, tile)
         if self._tiles[tile].rows is None:
             accumulate_gradient(parameter, shard, offset)
@@ -197,13 +198,25 @@ class LeavingGradients:
         ]
         if not found:
             return
-        self._limit_writes(pack, tile)
         _, parameters, shards = zip(*found, strict=True)
+        self._make_room(parameters, tile)
+        self._limit_writes(pack, tile)
         if len(found) == len(gradients) and accumulate_side_by_side(pack, parameters, shards, offset):
             return
         starts = gradient_offsets(planned, self._plan.stage)
         for number, parameter, shard in found:
             accumulate_gradient(parameter, shard, None if offset is None else offset + starts[number])
+
+    def _make_room(self, parameters: Sequence[StoredTensor], tile: int) -> None:
+        """Where an optimizer steps in backward, before gradients take host memory until they are consumed."""
+        planned = self._tiles[tile]
+        if not GradientState.any_followed or planned.gradient_tier != "host":
+            return
+        if any(parameter.grad is not None for parameter in parameters):
+            return  # they have it
+        whole = planned.gradient_nbytes_at_once(self._plan.stage) if planned.rows is None else parameters[0].nbytes
+        for consumer in {parameter.storage.gradient.consumer for parameter in parameters} - {None}:
+            consumer.make_room(whole)
 
     def _limit_writes(self, storage: Stored, tile: int) -> None:
         """Wait until there is room for the gradient's buffer."""
