@@ -146,11 +146,12 @@ def trained(args: argparse.Namespace, count: int, store: str) -> Iterator[dict[s
     with ExitStack() as stack:
         found: dict[str, Training | DeepSpeed] = {}
         for way in args.ways:
+            prefix = f"{way.lower().replace(' ', '-')}-"
+            directory = stack.enter_context(tempfile.TemporaryDirectory(dir=store, prefix=prefix))
             if way == "DeepSpeed":
-                directory = stack.enter_context(tempfile.TemporaryDirectory(dir=store, prefix="deepspeed-"))
                 found[way] = stack.enter_context(closing(DeepSpeed(args, count, directory)))
-            else:
-                found[way] = Training(args, way, count, store)
+            else:  # of a store of its own: those of one share its memory, and the order of their transfers
+                found[way] = Training(args, way, count, directory)
         yield found
         found.clear()
     torch.compiler.reset()
