@@ -264,9 +264,9 @@ def measured(args: argparse.Namespace, way: str, store: str, hardware: Hardware 
         apart = [median(one) for one in parts]
     in_a_row, loss = training.in_a_row(args.steps)
     simulated = None
-    if hardware is not None and is_ours and args.optimizer != "in-backward":
-        plans = recording.plans
-        simulated = simulate_plan(plans[0], hardware, overlap=args.optimizer == "overlap").seconds
+    if hardware is not None and is_ours:
+        how = {"overlap": args.optimizer == "overlap", "in_backward": args.optimizer == "in-backward"}
+        simulated = simulate_plan(recording.plans[0], hardware, **how).seconds
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     count = sum(getattr(one, "ds_numel", one.numel()) for one in training.model.parameters())
     shown = ", ".join(f"{one:.4f}" for one in (*apart, in_a_row) if one is not None)

@@ -51,9 +51,11 @@ def test_a_file(tmp_path: Path):
 
 
 def test_a_disk_costs_computing_nothing_unless_it_is_said():
-    assert (hardware.parse(TEXT, "x").nvme.read_load, hardware.parse(TEXT, "x").nvme.write_load) == (0, 0)
-    loaded = TEXT.replace('endurance = "56000TB"', 'endurance = "56000TB"\nread_load = 0\nwrite_load = 0.3')
-    assert (hardware.parse(loaded, "x").nvme.read_load, hardware.parse(loaded, "x").nvme.write_load) == (0, 0.3)
+    plain = hardware.parse(TEXT, "x").nvme
+    assert (plain.read_load, plain.write_load, plain.start) == (0, 0, 0)
+    text = TEXT.replace('endurance = "56000TB"', 'endurance = "56000TB"\nread_load = 0\nwrite_load = 0.3\nstart = 2e-4')
+    loaded = hardware.parse(text, "x").nvme
+    assert (loaded.read_load, loaded.write_load, loaded.start) == (0, 0.3, 2e-4)
 
 
 def test_an_endurance_may_be_unknown():

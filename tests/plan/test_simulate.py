@@ -54,7 +54,7 @@ def test_a_resource_serves_in_the_order_in_which_jobs_become_ready():
         "quick": (0, 4),
     }
     assert names(found, found.critical_path) == ["quick", "b", "c"]
-    assert found.critical_seconds == {"compute": 0, "link": 4, "upload": 0, "download": 0, "disk": 3}
+    assert found.critical_seconds == dict.fromkeys(RESOURCES, 0) | {"link": 4, "disk": 3}
     assert found.busy["disk"] == 6.5 and found.utilisation["compute"] == 5 / 7 and found.utilisation["upload"] == 0
 
 
@@ -191,7 +191,7 @@ def test_a_slow_disk_is_the_critical_path():
     found = simulate_plan(ONE_AHEAD, slow, TWO_SECONDS)
     assert found.seconds == 11.5
     assert names(found, found.critical_path) == ["fetch w0", "fetch w1", "fetch w2", "upload w2", "inference 2"]
-    assert found.critical_seconds == {"compute": 2, "link": 0, "upload": 0.5, "download": 0, "disk": 9}
+    assert found.critical_seconds == dict.fromkeys(RESOURCES, 0) | {"compute": 2, "upload": 0.5, "disk": 9}
     first, second, third = found.stalls()
     assert [(job.name, seconds) for job, seconds in first.waited_for] == [("fetch w0", 3), ("upload w0", 0.5)]
     assert [(job.name, seconds) for job, seconds in second.waited_for] == [("fetch w1", 0.5), ("upload w1", 0.5)]
@@ -263,9 +263,8 @@ def test_a_training_step():
         "update 0": (21, 23),  # 6 half tiles read and written at 6 per second each
         "write_states 0": (23, 37),
     }
-    assert found.stalls()[-1].before == "update 0"
-    waited_for = [job.name for job, _ in found.stalls()[-1].waited_for]
-    assert waited_for == ["reduce_scatter w", "offload w", "write w", "read_states 0"]
+    behind = ["reduce_scatter w", "offload w", "write w", "read_states 0", "update 0", "write_states 0"]
+    assert names(found, found.critical_path)[-6:] == behind
 
 
 def test_a_step_that_overlaps_begins_with_the_optimizer_of_the_one_before():
@@ -370,6 +369,14 @@ def test_computing_loses_what_a_disk_job_takes_while_it_runs():
     assert sum(found.critical_seconds.values()) == found.seconds
 
 
+def test_what_starts_a_transfer_computes_later():
+    """The reads of w0 and w1 before the first operator, that of w2 before the second; the third starts none."""
+    disks = replace(ONE.nvme, start=0.25)
+    found = simulate_plan(ONE_AHEAD, replace(ONE, nvme=disks, unified=True), TWO_SECONDS)
+    assert seconds_of_computing(found) == [2.5, 2.25, 2.0]
+    assert seconds_of_computing(simulate_plan(ONE_AHEAD, replace(ONE, nvme=disks), TWO_SECONDS)) == [2.0] * 3
+
+
 def test_what_nothing_computes_beside_costs_nothing():
     """Each read is waited for; a step that overlaps nothing; a device with memory of its own."""
     assert seconds_of_computing(simulate_plan(ON_DEMAND, LOADED, TWO_SECONDS)) == [2.0] * 3
@@ -398,6 +405,61 @@ def test_an_optimizer_takes_the_rate_measured_for_it():
     one = replace(ONE, updates=BLOCK / 3)
     found = simulate_plan(plan, one, {(kind, i): 1.0 for kind in ("forward", "backward") for i in range(2)})
     assert [job.seconds for job in found.jobs if job.kind == "update"] == [3.0, 3.0]
+
+
+QUICK = replace(ONE, upload=Link(1e30, 0.0), download=Link(1e30, 0.0), updates=BLOCK / 3)  # 3 s for each parameter
+OF_TWO = {(kind, i): 1.0 for kind in ("forward", "backward") for i in range(2)}
+
+
+def rounded(simulation: Simulation, *names: str) -> list[tuple[float, float]]:
+    times = timeline(simulation)
+    return [(round(times[name][0], 6), round(times[name][1], 6)) for name in names]
+
+
+def test_the_host_updates_while_a_device_with_memory_of_its_own_computes():
+    found = simulate_plan(of_parameters(2, state_tier="host"), QUICK, OF_TWO, overlap=True)
+    assert rounded(found, "update 0", "update 1", "forward 0", "forward 1") == [(0, 3), (3, 6), (3, 4), (6, 7)]
+    assert found.stalled["host"] == pytest.approx(3 + 2)
+
+
+def test_an_optimizer_that_steps_in_backward_updates_what_is_whole():
+    """Beside backward on a device with memory of its own; else between its operators."""
+    plan, names = of_parameters(2, state_tier="host"), ("backward 0", "update 0", "backward 1", "update 1")
+    found = simulate_plan(plan, QUICK, OF_TWO, in_backward=True)
+    assert rounded(found, *names) == [(2, 3), (3, 6), (3, 4), (6, 9)]
+    found = simulate_plan(plan, replace(QUICK, unified=True), OF_TWO, in_backward=True)
+    assert rounded(found, *names) == [(2, 3), (3, 6), (6, 7), (7, 10)]
+    assert "offload" not in {job.kind for job in found.jobs}  # the CPU has the gradients where it computed them
+
+
+def test_gradients_that_are_consumed_go_to_no_disk():
+    """But from a device with memory of its own, or of tiles of rows."""
+    plan = of_parameters(2)
+    tiles = tuple(replace(tile, gradient_tier="nvme") for tile in plan.tiles)
+    graphs = tuple(replace(graph, tiles=tiles) for graph in plan.graphs)
+    plan = replace(plan, graphs=graphs)
+    read = lambda plan: sum(one.read for one in updates(plan, in_backward=True))  # noqa: E731
+    assert sum(one.read for one in updates(plan)) - read(plan) == 2 * 2 * BLOCK
+    apart = replace(plan, graphs=tuple(replace(graph, has_own_memory=True) for graph in graphs))
+    assert read(apart) == sum(one.read for one in updates(plan))
+    kinds = {job.kind for job in event_graph(plan, replace(QUICK, unified=True), OF_TWO, in_backward=True)}
+    assert "write" not in kinds and "write_states" in kinds
+
+
+def test_chunks_of_a_step_in_backward_come_in_the_order_in_which_gradients_are_whole():
+    """That of a parameter of which backward has several parts, with the last of them."""
+    plan = of_parameters(3)
+    forward, backward = plan.graphs
+    events = [event for index in (2, 0, 1) for event in backward.events if event.tile == index]
+    again = [event for event in backward.events if event.tile == 2]
+    events = [replace(event, operator=number // 5) for number, event in enumerate([*events, *again])]
+    found = chunks(replace(plan, graphs=(forward, replace(backward, events=tuple(events)))), in_backward=True)
+    assert [chunk.names for chunk in found] == [("w0",), ("w1",), ("w2",)]
+
+
+def test_a_step_in_backward_accumulates_nothing():
+    with pytest.raises(PlanError, match="has one backward pass, and 2 are to be accumulated"):
+        simulate_plan(training(), TWO, SECONDS, in_backward=True, accumulate=2)
 
 
 def test_an_optimizer_on_the_device_takes_that_memorys_rate_whatever_the_cpus_update():

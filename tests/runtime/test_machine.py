@@ -69,7 +69,8 @@ def test_a_disk_loads_what_is_computed_beside_it(tmp_path: Path, monkeypatch: py
         return seconds
 
     monkeypatch.setattr(machine, "_mean", mean)
-    assert machine.disk_loads(tmp_path) == (1 - 1 / 1.25, 0.5)
+    monkeypatch.setattr(machine.Trial, "start_seconds", lambda trial, before, times: 1e-4)
+    assert machine.disk_loads(tmp_path) == (1 - 1 / 1.25, 0.5, 1e-4)
     assert moved[0] == "write" and set(moved[1:]) == {"read", "write"}  # first the trial's file is made
     assert moved == [moved[0], *sorted(moved[1:])]
 
@@ -77,20 +78,22 @@ def test_a_disk_loads_what_is_computed_beside_it(tmp_path: Path, monkeypatch: py
 def test_computing_that_is_faster_beside_the_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     taken = iter((1.0, 0.9, 1.0, 0.9))
     monkeypatch.setattr(machine, "_mean", lambda work, device: next(taken))
-    assert machine.disk_loads(tmp_path) == (0, 0)
+    assert machine.disk_loads(tmp_path)[:2] == (0, 0)
 
 
 def test_a_cpu_is_described_with_the_loads_of_its_disk_where_that_has_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(machine, "disk_loads", lambda store: (0.1, 0.2))
+    monkeypatch.setattr(machine, "disk_loads", lambda store: (0.1, 0.2, 1e-4))
     found = measure_machine(tmp_path)
-    assert (found.nvme.read_load, found.nvme.write_load) == (0.1, 0.2)
-    assert machine._disk(tmp_path, unified=False).read_load == 0
+    assert (found.nvme.read_load, found.nvme.write_load, found.nvme.start) == (0.1, 0.2, 1e-4)
+    without = machine._disk(tmp_path, unified=False)
+    assert (without.read_load, without.start) == (0, 0)
     store_profile(tmp_path, PROFILE)
     monkeypatch.setattr(machine, "file_system_of", lambda store: SimpleNamespace(free=0))
     found = measure_machine(tmp_path)
-    assert (found.nvme.read, found.nvme.read_load, found.nvme.write_load) == (PROFILE.read, 0, 0)
+    disk = found.nvme
+    assert (disk.read, disk.read_load, disk.write_load, disk.start) == (PROFILE.read, 0, 0, 0)
 
 
 def test_rates_count_what_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

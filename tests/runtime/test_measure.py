@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
+from injecting import Fault, inject
 
 from zinf_fx.errors import StoreError
 from zinf_fx.machine import fio
@@ -42,6 +44,18 @@ def test_every_operation_moves_the_files_bytes(tmp_path: Path, checksum: bool):
             assert moved == rate.nbytes == 6 * MIB and rate.bytes_per_second > 0
             assert (rate.check_seconds > 0) == checksum
     assert not list(tmp_path.iterdir())
+
+
+def test_starting_a_transfer_is_measured_alone(tmp_path: Path):
+    """The reads themselves, which are late here, don't count."""
+    times, late = 4, 0.05
+    called: list[float] = []
+    with Trial(tmp_path, nbytes=2 * MIB, block=MIB, depth=2, checksum=True) as trial:
+        inject(trial.engine, Fault("completion", operation="read", delay=late, count=times))
+        began = time.perf_counter()
+        seconds = trial.start_seconds(lambda: called.append(time.perf_counter()), times)
+        assert 0 < times * seconds <= time.perf_counter() - began - times * late
+        assert len(called) == times and trial.engine.counters().bytes_read == times * MIB
 
 
 def test_a_trial_that_fails_leaves_nothing(tmp_path: Path):

@@ -154,6 +154,12 @@ def _simulate(commands: argparse._SubParsersAction) -> None:
         help="let the optimizer's step end before the next forward pass, in which it otherwise goes on",
     )
     parser.add_argument(
+        "--step-in-backward",
+        dest="in_backward",
+        action="store_true",
+        help="let the optimizer update each parameter as soon as its gradient is whole",
+    )
+    parser.add_argument(
         "--accumulate",
         metavar="N",
         default="1",

@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> None:
     hardware = described().with_ranks(plan.world_size)
     accumulate = parse_count(options.accumulate, "accumulate")
     how = {"run": one_after_another if options.no_overlap else simulate, "overlap": options.overlap}
-    how |= {"accumulate": accumulate}
+    how |= {"accumulate": accumulate, "in_backward": options.in_backward}
     if batches is not None:
         found = {batch: simulate_plan(with_batch(plan, batch), hardware, **how) for batch in batches}
         text = json.dumps([{"batch": b} | _data(p) for b, p in found.items()]) if options.json else _sweep_table(found)

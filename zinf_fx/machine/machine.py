@@ -28,6 +28,7 @@ _LAUNCHES = 1000
 _DISK_BYTES = 512 << 20
 # What computes beside the disk: some tokens, by the weights of some layers of this width.
 _ROWS, _WIDTH, _WEIGHTS = 128, 1024, 4
+_STARTS = 50
 # A measurement is repeated for so long, and at least so often; the mean counts.
 _SECONDS, _TIMES = 0.3, 3
 
@@ -161,9 +162,10 @@ def disk_rates(store: Path | str, nbytes: int) -> tuple[float, float]:
     return read, write
 
 
-def disk_loads(store: Path | str) -> tuple[float, float]:
-    """The shares of its speed, 0 to below 1, that computing on a CPU loses while the engine reads, and while it writes.
-    Measurements of computing alone and beside the disk alternate.
+def disk_loads(store: Path | str) -> tuple[float, float, float]:
+    """The shares of its speed, 0 to below 1, that computing on a CPU loses while the engine reads, and while it writes;
+    and seconds to start a transfer between two computations. Measurements of computing alone and beside the disk
+    alternate.
 
     Raises: StoreError.
     """
@@ -176,7 +178,8 @@ def disk_loads(store: Path | str) -> tuple[float, float]:
 
     with Trial(store, nbytes=QUICK_BYTES, checksum=True) as trial, ThreadPoolExecutor(1) as mover:
         read, write = (_lost_beside(partial(trial.run, kind), compute, mover) for kind in ("read", "write"))
-    return read, write
+        start = trial.start_seconds(compute, _STARTS)
+    return read, write, start
 
 
 def _lost_beside(move: Callable[[], object], compute: Callable[[], object], mover: Executor) -> float:

@@ -139,22 +139,37 @@ def whole_parameters(tiles: Iterable[Tile]) -> list[Tile]:
     return list(found.values())
 
 
-def updates(plan: Plan) -> list[Update]:
+def updates(plan: Plan, in_backward: bool = False) -> list[Update]:
     """Of every parameter that is trained, in the order of first uses: states and gradients are read, states and
-    parameters written. A parameter that is its own master, or a part of it, is read too."""
-    used = dict.fromkeys(plan.tiles[event.tile].name for graph in plan.graphs for event in graph.events)
-    place = {name: number for number, name in enumerate(used)}
+    parameters written. A parameter that is its own master, or a part of it, is read too.
+
+    With `in_backward`, they are in the order in which their gradients are whole, and these are not read where they are
+    consumed as they were computed.
+    """
+    events = (event for graph in plan.graphs for event in graph.events)
+    if in_backward:
+        used = dict.fromkeys(reversed([plan.tiles[one.tile].name for one in events if one.kind == "offload"]))
+        place = {name: -number for number, name in enumerate(used)}
+    else:
+        place = {name: number for number, name in enumerate(dict.fromkeys(plan.tiles[e.tile].name for e in events))}
     found = []
     for tile in sorted(trained_in(plan), key=lambda tile: place.get(tile.name, len(place))):
         counts = tile.updated_elements(plan.stage)
         value = sum(blocks(elements * tile.dtype.itemsize) for elements in counts)
         states = [elements * nbytes for elements in counts for nbytes in tile.states.bytes_each]
         stored = sum(map(blocks, states)) if tile.state_tier == "nvme" else 0
-        read = stored + (value if tile.gradient_tier == "nvme" else 0)
+        is_read = tile.gradient_tier == "nvme" and not (in_backward and is_consumed_at_once(plan, tile))
+        read = stored + (value if is_read else 0)
         read += value if tile.tier == "nvme" and tile.states.reads_weights else 0
         written = stored + (value if tile.tier == "nvme" else 0)
         found.append(Update(tile.name, tile.state_tier == "device", sum(counts), sum(states), read, written))
     return found
+
+
+def is_consumed_at_once(plan: Plan, tile: Tile) -> bool:
+    """Whether an optimizer that steps in backward has the tile's gradient as it was computed: whole, where the CPU
+    updates."""
+    return tile.rows is None and tile.ranks == 1 and not any(graph.has_own_memory for graph in plan.graphs)
 
 
 @dataclass(frozen=True)
@@ -171,13 +186,13 @@ class Chunk:
     ends: tuple[str, ...]
 
 
-def chunks(plan: Plan) -> list[Chunk]:
-    """An optimizer's step, in the order in which forward needs what it updates."""
+def chunks(plan: Plan, in_backward: bool = False) -> list[Chunk]:
+    """An optimizer's step, in the order of `updates`."""
     size = plan.regions.chunk_elements or plan.config.chunk // STATE_BYTES
     # By place and chunk there, from one element to another.
     pieces: defaultdict[tuple[bool, int], list[tuple[Update, int, int]]] = defaultdict(list)
     ends = {True: 0, False: 0}
-    for update in updates(plan):
+    for update in updates(plan, in_backward):
         begin = ends[update.on_device]
         end = ends[update.on_device] = begin + update.elements
         for number in range(begin // size, max(-(-end // size), begin // size + 1)):

@@ -4,8 +4,13 @@ An operator computes when the one before it is done and its tiles are there. Its
 comes to it, so they run beside it; a reduce-scatter starts when the operator has computed the gradient. What is in
 memory already is not moved: it has no job, and nothing waits for it. All ranks do the same at the same time.
 
+Where the program computes on processors that the disk needs, too, it takes time to start the disk's transfers: what is
+computed next takes longer by it.
+
 The optimizer reads, updates and writes its states in chunks. A step in which it overlaps begins with it: it is that of
-the step before, and the forward pass waits for each parameter that it uses.
+the step before, and the forward pass waits for each parameter that it uses. An optimizer that steps in backward begins
+with each chunk when its gradients are whole. It updates on the host where a device has memory of its own, beside what
+that computes, and else on what computes.
 
 A loop that accumulates gradients runs the graphs once per micro-batch. From its second backward pass on, a gradient is
 added to what is there, which comes to where it was computed; the program waits for that.
@@ -18,7 +23,7 @@ Dependencies alone don't have that path: it also leads through what kept a resou
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -34,6 +39,7 @@ from zinf_fx.plan.memory.accounting import (
     chunks,
     gradient_copied,
     in_blocks,
+    is_consumed_at_once,
 )
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import CHUNKS, HEAD, Event, EventKind, GraphKind, Tile
@@ -45,8 +51,8 @@ from zinf_fx.plan.simulation.communication import (
     refreshed_tiles,
 )
 
-Resource = Literal["compute", "link", "upload", "download", "disk"]
-RESOURCES: tuple[Resource, ...] = ("compute", "link", "upload", "download", "disk")
+Resource = Literal["compute", "host", "link", "upload", "download", "disk"]
+RESOURCES: tuple[Resource, ...] = ("compute", "host", "link", "upload", "download", "disk")
 
 # Seconds of each operator of each graph.
 Compute = Mapping[tuple[GraphKind, int], float]
@@ -59,7 +65,7 @@ class Job:
     `name` is what is done (an event's kind, "refresh", "write", a graph's kind, of a gradient that is added to "read"
     and "add", or of the optimizer "read_states", "update", "write_states") and with what (a tile's label, the number of
     an operator or of a chunk); `nbytes` are those that it moves; `load` is the share of its speed, 0 to below 1, that
-    computing loses while the job runs.
+    computing loses while the job runs; `parameters` are those of the optimizer's chunk.
     """
 
     name: str
@@ -68,6 +74,7 @@ class Job:
     after: tuple[int, ...] = ()
     nbytes: int = 0
     load: float = 0.0
+    parameters: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -81,7 +88,12 @@ class Job:
 
 
 def event_graph(
-    plan: Plan, hardware: Hardware, compute: Compute, overlap: bool = True, accumulate: int = 1
+    plan: Plan,
+    hardware: Hardware,
+    compute: Compute,
+    overlap: bool = True,
+    accumulate: int = 1,
+    in_backward: bool = False,
 ) -> list[Job]:
     """The jobs of a step in its steady state, in the order in which the program comes to them.
 
@@ -89,9 +101,16 @@ def event_graph(
         compute: seconds of every operator.
         overlap: the optimizer's step goes on in the next forward pass.
         accumulate: how often the graphs run, one time after the other, before the optimizer's step.
+        in_backward: the optimizer updates each parameter when its gradient is whole, and the step ends with that,
+            whatever `overlap` says.
 
-    Raises: PlanError: the plan is for another number of ranks, or has owners, or an operator has no seconds.
+    Raises: PlanError: the plan is for another number of ranks, or has owners, or an operator has no seconds; or the
+    optimizer is to step in each of several backward passes.
     """
+    if in_backward and accumulate > 1:
+        raise PlanError(
+            f"a step in backward has one backward pass, and {accumulate} are to be accumulated: leave one of both out"
+        )
     if plan.world_size != hardware.ranks:
         raise PlanError(
             f"the plan is for {plan.world_size} ranks and {hardware.name} has {hardware.ranks}: "
@@ -101,13 +120,13 @@ def event_graph(
         raise PlanError(
             "with partition='owner' each rank does something else: only steps in which all do the same are simulated"
         )
-    builder = _Builder(plan, hardware, compute)
-    if overlap:
+    builder = _Builder(plan, hardware, compute, in_backward)
+    if overlap and not in_backward:
         builder.add_optimizer()
     for before in range(accumulate):
         for number in range(len(plan.graphs)):
             builder.add_graph(number, adds=before > 0)
-    if not overlap:
+    if in_backward or not overlap:
         builder.add_optimizer()
     return builder.jobs
 
@@ -115,7 +134,7 @@ def event_graph(
 class _Builder:
     """Jobs so far, and what those to come wait for."""
 
-    def __init__(self, plan: Plan, hardware: Hardware, compute: Compute) -> None:
+    def __init__(self, plan: Plan, hardware: Hardware, compute: Compute, in_backward: bool) -> None:
         self.jobs: list[Job] = []
         self._plan, self._hardware, self._compute = plan, hardware, compute
         self._program: tuple[int, ...] = ()  # the operator before
@@ -126,6 +145,16 @@ class _Builder:
         # Numbers of chunks of the next step, and bytes of states that backward reads for it where there is room.
         self._early: deque[tuple[int, int]] = deque()
         self._adds = False  # gradients are added to those of the passes before
+        self._started = 0  # transfers of the disk, since something was computed
+        # Of the optimizer's step: the chunks to come, and the last jobs that updated, and wrote, those that came.
+        self._chunks = deque(chunks(plan, in_backward))
+        self._updates: list[tuple[int, ...]] = []
+        self._writes: list[tuple[int, ...]] = []
+        # Where it steps in backward: by name, how many gradients of a parameter are to leave, and the jobs of others.
+        self._in_backward = in_backward
+        offloads = (plan.tiles[e.tile].name for graph in plan.graphs for e in graph.events if e.kind == "offload")
+        self._awaited = Counter(offloads if in_backward else ())
+        self._whole: defaultdict[str, tuple[int, ...]] = defaultdict(tuple)
         # By name, the last jobs that update a parameter, and write it.
         self._updated: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._stale = {tile.label for tile in refreshed_tiles(plan)}  # updated by other ranks in part, and not here yet
@@ -167,43 +196,57 @@ class _Builder:
                     self._left.append(self._leave(tile, tile.tier, tile.held_nbytes, bytes_stored(tile), self._program))
 
     def add_optimizer(self) -> None:
-        """Adam's step, when all gradients are there: chunk by chunk, with reads ahead of the update and writes behind
-        it, as there is room for."""
+        """The chunks of Adam's step that are left, when all gradients are there."""
         gradients = (*self._program, *(job for jobs in self._leaving.values() for job in jobs))
-        updated: list[tuple[int, ...]] = []
-        written: list[tuple[int, ...]] = []
-        together = self._plan.regions.chunk_count
-        for number, chunk in enumerate(chunks(self._plan)):
-            before = updated[number - together + 1] if number > together - 2 else gradients
-            before += written[number - together] if number > together - 1 else ()
-            early = min(chunk.states, chunk.read) if number < together - 1 and together > CHUNKS else 0
-            if early:
-                self._early.append((number, early))
-            update, write = self._seconds_of(chunk)
-            if read := self._disk(chunk.read - early, 0):
-                before = (self._add(f"read_states {number}", "disk", read, before, chunk.read - early),)
-            last = updated[-1] if updated else ()
-            updated.append((self._add(f"update {number}", "compute", update, (*last, *before), chunk.states),))
-            written.append(updated[-1])
-            if write:
-                name = f"write_states {number}"
-                written[-1] = (self._add(name, "disk", write, updated[-1], chunk.written, writes=True),)
-            self._updated |= dict.fromkeys(chunk.ends, (updated[-1], written[-1]))
+        while self._chunks:
+            first = len(self._updates) < self._plan.regions.chunk_count - 1 or self._in_backward
+            self._update(self._chunks.popleft(), gradients if first else ())
+
+    def _update(self, chunk: Chunk, gradients: tuple[int, ...]) -> None:
+        """Update a chunk, with reads ahead of the update and writes behind it, as there is room for. `gradients`: the
+        jobs that end before it."""
+        number, together = len(self._updates), self._plan.regions.chunk_count
+        before = gradients
+        before += self._updates[number - together + 1] if number > together - 2 else ()
+        before += self._writes[number - together] if number > together - 1 else ()
+        reads_early = number < together - 1 and together > CHUNKS and not self._in_backward
+        early = min(chunk.states, chunk.read) if reads_early else 0
+        if early:
+            self._early.append((number, early))
+        resource, seconds = self._updated_by(chunk)
+        more = {"parameters": chunk.names}
+        if read := self._disk(chunk.read - early, 0):
+            before = (self._add(f"read_states {number}", "disk", read, before, chunk.read - early, **more),)
+        last = self._updates[-1] if self._updates else ()
+        update = self._add(f"update {number}", resource, seconds, (*last, *before), chunk.states, **more)
+        self._updates.append((update,))
+        self._writes.append(self._updates[-1])
+        if write := self._disk(0, chunk.written):
+            job = self._add(f"write_states {number}", "disk", write, (update,), chunk.written, writes=True, **more)
+            self._writes[-1] = (job,)
+        self._updated |= dict.fromkeys(chunk.ends, (self._updates[-1], self._writes[-1]))
+
+    def _update_what_is_whole(self, tile: Tile) -> None:
+        """Where the optimizer steps in backward: another gradient of a parameter has left."""
+        self._awaited[tile.name] -= 1
+        self._whole[tile.name] += self._leaving.get(tile.label, self._program)
+        while self._chunks and not any(self._awaited[name] for name in self._chunks[0].names):
+            chunk = self._chunks.popleft()
+            self._update(chunk, tuple(job for name in chunk.names for job in self._whole[name]))
 
     def _read_early(self) -> None:
         number, nbytes = self._early.popleft()
         self._add(f"read_states {number}", "disk", self._disk(nbytes, 0), self._program, nbytes)
 
-    def _seconds_of(self, chunk: Chunk) -> tuple[float, float]:
-        """To update and write."""
+    def _updated_by(self, chunk: Chunk) -> tuple[Resource, float]:
+        """What updates a chunk, and for how long."""
         hardware = self._hardware
         if chunk.on_device and not hardware.unified:
-            update = hardware.device.seconds(chunk.states, chunk.states)
-        elif hardware.updates is None:
-            update = hardware.host.seconds(chunk.states, chunk.states) * hardware.ranks_per_node
-        else:
-            update = chunk.elements * hardware.ranks_per_node / hardware.updates
-        return update, self._disk(0, chunk.written)
+            return "compute", hardware.device.seconds(chunk.states, chunk.states)
+        seconds = hardware.host.seconds(chunk.states, chunk.states)
+        if hardware.updates is not None:
+            seconds = chunk.elements / hardware.updates
+        return "compute" if hardware.unified else "host", seconds * hardware.ranks_per_node
 
     # -- one event -----------------------------------------------------------------------------------------------------
 
@@ -263,9 +306,12 @@ class _Builder:
         stored = in_blocks(tile, tile.gradient_nbytes(self._plan.stage))
         if self._adds:
             self._add_to_gradient(tile, copied, stored)
-        if tile.gradient_tier != "device" or self._hardware.unified:
+        stays = self._in_backward and is_consumed_at_once(self._plan, tile)
+        if not stays and (tile.gradient_tier != "device" or self._hardware.unified):
             after = (*self._program, *self._leaving.get(tile.label, ()))
             self._leaving[tile.label] = (self._leave(tile, tile.gradient_tier, copied, stored, after),)
+        if self._in_backward:
+            self._update_what_is_whole(tile)
 
     def _add_to_gradient(self, tile: Tile, nbytes: int, stored: int) -> None:
         """Bring what a gradient is added to, and read it once more than copying the gradient does."""
@@ -304,10 +350,15 @@ class _Builder:
         after: tuple[int, ...],
         nbytes: int = 0,
         writes: bool = False,
+        parameters: tuple[str, ...] = (),
     ) -> int:
         """`writes`: a job of the disk does, and reads otherwise."""
         disks, load = self._hardware.nvme, 0.0
         if resource == "disk" and self._hardware.unified:
             load = disks.write_load if writes else disks.read_load
-        self.jobs.append(Job(name, resource, seconds, tuple(dict.fromkeys(after)), nbytes, load))
+            self._started += 1
+        elif resource == "compute":
+            seconds += self._started * disks.start
+            self._started = 0
+        self.jobs.append(Job(name, resource, seconds, tuple(dict.fromkeys(after)), nbytes, load, parameters))
         return len(self.jobs) - 1

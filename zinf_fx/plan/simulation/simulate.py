@@ -195,6 +195,7 @@ def simulate_plan(
     run: Callable[[Sequence[Job]], Simulation] = simulate,
     overlap: bool = True,
     accumulate: int = 1,
+    in_backward: bool = False,
 ) -> Simulation:
     """A step of a plan on one rank of the hardware.
 
@@ -203,9 +204,11 @@ def simulate_plan(
         run: how its jobs follow each other.
         overlap: the optimizer's step goes on in the next forward pass.
         accumulate: how many micro-batches a loop runs the plan's graphs for before the optimizer's step.
+        in_backward: the optimizer updates each parameter in backward, when its gradient is whole.
 
-    Raises: PlanError for another number of ranks; ConfigError for a dtype without a peak.
+    Raises: PlanError for another number of ranks, and for `in_backward` of several micro-batches; ConfigError for a
+    dtype without a peak.
     """
     compute = compute_seconds(plan, hardware) if compute is None else compute
     flops = accumulate * sum(operator.flops for graph in plan.graphs for operator in graph.operators)
-    return replace(run(event_graph(plan, hardware, compute, overlap, accumulate)), flops=flops)
+    return replace(run(event_graph(plan, hardware, compute, overlap, accumulate, in_backward)), flops=flops)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from zinf_fx.plan.memory.accounting import chunks, flows
+from zinf_fx.plan.memory.accounting import flows
 from zinf_fx.plan.memory.use import arena_by_operator, staying_on_device
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import HEAD
@@ -67,14 +67,11 @@ class MemoryCurve:
 def slices(plan: Plan, simulation: Simulation) -> list[Slice]:
     """The jobs of a simulated step, in the order of their start."""
     labels = {(graph.kind, str(one.index)): one.label for graph in plan.graphs for one in graph.operators}
-    labels |= {
-        (kind, str(number)): f"{_OPTIMIZER[kind]} of {_first_and_last(chunk.names)}"
-        for number, chunk in enumerate(chunks(plan))
-        for kind in _OPTIMIZER
-    }
     found = []
     for job, timing in zip(simulation.jobs, simulation.timings, strict=True):
         detail = labels.get((job.kind, job.subject), job.subject)
+        if job.parameters:
+            detail = f"{_OPTIMIZER[job.kind]} of {_first_and_last(job.parameters)}"
         found.append(Slice(LANE_OF[job.kind], job.name, timing.start, timing.end, job.nbytes, detail))
     return sorted(found, key=lambda one: one.start)
 

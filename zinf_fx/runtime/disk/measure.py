@@ -8,7 +8,7 @@ import os
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -92,7 +92,7 @@ class Trial:
 
     def run(self, operation: Operation) -> Rate:
         """Moves the whole file's bytes in sequence; mixed: writes the first half while it reads the second."""
-        file, before = self._volume.file, self.engine.counters().check_seconds
+        before = self.engine.counters().check_seconds
         under_way: deque[tuple[FileTicket, torch.Tensor]] = deque()
         free = list(self._memory)
         started = time.perf_counter()
@@ -102,13 +102,28 @@ class Trial:
                 ticket.wait()
                 free.append(memory)
             memory = free.pop()
-            where, page = self._start + offset, offset // PAGE
-            ticket = file.submit(kind, memory.data_ptr(), where, self.block, sums=self._sums, first_page=page)
-            under_way.append((ticket, memory))
+            under_way.append((self._submit(kind, memory, offset), memory))
         for ticket, _ in under_way:
             ticket.wait()
         seconds = time.perf_counter() - started
         return Rate(operation, self.nbytes, seconds, self.engine.counters().check_seconds - before)
+
+    def start_seconds(self, before: Callable[[], object], times: int) -> float:
+        """Seconds that this thread takes to start the read of a block: the mean of so many, one at a time, with
+        `before` called before each."""
+        seconds = 0.0
+        for _ in range(times):
+            before()
+            started = time.perf_counter()
+            ticket = self._submit(READ, self._memory[0], 0)
+            seconds += time.perf_counter() - started
+            ticket.wait()
+        return seconds / times
+
+    def _submit(self, kind: int, memory: torch.Tensor, offset: int) -> FileTicket:
+        """Start to move a block at so many bytes from the file's beginning."""
+        where, page = self._start + offset, offset // PAGE
+        return self._volume.file.submit(kind, memory.data_ptr(), where, self.block, sums=self._sums, first_page=page)
 
     def _requests(self, operation: Operation) -> Iterator[tuple[int, int]]:
         if operation != "mixed":
