@@ -430,20 +430,27 @@ def test_an_optimizer_that_steps_in_backward_updates_what_is_whole():
     found = simulate_plan(plan, replace(QUICK, unified=True), OF_TWO, in_backward=True)
     assert rounded(found, *names) == [(2, 3), (3, 6), (6, 7), (7, 10)]
     assert "offload" not in {job.kind for job in found.jobs}  # the CPU has the gradients where it computed them
+    found = simulate_plan(plan, replace(QUICK, download=ONE.download), OF_TWO, in_backward=True)
+    assert rounded(found, "offload w0", "update 0", "offload w1", "update 1") == [(3, 5), (5, 8), (5, 7), (8, 11)]
 
 
 def test_gradients_that_are_consumed_go_to_no_disk():
-    """But from a device with memory of its own, or of tiles of rows."""
+    """But from a device with memory of its own, whatever the plan was made on, or of tiles of rows."""
     plan = of_parameters(2)
     tiles = tuple(replace(tile, gradient_tier="nvme") for tile in plan.tiles)
     graphs = tuple(replace(graph, tiles=tiles) for graph in plan.graphs)
     plan = replace(plan, graphs=graphs)
-    read = lambda plan: sum(one.read for one in updates(plan, in_backward=True))  # noqa: E731
-    assert sum(one.read for one in updates(plan)) - read(plan) == 2 * 2 * BLOCK
-    apart = replace(plan, graphs=tuple(replace(graph, has_own_memory=True) for graph in graphs))
-    assert read(apart) == sum(one.read for one in updates(plan))
-    kinds = {job.kind for job in event_graph(plan, replace(QUICK, unified=True), OF_TWO, in_backward=True)}
-    assert "write" not in kinds and "write_states" in kinds
+
+    def moved(unified: bool, plan: Plan = plan) -> dict[str, int]:
+        jobs = event_graph(plan, replace(QUICK, unified=unified), OF_TWO, in_backward=True)
+        return {kind: sum(job.nbytes for job in jobs if job.kind == kind) for kind in ("write", "read_states")}
+
+    states, gradients = sum(one.written for one in updates(plan)), 2 * 2 * BLOCK
+    assert moved(unified=True) == {"write": 0, "read_states": states}
+    assert moved(unified=False) == {"write": gradients, "read_states": states + gradients}
+    rows = tuple(replace(tile, rows=(0, 1)) for tile in tiles)
+    divided = replace(plan, graphs=tuple(replace(graph, tiles=rows) for graph in graphs))
+    assert moved(unified=True, plan=divided) == moved(unified=False)
 
 
 def test_chunks_of_a_step_in_backward_come_in_the_order_in_which_gradients_are_whole():

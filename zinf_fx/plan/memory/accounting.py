@@ -139,12 +139,12 @@ def whole_parameters(tiles: Iterable[Tile]) -> list[Tile]:
     return list(found.values())
 
 
-def updates(plan: Plan, in_backward: bool = False) -> list[Update]:
+def updates(plan: Plan, in_backward: bool = False, in_place: bool = False) -> list[Update]:
     """Of every parameter that is trained, in the order of first uses: states and gradients are read, states and
     parameters written. A parameter that is its own master, or a part of it, is read too.
 
-    With `in_backward`, they are in the order in which their gradients are whole, and these are not read where they are
-    consumed as they were computed.
+    With `in_backward`, they are in the order in which their gradients are whole. `in_place`: those that can be are
+    consumed where they were computed, and not read.
     """
     events = (event for graph in plan.graphs for event in graph.events)
     if in_backward:
@@ -158,7 +158,7 @@ def updates(plan: Plan, in_backward: bool = False) -> list[Update]:
         value = sum(blocks(elements * tile.dtype.itemsize) for elements in counts)
         states = [elements * nbytes for elements in counts for nbytes in tile.states.bytes_each]
         stored = sum(map(blocks, states)) if tile.state_tier == "nvme" else 0
-        is_read = tile.gradient_tier == "nvme" and not (in_backward and is_consumed_at_once(plan, tile))
+        is_read = tile.gradient_tier == "nvme" and not (in_place and can_be_consumed_in_place(tile))
         read = stored + (value if is_read else 0)
         read += value if tile.tier == "nvme" and tile.states.reads_weights else 0
         written = stored + (value if tile.tier == "nvme" else 0)
@@ -166,10 +166,10 @@ def updates(plan: Plan, in_backward: bool = False) -> list[Update]:
     return found
 
 
-def is_consumed_at_once(plan: Plan, tile: Tile) -> bool:
-    """Whether an optimizer that steps in backward has the tile's gradient as it was computed: whole, where the CPU
-    updates."""
-    return tile.rows is None and tile.ranks == 1 and not any(graph.has_own_memory for graph in plan.graphs)
+def can_be_consumed_in_place(tile: Tile) -> bool:
+    """Whether an optimizer that steps in backward can have the tile's gradient as it was computed, where it updates:
+    whole, and not reduced over ranks."""
+    return tile.rows is None and tile.ranks == 1
 
 
 @dataclass(frozen=True)
@@ -186,13 +186,13 @@ class Chunk:
     ends: tuple[str, ...]
 
 
-def chunks(plan: Plan, in_backward: bool = False) -> list[Chunk]:
-    """An optimizer's step, in the order of `updates`."""
+def chunks(plan: Plan, in_backward: bool = False, in_place: bool = False) -> list[Chunk]:
+    """An optimizer's step, in the order of `updates`, with its options."""
     size = plan.regions.chunk_elements or plan.config.chunk // STATE_BYTES
     # By place and chunk there, from one element to another.
     pieces: defaultdict[tuple[bool, int], list[tuple[Update, int, int]]] = defaultdict(list)
     ends = {True: 0, False: 0}
-    for update in updates(plan, in_backward):
+    for update in updates(plan, in_backward, in_place):
         begin = ends[update.on_device]
         end = ends[update.on_device] = begin + update.elements
         for number in range(begin // size, max(-(-end // size), begin // size + 1)):

@@ -36,10 +36,10 @@ from zinf_fx.plan.memory.accounting import (
     Chunk,
     bytes_read,
     bytes_stored,
+    can_be_consumed_in_place,
     chunks,
     gradient_copied,
     in_blocks,
-    is_consumed_at_once,
 )
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import CHUNKS, HEAD, Event, EventKind, GraphKind, Tile
@@ -147,7 +147,8 @@ class _Builder:
         self._adds = False  # gradients are added to those of the passes before
         self._started = 0  # transfers of the disk, since something was computed
         # Of the optimizer's step: the chunks to come, and the last jobs that updated, and wrote, those that came.
-        self._chunks = deque(chunks(plan, in_backward))
+        self._in_place = in_backward and hardware.unified  # gradients are consumed where they were computed
+        self._chunks = deque(chunks(plan, in_backward, self._in_place))
         self._updates: list[tuple[int, ...]] = []
         self._writes: list[tuple[int, ...]] = []
         # Where it steps in backward: by name, how many gradients of a parameter are to leave, and the jobs of others.
@@ -306,7 +307,7 @@ class _Builder:
         stored = in_blocks(tile, tile.gradient_nbytes(self._plan.stage))
         if self._adds:
             self._add_to_gradient(tile, copied, stored)
-        stays = self._in_backward and is_consumed_at_once(self._plan, tile)
+        stays = self._in_place and can_be_consumed_in_place(tile)
         if not stays and (tile.gradient_tier != "device" or self._hardware.unified):
             after = (*self._program, *self._leaving.get(tile.label, ()))
             self._leaving[tile.label] = (self._leave(tile, tile.gradient_tier, copied, stored, after),)
