@@ -130,8 +130,10 @@ class StreamedStep:
             self._progress.resident_updated = True
 
     def make_room(self, nbytes: int, limit: int) -> None:
-        """Update chunks until so many bytes more of gradients fit `limit`, or none are held."""
-        self._until(lambda: self.bytes_held <= max(limit - nbytes, 0))
+        """Update chunks until so many bytes more of gradients fit `limit`, or none are held. What is collective has its
+        turn, whatever is held: ranks hold different amounts at a time."""
+        if self._overlaps:
+            self._until(lambda: self.bytes_held <= max(limit - nbytes, 0))
 
     @property
     def takes_more(self) -> bool:
