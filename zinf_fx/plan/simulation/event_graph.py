@@ -147,8 +147,7 @@ class _Builder:
         self._adds = False  # gradients are added to those of the passes before
         self._started = 0  # transfers of the disk, since something was computed
         # Of the optimizer's step: the chunks to come, and the last jobs that updated, and wrote, those that came.
-        self._in_place = in_backward and hardware.unified  # gradients are consumed where they were computed
-        self._chunks = deque(chunks(plan, in_backward, self._in_place))
+        self._chunks = deque(chunks(plan, in_backward, in_backward and hardware.unified))
         self._updates: list[tuple[int, ...]] = []
         self._writes: list[tuple[int, ...]] = []
         # Where it steps in backward: by name, how many gradients of a parameter are to leave, and the jobs of others.
@@ -307,8 +306,8 @@ class _Builder:
         stored = in_blocks(tile, tile.gradient_nbytes(self._plan.stage))
         if self._adds:
             self._add_to_gradient(tile, copied, stored)
-        stays = self._in_place and can_be_consumed_in_place(tile)
-        if not stays and (tile.gradient_tier != "device" or self._hardware.unified):
+        consumed = self._in_backward and self._hardware.unified and can_be_consumed_in_place(tile)
+        if not consumed and (tile.gradient_tier != "device" or self._hardware.unified):
             after = (*self._program, *self._leaving.get(tile.label, ()))
             self._leaving[tile.label] = (self._leave(tile, tile.gradient_tier, copied, stored, after),)
         if self._in_backward:
