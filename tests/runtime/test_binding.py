@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from injecting import Fault, inject
 from twins import Net, fresh_dynamo, python_calls_by_name, x  # noqa: F401
 
 import zinf_fx
@@ -16,8 +17,11 @@ from zinf_fx.runtime.execute import binding
 from zinf_fx.runtime.memory import heap
 
 
-def training(placement: str, store: Path, layers: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """A forward and backward pass of a model that has taken some steps, and a step of its optimizer."""
+def training(
+    placement: str, store: Path, layers: int, *faults: Fault
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """A forward and backward pass of a model that has taken some steps, and a step of its optimizer. `faults`: of the
+    store, from then on."""
     torch._dynamo.reset()
     model = zinf_fx.offload(Net(layers=layers), store=store, placement=placement)
     optimizer, call, batch = AdamW(model.parameters()), torch.compile(model, backend="zinf"), x()
@@ -29,6 +33,8 @@ def training(placement: str, store: Path, layers: int) -> tuple[Callable[[], Non
     for _ in range(3):
         call(batch).backward()
         step()
+    for fault in faults:
+        inject(next(model.parameters()).storage.tiers.store, fault)
     return lambda: call(batch).backward(), step
 
 
@@ -45,7 +51,8 @@ def test_an_operator_is_told_where_it_begins_and_ends_and_nothing_else_is_called
 
 
 def test_work_in_the_background_goes_on_between_operators(tmp_path: Path) -> None:
-    run, step = training("nvme", tmp_path, layers=20)
+    slow = Fault("completion", operation="read", delay=0.005, count=10**6)  # else the step may be over before forward
+    run, step = training("nvme", tmp_path, 20, slow)
     run()
     step()
     calls = python_calls_by_name(run)
