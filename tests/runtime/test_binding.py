@@ -17,9 +17,7 @@ from zinf_fx.runtime.execute import binding
 from zinf_fx.runtime.memory import heap
 
 
-def training(
-    placement: str, store: Path, layers: int, *faults: Fault
-) -> tuple[Callable[[], None], Callable[[], None]]:
+def training(placement: str, store: Path, layers: int, *faults: Fault) -> tuple[Callable[[], None], Callable[[], None]]:
     """A forward and backward pass of a model that has taken some steps, and a step of its optimizer. `faults`: of the
     store, from then on."""
     torch._dynamo.reset()
