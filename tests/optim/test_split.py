@@ -54,6 +54,16 @@ def test_of_any_size(count: int, way: str) -> None:
         assert up[-1] >> count % 8 == 0
 
 
+@pytest.mark.parametrize("count", [1 << 18, (1 << 19) + 5])
+def test_threads_share_the_elements(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    masters = torch.randn(count, generator=torch.Generator().manual_seed(count))
+    alone = kept(masters, "operations")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    weights, lower, up = kept(masters, "native")
+    assert torch.equal(lower, alone[1]) and torch.equal(up, alone[2])
+    assert torch.equal(bits_of(join(weights, lower, up, torch.empty(count))), bits_of(masters))
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("up", [0, 255])
 @pytest.mark.parametrize("lower", LOWERS)

@@ -40,9 +40,9 @@ def check_can_be_split(parameter: StoredTensor) -> None:
 def split(masters: torch.Tensor, weights: torch.Tensor, lower: torch.Tensor, up: torch.Tensor) -> None:
     """Write what weights, bf16 [n], don't have of their masters, fp32 [n]: `lower`, int16 [n], and `up`, uint8
     [n / 8], eight bits in each, the first the lowest."""
-    count = masters.numel()
+    count, threads = masters.numel(), torch.get_num_threads()
     if masters.device.type == "cpu":
-        native.split(masters.data_ptr(), weights.data_ptr(), count, lower.data_ptr(), up.data_ptr())
+        native.split(masters.data_ptr(), weights.data_ptr(), count, lower.data_ptr(), up.data_ptr(), threads)
     else:
         _split_anywhere(masters, weights, lower, up)
 
@@ -58,9 +58,9 @@ def _split_anywhere(masters: torch.Tensor, weights: torch.Tensor, lower: torch.T
 
 def join(weights: torch.Tensor, lower: torch.Tensor, up: torch.Tensor, masters: torch.Tensor) -> torch.Tensor:
     """Write the masters, which are returned: see `split`."""
-    count = weights.numel()
+    count, threads = weights.numel(), torch.get_num_threads()
     if weights.device.type == "cpu":
-        native.join(weights.data_ptr(), lower.data_ptr(), up.data_ptr(), count, masters.data_ptr())
+        native.join(weights.data_ptr(), lower.data_ptr(), up.data_ptr(), count, masters.data_ptr(), threads)
         return masters
     return _join_anywhere(weights, lower, up, masters)
 
