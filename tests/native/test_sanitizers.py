@@ -1,4 +1,4 @@
-"""The engine under many threads and faults, built with the compiler's sanitizers: no race, no leak, no bad access."""
+"""Native code under many threads and faults, built with the compiler's sanitizers: no race, no leak, no bad access."""
 
 from __future__ import annotations
 
@@ -15,19 +15,33 @@ NATIVE = Path(engine.__file__).parent
 
 
 @pytest.fixture(scope="module", params=["thread", "address,undefined"])
-def stress(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    program = tmp_path_factory.mktemp("stress") / "stress"
-    options = ["-std=gnu11", "-g", "-O1", "-Wall", "-Wextra", "-Werror", f"-fsanitize={request.param}"]
-    sources = [Path(__file__).parent / "stress.c", *(NATIVE / name for name in SOURCES)]
-    command = ["cc", *options, f"-I{NATIVE}", *sources, "-o", program, "-ldl", "-lpthread"]
-    built = subprocess.run(command, capture_output=True, text=True)
-    if f"lib{'tsan' if request.param == 'thread' else 'asan'}" in built.stderr:
+def sanitizer(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def built(program: str, sanitizer: str, folder: Path) -> Path:
+    """The program of a file beside this one, with the engine's."""
+    options = ["-std=gnu11", "-g", "-O1", "-Wall", "-Wextra", "-Werror", f"-fsanitize={sanitizer}"]
+    sources = [Path(__file__).parent / f"{program}.c", *(NATIVE / name for name in SOURCES)]
+    command = ["cc", *options, f"-I{NATIVE}", *sources, "-o", folder / program, "-ldl", "-lpthread"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if f"lib{'tsan' if sanitizer == 'thread' else 'asan'}" in done.stderr:
         pytest.skip("the compiler's sanitizer library is not installed")
-    assert built.returncode == 0, built.stderr
-    return program
+    assert done.returncode == 0, done.stderr
+    return folder / program
+
+
+@pytest.fixture(scope="module")
+def stress(sanitizer: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built("stress", sanitizer, tmp_path_factory.mktemp("stress"))
 
 
 @pytest.mark.parametrize("provider", ["aio", "threads", slow("buffered")])
 def test_stress(stress: Path, provider: str, tmp_path: Path):
     done = subprocess.run([stress, provider, tmp_path / "file", "1"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_work_that_threads_share(sanitizer: str, tmp_path: Path):
+    done = subprocess.run(built("divide", sanitizer, tmp_path), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -62,6 +63,17 @@ def test_threads_share_the_elements(count: int, monkeypatch: pytest.MonkeyPatch)
     weights, lower, up = kept(masters, "native")
     assert torch.equal(lower, alone[1]) and torch.equal(up, alone[2])
     assert torch.equal(bits_of(join(weights, lower, up, torch.empty(count))), bits_of(masters))
+
+
+@pytest.mark.timeout(60)
+def test_a_process_made_by_fork_has_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    masters = torch.randn(1 << 18, generator=torch.Generator().manual_seed(5))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    lower = kept(masters, "native")[1].clone()
+    child = os.fork()
+    if not child:
+        os._exit(not torch.equal(kept(masters, "native")[1], lower))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.parametrize("way", WAYS)

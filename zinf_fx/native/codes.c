@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "processors.h"
+#include "threads.h"
 
 /* Values that are computed in fp32 before they are rounded: few enough for the first cache. */
 #define STRIP 256
@@ -176,31 +177,68 @@ static void row_in_fp32(const uint8_t *codes, int scale_kind, const uint8_t *sca
     }
 }
 
+struct rows {
+    int kind;
+    const uint8_t *codes;
+    size_t codes_stride;
+    int scale_kind;
+    const uint8_t *scales;
+    size_t scales_stride, columns, block;
+    const float *table;
+    int dtype;
+    void *values;
+};
+
 FOR_EACH_PROCESSOR
-void zinf_dequantize(int kind, const uint8_t *codes, size_t codes_stride, int scale_kind, const uint8_t *scales,
-                     size_t scales_stride, size_t rows, size_t columns, size_t block, const float *table, int dtype,
-                     void *values) {
+static void dequantize_rows(void *work, size_t first, size_t behind) {
+    const struct rows all = *(struct rows *)work;
+    const size_t columns = all.columns;
     row_of_4 *const row_in_bf16 = best_row();
-    for (size_t row = 0; row < rows; row++, codes += codes_stride, scales += scales_stride) {
-        if (kind != ZINF_PAIRS)
-            row_of_8(kind, codes, scale_kind, scales, columns, block, table, dtype, values, row * columns);
-        else if (dtype == ZINF_BF16)
-            row_in_bf16(codes, scale_kind, scales, columns, block, table, (uint16_t *)values + row * columns);
+    for (size_t row = first; row < behind; row++) {
+        const uint8_t *codes = all.codes + row * all.codes_stride, *scales = all.scales + row * all.scales_stride;
+        if (all.kind != ZINF_PAIRS)
+            row_of_8(all.kind, codes, all.scale_kind, scales, columns, all.block, all.table, all.dtype, all.values,
+                     row * columns);
+        else if (all.dtype == ZINF_BF16)
+            row_in_bf16(codes, all.scale_kind, scales, columns, all.block, all.table,
+                        (uint16_t *)all.values + row * columns);
         else
-            row_in_fp32(codes, scale_kind, scales, columns, block, table, (float *)values + row * columns);
+            row_in_fp32(codes, all.scale_kind, scales, columns, all.block, all.table,
+                        (float *)all.values + row * columns);
     }
 }
 
+void zinf_dequantize(int kind, const uint8_t *codes, size_t codes_stride, int scale_kind, const uint8_t *scales,
+                     size_t scales_stride, size_t rows, size_t columns, size_t block, const float *table, int dtype,
+                     void *values, unsigned threads) {
+    struct rows all = {kind,    codes, codes_stride, scale_kind, scales, scales_stride,
+                       columns, block, table,        dtype,      values};
+    zinf_divide(dequantize_rows, &all, rows, rows * columns, threads);
+}
+
+struct pairs {
+    const float *values, *bounds;
+    uint8_t *codes;
+};
+
 FOR_EACH_PROCESSOR
-void zinf_quantize_4(const float *values, size_t pairs, const float *bounds, uint8_t *codes) {
+static void quantize_pairs(void *work, size_t first_pair, size_t behind) {
+    const struct pairs all = *(struct pairs *)work;
+    const float *values = all.values, *bounds = all.bounds;
+    uint8_t *codes = all.codes;
     int32_t strip[STRIP];
-    for (size_t first = 0; first < 2 * pairs; first += STRIP) {
-        size_t count = least(STRIP, 2 * pairs - first);
+    for (size_t first = 2 * first_pair; first < 2 * behind; first += STRIP) {
+        size_t count = least(STRIP, 2 * behind - first);
         memset(strip, 0, sizeof strip);
         for (int bound = 0; bound < 15; bound++)
             for (size_t i = 0; i < count; i++) strip[i] += values[first + i] > bounds[bound];
         for (size_t i = 0; i < count / 2; i++) codes[first / 2 + i] = (uint8_t)(strip[2 * i] << 4 | strip[2 * i + 1]);
     }
+}
+
+void zinf_quantize_4(const float *values, size_t pairs, const float *bounds, uint8_t *codes, unsigned threads) {
+    struct pairs all = {values, bounds, codes};
+    zinf_divide(quantize_pairs, &all, pairs, 2 * pairs, threads);
 }
 
 /* The largest magnitude; NaN if any value is not finite. */
@@ -218,15 +256,27 @@ static inline float magnitude_of(const float *values, size_t count) {
     return magnitude;
 }
 
+struct blocks {
+    const float *values;
+    size_t count, block;
+    const float *bounds;
+    const uint8_t *first;
+    uint8_t *codes;
+    float *scales;
+};
+
 FOR_EACH_PROCESSOR
-void zinf_quantize_8(const float *values, size_t count, size_t block, const float *bounds, const uint8_t *first,
-                     uint8_t *codes, float *scales) {
+static void quantize_blocks(void *work, size_t first_block, size_t behind) {
+    const struct blocks all = *(struct blocks *)work;
+    const float *values = all.values, *bounds = all.bounds;
+    const uint8_t *first = all.first;
+    uint8_t *codes = all.codes;
     float strip[STRIP];
-    for (size_t start = 0; start < count; start += block) {
-        size_t end = least(start + block, count);
+    for (size_t number = first_block; number < behind; number++) {
+        size_t start = number * all.block, end = least(start + all.block, all.count);
         float scale = magnitude_of(values + start, end - start);
         float divisor = scale > 0 ? scale : 1;
-        scales[start / block] = scale;
+        all.scales[number] = scale;
         for (size_t begin = start; begin < end; begin += STRIP) {
             size_t some = least(STRIP, end - begin);
             for (size_t i = 0; i < some; i++) strip[i] = values[begin + i] / divisor;
@@ -238,4 +288,10 @@ void zinf_quantize_8(const float *values, size_t count, size_t block, const floa
             }
         }
     }
+}
+
+void zinf_quantize_8(const float *values, size_t count, size_t block, const float *bounds, const uint8_t *first,
+                     uint8_t *codes, float *scales, unsigned threads) {
+    struct blocks all = {values, count, block, bounds, first, codes, scales};
+    zinf_divide(quantize_blocks, &all, (count + block - 1) / block, count, threads);
 }

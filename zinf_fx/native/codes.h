@@ -2,7 +2,7 @@
  *
  * Rows of codes, `codes_stride` bytes from one to the next, and of scales, one per block of `block` values,
  * `scales_stride` bytes from one to the next. A value is what its code stands for times the scale of its block, in fp32,
- * rounded once to the dtype that is asked for, to nearest and to even.
+ * rounded once to the dtype that is asked for, to nearest and to even. `threads` share the work at most: see threads.h.
  */
 #ifndef ZINF_CODES_H
 #define ZINF_CODES_H
@@ -29,17 +29,17 @@
 /* values: [rows, columns], contiguous. */
 void zinf_dequantize(int kind, const uint8_t *codes, size_t codes_stride, int scale_kind, const uint8_t *scales,
                      size_t scales_stride, size_t rows, size_t columns, size_t block, const float *table, int dtype,
-                     void *values);
+                     void *values, unsigned threads);
 
 /* The other way for 4 bits: of each of 2 * `pairs` values, how many of 15 bounds lie below it, two in a byte. */
-void zinf_quantize_4(const float *values, size_t pairs, const float *bounds, uint8_t *codes);
+void zinf_quantize_4(const float *values, size_t pairs, const float *bounds, uint8_t *codes, unsigned threads);
 
 /* The other way for 8 bits: the scale of a block is its largest magnitude, and the code of a value, divided by that, says
  * how many of 255 bounds, which ascend and end with an infinite one, lie below it. `first`: for the upper 16 bits of any
  * fp32 value, how many bounds lie below all values with these; at most one lies among them. NaN and infinite values
  * make a block's scale NaN. */
 void zinf_quantize_8(const float *values, size_t count, size_t block, const float *bounds, const uint8_t *first,
-                     uint8_t *codes, float *scales);
+                     uint8_t *codes, float *scales, unsigned threads);
 
 /* cdef end */
 

@@ -1,9 +1,8 @@
-"""The Python face of the native quantisation: memory, divided among threads."""
+"""The Python face of the native quantisation."""
 
 from __future__ import annotations
 
 from zinf_fx.native._engine import ffi, lib
-from zinf_fx.native.threads import on_threads, starts_of
 
 FP32, BF16 = lib.ZINF_FP32, lib.ZINF_BF16
 INTEGERS, E4M3, PAIRS, PLACES = lib.ZINF_INTEGERS, lib.ZINF_E4M3, lib.ZINF_PAIRS, lib.ZINF_PLACES
@@ -26,43 +25,29 @@ def dequantize(
     threads: int,
 ) -> None:
     """Write the values of rows of codes. `codes`, `scales`, `table` and `values` are addresses; the rest is as codes.h
-    says. Other threads run meanwhile; so many share the rows, if there are enough."""
-    itemsize = 4 if dtype == FP32 else 2
-    starts = starts_of(rows, rows * columns, threads)
-
-    def work(start: int, stop: int) -> None:
-        lib.zinf_dequantize(
-            kind,
-            ffi.cast("const uint8_t *", codes + start * codes_stride),
-            codes_stride,
-            scale_kind,
-            ffi.cast("const uint8_t *", scales + start * scales_stride),
-            scales_stride,
-            stop - start,
-            columns,
-            block,
-            ffi.cast("const float *", table),
-            dtype,
-            ffi.cast("void *", values + start * columns * itemsize),
-        )
-
-    on_threads(work, starts)
+    says. Other threads run meanwhile."""
+    lib.zinf_dequantize(
+        kind,
+        ffi.cast("const uint8_t *", codes),
+        codes_stride,
+        scale_kind,
+        ffi.cast("const uint8_t *", scales),
+        scales_stride,
+        rows,
+        columns,
+        block,
+        ffi.cast("const float *", table),
+        dtype,
+        ffi.cast("void *", values),
+        threads,
+    )
 
 
 def nearest_of_16(values: int, pairs: int, bounds: int, codes: int, threads: int) -> None:
     """Write a byte for each pair of fp32 values: of each value, how many of the 15 bounds lie below it, that of the
-    first in the high half. All but `pairs` are addresses."""
-    starts = starts_of(pairs, 2 * pairs, threads)
-
-    def work(start: int, stop: int) -> None:
-        lib.zinf_quantize_4(
-            ffi.cast("const float *", values + start * 8),
-            stop - start,
-            ffi.cast("const float *", bounds),
-            ffi.cast("uint8_t *", codes + start),
-        )
-
-    on_threads(work, starts)
+    first in the high half. All but `pairs` and `threads` are addresses."""
+    places, limits = ffi.cast("uint8_t *", codes), ffi.cast("const float *", bounds)
+    lib.zinf_quantize_4(ffi.cast("const float *", values), pairs, limits, places, threads)
 
 
 def nearest_of_256(
@@ -70,18 +55,13 @@ def nearest_of_256(
 ) -> None:
     """Write the codes of 8 bits of fp32 values, and the scale of each block. All but `count`, `block` and `threads` are
     addresses; the rest is as codes.h says."""
-    starts = starts_of(-(-count // block), count, threads)
-
-    def work(first_block: int, behind: int) -> None:
-        start = first_block * block
-        lib.zinf_quantize_8(
-            ffi.cast("const float *", values + start * 4),
-            min(behind * block, count) - start,
-            block,
-            ffi.cast("const float *", bounds),
-            ffi.cast("const uint8_t *", first),
-            ffi.cast("uint8_t *", codes + start),
-            ffi.cast("float *", scales + first_block * 4),
-        )
-
-    on_threads(work, starts)
+    lib.zinf_quantize_8(
+        ffi.cast("const float *", values),
+        count,
+        block,
+        ffi.cast("const float *", bounds),
+        ffi.cast("const uint8_t *", first),
+        ffi.cast("uint8_t *", codes),
+        ffi.cast("float *", scales),
+        threads,
+    )

@@ -12,12 +12,14 @@
 
 /* cdef begin: build.py hands the lines between these marks to cffi */
 
-/* Keep what the weights don't have of their masters. */
-void zinf_split_masters(const float *masters, const uint16_t *weights, size_t count, uint16_t *lower, uint8_t *up);
+/* Keep what the weights don't have of their masters. `threads` share the elements at most: see threads.h. */
+void zinf_split_masters(const float *masters, const uint16_t *weights, size_t count, uint16_t *lower, uint8_t *up,
+                        unsigned threads);
 
 /* The other way. Where the three don't come from one master, as of a weight that was written since, and of NaN, the
  * master is the weight. */
-void zinf_join_masters(const uint16_t *weights, const uint16_t *lower, const uint8_t *up, size_t count, float *masters);
+void zinf_join_masters(const uint16_t *weights, const uint16_t *lower, const uint8_t *up, size_t count, float *masters,
+                       unsigned threads);
 
 /* cdef end */
 
