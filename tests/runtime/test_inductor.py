@@ -85,6 +85,31 @@ def test_inputs_of_one_type_are_told_apart() -> None:
     assert region.is_compiled and ones.tolist() < twos.tolist()
 
 
+def test_a_result_in_another_shape_is_viewed_in_the_one_captured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Stands in for code that Inductor makes for a GPU alone: a sum over rows that shares a kernel with one over
+    columns comes without the dimensions that it keeps."""
+    x = torch.randn(2, 3, 2, 2)
+
+    def compute(x: Tensor) -> list[Tensor]:
+        return [x.sum([0, 1], keepdim=True), x.sum(-1), x[..., :1].sum([0, 1], keepdim=True)]
+
+    def compiled(inputs: list[Tensor]) -> list[Tensor]:
+        kept, other, narrow = compute(inputs.pop())
+        return [kept.flatten(), other, narrow.flatten()]
+
+    monkeypatch.setattr(inductor, "_compiled", lambda module: compiled)
+    region = CompiledRegion(captured(compute, x), "operator 1 of backward (mm)")
+    with caplog.at_level(logging.WARNING, "zinf_fx"):
+        for _ in range(2):
+            results, expected = region([x]), compute(x)
+            assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
+            assert [one.stride() for one in results] == [one.stride() for one in expected]
+            assert len(places([x, *results])) == 4
+    assert region.is_compiled and not caplog.records
+
+
 def _raises(inputs: list) -> list[Tensor]:
     inputs.clear()
     raise AssertionError("expected size 2==3")
@@ -96,10 +121,12 @@ def _raises(inputs: list) -> list[Tensor]:
         (lambda inputs: [inputs[0], inputs[0] * 2], "result 0 of its compiled code shares memory with an input"),
         (lambda inputs: [inputs[0] + 1] * 2, "result 1 of its compiled code shares memory with"),
         (lambda inputs: [(inputs[0] + 1).t().contiguous().t(), inputs[0] * 2], "strides (1, 2), not (2, 3) and (3, 1)"),
+        (lambda inputs: [(inputs[0] + 1)[0], inputs[0] * 2], "shape (3,) and strides (1,), not (2, 3) and (3, 1)"),
+        (lambda inputs: [(inputs[0] + 1).t(), inputs[0] * 2], "shape (3, 2) and strides (1, 3), not (2, 3) and (3, 1)"),
         (_raises, "its compiled code raised AssertionError: expected size 2==3"),
         (None, "Inductor can't compile it: RuntimeError: no such operation"),
     ],
-    ids=["an input is a result", "one result twice", "other strides", "raises", "is not compiled"],
+    ids=["an input is a result", "one result twice", "other strides", "too few", "turned", "raises", "is not compiled"],
 )
 def test_what_goes_wrong_runs_with_pytorchs_kernels_and_is_said_once(
     compiled: Function | None, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal
 from weakref import WeakValueDictionary
@@ -109,8 +109,10 @@ class CompiledRegion:
         if (wrong := self._what_is_wrong(results, given)) is not None:
             self._run_eagerly(wrong)
             return self._eagerly(given)
-        self._run = self._compiled
-        return results
+        numbered = enumerate(zip(results, self._expected, strict=True))
+        shapes = {n: one.shape for n, (result, one) in numbered if _is_known(one) and result.shape != one.shape}
+        self._run = _in_shapes(self._compiled, shapes) if shapes else self._compiled
+        return _viewed(results, shapes)
 
     def _what_is_wrong(self, results: Results, inputs: Sequence[object]) -> str | None:
         taken = {one.untyped_storage().data_ptr() for one in inputs if isinstance(one, torch.Tensor)}
@@ -119,8 +121,7 @@ class CompiledRegion:
             if result.numel() and place in taken:
                 return f"result {number} of its compiled code shares memory with an input or another result"
             taken.add(place)
-            is_known = all(isinstance(size, int) for size in (*expected.shape, *expected.stride()))
-            if is_known and not (result.shape == expected.shape and _lies_as(expected, result)):
+            if _is_known(expected) and not _can_be_viewed_as(expected, result):
                 return (
                     f"result {number} of its compiled code has shape {tuple(result.shape)} and strides "
                     f"{result.stride()}, not {tuple(expected.shape)} and {expected.stride()}"
@@ -201,6 +202,29 @@ class _LaidOut(fx.Interpreter):
         outermost_first = sorted(range(result.dim()), key=lambda dim: -expected.stride(dim))
         back = [outermost_first.index(dim) for dim in range(result.dim())]
         return result.permute(outermost_first).contiguous().permute(back)
+
+
+def _is_known(expected: torch.Tensor) -> bool:
+    """Whether all sizes and strides are numbers, of which none is left open."""
+    return all(isinstance(size, int) for size in (*expected.shape, *expected.stride()))
+
+
+def _can_be_viewed_as(expected: torch.Tensor, result: torch.Tensor) -> bool:
+    """Whether the elements of a result have the places that are expected. Its shape may be another one where both are
+    contiguous: of a reduction whose dimensions are kept, fused with one over other dimensions, Inductor's code for a
+    GPU returns the elements in one dimension (`triton.mix_order_reduction` of PyTorch 2.11)."""
+    if result.shape == expected.shape:
+        return _lies_as(expected, result)
+    return result.numel() == expected.numel() and result.is_contiguous() and expected.is_contiguous()
+
+
+def _viewed(results: Results, shapes: Mapping[int, torch.Size]) -> Results:
+    """Results, those with the numbers in `shapes` in other shapes."""
+    return [one.view(shapes[number]) if number in shapes else one for number, one in enumerate(results)]
+
+
+def _in_shapes(compiled: Boxed, shapes: Mapping[int, torch.Size]) -> Boxed:
+    return lambda inputs: _viewed(compiled(inputs), shapes)
 
 
 def _lies_as(expected: torch.Tensor, result: torch.Tensor) -> bool:
