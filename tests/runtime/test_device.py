@@ -172,6 +172,17 @@ def test_copies_and_writes(tmp_path: Path, tier: str) -> None:
     assert_equal(model.to(torch.bfloat16), plain.to(torch.bfloat16))
 
 
+@pytest.mark.parametrize("placement", ["device", "zero-offload"])
+def test_what_stays_on_the_device_stays_in_its_memory(tmp_path: Path, placement: str) -> None:
+    model, others = nn.Linear(8, 8), torch.arange(32.0)
+    model.bias = nn.Parameter(others[:8])
+    before, values = model.weight.data_ptr(), [one.detach().clone() for one in model.parameters()]
+    zinf_fx.offload(model, store=tmp_path, placement=placement, pack=None)
+    assert model.weight.storage.bytes.on_device.data_ptr() == before
+    assert model.bias.storage.bytes.on_device.data_ptr() != others.data_ptr(), "memory that others have, too"
+    assert all(map(torch.equal, (one.full_tensor() for one in model.parameters()), values))
+
+
 @pytest.mark.parametrize("tier", [slow("host"), "nvme"])
 def test_nothing_is_left_behind(tmp_path: Path, tier: str) -> None:
     model = zinf_fx.offload(build(), store=tmp_path, placement=tier)

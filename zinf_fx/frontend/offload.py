@@ -245,7 +245,8 @@ def offload_parameters(
     ids of those that are looked up by rows; `configs`: the options of each, where its own name doesn't say them.
 
     Space is reserved for all of them first, and what goes to disk has arrived there before any of them changes, so
-    that all are as before if this raises. In memory, where nothing can fail then, they move one after the other.
+    that all are as before if this raises. In memory, where nothing can fail then, they move one after the other; what
+    stays on its device, and is in no pack, stays where it is.
     """
     for name, parameter in parameters.items():
         check_storable(parameter, f"parameter '{name}'")
@@ -318,7 +319,10 @@ def _reserved(
     form = form if form.quantised is not None else Form.of(parameter)
     numel, dtype, device = form.numel, form.dtype, device_of(parameter.device)
     shards = shards_of(form.shape, dtype, ranks.shards, config, owners.next(form.nbytes))
+    stays = form.quantised is None and config.placement.parameters == "device" and ranks.shards == 1
     with torch.inference_mode(False):  # a model may be evaluated before it is trained
+        if at is None and stays and (memory := _memory_on_device(parameter)) is not None:
+            at = Home(tiers, "device", numel, dtype, device, on_device=memory), 0
         storage = TensorStorage(
             tiers, placement.parameters, config, numel, dtype, device, ranks, placement.stage == 3, shards, at
         )
@@ -330,6 +334,16 @@ def _reserved(
             present.share.unreduced = ranks.size > 1
             twin.grad = StoredTensor.of(present, parameter.shape, parameter.device)
         return as_parameter(twin)
+
+
+def _memory_on_device(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The elements of a parameter that is not in host memory, 1-D, where they are, if nothing else is there."""
+    alone = parameter.is_contiguous() and parameter.untyped_storage().nbytes() == parameter.nbytes
+    if device_of(parameter.device).in_host_memory or not alone or parameter.is_inference():
+        return None
+    # A tensor with a version counter of its own.
+    flat = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    return flat.set_(parameter.untyped_storage(), 0, (parameter.numel(),))
 
 
 def _written(parameter: torch.nn.Parameter, twin: StoredTensor, loaded: MappedFiles | None = None) -> StoredTensor:

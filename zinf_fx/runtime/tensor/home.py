@@ -54,8 +54,10 @@ class Home:
         dtype: torch.dtype,
         device: Device,
         in_file: FileExtent | None = None,
+        on_device: torch.Tensor | None = None,
     ) -> None:
-        """Reserve it; `in_file`: where the elements are already, to be read only.
+        """Reserve it; `in_file`: where the elements are already, to be read only; `on_device`: where they are already,
+        in memory that is to be this home's.
 
         Raises: StoreError when there is not enough, before anything else is changed.
         """
@@ -83,7 +85,9 @@ class Home:
             self._at_end(self, self._leased.give_back)
         elif tier == "device":
             with torch.inference_mode(False):
-                self._on_device = torch.empty(count, dtype=dtype, device=device.torch_device)
+                if on_device is None:
+                    on_device = torch.empty(count, dtype=dtype, device=device.torch_device)
+            self._on_device = on_device
         else:
             assert_never(tier)
         if device.in_host_memory:
