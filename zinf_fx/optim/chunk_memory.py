@@ -13,6 +13,7 @@ from zinf_fx.optim.chunks import Piece, chunk_elements, in_turn, part_of
 from zinf_fx.optim.recipe import Recipe
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.optim.update_batch import Bytes, UpdateBatch
+from zinf_fx.optim.workers import lanes_for
 from zinf_fx.plan.memory.accounting import AT_A_TIME
 from zinf_fx.plan.schedule import CHUNKS
 from zinf_fx.runtime.memory.device import CPU, Device
@@ -83,8 +84,9 @@ class ChunkMemory:
     def _lease_scratch(self, place: Device) -> torch.Tensor:
         """Memory for what chunks have in other dtypes than that of the update."""
         states = self._stored.values()
-        at_a_time = min(AT_A_TIME, self.elements) if place is CPU else self.elements
-        shape = (max(each.scratch_rows for each in states), at_a_time, max(each.dtype.itemsize for each in states))
+        lanes, piece = lanes_for(self.elements)
+        count = max(lanes * piece, min(AT_A_TIME, self.elements)) if place is CPU else self.elements
+        shape = (max(each.scratch_rows for each in states), count, max(each.dtype.itemsize for each in states))
         if place is not CPU:
             return torch.empty(shape, dtype=torch.uint8, device=place.torch_device)
         nbytes = math.prod(shape)

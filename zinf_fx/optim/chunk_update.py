@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from queue import SimpleQueue
 
 import torch
 from torch.optim import Optimizer
@@ -12,14 +15,22 @@ from zinf_fx.optim.chunk import OpenChunk
 from zinf_fx.optim.chunks import Piece, all_of, cut
 from zinf_fx.optim.elements import moved
 from zinf_fx.optim.packed import OpenPack
-from zinf_fx.optim.part import OpenPart
+from zinf_fx.optim.part import Begun, OpenPart
 from zinf_fx.optim.progress import Progress
 from zinf_fx.optim.recipe import Recipe
 from zinf_fx.optim.states import ParameterStates, State
-from zinf_fx.plan.memory.accounting import AT_A_TIME
+from zinf_fx.optim.workers import at_the_same_time, lanes_for
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.sizes import WINDOW_ALIGNMENT
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """What a piece needs for itself while it is updated: the torch class, borrowed, and scratch."""
+
+    inner: Optimizer
+    scratch: torch.Tensor | None
 
 
 class ChunkUpdate:
@@ -54,7 +65,7 @@ class ChunkUpdate:
 
     def run(self, chunk: OpenChunk, elements: int, scratch: torch.Tensor | None) -> None:
         """Update a chunk, some elements at a time: on the CPU, the cache keeps what each operation leaves to the next
-        of the gradient in fp32 and of the new weights.
+        of the gradient in fp32 and of the new weights. See [Note: workers].
 
         `elements`: of a chunk at most. `scratch`: memory for what the chunk has in other dtypes than that of the
         update, if anything.
@@ -67,14 +78,27 @@ class ChunkUpdate:
             if isinstance(part, OpenPack):
                 self._update_pack(part, scratch)
         parts = [part for part in chunk.parts if isinstance(part, OpenPart)]
-        inner = self.borrowed(recipe.group, recipe.place)
+        lanes, piece = lanes_for(elements) if recipe.place is CPU and not recipe.whole else (1, elements)
         if recipe.whole:
-            for part in parts:
-                self._update_together(inner, recipe, (all_of(part, part.piece.count),), None)
-            return
-        pieces = [(part, (range(part.piece.count),)) for part in parts]
-        for together in cut(pieces, AT_A_TIME if recipe.place is CPU else elements):
-            self._update_together(inner, recipe, together, scratch)
+            several = [(all_of(part, part.piece.count),) for part in parts]
+        else:
+            several = list(cut([(part, (range(part.piece.count),)) for part in parts], piece))
+        free: SimpleQueue[_Lane] = SimpleQueue()
+        lanes = min(lanes, len(several))
+        for number in range(lanes):
+            room = scratch if scratch is None or lanes == 1 else scratch[:, number * piece : (number + 1) * piece]
+            free.put(_Lane(self.borrowed(recipe.group, recipe.place), room))
+
+        def update(together: Sequence[Piece[OpenPart]]) -> list[State]:
+            lane = free.get()
+            try:
+                return self._update_together(lane, recipe, together)
+            finally:
+                free.put(lane)
+
+        with closing(at_the_same_time(update, several, lanes)) as updated:
+            for together, scalars in zip(several, updated, strict=True):
+                self._store_whole_parts(together, scalars)
 
     def _update_pack(self, pack: OpenPack, scratch: torch.Tensor | None) -> None:
         pack.update(self.borrowed, self._shown, scratch)
@@ -85,28 +109,32 @@ class ChunkUpdate:
         self._progress.finish(pack.states.members, pack.states.touched)
         pack.states.let_go_of_gradients()
 
-    def _update_together(
-        self, inner: Optimizer, recipe: Recipe, pieces: Sequence[Piece[OpenPart]], scratch: torch.Tensor | None
-    ) -> None:
-        """Run `inner`, the class by the options of `recipe`, on some elements of parts, in one call."""
+    def _update_together(self, lane: _Lane, recipe: Recipe, pieces: Sequence[Piece[OpenPart]]) -> list[State]:
+        """Run the class by the options of `recipe` on some elements of parts, in one call. Returns, of each piece, the
+        states that aren't stored."""
         # Fused kernels count steps where they run, and the others on the CPU.
-        counts_at = recipe.place if recipe.group.get("fused") else CPU
+        counts_at, inner = recipe.place if recipe.group.get("fused") else CPU, lane.inner
+        begun: list[Begun] = []
         offset = 0
         for some in pieces:
             states = some.owner.piece.owner
             entry = self._shown[states.parameter.whole]
             scalars = {k: moved(v, counts_at) for k, v in entry.items() if k not in states.tensors}
-            rows = None if scratch is None else scratch.flatten(1).view(recipe.dtype)[:, offset:]
-            some.owner.begin(some.elements, scalars, rows)
+            rows = None if lane.scratch is None else lane.scratch.flatten(1).view(recipe.dtype)[:, offset:]
+            begun.append(some.owner.begin(some.elements, scalars, rows))
             offset += round_up(some.count, WINDOW_ALIGNMENT)
-        inner.param_groups[0]["params"] = [some.owner.weights for some in pieces]
+        inner.param_groups[0]["params"] = [one.weights for one in begun]
         inner.state.clear()
-        inner.state.update((some.owner.weights, some.owner.state) for some in pieces)
+        inner.state.update((one.weights, one.state) for one in begun)
         step_without_hooks(inner)
-        for some in pieces:
+        return [some.owner.end(one, inner.state[one.weights]) for some, one in zip(pieces, begun, strict=True)]
+
+    def _store_whole_parts(self, pieces: Sequence[Piece[OpenPart]], several: Sequence[State]) -> None:
+        """Pieces are updated, and all before them. Start writing the parts that end with one of them, and show the
+        states of parameters that do; `several`: those that aren't stored."""
+        for some, scalars in zip(pieces, several, strict=True):
             part = some.owner
             states = part.piece.owner
-            scalars = part.end(some.elements, inner.state[part.weights])
             if some.last:
                 part.store(unscaled=self.unscales)
                 if part.piece.last:

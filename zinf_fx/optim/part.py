@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,18 +16,32 @@ from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
 
 
+@dataclass
+class Begun:
+    """Elements of a part whose update has begun.
+
+    Attributes:
+        elements: which they are, of the part.
+        weights, state: what the arithmetic runs on.
+        memory: the states that are stored, by name.
+        masters: likewise, those of the weights.
+    """
+
+    elements: slice
+    weights: torch.Tensor
+    state: State
+    memory: Mapping[str, torch.Tensor]
+    masters: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
 class OpenPart(OpenWindows):
-    """The windows of one part, opened at construction, but for the gradient's: wait for their reads, update some
-    elements after the other, `store`; `close` in any case.
+    """The windows of one part, opened at construction, but for the gradient's: wait for their reads, update all of it,
+    some elements at a time or several at the same time, `store`; `close` in any case.
 
     Attributes:
         piece: which elements of which parameter.
         names: of the states that are stored.
-        weights, state: what the arithmetic runs on, set by `begin`.
     """
-
-    weights: torch.Tensor
-    state: State
 
     def __init__(self, piece: Piece[ParameterStates], names: Iterable[str], present: Set[str]) -> None:
         """`names`: the states that are stored; those in `present` hold values, as does the master if it is in there.
@@ -90,11 +105,6 @@ class OpenPart(OpenWindows):
         if unscaled:
             self._gradient.store()
 
-    def close(self) -> None:
-        """Give back what was not stored, and what the torch class allocated."""
-        self.state = {}
-        super().close()
-
     @property
     def _elements(self) -> range:
         """Of the parameter."""
@@ -111,23 +121,22 @@ class OpenPart(OpenWindows):
 class OpenPiece(OpenPart):
     """A piece of a parameter that is updated element by element: everything is flat."""
 
-    def begin(self, elements: slice, scalars: State, scratch: torch.Tensor | None) -> None:
-        """Make `weights`, with their gradient, and `state`, with copies of `scalars` among it, of some of the elements.
+    def begin(self, elements: slice, scalars: State, scratch: torch.Tensor | None) -> Begun:
+        """Some of the elements, as weights with their gradient, and with their states, copies of `scalars` among them.
 
         `scratch`: in the weights' dtype, `scratch_rows` of at least as many elements: for the gradient and for states
         in another dtype.
         """
         stored, some = self.piece.owner, range(elements.start, elements.stop)
-        self._kept = self._elements_of(self._master, some)
+        masters, memory = self._elements_of(self._master, some), self._elements_of(self._states, some)
         room = None if stored.weights_row is None else scratch[stored.weights_row, : len(some)]
-        self.weights = weights_of(self._parameter.wait()[elements], self._kept, room)
-        self._memory = self._elements_of(self._states, some)
-        gradient, rounded = self._gradient.wait()[elements], stored.rounded
-        self.state = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in scalars.items()}
-        self.state |= begin_update(self.weights, gradient, self._memory, self._present, rounded, scratch)
+        weights = weights_of(self._parameter.wait()[elements], masters, room)
+        state = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in scalars.items()}
+        gradient = self._gradient.wait()[elements]
+        state |= begin_update(weights, gradient, memory, self._present, stored.rounded, scratch)
+        return Begun(elements, weights, state, memory, masters)
 
-    def end(self, elements: slice, state: State) -> State:
+    def end(self, begun: Begun, state: State) -> State:
         """Put the updated weights and element-wise states where they will be stored from. Returns the other states."""
-        store_weights(self.weights, self._parameter.wait()[elements], self._kept)
-        memory, self._memory, self._kept = self._memory, {}, {}
-        return end_update(self.weights, memory, state)
+        store_weights(begun.weights, self._parameter.wait()[begun.elements], begun.masters)
+        return end_update(begun.weights, begun.memory, state)

@@ -25,6 +25,7 @@ from zinf_fx.optim.states import ParameterStates, State
 from zinf_fx.optim.states_ahead import StatesAhead
 from zinf_fx.optim.torn import TornStep
 from zinf_fx.optim.update_batch import UpdateBatch
+from zinf_fx.optim.workers import serves
 from zinf_fx.runtime.memory.heap import trim_heap
 from zinf_fx.runtime.recorder import RECORDER, STATES, STATES_BESIDE
 from zinf_fx.runtime.tensor.stored_bytes import announce_writes
@@ -284,7 +285,7 @@ class StreamedStep:
     @property
     def asks(self) -> bool:
         """Whether it is the step itself that asks: see `Background`."""
-        return self._worker == get_ident()
+        return self._worker is not None and (self._worker == get_ident() or serves(self._worker))
 
     @property
     def _of_this_process(self) -> bool:

@@ -19,7 +19,7 @@ from zinf_fx.optim.arithmetic import Group, StateLayout, borrow, kept_elsewhere,
 from zinf_fx.optim.chunks import Piece
 from zinf_fx.optim.companions import MASTER
 from zinf_fx.optim.elements import AnyWindow, open_window
-from zinf_fx.optim.part import OpenPart
+from zinf_fx.optim.part import Begun, OpenPart
 from zinf_fx.optim.states import ParameterStates, State
 from zinf_fx.runtime.memory.device import Device
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
@@ -172,26 +172,27 @@ class OpenWhole(OpenPart):
         super().__init__(piece, [name for name in names if name in present], present)
         self._made: dict[str, torch.Tensor] = {}
 
-    def begin(self, elements: slice, scalars: State, scratch: torch.Tensor | None) -> None:
-        """Make `weights`, with their gradient, and `state`, with copies of `scalars` among it. `elements` are all."""
+    def begin(self, elements: slice, scalars: State, scratch: torch.Tensor | None) -> Begun:
+        """As of `OpenPiece`; `elements` are all, and everything has its own shape."""
         stored = self.piece.owner
         shape = stored.parameter.shape
-        self.weights = self._updated.view(shape)
-        self.weights.grad = self._gradient.wait().view(shape).to(self.weights.dtype)
-        self._memory = {name: window.wait().view(stored.tensors[name].shape) for name, window in self._states.items()}
-        self.state = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in scalars.items()} | self._memory
+        weights = self._updated.view(shape)
+        weights.grad = self._gradient.wait().view(shape).to(weights.dtype)
+        memory = {name: window.wait().view(stored.tensors[name].shape) for name, window in self._states.items()}
+        state = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in scalars.items()} | memory
+        return Begun(elements, weights, state, memory)
 
-    def end(self, elements: slice, state: State) -> State:
+    def end(self, begun: Begun, state: State) -> State:
         """Put the updated weights and states where they will be stored from. Returns the states that stay in memory."""
-        self.weights.grad = None
+        begun.weights.grad = None
         updated = self._updated
-        if self.weights.data_ptr() != updated.data_ptr():  # `.data` was assigned
-            updated.copy_(self.weights.reshape(-1))
+        if begun.weights.data_ptr() != updated.data_ptr():  # `.data` was assigned
+            updated.copy_(begun.weights.reshape(-1))
         if self._master:
             self._parameter.wait().copy_(updated)
         rest: State = {}
         for name, value in state.items():
-            memory = self._memory.get(name)
+            memory = begun.memory.get(name)
             if memory is not None and value.shape == memory.shape and value.dtype == memory.dtype:
                 if value is not memory:
                     memory.copy_(value)
@@ -199,8 +200,7 @@ class OpenWhole(OpenPart):
                 self._made[name] = value
             else:
                 rest[name] = value
-        self.names = (*(name for name in self._memory if name in state and name not in self._made), *self._made)
-        self._memory = {}
+        self.names = (*(name for name in begun.memory if name in state and name not in self._made), *self._made)
         return rest
 
     @property

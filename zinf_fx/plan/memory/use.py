@@ -14,7 +14,7 @@ from typing import NamedTuple
 from zinf_fx.adam import STATE_BYTES
 from zinf_fx.config import Config, Tier
 from zinf_fx.plan.intervals import sums
-from zinf_fx.plan.memory.accounting import AT_A_TIME, CHUNKS_IN_MEMORY, trained_in, whole_parameters
+from zinf_fx.plan.memory.accounting import AT_ONCE, CHUNKS_IN_MEMORY, trained_in, whole_parameters
 from zinf_fx.plan.memory.lifetimes import Clock, host_buffers, profile
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import CHUNKS, HEAD, GraphSchedule, Tile
@@ -132,7 +132,7 @@ def chunk_buffers(
     most = min(together, count * chunk * opened)
     before = min(together, (count - 1) * chunk * opened)
     writing = max(most - before - chunk * (opened - written), 0)
-    scratch *= min(chunk, AT_A_TIME)
+    scratch *= min(chunk, AT_ONCE)
     ahead = min(without_gradients, (count - 1) * chunk * written) + scratch if count > CHUNKS else 0
     return ChunkBuffers(chunk, before + scratch, most - before, writing, ahead, count)
 

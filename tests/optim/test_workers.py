@@ -1,0 +1,193 @@
+"""Pieces of a chunk that threads update at the same time: the results are those of one thread, whatever happens."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zinf_fx
+from zinf_fx.errors import OptimizerError
+from zinf_fx.optim import workers
+from zinf_fx.optim.part import Begun, OpenPiece
+from zinf_fx.optim.workers import at_the_same_time, lanes_for, serves
+from zinf_fx.sizes import WINDOW_ALIGNMENT
+
+THREADS = 3
+FORMS = {"fp32": {}, "8bit": {"state_dtype": "8bit"}, "split": {"master_dtype": "split", "state_dtype": torch.bfloat16}}
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """PyTorch has some threads, and pieces are small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(THREADS)
+    for name in ("AT_A_TIME", "LEAST"):
+        monkeypatch.setattr(workers, name, WINDOW_ALIGNMENT)
+    yield
+    torch.set_num_threads(before)
+
+
+def trained(store: Path, placement: str, form: dict[str, object]) -> list[torch.Tensor]:
+    """A model after some steps, and the optimizer's first moments."""
+    store.mkdir()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 512, dtype=torch.bfloat16), nn.Linear(512, 63, dtype=torch.bfloat16))
+    x = torch.randn(4, 64, dtype=torch.bfloat16)
+    zinf_fx.offload(model, store=store, placement=placement, pack=None)
+    optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, **form)
+    for _ in range(3):
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.finish()
+    moments = [optimizer.state[parameter]["exp_avg"] for parameter in model.parameters()]
+    return [one.full_tensor() for one in (*model.parameters(), *moments)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_training_is_that_of_one_thread(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, placement: str, form: str
+) -> None:
+    alone = trained(tmp_path / "alone", placement, FORMS[form])
+    request.getfixturevalue("threads")
+    used: set[int] = set()
+    served = workers._served
+    monkeypatch.setattr(workers, "_served", lambda *given: used.add(threading.get_ident()) or served(*given))
+    together = trained(tmp_path / "together", placement, FORMS[form])
+    assert threading.get_ident() not in used and len(used) > 1
+    assert all(map(torch.equal, alone, together))
+
+
+@pytest.mark.usefixtures("threads")
+def test_an_error_of_one_piece_ends_the_step_when_all_are_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(64, 512, dtype=torch.bfloat16)
+    zinf_fx.offload(model, store=tmp_path, placement="nvme", pack=None)
+    optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2, overlap=False)
+    tiers = model.weight.storage.tiers
+    begin, calls = OpenPiece.begin, []
+
+    def fails(self: OpenPiece, *given: object) -> Begun:
+        calls.append(threading.get_ident())
+        if len(calls) == 3:
+            raise RuntimeError("no more")
+        return begin(self, *given)
+
+    def step() -> None:
+        model(torch.ones(4, 64, dtype=torch.bfloat16)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    tiers.drain()
+    leased = tiers.host.in_use
+    monkeypatch.setattr(OpenPiece, "begin", fails)
+    with pytest.raises(RuntimeError, match="no more"):
+        step()
+    assert threading.get_ident() not in calls
+    optimizer.zero_grad()
+    assert tiers.host.in_use <= leased
+    with pytest.raises(OptimizerError, match="was interrupted"):
+        step()
+
+
+def test_each_thread_takes_one_for_an_operation(threads: None) -> None:
+    """Of torch 2.11 to 2.13: the number is each thread's own, and one that has none yet takes the last that was set."""
+    asked = [threading.Event() for _ in range(2)]
+
+    def count(number: int) -> int:
+        asked[number].set()
+        assert asked[1 - number].wait(10), "both are at work at the same time"
+        return torch.get_num_threads()
+
+    with closing(at_the_same_time(count, [0, 1], 2)) as counts:
+        assert list(counts) == [1, 1]
+    others: list[int] = []
+    other = threading.Thread(target=lambda: others.append(torch.get_num_threads()))
+    other.start()
+    other.join()
+    assert [torch.get_num_threads(), *others] == [THREADS, THREADS]
+
+
+@pytest.mark.usefixtures("threads")
+def test_what_is_given_comes_in_order_and_nothing_goes_on_behind() -> None:
+    first_may_end, done = threading.Event(), []
+
+    def work(number: int) -> int:
+        if number == 0:
+            first_may_end.wait(10)
+        if number == 1:
+            first_may_end.set()
+        if number == 2:
+            raise RuntimeError("two")
+        done.append(number)
+        return number
+
+    results = at_the_same_time(work, range(5), 2)
+    with pytest.raises(RuntimeError, match="two"), closing(results):
+        assert [next(results), next(results)] == [0, 1]
+        next(results)
+    so_far = list(done)
+    time.sleep(0.05)
+    assert done == so_far
+
+
+@pytest.mark.usefixtures("threads")
+def test_who_waits_for_a_thread_asks_in_it() -> None:
+    me = threading.get_ident()
+    with closing(at_the_same_time(lambda _: (serves(me), serves(me + 1)), range(2), 2)) as found:
+        assert list(found) == [(True, False)] * 2
+    assert not serves(me)
+
+
+@pytest.mark.usefixtures("threads")
+def test_without_threads_the_work_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(at_the_same_time(lambda _: threading.get_ident(), range(2), 2)) as found:
+        assert threading.get_ident() not in list(found)
+    monkeypatch.setattr(workers, "_count", 0)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with closing(at_the_same_time(lambda _: threading.get_ident(), range(2), 2)) as found:
+        assert list(found) == [threading.get_ident()] * 2
+    assert torch.get_num_threads() == THREADS
+    monkeypatch.setattr(workers, "_count", 0)  # which the next chunk tries again
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.usefixtures("threads")
+def test_a_process_made_by_fork_has_threads_of_its_own() -> None:
+    def count() -> int:
+        with closing(at_the_same_time(lambda _: os.getpid(), range(4), 2)) as found:
+            return sum(one == os.getpid() for one in found)
+
+    assert count() == 4
+    child = os.fork()
+    if not child:
+        os._exit(count() != 4)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_pieces_are_of_a_size_that_gives_each_thread_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for threads in (1, 2, 8, 16, 64):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        found[threads] = [lanes_for(elements) for elements in (8 << 20, 1 << 20, WINDOW_ALIGNMENT)]
+    small = (1, WINDOW_ALIGNMENT)
+    assert found == {
+        1: [(1, 1 << 20), (1, 1 << 20), small],
+        2: [(2, 1 << 20), (2, 1 << 19), small],
+        8: [(8, 1 << 20), (4, 1 << 18), small],
+        16: [(16, 1 << 19), (4, 1 << 18), small],
+        64: [(32, 1 << 18), (4, 1 << 18), small],
+    }
