@@ -52,11 +52,12 @@ def test_collectives_follow_what_is_queued(group: dist.ProcessGroup) -> None:
     shard = torch.zeros(1 << 20, device=CUDA)
     full = torch.empty_like(shard)
     ranks.all_gather(full, shard, "what makes a communicator").wait()
+    full.mul_(2)  # its kernel is loaded, for which the driver may wait until the device is idle
     torch.cuda.synchronize()
     torch.cuda._sleep(500_000_000)
     shard.fill_(3)
     ranks.all_gather(full, shard, "a tile").wait()
-    sums = full * 2
+    sums = full.mul_(2)
     assert not torch.cuda.current_stream().query()
     assert torch.equal(sums, torch.full_like(sums, 6))
 
