@@ -52,10 +52,10 @@ def test_a_file(tmp_path: Path):
 
 def test_a_disk_costs_computing_nothing_unless_it_is_said():
     plain = hardware.parse(TEXT, "x").nvme
-    assert (plain.read_load, plain.write_load, plain.start) == (0, 0, 0)
-    text = TEXT.replace('endurance = "56000TB"', 'endurance = "56000TB"\nread_load = 0\nwrite_load = 0.3\nstart = 2e-4')
-    loaded = hardware.parse(text, "x").nvme
-    assert (loaded.read_load, loaded.write_load, loaded.start) == (0, 0.3, 2e-4)
+    assert (plain.read_load, plain.write_load, plain.start, plain.latency) == (0, 0, 0, 0)
+    more = 'endurance = "56000TB"\nread_load = 0\nwrite_load = 0.3\nstart = 2e-4\nlatency = 1e-3'
+    loaded = hardware.parse(TEXT.replace('endurance = "56000TB"', more), "x").nvme
+    assert (loaded.read_load, loaded.write_load, loaded.start, loaded.latency) == (0, 0.3, 2e-4, 1e-3)
 
 
 def test_an_endurance_may_be_unknown():

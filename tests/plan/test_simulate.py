@@ -96,6 +96,7 @@ def job_lists(draw: st.DrawFn) -> list[Job]:
             draw(st.sampled_from(RESOURCES)),
             draw(st.integers(0, 5)) / 2,
             tuple(draw(st.sets(st.integers(0, index - 1), max_size=3))) if index else (),
+            latency=draw(st.integers(0, 2)) / 2,
         )
         for index in range(count)
     ]
@@ -375,6 +376,25 @@ def test_what_starts_a_transfer_computes_later():
     found = simulate_plan(ONE_AHEAD, replace(ONE, nvme=disks, unified=True), TWO_SECONDS)
     assert seconds_of_computing(found) == [2.5, 2.25, 2.0]
     assert seconds_of_computing(simulate_plan(ONE_AHEAD, replace(ONE, nvme=disks), TWO_SECONDS)) == [2.0] * 3
+
+
+def test_what_finds_the_disk_idle_takes_its_latency_besides():
+    jobs = [
+        Job("fetch a", "disk", 2.0, latency=1.0),
+        Job("fetch b", "disk", 2.0, latency=1.0),
+        Job("forward 0", "compute", 4.0, (1,)),
+        Job("fetch c", "disk", 2.0, (2,), latency=1.0),
+    ]
+    found = simulate(jobs)
+    assert timeline(found) == {"fetch a": (0, 3), "fetch b": (3, 5), "forward 0": (5, 9), "fetch c": (9, 12)}
+    assert found.busy["disk"] == 8 and sum(found.critical_seconds.values()) == found.seconds
+
+
+def test_reads_have_a_latency_and_writes_have_none():
+    two = replace(TWO, nvme=replace(TWO.nvme, latency=0.5))
+    jobs = simulate_plan(training(), two, SECONDS, accumulate=2).jobs
+    of_disk = {job.kind: job.latency for job in jobs if job.resource == "disk"}
+    assert of_disk == {"fetch": 0.5, "read_states": 0.5, "read": 0.5, "write_states": 0, "write": 0}
 
 
 def test_what_nothing_computes_beside_costs_nothing():

@@ -75,6 +75,15 @@ def test_a_disk_loads_what_is_computed_beside_it(tmp_path: Path, monkeypatch: py
     assert moved == [moved[0], *sorted(moved[1:])]
 
 
+def test_the_latency_of_a_disk_is_what_a_read_alone_takes_besides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert machine.disk_latency(tmp_path, read=1e-3) == 0  # a disk whose blocks take an hour has none to speak of
+    monkeypatch.setattr(machine.Trial, "alone_seconds", lambda trial, times: 0.003 + trial.block / 1e9)
+    assert machine.disk_latency(tmp_path, read=1e9) == pytest.approx(0.003)
+    monkeypatch.setattr(machine, "disk_latency", lambda store, read: read / PROFILE.read)
+    store_profile(tmp_path, PROFILE)
+    assert machine._disk(tmp_path, unified=False).latency == 1, "of the rate that the description has"
+
+
 def test_computing_that_is_faster_beside_the_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     taken = iter((1.0, 0.9, 1.0, 0.9))
     monkeypatch.setattr(machine, "_mean", lambda work, device: next(taken))

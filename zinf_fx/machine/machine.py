@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -143,9 +144,14 @@ def _in_memory(memory: Memory) -> Link:
 def _disk(store: Path | str, unified: bool) -> Disks:
     free = file_system_of(store).free
     read, write = disk_rates(store, min(_DISK_BYTES, free // 2))
-    if not unified or free < 2 * QUICK_BYTES:  # a full disk, whose rates are stored, is described without
-        return Disks(free, read, write, None)
-    return Disks(free, read, write, None, *disk_loads(store))
+    disks = Disks(free, read, write, None)
+    if free < 2 * QUICK_BYTES:  # a full disk, whose rates are stored, is described without
+        return disks
+    disks = replace(disks, latency=disk_latency(store, read))
+    if not unified:
+        return disks
+    read_load, write_load, start = disk_loads(store)
+    return replace(disks, read_load=read_load, write_load=write_load, start=start)
 
 
 def disk_rates(store: Path | str, nbytes: int) -> tuple[float, float]:
@@ -160,6 +166,15 @@ def disk_rates(store: Path | str, nbytes: int) -> tuple[float, float]:
             _TIMES * trial.nbytes / sum(trial.run(kind).seconds for _ in range(_TIMES)) for kind in ("read", "write")
         )
     return read, write
+
+
+def disk_latency(store: Path | str, read: float) -> float:
+    """Seconds that a read takes besides when nothing else is under way, of a disk that reads so many bytes per second.
+
+    Raises: StoreError.
+    """
+    with Trial(store, nbytes=QUICK_BYTES, checksum=True) as trial:
+        return max(trial.alone_seconds(_STARTS) - trial.block / read, 0.0)
 
 
 def disk_loads(store: Path | str) -> tuple[float, float, float]:

@@ -89,12 +89,15 @@ class Disks(Memory):
             one memory, and then for all that is computed.
         start: seconds that the program takes to start a transfer, because what moves it needs a processor that computes
             at the time. It counts where device and host are one memory.
+        latency: seconds that a read takes besides when nothing else is under way. Those that follow others without a
+            pause take none.
     """
 
     endurance: _Endurance
     read_load: _LostShare = 0.0
     write_load: _LostShare = 0.0
     start: _Number = 0.0
+    latency: _Number = 0.0
 
     def days_until_worn(self, written_per_day: float) -> float | None:
         """Days until they are, when so many bytes are written per day; None where that isn't known, or none are."""

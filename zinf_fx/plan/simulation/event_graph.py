@@ -65,7 +65,8 @@ class Job:
     `name` is what is done (an event's kind, "refresh", "write", a graph's kind, of a gradient that is added to "read"
     and "add", or of the optimizer "read_states", "update", "write_states") and with what (a tile's label, the number of
     an operator or of a chunk); `nbytes` are those that it moves; `load` is the share of its speed, 0 to below 1, that
-    computing loses while the job runs; `parameters` are those of the optimizer's chunk.
+    computing loses while the job runs; `latency` are seconds that it takes besides when its resource was idle before;
+    `parameters` are those of the optimizer's chunk.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Job:
     after: tuple[int, ...] = ()
     nbytes: int = 0
     load: float = 0.0
+    latency: float = 0.0
     parameters: tuple[str, ...] = ()
 
     @property
@@ -354,11 +356,12 @@ class _Builder:
     ) -> int:
         """`writes`: a job of the disk does, and reads otherwise."""
         disks, load = self._hardware.nvme, 0.0
+        latency = disks.latency if resource == "disk" and not writes else 0.0
         if resource == "disk" and self._hardware.unified:
             load = disks.write_load if writes else disks.read_load
             self._started += 1
         elif resource == "compute":
             seconds += self._started * disks.start
             self._started = 0
-        self.jobs.append(Job(name, resource, seconds, tuple(dict.fromkeys(after)), nbytes, load, parameters))
+        self.jobs.append(Job(name, resource, seconds, tuple(dict.fromkeys(after)), nbytes, load, latency, parameters))
         return len(self.jobs) - 1

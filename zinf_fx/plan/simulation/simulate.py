@@ -5,7 +5,7 @@ one that the program comes to first. So a job starts at the moment when another 
 that it had to wait for, or the one that had the resource before it. Causes make the critical path.
 
 Where the processors that compute also move the disk's bytes, computing is slower while the disk is busy, by the load of
-what it does.
+what it does. Where the disk has been idle, what it does next takes its latency besides.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Stall:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Jobs, and when each of them runs; what was computed beside a load has the seconds that it took with it. `flops`:
-    those that one device does, recomputation included."""
+    """Jobs, and when each of them runs; what was computed beside a load, or found its resource idle, has the seconds
+    that it took so. `flops`: those that one device does, recomputation included."""
 
     jobs: tuple[Job, ...]
     timings: tuple[Timing, ...]
@@ -128,6 +128,7 @@ def simulate(jobs: Sequence[Job]) -> Simulation:
             followers[before].append(index)
     queues: dict[Resource, list[tuple[float, int]]] = {resource: [] for resource in RESOURCES}
     last: dict[Resource, int | None] = dict.fromkeys(RESOURCES)
+    idle_since: dict[Resource, float] = dict.fromkeys(RESOURCES, -1.0)
     running: dict[Resource, int] = {}
     released: list[int | None] = [None] * len(jobs)
     timings: list[Timing | None] = [None] * len(jobs)
@@ -142,7 +143,8 @@ def simulate(jobs: Sequence[Job]) -> Simulation:
             if queue and resource not in running:
                 ready, index = heapq.heappop(queue)
                 cause = released[index] if ready == now else last[resource]
-                end = now + jobs[index].seconds / (speed if resource == "compute" else 1.0)
+                latency = jobs[index].latency if idle_since[resource] < now else 0.0
+                end = now + latency + jobs[index].seconds / (speed if resource == "compute" else 1.0)
                 timings[index] = Timing(now, end, cause)
                 heapq.heappush(ending, (end, index))
                 running[resource] = last[resource] = index
@@ -162,6 +164,7 @@ def simulate(jobs: Sequence[Job]) -> Simulation:
             if running.get(resource) != done or timings[done].end != now:
                 continue  # it ends at another time, because computing was slower or faster since
             del running[resource]
+            idle_since[resource] = now
             for follower in followers[done]:
                 open_count[follower] -= 1
                 if not open_count[follower]:
@@ -171,9 +174,9 @@ def simulate(jobs: Sequence[Job]) -> Simulation:
     if len(finished) < len(jobs):
         stuck = next(job.name for job, timing in zip(jobs, timings, strict=True) if timing is None)
         raise PlanError(f"{stuck!r} can't be simulated: what it waits for waits for it")
-    if loaded:
+    if loaded or any(job.latency for job in jobs):
         jobs = [
-            replace(job, seconds=timing.end - timing.start) if job.resource == "compute" else job
+            replace(job, seconds=timing.end - timing.start) if job.resource == "compute" or job.latency else job
             for job, timing in zip(jobs, finished, strict=True)
         ]
     return Simulation(tuple(jobs), finished)

@@ -120,6 +120,15 @@ class Trial:
             ticket.wait()
         return seconds / times
 
+    def alone_seconds(self, times: int) -> float:
+        """Seconds that the read of a block takes with nothing else under way: the mean of so many, from all over the
+        file."""
+        started = time.perf_counter()
+        for number in range(times):
+            offset = number * self.nbytes // times // self.block * self.block
+            self._submit(READ, self._memory[0], offset).wait()
+        return (time.perf_counter() - started) / times
+
     def _submit(self, kind: int, memory: torch.Tensor, offset: int) -> FileTicket:
         """Start to move a block at so many bytes from the file's beginning."""
         where, page = self._start + offset, offset // PAGE
