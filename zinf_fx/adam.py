@@ -77,6 +77,12 @@ class AdamStates:
         others = _MOMENTS * (self._moment < update) + self._is_split
         return update * (1 + others) if others else STATE_BYTES * has_master(self.itemsize)
 
+    @property
+    def recoded(self) -> tuple[int, int]:
+        """Of an element, how many codes of 8 bits an update turns into moments and back, and how many split masters it
+        joins and splits again."""
+        return _MOMENTS * (self.moments == "8bit"), int(self._is_split)
+
     def companions_nbytes(self, elements: int) -> tuple[int, ...]:
         """Bytes of the companion of each state of so many elements, if it has one. They are in memory where the update
         is."""

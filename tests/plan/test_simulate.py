@@ -427,6 +427,20 @@ def test_an_optimizer_takes_the_rate_measured_for_it():
     assert [job.seconds for job in found.jobs if job.kind == "update"] == [3.0, 3.0]
 
 
+def test_states_of_fewer_bytes_take_the_time_of_making_numbers_of_them():
+    """Two moments of an element and a master; 3 s of arithmetic for each parameter."""
+    kinds = [(kind, i) for kind in ("forward", "backward") for i in range(2)]
+    one = replace(ONE, updates=BLOCK / 3, codes=BLOCK, splits=BLOCK / 5)
+    coded = {"state_dtype": "8bit"}
+    for form, seconds in (({}, 3), (coded, 5), (coded | {"master_dtype": "split"}, 10)):
+        plan = of_parameters(2, state_tier="host")
+        graphs = tuple(
+            replace(graph, tiles=tuple(replace(tile, **form) for tile in graph.tiles)) for graph in plan.graphs
+        )
+        found = simulate_plan(replace(plan, graphs=graphs), one, dict.fromkeys(kinds, 1.0))
+        assert [job.seconds for job in found.jobs if job.kind == "update"] == [seconds] * 2
+
+
 QUICK = replace(ONE, upload=Link(1e30, 0.0), download=Link(1e30, 0.0), updates=BLOCK / 3)  # 3 s for each parameter
 OF_TWO = {(kind, i): 1.0 for kind in ("forward", "backward") for i in range(2)}
 

@@ -14,10 +14,10 @@ from zinf_fx.errors import StoreError
 from zinf_fx.machine import machine
 from zinf_fx.machine.machine import measure_machine
 from zinf_fx.plan.hardware import DTYPES
-from zinf_fx.plan.memory.accounting import AT_A_TIME
 from zinf_fx.runtime.disk.filesystem import file_system_of
 from zinf_fx.runtime.disk.measure import Profile, store_profile
 from zinf_fx.runtime.memory.limit import memory_limit
+from zinf_fx.sizes import WINDOW_ALIGNMENT
 
 PROFILE = Profile(read=3e9, write=6e9, mixed=4e9, provider="aio", depth=8, block=4 << 20, measured_at=1.0)
 
@@ -30,6 +30,7 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(machine, "_DISK_BYTES", 16 << 20)
     monkeypatch.setattr(machine, "_WIDTH", 64)
     monkeypatch.setattr(machine, "QUICK_BYTES", 8 << 20)
+    monkeypatch.setattr(machine, "_UPDATED", WINDOW_ALIGNMENT)
     monkeypatch.setattr(machine, "_SECONDS", 0.0)
     monkeypatch.setattr(machine, "_TIMES", 1)
 
@@ -113,7 +114,8 @@ def test_rates_count_what_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert found.host.read == found.host.write == 2 * (1 << 20) / 0.5
     assert set(found.peak.values()) == {2 * 512**3 / 0.5}
     assert found.upload.latency == 0.5
-    assert found.unified and found.updates == AT_A_TIME / 0.5 and found.launch == 0
+    assert found.unified and found.updates == found.codes == found.splits == WINDOW_ALIGNMENT / 0.5
+    assert found.launch == 0
     assert machine.launch_seconds(torch.device("cpu")) == 0.5 / 1000
 
 

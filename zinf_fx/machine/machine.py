@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,9 +14,12 @@ from threading import Event
 
 import torch
 
-from zinf_fx.adam import STATE_BYTES
+from zinf_fx.optim.blockwise import decode, encode
+from zinf_fx.optim.companions import CODES, LOWER, SCALES, UPS
+from zinf_fx.optim.split import join, split
+from zinf_fx.optim.workers import at_the_same_time, lanes_for
 from zinf_fx.plan.hardware import DTYPES, Disks, Hardware, Link, Memory
-from zinf_fx.plan.memory.accounting import AT_A_TIME
+from zinf_fx.plan.memory.accounting import AT_ONCE
 from zinf_fx.runtime.disk.filesystem import file_system_of
 from zinf_fx.runtime.disk.measure import QUICK_BYTES, Trial, load_profile
 from zinf_fx.runtime.memory.limit import memory_limit
@@ -30,6 +34,7 @@ _DISK_BYTES = 512 << 20
 # What computes beside the disk: some tokens, by the weights of some layers of this width.
 _ROWS, _WIDTH, _WEIGHTS = 128, 1024, 4
 _STARTS = 50
+_UPDATED = AT_ONCE
 # A measurement is repeated for so long, and at least so often; the mean counts.
 _SECONDS, _TIMES = 0.3, 3
 
@@ -67,7 +72,7 @@ def measure_machine(store: Path | str) -> Hardware:
         download=download,
         in_node=in_node,
         between_nodes=in_node,
-        updates=update_rate(),
+        **dict(zip(("updates", "codes", "splits"), update_rates(), strict=True)),
         launch=launch_seconds(device) if cuda else 0.0,
         unified=not cuda,
     )
@@ -93,21 +98,43 @@ def launch_seconds(device: torch.device) -> float:
     return _mean(launch, device) / _LAUNCHES
 
 
-def update_rate() -> float:
-    """Parameters per second that Adam updates in host memory: of bf16, with master weights and moments in fp32."""
-    count = max(1, _COPIED // (4 * STATE_BYTES * AT_A_TIME))
-    low = [torch.zeros(AT_A_TIME, dtype=torch.bfloat16) for _ in range(count)]
-    optimizers = [torch.optim.AdamW([torch.zeros(AT_A_TIME)], fused=True) for _ in low]
-    gradient = torch.zeros(AT_A_TIME)
+def update_rates() -> tuple[float, float, float]:
+    """What a second of the CPU updates in host memory, as the optimizer's chunks are: parameters in bf16, by Adam with
+    masters and moments in fp32; codes of 8 bits that become moments and codes again; and split masters that are joined
+    and split again."""
+    lanes, elements = lanes_for(_UPDATED)
+    pieces = [_Piece(elements) for _ in range(-(-_UPDATED // elements))]
 
-    def update() -> None:
-        for weights, optimizer in zip(low, optimizers, strict=True):
-            (master,) = optimizer.param_groups[0]["params"]
-            master.grad = gradient.copy_(weights)
-            optimizer.step()
-            weights.copy_(master)
+    def rate(work: Callable[[_Piece], None]) -> float:
+        def update() -> None:
+            with closing(at_the_same_time(work, pieces, lanes)) as updated:
+                list(updated)
 
-    return count * AT_A_TIME / _mean(update, CPU)
+        return len(pieces) * elements / _mean(update, CPU)
+
+    return rate(_Piece.update), rate(_Piece.recode), rate(_Piece.split)
+
+
+class _Piece:
+    """So many elements of a parameter and what an optimizer has of it, in all forms."""
+
+    def __init__(self, count: int) -> None:
+        self._master, self._gradient = torch.zeros(count), torch.zeros(count)
+        self._optimizer = torch.optim.AdamW([self._master], fused=True)
+        self._weights = torch.zeros(count, dtype=torch.bfloat16)
+        self._codes = torch.zeros(count, dtype=CODES), torch.zeros(SCALES.shape((count,)), dtype=SCALES.dtype)
+        self._split = torch.zeros(count, dtype=LOWER), torch.zeros(UPS.shape((count,)), dtype=UPS.dtype)
+
+    def update(self) -> None:
+        self._master.grad = self._gradient.copy_(self._weights)
+        self._optimizer.step()
+        self._weights.copy_(self._master)
+
+    def recode(self) -> None:
+        encode("exp_avg", decode("exp_avg", *self._codes, self._gradient), *self._codes)
+
+    def split(self) -> None:
+        split(join(self._weights, *self._split, self._master), self._weights, *self._split)
 
 
 def _memory(device: torch.device, capacity: int) -> Memory:

@@ -66,6 +66,7 @@ def serves(thread: int | None) -> bool:
 
 
 _here = threading.local()
+_starting = threading.RLock()
 _pool: ThreadPoolExecutor | None = None
 _count = 0
 
@@ -82,11 +83,12 @@ def _served(thread: int, work: Callable[[P], R], one: P) -> R:
 def _pool_of(threads: int) -> ThreadPoolExecutor | None:
     """The pool, of so many threads; None where the system has no more of them."""
     global _pool, _count
-    if _count != threads:
-        if _pool is not None:
-            _pool.shutdown()
-        _pool, _count = _started(threads), threads
-    return _pool
+    with _starting:
+        if _count != threads:
+            if _pool is not None:
+                _pool.shutdown()
+            _pool, _count = _started(threads), threads
+        return _pool
 
 
 def _started(threads: int) -> ThreadPoolExecutor | None:
@@ -114,8 +116,8 @@ def _started(threads: int) -> ThreadPoolExecutor | None:
 
 def _after_fork() -> None:
     """A child has none of the threads."""
-    global _pool, _count
-    _pool, _count = None, 0
+    global _pool, _count, _starting
+    _pool, _count, _starting = None, 0, threading.RLock()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -130,6 +130,8 @@ class Hardware:
         in_node, between_nodes: what a collective of all ranks of one node sees, and of several nodes.
         updates: parameters per second that one node's CPUs update by Adam's arithmetic; None: as fast as host memory
             gives and takes the states.
+        codes, splits: codes of 8 bits per second that these turn into moments and back, and split masters per second
+            that they join and split again; None: in no time.
         launch: seconds that the program takes to give a device one kernel, whatever that computes; 0 where operators
             are computed by the program itself.
         unified: device and host are one memory. Nothing is uploaded, and the device copies what leaves it.
@@ -148,6 +150,8 @@ class Hardware:
     in_node: Link
     between_nodes: Link
     updates: _Updates = None
+    codes: _Updates = None
+    splits: _Updates = None
     launch: _Number = 0.0
     unified: bool = False
 

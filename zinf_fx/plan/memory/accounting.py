@@ -115,6 +115,7 @@ class Update:
         elements: that this rank updates.
         states: bytes of states that the arithmetic reads, and writes.
         read, written: bytes from NVMe, and to it.
+        codes, splits: how many codes of 8 bits become moments and codes again, and how many split masters are joined.
     """
 
     name: str
@@ -123,6 +124,8 @@ class Update:
     states: int
     read: int
     written: int
+    codes: int
+    splits: int
 
 
 def trained_in(plan: Plan) -> list[Tile]:
@@ -164,7 +167,9 @@ def updates(plan: Plan, in_backward: bool = False, in_place: bool = False) -> li
         read = stored + (value if is_read else 0)
         read += value if tile.tier == "nvme" and tile.states.reads_weights else 0
         written = stored + (value if tile.tier == "nvme" else 0)
-        found.append(Update(tile.name, tile.state_tier == "device", sum(counts), sum(states), read, written))
+        codes, splits = (sum(counts) * each for each in tile.states.recoded)
+        on_device = tile.state_tier == "device"
+        found.append(Update(tile.name, on_device, sum(counts), sum(states), read, written, codes, splits))
     return found
 
 
@@ -176,14 +181,16 @@ def can_be_consumed_in_place(tile: Tile) -> bool:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What an optimizer's step updates at a time, in one place: elements and bytes as in `Update`, of the parameters
-    `names`, the last of which goes on in the next chunk if it is not among those that `ends` with this one."""
+    """What an optimizer's step updates at a time, in one place: numbers as in `Update`, of the parameters `names`, the
+    last of which goes on in the next chunk if it is not among those that `ends` with this one."""
 
     on_device: bool
     elements: int
     states: int
     read: int
     written: int
+    codes: int
+    splits: int
     names: tuple[str, ...]
     ends: tuple[str, ...]
 
@@ -206,7 +213,7 @@ def chunks(plan: Plan, in_backward: bool = False, in_place: bool = False) -> lis
 def _chunk(on_device: bool, pieces: list[tuple[Update, int, int]]) -> Chunk:
     """A chunk has bytes in proportion to its elements, and all chunks together have exactly all of them."""
     sums = []
-    for name in ("elements", "states", "read", "written"):
+    for name in ("elements", "states", "read", "written", "codes", "splits"):
         whole = [(getattr(update, name), update.elements or 1, start, stop) for update, start, stop in pieces]
         sums.append(sum(nbytes * stop // count - nbytes * start // count for nbytes, count, start, stop in whole))
     ends = (update.name for update, _, stop in pieces if stop == update.elements)

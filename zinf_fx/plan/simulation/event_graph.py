@@ -248,6 +248,8 @@ class _Builder:
         seconds = hardware.host.seconds(chunk.states, chunk.states)
         if hardware.updates is not None:
             seconds = chunk.elements / hardware.updates
+        for count, rate in ((chunk.codes, hardware.codes), (chunk.splits, hardware.splits)):
+            seconds += count / rate if rate is not None else 0.0
         return "compute" if hardware.unified else "host", seconds * hardware.ranks_per_node
 
     # -- one event -----------------------------------------------------------------------------------------------------
