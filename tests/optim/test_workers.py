@@ -99,6 +99,29 @@ def test_an_error_of_one_piece_ends_the_step_when_all_are_over(tmp_path: Path, m
         step()
 
 
+@pytest.mark.usefixtures("threads")
+def test_a_step_goes_on_when_pytorch_gets_more_threads(tmp_path: Path) -> None:
+    """Memory for what is in other dtypes is for the pieces that were counted on when the step began."""
+
+    def trained_with(threads: int, store: Path) -> list[torch.Tensor]:
+        store.mkdir()
+        torch.set_num_threads(2)
+        torch.manual_seed(0)
+        model = nn.Linear(64, 512, dtype=torch.bfloat16)
+        zinf_fx.offload(model, store=store, placement="nvme", pack=None, chunk="64KiB")
+        optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2, state_dtype="8bit")
+        for _ in range(2):
+            torch.set_num_threads(2)
+            model(torch.ones(4, 64, dtype=torch.bfloat16)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.set_num_threads(threads)  # while the step goes on
+            optimizer.finish()
+        return [one.full_tensor() for one in model.parameters()]
+
+    assert all(map(torch.equal, trained_with(2, tmp_path / "two"), trained_with(5, tmp_path / "five")))
+
+
 def test_each_thread_takes_one_for_an_operation(threads: None) -> None:
     """Of torch 2.11 to 2.13: the number is each thread's own, and one that has none yet takes the last that was set."""
     asked = [threading.Event() for _ in range(2)]

@@ -36,6 +36,7 @@ class ChunkMemory:
         self.elements = self._chunk_written = self._chunk_bytes = self.opened = 0
         self.behind, self.count = False, CHUNKS
         self._stored = stored
+        self._lanes = 1, 0
         self._scratch: dict[Device, torch.Tensor] = {}
         self._close = ExitStack()
 
@@ -46,6 +47,7 @@ class ChunkMemory:
         each = Bytes.of(self._stored.values()) if more else batch.bytes_per_element
         self.elements = chunk_elements(batch.chunk_bytes, each.all, self.tiers)
         self.count = min(tiers.chunk_count for tiers in self.tiers)
+        self._lanes = lanes_for(self.elements)
         self._chunk_written = self.elements * each.written
         self._chunk_bytes = self.elements * each.opened
 
@@ -70,6 +72,7 @@ class ChunkMemory:
         other = ChunkMemory(self._stored)
         other.tiers, other.elements, other.count = list(self.tiers), self.elements, self.count
         other._chunk_written, other._chunk_bytes = self._chunk_written, self._chunk_bytes
+        other._lanes = self._lanes
         return other
 
     @property
@@ -84,8 +87,8 @@ class ChunkMemory:
     def _lease_scratch(self, place: Device) -> torch.Tensor:
         """Memory for what chunks have in other dtypes than that of the update."""
         states = self._stored.values()
-        lanes, piece = lanes_for(self.elements)
-        count = max(lanes * piece, min(AT_A_TIME, self.elements)) if place is CPU else self.elements
+        lanes, piece = self.lanes_at(place)
+        count = max(lanes * piece, min(AT_A_TIME, self.elements))
         shape = (max(each.scratch_rows for each in states), count, max(each.dtype.itemsize for each in states))
         if place is not CPU:
             return torch.empty(shape, dtype=torch.uint8, device=place.torch_device)
@@ -94,6 +97,11 @@ class ChunkMemory:
             buffer = self.tiers[0].lease(nbytes)
         self._close.callback(buffer.release)
         return buffer.tensor(shape, torch.uint8)
+
+    def lanes_at(self, place: Device) -> tuple[int, int]:
+        """How many pieces of a chunk are updated there at the same time, and how many elements each has at most: as it
+        was when the sizes of chunks were decided."""
+        return self._lanes if place is CPU else (1, self.elements)
 
     def scratch_at(self, place: Device) -> torch.Tensor | None:
         """Memory for what chunks there have in other dtypes, if anything."""

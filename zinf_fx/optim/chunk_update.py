@@ -19,7 +19,7 @@ from zinf_fx.optim.part import Begun, OpenPart
 from zinf_fx.optim.progress import Progress
 from zinf_fx.optim.recipe import Recipe
 from zinf_fx.optim.states import ParameterStates, State
-from zinf_fx.optim.workers import at_the_same_time, lanes_for
+from zinf_fx.optim.workers import at_the_same_time
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.sizes import WINDOW_ALIGNMENT
@@ -63,12 +63,12 @@ class ChunkUpdate:
                 setattr(inner, name, moved(vars(inner)[name], place))
         return inner
 
-    def run(self, chunk: OpenChunk, elements: int, scratch: torch.Tensor | None) -> None:
+    def run(self, chunk: OpenChunk, lanes: int, piece: int, scratch: torch.Tensor | None) -> None:
         """Update a chunk, some elements at a time: on the CPU, the cache keeps what each operation leaves to the next
         of the gradient in fp32 and of the new weights. See [Note: workers].
 
-        `elements`: of a chunk at most. `scratch`: memory for what the chunk has in other dtypes than that of the
-        update, if anything.
+        `lanes`: how many pieces are updated at the same time, of at most `piece` elements each. `scratch`: memory for
+        what these have in other dtypes than that of the update, if anything.
         """
         recipe = chunk.recipe
         for part in chunk.parts:
@@ -78,9 +78,8 @@ class ChunkUpdate:
             if isinstance(part, OpenPack):
                 self._update_pack(part, scratch)
         parts = [part for part in chunk.parts if isinstance(part, OpenPart)]
-        lanes, piece = lanes_for(elements) if recipe.place is CPU and not recipe.whole else (1, elements)
         if recipe.whole:
-            several = [(all_of(part, part.piece.count),) for part in parts]
+            several, lanes = [(all_of(part, part.piece.count),) for part in parts], 1
         else:
             several = list(cut([(part, (range(part.piece.count),)) for part in parts], piece))
         free: SimpleQueue[_Lane] = SimpleQueue()

@@ -360,7 +360,7 @@ class StreamedStep:
         with self._progress.changing():
             self._queue.take_first()
             with closing(chunk), RECORDER.work("update", nbytes, place.torch_device):
-                self._update.run(chunk, self._memory.elements, self._memory.scratch_at(place))
+                self._update.run(chunk, *self._memory.lanes_at(place), self._memory.scratch_at(place))
             self._memory.behind = True
         self._queue.open_ahead()
         if chunk.recipe.is_first:
