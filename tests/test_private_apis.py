@@ -72,6 +72,7 @@ NAMES: dict[str, str] = {
     "torch._C._current_autograd_node": "runtime/gradients/leaf.py asks which node of the graph runs",
     "torch._C._functions.AccumulateGrad": "runtime/gradients/leaf.py finds the leaves behind a node",
     "torch.Tensor._use_count": "frontend/offload.py sees whether autograd has recorded a parameter",
+    "torch._C._storage_Use_Count": "frontend/offload.py sees whether other tensors have a parameter's memory",
     "torch._subclasses.fake_tensor.FakeTensor": "runtime/tensor/writes.py tells the copies that end a graph",
     "torch._subclasses.fake_tensor.unset_fake_temporarily": "equal_values.py compares graphs while tensors are fake",
     "torch._guards.GuardSource.LOCAL": "graph_inputs.py tells what comes with a call from the model's buffers",
@@ -111,7 +112,7 @@ NAMES: dict[str, str] = {
     "torch._dynamo.exc.BackendCompilerFailed": "explain.py unwraps what the backend raised",
     "torch.Tensor._make_wrapper_subclass": "runtime/tensor/stored_tensor.py is such a subclass",
     "torch._subclasses.fake_tensor.FakeTensorMode": "estimate/workload.py runs a model without values",
-    "torch.UntypedStorage._cdata": "estimate/workload.py counts what shares memory once",
+    "torch.UntypedStorage._cdata": "estimate/workload.py counts what shares memory once; frontend/offload.py",
     "torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE": "passes/activations/keep.py tags with it",
     "torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE": "passes/lowering/recompute_gathers.py tags with it",
 }
@@ -137,6 +138,22 @@ def test_swapping_implementations_keeps_the_object() -> None:
     reference = weakref.ref(one)
     torch._C._swap_tensor_impl(one, other)
     assert one.tolist() == [1, 1, 1] and other.tolist() == [0, 0] and reference() is one, _broken("_swap_tensor_impl")
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_who_else_has_a_parameters_elements_is_counted(requires_grad: bool) -> None:
+    """frontend/offload.py: graphs have the tensor or its storage, and other tensors the storage."""
+    from zinf_fx.frontend.offload import _is_shared
+
+    broken = _broken("_use_count or _storage_Use_Count (frontend/offload.py)")
+    parameter = torch.nn.Parameter(torch.ones(3), requires_grad)
+    x = torch.ones(3, requires_grad=True)
+    assert not _is_shared(parameter), broken
+    for of_another in (lambda: parameter.detach(), lambda: parameter * x, lambda: parameter.detach()[1:].numpy()):
+        other = of_another()
+        assert _is_shared(parameter), broken
+        del other
+        assert not _is_shared(parameter), broken
 
 
 def test_the_node_that_runs_leads_to_the_leaves() -> None:

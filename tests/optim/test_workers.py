@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -22,6 +24,8 @@ from zinf_fx.optim.workers import at_the_same_time, lanes_for, serves
 from zinf_fx.runtime.memory.device import Device
 from zinf_fx.sizes import WINDOW_ALIGNMENT
 
+R = TypeVar("R")
+
 THREADS = 3
 FORMS = {"fp32": {}, "8bit": {"state_dtype": "8bit"}, "split": {"master_dtype": "split", "state_dtype": torch.bfloat16}}
 
@@ -35,6 +39,23 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(module, name, WINDOW_ALIGNMENT)
     yield
     torch.set_num_threads(before)
+
+
+def of_each(work: Callable[[None, int], R], count: int) -> list[R]:
+    """What some work gives of so many pieces, in as many lanes."""
+    with closing(at_the_same_time(work, [None] * count, range(count))) as found:
+        return list(found)
+
+
+def where(lane: None, number: int) -> int:
+    """The thread that works."""
+    return threading.get_ident()
+
+
+def elsewhere(work: Callable[[], R]) -> R:
+    """What some work gives in a thread of its own."""
+    with ThreadPoolExecutor(1) as one:
+        return one.submit(work).result()
 
 
 def trained(store: Path, placement: str, form: dict[str, object]) -> list[torch.Tensor]:
@@ -121,82 +142,161 @@ def test_a_step_goes_on_when_pytorch_gets_more_threads(tmp_path: Path, monkeypat
     assert all(map(torch.equal, trained(tmp_path / "more", "nvme", FORMS["8bit"]), expected))
 
 
-def test_each_thread_takes_one_for_an_operation(threads: None) -> None:
-    """Of torch 2.11 to 2.13: the number is each thread's own, and one that has none yet takes the last that was set."""
+def test_each_thread_takes_one_for_an_operation(threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of torch 2.11 to 2.13: the number is each thread's own, and one that has none yet takes the last that was set.
+    Who asks for threads, and threads that come later, have the numbers that they would have without."""
+    monkeypatch.setattr(workers, "_count", 0)
     asked = [threading.Event() for _ in range(2)]
 
-    def count(number: int) -> int:
+    def count(lane: None, number: int) -> int:
         asked[number].set()
         assert asked[1 - number].wait(10), "both are at work at the same time"
         return torch.get_num_threads()
 
-    with closing(at_the_same_time(count, [0, 1], 2)) as counts:
-        assert list(counts) == [1, 1]
-    others: list[int] = []
-    other = threading.Thread(target=lambda: others.append(torch.get_num_threads()))
-    other.start()
-    other.join()
-    assert [torch.get_num_threads(), *others] == [THREADS, THREADS]
+    elsewhere(lambda: torch.set_num_threads(THREADS + 1))
+    assert of_each(count, 2) == [1, 1]
+    assert [torch.get_num_threads(), elsewhere(torch.get_num_threads)] == [THREADS, THREADS + 1]
 
 
 @pytest.mark.usefixtures("threads")
 def test_what_is_given_comes_in_order_and_nothing_goes_on_behind() -> None:
-    first_may_end, done = threading.Event(), []
+    first_may_end, third_began, done = threading.Event(), threading.Event(), []
 
-    def work(number: int) -> int:
+    def work(lane: None, number: int) -> int:
         if number == 0:
             first_may_end.wait(10)
         if number == 1:
             first_may_end.set()
         if number == 2:
+            assert third_began.wait(10)
             raise RuntimeError("two")
+        if number == 3:
+            third_began.set()
+            time.sleep(0.1)
         done.append(number)
         return number
 
-    results = at_the_same_time(work, range(5), 2)
+    results = at_the_same_time(work, [None] * 2, range(9))
     with pytest.raises(RuntimeError, match="two"), closing(results):
         assert [next(results), next(results)] == [0, 1]
         next(results)
+    assert 3 in done, "what was under way is over"
     so_far = list(done)
     time.sleep(0.05)
     assert done == so_far
 
 
 @pytest.mark.usefixtures("threads")
+def test_a_lane_does_one_piece_of_work_at_a_time() -> None:
+    """However many threads there are."""
+    of_each(lambda lane, number: None, THREADS + 2)
+    busy: set[str] = set()
+
+    def work(lane: str, number: int) -> str:
+        assert lane not in busy
+        busy.add(lane)
+        time.sleep(0.01)
+        busy.remove(lane)
+        return lane
+
+    with closing(at_the_same_time(work, ["one", "other"], range(8))) as lanes:
+        assert set(lanes) == {"one", "other"}
+
+
+@pytest.mark.usefixtures("threads")
 def test_who_waits_for_a_thread_asks_in_it() -> None:
     me = threading.get_ident()
-    with closing(at_the_same_time(lambda _: (serves(me), serves(me + 1)), range(2), 2)) as found:
-        assert list(found) == [(True, False)] * 2
+    assert of_each(lambda lane, number: (serves(me), serves(me + 1)), 2) == [(True, False)] * 2
     assert not serves(me)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.usefixtures("threads")
+def test_a_thread_that_steps_for_itself_does_all_the_work() -> None:
+    """As a finalizer does that runs in one: it may want more threads than there are."""
+
+    def work(lane: None, number: int) -> bool:
+        return of_each(where, THREADS + 5) == [threading.get_ident()] * (THREADS + 5)
+
+    assert of_each(work, THREADS) == [True] * THREADS
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.usefixtures("threads")
+def test_who_steps_while_threads_start_does_all_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a finalizer does, in any of the threads that take part."""
+    monkeypatch.setattr(workers, "_count", 0)
+    start, found = workers._started, []
+
+    def started(count: int) -> ThreadPoolExecutor:
+        found.append(of_each(where, 2) == [threading.get_ident()] * 2)
+        return start(count)
+
+    monkeypatch.setattr(workers, "_started", started)
+    assert threading.get_ident() not in of_each(where, 2)
+    assert found == [True]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.usefixtures("threads")
+def test_an_interrupt_while_threads_start_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_count", 0)
+    before = threading.active_count()
+
+    def interrupted(barrier: threading.Barrier) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(threading.Barrier, "wait", interrupted)
+        of_each(where, 2)
+    assert threading.active_count() <= before
+    assert threading.get_ident() not in of_each(where, 2)
 
 
 @pytest.mark.usefixtures("threads")
 def test_without_threads_the_work_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    with closing(at_the_same_time(lambda _: threading.get_ident(), range(2), 2)) as found:
-        assert threading.get_ident() not in list(found)
+    assert threading.get_ident() not in of_each(where, 2)
     monkeypatch.setattr(workers, "_count", 0)
+    start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
+        if thread.name.startswith("zinf-update_1"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    with closing(at_the_same_time(lambda _: threading.get_ident(), range(2), 2)) as found:
-        assert list(found) == [threading.get_ident()] * 2
-    assert torch.get_num_threads() == THREADS
-    monkeypatch.setattr(workers, "_count", 0)  # which the next chunk tries again
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert of_each(where, 2) == [threading.get_ident()] * 2
+    assert [torch.get_num_threads(), elsewhere(torch.get_num_threads)] == [THREADS, THREADS]
+    assert threading.get_ident() not in of_each(where, 2), "the next chunk tries again"
+
+
+class AdamOfSomebodyElse(torch.optim.Adam):
+    """Which has something that threads would share."""
+
+
+@pytest.mark.usefixtures("threads")
+def test_classes_of_others_run_in_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(64, 512)
+    zinf_fx.offload(model, store=tmp_path, placement="host", pack=None)
+    optimizer = AdamOfSomebodyElse(model.parameters())
+    begin, used = OpenPiece.begin, set()
+    monkeypatch.setattr(OpenPiece, "begin", lambda *given: used.add(threading.get_ident()) or begin(*given))
+    model(torch.ones(4, 64)).square().mean().backward()
+    optimizer.step()
+    assert used == {threading.get_ident()}
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.usefixtures("threads")
 def test_a_process_made_by_fork_has_threads_of_its_own() -> None:
     def count() -> int:
-        with closing(at_the_same_time(lambda _: os.getpid(), range(4), 2)) as found:
-            return sum(one == os.getpid() for one in found)
+        return sum(one == os.getpid() for one in of_each(lambda lane, number: os.getpid(), 4))
 
     assert count() == 4
     child = os.fork()
     if not child:
-        os._exit(count() != 4)
+        os._exit(count() != 4 or threading.get_ident() in of_each(where, 2))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 

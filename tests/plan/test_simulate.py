@@ -388,11 +388,12 @@ def test_what_finds_the_disk_idle_takes_its_latency_besides():
     found = simulate(jobs)
     assert timeline(found) == {"fetch a": (0, 3), "fetch b": (3, 5), "forward 0": (5, 9), "fetch c": (9, 12)}
     assert found.busy["disk"] == 8 and sum(found.critical_seconds.values()) == found.seconds
+    assert simulate(found.jobs).seconds == found.seconds, "what jobs took is what they take"
 
 
 def test_reads_have_a_latency_and_writes_have_none():
     two = replace(TWO, nvme=replace(TWO.nvme, latency=0.5))
-    jobs = simulate_plan(training(), two, SECONDS, accumulate=2).jobs
+    jobs = event_graph(training(), two, SECONDS, accumulate=2)
     of_disk = {job.kind: job.latency for job in jobs if job.resource == "disk"}
     assert of_disk == {"fetch": 0.5, "read_states": 0.5, "read": 0.5, "write_states": 0, "write": 0}
 

@@ -183,6 +183,21 @@ def test_what_stays_on_the_device_stays_in_its_memory(tmp_path: Path, placement:
     assert all(map(torch.equal, (one.full_tensor() for one in model.parameters()), values))
 
 
+def test_who_has_the_values_from_before_keeps_them(tmp_path: Path) -> None:
+    """What stays on the device is copied for them."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(2, 8, requires_grad=True)
+    first, second = (one.weight for one in model)
+    values = first.detach().clone(), second.detach().clone()
+    outputs, detached = model[0](x), second.detach()
+    zinf_fx.offload(model, store=tmp_path, placement="device", pack=None)
+    optimizer = zinf_fx.optim.SGD(model.parameters(), lr=1.0)
+    model(x.detach()).sum().backward()
+    optimizer.step()
+    assert not any(torch.equal(one.full_tensor(), value) for one, value in zip((first, second), values, strict=True))
+    outputs.sum().backward()
+    assert torch.equal(x.grad, torch.ones(2, 8) @ values[0]) and torch.equal(detached, values[1])
+
+
 @pytest.mark.parametrize("tier", [slow("host"), "nvme"])
 def test_nothing_is_left_behind(tmp_path: Path, tier: str) -> None:
     model = zinf_fx.offload(build(), store=tmp_path, placement=tier)

@@ -122,11 +122,12 @@ def _raises(inputs: list) -> list[Tensor]:
         (lambda inputs: [inputs[0] + 1] * 2, "result 1 of its compiled code shares memory with"),
         (lambda inputs: [(inputs[0] + 1).t().contiguous().t(), inputs[0] * 2], "strides (1, 2), not (2, 3) and (3, 1)"),
         (lambda inputs: [(inputs[0] + 1)[0], inputs[0] * 2], "shape (3,) and strides (1,), not (2, 3) and (3, 1)"),
+        (lambda inputs: [(inputs[0] + 1).t().contiguous(), inputs[0] * 2], "strides (2, 1), not (2, 3) and (3, 1)"),
         (lambda inputs: [(inputs[0] + 1).t(), inputs[0] * 2], "shape (3, 2) and strides (1, 3), not (2, 3) and (3, 1)"),
         (_raises, "its compiled code raised AssertionError: expected size 2==3"),
         (None, "Inductor can't compile it: RuntimeError: no such operation"),
     ],
-    ids=["an input is a result", "one result twice", "other strides", "too few", "turned", "raises", "is not compiled"],
+    ids=["an input", "one twice", "other strides", "too few", "transposed", "turned", "raises", "is not compiled"],
 )
 def test_what_goes_wrong_runs_with_pytorchs_kernels_and_is_said_once(
     compiled: Function | None, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

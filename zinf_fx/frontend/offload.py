@@ -337,13 +337,20 @@ def _reserved(
 
 
 def _memory_on_device(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The elements of a parameter that is not in host memory, 1-D, where they are, if nothing else is there."""
+    """The elements of a parameter that is not in host memory, 1-D, where they are, if nothing else is there, and nobody
+    else has them: whoever has a detached parameter, a state dict or a graph goes on with the old value."""
     alone = parameter.is_contiguous() and parameter.untyped_storage().nbytes() == parameter.nbytes
-    if device_of(parameter.device).in_host_memory or not alone or parameter.is_inference():
+    if device_of(parameter.device).in_host_memory or not alone or parameter.is_inference() or _is_shared(parameter):
         return None
     # A tensor with a version counter of its own.
     flat = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     return flat.set_(parameter.untyped_storage(), 0, (parameter.numel(),))
+
+
+def _is_shared(tensor: torch.Tensor) -> bool:
+    """Whether somebody besides this object has a tensor's elements: another tensor, or a graph of autograd."""
+    storage = tensor.untyped_storage()  # an object that has them, too
+    return tensor._use_count() > 1 or torch._C._storage_Use_Count(storage._cdata) > 2
 
 
 def _written(parameter: torch.nn.Parameter, twin: StoredTensor, loaded: MappedFiles | None = None) -> StoredTensor:

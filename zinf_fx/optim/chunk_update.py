@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from queue import SimpleQueue
 
 import torch
 from torch.optim import Optimizer
@@ -27,8 +26,10 @@ from zinf_fx.sizes import WINDOW_ALIGNMENT
 
 @dataclass(frozen=True)
 class _Lane:
-    """What a piece needs for itself while it is updated: the torch class, borrowed, and scratch."""
+    """What pieces of a chunk that is updated by `recipe` need for themselves, one at a time: the torch class, borrowed,
+    and scratch."""
 
+    recipe: Recipe
     inner: Optimizer
     scratch: torch.Tensor | None
 
@@ -49,6 +50,8 @@ class ChunkUpdate:
         """`kind`: the class. `shown`: what the optimizer shows of states. `progress` is told which parameters are begun
         and finished."""
         self._kind = kind
+        # Classes of others may have what can't be used by two threads at the same time.
+        self._runs_in_threads = kind.__module__.startswith("torch.optim.")
         self._shown = shown
         self._progress = progress
         self._template = borrow(optimizer, kind, {}, [])
@@ -67,7 +70,8 @@ class ChunkUpdate:
         """Update a chunk, some elements at a time: on the CPU, the cache keeps what each operation leaves to the next
         of the gradient in fp32 and of the new weights. See [Note: workers].
 
-        `lanes`: how many pieces are updated at the same time, of at most `piece` elements each. `scratch`: memory for
+        `lanes`: how many pieces are updated at the same time, by a class of PyTorch's own, of at most `piece` elements
+        each. `scratch`: memory for
         what these have in other dtypes than that of the update, if anything.
         """
         recipe = chunk.recipe
@@ -82,20 +86,12 @@ class ChunkUpdate:
             several, lanes = [(all_of(part, part.piece.count),) for part in parts], 1
         else:
             several = list(cut([(part, (range(part.piece.count),)) for part in parts], piece))
-        free: SimpleQueue[_Lane] = SimpleQueue()
-        lanes = min(lanes, len(several))
-        for number in range(lanes):
-            room = scratch if scratch is None or lanes == 1 else scratch[:, number * piece : (number + 1) * piece]
-            free.put(_Lane(self.borrowed(recipe.group, recipe.place), room))
-
-        def update(together: Sequence[Piece[OpenPart]]) -> list[State]:
-            lane = free.get()
-            try:
-                return self._update_together(lane, recipe, together)
-            finally:
-                free.put(lane)
-
-        with closing(at_the_same_time(update, several, lanes)) as updated:
+        lanes = min(lanes, len(several)) if self._runs_in_threads else 1
+        rooms = [scratch]
+        if scratch is not None and lanes > 1:
+            rooms = [scratch[:, first : first + piece] for first in range(0, lanes * piece, piece)]
+        several_lanes = [_Lane(recipe, self.borrowed(recipe.group, recipe.place), room) for room in rooms]
+        with closing(at_the_same_time(self._update_together, several_lanes, several)) as updated:
             for together, scalars in zip(several, updated, strict=True):
                 self._store_whole_parts(together, scalars)
 
@@ -108,11 +104,11 @@ class ChunkUpdate:
         self._progress.finish(pack.states.members, pack.states.touched)
         pack.states.let_go_of_gradients()
 
-    def _update_together(self, lane: _Lane, recipe: Recipe, pieces: Sequence[Piece[OpenPart]]) -> list[State]:
-        """Run the class by the options of `recipe` on some elements of parts, in one call. Returns, of each piece, the
-        states that aren't stored."""
+    def _update_together(self, lane: _Lane, pieces: Sequence[Piece[OpenPart]]) -> list[State]:
+        """Run the class on some elements of parts, in one call. Returns the states of each that aren't stored."""
         # Fused kernels count steps where they run, and the others on the CPU.
-        counts_at, inner = recipe.place if recipe.group.get("fused") else CPU, lane.inner
+        recipe, inner = lane.recipe, lane.inner
+        counts_at = recipe.place if recipe.group.get("fused") else CPU
         begun: list[Begun] = []
         offset = 0
         for some in pieces:

@@ -285,7 +285,8 @@ class StreamedStep:
     @property
     def asks(self) -> bool:
         """Whether it is the step itself that asks: see `Background`."""
-        return self._worker is not None and (self._worker == get_ident() or serves(self._worker))
+        worker = self._worker  # which another thread may change
+        return worker is not None and (worker == get_ident() or serves(worker))
 
     @property
     def _of_this_process(self) -> bool:

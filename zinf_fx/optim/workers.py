@@ -6,7 +6,7 @@ operations of some ten microseconds, so that much of its time would go into that
 something else to do, as the engine's thread has. Where there is one piece, or one thread, it is as everywhere.
 
 How many threads an operation takes is PyTorch's to know, for each thread that calls one: those here take one. They are
-there from the first chunk of several pieces on, and are as many as PyTorch's own.
+there from the first chunk of several pieces on, as many as were ever wanted.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from zinf_fx.plan.memory.accounting import AT_A_TIME, AT_ONCE
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.sizes import WINDOW_ALIGNMENT
 
+L = TypeVar("L")
 P = TypeVar("P")
 R = TypeVar("R")
 
@@ -40,84 +42,106 @@ def lanes_for(elements: int) -> tuple[int, int]:
     return (lanes, piece) if lanes > 1 else (1, min(AT_A_TIME, elements))
 
 
-def at_the_same_time(work: Callable[[P], R], several: Sequence[P], lanes: int) -> Iterator[R]:
-    """`work` of each, by the threads; what it gives comes in order. When this is closed, all that began is over. In one
-    lane, or without threads, as at exit, the work is done here."""
+def at_the_same_time(work: Callable[[L, P], R], lanes: Sequence[L], several: Sequence[P]) -> Iterator[R]:
+    """`work` of each in `several`, in one of the lanes, by the threads; what it gives comes in order. A lane does one
+    piece of work at a time, so that at most as many are under way. When this is closed, all that began is over.
+
+    In one lane, or where no thread is to be had, as at exit, the work is done here.
+    """
     futures: list[Future[R]] = []
-    pool = _pool_of(torch.get_num_threads()) if lanes > 1 else None
-    if pool is not None:
-        with suppress(RuntimeError):  # Python takes no more work when it is about to exit
-            for one in several:
-                futures.append(pool.submit(_served, threading.get_ident(), work, one))
+    free: SimpleQueue[L] = SimpleQueue()
+    for lane in lanes:
+        free.put(lane)
+    pool = _pool_of(len(lanes)) if len(lanes) > 1 else None
     try:
+        if pool is not None:
+            with suppress(RuntimeError):  # Python takes no more work when it is about to exit
+                for one in several:
+                    futures.append(pool.submit(_served, threading.get_ident(), work, free, one))
         for future in futures:
             yield future.result()
         for one in several[len(futures) :]:
-            yield work(one)
+            yield work(lanes[0], one)
     finally:
         for future in futures:
             future.cancel()
         wait(futures)
 
 
-def serves(thread: int | None) -> bool:
+def serves(thread: int) -> bool:
     """Whether this is a thread that works for another one, which waits for it."""
     return getattr(_here, "thread", None) == thread
 
 
 _here = threading.local()
-_starting = threading.RLock()
+_starting = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
 _count = 0
 
 
-def _served(thread: int, work: Callable[[P], R], one: P) -> R:
+def _served(thread: int, work: Callable[[L, P], R], free: SimpleQueue[L], one: P) -> R:
+    lane = free.get()
     _here.thread = thread
     try:
         with torch.no_grad():
-            return work(one)
+            return work(lane, one)
     finally:
         _here.thread = None
+        free.put(lane)
 
 
 def _pool_of(threads: int) -> ThreadPoolExecutor | None:
-    """The pool, of so many threads; None where the system has no more of them."""
+    """The pool, of at least so many threads. None where there are no more of them, and while they start, which a
+    finalizer may interrupt that steps; and in one of them, as each may wait for all."""
     global _pool, _count
-    with _starting:
-        if _count != threads:
+    if getattr(_here, "thread", None) is not None or not _starting.acquire(blocking=False):
+        return None
+    try:
+        if _count < threads:
             if _pool is not None:
-                _pool.shutdown()
-            _pool, _count = _started(threads), threads
+                _pool.shutdown(wait=False)
+            _pool, _count = None, 0
+            with ThreadPoolExecutor(1) as starter:
+                _pool, _count = starter.submit(_started, threads).result(), threads
         return _pool
+    except RuntimeError:  # there are as many threads as there may be
+        return None
+    finally:
+        _starting.release()
 
 
-def _started(threads: int) -> ThreadPoolExecutor | None:
-    began = threading.Barrier(threads + 1)
+def _started(threads: int) -> ThreadPoolExecutor:
+    """A pool whose threads are there. This is to run in a thread that has asked nothing of PyTorch: it sets the number
+    that threads get which have not asked yet, and that of its own.
+
+    Raises: RuntimeError where the system has no more threads.
+    """
+    all_are_there = threading.Barrier(threads + 1)
 
     def begin() -> None:
         torch.get_num_threads()  # PyTorch sets the number of a thread when it first asks
         torch.set_num_threads(1)
-        began.wait()
+        all_are_there.wait()
 
-    before = torch.get_num_threads()
+    others = torch.get_num_threads()
     pool = ThreadPoolExecutor(threads, "zinf-update")
     try:
         for _ in range(threads):
             pool.submit(begin)  # in a thread of its own, as all others wait
-        began.wait()
-    except RuntimeError:  # there are as many threads as there may be
-        began.abort()
+        all_are_there.wait()
+    except BaseException:
+        all_are_there.abort()
         pool.shutdown()
-        return None
+        raise
     finally:
-        torch.set_num_threads(before)  # of this thread, and of those that have not asked yet
+        torch.set_num_threads(others)
     return pool
 
 
 def _after_fork() -> None:
     """A child has none of the threads."""
     global _pool, _count, _starting
-    _pool, _count, _starting = None, 0, threading.RLock()
+    _pool, _count, _starting = None, 0, threading.Lock()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -5,7 +5,7 @@ one that the program comes to first. So a job starts at the moment when another 
 that it had to wait for, or the one that had the resource before it. Causes make the critical path.
 
 Where the processors that compute also move the disk's bytes, computing is slower while the disk is busy, by the load of
-what it does. Where the disk has been idle, what it does next takes its latency besides.
+what it does. Where the disk has been idle, a read that comes next takes its latency besides.
 """
 
 from __future__ import annotations
@@ -176,7 +176,9 @@ def simulate(jobs: Sequence[Job]) -> Simulation:
         raise PlanError(f"{stuck!r} can't be simulated: what it waits for waits for it")
     if loaded or any(job.latency for job in jobs):
         jobs = [
-            replace(job, seconds=timing.end - timing.start) if job.resource == "compute" or job.latency else job
+            replace(job, seconds=timing.end - timing.start, latency=0.0)
+            if job.resource == "compute" or job.latency
+            else job
             for job, timing in zip(jobs, finished, strict=True)
         ]
     return Simulation(tuple(jobs), finished)

@@ -210,12 +210,13 @@ def _is_known(expected: torch.Tensor) -> bool:
 
 
 def _can_be_viewed_as(expected: torch.Tensor, result: torch.Tensor) -> bool:
-    """Whether the elements of a result have the places that are expected. Its shape may be another one where both are
-    contiguous: of a reduction whose dimensions are kept, fused with one over other dimensions, Inductor's code for a
-    GPU returns the elements in one dimension (`triton.mix_order_reduction` of PyTorch 2.11)."""
+    """Whether the elements of a result have the places that are expected. It may have one dimension where more
+    are expected, one behind the other: of a reduction whose dimensions are kept, fused with one over other dimensions,
+    Inductor's code for a GPU returns the elements so (`triton.mix_order_reduction` of PyTorch 2.11)."""
     if result.shape == expected.shape:
         return _lies_as(expected, result)
-    return result.numel() == expected.numel() and result.is_contiguous() and expected.is_contiguous()
+    flat = result.dim() == 1 and result.numel() == expected.numel()
+    return flat and result.is_contiguous() and expected.is_contiguous()
 
 
 def _viewed(results: Results, shapes: Mapping[int, torch.Size]) -> Results:
