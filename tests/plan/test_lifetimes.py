@@ -118,17 +118,22 @@ def test_a_device_with_memory_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gradient_buffer", "stops"),
+    ("gradient_buffer", "spans"),
     [
-        (8, ["B offload c", "late in step", "late in step"]),
-        (12, ["late in step"] * 3),
-        (4, ["B offload b", "B offload c", "late in step"]),
+        (8, [("offload a", "reduce_scatter c"), ("reduce_scatter b", "late"), ("reduce_scatter c", "late")]),
+        (12, [("offload a", "late"), ("reduce_scatter b", "late"), ("reduce_scatter c", "late")]),
+        (4, [("offload a", "offload b"), ("offload b", "offload c"), ("offload c", "late")]),
     ],
 )
-def test_gradients_on_their_way_leave_when_their_room_is_needed(gradient_buffer: int, stops: list[str]) -> None:
+def test_gradients_have_their_room_from_when_one_left_until_it_is_needed(
+    gradient_buffer: int, spans: list[tuple[str, str]]
+) -> None:
+    """Behind `offload a` comes `reduce_scatter b`; in a buffer for one, each waits for the one before."""
     found = plan("fetch a, wait-release a", "offload a, offload b, offload c")
     found = replace(found, gradient_buffer=gradient_buffer * KIB)
-    assert [named(found, b.spans[0].stop) for b in host_buffers(found) if b.what == "write"] == stops
+    expected = [tuple(f"B {one}" if one != "late" else "late in step" for one in span) for span in spans]
+    writes = [b.spans[0] for b in host_buffers(found) if b.what == "write"]
+    assert [(named(found, span.start), named(found, span.stop)) for span in writes] == expected
 
 
 def test_profile() -> None:

@@ -33,7 +33,8 @@ from zinf_fx.placement import PlacementRules
 from zinf_fx.plan.packs import starts_of
 from zinf_fx.plan.sharding import Owners, shards_of
 from zinf_fx.quantisation import can_be_quantised, is_table, tables_of
-from zinf_fx.runtime.gradients.accumulate import add_gradient, reserve_gradients
+from zinf_fx.runtime.gradients.accumulate import add_gradient
+from zinf_fx.runtime.gradients.spaces import reserve_gradients
 from zinf_fx.runtime.memory.device import check_device, device_of
 from zinf_fx.runtime.memory.heap import pass_through, trim_heap
 from zinf_fx.runtime.memory.mapped import MappedFiles, place_in_file
@@ -342,8 +343,7 @@ def _memory_on_device(parameter: torch.Tensor) -> torch.Tensor | None:
     alone = parameter.is_contiguous() and parameter.untyped_storage().nbytes() == parameter.nbytes
     if device_of(parameter.device).in_host_memory or not alone or parameter.is_inference() or _is_shared(parameter):
         return None
-    # A tensor with a version counter of its own.
-    flat = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    flat = torch.empty(0, dtype=parameter.dtype, device=parameter.device)  # has a version counter of its own
     return flat.set_(parameter.untyped_storage(), 0, (parameter.numel(),))
 
 

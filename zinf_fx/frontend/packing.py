@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from zinf_fx.config import Config
 from zinf_fx.plan.packs import has_own_memory, in_packs, nbytes_in_pack, pack_limit, starts_of, state_moves
 from zinf_fx.plan.sharding import Shards, shards_of
-from zinf_fx.runtime.gradients.accumulate import reserve_gradients
+from zinf_fx.runtime.gradients.spaces import reserve_gradients
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.home import Home
 from zinf_fx.runtime.tensor.quantised import Form

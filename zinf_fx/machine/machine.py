@@ -107,7 +107,7 @@ def update_rates() -> tuple[float, float, float]:
 
     def rate(work: Callable[[_Piece], None]) -> float:
         def update() -> None:
-            with closing(at_the_same_time(work, pieces, lanes)) as updated:
+            with closing(at_the_same_time(lambda _, piece: work(piece), range(lanes), pieces)) as updated:
                 list(updated)
 
         return len(pieces) * elements / _mean(update, CPU)

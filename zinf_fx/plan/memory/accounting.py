@@ -251,3 +251,15 @@ def gradient_copied(plan: Plan, tile: Tile) -> int:
 def in_blocks(tile: Tile, nbytes: int) -> int:
     """Bytes of the blocks that so many bytes of the tile, or of its gradient, lie in."""
     return blocks(tile.start * tile.dtype.itemsize % PAGE + nbytes)
+
+
+def room_of_gradient(tile: Tile, stage: int) -> int:
+    """Bytes of host memory that a tile's gradient needs on its way to NVMe, in whole blocks of its parameter's."""
+    first = tile.start * tile.dtype.itemsize % blocks(1)
+    return blocks(first + tile.gradient_nbytes_at_once(stage))
+
+
+def has_room_for_next(plan: Plan, tile: Tile, following: Tile) -> bool:
+    """Whether the gradient of a tile that leaves for NVMe and the one that leaves after it have their room at the same
+    time: that of the second is there, then, when the first has left, so that what it is added to is read meanwhile."""
+    return sum(room_of_gradient(one, plan.stage) for one in (tile, following)) <= plan.gradient_buffer

@@ -16,7 +16,7 @@ from typing import Literal
 
 from zinf_fx.plan.intervals import sums
 from zinf_fx.plan.journeys import At
-from zinf_fx.plan.memory.accounting import bytes_read, in_blocks
+from zinf_fx.plan.memory.accounting import bytes_read, has_room_for_next, in_blocks, room_of_gradient
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import EventKind, Tile
 from zinf_fx.sizes import blocks
@@ -128,33 +128,36 @@ def _tiles(plan: Plan, opens: EventKind, closes: EventKind, size: Callable[[Tile
 
 def _writes(plan: Plan) -> Iterator[Lifetime]:
     """On their way to NVMe: activations, and what forward writes to parameters, each until its room is needed for
-    another, or the graph's end; gradients, too, or the optimizer's chunks need it."""
+    another, or the graph's end; gradients, too, or the optimizer's chunks need it. A gradient has its room from when
+    the one before has left, where there is room for both."""
     clock = Clock(plan)
     for graph, schedule in enumerate(plan.graphs):
-        writing: deque[tuple[At, Tile, int]] = deque()
+        writing: deque[tuple[int, At, Tile, int]] = deque()  # with the time at which each has its room
         together = 0
         for number, event in enumerate(schedule.events):
             tile = schedule.tiles[event.tile]
             if event.kind == "offload" and tile.gradient_tier == "nvme":
-                buffer, nbytes = plan.gradient_buffer, tile.gradient_nbytes_at_once(plan.stage)
+                buffer, nbytes = plan.gradient_buffer, room_of_gradient(tile, plan.stage)
             elif event.kind in ("offload_activation", "write") and tile.tier == "nvme":
-                buffer, nbytes = plan.activation_buffer, tile.held_nbytes
+                buffer, nbytes = plan.activation_buffer, blocks(tile.held_nbytes)
             else:
                 continue
             at = At(graph, number, event.operator)
-            while together > max(buffer - blocks(nbytes), 0):
+            begin = clock.at(at)
+            if event.kind == "offload" and writing and has_room_for_next(plan, writing[-1][2], tile):
+                begin = clock.at(writing[-1][1]) + 1
+            while together > max(buffer - nbytes, 0):
                 earliest = writing.popleft()
                 together -= earliest[-1]
-                yield _write(clock, *earliest, clock.at(at))
-            first = tile.start * tile.dtype.itemsize % blocks(1)
-            writing.append((at, tile, blocks(first + nbytes)))
-            together += writing[-1][-1]
+                yield _write(*earliest, begin)
+            writing.append((begin, at, tile, nbytes))
+            together += nbytes
         for each in writing:
-            yield _write(clock, *each, clock.step + 1 if schedule.kind == "backward" else clock.starts[graph + 1])
+            yield _write(*each, clock.step + 1 if schedule.kind == "backward" else clock.starts[graph + 1])
 
 
-def _write(clock: Clock, at: At, tile: Tile, nbytes: int, stop: int) -> Lifetime:
-    return Lifetime("write", tile.label, nbytes, (range(clock.at(at), stop),), (at,))
+def _write(begin: int, at: At, tile: Tile, nbytes: int, stop: int) -> Lifetime:
+    return Lifetime("write", tile.label, nbytes, (range(begin, stop),), (at,))
 
 
 def profile(buffers: Collection[Lifetime], end: int) -> list[int]:

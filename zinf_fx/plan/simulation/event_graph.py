@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from zinf_fx.config import Tier
 from zinf_fx.errors import PlanError
@@ -39,6 +39,7 @@ from zinf_fx.plan.memory.accounting import (
     can_be_consumed_in_place,
     chunks,
     gradient_copied,
+    has_room_for_next,
     in_blocks,
 )
 from zinf_fx.plan.plan import Plan
@@ -133,6 +134,13 @@ def event_graph(
     return builder.jobs
 
 
+class _Adding(NamedTuple):
+    """Gradients are added to what is there: which `left` for NVMe last in this pass, if any, and the `program` then."""
+
+    left: Tile | None = None
+    program: tuple[int, ...] = ()
+
+
 class _Builder:
     """Jobs so far, and what those to come wait for."""
 
@@ -146,7 +154,7 @@ class _Builder:
         self._left: list[int] = []  # the jobs that moved activations last
         # Numbers of chunks of the next step, and bytes of states that backward reads for it where there is room.
         self._early: deque[tuple[int, int]] = deque()
-        self._adds = False  # gradients are added to those of the passes before
+        self._adding: _Adding | None = None  # gradients to those of the passes before
         self._started = 0  # transfers of the disk, since something was computed
         # Of the optimizer's step: the chunks to come, and the last jobs that updated, and wrote, those that came.
         self._chunks = deque(chunks(plan, in_backward, in_backward and hardware.unified))
@@ -165,7 +173,7 @@ class _Builder:
         """Every operator, and the transfers that start with it. `adds`: gradients are there already, and are added
         to."""
         graph, journeys = self._plan.graphs[number], self._plan.journeys
-        self._adds = adds
+        self._adding = _Adding() if adds else None
         if graph.kind == "backward":  # it begins when the activations that left are where they live
             self._program = (*self._program, *self._left)
             self._left = []
@@ -308,12 +316,14 @@ class _Builder:
             return
         copied = gradient_copied(self._plan, tile)
         stored = in_blocks(tile, tile.gradient_nbytes(self._plan.stage))
-        if self._adds:
+        if self._adding is not None:
             self._add_to_gradient(tile, copied, stored)
         consumed = self._in_backward and self._hardware.unified and can_be_consumed_in_place(tile)
         if not consumed and (tile.gradient_tier != "device" or self._hardware.unified):
             after = (*self._program, *self._leaving.get(tile.label, ()))
             self._leaving[tile.label] = (self._leave(tile, tile.gradient_tier, copied, stored, after),)
+        if self._adding is not None and tile.gradient_tier == "nvme":
+            self._adding = _Adding(tile, self._program)
         if self._in_backward:
             self._update_what_is_whole(tile)
 
@@ -321,7 +331,10 @@ class _Builder:
         """Bring what a gradient is added to, and read it once more than copying the gradient does."""
         hardware, after = self._hardware, (*self._program, *self._leaving.get(tile.label, ()))
         if tile.gradient_tier == "nvme":
-            after = (self._add(f"read {tile.label}", "disk", self._disk(stored, 0), after, stored),)
+            left = self._adding.left
+            early = left is not None and has_room_for_next(self._plan, left, tile)
+            before = self._adding.program if early else after
+            after = (*after, self._add(f"read {tile.label}", "disk", self._disk(stored, 0), before, stored))
         if tile.gradient_tier != "device" and not hardware.unified:
             after = (self._add(f"upload {tile.label}", "upload", hardware.upload.seconds(nbytes), after, nbytes),)
         memory = hardware.host if hardware.unified else hardware.device

@@ -24,7 +24,7 @@ from zinf_fx.runtime.execute.flying import FlyingTile, Values
 from zinf_fx.runtime.execute.inductor import CompiledRegion
 from zinf_fx.runtime.execute.inputs import Inputs, SettledValues
 from zinf_fx.runtime.execute.staging import Staging
-from zinf_fx.runtime.gradients.leaving import LeavingGradients
+from zinf_fx.runtime.gradients.leaving import Departures, LeavingGradients
 from zinf_fx.runtime.gradients.reduction import Reduction
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.memory.freelist import round_up
@@ -121,10 +121,7 @@ class Program(Stage):
         self._head = head_fetches(schedule)
         self.moved: list[int] = []  # the tiles of parameters that aren't where the graph computes
         self.gathered: list[tuple[int, int]] = []  # tiles, and bytes of such values with the tiers of each
-        # After so many events of a tile, this graph needs neither its value nor its gradient any more.
-        events = [event for event in schedule.events if not schedule.tiles[event.tile].activation]
-        self.last_uses = Counter(event.tile for event in events if event.kind in ("release", "offload"))
-        self.gradients = Counter(event.tile for event in events if event.kind == "offload")
+        self.departures = Departures(schedule)
 
     def __call__(self, arguments: list) -> tuple:
         with RUNNING.turn():
@@ -290,8 +287,8 @@ class Run:
         self._computing: Note | None = None  # the operator, while somebody records
         self._gradients: LeavingGradients | None = None  # of a backward graph
         if program.schedule.kind == "backward":
-            last_uses = program.last_uses if program.is_followed else {}
-            self._gradients = LeavingGradients(program.plan, self._tiles, storages, last_uses, program.gradients)
+            known = program.departures, program.is_followed
+            self._gradients = LeavingGradients(program.plan, self._tiles, storages, *known)
             self.copy_gradients = self._gradients.copy_gradients
 
     def end(self) -> None:

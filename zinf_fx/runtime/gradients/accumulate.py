@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-import weakref
 from collections.abc import Sequence
-from operator import itemgetter
 from types import NotImplementedType
+from typing import NamedTuple
 
 import torch
 
 from zinf_fx.errors import StoredTensorError
-from zinf_fx.plan.packs import starts_of
 from zinf_fx.plan.sharding import Segment
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.gradients.leaf import accumulated_leaf
@@ -23,43 +20,16 @@ from zinf_fx.runtime.gradients.plain import (
     plain_copy,
 )
 from zinf_fx.runtime.gradients.reduction import PackReduction, Reduced, ReducedMember, Reduction, synchronises
-from zinf_fx.runtime.memory.cut import Cut
+from zinf_fx.runtime.gradients.spaces import beside_again, beside_of, free_space, lent_gradient, new_spaces
 from zinf_fx.runtime.tensor.arrival import implement_arrival
-from zinf_fx.runtime.tensor.gradient_state import GradientState
 from zinf_fx.runtime.tensor.local_parameter import stored_parameter
 from zinf_fx.runtime.tensor.operations import handle
 from zinf_fx.runtime.tensor.pack import Pack
 from zinf_fx.runtime.tensor.storage import TensorStorage
-from zinf_fx.runtime.tensor.stored_bytes import StoredBytes, side_by_side
+from zinf_fx.runtime.tensor.stored_bytes import StoredBytes
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 aten = torch.ops.aten
-
-
-_nobodys: GradientState[object] = GradientState(space=object())
-# References to a space that only a `GradientState` has, as `sys.getrefcount` counts them in this Python.
-_UNUSED = sys.getrefcount(_nobodys.space)
-
-
-def reserve_gradients(parameters: Sequence[StoredTensor]) -> None:
-    """Reserve space for the gradients of parameters that live side by side, or of one, where space may run out: on
-    disk. It is used again and again.
-
-    Raises: StoreError when there is none, now and not in the first backward pass.
-    """
-    storages = [parameter.storage for parameter in parameters]
-    first = parameters[0]
-    if not first.requires_grad or first.grad is not None or storages[0].placement.gradients != "nvme":
-        return
-    spaces = TensorStorage.gradients_side_by_side(storages) if len(storages) > 1 else [storages[0].for_gradient()]
-    for storage, space in zip(storages, spaces, strict=True):
-        storage.gradient.space = space
-
-
-def _free_space(storage: TensorStorage, dtype: torch.dtype) -> TensorStorage | None:
-    """What is reserved for the gradient, if nobody has it and it is of this dtype."""
-    unused = sys.getrefcount(storage.gradient.space) <= _UNUSED
-    return storage.gradient.space if unused and storage.gradient.space.dtype == dtype else None
 
 
 def new_gradient(parameter: StoredTensor, dtype: torch.dtype, *, reduced: bool) -> torch.Tensor:
@@ -74,25 +44,13 @@ def new_gradient(parameter: StoredTensor, dtype: torch.dtype, *, reduced: bool) 
 def _new_stored(parameter: StoredTensor, dtype: torch.dtype, *, reduced: bool) -> StoredTensor:
     storage = parameter.storage
     if storage.share.ranks.size == 1 and storage.placement.gradients == "host":
-        return _lent_gradient(parameter, dtype)
+        return lent_gradient(parameter, dtype)
     if reduced or storage.share.ranks.size == 1:
-        space = _free_space(storage, dtype) or storage.for_gradient(dtype)
+        space = free_space(storage, dtype) or storage.for_gradient(dtype)
     else:
         space = storage.for_gradient(dtype, partitioned=False)
         space.share.unreduced = True
     return StoredTensor.of(space, parameter.shape, parameter.device)
-
-
-def _lent_gradient(parameter: StoredTensor, dtype: torch.dtype) -> StoredTensor:
-    """As `_new_stored`, where the last gradient was, if that is free."""
-    storage = parameter.storage
-    lent = _LENT.get(storage)
-    if lent is None or not lent.is_free_again(dtype):
-        lent = _LENT[storage] = _Lent([storage.for_gradient(dtype)])
-    lease = lent.lend()
-    gradient = StoredTensor.of(lent.spaces[0], parameter.shape, parameter.device)
-    del lease  # which the gradient holds, and what is made of it
-    return gradient
 
 
 def _unreduced(parameter: StoredTensor) -> StoredTensor | None:
@@ -203,7 +161,7 @@ def accumulate_side_by_side(
     grads = [parameter.grad for parameter in parameters]
     new = all(grad is None for grad in grads)
     if new:
-        spaces = _new_spaces(pack, gradients[0].dtype)
+        spaces = new_spaces(pack, gradients[0].dtype)
     else:
         stored = all(isinstance(grad, StoredTensor) and not grad.views for grad in grads)
         spaces = [grad.storage for grad in grads] if stored else [None]
@@ -212,7 +170,7 @@ def accumulate_side_by_side(
     if not new:
         for space in spaces:
             space.settled()
-    beside = _beside(pack, spaces, gradients)
+    beside = beside_of(pack, spaces, gradients)
     if beside is None:
         return False
     window = beside.together.device_window(load=not new, offset=offset)
@@ -231,99 +189,6 @@ def accumulate_side_by_side(
             parameter.grad = StoredTensor.of(space, parameter.shape, parameter.device)
         del lease  # which the gradients hold, and what is made of them
     return True
-
-
-class _Lease:
-    """What all gradients have that live side by side in host memory: it goes back when nobody has any of them."""
-
-
-class _Lent:
-    """Space for gradients in host memory, used again from step to step: the memory goes back when nobody has any of
-    them.
-
-    Attributes:
-        spaces: those of gradients that live in one home.
-    """
-
-    def __init__(self, spaces: Sequence[TensorStorage]) -> None:
-        self.spaces = spaces
-        self._home, self._dtype = spaces[0].bytes.home, spaces[0].dtype
-        self._lease: weakref.ref[_Lease] | None = None
-
-    def lend(self) -> _Lease:
-        """For new gradients, what is to end with them."""
-        lease = _Lease()
-        self._home.is_lent = True
-        self._home.vacate_with(lease)
-        self._lease = weakref.ref(lease)
-        for space in self.spaces:
-            space.lease = self._lease
-        return lease
-
-    def is_free_again(self, dtype: torch.dtype) -> bool:
-        """Whether the memory that the last gradients had, of this dtype, is there for new ones; takes it, then."""
-        gone = self._lease is not None and self._lease() is None
-        return gone and self._dtype == dtype and self._home.occupy()
-
-
-class _Beside:
-    """The gradients of a pack that live side by side, in the order in which their parameters were made.
-
-    Attributes:
-        together: all of them; `nbytes` without what lies between them, and cut by `cut`.
-        lent: where they are used again, if that is in host memory.
-    """
-
-    def __init__(
-        self,
-        spaces: Sequence[TensorStorage],
-        together: StoredBytes,
-        starts: Sequence[int],
-        gradients: Sequence[torch.Tensor],
-    ) -> None:
-        self.together = together
-        lends = together.tier == "host" and all(space.share.ranks.size == 1 for space in spaces)
-        self.lent = _Lent(spaces) if lends else None
-        self.nbytes = sum(gradient.nbytes for gradient in gradients)
-        parts = [slice(start, start + one.numel()) for start, one in zip(starts, gradients, strict=False)]
-        self.cut = Cut(parts, [gradient.shape for gradient in gradients])
-
-
-def _new_spaces(pack: Pack, dtype: torch.dtype) -> Sequence[TensorStorage | None]:
-    """For gradients of all parameters of a pack, which have none: what is reserved on disk if it is free, or memory."""
-    storages = pack.members
-    if storages[0].placement.gradients == "nvme":
-        return [_free_space(storage, dtype) for storage in storages]
-    known = _BESIDE.get(pack)
-    lent = None if known is None else known[1].lent
-    if lent is not None and lent.is_free_again(dtype):
-        return lent.spaces
-    made = TensorStorage.gradients_side_by_side([storages[number] for number in pack.order], dtype)
-    return [space for _, space in sorted(zip(pack.order, made, strict=True), key=itemgetter(0))]
-
-
-def _beside(pack: Pack, spaces: Sequence[TensorStorage], gradients: Sequence[torch.Tensor]) -> _Beside | None:
-    """For the gradients of all parameters, by where they live; None: not side by side. Found once for the same."""
-    keys = tuple(space.key for space in spaces)
-    known = _BESIDE.get(pack)
-    if known is not None and known[0] == keys:
-        return known[1]
-    held, gradients = ([several[number] for number in pack.order] for several in ([s.bytes for s in spaces], gradients))
-    starts = starts_of((gradient.numel() for gradient in gradients), held[0].dtype)
-    if not all(one.follows(held[0], start) for one, start in zip(held, starts, strict=False)):
-        return None
-    beside = _Beside(spaces, side_by_side(held), starts, gradients)
-    if beside.lent is not None or beside.together.tier == "nvme":  # other memory goes with the gradients
-        _BESIDE[pack] = keys, beside
-    return beside
-
-
-_BESIDE: weakref.WeakKeyDictionary[Pack, tuple[tuple[int, ...], _Beside]] = weakref.WeakKeyDictionary()
-"""By pack, the space of its gradients that was used last, and the keys of what is in it."""
-
-
-_LENT: weakref.WeakKeyDictionary[TensorStorage, _Lent] = weakref.WeakKeyDictionary()
-"""By a parameter's storage, the space of its gradient that was used last."""
 
 
 def _are_all_held(storage: TensorStorage, gradients: Sequence[torch.Tensor | ReducedMember]) -> bool:
@@ -397,6 +262,37 @@ def accumulate_gradient_part(
         with noted(parameter.storage, gradient.nbytes):
             value = gradient.reshape(part.shape)
             part.copy_(value) if first else part.add_(value)
+
+
+class Addends(NamedTuple):
+    """Where elements of a gradient live that another one is to be added to."""
+
+    bytes: StoredBytes
+    start: int
+    count: int
+
+
+def addends_of(parameter: StoredTensor, start: int, count: int) -> Addends | None:
+    """What `accumulate_gradient_part` will add a gradient of so many of the parameter's elements to, in one transfer;
+    None: none is there, or it can't be said yet."""
+    grad, share = parameter.grad, parameter.storage.share
+    if not isinstance(grad, StoredTensor) or grad.views:
+        return None
+    if share.ranks.shards == 1 or grad.storage.share.unreduced:
+        return Addends(grad.storage.bytes, start, count)
+    if not grad.storage.share.partitioned:
+        return None
+    held = [segment.held_by(share.ranks.shard) for segment in share.shards.within(start, count)]
+    return Addends(grad.storage.bytes, held[0].start, sum(map(len, held)))
+
+
+def addends_of_pack(pack: Pack, parameters: Sequence[StoredTensor]) -> Addends | None:
+    """As `addends_of`, of all parameters of a pack, whose gradients lie side by side."""
+    grads = [parameter.grad for parameter in parameters]
+    if not all(isinstance(grad, StoredTensor) and not grad.views for grad in grads):
+        return None
+    beside = beside_again(pack, [grad.storage for grad in grads])
+    return None if beside is None else Addends(beside.together, 0, beside.together.count)
 
 
 def _take(parameter: StoredTensor) -> None:

@@ -3,36 +3,56 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
 from zinf_fx.errors import StoredTensorError
+from zinf_fx.plan.memory.accounting import room_of_gradient
 from zinf_fx.plan.packs import gradient_offsets
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.schedule import Tile
+from zinf_fx.plan.schedule import GraphSchedule, Tile
 from zinf_fx.runtime.gradients.accumulate import (
+    Addends,
     accumulate_gradient,
     accumulate_gradient_part,
     accumulate_side_by_side,
+    addends_of,
+    addends_of_pack,
     new_gradient,
     reduction_of,
     reduction_of_pack,
     reduction_of_part,
     take_unreduced,
 )
+from zinf_fx.runtime.gradients.ahead import GradientsAhead
 from zinf_fx.runtime.gradients.leaf import Leaf, accumulates, leaves_of_node
 from zinf_fx.runtime.gradients.plain import leave_copies, noted
 from zinf_fx.runtime.gradients.reduction import PackReduction, ReducedMember, Reduction
-from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.recorder import GRADIENT, RECORDER
 from zinf_fx.runtime.tensor.gradient_state import GradientConsumer, GradientState
 from zinf_fx.runtime.tensor.pack import Pack, Stored
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
-from zinf_fx.sizes import PAGE
+
+
+class Departures:
+    """What is known of a graph's parameters and their gradients before it runs.
+
+    Attributes:
+        last_uses: of each parameter's tile, how many releases and offloads of it the graph has.
+        gradients: how many offloads alone.
+        to_nvme: the tiles whose gradients leave for NVMe, one after the other, and the offsets of their buffers.
+    """
+
+    def __init__(self, schedule: GraphSchedule) -> None:
+        events = [event for event in schedule.events if not schedule.tiles[event.tile].activation]
+        offloads = [event for event in events if event.kind == "offload"]
+        self.last_uses = Counter(event.tile for event in events if event.kind in ("release", "offload"))
+        self.gradients = Counter(event.tile for event in offloads)
+        self.to_nvme = [(e.tile, e.offset) for e in offloads if schedule.tiles[e.tile].gradient_tier == "nvme"]
 
 
 class LeavingGradients:
@@ -44,21 +64,22 @@ class LeavingGradients:
         plan: Plan,
         tiles: Sequence[Tile],
         storages: Sequence[Stored],
-        last_uses: Mapping[int, int],
-        gradients: Mapping[int, int],
+        departures: Departures,
+        followed: bool,
     ) -> None:
-        """`storages`: of each tile. `last_uses`: of each parameter's tile, how many releases and offloads of it the
-        graph has, if anybody is to know when they are over; `gradients`: how many offloads alone."""
-        self._plan, self._tiles, self._storages, self._last_uses = plan, tiles, storages, last_uses
+        """`storages`: of each tile. `followed`: whether somebody is to know when the graph has used a parameter."""
+        self._plan, self._tiles, self._storages = plan, tiles, storages
+        self._last_uses = departures.last_uses if followed else {}
+        self._ahead = GradientsAhead(plan, tiles, storages, departures.to_nvme)
         self._reducing: Reduction | PackReduction | None = None  # the gradient that began last
         self._begun: dict[int, _PartialGradient] = {}
         self._unreduced: dict[int, _PartialGradient] = {}
         # What is to come of releases and offloads, and of offloads alone.
         self._uses_left: Counter[int] = Counter()
         self._gradients_left: Counter[int] = Counter()
-        for tile, uses in last_uses.items():
+        for tile, uses in self._last_uses.items():
             self._uses_left[storages[tile].key] += uses
-            self._gradients_left[storages[tile].key] += gradients[tile]
+            self._gradients_left[storages[tile].key] += departures.gradients[tile]
 
     @cached_property
     def _leaves(self) -> dict[int, Leaf]:
@@ -102,6 +123,8 @@ class LeavingGradients:
                 self._accumulate_pack(storage, tile, shard, offset)
             else:
                 self._accumulate(storage, tile, shard, offset)
+        if planned.gradient_tier == "nvme":
+            self._ahead.left(self._addends_of)
         if tile in self._last_uses:
             self._gradients_left[storage.key] -= 1
         self.passed(tile)
@@ -144,6 +167,7 @@ class LeavingGradients:
 
     def abort(self, error: BaseException) -> None:
         """After `error`: half a gradient is none."""
+        self._ahead.close()
         for begun in self._begun.values():
             if begun.missing:
                 begun.parameter.grad = None
@@ -183,6 +207,19 @@ class LeavingGradients:
         else:
             self._offload_part(storage.key, parameter, self._tiles[tile], shard, offset)
 
+    def _addends_of(self, tile: int) -> Addends | None:
+        """What the gradient of a tile, or those of a pack, are to be added to, where that is known by now."""
+        storage, planned = self._storages[tile], self._tiles[tile]
+        parameters = [self._accumulating(member) for member in storage.members]
+        if any(parameter is None or parameter.grad is None for parameter in parameters):
+            return None
+        if planned.members:
+            return addends_of_pack(storage, parameters)
+        begun = self._begun.get(storage.key)
+        if begun is not None and planned.start in begun.missing:
+            return None
+        return addends_of(parameters[0], planned.start, planned.numel)
+
     def _accumulate_pack(
         self, pack: Pack, tile: int, gradients: list[torch.Tensor | ReducedMember], offset: int | None
     ) -> None:
@@ -221,7 +258,7 @@ class LeavingGradients:
     def _limit_writes(self, storage: Stored, tile: int) -> None:
         """Wait until there is room for the gradient's buffer."""
         if self._tiles[tile].gradient_tier == "nvme":
-            nbytes = round_up(self._tiles[tile].gradient_nbytes_at_once(self._plan.stage), PAGE)
+            nbytes = room_of_gradient(self._tiles[tile], self._plan.stage)
             storage.tiers.limit_writes(max(self._plan.gradient_buffer - nbytes, 0))
 
     def _keep_for_consumer(
