@@ -72,7 +72,9 @@ def test_predicted_peaks_are_the_measured_ones(tmp_path: Path, name: str) -> Non
     for peak in peaks:
         # Of the last gradients' writes, which are planned beside the first chunks, some may have ended before these.
         assert 0.9 * of_step <= peak.pop("optimizer") <= (1 + TOLERANCE) * of_step
-        assert peak == pytest.approx(planned, rel=TOLERANCE)
+        # The rooms of gradients are there early, which is of use where these are added to others.
+        assert 0.9 * planned["backward"] <= peak.pop("backward") <= (1 + TOLERANCE) * planned["backward"]
+        assert peak == pytest.approx({"forward": planned["forward"]}, rel=TOLERANCE)
     assert zinf_fx.stats(model).planned_host_bytes == peak_host_bytes(plan) >= max(of_step, *planned.values()) > 0
     assert "as planned" in str(zinf_fx.stats(model))
     for use in host_arena(plan):

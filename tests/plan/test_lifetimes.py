@@ -121,7 +121,7 @@ def test_a_device_with_memory_of_its_own() -> None:
     ("gradient_buffer", "spans"),
     [
         (8, [("offload a", "reduce_scatter c"), ("reduce_scatter b", "late"), ("reduce_scatter c", "late")]),
-        (12, [("offload a", "late"), ("reduce_scatter b", "late"), ("reduce_scatter c", "late")]),
+        (12, [("offload a", "late"), ("reduce_scatter b", "late"), ("reduce_scatter b", "late")]),
         (4, [("offload a", "offload b"), ("offload b", "offload c"), ("offload c", "late")]),
     ],
 )

@@ -17,7 +17,7 @@ from operator import add
 from zinf_fx.adam import STATE_BYTES
 from zinf_fx.plan.intervals import merged, sums
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.schedule import CHUNKS, HEAD, GraphSchedule, Tile
+from zinf_fx.plan.schedule import CHUNKS, HEAD, Event, GraphSchedule, Tile
 from zinf_fx.sizes import PAGE, blocks
 
 # Chunks of an optimizer's step that the host arena must have room for: one to spare.
@@ -27,6 +27,8 @@ CHUNKS_IN_MEMORY = CHUNKS + 1
 AT_A_TIME = 1 << 20
 # Elements of a chunk, at most, that the CPU's threads update at the same time, in pieces.
 AT_ONCE = 8 * AT_A_TIME
+# Gradients that leave for NVMe, of which the room is there when another one has left.
+GRADIENTS_AHEAD = 3
 
 
 @dataclass(frozen=True)
@@ -259,7 +261,19 @@ def room_of_gradient(tile: Tile, stage: int) -> int:
     return blocks(first + tile.gradient_nbytes_at_once(stage))
 
 
-def has_room_for_next(plan: Plan, tile: Tile, following: Tile) -> bool:
-    """Whether the gradient of a tile that leaves for NVMe and the one that leaves after it have their room at the same
-    time: that of the second is there, then, when the first has left, so that what it is added to is read meanwhile."""
-    return sum(room_of_gradient(one, plan.stage) for one in (tile, following)) <= plan.gradient_buffer
+def leaving_for_nvme(schedule: GraphSchedule) -> list[Event]:
+    """The events with which gradients leave for NVMe, in order."""
+    tiles = schedule.tiles
+    return [e for e in schedule.events if e.kind == "offload" and tiles[e.tile].gradient_tier == "nvme"]
+
+
+def early_rooms(plan: Plan, schedule: GraphSchedule) -> list[int | None]:
+    """Of each gradient that leaves for NVMe, the number of the one behind which it has its room, so that what it is
+    added to is read while operators compute: as many before as GRADIENTS_AHEAD says, if these and all between have
+    their room at the same time; else fewer. None: it has its room from when it leaves."""
+    rooms = [room_of_gradient(schedule.tiles[event.tile], plan.stage) for event in leaving_for_nvme(schedule)]
+    found: list[int | None] = []
+    for number in range(len(rooms)):
+        before = range(max(number - GRADIENTS_AHEAD, 0), number)
+        found.append(next((one for one in before if sum(rooms[one : number + 1]) <= plan.gradient_buffer), None))
+    return found

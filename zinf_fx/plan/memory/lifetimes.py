@@ -16,7 +16,7 @@ from typing import Literal
 
 from zinf_fx.plan.intervals import sums
 from zinf_fx.plan.journeys import At
-from zinf_fx.plan.memory.accounting import bytes_read, has_room_for_next, in_blocks, room_of_gradient
+from zinf_fx.plan.memory.accounting import bytes_read, early_rooms, in_blocks, room_of_gradient
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import EventKind, Tile
 from zinf_fx.sizes import blocks
@@ -128,10 +128,11 @@ def _tiles(plan: Plan, opens: EventKind, closes: EventKind, size: Callable[[Tile
 
 def _writes(plan: Plan) -> Iterator[Lifetime]:
     """On their way to NVMe: activations, and what forward writes to parameters, each until its room is needed for
-    another, or the graph's end; gradients, too, or the optimizer's chunks need it. A gradient has its room from when
-    the one before has left, where there is room for both."""
+    another, or the graph's end; gradients, too, or the optimizer's chunks need it. For gradients, see
+    `early_rooms`."""
     clock = Clock(plan)
     for graph, schedule in enumerate(plan.graphs):
+        behind, left = deque(early_rooms(plan, schedule)), []  # the times at which gradients left
         writing: deque[tuple[int, At, Tile, int]] = deque()  # with the time at which each has its room
         together = 0
         for number, event in enumerate(schedule.events):
@@ -144,8 +145,9 @@ def _writes(plan: Plan) -> Iterator[Lifetime]:
                 continue
             at = At(graph, number, event.operator)
             begin = clock.at(at)
-            if event.kind == "offload" and writing and has_room_for_next(plan, writing[-1][2], tile):
-                begin = clock.at(writing[-1][1]) + 1
+            if event.kind == "offload":
+                left.append(begin)
+                begin = begin if (earlier := behind.popleft()) is None else left[earlier] + 1
             while together > max(buffer - nbytes, 0):
                 earliest = writing.popleft()
                 together -= earliest[-1]

@@ -25,8 +25,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Literal
 
 from zinf_fx.config import Tier
 from zinf_fx.errors import PlanError
@@ -38,8 +38,8 @@ from zinf_fx.plan.memory.accounting import (
     bytes_stored,
     can_be_consumed_in_place,
     chunks,
+    early_rooms,
     gradient_copied,
-    has_room_for_next,
     in_blocks,
 )
 from zinf_fx.plan.plan import Plan
@@ -134,11 +134,17 @@ def event_graph(
     return builder.jobs
 
 
-class _Adding(NamedTuple):
-    """Gradients are added to what is there: which `left` for NVMe last in this pass, if any, and the `program` then."""
+@dataclass(frozen=True)
+class _Adding:
+    """Gradients are added to what is there.
 
-    left: Tile | None = None
-    program: tuple[int, ...] = ()
+    Attributes:
+        behind: `early_rooms` of the graph.
+        programs: what the program had come to when each left for NVMe.
+    """
+
+    behind: list[int | None]
+    programs: list[tuple[int, ...]] = field(default_factory=list)
 
 
 class _Builder:
@@ -173,7 +179,7 @@ class _Builder:
         """Every operator, and the transfers that start with it. `adds`: gradients are there already, and are added
         to."""
         graph, journeys = self._plan.graphs[number], self._plan.journeys
-        self._adding = _Adding() if adds else None
+        self._adding = _Adding(early_rooms(self._plan, graph)) if adds else None
         if graph.kind == "backward":  # it begins when the activations that left are where they live
             self._program = (*self._program, *self._left)
             self._left = []
@@ -323,7 +329,7 @@ class _Builder:
             after = (*self._program, *self._leaving.get(tile.label, ()))
             self._leaving[tile.label] = (self._leave(tile, tile.gradient_tier, copied, stored, after),)
         if self._adding is not None and tile.gradient_tier == "nvme":
-            self._adding = _Adding(tile, self._program)
+            self._adding.programs.append(self._program)
         if self._in_backward:
             self._update_what_is_whole(tile)
 
@@ -331,9 +337,8 @@ class _Builder:
         """Bring what a gradient is added to, and read it once more than copying the gradient does."""
         hardware, after = self._hardware, (*self._program, *self._leaving.get(tile.label, ()))
         if tile.gradient_tier == "nvme":
-            left = self._adding.left
-            early = left is not None and has_room_for_next(self._plan, left, tile)
-            before = self._adding.program if early else after
+            early = self._adding.behind[len(self._adding.programs)]
+            before = after if early is None else self._adding.programs[early]
             after = (*after, self._add(f"read {tile.label}", "disk", self._disk(stored, 0), before, stored))
         if tile.gradient_tier != "device" and not hardware.unified:
             after = (self._add(f"upload {tile.label}", "upload", hardware.upload.seconds(nbytes), after, nbytes),)

@@ -121,7 +121,7 @@ class Program(Stage):
         self._head = head_fetches(schedule)
         self.moved: list[int] = []  # the tiles of parameters that aren't where the graph computes
         self.gathered: list[tuple[int, int]] = []  # tiles, and bytes of such values with the tiers of each
-        self.departures = Departures(schedule)
+        self.departures = Departures(plan, schedule)
 
     def __call__(self, arguments: list) -> tuple:
         with RUNNING.turn():

@@ -1,52 +1,74 @@
-"""Gradients that leave for NVMe, one after the other: room for the next one, and what it is to be added to."""
+"""Gradients that leave for NVMe, one after the other: room for those that follow, and what they are to be added to."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from zinf_fx.plan.memory.accounting import has_room_for_next, room_of_gradient
+from zinf_fx.plan.memory.accounting import early_rooms, leaving_for_nvme, room_of_gradient
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.schedule import Tile
+from zinf_fx.plan.schedule import GraphSchedule
 from zinf_fx.runtime.gradients.accumulate import Addends
 from zinf_fx.runtime.recorder import GRADIENT, RECORDER
 from zinf_fx.runtime.tensor.pack import Stored
 from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
 
 
+@dataclass(frozen=True)
+class _Room:
+    """Of a gradient that is to leave: its tile, where its buffer lies, and how many bytes may be on their way to NVMe
+    when that is taken."""
+
+    tile: int
+    label: str
+    offset: int | None
+    others: int
+
+
+class RoomsAhead:
+    """By the number of a gradient that has left for NVMe, the rooms of others that are there from then on, as planned
+    (`early_rooms`)."""
+
+    def __init__(self, plan: Plan, schedule: GraphSchedule) -> None:
+        self._behind: defaultdict[int, list[_Room]] = defaultdict(list)
+        leaving = leaving_for_nvme(schedule)
+        rooms = [room_of_gradient(schedule.tiles[event.tile], plan.stage) for event in leaving]
+        for number, (event, before) in enumerate(zip(leaving, early_rooms(plan, schedule), strict=True)):
+            if before is not None:
+                others = plan.gradient_buffer - sum(rooms[before + 1 : number + 1])
+                room = _Room(event.tile, schedule.tiles[event.tile].label, event.offset, others)
+                self._behind[before].append(room)
+
+    def behind(self, number: int) -> Sequence[_Room]:
+        """Those that are there when this one has left."""
+        return self._behind.get(number, ())
+
+
 class GradientsAhead:
-    """Of one run of a backward graph, the gradients that leave for NVMe, in the order of the plan.
+    """Of one run of a backward graph: what gradients are to be added to is read while operators compute."""
 
-    When one has left, there is to be room for the next, if the plan has that (`has_room_for_next`), and elements that
-    this is to be added to are read while operators compute.
-    """
-
-    def __init__(
-        self, plan: Plan, tiles: Sequence[Tile], storages: Sequence[Stored], leaving: Sequence[tuple[int, int | None]]
-    ) -> None:
-        """`leaving`: their tiles, and the offsets of their buffers; `storages`: of each tile."""
-        self._plan, self._tiles, self._storages, self._leaving = plan, tiles, storages, leaving
-        self._count = 0  # of those that left
-        self._window: Window | DeviceWindow | None = None
+    def __init__(self, rooms: RoomsAhead, storages: Sequence[Stored]) -> None:
+        """`storages`: of each tile."""
+        self._rooms, self._storages = rooms, storages
+        self._count = 0  # of gradients that left
+        self._windows: list[Window | DeviceWindow] = []
 
     def left(self, addends_of: Callable[[int], Addends | None]) -> None:
-        """The next one left. `addends_of`: by a tile, what its gradient is to be added to."""
-        self.close()
-        before = self._tiles[self._leaving[self._count][0]]
+        """The next one left for NVMe. `addends_of`: by a tile, what its gradient is to be added to."""
+        self._windows = [window for window in self._windows if not window.is_over]
+        for room in self._rooms.behind(self._count):
+            tiers = self._storages[room.tile].tiers
+            tiers.limit_writes(room.others)
+            if tiers.background is None and (addends := addends_of(room.tile)) is not None:
+                with RECORDER.about(room.label, GRADIENT):
+                    window = addends.bytes.read_ahead(addends.start, addends.count, room.offset)
+                if window is not None:
+                    self._windows.append(window)
         self._count += 1
-        if self._count == len(self._leaving):
-            return
-        tile, offset = self._leaving[self._count]
-        planned = self._tiles[tile]
-        if not has_room_for_next(self._plan, before, planned):
-            return
-        tiers = self._storages[tile].tiers
-        tiers.limit_writes(self._plan.gradient_buffer - room_of_gradient(planned, self._plan.stage))
-        if tiers.background is None and (addends := addends_of(tile)) is not None:
-            with RECORDER.about(planned.label, GRADIENT):
-                self._window = addends.bytes.read_ahead(addends.start, addends.count, offset)
 
     def close(self) -> None:
         """Give back what was read ahead and not used."""
-        window, self._window = self._window, None
-        if window is not None:
+        windows, self._windows = self._windows, []
+        for window in windows:
             window.close()

@@ -27,7 +27,7 @@ from zinf_fx.runtime.gradients.accumulate import (
     reduction_of_part,
     take_unreduced,
 )
-from zinf_fx.runtime.gradients.ahead import GradientsAhead
+from zinf_fx.runtime.gradients.ahead import GradientsAhead, RoomsAhead
 from zinf_fx.runtime.gradients.leaf import Leaf, accumulates, leaves_of_node
 from zinf_fx.runtime.gradients.plain import leave_copies, noted
 from zinf_fx.runtime.gradients.reduction import PackReduction, ReducedMember, Reduction
@@ -44,15 +44,15 @@ class Departures:
     Attributes:
         last_uses: of each parameter's tile, how many releases and offloads of it the graph has.
         gradients: how many offloads alone.
-        to_nvme: the tiles whose gradients leave for NVMe, one after the other, and the offsets of their buffers.
+        to_nvme: those that leave for NVMe.
     """
 
-    def __init__(self, schedule: GraphSchedule) -> None:
+    def __init__(self, plan: Plan, schedule: GraphSchedule) -> None:
         events = [event for event in schedule.events if not schedule.tiles[event.tile].activation]
         offloads = [event for event in events if event.kind == "offload"]
         self.last_uses = Counter(event.tile for event in events if event.kind in ("release", "offload"))
         self.gradients = Counter(event.tile for event in offloads)
-        self.to_nvme = [(e.tile, e.offset) for e in offloads if schedule.tiles[e.tile].gradient_tier == "nvme"]
+        self.to_nvme = RoomsAhead(plan, schedule)
 
 
 class LeavingGradients:
@@ -70,7 +70,7 @@ class LeavingGradients:
         """`storages`: of each tile. `followed`: whether somebody is to know when the graph has used a parameter."""
         self._plan, self._tiles, self._storages = plan, tiles, storages
         self._last_uses = departures.last_uses if followed else {}
-        self._ahead = GradientsAhead(plan, tiles, storages, departures.to_nvme)
+        self._ahead = GradientsAhead(departures.to_nvme, storages)
         self._reducing: Reduction | PackReduction | None = None  # the gradient that began last
         self._begun: dict[int, _PartialGradient] = {}
         self._unreduced: dict[int, _PartialGradient] = {}

@@ -137,6 +137,11 @@ class Home:
         with self._order:
             self._followers.add(window)
 
+    def unfollow(self, window: Follower) -> None:
+        """A window is no longer for reading alone."""
+        with self._order:
+            self._followers.discard(window)
+
     def present_followers(self) -> list[Follower]:
         """The windows that follow, and have had every write so far."""
         with self._order:

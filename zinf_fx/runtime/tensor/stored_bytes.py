@@ -35,7 +35,7 @@ class StoredBytes:
         self._elements = range(first, first + count)
         self._in_host = home.in_host(self._elements)
         self.on_device = self._in_host if home.device.in_host_memory else home.on_device(self._elements)
-        self._ahead: tuple[range, Window | DeviceWindow] | None = None
+        self._ahead: dict[range, Window | DeviceWindow] = {}  # by their elements
 
     def follows(self, other: StoredBytes, distance: int) -> bool:
         """Whether these begin so many elements behind the begin of `other`, in the same home."""
@@ -105,11 +105,11 @@ class StoredBytes:
         if self.on_device is not None:
             first, end = (one - self._elements.start for one in (elements.start, elements.stop))
             return Window(self, elements.start, self.on_device[first:end], None, None)
-        if (ahead := self._ahead) is not None:
-            self._ahead, (those, window) = None, ahead
-            if load and those == elements and not window.is_over and window.is_current:
-                return window
-            window.close()
+        if (ahead := self._ahead.pop(elements, None)) is not None:
+            self.home.unfollow(ahead)
+            if load and not ahead.is_over and ahead.is_current:
+                return ahead
+            ahead.close()
         host = self.window(start, count, load=load, offset=offset)
         if self.device.in_host_memory:
             return host
@@ -117,13 +117,16 @@ class StoredBytes:
         return DeviceWindow(host, self.device, count, self.dtype, load, arena)
 
     def read_ahead(self, start: int, count: int, offset: int | None = None) -> Window | DeviceWindow | None:
-        """Open what the next `device_window` of these elements is, if nothing is written to them before; whoever asked
-        for it closes it in any case. None where that would have to wait for something that is under way."""
+        """Open what the next `device_window` of these elements is; whoever asked for it closes it in any case. None
+        where that would have to wait for something that is under way."""
         elements = range(*self._range(start, count))
+        if (before := self._ahead.get(elements)) is not None and not before.is_over:
+            return None
         if self.tier != "nvme" or not all(ticket.done() for ticket in self.home.before_change(elements)):
             return None
         window = self.device_window(start, count, offset=offset)
-        self._ahead = elements, window
+        window.follow(self)
+        self._ahead[elements] = window
         return window
 
     def copied(self, start: int, count: int) -> torch.Tensor:
