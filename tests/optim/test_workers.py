@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 
 import zinf_fx
 from zinf_fx.errors import OptimizerError
-from zinf_fx.optim import chunk_memory, workers
+from zinf_fx.optim import chunk_memory, chunk_update, workers
 from zinf_fx.optim.part import Begun, OpenPiece
 from zinf_fx.optim.update_batch import UpdateBatch
 from zinf_fx.optim.workers import at_the_same_time, lanes_for, serves
@@ -27,7 +28,12 @@ from zinf_fx.sizes import WINDOW_ALIGNMENT
 R = TypeVar("R")
 
 THREADS = 3
-FORMS = {"fp32": {}, "8bit": {"state_dtype": "8bit"}, "split": {"master_dtype": "split", "state_dtype": torch.bfloat16}}
+FORMS = {
+    "fp32": {},
+    "masters": {},
+    "8bit": {"state_dtype": "8bit"},
+    "split": {"master_dtype": "split", "state_dtype": torch.bfloat16},
+}
 
 
 @pytest.fixture
@@ -62,8 +68,9 @@ def trained(store: Path, placement: str, form: dict[str, object]) -> list[torch.
     """A model after some steps, and the optimizer's first moments."""
     store.mkdir()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 512, dtype=torch.bfloat16), nn.Linear(512, 63, dtype=torch.bfloat16))
-    x = torch.randn(4, 64, dtype=torch.bfloat16)
+    dtype = torch.float32 if store.name.endswith("fp32") else torch.bfloat16
+    model = nn.Sequential(nn.Linear(64, 512, dtype=dtype), nn.Linear(512, 63, dtype=dtype))
+    x = torch.randn(4, 64, dtype=dtype)
     zinf_fx.offload(model, store=store, placement=placement, pack=None)
     optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, **form)
     for _ in range(3):
@@ -80,13 +87,19 @@ def trained(store: Path, placement: str, form: dict[str, object]) -> list[torch.
 def test_training_is_that_of_one_thread(
     tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, placement: str, form: str
 ) -> None:
-    alone = trained(tmp_path / "alone", placement, FORMS[form])
+    alone = trained(tmp_path / f"alone-{form}", placement, FORMS[form])
     request.getfixturevalue("threads")
     used: set[int] = set()
-    served = workers._served
+    served, lanes = workers._served, []
+
+    def update(work: Callable, those: list[object], several: list[object]) -> Iterator[object]:
+        lanes.append(len(those))
+        return at_the_same_time(work, those, several)
+
     monkeypatch.setattr(workers, "_served", lambda *given: used.add(threading.get_ident()) or served(*given))
-    together = trained(tmp_path / "together", placement, FORMS[form])
-    assert used and threading.get_ident() not in used
+    monkeypatch.setattr(chunk_update, "at_the_same_time", update)
+    together = trained(tmp_path / f"together-{form}", placement, FORMS[form])
+    assert used and threading.get_ident() not in used and max(lanes) == THREADS
     assert all(map(torch.equal, alone, together))
 
 
@@ -219,6 +232,24 @@ def test_a_thread_that_steps_for_itself_does_all_the_work() -> None:
         return of_each(where, THREADS + 5) == [threading.get_ident()] * (THREADS + 5)
 
     assert of_each(work, THREADS) == [True] * THREADS
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.usefixtures("threads")
+def test_who_steps_while_work_is_given_to_threads_does_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a finalizer does that runs in the middle of `submit`, which has a lock then."""
+    of_each(where, 2)  # threads are there
+    make, found = futures.Future, []
+
+    def with_a_finalizer() -> futures.Future:
+        if not found:
+            found.append(None)
+            found[0] = of_each(where, 2)
+        return make()
+
+    monkeypatch.setattr(futures.thread._base, "Future", with_a_finalizer)
+    assert threading.get_ident() not in of_each(where, 2)
+    assert found == [[threading.get_ident()] * 2]
 
 
 @pytest.mark.timeout(60)

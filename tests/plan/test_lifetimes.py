@@ -121,14 +121,16 @@ def test_a_device_with_memory_of_its_own() -> None:
     ("gradient_buffer", "spans"),
     [
         (8, [("offload a", "reduce_scatter c"), ("reduce_scatter b", "late"), ("reduce_scatter c", "late")]),
-        (12, [("offload a", "late"), ("reduce_scatter b", "late"), ("reduce_scatter b", "late")]),
+        (12, [("offload a", "late"), ("reduce_scatter b", "late"), ("reduce_scatter c", "late")]),
+        (16, [("offload a", "late"), ("reduce_scatter b", "late"), ("reduce_scatter b", "late")]),
         (4, [("offload a", "offload b"), ("offload b", "offload c"), ("offload c", "late")]),
     ],
 )
 def test_gradients_have_their_room_from_when_one_left_until_it_is_needed(
     gradient_buffer: int, spans: list[tuple[str, str]]
 ) -> None:
-    """Behind `offload a` comes `reduce_scatter b`; in a buffer for one, each waits for the one before."""
+    """Behind `offload a` comes `reduce_scatter b`; in a buffer for one, each waits for the one before, and half of one
+    for four has room for two that are early."""
     found = plan("fetch a, wait-release a", "offload a, offload b, offload c")
     found = replace(found, gradient_buffer=gradient_buffer * KIB)
     expected = [tuple(f"B {one}" if one != "late" else "late in step" for one in span) for span in spans]

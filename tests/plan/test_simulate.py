@@ -292,6 +292,24 @@ def test_a_loop_adds_to_the_gradients_of_the_micro_batches_before():
     assert moved == {"fetch w", "upload w", "allgather w", "reduce_scatter w", "add w"}
 
 
+def test_what_gradients_are_added_to_is_read_early_where_there_is_room():
+    """Behind the departure of one, for the next that fits the buffer with it; of one that leaves twice, the second time
+    behind its write."""
+    tiles = tuple(Tile(name, (BLOCK,), torch.bfloat16, "host", "nvme", state_tier="nvme") for name in "ab")
+    operators = tuple(Operator(n, "mm", 1) for n in range(3))
+    events = [Event(kind, tile, n) for n, tile in enumerate((0, 1, 0)) for kind in ("reduce_scatter", "offload")]
+    graph = GraphSchedule("backward", tiles, operators, tuple(events))
+    config = Config(placement={"parameters": "host", "gradients": "nvme", "optimizer": "nvme"})
+    seconds = {("backward", n): 10.0 for n in range(3)}
+    found = {}
+    for rooms in (1, 2):
+        plan = Plan((graph,), config, gradient_buffer=rooms * 2 * BLOCK)
+        jobs = event_graph(plan, ONE, seconds, overlap=False, accumulate=2)
+        found[rooms] = [{jobs[n].name for n in job.after} for job in jobs if job.kind == "read"]
+    assert found[1] == [{"backward 0"}, {"backward 1"}, {"backward 2"}]
+    assert found[2] == [{"backward 0"}, {"add a"}, {"add b", "write a"}]
+
+
 def of_parameters(count: int, nbytes: int = 2 * BLOCK, state_tier: str = "nvme") -> Plan:
     """So many operators each way, each with a parameter of its own in host memory; a chunk of states for each."""
     shape, where = (nbytes // 2,), {"tier": "host", "gradient_tier": "host", "state_tier": state_tier}

@@ -6,6 +6,7 @@ import errno
 from collections.abc import Iterator
 from pathlib import Path
 
+import late_device
 import pytest
 import torch
 from injecting import Fault, clear_faults, inject
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 
 import zinf_fx
 from zinf_fx.errors import StoreError
+from zinf_fx.plan.schedule import MemoryRegions
 from zinf_fx.runtime.execute.executor import EXECUTOR
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes
-from zinf_fx.runtime.tensor.windows import DeviceWindow, Window, WindowState
+from zinf_fx.runtime.tensor.windows import Window, WindowState
+from zinf_fx.sizes import PAGE
 
 LAYERS, WIDTH = 6, 64
 
@@ -40,11 +43,11 @@ def batch(number: int) -> Tensor:
 
 
 @pytest.fixture
-def ahead(monkeypatch: pytest.MonkeyPatch) -> list[Window | DeviceWindow]:
+def ahead(monkeypatch: pytest.MonkeyPatch) -> list[Window]:
     """The windows that are opened early."""
     read, found = StoredBytes.read_ahead, []
 
-    def noted(self: StoredBytes, start: int, count: int, offset: int | None = None) -> Window | DeviceWindow | None:
+    def noted(self: StoredBytes, start: int, count: int, offset: int | None = None) -> Window | None:
         window = read(self, start, count, offset)
         found.extend([] if window is None else [window])
         return window
@@ -61,9 +64,14 @@ KINDS = {
 }
 
 
+@pytest.mark.parametrize("memory", ["host memory", "memory of its own"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_sums_are_those_of_plain_pytorch(tmp_path: Path, ahead: list[Window], kind: str, tied: bool) -> None:
+def test_sums_are_those_of_plain_pytorch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: list[Window], kind: str, tied: bool, memory: str
+) -> None:
+    if memory == "memory of its own":
+        late_device.install(monkeypatch)
     plain = build(tied)
     model = zinf_fx.offload(build(tied), store=tmp_path, placement="nvme", **KINDS[kind])
     compiled = torch.compile(model, backend="zinf")
@@ -111,7 +119,6 @@ def test_what_is_written_meanwhile_is_there(tmp_path: Path) -> None:
     found.wait().mul_(2.0)
     found.store()
     assert torch.equal(held.copied(0, held.count), values * 2)
-    assert held.read_ahead(0, held.count) is None or held.tiers.drain() is None  # while that is written, nothing waits
 
 
 def test_who_writes_all_has_no_use_for_it(tmp_path: Path) -> None:
@@ -124,6 +131,32 @@ def test_who_writes_all_has_no_use_for_it(tmp_path: Path) -> None:
     assert new is not window and window.is_over
     new.close()
     assert held.tiers.host.in_use == leased
+
+
+def test_neighbours_are_read_at_the_same_time_and_change_in_turn(tmp_path: Path) -> None:
+    """They have blocks of the store in common."""
+    layer = nn.Linear(WIDTH, WIDTH, bias=False)
+    held = zinf_fx.offload(layer, store=tmp_path, placement="nvme").weight.storage.bytes
+    values = held.copied(0, held.count).clone()
+    parts = [(0, 1500), (1500, 1500), (3000, held.count - 3000)]
+    windows = [held.read_ahead(*part) for part in parts]
+    assert None not in windows
+    for part, window in zip(parts, windows, strict=True):
+        assert held.device_window(*part) is window
+        window.wait().add_(1.0)
+        window.store()
+    assert torch.equal(held.copied(0, held.count), values + 1.0)
+
+
+def test_where_the_planned_place_is_taken_nothing_is_read_ahead(tmp_path: Path) -> None:
+    layer = nn.Linear(WIDTH, WIDTH, bias=False)
+    held = zinf_fx.offload(layer, store=tmp_path, placement="nvme").weight.storage.bytes
+    held.tiers.plan(MemoryRegions(host=1 << 20, chunks=0, chunk_elements=PAGE), 1 << 20)
+    other = held.tiers.lease(held.nbytes, 0)
+    assert held.read_ahead(0, held.count, 0) is None
+    other.release()
+    assert held.read_ahead(0, held.count, 0) is not None
+    held.drop_ahead(0, held.count)
 
 
 def test_an_error_leaves_no_buffer_behind(tmp_path: Path, ahead: list[Window]) -> None:
@@ -144,4 +177,7 @@ def test_an_error_leaves_no_buffer_behind(tmp_path: Path, ahead: list[Window]) -
     EXECUTOR.reset()
     tiers.drain()
     assert ahead and all(window.is_over for window in ahead)
+    assert not any(
+        parameter.grad.storage.bytes._ahead for parameter in model.parameters() if parameter.grad is not None
+    )
     assert tiers.host.in_use <= leased

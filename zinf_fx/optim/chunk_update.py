@@ -66,13 +66,12 @@ class ChunkUpdate:
                 setattr(inner, name, moved(vars(inner)[name], place))
         return inner
 
-    def run(self, chunk: OpenChunk, lanes: int, piece: int, scratch: torch.Tensor | None) -> None:
+    def run(self, chunk: OpenChunk, count: int, piece: int, scratch: torch.Tensor | None) -> None:
         """Update a chunk, some elements at a time: on the CPU, the cache keeps what each operation leaves to the next
         of the gradient in fp32 and of the new weights. See [Note: workers].
 
-        `lanes`: how many pieces are updated at the same time, by a class of PyTorch's own, of at most `piece` elements
-        each. `scratch`: memory for
-        what these have in other dtypes than that of the update, if anything.
+        `count`: how many pieces are updated at the same time, by a class of PyTorch's own, of at most `piece` elements
+        each. `scratch`: memory for what these have in other dtypes than that of the update, if anything.
         """
         recipe = chunk.recipe
         for part in chunk.parts:
@@ -83,15 +82,15 @@ class ChunkUpdate:
                 self._update_pack(part, scratch)
         parts = [part for part in chunk.parts if isinstance(part, OpenPart)]
         if recipe.whole:
-            several, lanes = [(all_of(part, part.piece.count),) for part in parts], 1
+            several, count = [(all_of(part, part.piece.count),) for part in parts], 1
         else:
             several = list(cut([(part, (range(part.piece.count),)) for part in parts], piece))
-        lanes = min(lanes, len(several)) if self._runs_in_threads else 1
-        rooms = [scratch]
-        if scratch is not None and lanes > 1:
-            rooms = [scratch[:, first : first + piece] for first in range(0, lanes * piece, piece)]
-        several_lanes = [_Lane(recipe, self.borrowed(recipe.group, recipe.place), room) for room in rooms]
-        with closing(at_the_same_time(self._update_together, several_lanes, several)) as updated:
+            count = min(count, len(several)) if self._runs_in_threads else 1
+        rooms = [scratch] * count
+        if scratch is not None and count > 1:
+            rooms = [scratch[:, first : first + piece] for first in range(0, count * piece, piece)]
+        lanes = [_Lane(recipe, self.borrowed(recipe.group, recipe.place), room) for room in rooms]
+        with closing(at_the_same_time(self._update_together, lanes, several)) as updated:
             for together, scalars in zip(several, updated, strict=True):
                 self._store_whole_parts(together, scalars)
 

@@ -55,9 +55,13 @@ def at_the_same_time(work: Callable[[L, P], R], lanes: Sequence[L], several: Seq
     pool = _pool_of(len(lanes)) if len(lanes) > 1 else None
     try:
         if pool is not None:
-            with suppress(RuntimeError):  # Python takes no more work when it is about to exit
-                for one in several:
-                    futures.append(pool.submit(_served, threading.get_ident(), work, free, one))
+            _here.is_alone = True  # submitting takes locks that a finalizer must not wait for
+            try:
+                with suppress(RuntimeError):  # Python takes no more work when it is about to exit
+                    for one in several:
+                        futures.append(pool.submit(_served, threading.get_ident(), work, free, one))
+            finally:
+                _here.is_alone = False
         for future in futures:
             yield future.result()
         for one in several[len(futures) :]:
@@ -69,32 +73,39 @@ def at_the_same_time(work: Callable[[L, P], R], lanes: Sequence[L], several: Seq
 
 
 def serves(thread: int) -> bool:
-    """Whether this is a thread that works for another one, which waits for it."""
-    return getattr(_here, "thread", None) == thread
+    """Whether this is a thread of the pool, and worked last for another one, which may wait for it."""
+    return _here.serves == thread
 
 
-_here = threading.local()
+class _Here(threading.local):
+    """Of each thread: whether it `is_alone`, so that a step in it does all the work itself; of the pool's, which do for
+    life, the thread that it `serves` or served last."""
+
+    is_alone = False
+    serves: int | None = None
+
+
+_here = _Here()
 _starting = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
 _count = 0
 
 
 def _served(thread: int, work: Callable[[L, P], R], free: SimpleQueue[L], one: P) -> R:
+    _here.serves = thread
     lane = free.get()
-    _here.thread = thread
     try:
         with torch.no_grad():
             return work(lane, one)
     finally:
-        _here.thread = None
         free.put(lane)
 
 
 def _pool_of(threads: int) -> ThreadPoolExecutor | None:
-    """The pool, of at least so many threads. None where there are no more of them, and while they start, which a
-    finalizer may interrupt that steps; and in one of them, as each may wait for all."""
+    """The pool, of at least so many threads. None where there are no more of them, and for a finalizer that steps, in
+    one of them, or where the pool is started or given work."""
     global _pool, _count
-    if getattr(_here, "thread", None) is not None or not _starting.acquire(blocking=False):
+    if _here.is_alone or not _starting.acquire(blocking=False):
         return None
     try:
         if _count < threads:
@@ -121,6 +132,7 @@ def _started(threads: int) -> ThreadPoolExecutor:
     def begin() -> None:
         torch.get_num_threads()  # PyTorch sets the number of a thread when it first asks
         torch.set_num_threads(1)
+        _here.is_alone = True
         all_are_there.wait()
 
     others = torch.get_num_threads()

@@ -15,8 +15,9 @@ from zinf_fx.plan.journeys import Journeys
 from zinf_fx.plan.schedule import GraphKind, GraphSchedule, MemoryRegions, Tile
 
 FORMAT = "zinf_fx plan"
-SCHEMA = 7
-"""Version of the fields of a plan file: another one for every change of them."""
+SCHEMA = 8
+"""Version of a plan file: another one for every change of its fields, and of when a buffer is needed, by which they are
+checked."""
 
 
 @dataclass(frozen=True)

@@ -269,11 +269,13 @@ def leaving_for_nvme(schedule: GraphSchedule) -> list[Event]:
 
 def early_rooms(plan: Plan, schedule: GraphSchedule) -> list[int | None]:
     """Of each gradient that leaves for NVMe, the number of the one behind which it has its room, so that what it is
-    added to is read while operators compute: as many before as GRADIENTS_AHEAD says, if these and all between have
-    their room at the same time; else fewer. None: it has its room from when it leaves."""
+    added to is read while operators compute. That is up to GRADIENTS_AHEAD before, if it and those between take half of
+    the gradients' buffer at most, and beside that one fit it. None: it has its room from when it leaves."""
     rooms = [room_of_gradient(schedule.tiles[event.tile], plan.stage) for event in leaving_for_nvme(schedule)]
     found: list[int | None] = []
     for number in range(len(rooms)):
-        before = range(max(number - GRADIENTS_AHEAD, 0), number)
-        found.append(next((one for one in before if sum(rooms[one : number + 1]) <= plan.gradient_buffer), None))
+        earlier = range(max(number - GRADIENTS_AHEAD, 0), number)
+        those = {before: sum(rooms[before + 1 : number + 1]) for before in earlier}
+        fits = (one for one in earlier if max(2 * those[one], rooms[one] + those[one]) <= plan.gradient_buffer)
+        found.append(next(fits, None))
     return found

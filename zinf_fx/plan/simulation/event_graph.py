@@ -134,17 +134,19 @@ def event_graph(
     return builder.jobs
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Adding:
     """Gradients are added to what is there.
 
     Attributes:
         behind: `early_rooms` of the graph.
         programs: what the program had come to when each left for NVMe.
+        written: by a tile's label, the jobs that wrote its gradient in this pass.
     """
 
     behind: list[int | None]
     programs: list[tuple[int, ...]] = field(default_factory=list)
+    written: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 class _Builder:
@@ -330,6 +332,7 @@ class _Builder:
             self._leaving[tile.label] = (self._leave(tile, tile.gradient_tier, copied, stored, after),)
         if self._adding is not None and tile.gradient_tier == "nvme":
             self._adding.programs.append(self._program)
+            self._adding.written[tile.label] = self._leaving[tile.label]
         if self._in_backward:
             self._update_what_is_whole(tile)
 
@@ -337,9 +340,10 @@ class _Builder:
         """Bring what a gradient is added to, and read it once more than copying the gradient does."""
         hardware, after = self._hardware, (*self._program, *self._leaving.get(tile.label, ()))
         if tile.gradient_tier == "nvme":
-            early = self._adding.behind[len(self._adding.programs)]
-            before = after if early is None else self._adding.programs[early]
-            after = (*after, self._add(f"read {tile.label}", "disk", self._disk(stored, 0), before, stored))
+            adding, read_after = self._adding, after
+            if (early := adding.behind[len(adding.programs)]) is not None:
+                read_after = (*adding.programs[early], *adding.written.get(tile.label, ()))
+            after = (*after, self._add(f"read {tile.label}", "disk", self._disk(stored, 0), read_after, stored))
         if tile.gradient_tier != "device" and not hardware.unified:
             after = (self._add(f"upload {tile.label}", "upload", hardware.upload.seconds(nbytes), after, nbytes),)
         memory = hardware.host if hardware.unified else hardware.device

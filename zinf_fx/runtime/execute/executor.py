@@ -293,6 +293,8 @@ class Run:
 
     def end(self) -> None:
         """The graph has computed all."""
+        if self._gradients is not None:
+            self._gradients.end()
         for tile, nbytes in self._program.gathered:
             self._storages[tile].tiers.counters.gathered_bytes += nbytes
 

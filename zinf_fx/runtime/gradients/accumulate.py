@@ -267,7 +267,7 @@ def accumulate_gradient_part(
 class Addends(NamedTuple):
     """Where elements of a gradient live that another one is to be added to."""
 
-    bytes: StoredBytes
+    stored: StoredBytes
     start: int
     count: int
 

@@ -12,18 +12,17 @@ from zinf_fx.plan.schedule import GraphSchedule
 from zinf_fx.runtime.gradients.accumulate import Addends
 from zinf_fx.runtime.recorder import GRADIENT, RECORDER
 from zinf_fx.runtime.tensor.pack import Stored
-from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
 
 
 @dataclass(frozen=True)
 class _Room:
-    """Of a gradient that is to leave: its tile, where its buffer lies, and how many bytes may be on their way to NVMe
-    when that is taken."""
+    """Of a gradient that is to leave: its tile, where its buffer lies, and how many bytes of gradients may be on their
+    way to NVMe when that is taken, as others are planned in the place of these."""
 
     tile: int
     label: str
     offset: int | None
-    others: int
+    limit: int
 
 
 class RoomsAhead:
@@ -36,8 +35,8 @@ class RoomsAhead:
         rooms = [room_of_gradient(schedule.tiles[event.tile], plan.stage) for event in leaving]
         for number, (event, before) in enumerate(zip(leaving, early_rooms(plan, schedule), strict=True)):
             if before is not None:
-                others = plan.gradient_buffer - sum(rooms[before + 1 : number + 1])
-                room = _Room(event.tile, schedule.tiles[event.tile].label, event.offset, others)
+                limit = plan.gradient_buffer - sum(rooms[before + 1 : number + 1])
+                room = _Room(event.tile, schedule.tiles[event.tile].label, event.offset, limit)
                 self._behind[before].append(room)
 
     def behind(self, number: int) -> Sequence[_Room]:
@@ -52,23 +51,21 @@ class GradientsAhead:
         """`storages`: of each tile."""
         self._rooms, self._storages = rooms, storages
         self._count = 0  # of gradients that left
-        self._windows: list[Window | DeviceWindow] = []
+        self._read: list[Addends] = []
 
-    def left(self, addends_of: Callable[[int], Addends | None]) -> None:
+    def has_left(self, addends_of: Callable[[int], Addends | None]) -> None:
         """The next one left for NVMe. `addends_of`: by a tile, what its gradient is to be added to."""
-        self._windows = [window for window in self._windows if not window.is_over]
         for room in self._rooms.behind(self._count):
             tiers = self._storages[room.tile].tiers
-            tiers.limit_writes(room.others)
-            if tiers.background is None and (addends := addends_of(room.tile)) is not None:
-                with RECORDER.about(room.label, GRADIENT):
-                    window = addends.bytes.read_ahead(addends.start, addends.count, room.offset)
-                if window is not None:
-                    self._windows.append(window)
+            with RECORDER.about(room.label, GRADIENT):
+                tiers.limit_writes(room.limit)
+                if tiers.background is None and (addends := addends_of(room.tile)) is not None:
+                    addends.stored.read_ahead(addends.start, addends.count, room.offset)
+                    self._read.append(addends)
         self._count += 1
 
     def close(self) -> None:
         """Give back what was read ahead and not used."""
-        windows, self._windows = self._windows, []
-        for window in windows:
-            window.close()
+        read, self._read = self._read, []
+        for addends in read:
+            addends.stored.drop_ahead(addends.start, addends.count)

@@ -124,7 +124,7 @@ class LeavingGradients:
             else:
                 self._accumulate(storage, tile, shard, offset)
         if planned.gradient_tier == "nvme":
-            self._ahead.left(self._addends_of)
+            self._ahead.has_left(self._addends_of)
         if tile in self._last_uses:
             self._gradients_left[storage.key] -= 1
         self.passed(tile)
@@ -164,6 +164,10 @@ class LeavingGradients:
                     consumed[state.consumer].append(leaf[0])
             for consumer, parameters in consumed.items():
                 consumer.take_gradients(parameters)
+
+    def end(self) -> None:
+        """All have left."""
+        self._ahead.close()
 
     def abort(self, error: BaseException) -> None:
         """After `error`: half a gradient is none."""

@@ -220,6 +220,10 @@ class Home:
         """What has to end before the elements are changed where they live."""
         return [one[1] for one in (*self._writes, *self.reads) if overlap(one[0], elements)]
 
+    def is_being_written(self, elements: range) -> bool:
+        """Whether a write to some of the elements is under way."""
+        return any(overlap(one.elements, elements) and not one.ticket.done() for one in list(self._writes))
+
     def changed_by(self, elements: range, writer: Ticket) -> None:
         """Something changes the elements where they live, behind all that `before_change` gave, until it is done."""
         self._writes[:] = [one for one in self._writes if not _contains(elements, one.elements)]

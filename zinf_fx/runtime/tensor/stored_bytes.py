@@ -35,7 +35,7 @@ class StoredBytes:
         self._elements = range(first, first + count)
         self._in_host = home.in_host(self._elements)
         self.on_device = self._in_host if home.device.in_host_memory else home.on_device(self._elements)
-        self._ahead: dict[range, Window | DeviceWindow] = {}  # by their elements
+        self._ahead: dict[range, Window] = {}  # by their elements
 
     def follows(self, other: StoredBytes, distance: int) -> bool:
         """Whether these begin so many elements behind the begin of `other`, in the same home."""
@@ -87,15 +87,20 @@ class StoredBytes:
             begin = self._elements.start
             return Window(self, first, self._in_host[first - begin : end - begin], None, None)
         opened, closed = self._in_blocks(first, end)
-        shared = opened < first or closed > end
         buffer = self.tiers.lease((closed - opened) * self.dtype.itemsize, offset)
+        return self._window_in(buffer, range(first, end), load)
+
+    def _window_in(self, buffer: Buffer, elements: range, load: bool) -> Window:
+        """A window over elements of the home, in a buffer that has room for their blocks."""
+        opened, closed = self._in_blocks(elements.start, elements.stop)
+        shared = opened < elements.start or closed > elements.stop
         try:
             memory = buffer.tensor((closed - opened,), self.dtype)
-            ticket = self._read(opened, memory, buffer) if (load or shared) and end > first else None
+            ticket = self._read(opened, memory, buffer) if (load or shared) and elements else None
         except BaseException:
             buffer.release()
             raise
-        return Window(self, opened, memory, buffer, ticket, slice(first - opened, end - opened))
+        return Window(self, opened, memory, buffer, ticket, slice(elements.start - opened, elements.stop - opened))
 
     def device_window(
         self, start: int = 0, count: int | None = None, *, load: bool = True, offset: int | None = None
@@ -105,28 +110,43 @@ class StoredBytes:
         if self.on_device is not None:
             first, end = (one - self._elements.start for one in (elements.start, elements.stop))
             return Window(self, elements.start, self.on_device[first:end], None, None)
-        if (ahead := self._ahead.pop(elements, None)) is not None:
-            self.home.unfollow(ahead)
-            if load and not ahead.is_over and ahead.is_current:
-                return ahead
-            ahead.close()
-        host = self.window(start, count, load=load, offset=offset)
+        host = self._taken_ahead(elements) if load else None
+        if host is None:
+            self.drop_ahead(start, len(elements))
+            host = self.window(start, count, load=load, offset=offset)
         if self.device.in_host_memory:
             return host
         arena, count = self.tiers.device_arenas.get(self.device), self.count - start if count is None else count
         return DeviceWindow(host, self.device, count, self.dtype, load, arena)
 
-    def read_ahead(self, start: int, count: int, offset: int | None = None) -> Window | DeviceWindow | None:
-        """Open what the next `device_window` of these elements is; whoever asked for it closes it in any case. None
-        where that would have to wait for something that is under way."""
+    def read_ahead(self, start: int, count: int, offset: int | None = None) -> Window | None:
+        """Open what the next `device_window` of these elements is, or passes through, in host memory; whoever asked for
+        it drops it in the end. None where that would have to wait for something that is under way."""
         elements = range(*self._range(start, count))
-        if (before := self._ahead.get(elements)) is not None and not before.is_over:
+        if self.tier != "nvme" or elements in self._ahead or self.home.is_being_written(elements):
             return None
-        if self.tier != "nvme" or not all(ticket.done() for ticket in self.home.before_change(elements)):
+        opened, closed = self._in_blocks(elements.start, elements.stop)
+        buffer = self.tiers.lease_at_once((closed - opened) * self.dtype.itemsize, offset)
+        if buffer is None:
             return None
-        window = self.device_window(start, count, offset=offset)
-        window.follow(self)
-        self._ahead[elements] = window
+        window = self._ahead[elements] = self._window_in(buffer, elements, load=True)
+        window.follow(self)  # what it has in common with its neighbours' blocks may be written meanwhile
+        return window
+
+    def drop_ahead(self, start: int, count: int) -> None:
+        """Close what was opened ahead of these elements, if nobody has come for it."""
+        window = self._ahead.pop(range(*self._range(start, count)), None)
+        if window is not None:
+            self.home.unfollow(window)
+            window.close()
+
+    def _taken_ahead(self, elements: range) -> Window | None:
+        """What was opened ahead of these elements of the home, unless others are there by now."""
+        window = self._ahead.get(elements)
+        if window is None or not window.is_current:
+            return None
+        del self._ahead[elements]
+        self.home.unfollow(window)
         return window
 
     def copied(self, start: int, count: int) -> torch.Tensor:

@@ -249,8 +249,10 @@ class Tiers:
             with self._lock:
                 # The room for chunks has the writes of an earlier chunk in it; for a tile's place nobody waits.
                 waits = offset is None
-                if room is not None and (buffer := self._lease_in(room, nbytes, waits)) is not None:
-                    return buffer
+                if room is not None:
+                    if (buffer := self._lease_in(room, nbytes, waits)) is not None:
+                        return buffer
+                    self.counters.displaced += 1
                 try:
                     return self.host.lease(nbytes)
                 except StoreError:
@@ -265,15 +267,23 @@ class Tiers:
             if (ahead := self.ahead) is None or not ahead.close():
                 return self.host.lease(nbytes)
 
+    def lease_at_once(self, nbytes: int, offset: int | None = None) -> Buffer | None:
+        """As `lease`, in the planned place, or without one in any, if that is free; else None."""
+        with self._lock:
+            if offset is not None:
+                return self._lease_in(range(offset, offset + round_up(nbytes, PAGE)), nbytes, waits=False)
+            try:
+                return self.host.lease(nbytes)
+            except StoreError:
+                return None
+
     def _lease_in(self, room: range, nbytes: int, waits: bool) -> Buffer | None:
         buffer = self.host.lease_in(room, nbytes)
         for queue in self._queues:
             while buffer is None and queue and (waits or queue.first_is_done):
                 queue.retire()
                 buffer = self.host.lease_in(room, nbytes)
-        if buffer is None:
-            self.counters.displaced += 1
-        else:
+        if buffer is not None:
             self.counters.placed += 1
         return buffer
 
