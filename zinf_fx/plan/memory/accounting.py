@@ -257,8 +257,7 @@ def in_blocks(tile: Tile, nbytes: int) -> int:
 
 def room_of_gradient(tile: Tile, stage: int) -> int:
     """Bytes of host memory that a tile's gradient needs on its way to NVMe, in whole blocks of its parameter's."""
-    first = tile.start * tile.dtype.itemsize % blocks(1)
-    return blocks(first + tile.gradient_nbytes_at_once(stage))
+    return in_blocks(tile, tile.gradient_nbytes_at_once(stage))
 
 
 def leaving_for_nvme(schedule: GraphSchedule) -> list[Event]:
