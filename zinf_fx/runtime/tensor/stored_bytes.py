@@ -116,8 +116,9 @@ class StoredBytes:
             host = self.window(start, count, load=load, offset=offset)
         if self.device.in_host_memory:
             return host
-        arena, count = self.tiers.device_arenas.get(self.device), self.count - start if count is None else count
-        return DeviceWindow(host, self.device, count, self.dtype, load, arena)
+        return DeviceWindow(
+            host, self.device, len(elements), self.dtype, load, self.tiers.device_arenas.get(self.device)
+        )
 
     def read_ahead(self, start: int, count: int, offset: int | None = None) -> Window | None:
         """Open what the next `device_window` of these elements is, or passes through, in host memory; whoever asked for
