@@ -59,8 +59,8 @@ class GradientsAhead:
             tiers = self._storages[room.tile].tiers
             with RECORDER.about(room.label, GRADIENT):
                 tiers.limit_writes(room.limit)
-                if tiers.background is None and (addends := addends_of(room.tile)) is not None:
-                    addends.stored.read_ahead(addends.start, addends.count, room.offset)
+                addends = addends_of(room.tile) if tiers.background is None else None
+                if addends and addends.stored.read_ahead(addends.start, addends.count, room.offset):
                     self._read.append(addends)
         self._count += 1
 
