@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
 from pathlib import Path
 
 import late_device
@@ -11,6 +10,7 @@ import pytest
 import torch
 from injecting import Fault, clear_faults, inject
 from torch import Tensor, nn
+from twins import fresh_dynamo
 
 import zinf_fx
 from zinf_fx.errors import StoreError
@@ -20,14 +20,9 @@ from zinf_fx.runtime.tensor.stored_bytes import StoredBytes
 from zinf_fx.runtime.tensor.windows import Window, WindowState
 from zinf_fx.sizes import PAGE
 
+__all__ = ["fresh_dynamo"]  # a fixture
+
 LAYERS, WIDTH = 6, 64
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def build(tied: bool = False) -> nn.Module:
