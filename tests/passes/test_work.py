@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from capturing import compiled
 from torch import nn
 
 from zinf_fx.frontend.explain import plan_model
+from zinf_fx.passes.ir.work import Work, total, work_of
 
 
 class Views(nn.Module):
@@ -34,3 +36,25 @@ def test_kernels_are_counted(model: nn.Module, eager: list[int], inductor: list[
         with torch.no_grad():
             (plan,) = plan_model(model, (torch.randn(4, 8),), placement="nvme", pack=None, compute=compute).plans
         assert [operator.kernels for operator in plan.graphs[0].operators] == kernels
+
+
+class Attending(nn.Module):
+    """Products of matrices, a convolution, and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.linear = nn.Conv1d(8, 8, 3, padding=1), nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.linear(self.convolution(x).transpose(1, 2)).unsqueeze(1).chunk(3, dim=-1)
+        return nn.functional.scaled_dot_product_attention(query, key, value).sum()
+
+
+def test_a_graph_for_any_size_computes_as_much_as_that_for_the_size_at_hand() -> None:
+    def work(dynamic: bool) -> Work:
+        call, record = compiled(Attending(), dynamic=dynamic)
+        call(torch.randn(4, 8, 6)).backward()
+        return total(work_of(node) for graph, _ in record.planned.values() for node in graph.graph.nodes)
+
+    assert work(dynamic=True) == work(dynamic=False)
+    assert work(dynamic=True).flops > 3 * 2 * 4 * 6 * 8 * 24  # the linear has as many, in forward alone a third

@@ -20,6 +20,7 @@ from zinf_fx import ops
 from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError
 from zinf_fx.frontend.graph_inputs import GraphInput
+from zinf_fx.passes.ir.framework import size_at_hand
 from zinf_fx.passes.ir.rewriting import copied_module
 
 log = logging.getLogger("zinf_fx")
@@ -57,7 +58,7 @@ def of_one_micro_batch(
     module = _copy_of(captured)
     placeholders = module.graph.find_nodes(op="placeholder")
     (output,) = module.graph.find_nodes(op="output")
-    sizes = {node: _hint(_value(node)) for node in placeholders if isinstance(_value(node), torch.SymInt)}
+    sizes = {node: size_at_hand(_value(node)) for node in placeholders if isinstance(_value(node), torch.SymInt)}
     if count > 1:
         batch = _batch_of(placeholders, inputs, config, count)
         sizes = {node: batch.micro_size(node) for node in sizes}
@@ -121,7 +122,7 @@ class _Batch:
         depending = [dim for dim, size in enumerate(value.shape) if self.symbol in _expression(size).free_symbols]
         if not depending:
             return None
-        found = f"micro_batches={self.count}: {what} is of shape {list(map(_hint, value.shape))}, of which"
+        found = f"micro_batches={self.count}: {what} is of shape {list(map(size_at_hand, value.shape))}, of which"
         if len(depending) > 1:
             raise ConfigError(
                 f"{found} dimensions {depending} depend on the batch size {self.size}, or are equal to it: exactly one "
@@ -148,8 +149,8 @@ class _Batch:
         if not isinstance(value, torch.Tensor):
             if self.symbol in _expression(value).free_symbols:
                 raise ConfigError(
-                    f"micro_batches={self.count}: the model returns the number {_hint(value)}, which depends on the "
-                    "batch: take it from what the model is called with"
+                    f"micro_batches={self.count}: the model returns the number {size_at_hand(value)}, which depends "
+                    "on the batch: take it from what the model is called with"
                 )
             return None
         dim = self.dim_of(result, f"the model's result '{result}'")
@@ -164,7 +165,7 @@ class _Batch:
         size = _value(node)
         expression = _expression(size)
         if self.symbol not in expression.free_symbols:
-            return _hint(size)
+            return size_at_hand(size)
         if expression != self.symbol:
             raise ConfigError(
                 f"micro_batches={self.count}: the graph is called with the size {expression} of the batch size "
@@ -190,23 +191,23 @@ def _batch_of(
         if not isinstance(_expression(size), sympy.Symbol) or (_value(node).dim() == 1 and found):
             continue
         # From the second size of the batch on, Dynamo has a symbol for each tensor's: comparing them makes them one.
-        if not any(_hint(size) == _hint(_first(other)) and size == _first(other) for other, _ in found):
+        if not any(size_at_hand(size) == size_at_hand(_first(other)) and size == _first(other) for other, _ in found):
             found.append((node, one))
     found = _of_one_sample(tensors, found, config) or found
     if len(found) > 1:
-        shapes = ", ".join(f"'{one.name}' {list(map(_hint, _value(node).shape))}" for node, one in found)
+        shapes = ", ".join(f"'{one.name}' {list(map(size_at_hand, _value(node).shape))}" for node, one in found)
         raise ConfigError(
             f"micro_batches={count}: tensors of the call differ in their first dimension ({shapes}), and it can't be "
             "told which is the batch: call torch._dynamo.maybe_mark_dynamic(x, 0) for each tensor x of the batch "
             "before the first step, in the place of dynamic=True"
         )
     for node, one in found:
-        size = _hint(_first(node))
+        size = size_at_hand(_first(node))
         if count != "auto" and size % count:
             raise ConfigError(
                 f"micro_batches={count}: the batch is of size {size} ('{one.name}' is of shape "
-                f"{list(map(_hint, _value(node).shape))}), which is no multiple of it: leave out the last, smaller "
-                "batch (drop_last=True of a DataLoader), or give another number"
+                f"{list(map(size_at_hand, _value(node).shape))}), which is no multiple of it: leave out the last, "
+                "smaller batch (drop_last=True of a DataLoader), or give another number"
             )
         return _Batch(_expression(_first(node)), size, count, config.micro_batch_loss)
     raise ConfigError(
@@ -228,10 +229,10 @@ def _of_one_sample(
     """
     auto = config.micro_batches == "auto"
     matrices = [each for each in tensors if _value(each[0]).dim() > 1] or tensors
-    samples = [(node, one) for node, one in matrices if _hint(_first(node)) == 1]
+    samples = [(node, one) for node, one in matrices if size_at_hand(_first(node)) == 1]
     later = {_known(size) for node, _ in samples for size in _value(node).shape[1:]}
     first = {node: _known(_first(node)) for node, _ in tensors}
-    others = [first[node] for node, _ in matrices if _hint(_first(node)) != 1]
+    others = [first[node] for node, _ in matrices if size_at_hand(_first(node)) != 1]
     if not samples or not all(auto and size in later for size in others):
         return []
     alike = Counter(first.values())
@@ -245,7 +246,7 @@ def _of_one_sample(
             "of dynamic=True",
             samples[0][1].name,
             one.name,
-            list(map(_hint, _value(node).shape)),
+            list(map(size_at_hand, _value(node).shape)),
         )
     return samples[:1]
 
@@ -288,12 +289,7 @@ def _expression(size: object) -> sympy.Basic:
 
 def _known(size: int | torch.SymInt) -> tuple[int, sympy.Basic]:
     """A size as what it is compared by: of two that are equal by chance, Dynamo has different symbols."""
-    return _hint(size), _expression(size)
-
-
-def _hint(size: int | torch.SymInt) -> int:
-    """A size in this call, of which Dynamo makes no guard."""
-    return size.node.hint if isinstance(size, torch.SymInt) else size
+    return size_at_hand(size), _expression(size)
 
 
 def _fixed(node: fx.Node, one: GraphInput) -> GraphInput:
@@ -306,7 +302,7 @@ def _fixed(node: fx.Node, one: GraphInput) -> GraphInput:
         or not any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride()))
     ):
         return one
-    sizes, strides = ([_hint(size) for size in each] for each in (value.shape, value.stride()))
+    sizes, strides = ([size_at_hand(size) for size in each] for each in (value.shape, value.stride()))
     with detect_fake_mode([value]):
         fixed = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
     fixed.requires_grad_(value.requires_grad)

@@ -261,10 +261,14 @@ def computing(graph: fx.Graph) -> dict[int, list[fx.Node]]:
 def bytes_computed(node: fx.Node) -> int:
     """Bytes of a node's result, with the sizes at hand where they are symbolic; of a tuple 0, as its members count."""
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return 0
-    numel = value.numel()
-    return (numel if isinstance(numel, int) else int(numel.node.hint or 0)) * value.dtype.itemsize
+    return (size_at_hand(value.numel()) or 0) * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
+
+
+def size_at_hand(size: int | torch.SymInt) -> int | None:
+    """A size as it is in the call at hand, of which Dynamo makes no guard; None: an operator will say at run time."""
+    if isinstance(size, torch.SymInt):
+        return int(size.node.hint) if size.node.has_hint() else None
+    return size
 
 
 def operator_of(node: fx.Node) -> int:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zinf_fx import ops
 from zinf_fx.errors import PlanError
-from zinf_fx.passes.ir.framework import computing
+from zinf_fx.passes.ir.framework import computing, size_at_hand
 
 # An operator is run for so many seconds and at least so often. The mean counts: what now and then interrupts it here
 # does so in a step, too.
@@ -110,7 +110,7 @@ def _measured(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> float:
 def _made_up(value: Any) -> Any:
     """Something like a value of a node's result. Indices are 0, which every table has."""
     if isinstance(value, torch.SymInt):
-        return int(value.node.hint)
+        return size_at_hand(value)
     if not isinstance(value, torch.Tensor):
         return value
     sizes, strides = ([int(one) for one in each] for each in (value.shape, value.stride()))

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from zinf_fx import ops
 from zinf_fx.passes.ir.aliases import is_view_node
-from zinf_fx.passes.ir.framework import bytes_computed
+from zinf_fx.passes.ir.framework import bytes_computed, size_at_hand
 
 
 @register_flop_formula(ops.quantised_mm.overloadpacket)
@@ -37,16 +38,17 @@ class Work(NamedTuple):
 
 
 def work_of(node: fx.Node) -> Work:
-    """The work of one node. A view has none; where a size is known at run time only, flops are not counted."""
+    """The work of one node, with the sizes at hand where they are symbolic. A view has none; where an operator will say
+    a size at run time, flops are not counted."""
     if is_view_node(node):
         return Work()
     nbytes = bytes_computed(node) + sum(map(bytes_computed, node.all_input_nodes))
     other = Work(other_bytes=nbytes, kernels=int(_is_kernel(node)))
     count = flop_registry.get(getattr(node.target, "overloadpacket", None))
-    if count is None or not all(_is_static(one) for one in (node, *node.all_input_nodes)):
+    if count is None or not all(_has_size(one) for one in (node, *node.all_input_nodes)):
         return other
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    flops = int(count(*args, **kwargs, out_val=node.meta["val"]))
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: tree_map(_at_hand, n.meta["val"]))
+    flops = int(count(*args, **kwargs, out_val=tree_map(_at_hand, node.meta["val"])))
     return Work(flops, product_bytes=nbytes, dtype=_tensors(node)[0].dtype, kernels=1) if flops else other
 
 
@@ -87,5 +89,14 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
     return [one for one in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(one, torch.Tensor)]
 
 
-def _is_static(node: fx.Node) -> bool:
-    return all(isinstance(size, int) for tensor in _tensors(node) for size in tensor.shape)
+def _has_size(node: fx.Node) -> bool:
+    return all(size_at_hand(size) is not None for tensor in _tensors(node) for size in tensor.shape)
+
+
+def _at_hand(value: Any) -> Any:
+    """A part of a node's result, with the sizes at hand."""
+    if isinstance(value, torch.SymInt):
+        return size_at_hand(value)
+    if not isinstance(value, torch.Tensor) or all(isinstance(size, int) for size in value.shape):
+        return value
+    return torch.empty([size_at_hand(size) for size in value.shape], dtype=value.dtype, device="meta")
