@@ -34,6 +34,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 import zinf_fx
+from zinf_fx.config import Config
+from zinf_fx.errors import ConfigError
 from zinf_fx.frontend.explain import plan_model
 from zinf_fx.machine.machine import measure_machine
 from zinf_fx.plan.simulation.simulate import simulate_plan
@@ -69,8 +71,10 @@ class Training:
                 with zinf_fx.offloading(store=store, placement="nvme"):
                     self._model = GPT(config)
                 self._optimizer = zinf_fx.optim.AdamW(self._model.parameters(), **OPTIONS)
-                divided = {"dynamic": True, "options": options_of(args, count)} if way == "vertical" else {}
-                self._loss = torch.compile(self._model, backend="zinf", **divided)
+                together = count if way == "vertical" else 1
+                dynamic = True if way == "vertical" else None
+                options = options_of(args, together)
+                self._loss = torch.compile(self._model, backend="zinf", dynamic=dynamic, options=options)
         self._batch = example_batch(config, count * args.micro_batch)
         self._parts = 1 if way == "vertical" else count
         self._moved = self._step() if way == "in memory" else self._bytes_of(self._step)
@@ -164,8 +168,8 @@ def config_of(args: argparse.Namespace) -> GPTConfig:
 
 
 def options_of(args: argparse.Namespace, count: int) -> dict[str, object]:
-    """The options of a vertical step."""
-    return {"micro_batches": count, "activations": args.activations}
+    """The options of a step of so many micro-batches, or of one in the loop."""
+    return {"micro_batches": count, "activations": args.activations, "prefetch": tuple(args.prefetch)}
 
 
 def simulated(args: argparse.Namespace, way: str, count: int, store: str) -> float:
@@ -259,6 +263,9 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--live", type=int, default=30_000_000, help="parameters that DeepSpeed keeps in memory")
     parser.add_argument("--activations", choices=("keep", "recompute", "offload"), default="keep")
+    parser.add_argument(
+        "--prefetch", type=int, nargs=3, default=[1, 2, 3], metavar="N", help="operators, as the option of the backend"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2, help="of each way in a round")
     parser.add_argument("--threads", type=int, default=1, help="that compute")
@@ -273,6 +280,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = options.parse_args(arguments)
     numbers = ("layers", "hidden", "heads", "context", "micro_batch", "counts", "rounds", "steps", "threads", "live")
     check(options, args, *numbers)
+    try:
+        Config(prefetch=tuple(args.prefetch))
+    except ConfigError as error:
+        options.error(str(error))
     here, chosen = deepspeed_nvme.installed(), args.ways is not None
     if not chosen:
         args.ways = [way for way in WAYS if way != "DeepSpeed" or here]
@@ -286,7 +297,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{machine()}; torch {torch.__version__}, {args.threads} thread(s)")
     print(
         f"GPT {args.layers} x {args.hidden}, bfloat16 with fp32 AdamW, everything on NVMe, micro-batches of "
-        f"{args.micro_batch} x {args.context}, activations={args.activations!r}"
+        f"{args.micro_batch} x {args.context}, activations={args.activations!r}, prefetch={tuple(args.prefetch)}"
     )
     print(f"medians of {args.rounds} rounds of {args.steps} steps; ratios within each round\n")
     print(table(rows))

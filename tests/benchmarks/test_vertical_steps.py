@@ -128,3 +128,6 @@ def test_flags_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         vertical.main(["--counts", "4", "0"])
     assert "--counts must be at least 1, not 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        vertical.main(["--prefetch", "3", "2", "1"])
+    assert "prefetch=(3, 2, 1): a tile is fetched, then uploaded" in capsys.readouterr().err
