@@ -71,10 +71,9 @@ class Training:
                 with zinf_fx.offloading(store=store, placement="nvme"):
                     self._model = GPT(config)
                 self._optimizer = zinf_fx.optim.AdamW(self._model.parameters(), **OPTIONS)
-                together = count if way == "vertical" else 1
-                dynamic = True if way == "vertical" else None
-                options = options_of(args, together)
-                self._loss = torch.compile(self._model, backend="zinf", dynamic=dynamic, options=options)
+                divided = way == "vertical"
+                options = options_of(args, count if divided else 1)
+                self._loss = torch.compile(self._model, backend="zinf", dynamic=divided or None, options=options)
         self._batch = example_batch(config, count * args.micro_batch)
         self._parts = 1 if way == "vertical" else count
         self._moved = self._step() if way == "in memory" else self._bytes_of(self._step)
