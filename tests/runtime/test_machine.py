@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,9 +13,10 @@ import torch
 from zinf_fx.errors import StoreError
 from zinf_fx.machine import machine
 from zinf_fx.machine.machine import measure_machine
+from zinf_fx.native.engine import BLOCK, DEPTH
 from zinf_fx.plan.hardware import DTYPES
 from zinf_fx.runtime.disk.filesystem import file_system_of
-from zinf_fx.runtime.disk.measure import Profile, store_profile
+from zinf_fx.runtime.disk.measure import Profile, Rate, store_profile
 from zinf_fx.runtime.memory.limit import memory_limit
 from zinf_fx.sizes import WINDOW_ALIGNMENT
 
@@ -54,56 +55,75 @@ def test_a_stored_profile_stands_for_the_disk(tmp_path: Path):
     assert (found.nvme.read, found.nvme.write) == (PROFILE.read, PROFILE.write)
 
 
-def test_a_disk_loads_what_is_computed_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """By so much as computing takes longer while the engine moves what it is told to; the median counts."""
+def test_computing_and_the_disk_slow_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By as much as each takes longer beside the other; the median counts. A read takes 1 s, and a write 3 s."""
     monkeypatch.setattr(machine, "_TIMES", 3)
-    taken = iter((1.0, 1.25, 1.0, 9.0, 1.0, 1.25, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0))
-    moved: list[str] = []
-    run = machine.Trial.run
-    monkeypatch.setattr(machine.Trial, "run", lambda trial, kind: moved.append(kind) or run(trial, kind))
+    computing = iter((1.0, 1.25, 1.0, 9.0, 1.0, 1.25, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0))
+    beside: list[str] = []
+
+    def run(trial: machine.Trial, kind: str) -> Rate:
+        beside.append(kind)
+        return Rate(kind, trial.nbytes, 2.0 if kind == "read" else 4.0)
 
     def mean(work: Callable[[], object], device: torch.device) -> float:
+        if isinstance(work, partial):  # what moves bytes, by itself
+            return 1.0 if work.args == ("read",) else 3.0
         work()
-        before, seconds, began = len(moved), next(taken), time.monotonic()
-        while seconds != 1.0 and len(moved) == before and time.monotonic() < began + 60:  # beside the disk
-            time.sleep(0.001)
-        return seconds
+        return next(computing)
 
+    monkeypatch.setattr(machine.Trial, "__init__", lambda trial, *_, **__: setattr(trial, "nbytes", 1))
+    monkeypatch.setattr(machine.Trial, "close", lambda trial: None)
+    monkeypatch.setattr(machine.Trial, "run", run)
     monkeypatch.setattr(machine, "_mean", mean)
     monkeypatch.setattr(machine.Trial, "start_seconds", lambda trial, before, times: 1e-4)
-    assert machine.disk_loads(tmp_path) == (1 - 1 / 1.25, 0.5, 1e-4)
-    assert moved[0] == "write" and set(moved[1:]) == {"read", "write"}  # first the trial's file is made
-    assert moved == [moved[0], *sorted(moved[1:])]
+    monkeypatch.setattr(machine, "_share_alone", lambda trial, before, meanwhile: 0.6)
+    found = machine.beside_computing(tmp_path)
+    assert found == {
+        "read_load": 1 - 1 / 1.25,
+        "write_load": 0.5,
+        "start": 1e-4,
+        "beside": (1 / 2 + 3 / 4) / 2,
+        "alone": 0.6,
+    }
+    assert set(beside) == {"read", "write"} and beside == sorted(beside)
 
 
-def test_the_latency_of_a_disk_is_what_a_read_alone_takes_besides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert machine.disk_latency(tmp_path, read=1e-3) == 0  # a disk whose blocks take an hour has none to speak of
-    monkeypatch.setattr(machine.Trial, "alone_seconds", lambda trial, times: 0.003 + trial.block / 1e9)
-    assert machine.disk_latency(tmp_path, read=1e9) == pytest.approx(0.003)
-    monkeypatch.setattr(machine, "disk_latency", lambda store, read: read / PROFILE.read)
-    store_profile(tmp_path, PROFILE)
-    assert machine._disk(tmp_path, unified=False).latency == 1, "of the rate that the description has"
+def test_the_share_of_a_block_alone_is_that_of_the_speed_of_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The median of what a block takes, by itself and with many: 4 s and 1 s, or less than with many."""
+    monkeypatch.setattr(machine, "_TIMES", 3)
+    one, many = [9.0, 4.0, 4.0, 0.1, 0.1, 0.1], [1.0, 1.0, 7.0] * 2
+    monkeypatch.setattr(
+        machine.Trial,
+        "block_seconds",
+        lambda trial, together, times, *_: {1: one, 2 * DEPTH: many}[together].pop(0),
+    )
+    assert machine.share_alone(tmp_path) == 1 / 4
+    assert machine.share_alone(tmp_path) == 1
 
 
 def test_computing_that_is_faster_beside_the_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    taken = iter((1.0, 0.9, 1.0, 0.9))
+    taken = iter((1.0, 1.0, 0.9, 1.0, 1.0, 0.9))  # computing, moving, and computing beside it
     monkeypatch.setattr(machine, "_mean", lambda work, device: next(taken))
-    assert machine.disk_loads(tmp_path)[:2] == (0, 0)
+    monkeypatch.setattr(machine, "_share_alone", lambda trial, before, meanwhile: 0.6)
+    found = machine.beside_computing(tmp_path)
+    assert found["read_load"] == found["write_load"] == 0
 
 
 def test_a_cpu_is_described_with_the_loads_of_its_disk_where_that_has_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(machine, "disk_loads", lambda store: (0.1, 0.2, 1e-4))
-    found = measure_machine(tmp_path)
-    assert (found.nvme.read_load, found.nvme.write_load, found.nvme.start) == (0.1, 0.2, 1e-4)
+    loads = {"read_load": 0.1, "write_load": 0.2, "start": 1e-4, "beside": 0.9, "alone": 0.6}
+    monkeypatch.setattr(machine, "beside_computing", lambda store: loads)
+    monkeypatch.setattr(machine, "share_alone", lambda store: 0.9)
+    nvme = measure_machine(tmp_path).nvme
+    assert {name: getattr(nvme, name) for name in loads} == loads and (nvme.depth, nvme.block) == (DEPTH, BLOCK)
     without = machine._disk(tmp_path, unified=False)
-    assert (without.read_load, without.start) == (0, 0)
+    assert (without.read_load, without.start, without.depth, without.alone) == (0, 0, DEPTH, 0.9)
     store_profile(tmp_path, PROFILE)
     monkeypatch.setattr(machine, "file_system_of", lambda store: SimpleNamespace(free=0))
     found = measure_machine(tmp_path)
     disk = found.nvme
-    assert (disk.read, disk.read_load, disk.write_load, disk.start) == (PROFILE.read, 0, 0, 0)
+    assert (disk.read, disk.read_load, disk.write_load, disk.start, disk.depth) == (PROFILE.read, 0, 0, 0, 1)
 
 
 def test_rates_count_what_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

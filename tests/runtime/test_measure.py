@@ -58,6 +58,21 @@ def test_starting_a_transfer_is_measured_alone(tmp_path: Path):
         assert len(called) == times and trial.engine.counters().bytes_read == times * MIB
 
 
+def test_what_a_block_takes_is_measured_beside_what_the_thread_does(tmp_path: Path):
+    """Of three blocks that are read together, each of which is late, as `meanwhile` sees; `before` doesn't count."""
+    late, pause = 0.05, 0.2
+    done: list[str] = []
+    with Trial(tmp_path, nbytes=4 * MIB, block=MIB, depth=2) as trial:
+        inject(trial.engine, Fault("completion", operation="read", delay=late, count=6))
+        began = time.perf_counter()
+        seconds = trial.block_seconds(
+            3, 2, lambda: done.append("before") or time.sleep(pause), lambda: done.append("meanwhile")
+        )
+        assert late / 3 <= seconds and 6 * seconds <= time.perf_counter() - began - 2 * pause
+        assert trial.engine.counters().bytes_read == 6 * MIB
+    assert done.count("before") == 2 and done[:2] == ["before", "meanwhile"]
+
+
 def test_a_trial_that_fails_leaves_nothing(tmp_path: Path):
     with pytest.raises(StoreError, match=r"reserved|full|limit"):
         Trial(tmp_path, nbytes=1 << 60)

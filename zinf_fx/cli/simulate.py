@@ -19,7 +19,7 @@ from zinf_fx.plan.saving import checkpoint_sizes, checkpoints
 from zinf_fx.plan.show.saving import checkpoints_text
 from zinf_fx.plan.simulation.batch import batch_of, with_batch
 from zinf_fx.plan.simulation.operator_time import decided_by_launches
-from zinf_fx.plan.simulation.simulate import Simulation, Stall, one_after_another, simulate, simulate_plan
+from zinf_fx.plan.simulation.simulate import Simulation, Stall, simulate_plan
 from zinf_fx.plan.simulation.timeline import slices
 from zinf_fx.tables import table
 
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> None:
     plan = planned.only("a simulation")
     hardware = described().with_ranks(plan.world_size)
     accumulate = parse_count(options.accumulate, "accumulate")
-    how = {"run": one_after_another if options.no_overlap else simulate, "overlap": options.overlap}
+    how = {"in_turn": options.no_overlap, "overlap": options.overlap}
     how |= {"accumulate": accumulate, "in_backward": options.in_backward}
     if batches is not None:
         found = {batch: simulate_plan(with_batch(plan, batch), hardware, **how) for batch in batches}

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from threading import Event
+from typing import TypeVar
 
 import torch
 
+from zinf_fx.native.engine import BLOCK, DEPTH
 from zinf_fx.optim.blockwise import decode, encode
 from zinf_fx.optim.companions import CODES, LOWER, SCALES, UPS
 from zinf_fx.optim.split import join, split
@@ -21,10 +24,11 @@ from zinf_fx.optim.workers import at_the_same_time, lanes_for
 from zinf_fx.plan.hardware import DTYPES, Disks, Hardware, Link, Memory
 from zinf_fx.plan.memory.accounting import AT_ONCE
 from zinf_fx.runtime.disk.filesystem import file_system_of
-from zinf_fx.runtime.disk.measure import QUICK_BYTES, Trial, load_profile
+from zinf_fx.runtime.disk.measure import QUICK_BYTES, Rate, Trial, load_profile
 from zinf_fx.runtime.memory.limit import memory_limit
 from zinf_fx.sizes import PAGE
 
+T = TypeVar("T")
 CPU = torch.device("cpu")
 # Larger than caches, and small beside any memory.
 _COPIED = 256 << 20
@@ -33,7 +37,7 @@ _LAUNCHES = 1000
 _DISK_BYTES = 512 << 20
 # What computes beside the disk: some tokens, by the weights of some layers of this width.
 _ROWS, _WIDTH, _WEIGHTS = 128, 1024, 4
-_STARTS = 50
+_STARTS, _BURSTS = 50, 8
 _UPDATED = AT_ONCE
 # A measurement is repeated for so long, and at least so often; the mean counts.
 _SECONDS, _TIMES = 0.3, 3
@@ -174,11 +178,8 @@ def _disk(store: Path | str, unified: bool) -> Disks:
     disks = Disks(free, read, write, None)
     if free < 2 * QUICK_BYTES:  # a full disk, whose rates are stored, is described without
         return disks
-    disks = replace(disks, latency=disk_latency(store, read))
-    if not unified:
-        return disks
-    read_load, write_load, start = disk_loads(store)
-    return replace(disks, read_load=read_load, write_load=write_load, start=start)
+    of_blocks = beside_computing(store) if unified else {"alone": share_alone(store)}
+    return replace(disks, depth=DEPTH, block=BLOCK, **of_blocks)
 
 
 def disk_rates(store: Path | str, nbytes: int) -> tuple[float, float]:
@@ -195,53 +196,86 @@ def disk_rates(store: Path | str, nbytes: int) -> tuple[float, float]:
     return read, write
 
 
-def disk_latency(store: Path | str, read: float) -> float:
-    """Seconds that a read takes besides when nothing else is under way, of a disk that reads so many bytes per second.
-
-    Raises: StoreError.
-    """
-    with Trial(store, nbytes=QUICK_BYTES, checksum=True) as trial:
-        return max(trial.alone_seconds(_STARTS) - trial.block / read, 0.0)
-
-
-def disk_loads(store: Path | str) -> tuple[float, float, float]:
-    """The shares of its speed, 0 to below 1, that computing on a CPU loses while the engine reads, and while it writes;
-    and seconds to start a transfer between two computations. Measurements of computing alone and beside the disk
-    alternate.
+def beside_computing(store: Path | str) -> dict[str, float]:
+    """What computing on a CPU and the engine cost each other: `read_load`, `write_load`, `start`, `beside` and `alone`
+    of a description's disk. Measurements of each by itself and of both alternate.
 
     Raises: StoreError.
     """
     weights = [torch.ones(_WIDTH, 4 * _WIDTH, dtype=torch.float32, device=CPU) for _ in range(_WEIGHTS)]
     rows = torch.ones(_ROWS, _WIDTH, dtype=torch.float32, device=CPU)
 
+    parts = cycle(weights[0].split(_WIDTH // 4, dim=1))
+
     def compute() -> None:
         for weight in weights:
             torch.mm(rows, weight)
 
-    with Trial(store, nbytes=QUICK_BYTES, checksum=True) as trial, ThreadPoolExecutor(1) as mover:
-        read, write = (_lost_beside(partial(trial.run, kind), compute, mover) for kind in ("read", "write"))
+    def compute_some() -> None:
+        torch.mm(rows, weights[0])
+
+    def compute_little() -> None:
+        torch.mm(rows[: _ROWS // 4], next(parts))
+
+    with Trial(store, nbytes=QUICK_BYTES, checksum=True) as trial, ThreadPoolExecutor(1) as other:
+        read_load, reads = _cost_each_other(compute, partial(trial.run, "read"), other)
+        write_load, writes = _cost_each_other(compute, partial(trial.run, "write"), other)
+        alone = _share_alone(trial, compute_some, compute_little)
         start = trial.start_seconds(compute, _STARTS)
-    return read, write, start
+    beside = (reads + writes) / 2
+    return {"read_load": read_load, "write_load": write_load, "start": start, "beside": beside, "alone": alone}
 
 
-def _lost_beside(move: Callable[[], object], compute: Callable[[], object], mover: Executor) -> float:
-    """The share of its speed that `compute` loses while `move` is called again and again by another thread."""
-    alone, beside = [], []
+def _cost_each_other(compute: Callable[[], object], move: Callable[[], Rate], other: Executor) -> tuple[float, float]:
+    """The share of its speed that computing loses while another thread moves bytes, and the share that these keep."""
+    computing, computing_beside, moving, moving_beside = [], [], [], []
     for _ in range(_TIMES):
-        alone.append(_mean(compute, CPU))
-        stop = Event()
+        computing.append(_mean(compute, CPU))
+        moving.append(_mean(move, CPU))
+        with _again_and_again(move, other) as moved:
+            computing_beside.append(_mean(compute, CPU))
+        moving_beside.append(fmean(rate.seconds for rate in moved))
+    lost = 1 - median(computing) / median(computing_beside)
+    return max(0.0, lost), min(median(moving) / median(moving_beside), 1.0)
 
-        def moving(stop: Event = stop) -> None:
-            while not stop.is_set():
-                move()
 
-        moved = mover.submit(moving)
-        try:
-            beside.append(_mean(compute, CPU))
-        finally:
-            stop.set()
-        moved.result()
-    return max(0.0, 1 - median(alone) / median(beside))
+def _nothing() -> None:
+    """What a thread does that just waits."""
+
+
+def share_alone(store: Path | str) -> float:
+    """The share of the speed of many blocks that are read together, that one at a time has. Raises: StoreError."""
+    with Trial(store, nbytes=QUICK_BYTES, checksum=True) as trial:
+        return _share_alone(trial)
+
+
+def _share_alone(
+    trial: Trial, before: Callable[[], object] = _nothing, meanwhile: Callable[[], object] = _nothing
+) -> float:
+    """While the thread that starts them does something before, and meanwhile."""
+    one, many = [], []
+    for _ in range(_TIMES):
+        one.append(trial.block_seconds(1, _STARTS, before, meanwhile))
+        many.append(trial.block_seconds(2 * DEPTH, _BURSTS, before, meanwhile))
+    return min(median(many) / median(one), 1.0)
+
+
+@contextmanager
+def _again_and_again(work: Callable[[], T], other: Executor) -> Iterator[list[T]]:
+    """Work of another thread, until the block ends: its results, of once at least."""
+    stop = Event()
+    done: list[T] = []
+
+    def working() -> None:
+        while not (done and stop.is_set()):
+            done.append(work())
+
+    worked = other.submit(working)
+    try:
+        yield done
+    finally:
+        stop.set()
+        worked.result()
 
 
 def _mean(work: Callable[[], object], device: torch.device) -> float:

@@ -89,15 +89,28 @@ class Disks(Memory):
             one memory, and then for all that is computed.
         start: seconds that the program takes to start a transfer, because what moves it needs a processor that computes
             at the time. It counts where device and host are one memory.
-        latency: seconds that a read takes besides when nothing else is under way. Those that follow others without a
-            pause take none.
+        beside: the share of their speed that the drives keep while something is computed, because what moves their
+            bytes needs processors. It counts where device and host are one memory.
+        depth: blocks that are under way at a time, which what they belong to shares the speed by. 1: one transfer is
+            moved at a time.
+        block: bytes of each.
+        alone: the share of their speed that the drives have while one block is under way. As many as `depth` have all
+            of it, and as many as lie in between a power of their number. Where device and host are one memory it is
+            small, since what starts a block and sees that it is done waits for a processor that computes.
     """
 
     endurance: _Endurance
     read_load: _LostShare = 0.0
     write_load: _LostShare = 0.0
     start: _Number = 0.0
-    latency: _Number = 0.0
+    beside: _Share = 1.0
+    depth: Positive = 1
+    block: _Bytes = 4 << 20
+    alone: _Share = 1.0
+
+    def blocks(self, nbytes: int) -> int:
+        """Into how many so many bytes are divided."""
+        return max(1, -(-nbytes // self.block))
 
     def days_until_worn(self, written_per_day: float) -> float | None:
         """Days until they are, when so many bytes are written per day; None where that isn't known, or none are."""

@@ -1,17 +1,18 @@
 """A discrete-event simulation of jobs on resources: how long they take, what is busy, and what the rest waits for.
 
 Each resource does one job at a time, in the order in which jobs become ready; of those that become ready together, the
-one that the program comes to first. So a job starts at the moment when another one ends: its cause, either the last
-that it had to wait for, or the one that had the resource before it. Causes make the critical path.
+one that the program comes to first. The disk works at as many blocks at a time as the engine has under way, so the jobs
+that they belong to share its speed. A job starts at the moment when another one ends: its cause, either the last that
+it had to wait for, or one that made room for it. Causes make the critical path.
 
 Where the processors that compute also move the disk's bytes, computing is slower while the disk is busy, by the load of
-what it does. Where the disk has been idle, a read that comes next takes its latency besides.
+what it does, and the disk is slower while something is computed. It is slower, too, the fewer blocks are under way.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zinf_fx.errors import PlanError
@@ -19,6 +20,7 @@ from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.simulation.event_graph import RESOURCES, Compute, Job, Resource, event_graph
 from zinf_fx.plan.simulation.operator_time import compute_seconds
+from zinf_fx.plan.simulation.server import Server
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ class Stall:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Jobs, and when each of them runs; what was computed beside a load, or found its resource idle, has the seconds
-    that it took so. `flops`: those that one device does, recomputation included."""
+    """Jobs, and when each of them runs; what was computed beside a load, or shared the disk, has the seconds that it
+    took so. `flops`: those that one device does, recomputation included."""
 
     jobs: tuple[Job, ...]
     timings: tuple[Timing, ...]
@@ -61,8 +63,12 @@ class Simulation:
 
     @property
     def busy(self) -> dict[Resource, float]:
-        """Seconds of work of each resource."""
-        return _by_resource((job, job.seconds) for job in self.jobs)
+        """Seconds in which each resource works."""
+        found, ends = dict.fromkeys(RESOURCES, 0.0), dict.fromkeys(RESOURCES, 0.0)
+        for job, timing in sorted(zip(self.jobs, self.timings, strict=True), key=lambda one: one[1].start):
+            found[job.resource] += max(timing.end - max(timing.start, ends[job.resource]), 0.0)
+            ends[job.resource] = max(timing.end, ends[job.resource])
+        return found
 
     @property
     def utilisation(self) -> dict[Resource, float]:
@@ -119,69 +125,62 @@ def _by_resource(seconds: Iterable[tuple[Job, float]]) -> dict[Resource, float]:
     return found
 
 
-def simulate(jobs: Sequence[Job]) -> Simulation:
-    """Run jobs on resources. Raises: PlanError: jobs wait for each other in a circle."""
+def simulate(jobs: Sequence[Job], depth: int = 1, alone: float = 1.0, beside: float = 1.0) -> Simulation:
+    """Run jobs on resources.
+
+    Args:
+        depth: how many blocks the disk works at together.
+        alone: the share of its speed that it has while one block is under way; if it works at one alone, all of it.
+        beside: the share of its speed that it keeps while something is computed.
+
+    Raises: PlanError: jobs wait for each other in a circle.
+    """
     open_count = [len(set(job.after)) for job in jobs]
     followers: list[list[int]] = [[] for _ in jobs]
     for index, job in enumerate(jobs):
         for before in set(job.after):
             followers[before].append(index)
-    queues: dict[Resource, list[tuple[float, int]]] = {resource: [] for resource in RESOURCES}
-    last: dict[Resource, int | None] = dict.fromkeys(RESOURCES)
-    idle_since: dict[Resource, float] = dict.fromkeys(RESOURCES, -1.0)
-    running: dict[Resource, int] = {}
+    compute, disk = Server(jobs), Server(jobs, depth, alone)
+    others: dict[Resource, Server] = {name: Server(jobs) for name in RESOURCES if name not in ("compute", "disk")}
+    servers: dict[Resource, Server] = {"compute": compute, "disk": disk, **others}
+    starts: list[tuple[float, int | None] | None] = [None] * len(jobs)
+    ends = [0.0] * len(jobs)
     released: list[int | None] = [None] * len(jobs)
-    timings: list[Timing | None] = [None] * len(jobs)
-    ending: list[tuple[float, int]] = []
-    now, speed = 0.0, 1.0  # that of computing
-    loaded = any(job.load for job in jobs)
+    changed = set()
+    now = 0.0
     for index, count in enumerate(open_count):
         if not count:
-            heapq.heappush(queues[jobs[index].resource], (now, index))
-    while True:
-        for resource, queue in queues.items():
-            if queue and resource not in running:
-                ready, index = heapq.heappop(queue)
-                cause = released[index] if ready == now else last[resource]
-                latency = jobs[index].latency if idle_since[resource] < now else 0.0
-                end = now + latency + jobs[index].seconds / (speed if resource == "compute" else 1.0)
-                timings[index] = Timing(now, end, cause)
-                heapq.heappush(ending, (end, index))
-                running[resource] = last[resource] = index
-        if not ending:
-            break
-        if loaded:
-            before, speed = speed, 1.0 - sum(jobs[index].load for index in running.values())
-            if "compute" in running and speed != before:
-                index = running["compute"]
-                end = now + (timings[index].end - now) * before / speed
-                timings[index] = replace(timings[index], end=end)
-                heapq.heappush(ending, (end, index))
-        now = ending[0][0]
-        while ending and ending[0][0] == now:
-            _, done = heapq.heappop(ending)
-            resource = jobs[done].resource
-            if running.get(resource) != done or timings[done].end != now:
-                continue  # it ends at another time, because computing was slower or faster since
-            del running[resource]
-            idle_since[resource] = now
+            servers[jobs[index].resource].put(index, now)
+            changed.add(servers[jobs[index].resource])
+    while changed:
+        for server in changed:
+            for index, before in server.start(now):
+                starts[index] = now, released[index] if before is None else before
+        for server in others.values():
+            server.go_on(now)
+        disk.go_on(now, beside if compute.works else 1.0)  # each slows the other
+        compute.go_on(now, 1.0 - disk.load)
+        now = min(server.next_end for server in servers.values())
+        changed = {server for server in servers.values() if server.next_end == now < math.inf}
+        for done in sorted(index for server in changed for index in server.end(now)):
+            ends[done] = now
             for follower in followers[done]:
                 open_count[follower] -= 1
                 if not open_count[follower]:
                     released[follower] = done
-                    heapq.heappush(queues[jobs[follower].resource], (now, follower))
-    finished = tuple(timing for timing in timings if timing is not None)
-    if len(finished) < len(jobs):
-        stuck = next(job.name for job, timing in zip(jobs, timings, strict=True) if timing is None)
+                    server = servers[jobs[follower].resource]
+                    server.put(follower, now)
+                    changed.add(server)
+    timings = tuple(Timing(start[0], end, start[1]) for start, end in zip(starts, ends, strict=True) if start)
+    if len(timings) < len(jobs):
+        stuck = next(job.name for job, start in zip(jobs, starts, strict=True) if start is None)
         raise PlanError(f"{stuck!r} can't be simulated: what it waits for waits for it")
-    if loaded or any(job.latency for job in jobs):
+    if depth > 1 or beside < 1 or any(job.load for job in jobs):
         jobs = [
-            replace(job, seconds=timing.end - timing.start, latency=0.0)
-            if job.resource == "compute" or job.latency
-            else job
-            for job, timing in zip(jobs, finished, strict=True)
+            replace(job, seconds=timing.end - timing.start) if job.resource in ("compute", "disk") else job
+            for job, timing in zip(jobs, timings, strict=True)
         ]
-    return Simulation(tuple(jobs), finished)
+    return Simulation(tuple(jobs), timings)
 
 
 def one_after_another(jobs: Sequence[Job]) -> Simulation:
@@ -197,7 +196,7 @@ def simulate_plan(
     plan: Plan,
     hardware: Hardware,
     compute: Compute | None = None,
-    run: Callable[[Sequence[Job]], Simulation] = simulate,
+    in_turn: bool = False,
     overlap: bool = True,
     accumulate: int = 1,
     in_backward: bool = False,
@@ -206,7 +205,7 @@ def simulate_plan(
 
     Args:
         compute: measured seconds of each operator; default what the hardware's figures say.
-        run: how its jobs follow each other.
+        in_turn: its jobs run one after another, with nothing overlapped.
         overlap: the optimizer's step goes on in the next forward pass.
         accumulate: how many micro-batches a loop runs the plan's graphs for before the optimizer's step.
         in_backward: the optimizer updates each parameter in backward, when its gradient is whole.
@@ -216,4 +215,9 @@ def simulate_plan(
     """
     compute = compute_seconds(plan, hardware) if compute is None else compute
     flops = accumulate * sum(operator.flops for graph in plan.graphs for operator in graph.operators)
-    return replace(run(event_graph(plan, hardware, compute, overlap, accumulate, in_backward)), flops=flops)
+    jobs = event_graph(plan, hardware, compute, overlap, accumulate, in_backward)
+    if in_turn:
+        return replace(one_after_another(jobs), flops=flops)
+    disks = hardware.nvme
+    found = simulate(jobs, disks.depth, disks.alone, disks.beside if hardware.unified else 1.0)
+    return replace(found, flops=flops)

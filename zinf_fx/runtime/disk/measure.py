@@ -120,14 +120,25 @@ class Trial:
             ticket.wait()
         return seconds / times
 
-    def alone_seconds(self, times: int) -> float:
-        """Seconds that the read of a block takes with nothing else under way: the mean of so many, from all over the
-        file."""
-        started = time.perf_counter()
-        for number in range(times):
-            offset = number * self.nbytes // times // self.block * self.block
-            self._submit(READ, self._memory[0], offset).wait()
-        return (time.perf_counter() - started) / times
+    def block_seconds(
+        self, together: int, times: int, before: Callable[[], object], meanwhile: Callable[[], object]
+    ) -> float:
+        """Seconds that a block takes of so many that are read together: the mean of so many times, from all over the
+        file. This thread calls `before` before each time, and then `meanwhile` until they are there."""
+        blocks, seconds, number = self.nbytes // self.block, 0.0, 0
+        for _ in range(times):
+            before()
+            started = time.perf_counter()
+            tickets = []
+            for memory in self._memory[:together]:
+                tickets.append(self._submit(READ, memory, number % blocks * self.block))
+                number += 1
+            for ticket in tickets:
+                while not ticket.done():
+                    meanwhile()
+                ticket.wait()
+            seconds += time.perf_counter() - started
+        return seconds / times / together
 
     def _submit(self, kind: int, memory: torch.Tensor, offset: int) -> FileTicket:
         """Start to move a block at so many bytes from the file's beginning."""
