@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -33,7 +33,7 @@ from zinf_fx.plan.hardware import Hardware, load
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.simulation.batch import with_batch
 from zinf_fx.plan.simulation.event_graph import RESOURCES, Job, Resource
-from zinf_fx.plan.simulation.simulate import Simulation, one_after_another, simulate, simulate_plan
+from zinf_fx.plan.simulation.simulate import simulate_plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
@@ -113,9 +113,9 @@ def plan_of(run: Run, layers: int) -> Plan:
     return zinf_fx.export_plan(model, inputs, placement=run.placement, activations=run.interval, world_size=ranks)
 
 
-def figures(plan: Plan, run: Run, hardware: Hardware, order: Callable[[Sequence[Job]], Simulation]) -> Figures:
-    """A simulated step of a plan."""
-    simulation = simulate_plan(with_batch(plan, run.batch), hardware, run=order, overlap=False)
+def figures(plan: Plan, run: Run, hardware: Hardware, in_turn: bool = False) -> Figures:
+    """A simulated step of a plan; `in_turn`: with nothing overlapped."""
+    simulation = simulate_plan(with_batch(plan, run.batch), hardware, in_turn=in_turn, overlap=False)
     activations = {tile.label for graph in plan.graphs for tile in graph.tiles if tile.activation}
 
     def seconds(wanted: Callable[[Job], bool]) -> float:
@@ -143,16 +143,16 @@ def simulated(run: Run) -> dict[str, object]:
     plans = [plan_of(run, layers) for layers in depths]
     steps = (run.layers - depths[0]) / (depths[1] - depths[0])
 
-    def whole(peak: float, order: Callable[[Sequence[Job]], Simulation]) -> Figures:
+    def whole(peak: float, in_turn: bool = False) -> Figures:
         described = load("dgx-2").with_ranks(plans[0].world_size)
         hardware = replace(described, achievable=peak / described.peak["float16"])
-        fewer, more = (figures(plan, run, hardware, order) for plan in plans)
+        fewer, more = (figures(plan, run, hardware, in_turn) for plan in plans)
         return fewer.extended(more, steps)
 
-    off, on = whole(LEAST, one_after_another), whole(MOST, simulate)
-    average = whole(AVERAGE, simulate)
-    apart = whole(AVERAGE, one_after_another)
-    speedup = whole(MOST, one_after_another).seconds / on.seconds
+    off, on = whole(LEAST, in_turn=True), whole(MOST)
+    average = whole(AVERAGE)
+    apart = whole(AVERAGE, in_turn=True)
+    speedup = whole(MOST, in_turn=True).seconds / on.seconds
     waits = max(average.waited, key=lambda name: average.waited[name])
     return {
         "run": run.name,

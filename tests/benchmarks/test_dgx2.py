@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from zinf_fx.plan.hardware import load
-from zinf_fx.plan.simulation.simulate import simulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -51,7 +50,7 @@ def test_over_forty_on_one_node():
 def test_a_step_of_more_layers_is_that_of_fewer_extended():
     run = replace(RUNS[3], hidden=4)
     hardware = load("dgx-2").with_ranks(512)
-    two, four, seven = (figures(plan_of(run, layers), run, hardware, simulate) for layers in (2, 4, 7))
+    two, four, seven = (figures(plan_of(run, layers), run, hardware) for layers in (2, 4, 7))
     extended = two.extended(four, 2.5)
     assert extended.flops == pytest.approx(seven.flops)
     assert extended.seconds == pytest.approx(seven.seconds, rel=0.01)

@@ -52,11 +52,12 @@ def test_a_file(tmp_path: Path):
 
 def test_a_disk_costs_computing_nothing_unless_it_is_said():
     plain = hardware.parse(TEXT, "x").nvme
-    assert (plain.read_load, plain.write_load, plain.start, plain.depth, plain.alone) == (0, 0, 0, 1, 1)
-    more = 'read_load = 0\nwrite_load = 0.3\nstart = 2e-4\ndepth = 16\nblock = "1MiB"\nalone = 0.6'
+    assert (plain.read_load, plain.write_load, plain.start) == (0, 0, 0)
+    assert (plain.beside, plain.depth, plain.alone) == (1, 1, 1)
+    more = 'read_load = 0\nwrite_load = 0.3\nstart = 2e-4\nbeside = 0.9\ndepth = 16\nblock = "1MiB"\nalone = 0.6'
     loaded = hardware.parse(TEXT.replace('endurance = "56000TB"', f'endurance = "56000TB"\n{more}'), "x").nvme
     assert (loaded.read_load, loaded.write_load, loaded.start) == (0, 0.3, 2e-4)
-    assert (loaded.depth, loaded.block, loaded.alone) == (16, 1 << 20, 0.6)
+    assert (loaded.beside, loaded.depth, loaded.block, loaded.alone) == (0.9, 16, 1 << 20, 0.6)
 
 
 def test_what_a_disk_moves_consists_of_blocks():

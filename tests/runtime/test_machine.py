@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from zinf_fx.machine.machine import measure_machine
 from zinf_fx.native.engine import BLOCK, DEPTH
 from zinf_fx.plan.hardware import DTYPES
 from zinf_fx.runtime.disk.filesystem import file_system_of
-from zinf_fx.runtime.disk.measure import Profile, Rate, store_profile
+from zinf_fx.runtime.disk.measure import Profile, store_profile
 from zinf_fx.runtime.memory.limit import memory_limit
 from zinf_fx.sizes import WINDOW_ALIGNMENT
 
@@ -59,21 +60,16 @@ def test_computing_and_the_disk_slow_each_other(tmp_path: Path, monkeypatch: pyt
     """By as much as each takes longer beside the other; the median counts. A read takes 1 s, and a write 3 s."""
     monkeypatch.setattr(machine, "_TIMES", 3)
     computing = iter((1.0, 1.25, 1.0, 9.0, 1.0, 1.25, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0))
-    beside: list[str] = []
-
-    def run(trial: machine.Trial, kind: str) -> Rate:
-        beside.append(kind)
-        return Rate(kind, trial.nbytes, 2.0 if kind == "read" else 4.0)
+    moving = iter((1.0, 2.0, 1.0, 9.0, 1.0, 2.0, 3.0, 4.0, 3.0, 4.0, 3.0, 1.0))
+    moved: list[str] = []
 
     def mean(work: Callable[[], object], device: torch.device) -> float:
-        if isinstance(work, partial):  # what moves bytes, by itself
-            return 1.0 if work.args == ("read",) else 3.0
         work()
-        return next(computing)
+        return next(moving if isinstance(work, partial) else computing)
 
-    monkeypatch.setattr(machine.Trial, "__init__", lambda trial, *_, **__: setattr(trial, "nbytes", 1))
+    monkeypatch.setattr(machine.Trial, "__init__", lambda trial, *_, **__: None)
     monkeypatch.setattr(machine.Trial, "close", lambda trial: None)
-    monkeypatch.setattr(machine.Trial, "run", run)
+    monkeypatch.setattr(machine.Trial, "run", lambda trial, kind: moved.append(kind) or time.sleep(0.001))
     monkeypatch.setattr(machine, "_mean", mean)
     monkeypatch.setattr(machine.Trial, "start_seconds", lambda trial, before, times: 1e-4)
     monkeypatch.setattr(machine, "_share_alone", lambda trial, before, meanwhile: 0.6)
@@ -85,7 +81,7 @@ def test_computing_and_the_disk_slow_each_other(tmp_path: Path, monkeypatch: pyt
         "beside": (1 / 2 + 3 / 4) / 2,
         "alone": 0.6,
     }
-    assert set(beside) == {"read", "write"} and beside == sorted(beside)
+    assert set(moved) == {"read", "write"} and moved == sorted(moved)
 
 
 def test_the_share_of_a_block_alone_is_that_of_the_speed_of_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -102,11 +98,11 @@ def test_the_share_of_a_block_alone_is_that_of_the_speed_of_many(tmp_path: Path,
 
 
 def test_computing_that_is_faster_beside_the_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    taken = iter((1.0, 1.0, 0.9, 1.0, 1.0, 0.9))  # computing, moving, and computing beside it
+    taken = iter((1.0, 1.0, 0.9, 0.8) * 2)  # computing and moving, and each beside the other
     monkeypatch.setattr(machine, "_mean", lambda work, device: next(taken))
     monkeypatch.setattr(machine, "_share_alone", lambda trial, before, meanwhile: 0.6)
     found = machine.beside_computing(tmp_path)
-    assert found["read_load"] == found["write_load"] == 0
+    assert found["read_load"] == found["write_load"] == 0 and found["beside"] == 1
 
 
 def test_a_cpu_is_described_with_the_loads_of_its_disk_where_that_has_room(

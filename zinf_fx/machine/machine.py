@@ -10,9 +10,8 @@ from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from threading import Event
-from typing import TypeVar
 
 import torch
 
@@ -24,11 +23,10 @@ from zinf_fx.optim.workers import at_the_same_time, lanes_for
 from zinf_fx.plan.hardware import DTYPES, Disks, Hardware, Link, Memory
 from zinf_fx.plan.memory.accounting import AT_ONCE
 from zinf_fx.runtime.disk.filesystem import file_system_of
-from zinf_fx.runtime.disk.measure import QUICK_BYTES, Rate, Trial, load_profile
+from zinf_fx.runtime.disk.measure import QUICK_BYTES, Trial, load_profile
 from zinf_fx.runtime.memory.limit import memory_limit
 from zinf_fx.sizes import PAGE
 
-T = TypeVar("T")
 CPU = torch.device("cpu")
 # Larger than caches, and small beside any memory.
 _COPIED = 256 << 20
@@ -226,21 +224,18 @@ def beside_computing(store: Path | str) -> dict[str, float]:
     return {"read_load": read_load, "write_load": write_load, "start": start, "beside": beside, "alone": alone}
 
 
-def _cost_each_other(compute: Callable[[], object], move: Callable[[], Rate], other: Executor) -> tuple[float, float]:
-    """The share of its speed that computing loses while another thread moves bytes, and the share that these keep."""
+def _cost_each_other(compute: Callable[[], object], move: Callable[[], object], other: Executor) -> tuple[float, float]:
+    """The share of its speed that computing loses beside what moves bytes, and the share that this keeps beside it."""
     computing, computing_beside, moving, moving_beside = [], [], [], []
     for _ in range(_TIMES):
         computing.append(_mean(compute, CPU))
         moving.append(_mean(move, CPU))
-        with _again_and_again(move, other) as moved:
+        with _again_and_again(move, other):
             computing_beside.append(_mean(compute, CPU))
-        moving_beside.append(fmean(rate.seconds for rate in moved))
+        with _again_and_again(compute, other):
+            moving_beside.append(_mean(move, CPU))
     lost = 1 - median(computing) / median(computing_beside)
     return max(0.0, lost), min(median(moving) / median(moving_beside), 1.0)
-
-
-def _nothing() -> None:
-    """What a thread does that just waits."""
 
 
 def share_alone(store: Path | str) -> float:
@@ -250,7 +245,7 @@ def share_alone(store: Path | str) -> float:
 
 
 def _share_alone(
-    trial: Trial, before: Callable[[], object] = _nothing, meanwhile: Callable[[], object] = _nothing
+    trial: Trial, before: Callable[[], object] | None = None, meanwhile: Callable[[], object] | None = None
 ) -> float:
     """While the thread that starts them does something before, and meanwhile."""
     one, many = [], []
@@ -261,18 +256,17 @@ def _share_alone(
 
 
 @contextmanager
-def _again_and_again(work: Callable[[], T], other: Executor) -> Iterator[list[T]]:
-    """Work of another thread, until the block ends: its results, of once at least."""
+def _again_and_again(work: Callable[[], object], other: Executor) -> Iterator[None]:
+    """Work of another thread, until the block ends."""
     stop = Event()
-    done: list[T] = []
 
     def working() -> None:
-        while not (done and stop.is_set()):
-            done.append(work())
+        while not stop.is_set():
+            work()
 
     worked = other.submit(working)
     try:
-        yield done
+        yield
     finally:
         stop.set()
         worked.result()

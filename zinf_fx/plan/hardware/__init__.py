@@ -91,12 +91,13 @@ class Disks(Memory):
             at the time. It counts where device and host are one memory.
         beside: the share of their speed that the drives keep while something is computed, because what moves their
             bytes needs processors. It counts where device and host are one memory.
-        depth: blocks that are under way at a time, which what they belong to shares the speed by. 1: one transfer is
-            moved at a time.
+        depth: blocks that each rank has under way at a time; transfers share the drives' speed by theirs. 1: a transfer
+            begins when the one before it is done.
         block: bytes of each.
-        alone: the share of their speed that the drives have while one block is under way. As many as `depth` have all
-            of it, and as many as lie in between a power of their number. Where device and host are one memory it is
-            small, since what starts a block and sees that it is done waits for a processor that computes.
+        alone: the share of their speed that the drives have while one block is under way; with n of them it is
+            (n / depth) ** p, where p follows from that. Where device and host are one memory it is measured beside
+            computing, for which the thread that starts a block, and sees that it is done, has to wait, and counts
+            throughout.
     """
 
     endurance: _Endurance

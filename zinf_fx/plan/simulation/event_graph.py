@@ -285,9 +285,9 @@ class _Builder:
                 self._stale.remove(tile.label)
                 after = (*self._program, *before)
                 before = (self._add(f"refresh {tile.label}", "link", seconds, after, tile.nbytes),)
-        resource, seconds = self._transfer(kind, tile)
+        resource, seconds, nbytes = self._transfer(kind, tile)
         if seconds and stay.moves(kind):
-            before = (self._add(f"{kind} {tile.label}", resource, seconds, (*self._program, *before), tile.nbytes),)
+            before = (self._add(f"{kind} {tile.label}", resource, seconds, (*self._program, *before), nbytes),)
         self._bringing[stay] = self._brought[stay.tile] = before
 
     def _final(self, tile: Tile) -> tuple[int, ...]:
@@ -296,14 +296,15 @@ class _Builder:
         self._program = (*self._program, *updated)
         return written if tile.tier == "nvme" else ()
 
-    def _transfer(self, kind: EventKind, tile: Tile) -> tuple[Resource, float]:
-        """What a stage of a tile's way takes, and for how long."""
+    def _transfer(self, kind: EventKind, tile: Tile) -> tuple[Resource, float, int]:
+        """What a stage of a tile's way takes, for how long, and the bytes that it moves."""
         if kind == "fetch":
-            return "disk", self._disk(bytes_read(tile), 0)
+            read = bytes_read(tile)
+            return "disk", self._disk(read, 0), read
         if kind == "upload":
             moves = tile.tier != "device" and not self._hardware.unified
-            return "upload", self._hardware.upload.seconds(tile.held_nbytes) if moves else 0.0
-        return "link", self._within(tile, all_gathered(tile))
+            return "upload", self._hardware.upload.seconds(tile.held_nbytes) if moves else 0.0, tile.nbytes
+        return "link", self._within(tile, all_gathered(tile)), tile.nbytes
 
     def _within(self, tile: Tile, nbytes: int) -> float:
         """Seconds of a collective of the ranks that divide a tile among themselves."""

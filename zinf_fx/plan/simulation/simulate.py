@@ -1,9 +1,9 @@
 """A discrete-event simulation of jobs on resources: how long they take, what is busy, and what the rest waits for.
 
-Each resource does one job at a time, in the order in which jobs become ready; of those that become ready together, the
-one that the program comes to first. The disk works at as many blocks at a time as the engine has under way, so the jobs
-that they belong to share its speed. A job starts at the moment when another one ends: its cause, either the last that
-it had to wait for, or one that made room for it. Causes make the critical path.
+Each resource but the disk does one job at a time, in the order in which jobs become ready; of those that become ready
+together, the one that the program comes to first. The disk works at as many blocks at a time as the engine has under
+way, so the jobs that they belong to share its rate. A job starts at the moment when another one ends, or a block of
+it: its cause, either the last that it had to wait for, or one that made room for it. Causes make the critical path.
 
 Where the processors that compute also move the disk's bytes, computing is slower while the disk is busy, by the load of
 what it does, and the disk is slower while something is computed. It is slower, too, the fewer blocks are under way.
@@ -25,7 +25,8 @@ from zinf_fx.plan.simulation.server import Server
 
 @dataclass(frozen=True)
 class Timing:
-    """When a job runs, and the index of the job at whose end it started; None: it started at once."""
+    """When a job runs, and the index of the job that it started with the end of, or of a block of; None: it started at
+    once."""
 
     start: float
     end: float
@@ -77,14 +78,18 @@ class Simulation:
 
     @property
     def critical_path(self) -> list[int]:
-        """Indices of the jobs that decide how long all takes, in order. Each starts when the one before it ends."""
+        """Indices of the jobs that decide how long all takes, in order. Each starts when the one before it ends, or a
+        block of it."""
         ends = [timing.end for timing in self.timings]
         return [*self._causes(ends.index(max(ends)))][::-1] if ends else []
 
     @property
     def critical_seconds(self) -> dict[Resource, float]:
         """Seconds of the critical path, by resource: together, all of the time."""
-        return _by_resource((self.jobs[index], self.jobs[index].seconds) for index in self.critical_path)
+        path = self.critical_path
+        starts = [self.timings[index].start for index in path]
+        lengths = (until - start for start, until in zip(starts, [*starts[1:], self.seconds], strict=True))
+        return _by_resource(zip((self.jobs[index] for index in path), lengths, strict=True))
 
     @property
     def stalled(self) -> dict[Resource, float]:
@@ -105,10 +110,13 @@ class Simulation:
         return found
 
     def _blamed(self, index: int, since: float) -> Iterator[tuple[Job, float]]:
-        causes = [one for one in self._causes(index) if one != index and self.timings[one].end > since]
-        for one in reversed(causes):
-            timing = self.timings[one]
-            yield self.jobs[one], timing.end - max(timing.start, since)
+        found, until = [], self.timings[index].start
+        for one in self._causes(self.timings[index].cause):
+            start = max(self.timings[one].start, since)
+            if until > since:
+                found.append((self.jobs[one], until - start))
+            until = start
+        return reversed(found)
 
     def _causes(self, index: int | None) -> Iterator[int]:
         """A job, its cause, the cause of that, and so on."""
@@ -144,7 +152,7 @@ def simulate(jobs: Sequence[Job], depth: int = 1, alone: float = 1.0, beside: fl
     others: dict[Resource, Server] = {name: Server(jobs) for name in RESOURCES if name not in ("compute", "disk")}
     servers: dict[Resource, Server] = {"compute": compute, "disk": disk, **others}
     starts: list[tuple[float, int | None] | None] = [None] * len(jobs)
-    ends = [0.0] * len(jobs)
+    ends: list[float | None] = [None] * len(jobs)
     released: list[int | None] = [None] * len(jobs)
     changed = set()
     now = 0.0
@@ -158,7 +166,7 @@ def simulate(jobs: Sequence[Job], depth: int = 1, alone: float = 1.0, beside: fl
                 starts[index] = now, released[index] if before is None else before
         for server in others.values():
             server.go_on(now)
-        disk.go_on(now, beside if compute.works else 1.0)  # each slows the other
+        disk.go_on(now, beside if compute.busy else 1.0)  # each slows the other
         compute.go_on(now, 1.0 - disk.load)
         now = min(server.next_end for server in servers.values())
         changed = {server for server in servers.values() if server.next_end == now < math.inf}
@@ -171,9 +179,13 @@ def simulate(jobs: Sequence[Job], depth: int = 1, alone: float = 1.0, beside: fl
                     server = servers[jobs[follower].resource]
                     server.put(follower, now)
                     changed.add(server)
-    timings = tuple(Timing(start[0], end, start[1]) for start, end in zip(starts, ends, strict=True) if start)
+    timings = tuple(
+        Timing(start[0], end, start[1])
+        for start, end in zip(starts, ends, strict=True)
+        if start is not None and end is not None
+    )
     if len(timings) < len(jobs):
-        stuck = next(job.name for job, start in zip(jobs, starts, strict=True) if start is None)
+        stuck = next(job.name for job, end in zip(jobs, ends, strict=True) if end is None)
         raise PlanError(f"{stuck!r} can't be simulated: what it waits for waits for it")
     if depth > 1 or beside < 1 or any(job.load for job in jobs):
         jobs = [

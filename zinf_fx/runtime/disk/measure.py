@@ -121,20 +121,26 @@ class Trial:
         return seconds / times
 
     def block_seconds(
-        self, together: int, times: int, before: Callable[[], object], meanwhile: Callable[[], object]
+        self,
+        together: int,
+        times: int,
+        before: Callable[[], object] | None = None,
+        meanwhile: Callable[[], object] | None = None,
     ) -> float:
-        """Seconds that a block takes of so many that are read together: the mean of so many times, from all over the
-        file. This thread calls `before` before each time, and then `meanwhile` until they are there."""
+        """Seconds that a block takes of so many that are read together, up to twice the trial's depth: the mean of so
+        many times, from all over the file. This thread calls `before` before each time, and then `meanwhile` until they
+        are there, or else waits."""
         blocks, seconds, number = self.nbytes // self.block, 0.0, 0
         for _ in range(times):
-            before()
+            if before is not None:
+                before()
             started = time.perf_counter()
             tickets = []
             for memory in self._memory[:together]:
                 tickets.append(self._submit(READ, memory, number % blocks * self.block))
                 number += 1
             for ticket in tickets:
-                while not ticket.done():
+                while meanwhile is not None and not ticket.done():
                     meanwhile()
                 ticket.wait()
             seconds += time.perf_counter() - started
