@@ -112,9 +112,10 @@ class Simulation:
     def _blamed(self, index: int, since: float) -> Iterator[tuple[Job, float]]:
         found, until = [], self.timings[index].start
         for one in self._causes(self.timings[index].cause):
+            if until <= since:
+                break
             start = max(self.timings[one].start, since)
-            if until > since:
-                found.append((self.jobs[one], until - start))
+            found.append((self.jobs[one], until - start))
             until = start
         return reversed(found)
 
