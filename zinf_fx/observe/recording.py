@@ -18,7 +18,7 @@ from zinf_fx.errors import ConfigError, PlanError
 from zinf_fx.machine.machine import measure_machine
 from zinf_fx.plan import hardware as descriptions
 from zinf_fx.plan.hardware import Hardware
-from zinf_fx.plan.intervals import merged
+from zinf_fx.plan.intervals import covered
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.show.chrome import Process, planned_process, to_chrome
 from zinf_fx.plan.simulation.simulate import simulate_plan
@@ -253,5 +253,4 @@ def record(model: torch.nn.Module, hardware: Hardware | str = "rtx-4090") -> Ite
 
 def _covered(slices: Iterable[Slice], begin: float = -math.inf) -> float:
     """Seconds from `begin` on in which any of these goes on."""
-    times = ((max(one.start, begin), one.end) for one in slices)
-    return sum(map(len, merged(range(round(start * 1e9), round(end * 1e9)) for start, end in times))) / 1e9
+    return covered((max(one.start, begin), one.end) for one in slices)

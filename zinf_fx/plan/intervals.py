@@ -1,7 +1,8 @@
-"""Sets of whole numbers as ranges: operators of a graph, or times of a step's clock."""
+"""Sets of whole numbers as ranges, such as the operators of a graph; and spans of time."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
@@ -26,3 +27,12 @@ def sums(sizes: Sequence[tuple[range, int]], over: range) -> list[int]:
         change[max(one.start, over.start) - over.start] += size
         change[min(one.stop, over.stop) - over.start] -= size
     return list(accumulate(change))[:-1]
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds that lie in at least one of these spans, each from a start to an end."""
+    seconds, until = 0.0, -math.inf
+    for start, end in sorted(spans):
+        seconds += max(end - max(start, until), 0.0)
+        until = max(end, until)
+    return seconds

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from zinf_fx.errors import PlanError
 from zinf_fx.plan.hardware import Hardware
+from zinf_fx.plan.intervals import covered
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.simulation.event_graph import RESOURCES, Compute, Job, Resource, event_graph
 from zinf_fx.plan.simulation.operator_time import compute_seconds
@@ -65,11 +66,10 @@ class Simulation:
     @property
     def busy(self) -> dict[Resource, float]:
         """Seconds in which each resource works."""
-        found, ends = dict.fromkeys(RESOURCES, 0.0), dict.fromkeys(RESOURCES, 0.0)
-        for job, timing in sorted(zip(self.jobs, self.timings, strict=True), key=lambda one: one[1].start):
-            found[job.resource] += max(timing.end - max(timing.start, ends[job.resource]), 0.0)
-            ends[job.resource] = max(timing.end, ends[job.resource])
-        return found
+        spans: dict[Resource, list[tuple[float, float]]] = {resource: [] for resource in RESOURCES}
+        for job, timing in zip(self.jobs, self.timings, strict=True):
+            spans[job.resource].append((timing.start, timing.end))
+        return {resource: covered(of_resource) for resource, of_resource in spans.items()}
 
     @property
     def utilisation(self) -> dict[Resource, float]:
