@@ -202,7 +202,6 @@ def beside_computing(store: Path | str) -> dict[str, float]:
     """
     weights = [torch.ones(_WIDTH, 4 * _WIDTH, dtype=torch.float32, device=CPU) for _ in range(_WEIGHTS)]
     rows = torch.ones(_ROWS, _WIDTH, dtype=torch.float32, device=CPU)
-
     parts = cycle(weights[0].split(_WIDTH // 4, dim=1))
 
     def compute() -> None:
