@@ -154,6 +154,11 @@ def test_the_page_is_self_contained_and_holds_the_timeline():
     assert len(data["slices"]) == len(simulation.jobs) and data["seconds"] == simulation.seconds
     assert [curve["budget"] for curve in data["memory"]] == [19 << 20, 8 << 20]
     assert "RTX 4090 desktop, simulated" in data["summary"]
+    in_rows: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for one in data["slices"]:
+        in_rows.setdefault((LANES[one["lane"]], one["row"]), []).append((one["start"], one["end"]))
+    assert {lane for lane, row in in_rows if row} == {"offload", "optimizer"}  # as in the trace
+    assert all(one[1] <= other[0] for each in in_rows.values() for one, other in pairwise(sorted(each)))
 
 
 def test_names_cannot_leave_the_data():
@@ -172,11 +177,16 @@ const report = { title: document.title, range: document.getElementById("range").
 const first = plan.slices.findIndex((s) => plan.lanes[s.lane] === "compute");
 const one = plan.slices[first];
 const centre = () => x((one.start + one.end) / 2);
-const rowOf = TOP + plan.lanes.indexOf("compute") * (LANE + GAP) + LANE / 2;
+const rowOf = lanes[one.lane].top + lanes[one.lane].height / 2;
 show(Math.max(one.start - (one.end - one.start), 0), (one.end - one.start) * 4);
 report.tip = hit(centre(), rowOf).text;
 const at = [centre(), TOP + 4].map((place) => Math.round(place * devicePixelRatio));
 report.pixel = [...pen.getImageData(...at, 1, 1).data];
+const second = plan.slices.find((s) => s.row === 1), inLane = lanes[second.lane];
+show(second.start, second.end - second.start);
+const inRow = inLane.top + inLane.height * 1.5 / inLane.rows;
+report.below = [second.name, hit(x((second.start + second.end) / 2), inRow).text];
+show(Math.max(one.start - (one.end - one.start), 0), (one.end - one.start) * 4);
 const box = canvas.getBoundingClientRect();
 canvas.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + centre(), clientY: box.top + rowOf }));
 report.shown = getComputedStyle(tip).display;
@@ -214,6 +224,8 @@ def test_a_browser_shows_the_page(tmp_path: Path):
     assert report["range"].startswith("0 s to ")
     assert report["tip"].startswith("forward 0\nembedding\n")
     assert report["pixel"] == [0x3B, 0x7D, 0xD8, 255]  # the slice is painted where it is found
+    name, tip = report["below"]
+    assert tip.startswith(f"{name}\n")  # in the second row of its lane
     assert report["shown"] == "block"
     assert report["zoomed"] == pytest.approx(1.4918, rel=1e-3)  # exp(0.4): out
     assert report["left"] == [False] * 3 and report["taken"]  # the browser keeps its own zoom and history

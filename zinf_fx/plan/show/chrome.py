@@ -11,7 +11,7 @@ from typing import Any
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.simulation.simulate import Simulation
-from zinf_fx.plan.simulation.timeline import LANES, Lane, MemoryCurve, Slice, memory_curves, slices, waits
+from zinf_fx.plan.simulation.timeline import LANES, Lane, MemoryCurve, Slice, in_rows, memory_curves, slices, waits
 
 # What compute waits for stands below what it does.
 _LANES: tuple[Lane, ...] = ("step", "compute", "wait", *LANES[1:])
@@ -53,7 +53,7 @@ def _events(pid: int, process: Process) -> Iterator[dict[str, Any]]:
     yield _named(pid, "process_sort_index", 0, {"sort_index": pid})
     tid = 0
     for lane in _LANES:
-        for row in _rows([one for one in process.slices if one.lane == lane]):
+        for row in in_rows([one for one in process.slices if one.lane == lane]):
             yield _named(pid, "thread_name", tid, {"name": lane})
             yield _named(pid, "thread_sort_index", tid, {"sort_index": tid})
             for one in row:
@@ -83,14 +83,3 @@ def _nanoseconds(process: Process, seconds: float) -> int:
 
 def _named(pid: int, what: str, thread: int, given: dict[str, Any]) -> dict[str, Any]:
     return {"ph": "M", "pid": pid, "tid": thread, "name": what, "args": given}
-
-
-def _rows(found: list[Slice]) -> list[list[Slice]]:
-    """As few rows as it takes for no two slices of one to overlap, and at least one: slices of a track must not."""
-    rows: list[list[Slice]] = [[]]
-    for one in sorted(found, key=lambda one: (one.start, one.end)):
-        free = next((row for row in rows if not row or row[-1].end <= one.start), None)
-        if free is None:
-            rows.append(free := [])
-        free.append(one)
-    return rows

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.resources import files
+from operator import itemgetter
 
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.simulation.simulate import Simulation
-from zinf_fx.plan.simulation.timeline import LANES, memory_curves, slices
+from zinf_fx.plan.simulation.timeline import LANES, Slice, in_rows, memory_curves, slices
 
 
 def to_html(plan: Plan, simulation: Simulation, hardware: Hardware, title: str) -> str:
@@ -19,12 +21,25 @@ def to_html(plan: Plan, simulation: Simulation, hardware: Hardware, title: str) 
         "summary": summary(plan, simulation, hardware),
         "seconds": simulation.seconds,
         "lanes": LANES,
-        "slices": [asdict(one) | {"lane": LANES.index(one.lane)} for one in slices(plan, simulation)],
+        "slices": _placed(slices(plan, simulation)),
         "memory": [asdict(curve) for curve in memory_curves(plan, simulation)],
     }
     # Nothing in the data may end the element that it stands in.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return files(__package__).joinpath("page.html").read_text(encoding="utf-8").replace("@DATA@", text)
+
+
+def _placed(found: Sequence[Slice]) -> list[dict[str, object]]:
+    """Slices in the order of their start, each with the numbers of its lane and of its row in it: those that are under
+    way at once lie in rows of their own."""
+    by_lane = [in_rows(one for one in found if one.lane == lane) for lane in LANES]
+    placed = [
+        asdict(one) | {"lane": lane, "row": row}
+        for lane, its_rows in enumerate(by_lane)
+        for row, in_row in enumerate(its_rows)
+        for one in in_row
+    ]
+    return sorted(placed, key=itemgetter("start"))
 
 
 def summary(plan: Plan, simulation: Simulation, hardware: Hardware) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -86,6 +86,17 @@ def waits(simulation: Simulation) -> list[Slice]:
             found.append(Slice("wait", name, now, now + seconds, 0, f"for {job.name}, before {stall.before}"))
             now += seconds
     return found
+
+
+def in_rows(found: Iterable[Slice]) -> list[list[Slice]]:
+    """As few rows as it takes for no two slices of one to overlap, and at least one."""
+    rows: list[list[Slice]] = [[]]
+    for one in sorted(found, key=lambda one: (one.start, one.end)):
+        free = next((row for row in rows if not row or row[-1].end <= one.start), None)
+        if free is None:
+            rows.append(free := [])
+        free.append(one)
+    return rows
 
 
 def memory_curves(plan: Plan, simulation: Simulation) -> list[MemoryCurve]:
