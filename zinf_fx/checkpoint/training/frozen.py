@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 import torch
 
@@ -130,7 +129,7 @@ class FrozenElements:
         self._holding, self._start, self._nbytes = holding, start, nbytes
         page = start // PAGE * PAGE
         self._length = round_up(start + nbytes, PAGE) - page
-        self._memory: torch.Tensor | None = _pages(self._length)
+        self._memory: torch.Tensor | None = aligned_empty(self._length, mapped=self._length > _SMALL)
         self._ticket: Ticket = holding.in_store.read_kept(
             holding.keeper, self._memory.data_ptr(), page, self._length, owner=self._memory
         )
@@ -147,10 +146,3 @@ class FrozenElements:
         with contextlib.suppress(StoreError):
             self._ticket.wait()
         self._memory = None
-
-
-def _pages(nbytes: int) -> torch.Tensor:
-    """Memory of so many bytes, which is the system's again as soon as nobody has it."""
-    if nbytes <= _SMALL:
-        return aligned_empty(nbytes)
-    return torch.frombuffer(mmap(-1, nbytes, flags=MAP_PRIVATE | MAP_ANONYMOUS), dtype=torch.uint8)

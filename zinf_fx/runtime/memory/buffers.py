@@ -163,14 +163,28 @@ class Arena(Lessor):
         return flat if len(shape) == 1 else flat.resize_(shape)  # faster than a view, which is a tensor more
 
 
-def aligned_empty(nbytes: int) -> torch.Tensor:
+def aligned_empty(nbytes: int, *, mapped: bool = False) -> torch.Tensor:
     """Ordinary memory for direct I/O that the caller owns: uint8, 4096-aligned, the length rounded up to 4096.
 
-    From 2 MiB on it is 2 MiB-aligned and asks for huge pages, with which direct I/O is about twice as fast.
+    From 2 MiB on it is a mapping of its own, 2 MiB-aligned, which asks for huge pages: direct I/O is about twice as
+    fast with them, and memory that an allocator has used before stays in small ones.
+
+    Args:
+        mapped: smaller memory is a mapping of its own, too: the system's again as soon as nobody has it.
+
+    Raises:
+        StoreError: the system has no such memory.
     """
     size = round_up(nbytes, PAGE)
     alignment = HUGE_PAGE if size >= HUGE_PAGE else PAGE
-    whole = torch.empty(size + alignment, dtype=torch.uint8, device="cpu")
+    if size >= HUGE_PAGE or (mapped and size):
+        try:
+            mapping = mmap.mmap(-1, size + alignment - PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise StoreError("reserve", "memory", "there is none", length=size, errno=error.errno) from error
+        whole = torch.frombuffer(mapping, dtype=torch.uint8)
+    else:
+        whole = torch.empty(size + alignment, dtype=torch.uint8, device="cpu")
     start = -whole.data_ptr() % alignment
     # The first byte of a storage of its own, because views may be made by their offset in the storage (`as_strided`).
     data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(whole.untyped_storage()[start : start + size])
