@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -37,6 +37,16 @@ def garbage_is_looked_for_among_new_objects() -> None:
         dynamo.reset()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Nothing that was compiled before is used again, and nothing stays."""
+    import torch  # not with this file: some tests do without
+
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
 
 
 @pytest.fixture

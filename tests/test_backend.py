@@ -29,11 +29,7 @@ def cause(error: BaseException, kind: type[BaseException]) -> BaseException:
     return error
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def test_the_backend_is_found_by_its_entry_point():

@@ -12,10 +12,11 @@ from forked import Running
 from gate import slow
 from test_frozen_formats import Model, built, in_memory, trained
 from torch import nn
-from twins import fresh_dynamo  # noqa: F401
 
 import zinf_fx
 from zinf_fx.errors import CheckpointError, ConfigError, StoredTensorError, StoreError
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def meta() -> Model:

@@ -13,13 +13,12 @@ import torch
 from gate import slow
 from torch import Tensor, nn
 from torch.nn import functional as F
-from twins import fresh_dynamo
 
 import zinf_fx
 from zinf_fx.frontend.capture import Capture
 from zinf_fx.runtime.execute.inductor import CompiledRegion
 
-__all__ = ["fresh_dynamo"]  # a fixture
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 WIDTH = 16
 

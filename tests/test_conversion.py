@@ -11,10 +11,12 @@ import pytest
 import torch
 from ranks import training
 from torch import nn
-from twins import Net, assert_same_gradients, fresh_dynamo, pair, x  # noqa: F401
+from twins import Net, assert_same_gradients, pair, x  # noqa: F401
 
 import zinf_fx
 from zinf_fx.sizes import blocks
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "cpu": lambda m: m.cpu(),

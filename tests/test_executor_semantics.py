@@ -13,7 +13,7 @@ from gate import slow
 from injecting import Fault, clear_faults, inject
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
-from twins import Net, assert_nothing_leaked, assert_same_gradients, fresh_dynamo, x
+from twins import Net, assert_nothing_leaked, assert_same_gradients, x
 
 import zinf_fx
 from zinf_fx.errors import StoreError
@@ -21,7 +21,7 @@ from zinf_fx.passes.activations import offload as offload_activations
 from zinf_fx.runtime.execute.executor import EXECUTOR
 from zinf_fx.runtime.tensor.tiers import Tiers
 
-__all__ = ["fresh_dynamo"]  # a fixture
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import torch
 from followed import followed_plans
 from gate import slow
 from torch import Tensor, nn
-from twins import fresh_dynamo  # noqa: F401
 
 import zinf_fx
 from zinf_fx import StoredTensor
@@ -22,6 +21,8 @@ from zinf_fx.plan.memory.accounting import bytes_read, phases
 from zinf_fx.quantisation import quantised
 from zinf_fx.runtime.execute import workspace
 from zinf_fx.sizes import blocks
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 WIDTH = 64
 

@@ -14,7 +14,6 @@ import transformers
 from followed import followed_plans
 from gate import slow
 from torch import Tensor, nn
-from twins import fresh_dynamo  # noqa: F401
 
 import zinf_fx
 from zinf_fx.errors import ConfigError
@@ -24,6 +23,8 @@ from zinf_fx.plan.memory.accounting import Traffic, phases
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import HEAD
 from zinf_fx.runtime.execute.executor import EXECUTOR
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 VOCABULARY, NEW = 64, 5
 TOKENS = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}

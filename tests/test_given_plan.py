@@ -16,7 +16,6 @@ from gate import named, slow
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
-from twins import fresh_dynamo  # noqa: F401
 
 import zinf_fx
 from zinf_fx.errors import ConfigError, PlanError, PlanFileError
@@ -26,6 +25,8 @@ from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from gpt import GPT, GPTConfig
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 CONFIG = GPTConfig(layers=1, hidden=64, heads=2, context=32, vocabulary=128)
 

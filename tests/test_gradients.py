@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from twins import Net, assert_nothing_leaked, assert_same_gradients, fresh_dynamo, pair, x
+from twins import Net, assert_nothing_leaked, assert_same_gradients, pair, x
 
 from zinf_fx.errors import StoredTensorError
 
-__all__ = ["fresh_dynamo", "pair"]  # fixtures
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+__all__ = ["pair"]  # a fixture
 
 
 def test_hooks_run_with_the_whole_gradient(pair: tuple[Net, Net]) -> None:

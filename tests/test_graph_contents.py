@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from twins import Net, assert_same_gradients, fresh_dynamo, pair, x
+from twins import Net, assert_same_gradients, pair, x
 
 import zinf_fx
 
-__all__ = ["fresh_dynamo", "pair"]  # fixtures
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+__all__ = ["pair"]  # a fixture
 
 
 class Mixed(nn.Module):

@@ -10,10 +10,12 @@ from types import FrameType
 import pytest
 import torch
 from torch.utils._pytree import tree_map_only
-from twins import Net, fresh_dynamo, x  # noqa: F401
+from twins import Net, x
 
 import zinf_fx
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def checks(run: torch.nn.Module, batch: torch.Tensor) -> int:

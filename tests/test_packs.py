@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +23,7 @@ from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 Train = Callable[[nn.Module, Callable, torch.optim.Optimizer], None]
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def one_step(model: nn.Module, call: Callable, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:

@@ -4,7 +4,7 @@ the rules say, and rules that aren't for the model are refused."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,7 @@ from zinf_fx.sizes import blocks
 STEPS, WIDTH = 3, 64
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Adapted(nn.Module):

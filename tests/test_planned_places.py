@@ -10,12 +10,14 @@ import pytest
 import torch
 from injecting import Fault, clear_faults, inject
 from torch import Tensor, nn
-from twins import Net, assert_nothing_leaked, assert_same_gradients, fresh_dynamo, pair, x
+from twins import Net, assert_nothing_leaked, assert_same_gradients, pair, x
 
 import zinf_fx
 from zinf_fx.runtime.execute.executor import EXECUTOR
 
-__all__ = ["fresh_dynamo", "pair"]  # fixtures
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+__all__ = ["pair"]  # a fixture
 
 Call = Callable[[Tensor], Tensor]
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from twins import fresh_dynamo  # noqa: F401
 
 import zinf_fx
 from zinf_fx import StoredTensor
 from zinf_fx.errors import CheckpointError, ConfigError, StoredTensorError, StoreError
 from zinf_fx.quantisation import quantised_shape
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])

@@ -12,9 +12,10 @@ from accelerate import init_empty_weights
 from safetensors.torch import save_file
 from test_published import published
 from torch import Tensor
-from twins import fresh_dynamo  # noqa: F401
 
 import zinf_fx
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 BF16 = torch.bfloat16
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}

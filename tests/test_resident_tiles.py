@@ -13,7 +13,6 @@ import torch
 from followed import followed_plans
 from gate import slow
 from torch import nn
-from twins import fresh_dynamo  # noqa: F401
 
 import zinf_fx
 from zinf_fx.observe.stats import Stats
@@ -21,6 +20,8 @@ from zinf_fx.plan.memory.accounting import Traffic, phases
 from zinf_fx.plan.plan import Plan
 from zinf_fx.runtime.execute.executor import EXECUTOR
 from zinf_fx.runtime.execute.staging import Staging
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 @pytest.fixture(autouse=True)

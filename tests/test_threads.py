@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from twins import Net, assert_nothing_leaked, assert_same_gradients, fresh_dynamo, pair, x
+from twins import Net, assert_nothing_leaked, assert_same_gradients, pair, x
 
 import zinf_fx
 from zinf_fx.errors import OptimizerError
 from zinf_fx.frontend.backend import zinf
 
-__all__ = ["fresh_dynamo", "pair"]  # fixtures
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+__all__ = ["pair"]  # a fixture
 
 INSIDE: list[int] = []  # graphs that compute at this moment
 MOST: list[int] = [0]  # of them together

@@ -46,11 +46,7 @@ def logged(run: transformers.Trainer) -> list[tuple[float, float]]:
 MODELS = {"gpt2": (_gpt2, {}), "llama": (_llama, {"torch_compile": True, "torch_compile_backend": "aot_eager"})}
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 @pytest.mark.parametrize(("name", "placement"), [("gpt2", "nvme"), slow("llama", "infinity-nvme")])

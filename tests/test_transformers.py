@@ -103,11 +103,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def _losses(model: nn.Module, step: Callable, optimizer: torch.optim.Optimizer, batches: list[Inputs]) -> list[Tensor]:

@@ -14,10 +14,11 @@ from gate import slow
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from twins import fresh_dynamo  # noqa: F401
 
 import zinf_fx
 from zinf_fx.frontend.explain import plan_model
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 WIDTH = 64
 

@@ -6,7 +6,7 @@ import copy
 import gc
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -34,13 +34,6 @@ class Net(nn.Module):
             if self.hook is not None:
                 x = self.hook(x)
         return (x * self.scale).square().sum()
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture

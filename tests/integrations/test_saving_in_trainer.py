@@ -20,12 +20,7 @@ import transformers
 
 from zinf_fx.integrations.transformers import ForStoredModels, Trainer
 
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def trainer(folder: Path, kind: type = Trainer, **options: object) -> transformers.Trainer:

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from twins import fresh_dynamo  # noqa: F401
 
 import zinf_fx
 from zinf_fx import StoredTensor
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Params4bit(nn.Parameter):

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from injecting import Fault, inject
-from twins import Net, fresh_dynamo, python_calls_by_name, x  # noqa: F401
+from twins import Net, python_calls_by_name, x
 
 import zinf_fx
 from zinf_fx.optim import AdamW
 from zinf_fx.runtime.execute import binding
 from zinf_fx.runtime.memory import heap
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def training(placement: str, store: Path, layers: int, *faults: Fault) -> tuple[Callable[[], None], Callable[[], None]]:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from injecting import Fault, clear_faults, inject
 from torch import Tensor, nn
-from twins import fresh_dynamo
 
 import zinf_fx
 from zinf_fx.errors import StoreError
@@ -20,7 +19,7 @@ from zinf_fx.runtime.tensor.stored_bytes import StoredBytes
 from zinf_fx.runtime.tensor.windows import Window, WindowState
 from zinf_fx.sizes import PAGE
 
-__all__ = ["fresh_dynamo"]  # a fixture
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 LAYERS, WIDTH = 6, 64
 

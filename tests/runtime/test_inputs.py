@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from twins import fresh_dynamo  # noqa: F401
 
 import zinf_fx
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def applied(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:

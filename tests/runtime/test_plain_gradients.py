@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
-from twins import Net, fresh_dynamo, python_calls_by_name, x  # noqa: F401
+from twins import Net, python_calls_by_name, x
 
 import zinf_fx
 from zinf_fx.errors import StoreError
@@ -17,6 +17,8 @@ from zinf_fx.runtime.memory import heap
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.tensor.gradient_state import GradientState
 from zinf_fx.sizes import PAGE
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 PLACED = ["device", "host", {"parameters": "device", "gradients": "host", "optimizer": "device"}]
 

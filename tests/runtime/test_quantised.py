@@ -8,13 +8,14 @@ import warnings
 import pytest
 import torch
 from followed import followed_plans
-from twins import fresh_dynamo  # noqa: F401
 
 import zinf_fx
 from zinf_fx import StoredTensor
 from zinf_fx.errors import BudgetError, CheckpointError, StoredTensorError
 from zinf_fx.frontend.explain import plan_model
 from zinf_fx.plan.show.table import render
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Packed(torch.Tensor):
