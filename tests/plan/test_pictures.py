@@ -186,6 +186,10 @@ const second = plan.slices.find((s) => s.row === 1), inLane = lanes[second.lane]
 show(second.start, second.end - second.start);
 const inRow = inLane.top + inLane.height * 1.5 / inLane.rows;
 report.below = [second.name, hit(x((second.start + second.end) / 2), inRow).text];
+const above = hit(x((second.start + second.end) / 2), inLane.top + 2);
+report.above = above && above.slice.row;
+const inSecond = [x((second.start + second.end) / 2), inRow - 4].map((place) => Math.round(place * devicePixelRatio));
+report.painted = [...pen.getImageData(...inSecond, 1, 1).data];
 show(Math.max(one.start - (one.end - one.start), 0), (one.end - one.start) * 4);
 const box = canvas.getBoundingClientRect();
 canvas.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + centre(), clientY: box.top + rowOf }));
@@ -226,6 +230,8 @@ def test_a_browser_shows_the_page(tmp_path: Path):
     assert report["pixel"] == [0x3B, 0x7D, 0xD8, 255]  # the slice is painted where it is found
     name, tip = report["below"]
     assert tip.startswith(f"{name}\n")  # in the second row of its lane
+    assert report["above"] in (0, None)
+    assert report["painted"] in ([0xA6, 0x7C, 0x52, 255], [0x6B, 0x7F, 0x3A, 255])  # of an offload, or the optimizer's
     assert report["shown"] == "block"
     assert report["zoomed"] == pytest.approx(1.4918, rel=1e-3)  # exp(0.4): out
     assert report["left"] == [False] * 3 and report["taken"]  # the browser keeps its own zoom and history

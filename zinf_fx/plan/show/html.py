@@ -32,11 +32,13 @@ def to_html(plan: Plan, simulation: Simulation, hardware: Hardware, title: str) 
 def _placed(found: Sequence[Slice]) -> list[dict[str, object]]:
     """Slices in the order of their start, each with the numbers of its lane and of its row in it: those that are under
     way at once lie in rows of their own."""
-    by_lane = [in_rows(one for one in found if one.lane == lane) for lane in LANES]
+    by_lane: dict[str, list[Slice]] = {lane: [] for lane in LANES}
+    for one in found:
+        by_lane[one.lane].append(one)
     placed = [
         asdict(one) | {"lane": lane, "row": row}
-        for lane, its_rows in enumerate(by_lane)
-        for row, in_row in enumerate(its_rows)
+        for lane, of_lane in enumerate(by_lane.values())
+        for row, in_row in enumerate(in_rows(of_lane))
         for one in in_row
     ]
     return sorted(placed, key=itemgetter("start"))
