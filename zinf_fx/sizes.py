@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 PAGE = 4096
+HUGE_PAGE = 2 << 20
 """Bytes: the store moves whole pages, each with its checksum, and host buffers are whole pages."""
 
 WINDOW_ALIGNMENT = 4096

@@ -11,10 +11,10 @@ import torch
 from zinf_fx.config import Config
 from zinf_fx.errors import StoreError
 from zinf_fx.plan.schedule import MemoryRegions
-from zinf_fx.runtime.memory.buffers import HUGE_PAGE, Arena
+from zinf_fx.runtime.memory.buffers import Arena
 from zinf_fx.runtime.memory.leases import Buffer
 from zinf_fx.runtime.tensor.tiers import Tiers
-from zinf_fx.sizes import PAGE
+from zinf_fx.sizes import HUGE_PAGE, PAGE
 
 MIB = 1 << 20
 

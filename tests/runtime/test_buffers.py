@@ -11,14 +11,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from forked import Running
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zinf_fx.errors import StoreError
-from zinf_fx.runtime.memory.buffers import HUGE_PAGE, Arena, aligned_empty
+from zinf_fx.runtime.memory.buffers import Arena, aligned_empty
 from zinf_fx.runtime.memory.freelist import FreeList, Space, round_up
-from zinf_fx.sizes import PAGE
+from zinf_fx.sizes import HUGE_PAGE, PAGE
 
 
 def resident_bytes() -> int:
@@ -203,34 +202,3 @@ def test_aligned_empty_is_ordinary_memory():
     assert aligned_empty(0).numel() == 0
     large = aligned_empty(HUGE_PAGE + 1)
     assert (large.numel(), large.data_ptr() % HUGE_PAGE) == (HUGE_PAGE + PAGE, 0)
-    with pytest.raises(StoreError, match="72057594037927936 bytes: there is none"):
-        aligned_empty(1 << 56)
-
-
-# The allocator has 64 MiB that were written and freed, which it would give out next.
-FRESH = """
-import os, sys
-import torch
-from zinf_fx.runtime.memory.buffers import aligned_empty
-from zinf_fx.runtime.memory.heap import hold_little
-mapped = sys.argv[2] == "True"
-hold_little()
-def resident():
-    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-freed = [torch.ones(8 << 20, dtype=torch.uint8) for _ in range(8)]
-del freed
-aligned_empty(int(sys.argv[1]), mapped=mapped).fill_(1)
-before = resident()
-memory = aligned_empty(int(sys.argv[1]), mapped=mapped).fill_(1)
-print(resident() - before)
-del memory
-print(resident() - before)
-"""
-
-
-@pytest.mark.parametrize(("nbytes", "mapped"), [(1 << 20, True), (8 << 20, False)])
-def test_aligned_empty_takes_fresh_pages_and_returns_them(nbytes: int, mapped: bool):
-    end = Running(FRESH, nbytes, mapped).end()
-    assert end.returncode == 0, end
-    with_it, after = map(int, end.stdout.split())
-    assert with_it > nbytes * 0.9 and after < nbytes * 0.1

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from zinf_fx.errors import StoreError
 from zinf_fx.runtime.disk.measure import Operation, Rate
+from zinf_fx.sizes import HUGE_PAGE
 
 MODES = {"read": "read", "write": "write", "mixed": "rw"}
-HUGE_PAGE = 2 << 20
 HUGE_PAGES = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")
 
 

@@ -16,6 +16,7 @@ from zinf_fx.runtime.disk.generation import Generation
 from zinf_fx.runtime.memory.buffers import aligned_empty
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.memory.leases import Ticket
+from zinf_fx.runtime.memory.mapped import mapped_empty
 from zinf_fx.runtime.tensor.tiers import Tiers
 from zinf_fx.sizes import PAGE, in_words, pieces_of
 
@@ -129,7 +130,9 @@ class FrozenElements:
         self._holding, self._start, self._nbytes = holding, start, nbytes
         page = start // PAGE * PAGE
         self._length = round_up(start + nbytes, PAGE) - page
-        self._memory: torch.Tensor | None = aligned_empty(self._length, mapped=self._length > _SMALL)
+        self._memory: torch.Tensor | None = (
+            mapped_empty(self._length) if self._length > _SMALL else aligned_empty(self._length)
+        )
         self._ticket: Ticket = holding.in_store.read_kept(
             holding.keeper, self._memory.data_ptr(), page, self._length, owner=self._memory
         )

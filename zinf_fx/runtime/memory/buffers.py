@@ -13,10 +13,10 @@ import torch
 from zinf_fx.errors import StoreError
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.memory.leases import Buffer, Lessor
+from zinf_fx.runtime.memory.mapped import mapped_empty
 from zinf_fx.runtime.memory.pinned import SLAB, HostMapping, Registry, slabs
-from zinf_fx.sizes import PAGE, in_words
+from zinf_fx.sizes import HUGE_PAGE, PAGE, in_words
 
-HUGE_PAGE = 2 << 20
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's value: Python names it from 3.13 on
 
 
@@ -163,39 +163,18 @@ class Arena(Lessor):
         return flat if len(shape) == 1 else flat.resize_(shape)  # faster than a view, which is a tensor more
 
 
-def aligned_empty(nbytes: int, *, mapped: bool = False) -> torch.Tensor:
+def aligned_empty(nbytes: int) -> torch.Tensor:
     """Ordinary memory for direct I/O that the caller owns: uint8, 4096-aligned, the length rounded up to 4096.
 
-    From 2 MiB on it is a mapping of its own, 2 MiB-aligned, which asks for huge pages: direct I/O is about twice as
-    fast with them, and memory that an allocator has used before stays in small ones.
-
-    Args:
-        mapped: smaller memory is a mapping of its own, too: the system's again as soon as nobody has it.
-
-    Raises:
-        StoreError: the system has no such memory.
+    From 2 MiB on it is a mapping of its own, in huge pages where the system grants them: `mapped_empty`.
     """
     size = round_up(nbytes, PAGE)
-    alignment = HUGE_PAGE if size >= HUGE_PAGE else PAGE
-    if size >= HUGE_PAGE or (mapped and size):
-        try:
-            mapping = mmap.mmap(-1, size + alignment - PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise StoreError("reserve", "memory", "there is none", length=size, errno=error.errno) from error
-        whole = torch.frombuffer(mapping, dtype=torch.uint8)
-    else:
-        whole = torch.empty(size + alignment, dtype=torch.uint8, device="cpu")
-    start = -whole.data_ptr() % alignment
+    if size >= HUGE_PAGE:
+        return mapped_empty(size)
+    whole = torch.empty(size + PAGE, dtype=torch.uint8, device="cpu")
+    start = -whole.data_ptr() % PAGE
     # The first byte of a storage of its own, because views may be made by their offset in the storage (`as_strided`).
-    data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(whole.untyped_storage()[start : start + size])
-    if alignment == HUGE_PAGE:
-        # Advice: a kernel without huge pages refuses it, and nothing but speed is lost.
-        _madvise(data.data_ptr(), size // HUGE_PAGE * HUGE_PAGE, mmap.MADV_HUGEPAGE)
-    return data
-
-
-_madvise = ctypes.CDLL(None).madvise
-_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(whole.untyped_storage()[start : start + size])
 
 
 def octets(memory: torch.Tensor) -> memoryview:
