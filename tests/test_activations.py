@@ -39,10 +39,9 @@ STEPS = 4
 
 
 @pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    torch._dynamo.reset()
+def nothing_left(fresh_dynamo: None) -> Iterator[None]:
     yield
-    torch._dynamo.reset()
+    torch.compiler.reset()
     EXECUTOR.reset()
     gc.collect()
 

@@ -29,10 +29,9 @@ CONFIG = GPTConfig(layers=1, hidden=32, heads=2, context=16, vocabulary=64, tied
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
+def nothing_left(fresh_dynamo: None) -> Iterator[None]:
     yield
-    torch._dynamo.reset()
+    torch.compiler.reset()
     EXECUTOR.reset()
 
 
