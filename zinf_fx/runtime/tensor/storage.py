@@ -30,7 +30,6 @@ from zinf_fx.runtime.tensor.spill import SMALLEST, spilled
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes
 from zinf_fx.runtime.tensor.tiers import Tiers
 from zinf_fx.runtime.tensor.token import token_of
-from zinf_fx.sizes import HUGE_PAGE
 
 _keys = itertools.count(1)
 
@@ -275,8 +274,7 @@ class TensorStorage:
         if held.on_device is not None:
             return held.on_device
         if self.device.in_host_memory:
-            if held.nbytes < HUGE_PAGE:  # from there on, memory doesn't come from malloc
-                pass_through(held.nbytes)
+            pass_through(held.nbytes)
             memory = aligned_empty(held.nbytes)[: held.nbytes].view(self.dtype)
             if self.numel:
                 held.read(0, memory, memory).wait()
