@@ -29,7 +29,7 @@ def test_dead_jobs_go_and_running_ones_stay(
     dead = abandon(tmp_path)
     (tmp_path / "mine").write_text("not a scratch directory")
     with Store(tmp_path) as running:
-        said = f"jobs that were killed left 1 scratch directories: `zinf-fx clean {tmp_path}` frees their space"
+        said = f"jobs that were killed left scratch directories (1): `zinf-fx clean {tmp_path}` frees their space"
         assert said in caplog.messages
         assert main(["clean", str(tmp_path)]) == 0
         assert capsys.readouterr().out == f"removed  {dead}\nin use   {running.path.parent}\n"

@@ -173,7 +173,7 @@ def _provider(directory: Path) -> Finding:
 
 def _orphans(directory: Path, left: list[Path]) -> Finding:
     if left:
-        text = f"{len(left)} scratch directories of dead jobs take space"
+        text = f"scratch directories of dead jobs ({len(left)}) take space"
         return Finding("orphans", "warning", text, f"zinf-fx clean {_quoted(directory)}")
     return Finding("orphans", "ok", "no scratch directories of dead jobs")
 

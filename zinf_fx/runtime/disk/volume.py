@@ -58,7 +58,8 @@ class Volume(DataFile):
         with suppress(StoreError):  # the directory can be written to, and not read
             if left := orphans(directory):
                 how = f"zinf-fx clean {shlex.quote(str(directory))}"
-                log.warning("jobs that were killed left %d scratch directories: `%s` frees their space", len(left), how)
+                text = "jobs that were killed left scratch directories (%d): `%s` frees their space"
+                log.warning(text, len(left), how)
 
     @property
     def in_use(self) -> int:
