@@ -34,6 +34,7 @@ from zinf_fx.passes.ir.framework import (
     events_in,
     nodes_calling,
 )
+from zinf_fx.passes.ir.gradient_parts import check_dense
 from zinf_fx.passes.ir.printer import print_graph
 from zinf_fx.passes.ir.rewriting import copied
 from zinf_fx.passes.ir.values import values_by_operator
@@ -85,6 +86,7 @@ def plan_training(
     `context.gradients` is keyed by the position of the gradient among the outputs of the backward graph. `arguments`
     are those of PyTorch's partitioner.
     """
+    check_dense(joint.graph, context)
 
     def plan(limit: int | None) -> tuple[Planned, Planned]:
         activations = _activations(context, limit)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from zinf_fx.errors import StoredTensorError
 from zinf_fx.passes.ir.framework import GraphContext, TileKey
 
 aten = torch.ops.aten
@@ -30,6 +31,17 @@ def gradient_outputs(graph: fx.Graph, context: GraphContext) -> dict[int, fx.Nod
     results = graph.output_node().args[0]
     first = len(results) - context.backward_outputs if context.kind == "joint" else 0
     return {p: results[first + p] for p in context.gradients if results[first + p] is not None}
+
+
+def check_dense(graph: fx.Graph, context: GraphContext) -> None:
+    """Raises StoredTensorError where a gradient of a captured graph is sparse."""
+    for position, gradient in gradient_outputs(graph, context).items():
+        value = gradient.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+            raise StoredTensorError(
+                f"the gradient of '{context.tiles[context.gradients[position]].name}' has layout {value.layout}, and "
+                "only dense ones can be moved: make its module with sparse=False"
+            )
 
 
 def parts_of(gradient: fx.Node, token: str, context: GraphContext) -> list[GradientPart]:
