@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 
@@ -87,6 +88,33 @@ def test_what_is_damaged_is_left_out_with_a_warning(tmp_path: Path, caplog: pyte
     assert "not resumed from" in caplog.text and "step-00000003" in caplog.text
     again.train(3)
     assert names(tmp_path) == [f"step-0000000{step}" for step in (1, 2, 3)]  # what was cut off is gone
+
+
+def zeros(content: bytes) -> bytes:
+    """A manifest whose blocks a disk lost."""
+    return bytes(len(content))
+
+
+def with_another_bit(content: bytes) -> bytes:
+    return content[:300] + bytes([content[300] ^ 1]) + content[301:]
+
+
+@pytest.mark.parametrize("damage", [zeros, with_another_bit])
+@pytest.mark.parametrize("name", ["step-00000002", "by-hand"])
+def test_a_newest_checkpoint_with_a_damaged_manifest_is_told_of_and_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[bytes], bytes], name: str
+):
+    run = Run(tmp_path)
+    run.checkpoints.save(1)
+    path = run.checkpoints.save(2, None if name.startswith("step-") else name) / "manifest.json"
+    path.write_bytes(damage(path.read_bytes()))
+    again = Run(tmp_path)
+    assert again.checkpoints.resume() == 1
+    (said,) = (one for one in caplog.messages if "not resumed from" in one)
+    assert f"{path} is damaged" in said
+    again.checkpoints.save(2, None if name.startswith("step-") else name)
+    assert Run(tmp_path).checkpoints.resume() == 2
+    assert len(list(path.parent.glob("data-*"))) == 1
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path):

@@ -148,8 +148,17 @@ def test_a_manifest_of_another_program_is_not_replaced(job: Job, tmp_path: Path)
     assert (other / "manifest.json").read_text() == '{"name": "a web page"}'
 
 
-def test_a_damaged_checkpoint_is_replaced(job: Job, tmp_path: Path):
-    flip(tmp_path / "saved" / "manifest.json", 300)
+def test_one_that_was_written_beside_our_data_is_not_replaced(job: Job, tmp_path: Path):
+    foreign(tmp_path / "saved")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()}
+    with pytest.raises(CheckpointError, match=r"its manifest.json is another program's"):
+        job.save(tmp_path / "saved")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()} == before
+
+
+@pytest.mark.parametrize("offset", [0, 300])
+def test_a_damaged_checkpoint_is_replaced(job: Job, tmp_path: Path, offset: int):
+    flip(tmp_path / "saved" / "manifest.json", offset)
     job.save(tmp_path / "saved")
     job.load(tmp_path / "saved")
     assert len(list((tmp_path / "saved").glob("data-*"))) == 1

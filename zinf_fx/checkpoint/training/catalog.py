@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,11 +49,6 @@ class Found:
     def is_numbered(self) -> bool:
         """Whether its directory has a number and not a name, so that newer ones replace it."""
         return is_numbered(self.path)
-
-    @property
-    def age(self) -> tuple[str, int]:
-        """What orders checkpoints from the oldest to the newest."""
-        return (self.manifest.time, self.step or 0) if self.manifest is not None else ("", 0)
 
 
 def name_of(step: int) -> str:
@@ -108,7 +104,20 @@ def checkpoints_in(directory: Path, read: Callable[[Path], Manifest] = manifest_
     for path in (directory / name for name in names):
         if path.is_dir() and not path.is_symlink() and (_looks_like_one(path, os.listdir(path)) or is_numbered(path)):
             found.append(look_at(path, read))
-    return sorted(found, key=lambda one: one.age)
+    return sorted(found, key=lambda one: _age(one, found))
+
+
+def _age(one: Found, others: Sequence[Found]) -> tuple[str, float]:
+    """What orders checkpoints from the oldest to the newest. One whose manifest can't be read comes behind all of
+    smaller steps than its number; without a number, behind all: it may be the newest, which isn't passed over in
+    silence."""
+    if one.manifest is not None:
+        return one.manifest.time, one.step or 0
+    if one.is_left_over:
+        return "", 0
+    number = int(found[1]) if (found := _NUMBERED.fullmatch(one.path.name)) else math.inf
+    before = (other.manifest.time for other in others if other.manifest is not None and (other.step or 0) < number)
+    return max(before, default=""), number
 
 
 def look_at(directory: Path, read: Callable[[Path], Manifest] = manifest_of) -> Found:

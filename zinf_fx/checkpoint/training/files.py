@@ -9,6 +9,7 @@ whatever order they reach the device. What the manifest doesn't name is removed 
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -85,6 +86,18 @@ def leftovers(directory: Path, manifest: bytes) -> list[Path]:
     with refusals("looking for what is left of a save", directory):
         found = sorted(os.listdir(directory))
     return [directory / name for name in found if name != MANIFEST and is_ours(name) and name.encode() not in manifest]
+
+
+def is_what_is_left(manifest: bytes, directory: Path) -> bool:
+    """Whether the content of a `manifest.json`, which doesn't begin as ours, is what damage left of ours: that is no
+    JSON, as another program's is, and lies beside data files of ours."""
+    try:
+        json.loads(manifest)
+    except ValueError:
+        return any(path.name != NEW_MANIFEST for path in leftovers(directory, b""))
+    except RecursionError:  # JSON, nested deeply
+        pass
+    return False
 
 
 def of_failed_save(directory: Path, save: str) -> list[Path]:

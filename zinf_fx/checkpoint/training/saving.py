@@ -253,7 +253,8 @@ def _prepared(directory: Path, files: Files, token: str) -> Iterator[None]:
         make_directory(files, directory)
     with locked(directory):
         before = names.manifest_in(directory)
-        if before and not begins_manifest(directory / names.MANIFEST):
+        begins = not before or begins_manifest(directory / names.MANIFEST)
+        if not begins and not names.is_what_is_left(before, directory):
             raise CheckpointError(
                 f"saving a checkpoint to {directory} was refused: its {names.MANIFEST} is another program's; choose "
                 "another directory"
