@@ -8,11 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import zinf_fx
 from zinf_fx import StoredTensor
+from zinf_fx.checkpoint.training import dequantising
+from zinf_fx.checkpoint.training.loading import manifest_of
+from zinf_fx.checkpoint.training.manifest import to_text
+from zinf_fx.cli import main
 from zinf_fx.errors import CheckpointError, ConfigError, StoredTensorError, StoreError
 from zinf_fx.quantisation import quantised_shape
 
@@ -205,6 +210,39 @@ def test_a_checkpoint_of_published_weights_is_a_base(tmp_path: Path):
         base.experts.zero_()
     zinf_fx.load_checkpoint(tmp_path / "base", base)
     assert torch.equal(base.experts.full_tensor(), values["experts"])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("piece", [dequantising.PIECE, 10_000])
+def test_a_checkpoint_is_converted_to_the_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int):
+    values = written(tmp_path)
+    zinf_fx.save_checkpoint(tmp_path / "saved", loaded(tmp_path))
+    monkeypatch.setattr(dequantising, "PIECE", piece)
+    assert main(["checkpoint", "convert", str(tmp_path / "saved"), "-o", str(tmp_path / "weights")]) == 0
+    read = load_file(tmp_path / "weights" / "model.safetensors")
+    to_dcp = ["-o", str(tmp_path / "dcp"), "--format", "dcp"]
+    assert main(["checkpoint", "convert", str(tmp_path / "saved"), *to_dcp]) == 0
+    states = {"model": {name: torch.zeros_like(value) for name, value in values.items()}}
+    dcp.load(states, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for found in (read, states["model"]):
+        assert found.keys() == values.keys()
+        assert all(found[name].dtype == BF16 and torch.equal(found[name], values[name]) for name in values)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "dcp"])
+def test_a_checkpoint_without_the_shapes_of_the_values_is_not_converted(
+    tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
+):
+    written(tmp_path)
+    saved = tmp_path / "saved"
+    zinf_fx.save_checkpoint(saved, loaded(tmp_path))
+    manifest = manifest_of(saved)
+    del manifest.values["model"]["quantised_shapes"]
+    (saved / "manifest.json").write_bytes(to_text(manifest))
+    zinf_fx.load_checkpoint(saved, loaded(tmp_path))
+    assert main(["checkpoint", "convert", str(saved), "-o", str(tmp_path / "to"), "--format", form]) == 2
+    assert "'model/experts' is quantised as mxfp4, and its shape is not in the manifest" in capsys.readouterr().err
+    assert not (tmp_path / "to").exists()
 
 
 def test_a_base_does_not_change_and_checkpoints_are_without_it(tmp_path: Path):

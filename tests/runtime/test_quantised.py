@@ -11,6 +11,7 @@ from followed import followed_plans
 
 import zinf_fx
 from zinf_fx import StoredTensor
+from zinf_fx.cli import main
 from zinf_fx.errors import BudgetError, CheckpointError, StoredTensorError
 from zinf_fx.frontend.explain import plan_model
 from zinf_fx.plan.show.table import render
@@ -161,6 +162,14 @@ def test_checkpoints_of_other_classes_of_parameters_are_refused(tmp_path):
     zinf_fx.export_safetensors(plain, tmp_path / "exported")
     with pytest.raises(CheckpointError, match=r"'1.weight' .* is a Packed, made of packed, scale, .*save_checkpoint"):
         zinf_fx.load_safetensors(model, tmp_path / "exported")
+
+
+@pytest.mark.parametrize("form", ["safetensors", "dcp"])
+def test_checkpoints_of_other_classes_of_parameters_are_not_converted(tmp_path, form, capsys):
+    zinf_fx.save_checkpoint(tmp_path / "saved", quantised("tensor subclass"))
+    assert main(["checkpoint", "convert", str(tmp_path / "saved"), "-o", str(tmp_path / "to"), "--format", form]) == 2
+    assert "'model/1.weight' is a test_quantised.Packed, and saved are the tensors" in capsys.readouterr().err
+    assert not (tmp_path / "to").exists()
 
 
 @pytest.mark.parametrize("kind", QUANTISED)

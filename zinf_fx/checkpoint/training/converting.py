@@ -12,21 +12,22 @@ import torch
 from zinf_fx.checkpoint.commit import unfinished
 from zinf_fx.checkpoint.files import FILES, Files
 from zinf_fx.checkpoint.safetensors_file import Kind, check_dtype
+from zinf_fx.checkpoint.training.dequantising import Values, values_in
 from zinf_fx.checkpoint.training.loading import check_files
-from zinf_fx.checkpoint.training.manifest import Manifest, SavedTensor
+from zinf_fx.checkpoint.training.manifest import Manifest
 from zinf_fx.checkpoint.training.open_files import opened
 from zinf_fx.checkpoint.training.reading import Reader
 from zinf_fx.checkpoint.weight_files import ShardWriter, commit, in_groups, reserve, shards_for
 from zinf_fx.errors import CheckpointError
 from zinf_fx.runtime.memory.buffers import octets
 from zinf_fx.runtime.tensor.boxes import Box
-from zinf_fx.sizes import pieces_of
 
 
 @dataclass(frozen=True)
 class _Elements:
-    """Elements of a tensor on their way to a file."""
+    """Elements of a tensor on their way to a file, where they are values."""
 
+    values: Values
     memory: torch.Tensor
     writer: ShardWriter
 
@@ -34,7 +35,8 @@ class _Elements:
         return self.memory
 
     def store(self) -> None:
-        self.writer.write(octets(self.memory))
+        values = self.values.made_of(self.memory)
+        self.writer.write(octets(values))
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -44,22 +46,22 @@ class _Elements:
 class _InFile:
     """A whole tensor, as what comes next in a file."""
 
-    saved: SavedTensor
+    values: Values
     writer: ShardWriter
 
     @property
     def box(self) -> Box:
-        return Box.whole(self.saved.shape)
+        return Box.whole(self.values.saved.shape)
 
     @property
     def held(self) -> list[range]:
         return [range(self.box.numel)] if self.box.numel else []
 
     def chunks(self, elements: range) -> list[range]:
-        return pieces_of(elements, self.saved.dtype.itemsize)
+        return self.values.chunks  # what is held is all
 
     def open_for_writing(self, elements: range) -> _Elements:
-        return _Elements(torch.empty(len(elements), dtype=self.saved.dtype), self.writer)
+        return _Elements(self.values, torch.empty(len(elements), dtype=self.values.saved.dtype), self.writer)
 
 
 def to_safetensors(
@@ -77,12 +79,14 @@ def to_safetensors(
     Raises: CheckpointError, with nothing changed in `target`, when there is no such part, when it is damaged, or for
     what such files can't have; StoreError.
     """
-    tensors = {one.name.removeprefix(f"{part}/"): one for one in manifest.tensors if one.name.startswith(f"{part}/")}
-    if not tensors:
+    mine = [one.name for one in manifest.tensors if one.name.startswith(f"{part}/")]
+    if not mine:
         names = sorted({tensor.part for tensor in manifest.tensors})
         raise CheckpointError(
             f"the checkpoint in {source} has no tensors of '{part}': it has those of {', '.join(names)}"
         )
+    every = values_in(source, manifest, part)
+    tensors = {name.removeprefix(f"{part}/"): every[name] for name in mine}
     check_files(source, manifest)
     kinds = {name: Kind(one.dtype, one.shape) for name, one in tensors.items()}
     for name, kind in kinds.items():
@@ -97,7 +101,7 @@ def to_safetensors(
         for shard in shards:
             writer.begin(shard)
             for name in shard.places:
-                reader.read(tensors[name], _InFile(tensors[name], writer))
+                reader.read(tensors[name].saved, _InFile(tensors[name], writer))
             reader.end()
         writer.finish()
         commit(shards, folder, target, files)

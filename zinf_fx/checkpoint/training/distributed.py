@@ -16,6 +16,7 @@ import torch
 
 from zinf_fx.checkpoint.commit import appear, unfinished
 from zinf_fx.checkpoint.files import FILES, LOCK, Files, refusals
+from zinf_fx.checkpoint.training.dequantising import Values, values_in
 from zinf_fx.checkpoint.training.loading import check_files
 from zinf_fx.checkpoint.training.manifest import Manifest, SavedPiece, SavedTensor
 from zinf_fx.checkpoint.training.open_files import opened
@@ -56,27 +57,28 @@ class Pieces:
 
 
 class UnreadElements(UnreadBox):
-    """A box of a saved tensor. One with all elements has the methods of torch.distributed.checkpoint's protocol
-    `_Checkpointable`, which divides it into boxes that lie within a piece each."""
+    """A box of the values of a saved tensor. One with all of them has the methods of torch.distributed.checkpoint's
+    protocol `_Checkpointable`, which divides it into boxes: those that lie within a piece each, or of some rows."""
 
     @staticmethod
-    def __new__(cls, pieces: Pieces, saved: SavedTensor, box: Box) -> UnreadElements:
-        elements = UnreadBox.__new__(cls, saved.dtype, box)
-        elements._pieces, elements._saved = pieces, saved
+    def __new__(cls, pieces: Pieces, values: Values, box: Box) -> UnreadElements:
+        elements = UnreadBox.__new__(cls, values.dtype, box)
+        elements._pieces, elements._values = pieces, values
         return elements
 
     def value(self) -> torch.Tensor:
         """The elements. Raises: CheckpointError, StoreError."""
-        found = own_memory(self.nbytes).view(self.dtype).view(self._box.shape)
-        mine = range(self._box.numel)
-        for box, piece in needed_for(self._saved, self._box, mine) if mine else ():
-            read = self._pieces.read(self._saved, piece)
-            copy_common(found.view(-1), self._box, mine, read, box, piece.elements)
+        saved, source = self._values.saved, self._values.source(self._box)
+        mine = range(source.numel)
+        found = own_memory(len(mine) * saved.dtype.itemsize).view(saved.dtype)
+        for box, piece in needed_for(saved, source, mine) if mine else ():
+            read = self._pieces.read(saved, piece)
+            copy_common(found, source, mine, read, box, piece.elements)
         self._pieces.report(found.nbytes)
-        return found
+        return self._values.made_of(found).view(self._box.shape)
 
     def _of(self, box: Box) -> UnreadElements:
-        return UnreadElements(self._pieces, self._saved, box)
+        return UnreadElements(self._pieces, self._values, box)
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         """One for each box."""
@@ -93,10 +95,7 @@ class UnreadElements(UnreadBox):
     @cached_property
     def _boxes(self) -> dict[tuple[int, ...], Box]:
         """By where they begin."""
-        if not self._box.numel:
-            return {self._box.offsets: self._box}
-        of_pieces = ((one.box, piece.elements) for one in self._saved.boxes for piece in one.pieces)
-        return {box.offsets: box for whole, elements in of_pieces for box in whole.boxes_of(elements)}
+        return {box.offsets: box for box in self._values.boxes}
 
 
 def convertible(manifest: Manifest) -> list[str]:
@@ -163,8 +162,8 @@ def _states(source: Path, manifest: Manifest, part: str, pieces: Pieces) -> dict
             f"converting '{part}' of {source} was refused: it was another one on each of {manifest.ranks} ranks; load "
             "the checkpoint with as many ranks, and save it with torch.distributed.checkpoint there"
         )
-    by_name = manifest.by_name().items()
-    tensors = {name: UnreadElements(pieces, saved, Box.whole(saved.shape)) for name, saved in by_name}
+    every = values_in(source, manifest, part).items()
+    tensors = {name: UnreadElements(pieces, one, Box.whole(one.shape)) for name, one in every}
     if values["kind"] == OptimizerPart.kind:
         return _of_optimizer(source, part, values, tensors.__getitem__)
     extra = {name: decode(one, tensors.__getitem__) for name, one in values["extra"].items()}

@@ -16,6 +16,9 @@ from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 FORMATS = "quantised"
 """Of the plain values, by the names of quantised tensors, how their bytes become values."""
 
+SHAPES = "quantised_shapes"
+"""Of the plain values, by the same names, the shapes of these values, which their bytes don't say."""
+
 COMPOSED = "composed"
 """Of the plain values, by the names of tensors that were saved as those that they are made of, of what class they are,
 and what else that says of them."""
@@ -39,7 +42,8 @@ class ModulePart:
             collected.add(tensor, f"{self.name}/{name}")
         values = {n: encode(value, f"{self.name}/{n}", collected.keep) for n, value in extra.items()}
         formats = {name: how for name, tensor in tensors.items() if (how := format_of(tensor)) is not None}
-        return {"extra": values, FORMATS: formats, COMPOSED: composed}
+        shapes = {name: list(tensors[name].shape) for name in formats}
+        return {"extra": values, FORMATS: formats, SHAPES: shapes, COMPOSED: composed}
 
     def match(self, values: Mapping[str, Any], matching: Matching) -> None:
         tensors, extra, composed = self._state()
