@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import zinf_fx
 from zinf_fx.errors import CheckpointError
@@ -74,6 +75,22 @@ def test_parts_of_tensor_parallelism_are_exported_and_loaded(tmp_path: Path):
     plain = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6)).state_dict()
     found = safetensors.torch.load_file(tmp_path / "model.safetensors")
     assert found.keys() == plain.keys() and all(torch.equal(found[name], plain[name]) for name in plain)
+
+
+def replicated(rank: int, folder: Path) -> str:
+    """What is raised on a rank where nothing of a model is stored, and there is one file of it for all."""
+    torch.manual_seed(0)
+    whole = torch.compile(DistributedDataParallel(nn.Linear(6, 10)))
+    zinf_fx.export_safetensors(whole, folder)
+    assert safetensors.torch.load_file(folder / "model.safetensors")["weight"].equal(whole.module.weight)
+    with pytest.raises(CheckpointError) as raised:
+        zinf_fx.load_safetensors(whole, folder / f"of{rank}" if rank else folder)
+    return str(raised.value)
+
+
+def test_a_model_that_nothing_is_stored_of_is_exported_once(tmp_path: Path):
+    first, second = on_ranks(2, replicated, tmp_path)
+    assert "of1' has no weights" in second and first.endswith(second)
 
 
 def one_fails(rank: int, folder: Path) -> list[str]:

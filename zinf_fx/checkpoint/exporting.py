@@ -36,13 +36,14 @@ def export_safetensors(model: torch.nn.Module, directory: str | Path, max_shard_
     Raises: CheckpointError on every rank, and what was there is as before; or, where the disk fails after all of the
     new weights appeared, they are there.
     """
-    export(unwrapped(model), Path(directory), parse_bytes(max_shard_size, "max_shard_size"))
+    export(model, Path(directory), parse_bytes(max_shard_size, "max_shard_size"))
 
 
 def export(model: torch.nn.Module, directory: Path, limit: int, files: Files = FILES) -> None:
     """As `export_safetensors`, with `limit` bytes in a file."""
+    wrapped, model = model, unwrapped(model)
     tensors = tensors_of(model)
-    everyone = Everyone(tensors.values())
+    everyone = Everyone(wrapped, tensors.values())
     written = {names[0]: tensors[names[0]] for names in names_of_tied(model, tensors)}
     kinds = {name: Kind(tensor.dtype, tuple(tensor.shape)) for name, tensor in written.items()}
     for name, kind in kinds.items():

@@ -39,9 +39,9 @@ def load_safetensors(model: torch.nn.Module, path: str | Path) -> None:
     Raises: CheckpointError on every rank when the files don't fit the model, which is as before then, or when they
     can't be read to their end; StoreError.
     """
-    model, path = unwrapped(model), Path(path)
+    wrapped, model, path = model, unwrapped(model), Path(path)
     tensors = tensors_of(model)
-    everyone = Everyone(tensors.values())
+    everyone = Everyone(wrapped, tensors.values())
     with together("comparing weights with the model", *everyone.ranks):
         places, wrong = as_published(places_of(path), tensors)
         _check_fit(model, tensors, places, path, wrong)

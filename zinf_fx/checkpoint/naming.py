@@ -17,9 +17,16 @@ from zinf_fx.runtime.tensor.tensor_parallel import tensor_ranks
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """The user's model, without what `torch.compile` and DistributedDataParallel put around it."""
+    return _layers_of(model)[-1]
+
+
+def _layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """A model, and what it is put around: the user's model comes last."""
+    layers = [model]
     while isinstance(model, (OptimizedModule, DistributedDataParallel)):
         model = model._orig_mod if isinstance(model, OptimizedModule) else model.module
-    return model
+        layers.append(model)
+    return layers
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -61,19 +68,24 @@ def names_of_tied(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> l
 
 
 class Everyone:
-    """The ranks that have parts of some tensors.
+    """The ranks that have parts of a model's tensors, or copies of a model that DistributedDataParallel is put around.
 
     Attributes:
         ranks: this one's groups of them.
         is_first: whether this is the first of all.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+    def __init__(self, model: torch.nn.Module, tensors: Iterable[torch.Tensor]) -> None:
+        """`model`: as the user has it; `tensors`: of the model itself."""
         tensors = list(tensors)
         stored = [one for one in map(stored_parameter, tensors) if one is not None]
         config = stored[0].storage.config if stored else Config()
+        meshes = list(dict.fromkeys(one.device_mesh for one in tensors if isinstance(one, DTensor)))
         self.ranks = list(dict.fromkeys(one.storage.share.ranks for one in stored))
+        if not stored and not meshes:
+            replicated = (one for one in _layers_of(model) if isinstance(one, DistributedDataParallel))
+            self.ranks = [tensor_ranks(config, one.process_group) for one in replicated]
         self.is_first = all(ranks.rank == 0 for ranks in self.ranks)
-        for mesh in dict.fromkeys(one.device_mesh for one in tensors if isinstance(one, DTensor)):
+        for mesh in meshes:
             self.is_first = self.is_first and not any(mesh.get_coordinate() or ())
             self.ranks += [tensor_ranks(config, group) for group in mesh.get_all_groups()]
