@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -17,6 +18,7 @@ from torch import nn
 import zinf_fx
 from zinf_fx.checkpoint.training import catalog, manager, saving
 from zinf_fx.checkpoint.training.loading import manifest_of
+from zinf_fx.cli import main
 from zinf_fx.errors import CheckpointError, ConfigError
 
 
@@ -179,6 +181,40 @@ def test_foreign_files_stay(tmp_path: Path):
     run.train(2)
     assert names(tmp_path) == ["step-00000001", "step-00000002", "step-elsewhere"]
     assert names(tmp_path / "step-00000001") == ["notes.txt"]
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> set[Path]:
+    """Directories that may not be listed: root, as whom tests run, is refused none."""
+    found, list_them = set(), os.listdir
+
+    def listdir(path: Path | str) -> list[str]:
+        if Path(path) in found:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return list_them(path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    return found
+
+
+def test_directories_that_nobody_may_read_are_left_out(
+    tmp_path: Path, kept: set[Path], capsys: pytest.CaptureFixture[str]
+):
+    run = Run(tmp_path, every_steps=1)
+    run.train(1)
+    (tmp_path / "lost+found").mkdir()
+    kept.add(tmp_path / "lost+found")
+    again = Run(tmp_path, every_steps=1)
+    assert again.checkpoints.resume() == 1
+    again.train(2)
+    for arguments in (["checkpoint", "list"], ["checkpoint", "verify"], ["clean"]):
+        assert main([*arguments, str(tmp_path)]) == 0
+    assert "lost+found" not in capsys.readouterr().out
+    kept.add(tmp_path / "step-00000002")
+    with pytest.raises(CheckpointError, match=r"looking for checkpoints failed at .*step-00000002: Permission denied"):
+        Run(tmp_path).checkpoints.resume()
+    assert main(["checkpoint", "list", str(tmp_path)]) == 2
+    assert "step-00000002: Permission denied; it is not accessible for this user" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("where", [".", "page"])

@@ -92,17 +92,16 @@ def _identity(path: Path) -> tuple[int, ...] | None:
 
 def checkpoints_in(directory: Path, read: Callable[[Path], Manifest] = manifest_of) -> list[Found]:
     """That which a directory is, or those in the directories in it, from the oldest to the newest. `read`: gives the
-    manifest of one.
+    manifest of one. Directories that this user may not read, such as `lost+found`, are left out.
 
-    Raises: CheckpointError for a directory that can't be read.
+    Raises: CheckpointError for a directory that can't be read, and for one in it that has the number of a step.
     """
-    with refusals("looking for checkpoints", directory):
-        names = sorted(os.listdir(directory))
+    names = _names_in(directory)
     if _looks_like_one(directory, names):
         return [look_at(directory, read)]
     found = []
     for path in (directory / name for name in names):
-        if path.is_dir() and not path.is_symlink() and (_looks_like_one(path, os.listdir(path)) or is_numbered(path)):
+        if path.is_dir() and not path.is_symlink() and _may_be_one(path):
             found.append(look_at(path, read))
     return sorted(found, key=lambda one: _age(one, found))
 
@@ -118,6 +117,22 @@ def _age(one: Found, others: Sequence[Found]) -> tuple[str, float]:
     number = int(found[1]) if (found := _NUMBERED.fullmatch(one.path.name)) else math.inf
     before = (other.manifest.time for other in others if other.manifest is not None and (other.step or 0) < number)
     return max(before, default=""), number
+
+
+def _names_in(directory: Path) -> list[str]:
+    with refusals("looking for checkpoints", directory):
+        return sorted(os.listdir(directory))
+
+
+def _may_be_one(directory: Path) -> bool:
+    """Whether there is a checkpoint in a directory, or its number says that there may have been one. There is none in
+    what this user may not read. Raises: CheckpointError for a directory with a number that can't be read."""
+    try:
+        return _looks_like_one(directory, _names_in(directory)) or is_numbered(directory)
+    except CheckpointError as error:
+        if is_numbered(directory) or not isinstance(error.__cause__, PermissionError):
+            raise
+        return False
 
 
 def look_at(directory: Path, read: Callable[[Path], Manifest] = manifest_of) -> Found:
