@@ -57,6 +57,20 @@ def test_a_missing_directory_is_a_problem(tmp_path: Path, capsys: pytest.Capture
     assert f"mend: mkdir -p '{absent}'" in capsys.readouterr().out
 
 
+def test_a_default_store_that_can_not_be_made_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Root, as whom tests run, may make any but one in a file."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert main(["doctor", "--json"]) == 1
+    *_, finding = json.loads(capsys.readouterr().out)[str(tmp_path / "file" / "zinf_fx")]
+    assert (finding["subject"], finding["status"], finding["mend"]) == ("store", "problem", module.OTHER_STORE)
+    assert "store create failed" in finding["found"] and "name a directory with `store`" in finding["found"]
+    assert main(["estimate", "--layers", "2", "--hidden", "64", "--heads", "4", "--hardware", "this-machine"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("zinf-fx: error: store create failed")
+
+
 def test_what_is_no_directory_is_a_problem(store: Path):
     (store / "file").touch()
     assert any(one.status == "problem" and one.mend for one in diagnose(store / "file"))

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from zinf_fx.cli.machine import stores_in_use
+from zinf_fx.errors import StoreError
 from zinf_fx.machine.diagnose import Finding, diagnose
 
 _MARKS = {"ok": "ok", "warning": "WARN", "problem": "FAIL"}
@@ -16,7 +19,7 @@ _WIDTH = 100
 
 def run(options: argparse.Namespace) -> int:
     """Print the findings. 1 if one of them is a problem."""
-    found = {str(directory): diagnose(directory) for directory in options.directories or stores_in_use()}
+    found = _diagnosed(options.directories)
     if options.json:
         print(json.dumps({name: [asdict(one) for one in findings] for name, findings in found.items()}, indent=1))
     else:
@@ -25,6 +28,13 @@ def run(options: argparse.Namespace) -> int:
             for one in findings:
                 print(_text(one))
     return int(any(one.status == "problem" for findings in found.values() for one in findings))
+
+
+def _diagnosed(directories: Sequence[Path]) -> dict[str, list[Finding]]:
+    try:
+        return {str(directory): diagnose(directory) for directory in directories or stores_in_use()}
+    except StoreError as error:  # the default store can't be made: `diagnose` raises none
+        return {error.path: diagnose(Path(error.path), error)}
 
 
 def _text(finding: Finding) -> str:

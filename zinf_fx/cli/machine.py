@@ -10,12 +10,13 @@ from zinf_fx.config import Config
 from zinf_fx.machine.machine import measure_machine
 from zinf_fx.plan import hardware as descriptions
 from zinf_fx.plan.hardware import Hardware
+from zinf_fx.runtime.disk.scratch import make_default
 
 
 def hardware_of(name: str, store: Path | None = None) -> Hardware:
     """A description by name. `store`: directory on the disk of this machine; default `Config`'s.
 
-    Raises: ConfigError for a name of none; StoreError when the disk can't be measured.
+    Raises: ConfigError for a name of none; StoreError when the disk can't be measured, or has no place for a store.
     """
     if name != THIS_MACHINE:
         return descriptions.load(name)
@@ -25,9 +26,10 @@ def hardware_of(name: str, store: Path | None = None) -> Hardware:
 
 
 def stores_in_use(store: Path | None = None) -> tuple[Path, ...]:
-    """The directories of a store; default those of `Config`'s, and its default one is made, as its first use would."""
+    """The directories of a store; default those of `Config`'s, and its default one is made, as its first use would.
+
+    Raises: StoreError when it can't be.
+    """
     config = Config(store=store)
-    if config.store_is_default:
-        for directory in config.stores:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_default(config)
     return config.stores

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import resource
@@ -48,13 +49,17 @@ class Finding:
     mend: str | None = None
 
 
-def diagnose(directory: Path) -> list[Finding]:
-    """Looks at the machine and at a store directory. Writes a small file there, and removes it."""
+def diagnose(directory: Path, unmade: StoreError | None = None) -> list[Finding]:
+    """Looks at the machine and at a store directory. Writes a small file there, and removes it. `unmade`: why the
+    directory, which was to be made, can't be."""
     findings = [_torch(), _checksums(), _huge_pages(), _memlock(), _aio(), _file_size()]
     try:
+        if unmade is not None:
+            raise unmade
         file_system, left = file_system_of(directory), orphans(directory)
     except StoreError as error:
-        mend = f"mkdir -p {_quoted(directory)}" if not directory.exists() else OTHER_STORE
+        is_missing = unmade is None and error.errno == errno.ENOENT
+        mend = f"mkdir -p {_quoted(directory)}" if is_missing else OTHER_STORE
         return [*findings, Finding("store", "problem", str(error), mend)]
     findings += [_kind(directory, file_system), _space(directory, file_system, left)]
     return [*findings, _alignment(directory), _provider(directory), _orphans(directory, left), _profile(directory)]

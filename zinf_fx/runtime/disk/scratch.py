@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from zinf_fx.config import Config
 from zinf_fx.errors import StoreError
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,16 @@ def refusals(operation: str, path: Path, otherwise: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise StoreError(operation, path, HINTS.get(error.errno, otherwise), errno=error.errno) from error
+
+
+def make_default(config: Config) -> None:
+    """Makes the directories of the default store, as far as they are not there; one that the user names must be.
+
+    Raises: StoreError.
+    """
+    for directory in config.stores if config.store_is_default else ():
+        with refusals("create", directory, "the default store can't be made; name another directory with `store`"):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def data_name(number: int) -> str:

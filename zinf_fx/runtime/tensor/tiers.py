@@ -16,6 +16,7 @@ from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import HINTS
 from zinf_fx.plan.schedule import CHUNKS, MemoryRegions
 from zinf_fx.runtime.disk.generation import Generation
+from zinf_fx.runtime.disk.scratch import make_default
 from zinf_fx.runtime.disk.store import Store
 from zinf_fx.runtime.memory.buffers import Arena
 from zinf_fx.runtime.memory.counters import Counters
@@ -124,9 +125,7 @@ class Tiers:
         """The NVMe tier; its scratch directory is made on first use."""
         with self._lock:
             if self._store is None:
-                if self.config.store_is_default:
-                    for path in self.config.stores:
-                        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                make_default(self.config)
                 self._store = Store(
                     self.config.stores, checksum=self.config.checksum, strict_direct=self.config.strict_direct
                 )
