@@ -9,8 +9,10 @@ import pytest
 import torch
 from gate import slow
 from jobs import Job, assert_equal, value_of
+from safetensors.torch import load_file
 
 import zinf_fx
+from zinf_fx.runtime.memory.buffers import aligned_empty
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -143,6 +145,27 @@ def test_a_plain_training(tmp_path: Path):
     zinf_fx.load_checkpoint(tmp_path, *second)
     assert train(*second) == losses
     assert all(map(torch.equal, first[0].parameters(), second[0].parameters()))
+
+
+@pytest.mark.parametrize("count", [1, 8, 512], ids=["one", "less than a page", "a page"])
+def test_buffers_that_are_conjugated_or_negated_lazily(tmp_path: Path, count: int):
+    """Their memory, which may be that of another buffer, has other values."""
+
+    def built(value: complex) -> torch.nn.Module:
+        module, turns = torch.nn.Module(), aligned_empty(8 * count)[: 8 * count].view(torch.complex64).fill_(value)
+        for name, one in (("turns", turns), ("back", turns.conj()), ("sines", turns.conj().imag)):
+            module.register_buffer(name, one)
+        return module
+
+    saved, apart = built(1 + 2j), built(0)
+    assert saved.back.is_conj() and saved.sines.is_neg()
+    apart.back, apart.sines = apart.back.clone().conj(), apart.sines.clone()
+    expected = {"turns": 1 + 2j, "back": 1 - 2j, "sines": -2.0}
+    zinf_fx.save_checkpoint(tmp_path / "saved", saved)
+    zinf_fx.export_safetensors(saved, tmp_path / "weights")
+    zinf_fx.load_checkpoint(tmp_path / "saved", apart)
+    for found in (apart.state_dict(), load_file(tmp_path / "weights" / "model.safetensors")):
+        assert {name: set(value.tolist()) for name, value in found.items()} == {n: {v} for n, v in expected.items()}
 
 
 @pytest.mark.parametrize("placement", ["host", "nvme", None])

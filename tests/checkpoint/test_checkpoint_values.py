@@ -81,6 +81,20 @@ def test_tensors(dtype: torch.dtype, shape: tuple[int, ...]):
     )
 
 
+@pytest.mark.parametrize("size", [1, INLINE])
+def test_what_is_conjugated_or_negated_lazily_has_its_values(size: int):
+    value = torch.full((size,), 1 + 2j).conj()
+    found = there_and_back([value, value.imag])
+    assert value.is_conj() and value.imag.is_neg()
+    assert torch.equal(found[0], value) and torch.equal(found[1], value.imag)
+
+
+@pytest.mark.parametrize("value", [numpy.longdouble(1), numpy.arange(3, dtype=">i4")])
+def test_dtypes_of_numpy_that_torch_lacks_are_refused(value: Any):
+    with pytest.raises(CheckpointError, match=r"value.x is of numpy's dtype '.*', which can't be saved"):
+        there_and_back({"x": value})
+
+
 def test_nan_and_numpy():
     assert math.isnan(there_and_back(math.nan))
     state = numpy.random.get_state()

@@ -34,7 +34,7 @@ def values_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         return
     with gathered(tensor) as value:
         value = value.full_tensor() if isinstance(value, DTensor) else value
-        yield value.detach().cpu().contiguous().view(-1)
+        yield value.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def _in_windows(held: StoredBytes) -> Iterator[torch.Tensor]:

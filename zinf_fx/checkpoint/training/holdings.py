@@ -24,15 +24,17 @@ from zinf_fx.sizes import PAGE, PIECE, pieces_of
 
 class OrdinaryElements:
     """The part of a `Window` that is used here, over elements of an ordinary tensor: in its own memory if that is
-    contiguous and the CPU's, else in a copy."""
+    contiguous and the CPU's, and has the values as they are, else in a copy."""
 
     ready = True
 
     def __init__(self, tensor: torch.Tensor, elements: range, *, load: bool) -> None:
         self._tensor, self._elements = tensor.detach(), elements
-        self._in_place = tensor.device.type == "cpu" and tensor.is_contiguous()
+        as_they_are = not tensor.is_conj() and not tensor.is_neg()
+        self._in_place = tensor.device.type == "cpu" and tensor.is_contiguous() and as_they_are
         if self._in_place:
-            self._memory = self._tensor.view(-1)[elements.start : elements.stop]
+            flat = self._tensor.as_strided((self._tensor.numel(),), (1,))  # `view` keeps the stride of one element
+            self._memory = flat[elements.start : elements.stop]
         else:
             self._memory = torch.empty(len(elements), dtype=tensor.dtype)
             if load:
@@ -115,7 +117,8 @@ class Holding:
         if isinstance(self.tensor, StoredTensor):
             return (self.tensor.storage.key,)
         place = self.tensor.untyped_storage().data_ptr(), self.tensor.storage_offset(), self.tensor.stride()
-        return (id(self.tensor),) if not self.tensor.numel() else (*place, self.shape, self.dtype)
+        what = self.shape, self.dtype, self.tensor.is_conj(), self.tensor.is_neg()
+        return (id(self.tensor),) if not self.tensor.numel() else (*place, *what)
 
     @property
     def tiers(self) -> Tiers | None:

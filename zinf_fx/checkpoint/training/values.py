@@ -74,7 +74,13 @@ def encode(value: object, what: str, keep: Keep) -> Any:
         return {f"${kind.__name__}": str(value).removeprefix("torch.")}
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype.kind in "biufc":
-        tensor = torch.from_numpy(numpy.array(value))
+        try:
+            tensor = torch.from_numpy(numpy.array(value))
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{what} is of numpy's dtype {value.dtype.str!r}, which can't be saved ({error}): convert it with "
+                "astype() to one that PyTorch has, too, of this machine's byte order"
+            ) from None
         return {"$numpy": [encode_tensor(tensor, what, keep), isinstance(value, numpy.generic)]}
     raise CheckpointError(
         f"{what} is a {kind.__module__}.{kind.__qualname__}, which can't be saved without pickling: accepted are "
@@ -87,8 +93,9 @@ def encode_tensor(tensor: torch.Tensor, what: str, keep: Keep) -> Any:
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
     if not plain or tensor.is_meta or tensor.nbytes > INLINE:
         return {"$kept": keep(tensor, what)}
-    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    text = base64.b64encode(bytes(flat.tolist())).decode()
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype)  # a copy has the values, however they lie in memory
+    flat.view(tensor.shape).copy_(tensor.detach())
+    text = base64.b64encode(bytes(flat.view(torch.uint8).tolist())).decode()
     return {"$tensor": [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), text]}
 
 
