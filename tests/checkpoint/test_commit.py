@@ -17,6 +17,7 @@ from torch import nn
 
 import zinf_fx
 from zinf_fx.checkpoint import exporting
+from zinf_fx.checkpoint.elements import values_of
 from zinf_fx.checkpoint.exporting import export
 from zinf_fx.checkpoint.files import Files, locked
 from zinf_fx.errors import CheckpointError
@@ -175,6 +176,24 @@ def test_a_failing_disk_leaves_the_old_weights(call: str, tmp_path: Path, monkey
         with pytest.raises(CheckpointError, match="Input/output error"):
             zinf_fx.export_safetensors(net(2.0), tmp_path, SEVERAL)
     assert {path.name for path in tmp_path.iterdir()} == names and value_in(tmp_path) == 1.0
+
+
+def test_a_file_that_can_not_be_opened_is_told_when_all_is_gathered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Other ranks count on this one until then."""
+    zinf_fx.export_safetensors(net(1.0), tmp_path, SEVERAL)
+    gathered, opened = [], os.open
+
+    def failing(path: Path, flags: int, *mode: int) -> int:
+        if flags & os.O_ACCMODE == os.O_WRONLY:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opened(path, flags, *mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", failing)
+        patch.setattr(exporting, "values_of", lambda tensor: (gathered.append(tensor), values_of(tensor))[1])
+        with pytest.raises(CheckpointError, match=r"writing weights failed at .*-00001-of-.*: Too many open files"):
+            zinf_fx.export_safetensors(net(2.0), tmp_path, SEVERAL)
+    assert len(gathered) == len(list(net(2.0).parameters())) and value_in(tmp_path) == 1.0
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, os.strerror(errno.EIO)), KeyboardInterrupt()])

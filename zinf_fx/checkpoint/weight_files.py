@@ -92,7 +92,11 @@ class ShardWriter:
         """Write to this file from now on."""
         self.close()
         if self._failure is None:
-            self._path, self._fd = shard.path, os.open(shard.path, os.O_WRONLY | os.O_CLOEXEC)
+            self._path = shard.path
+            try:
+                self._fd = os.open(shard.path, os.O_WRONLY | os.O_CLOEXEC)
+            except OSError as error:
+                self._failure = error
             self.write(memoryview(shard.begin))
 
     def write(self, content: memoryview) -> None:
