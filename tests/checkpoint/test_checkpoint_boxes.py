@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zinf_fx.checkpoint.training.manifest import SavedBox, SavedPiece, SavedTensor
+from zinf_fx.checkpoint.training.reading import needed_for
 from zinf_fx.runtime.tensor.boxes import Box, copy_common
 
 
@@ -54,3 +58,48 @@ def test_what_two_have_in_common_is_copied_and_nothing_else(
     wanted = elements_of(whole, one)[mine.start : mine.stop]
     there = set(source.tolist())
     assert target.tolist() == [value if value in there else -1 for value in wanted.tolist()]
+
+
+def saved(shape: tuple[int, ...], box: Box, counts: list[int]) -> SavedTensor:
+    """A tensor of which a box is saved in pieces of so many elements, the last of the rest."""
+    starts = [sum(counts[:number]) for number in range(len(counts)) if sum(counts[:number]) < box.numel]
+    ends = zip(starts, [*starts[1:], box.numel], strict=True)
+    pieces = Counted(SavedPiece(start, end - start, 0, 8 * start, 0) for start, end in ends)
+    return SavedTensor("model/weight", torch.int64, shape, (SavedBox(box.offsets, box.shape, pieces),))
+
+
+class Counted(tuple):
+    """Pieces, and how many times any of them was looked at."""
+
+    looks = 0
+
+    def __getitem__(self, number: int | slice) -> object:
+        found = super().__getitem__(number)
+        self.looks += len(found) if isinstance(number, slice) else 1
+        return found
+
+    def __iter__(self) -> Iterator[SavedPiece]:
+        self.looks += len(self)
+        return super().__iter__()
+
+
+@given(shapes_and_boxes(2), st.lists(st.integers(1, 20), max_size=8), st.data())
+def test_the_pieces_that_are_needed_are_those_with_elements_in_common(
+    drawn: tuple[tuple[int, ...], list[Box]], counts: list[int], data: st.DataObject
+):
+    shape, (one, other) = drawn
+    whole = torch.arange(Box.whole(shape).numel).view(shape)
+    tensor, mine = saved(shape, other, [*counts, other.numel]), data.draw(st.composite(some_of)(one))
+    needed = [piece for _, piece in needed_for(tensor, one, mine)] if mine else []
+    wanted, theirs = set(elements_of(whole, one)[mine.start : mine.stop].tolist()), elements_of(whole, other).tolist()
+    with_any = [one for one in tensor.boxes[0].pieces if wanted & set(theirs[one.start : one.start + one.count])]
+    assert [piece for piece in needed if piece in with_any] == with_any  # and some between them
+
+
+def test_few_of_many_pieces_are_looked_at_for_a_chunk():
+    whole = Box((0,), (4000,))
+    tensor = saved((4000,), whole, [2] * 2000)
+    for box in (whole, Box((0,), (3999,))):
+        tensor.boxes[0].pieces.looks = 0
+        assert [piece.start for _, piece in needed_for(tensor, box, range(3001, 3004))] == [3000, 3002]
+        assert tensor.boxes[0].pieces.looks < 50

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -14,6 +15,7 @@ from zinf_fx.checkpoint.training.under_way import IN_FLIGHT, UnderWay
 from zinf_fx.errors import DamagedCheckpointError
 from zinf_fx.interrupts import let_through
 from zinf_fx.native.engine import READ, File, crc32c_at
+from zinf_fx.plan.intervals import merged
 from zinf_fx.runtime.memory.buffers import aligned_empty
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.tensor.boxes import Box, copy_common
@@ -207,14 +209,20 @@ def needed_for(saved: SavedTensor, box: Box, elements: range) -> Iterator[tuple[
             yield one.box, piece
 
 
-def _pieces_for(source: SavedBox, box: Box, elements: range) -> list[SavedPiece]:
-    other = source.box
-    if other == box:
-        return [piece for piece in source.pieces if _touch(piece.elements, elements)]
-    common = [shared for part in box.boxes_of(elements) if (shared := part.within(other)) is not None]
-    hulls = [other.hull(shared) for shared in common]
-    return [piece for piece in source.pieces if any(_touch(piece.elements, hull) for hull in hulls)]
+def _pieces_for(source: SavedBox, box: Box, elements: range) -> Iterator[SavedPiece]:
+    other, wanted = source.box, [elements]
+    if other != box:
+        wanted = [other.hull(shared) for part in box.boxes_of(elements) if (shared := part.within(other)) is not None]
+    for numbers in merged(_numbers_with(source.pieces, one) for one in wanted):
+        yield from source.pieces[numbers.start : numbers.stop]
 
 
-def _touch(one: range, other: range) -> bool:
-    return one.start < other.stop and other.start < one.stop
+def _numbers_with(pieces: Sequence[SavedPiece], elements: range) -> range:
+    """Which of the pieces of a box have any of these elements. A sound manifest has them in order, without gaps: of a
+    large tensor there are many, which are searched for every chunk that is read."""
+    first = bisect_right(pieces, elements.start, key=_start) - 1
+    return range(max(first, 0), bisect_left(pieces, elements.stop, key=_start))
+
+
+def _start(piece: SavedPiece) -> int:
+    return piece.start
