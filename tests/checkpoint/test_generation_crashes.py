@@ -14,6 +14,7 @@ from counting import Counting
 
 import zinf_fx
 from zinf_fx.checkpoint.training.catalog import look_at
+from zinf_fx.checkpoint.training.manifest import Manifest
 from zinf_fx.checkpoint.training.sweeping import give_back_unnamed
 from zinf_fx.errors import CheckpointError, StoreError
 
@@ -218,12 +219,14 @@ def test_a_job_that_ends_or_is_killed_leaves_what_checkpoints_name(tmp_path: Pat
     assert other.load(tmp_path / "saved") == 3
 
 
-def test_a_killed_job(tmp_path: Path, other: Counting):
+def test_a_killed_job(tmp_path: Path, other: Counting, monkeypatch: pytest.MonkeyPatch):
     assert not killed(tmp_path / "store", tmp_path / "saved", 99)
     (link,) = (tmp_path / "saved").glob("*.extents")
     found = [look_at(tmp_path / "saved")]
     named = sum(map(len, found[0].manifest.content_of(link.name)))
-    give_back_unnamed(found)  # its scratch directory has another name of the file
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "content_of", None)  # of which many pieces may have to be looked at
+        give_back_unnamed(found)  # its scratch directory has another name of the file
     assert link.stat().st_nlink == 2 and link.stat().st_blocks * 512 == link.stat().st_size
     assert zinf_fx.runtime.disk.scratch.survey(tmp_path / "store", remove=True).popitem()[1] is None
     give_back_unnamed(found)

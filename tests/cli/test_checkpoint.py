@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 import zinf_fx
 from zinf_fx.checkpoint.training.loading import manifest_of
+from zinf_fx.checkpoint.training.manifest import Manifest
 from zinf_fx.cli import main
 
 
@@ -100,6 +102,16 @@ def test_inspect(run: Path, capsys: pytest.CaptureFixture[str]):
     assert found["values"] == {"note": "a trial", "rates": [0.5, 1], "step": 2}
     assert found["same"] == {"model/tied.weight": "model/0.weight", "model/tied.bias": "model/0.bias"}
     assert {"name": "model/count", "dtype": "int64", "shape": [3], "nbytes": 24} in found["tensors"]
+
+
+def test_pieces_are_looked_at_once_for_all_files(run: Path, monkeypatch: pytest.MonkeyPatch):
+    whole = manifest_of(run / "best")
+    (of_store,) = (file for file in whole.files if file.of_store)
+    several = replace(whole, files=(*whole.files, *(replace(of_store, path=f"{of_store.path}{n}") for n in range(9))))
+    looks, pieces = [], Manifest.pieces
+    monkeypatch.setattr(Manifest, "pieces", lambda manifest: (looks.append(manifest), pieces(manifest))[1])
+    assert [several.taken_of(file) for file in several.files] == [*map(whole.taken_of, whole.files), *[0] * 9]
+    assert several.content_of(of_store.path) and len(looks) == 2  # of each manifest
 
 
 def test_verify(run: Path, capsys: pytest.CaptureFixture[str]):

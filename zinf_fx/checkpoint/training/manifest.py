@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -154,11 +155,16 @@ class Manifest:
 
     def content_of(self, path: str) -> list[range]:
         """Where pieces are in a file, in bytes, in whole pages."""
-        number = [file.path for file in self.files].index(path)
-        ends = (
-            (p.offset, p.offset + p.count * tensor.dtype.itemsize) for tensor, p in self.pieces() if p.file == number
-        )
-        return merged(range(start // PAGE * PAGE, round_up(end, PAGE)) for start, end in ends)
+        return self._contents[[file.path for file in self.files].index(path)]
+
+    @cached_property
+    def _contents(self) -> list[list[range]]:
+        """The same, of all files: one that looked for its pieces by itself would look at those of all."""
+        pages: list[list[range]] = [[] for _ in self.files]
+        for tensor, piece in self.pieces():
+            end = piece.offset + piece.count * tensor.dtype.itemsize
+            pages[piece.file].append(range(piece.offset // PAGE * PAGE, round_up(end, PAGE)))
+        return [merged(one) for one in pages]
 
     def pieces(self) -> Iterator[tuple[SavedTensor, SavedPiece]]:
         """All pieces, each with its tensor."""

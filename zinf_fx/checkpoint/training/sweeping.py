@@ -33,8 +33,10 @@ def _give_back(links: list[tuple[Found, str]]) -> int:
         if file is None:
             return 0
         fd, info = file
+        if info.st_nlink > len(links):
+            return 0
         content = [part for one, path in links for part in one.manifest.content_of(path)]
-        if info.st_nlink > len(links) or taken_by(info) <= sum(map(len, content)) + PAGE:
+        if taken_by(info) <= sum(map(len, content)) + PAGE:
             return 0
         give_back_all_but(fd, content)
         os.fsync(fd)
