@@ -60,6 +60,7 @@ def test_rows_of_fio(store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     ("arguments", "said"),
     [
         (["{store}", "/nonexistent"], "^zinf-fx: error: .* does not exist"),
+        (["{store}", "/etc/passwd"], "^zinf-fx: error: store measure failed: /etc/passwd: it is no directory; name"),
         (["{store}", "--size", "much"], "'much' is not a size"),
         (["{store}", "--rounds", "0"], "at least one"),
         (["{store}", "--size", "1000000TiB"], "reserved|full|limit"),

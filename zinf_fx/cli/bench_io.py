@@ -50,7 +50,10 @@ def run(options: argparse.Namespace) -> None:
     if options.rounds < 1:
         raise ConfigError(f"rounds={options.rounds} is not accepted: at least one is needed")
     for directory in options.directories:
-        file_system_of(directory)  # one that isn't there is refused once, and not by each way to move bytes
+        # What can't be used is refused once, and not by each way to move bytes.
+        file_system_of(directory)
+        if not directory.is_dir():
+            raise StoreError("measure", directory, "it is no directory; name the one that a store is to be in")
     report = {}
     for directory in options.directories:
         ways, profiles = _measure(directory, nbytes, options)
