@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from runtime.late_device import install
 from torch import Tensor, nn
 from twins import Net, assert_nothing_leaked, assert_same_gradients, pair, x
 
@@ -283,3 +284,28 @@ def test_what_is_read_between_steps_is_of_one_step(tmp_path: Path, in_backward: 
     assert found
     for one in found:
         assert any(all(map(torch.equal, one, moment)) for moment in moments)
+
+
+ROWS, COLUMNS = 768, 1024  # 3 MiB, two of which fit in the host arena, and of which a write takes one
+
+
+@pytest.mark.parametrize("device", ["CPU", "late"])
+def test_eager_operations_of_many_threads_take_the_room_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """Each thread writes a parameter of its own, adds to one of all, and reads; no addition is lost."""
+    if device == "late":
+        install(monkeypatch)
+    plain = nn.ParameterList(nn.Parameter(torch.zeros(ROWS, COLUMNS)) for _ in range(7))
+    stored = zinf_fx.offload(plain, store=tmp_path, placement="infinity-nvme", host_memory="8MiB", pack=None)
+    shared, *own = stored
+
+    def work(parameter: Tensor) -> None:
+        for number in range(1, 6):
+            parameter.data.fill_(number)
+            shared.data.add_(1)
+        for _ in range(5):
+            assert bool(parameter.detach().eq(number).all())
+
+    together(*[lambda parameter=parameter: work(parameter) for parameter in own])
+    assert bool(shared.detach().eq(5 * len(own)).all())

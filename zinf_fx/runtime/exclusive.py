@@ -4,9 +4,9 @@ They share tiles in memory, regions of the arenas, the order in which stages fol
 each parameter's gradient: whether one is there to add to, how many backward passes are due. A run that finds these as
 the last one left them is right in any order of runs; two at once would have to agree at every operator. So
 `RUNNING.lock` is held for a whole run, and by whatever else changes these: an optimizer's step, a gradient that eager
-autograd leaves, and the reservation of a plan's memory. Autograd runs the backward graphs of CUDA tensors in threads of
-its own: nothing that holds the lock may wait for a backward pass. Dynamo compiles for one thread at a time: nothing
-that compiles may wait for this lock, as its holder may be about to compile.
+autograd leaves, the reservation of a plan's memory, and an operation that writes to stored tensors. Autograd runs the
+backward graphs of CUDA tensors in threads of its own: nothing that holds the lock may wait for a backward pass. Dynamo
+compiles for one thread at a time: nothing that compiles may wait for this lock, as its holder may be about to compile.
 
 A run may wait for other ranks meanwhile. Ranks that run several such graphs in threads may take turns in different
 orders, and wait for each other: what is collective belongs in one thread of each rank.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import ClassVar, NoReturn
 
@@ -279,20 +280,29 @@ class TensorStorage:
             if self.numel:
                 held.read(0, memory, memory).wait()
             return memory
-        window = held.device_window().read_only()
-        try:
-            return window.wait()
-        finally:
-            window.close()
+        with self.brought(held) as value:
+            return value
 
     def _gathered(self, held: StoredBytes) -> torch.Tensor:
         full = torch.empty(self.share.shards.padded, dtype=self.dtype, device=self.device.torch_device)
-        window = held.device_window().read_only()
-        try:
-            self.share.gather(full, window.wait(), self.name)
-        finally:
-            window.close()
+        with self.brought(held) as own:
+            self.share.gather(full, own, self.name)
         return full[: self.numel]
+
+    @contextmanager
+    def brought(self, held: StoredBytes) -> Iterator[torch.Tensor]:
+        """All the bytes where the device computes, to be read in the block."""
+        with self._moving():
+            window = held.device_window().read_only()
+            try:
+                yield window.wait()
+            finally:
+                window.close()
+
+    def _moving(self) -> AbstractContextManager[None]:
+        """`Tiers.moving`, where windows of the bytes lease memory."""
+        tiers = self.usable_tiers()
+        return tiers.moving() if self.tier == "nvme" else nullcontext()
 
     def refreshed(self) -> StoredBytes:
         """The bytes, once they are final, with the shares that other ranks updated among them."""
@@ -318,13 +328,14 @@ class TensorStorage:
         if share.agreed or (share.partitioned and share.ranks.replicas == 1):
             share.agreed = True
             return
-        window = self.refreshed().device_window()
-        try:
-            share.ranks.broadcast(window.wait(), self.name, among_shards=not share.partitioned)
-        except BaseException:
-            window.close()
-            raise
-        window.store()
+        with self._moving():
+            window = self.refreshed().device_window()
+            try:
+                share.ranks.broadcast(window.wait(), self.name, among_shards=not share.partitioned)
+            except BaseException:
+                window.close()
+                raise
+            window.store()
         share.agreed = True
 
     @held_back
@@ -332,7 +343,8 @@ class TensorStorage:
     def set(self, value: torch.Tensor, offset: int | None = None) -> None:
         """Write all elements from a tensor of as many elements, as `StoredBytes.set`. Of a partitioned tensor, this
         rank writes its shard."""
-        self.settled().set(self.share.cut(value), offset)
+        with self._moving():
+            self.settled().set(self.share.cut(value), offset)
         self.share.stale = False
 
     def snapshot(self) -> torch.Tensor:

@@ -151,13 +151,9 @@ class StoredTensor(Checkpointable, torch.Tensor):
             return self.full_tensor()
         if self.views:
             raise StoredTensorError("to_local() of a view of a partitioned tensor: ask for that of the whole tensor")
-        window = storage.settled().device_window()
-        try:
-            held = window.wait()
+        with storage.brought(storage.settled()) as held:
             own = [held[storage.share.position(part.start) :][: len(part)] for part in storage.share.own]
             return torch.cat(own)
-        finally:
-            window.close()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         kind = "StoredParameter" if isinstance(self, torch.nn.Parameter) else "StoredTensor"

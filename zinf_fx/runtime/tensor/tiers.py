@@ -7,12 +7,13 @@ import os
 import threading
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import ClassVar, Protocol
 
 from zinf_fx.config import Config
 from zinf_fx.errors import StoreError
+from zinf_fx.interrupts import taking
 from zinf_fx.native.engine import HINTS
 from zinf_fx.plan.schedule import CHUNKS, MemoryRegions
 from zinf_fx.runtime.disk.generation import Generation
@@ -93,6 +94,7 @@ class Tiers:
         self.chunk_writes = WriteQueue(self.counters, self._lock)
         """Those from the room for chunks, where a plan has it for nothing else: they go on while others come and go."""
         self._queues = self.writes, self.chunk_writes
+        self._one_moves = threading.RLock()
 
     @classmethod
     def of(cls, config: Config) -> Tiers:
@@ -191,6 +193,13 @@ class Tiers:
         """Between operators, have the background go on or, when it is done, have read what comes next."""
         if (work := self.background or self.ahead) is not None:
             work.advance()
+
+    def moving(self) -> AbstractContextManager[None]:
+        """A block in which eager code moves the elements of one tensor through memory that is leased for that: no other
+        thread has room for another tensor meanwhile. The step in the background, which a block may wait for, waits for
+        none."""
+        background = self.background
+        return nullcontext() if background is not None and background.asks else taking(self._one_moves)
 
     @contextmanager
     def stepping(self, part: range | None = None) -> Iterator[None]:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from zinf_fx import ops
 from zinf_fx.errors import StoredTensorError
-from zinf_fx.interrupts import held_back
+from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.memory.heap import pass_through
 from zinf_fx.runtime.tensor import view_writes
 from zinf_fx.runtime.tensor.operations import OVERWRITES
@@ -42,11 +42,12 @@ def write(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dict, mutate
     """Run `func`, which writes to the stored tensors `mutated`."""
     if func in _TAKE_OVER and _is_same(*args[:2]):  # load_state_dict() of what was loaded in place; `w.data = w`
         return args[0]
-    run = _write_in_graph if mutated[0].captured else _write_through
-    return run(kind, func, args, kwargs, mutated)
+    if mutated[0].captured:
+        return _write_in_graph(kind, func, args, kwargs, mutated)
+    with RUNNING.turn():  # two threads that write through at a time would lose a write, and take room from each other
+        return _write_through(kind, func, args, kwargs, mutated)
 
 
-@held_back
 def _write_through(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dict, mutated: list[torch.Tensor]) -> Any:
     """Run `func` on gathered values, then write what it changed back to the store."""
     for tensor in mutated:
