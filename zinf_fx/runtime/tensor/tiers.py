@@ -73,8 +73,7 @@ class Tiers:
         self.pid = os.getpid()
         limit = memory_limit()
         self.host = Arena("host", config.host_memory or limit.nbytes)
-        if limit.by_group or config.host_memory is not None or config.device_memory is not None:
-            hold_little()
+        self._is_limited = limit.by_group
         self.counters = Counters()
         self.background: Background | None = None
         self._ahead: weakref.ref[Ahead] | None = None
@@ -105,7 +104,9 @@ class Tiers:
             tiers = cls._open.get(key)
             if tiers is None:
                 tiers = cls._open[key] = cls(config)
-            return tiers
+        if tiers._is_limited or config.host_memory is not None or config.device_memory is not None:
+            hold_little()
+        return tiers
 
     @classmethod
     def _after_fork(cls) -> None:
