@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from injecting import Fault, inject
@@ -89,13 +92,44 @@ def test_a_profile_is_that_of_its_file_system(tmp_path: Path):
     assert profiles_path().parent.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 0, "profiles": {}}', '{"format": 1}'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"format": 0, "profiles": {}}', '{"format": 1}', '{"format": 1, "profiles": []}']
+)
 def test_a_file_of_profiles_that_cannot_be_read_counts_as_none(tmp_path: Path, content: str):
     profiles_path().parent.mkdir(parents=True)
     profiles_path().write_text(content)
     assert load_profile(tmp_path) is None
     store_profile(tmp_path, PROFILE)
     assert load_profile(tmp_path) == PROFILE
+
+
+def test_a_profile_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "the disk is full")
+
+    store_profile(tmp_path, PROFILE)
+    before = sorted(profiles_path().parent.iterdir())
+    monkeypatch.setattr(measure.json, "dumps", full)
+    monkeypatch.setattr(measure.json, "dump", full)
+    with pytest.raises(StoreError, match="can't be stored"):
+        store_profile(tmp_path, PROFILE)
+    assert sorted(profiles_path().parent.iterdir()) == before and load_profile(tmp_path) == PROFILE
+
+
+def test_profiles_that_are_stored_at_the_same_time_are_all_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    read = measure._profiles
+
+    def slowly() -> dict[str, dict]:
+        found = read()
+        time.sleep(0.02)
+        return found
+
+    monkeypatch.setattr(measure, "file_system_of", lambda directory: SimpleNamespace(key=directory))
+    monkeypatch.setattr(measure, "_profiles", slowly)
+    names = [str(number) for number in range(8)]
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(lambda name: store_profile(name, PROFILE), names))
+    assert sorted(read()) == names
 
 
 def test_an_entry_that_cannot_be_read_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -211,23 +213,36 @@ def load_profile(directory: Path | str) -> Profile | None:
 
 def store_profile(directory: Path | str, profile: Profile) -> Path:
     """Stores the profile of the file system that holds `directory`; returns the file. Raises: StoreError."""
-    path = profiles_path()
-    profiles = _profiles() | {file_system_of(directory).key: asdict(profile)}
+    path, key = profiles_path(), file_system_of(directory).key
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump({"format": FORMAT, "profiles": profiles}, file, indent=1)
-        os.replace(file.name, path)
+        with _locked(path.with_suffix(".lock")), tempfile.TemporaryDirectory(dir=path.parent) as made:
+            profiles = _profiles() | {key: asdict(profile)}
+            file = Path(made) / path.name
+            file.write_text(json.dumps({"format": FORMAT, "profiles": profiles}, indent=1))
+            os.replace(file, path)
     except OSError as error:
         raise StoreError("write", path, "the profile can't be stored", errno=error.errno) from error
     return path
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """A block that one process is in at a time; on a file system without locks, any number."""
+    with path.open("w") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _profiles() -> dict[str, dict]:
     path = profiles_path()
     try:
         content = json.loads(path.read_text())
-        return content["profiles"] if content["format"] == FORMAT else {}
+        profiles = content["profiles"] if content["format"] == FORMAT else {}
+        if not isinstance(profiles, dict):
+            raise TypeError(f"its profiles are a {type(profiles).__name__}")
+        return profiles
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError) as error:
