@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from injecting import Fault, inject
 from safetensors.torch import load_file, save_file, storage_ptr
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import zinf_fx
 from zinf_fx import StoredTensor
@@ -426,6 +427,25 @@ def test_metadata_is_known_without_reading(tmp_path, monkeypatch: pytest.MonkeyP
     for like in (torch.ones_like, torch.rand_like, lambda t: torch.zeros_like(t[1]), lambda t: t.new_zeros(3)):
         assert type(like(stored)) is torch.Tensor
     assert type(torch.zeros_like(stored, dtype=torch.int8)) is torch.Tensor
+
+
+LIKES = {
+    "new_zeros": lambda p: p.new_zeros(3),
+    "new_empty": lambda p: p.new_empty(0),
+    "another dtype": lambda p: torch.zeros_like(p, dtype=torch.int8),
+    "another device": lambda p: torch.empty_like(p, device="meta"),
+    "its own layout": lambda p: torch.rand_like(p.t()),
+}
+
+
+@pytest.mark.parametrize("like", LIKES.values(), ids=LIKES)
+def test_what_is_made_like_a_stored_tensor_takes_no_memory_besides(make: Make, like: Callable):
+    stored = make(matrix(128, 128), requires_grad=False)
+    like(stored)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        made = like(stored)
+    allocated = sum(max(0, event.self_cpu_memory_usage) for event in seen.events())
+    assert allocated <= (made.nbytes if made.device.type == "cpu" else 0) + 1024
 
 
 READS = {

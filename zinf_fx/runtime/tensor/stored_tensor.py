@@ -287,7 +287,8 @@ class StoredTensor(Checkpointable, torch.Tensor):
                 if func is aten._to_copy.default and not torch.is_grad_enabled() and not decodes(args[0], kwargs):
                     return args[0]._convert(kwargs)
             if func in METADATA_ONLY:
-                return func(torch.empty_like(without_values(args[0]), device=args[0].device), *args[1:], **kwargs)
+                device = kwargs.get("device") or args[0].device
+                return func(without_values(args[0]), *args[1:], **{**kwargs, "device": device})
         if args and isinstance(args[0], (list, tuple)) and func._schema.name.startswith(HORIZONTAL):
             return foreach(StoredTensor, func, args, kwargs)
         if mutated:
