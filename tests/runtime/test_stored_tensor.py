@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -452,6 +453,11 @@ READS = {
     "equal": lambda p: torch.equal(p, p) and not torch.equal(p, p + 1),
     "allclose": lambda p: torch.allclose(p, p.detach()),
     "item": lambda p: p[1, 2].item(),
+    "tolist": lambda p: (p.tolist(), p[1, 2].tolist()),
+    "format": lambda p: f"{p[1, 2]:.3f} {p.detach()[1, 2]}",
+    "numpy": lambda p: p.detach().t().cpu().numpy().tolist(),
+    "numpy's own functions": lambda p: np.asarray(p.detach(), dtype=np.float64).tolist(),
+    "numpy by force": lambda p: p.numpy(force=True).tolist(),
     "sum": lambda p: p.sum(),
     "operators": lambda p: (p * 2 - p.t().t()) / 3 > 0,
     "matmul": lambda p: p @ p.t(),
@@ -479,6 +485,12 @@ def test_reads_agree_with_the_plain_tensor(make: Make, read: Callable):
         assert result.dtype == expected.dtype and torch.equal(result, expected)
     else:
         assert result == expected
+
+
+def test_numpy_refuses_what_requires_a_gradient(make: Make):
+    for tensor in (make(matrix()), make(matrix()) * 2):
+        with pytest.raises(RuntimeError, match=r"Use tensor\.detach\(\)\.numpy\(\)"):
+            tensor.numpy()
 
 
 @pytest.mark.parametrize("of", [lambda p: p, lambda p: p[1:3], lambda p: p.t()], ids=["whole", "rows", "transpose"])

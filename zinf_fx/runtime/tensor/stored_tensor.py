@@ -15,7 +15,7 @@ import io
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from multiprocessing.context import get_spawning_popen
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_iter, tree_map_only
@@ -39,16 +39,17 @@ from zinf_fx.runtime.tensor.operations import (
     in_autocast,
     is_view,
 )
+from zinf_fx.runtime.tensor.outside import Exported
 from zinf_fx.runtime.tensor.quantised import Quantised, check_trainable
 from zinf_fx.runtime.tensor.spill import spilled
 from zinf_fx.runtime.tensor.storage import TensorStorage
-from zinf_fx.runtime.tensor.views import Base, Kind, ViewStep, memory_of, replayed, without_values
+from zinf_fx.runtime.tensor.views import Base, Kind, ViewStep, replayed, without_values
 from zinf_fx.runtime.tensor.writes import foreach, mutated_arguments, write
 
 aten = torch.ops.aten
 
 
-class StoredTensor(Checkpointable, torch.Tensor):
+class StoredTensor(Checkpointable, Exported, torch.Tensor):
     """A tensor whose bytes live in the store. Made by `offload`, `offloading`, the executor and the optimizers."""
 
     token: torch.Tensor
@@ -236,35 +237,6 @@ class StoredTensor(Checkpointable, torch.Tensor):
             twin = as_parameter(stored_again(self, value.dtype, self.device, value)).requires_grad_(self.requires_grad)
         twin.storage.share.agreed = storage.share.ranks.size == 1
         take_implementation(self, twin)
-
-    def data_ptr(self) -> int:
-        """The address of the value in memory, to be read, as of any tensor: safetensors saves through it.
-
-        It is gathered for that, and kept as long as this object; what is written there doesn't reach the store. Tensors
-        of one storage share the memory.
-        """
-        if self.captured:
-            return super().data_ptr()
-        with torch.no_grad():
-            whole = self.storage.snapshot()
-            value = self.replayed(whole.view(self.base.shape))
-        self._in_memory = whole, memory_of(whole, value)
-        return value.data_ptr()
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """That of the memory whose address `data_ptr()` gave last: torch.distributed.checkpoint.async_save copies it.
-        One without bytes where nobody asked for an address."""
-        held = self.__dict__.get("_in_memory")
-        return super().untyped_storage() if held is None else held[1]
-
-    def _has_no_memory(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise StoredTensorError(
-            f"a stored tensor of shape {tuple(self.shape)} has no memory of its own that could be shared or changed "
-            "from outside PyTorch: use full_tensor(), or zinf_fx.gathered() with modify=True"
-        )
-
-    # PyTorch would go through the address of the first element, which is null.
-    apply_ = share_memory_ = __dlpack__ = _has_no_memory
 
     # -- dispatch ----------------------------------------------------------------------------------------------------
 
