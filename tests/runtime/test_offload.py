@@ -6,7 +6,9 @@ import copy
 import errno
 import gc
 import os
+import re
 import resource
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -92,6 +94,28 @@ def test_what_is_stored_stays_and_what_is_new_follows(tmp_path):
     zinf_fx.offload(model, store=tmp_path, placement="nvme")
     assert all(isinstance(p, StoredTensor) for p in model.parameters())
     assert all(model.get_parameter(name).storage.key == key for name, key in keys.items())
+
+
+LAYOUTS = {
+    "channels last": (torch.ones(4, 3, 2, 2).to(memory_format=torch.channels_last), True),
+    "transposed": (torch.ones(3, 4).t(), True),
+    "one channel": (torch.ones(4, 1, 2, 2).to(memory_format=torch.channels_last), False),
+    "expanded": (torch.ones(1, 4).expand(3, 4), False),
+    "part of a larger one": (torch.ones(3, 4)[1:], False),
+}
+
+
+@pytest.mark.parametrize(("value", "differs"), LAYOUTS.values(), ids=LAYOUTS)
+def test_a_parameter_that_is_laid_out_anew_is_named_once(tmp_path, value: torch.Tensor, differs: bool):
+    model = nn.ParameterDict({"first": torch.ones(2), "second": value, "third": value.clone()})
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        zinf_fx.offload(model, store=tmp_path, placement="nvme")
+        zinf_fx.offload(model)
+    assert [re.search(r"2 parameter\(s\), such as 'second'", str(one.message)) is not None for one in seen] == (
+        [True] if differs else []
+    )
+    assert model["second"].is_contiguous() and model["second"].equal(value)
 
 
 @pytest.mark.parametrize("model", [nn.ReLU(), nn.BatchNorm1d(3, affine=False), nn.ParameterList()], ids=str)

@@ -27,7 +27,7 @@ from zinf_fx.frontend.converting import Converting
 from zinf_fx.frontend.each_placement import check_rules, check_stage, configs_of, contradicted_by
 from zinf_fx.frontend.packing import bring_together, packs_of
 from zinf_fx.frontend.quantising import form_of
-from zinf_fx.frontend.staying import is_ordinary, note_staying, stays
+from zinf_fx.frontend.staying import is_ordinary, note_layouts, note_staying, stays
 from zinf_fx.interrupts import held_back
 from zinf_fx.placement import PlacementRules
 from zinf_fx.plan.packs import starts_of
@@ -90,9 +90,9 @@ def offload(model: torch.nn.Module, config: Config | None = None, **fields: obje
             _check_not_contradicted(config, given, stored, name)
     composed = Composed(present)
     annotated = {name: parameter for name, parameter in present.items() if has_annotated_codes(parameter)}
-    taken = composed.whole | annotated
-    note_staying({name: parameter for name, parameter in present.items() if name not in taken})
+    note_staying({name: one for name, one in present.items() if name not in composed.whole | annotated})
     ordinary = {name: parameter for name, parameter in present.items() if is_ordinary(parameter)} | annotated
+    note_layouts(ordinary)
     parameters = ordinary | composed.parts
     tables = tables_of(model.modules())
     config = decided(config, list(parameters.values()), tables=tables)

@@ -1,4 +1,4 @@
-"""Which parameters offloading leaves where they are."""
+"""Which parameters offloading leaves where they are, and which it lays out anew."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from zinf_fx.frontend.graph_inputs import bytes_in_memory
-from zinf_fx.runtime.tensor.local_parameter import stored_in, stored_parameter
+from zinf_fx.runtime.tensor.local_parameter import local_part, stored_in, stored_parameter
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.sizes import in_words
 
@@ -42,3 +42,21 @@ def note_staying(parameters: Mapping[str, object]) -> None:
         "is quantised",
         stacklevel=3,
     )
+
+
+def note_layouts(parameters: Mapping[str, torch.Tensor]) -> None:
+    """Warn of those that will be contiguous, and are not, if any. Elements that are there once for several are not
+    meant: kernels read them in one order in any case."""
+    names = [name for name, one in parameters.items() if not is_lazy(one) and _has_another_order(local_part(one))]
+    if names:
+        warnings.warn(
+            f"{len(names)} parameter(s), such as '{names[0]}', are not contiguous (transposed, or channels_last, say), "
+            "and are stored contiguous: convolutions and products may take other kernels for that, and results differ "
+            "from plain PyTorch's in the last bits. To compare both, make them contiguous before",
+            stacklevel=3,
+        )
+
+
+def _has_another_order(tensor: torch.Tensor) -> bool:
+    is_dense = tensor.layout == torch.strided and not tensor.is_meta and 0 not in tensor.stride()
+    return is_dense and not tensor.is_contiguous()
