@@ -25,7 +25,7 @@ from functools import cache
 import torch
 
 from zinf_fx import ops
-from zinf_fx.native import codes
+from zinf_fx.native import kernels
 
 # QLoRA, appendix E: the quantiles of a normal distribution, with an exact zero, scaled to [-1, 1].
 _NORMAL_FLOAT = (
@@ -218,7 +218,9 @@ def _nearest_of_16(scaled: torch.Tensor) -> torch.Tensor:
         high, low = torch.bucketize(scaled, bounds).to(torch.uint8).unflatten(1, (-1, 2)).unbind(-1)
         return high << 4 | low
     scaled, found = scaled.contiguous(), torch.empty(len(scaled), scaled.shape[1] // 2, dtype=torch.uint8)
-    codes.nearest_of_16(scaled.data_ptr(), found.numel(), bounds.data_ptr(), found.data_ptr(), torch.get_num_threads())
+    kernels.nearest_of_16(
+        scaled.data_ptr(), found.numel(), bounds.data_ptr(), found.data_ptr(), torch.get_num_threads()
+    )
     return found
 
 
@@ -246,9 +248,9 @@ def dequantised(
 
 ops.implement_dequantize(dequantised)
 
-_NATIVE = {torch.float32: codes.FP32, torch.bfloat16: codes.BF16}
-_CODES = {torch.int8: codes.INTEGERS, torch.float8_e4m3fn: codes.E4M3, None: codes.PAIRS}
-_SCALES = {torch.float32: codes.SCALES_FP32, _E8M0: codes.SCALES_E8M0}
+_NATIVE = {torch.float32: kernels.FP32, torch.bfloat16: kernels.BF16}
+_CODES = {torch.int8: kernels.INTEGERS, torch.float8_e4m3fn: kernels.E4M3, None: kernels.PAIRS}
+_SCALES = {torch.float32: kernels.SCALES_FP32, _E8M0: kernels.SCALES_E8M0}
 
 
 def can_dequantise_parts(packed: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -262,7 +264,7 @@ def dequantise_part(runs: torch.Tensor, length: int, columns: range, name: str, 
     kind, start = FORMATS[name], columns.start
     block, skipped = kind.block or length, start * kind.bits // 8
     scales = kind.codes_nbytes(length) + start // block * kind.scale.itemsize
-    codes.dequantize(
+    kernels.dequantize(
         _CODES[kind.dtype],
         runs.data_ptr() + skipped,
         runs.shape[1],

@@ -18,7 +18,7 @@ from itertools import chain
 import torch
 
 from zinf_fx.errors import OptimizerError
-from zinf_fx.native import codes
+from zinf_fx.native import kernels
 from zinf_fx.optim.companions import CODES, companion_of
 from zinf_fx.optim.forms import EIGHT_BITS
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
@@ -72,18 +72,18 @@ def decode(name: str, found: torch.Tensor, scales: torch.Tensor, values: torch.T
     count, threads = values.numel(), torch.get_num_threads()
     even = count // BLOCK * BLOCK
     for first, rows, columns in ((0, even // BLOCK, BLOCK), (even, int(even < count), count - even)):
-        codes.dequantize(
-            codes.PLACES,
+        kernels.dequantize(
+            kernels.PLACES,
             found.data_ptr() + first,
             BLOCK,
-            codes.SCALES_FP32,
+            kernels.SCALES_FP32,
             scales.data_ptr() + first // BLOCK * scales.itemsize,
             scales.itemsize,
             rows,
             columns,
             BLOCK,
             table.data_ptr(),
-            codes.FP32,
+            kernels.FP32,
             values.data_ptr() + first * values.itemsize,
             threads,
         )
@@ -95,7 +95,7 @@ def encode(name: str, values: torch.Tensor, found: torch.Tensor, scales: torch.T
     values, bounds = values.contiguous(), _bounds(_is_signed(name), values.device)
     if values.device.type == "cpu":
         first = _first(_is_signed(name))
-        codes.nearest_of_256(
+        kernels.nearest_of_256(
             values.data_ptr(),
             values.numel(),
             BLOCK,

@@ -20,7 +20,7 @@ import torch
 
 from zinf_fx.adam import SPLIT
 from zinf_fx.errors import OptimizerError
-from zinf_fx.native import masters as native
+from zinf_fx.native import kernels
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.sizes import BITS
 
@@ -42,7 +42,7 @@ def split(masters: torch.Tensor, weights: torch.Tensor, lower: torch.Tensor, up:
     [n / 8], eight bits in each, the first the lowest."""
     count, threads = masters.numel(), torch.get_num_threads()
     if masters.device.type == "cpu":
-        native.split(masters.data_ptr(), weights.data_ptr(), count, lower.data_ptr(), up.data_ptr(), threads)
+        kernels.split_masters(masters.data_ptr(), weights.data_ptr(), count, lower.data_ptr(), up.data_ptr(), threads)
     else:
         _split_anywhere(masters, weights, lower, up)
 
@@ -60,7 +60,7 @@ def join(weights: torch.Tensor, lower: torch.Tensor, up: torch.Tensor, masters: 
     """Write the masters, which are returned: see `split`."""
     count, threads = weights.numel(), torch.get_num_threads()
     if weights.device.type == "cpu":
-        native.join(weights.data_ptr(), lower.data_ptr(), up.data_ptr(), count, masters.data_ptr(), threads)
+        kernels.join_masters(weights.data_ptr(), lower.data_ptr(), up.data_ptr(), count, masters.data_ptr(), threads)
         return masters
     return _join_anywhere(weights, lower, up, masters)
 
