@@ -216,6 +216,14 @@ def test_what_cannot_be_honoured_raises_and_changes_nothing(make: Make, change: 
     assert stored.full_tensor().equal(matrix()) and stored.shape == (4, 6) and stored.stride() == (6, 1)
 
 
+@pytest.mark.parametrize("of", [lambda p: p, lambda p: p.detach(), lambda p: p[1:]], ids=["whole", "detached", "view"])
+def test_a_capsule_of_dlpack_with_a_null_address_is_refused(make: Make, of: Callable):
+    stored = make(matrix(), requires_grad=False)
+    with pytest.raises(RuntimeError, match="data pointer"):
+        torch.utils.dlpack.to_dlpack(of(stored))
+    assert stored.full_tensor().equal(matrix())
+
+
 def test_an_operation_that_fails_changes_nothing(make: Make):
     stored = make(matrix())
     for wrong in (lambda p: p.copy_(torch.ones(5)), lambda p: p.add_(torch.ones(5)), lambda p: p[0].copy_(p)):

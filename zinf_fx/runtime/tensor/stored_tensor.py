@@ -89,6 +89,8 @@ class StoredTensor(Checkpointable, Exported, torch.Tensor):
             requires_grad=requires_grad,
         )
         tensor.token, tensor.base, tensor.views = token, base, views
+        if not tensor.captured:
+            torch._C._set_throw_on_mutable_data_ptr(tensor)  # to_dlpack() would give the address, which is null
         tensor._storage = storage  # keeps the bytes alive; a fake token has none
         if storage is not None and storage.lease is not None:
             tensor._lease = storage.lease()
