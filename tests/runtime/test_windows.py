@@ -16,9 +16,10 @@ from zinf_fx.plan.schedule import Tile
 from zinf_fx.runtime.execute.flying import TileState
 from zinf_fx.runtime.execute.staging import StagedTile
 from zinf_fx.runtime.memory.device import CPU
+from zinf_fx.runtime.tensor.home import Follower
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.tiers import Tiers
-from zinf_fx.runtime.tensor.windows import Follower, WindowState
+from zinf_fx.runtime.tensor.windows import WindowState
 
 COUNT = 8192
 

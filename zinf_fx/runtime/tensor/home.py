@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple, assert_never
+from typing import NamedTuple, Protocol, assert_never
 
 import torch
 
@@ -22,9 +22,44 @@ from zinf_fx.runtime.memory.device import Device
 from zinf_fx.runtime.memory.leases import Buffer, Ticket
 from zinf_fx.runtime.remains import when_gone
 from zinf_fx.runtime.tensor.tiers import Tiers
-from zinf_fx.runtime.tensor.windows import Follower, Under, forget_what_is_done, overlap
 from zinf_fx.runtime.tensor.write_queue import DelayedWrite
 from zinf_fx.sizes import PAGE
+
+Under = list[tuple[range, Ticket]]
+"""Transfers under way, and the elements that they are about."""
+
+
+def forget_what_is_done(under: Under) -> None:
+    """Remove what is over. Another thread may add to the list meanwhile, or remove the same."""
+    for one in [one for one in under if one[1].done()]:
+        with contextlib.suppress(ValueError):
+            under.remove(one)
+
+
+def overlap(one: range, other: range) -> bool:
+    return one.start < other.stop and other.start < one.stop
+
+
+class Follower(Protocol):
+    """A window for reading that stays in memory, and takes over what is written to where its elements live.
+
+    Attributes:
+        version: of what lives there, which it has; None: an unknown one, after a write that failed.
+    """
+
+    version: int | None
+
+    @property
+    def elements(self) -> range:
+        """Which it has of the home."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was closed."""
+
+    def take_over(self, start: int, written: torch.Tensor) -> Ticket | None:
+        """Have the elements from `start` of the home on that are about to be written. Returns what still reads them, if
+        anything."""
 
 
 class Change(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from enum import Enum
 from threading import RLock
 from typing import ClassVar, Protocol
@@ -18,67 +17,13 @@ from zinf_fx.runtime.lifecycle import Lifecycle
 from zinf_fx.runtime.memory.device import Device, Upload
 from zinf_fx.runtime.memory.device_arena import DeviceArena
 from zinf_fx.runtime.memory.leases import Buffer, Ticket
-
-Under = list[tuple[range, Ticket]]
-"""Transfers under way, and the elements that they are about."""
-
-
-def forget_what_is_done(under: Under) -> None:
-    """Remove what is over. Another thread may add to the list meanwhile, or remove the same."""
-    for one in [one for one in under if one[1].done()]:
-        with suppress(ValueError):
-            under.remove(one)
-
-
-def overlap(one: range, other: range) -> bool:
-    return one.start < other.stop and other.start < one.stop
-
-
-class Follower(Protocol):
-    """A window for reading that stays in memory, and takes over what is written to where its elements live.
-
-    Attributes:
-        version: of what lives there, which it has; None: an unknown one, after a write that failed.
-    """
-
-    version: int | None
-
-    @property
-    def elements(self) -> range:
-        """Which it has of the home."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it was closed."""
-
-    def take_over(self, start: int, written: torch.Tensor) -> Ticket | None:
-        """Have the elements from `start` of the home on that are about to be written. Returns what still reads them, if
-        anything."""
-
-
-class Shared(Protocol):
-    """Where elements live, of one stored tensor or of several."""
-
-    reads: Under
-    version: int
-
-    def follow(self, window: Follower) -> None:
-        """From now on, every write to the store changes a window for reading too."""
-
-    def present_followers(self) -> list[Follower]:
-        """The windows that follow, and have had every write so far."""
-
-    def await_reads(self, elements: range) -> None:
-        """Wait until nobody reads the elements."""
-
-    def changed_by(self, elements: range, writer: Ticket) -> None:
-        """Something changes the elements where they live until it is done."""
+from zinf_fx.runtime.tensor.home import Follower, Home, forget_what_is_done, overlap
 
 
 class Owner(Protocol):
     """The bytes that a window shows a part of."""
 
-    home: Shared
+    home: Home
 
     def write_back(self, first: int, memory: torch.Tensor, buffer: Buffer, after: Ticket | None) -> None:
         """Start writing elements to where they live, once `after` is done, and release the buffer in the end."""
