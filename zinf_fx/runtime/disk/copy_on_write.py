@@ -7,13 +7,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from zinf_fx.errors import StoreError
 from zinf_fx.interrupts import held_back, sealed
 from zinf_fx.native.engine import PageSums
-from zinf_fx.runtime.disk.store import Extent, JoinedTicket, Store
+from zinf_fx.runtime.disk.store import Extent, Store
 from zinf_fx.runtime.disk.stripes import FilePart, runs
 from zinf_fx.runtime.memory.freelist import FreeList, round_up
-from zinf_fx.runtime.memory.leases import Ticket
+from zinf_fx.runtime.memory.leases import Ticket, all_started, joined
 from zinf_fx.sizes import PAGE
 
 
@@ -156,16 +155,12 @@ class CopyOnWrite:
         offset: int,
         owner: object,
     ) -> Ticket:
-        tickets: list[Ticket] = []
-        try:
-            for start, stop, extent in parts:
-                tickets.append(transfer(extent, address + start - offset, start, stop - start, owner=owner))
-        except BaseException:
-            for ticket in tickets:  # the caller gives back what they move
-                with sealed, contextlib.suppress(StoreError):
-                    ticket.wait()
-            raise
-        return tickets[0] if len(tickets) == 1 else JoinedTicket(tickets)
+        return joined(
+            all_started(
+                transfer(extent, address + start - offset, start, stop - start, owner=owner)
+                for start, stop, extent in parts
+            )
+        )
 
     def _free_to_write(self, parts: list[ExtentPart]) -> list[ExtentPart]:
         """Where these are to be written: those that nobody keeps where they are, the others ahead."""

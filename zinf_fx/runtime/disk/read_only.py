@@ -13,7 +13,7 @@ from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import READ, Engine, File, FileTicket, direct_alignment, is_direct
 from zinf_fx.runtime.disk.links import reads
 from zinf_fx.runtime.memory.freelist import round_up
-from zinf_fx.runtime.memory.leases import Ticket
+from zinf_fx.runtime.memory.leases import JoinedTicket, Ticket
 from zinf_fx.runtime.recorder import RECORDER
 from zinf_fx.sizes import PAGE
 
@@ -81,16 +81,6 @@ def _close(files: dict[bool, File], descriptors: list[int]) -> None:
         os.close(descriptors.pop())
 
 
-class _NothingToRead:
-    """The ticket of a transfer without bytes."""
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
-
-
 class FileExtent:
     """Consecutive bytes of a read-only file, in the place of space in a store."""
 
@@ -110,7 +100,7 @@ class FileExtent:
     def read(self, address: int, offset: int, nbytes: int, *, owner: object = None) -> Ticket:
         """As `Store.read`. What is asked for behind the end, as padding is, is left as it is."""
         if offset >= self._nbytes:
-            return _NothingToRead()
+            return JoinedTicket(())
         return self._file.read(address, self._offset + offset, min(nbytes, self._nbytes - offset), owner)
 
     def write(self, address: int, offset: int, nbytes: int, *, owner: object = None) -> NoReturn:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
 import logging
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from zinf_fx.errors import ConfigError, StoreError
 from zinf_fx.interrupts import held_back, sealed
-from zinf_fx.native.engine import BLOCK, DEPTH, HINTS, READ, WRITE, FileTicket, IoCounters, PageSums
+from zinf_fx.native.engine import BLOCK, DEPTH, HINTS, READ, WRITE, IoCounters, PageSums
 from zinf_fx.runtime.disk.data_file import DataFile
 from zinf_fx.runtime.disk.measure import weights_of
 from zinf_fx.runtime.disk.probe import candidates
@@ -22,7 +21,7 @@ from zinf_fx.runtime.disk.read_only import ReadOnlyFile
 from zinf_fx.runtime.disk.stripes import UNIT, Place, Turns, runs
 from zinf_fx.runtime.disk.volume import Volume, Volumes
 from zinf_fx.runtime.memory.freelist import round_up
-from zinf_fx.runtime.memory.leases import Ticket
+from zinf_fx.runtime.memory.leases import Ticket, all_started, joined
 from zinf_fx.runtime.recorder import RECORDER
 from zinf_fx.sizes import PAGE
 
@@ -53,28 +52,6 @@ class Extent:
     def offset(self) -> int:
         """Of its first byte, in the data file that has it."""
         return self.places[0].offset
-
-
-@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
-class JoinedTicket:
-    """Several transfers under way, as one."""
-
-    tickets: Sequence[Ticket]
-
-    def done(self) -> bool:
-        """Whether all are over, well or not."""
-        return all(ticket.done() for ticket in self.tickets)
-
-    def wait(self) -> None:
-        """Returns when all bytes are there. Raises: StoreError of the first that failed, after all have ended."""
-        failure: StoreError | None = None
-        for ticket in self.tickets:
-            try:
-                ticket.wait()
-            except StoreError as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
 
 
 class Store:
@@ -325,26 +302,20 @@ class Store:
         assert offset + length <= extent.capacity, f"{nbytes} bytes at {offset} exceed {extent}"
         assert address % PAGE == 0, f"address {address:#x} is not a multiple of {PAGE}"
         self._check_usable("use")
-        tickets: list[FileTicket] = []
-        try:
-            for run in runs(extent.places, extent.unit, offset, length):
-                ticket = self.files[run.volume].file.submit(
-                    operation,
-                    address + run.start - offset,
-                    run.offset,
-                    run.nbytes,
-                    owner,
-                    sums=extent.sums,
-                    first_page=run.start // PAGE,
-                )
-                tickets.append(ticket)
-        except BaseException:
-            for ticket in tickets:  # the caller gives back what they move
-                with sealed, contextlib.suppress(StoreError):
-                    ticket.wait()
-            raise
+        tickets = all_started(
+            self.files[run.volume].file.submit(
+                operation,
+                address + run.start - offset,
+                run.offset,
+                run.nbytes,
+                owner,
+                sums=extent.sums,
+                first_page=run.start // PAGE,
+            )
+            for run in runs(extent.places, extent.unit, offset, length)
+        )
         RECORDER.stored("fetch" if operation == READ else "write", length, tickets)
-        return tickets[0] if len(tickets) == 1 else JoinedTicket(tickets)
+        return joined(tickets)
 
     def _check_usable(self, operation: str) -> None:
         if os.getpid() != self._resources.pid:

@@ -7,11 +7,14 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from zinf_fx.interrupts import finalizing
+from zinf_fx.errors import StoreError
+from zinf_fx.interrupts import finalizing, sealed
 from zinf_fx.runtime.memory.freelist import Space, round_up
 from zinf_fx.runtime.remains import when_gone
 from zinf_fx.sizes import PAGE
@@ -28,6 +31,51 @@ class Ticket(Protocol):
 
     def wait(self) -> None:
         """Returns when it is over."""
+
+
+T = TypeVar("T", bound=Ticket)
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class JoinedTicket:
+    """Several transfers under way, as one."""
+
+    tickets: Sequence[Ticket]
+
+    def done(self) -> bool:
+        """Whether all are over, well or not."""
+        return all(ticket.done() for ticket in self.tickets)
+
+    def wait(self) -> None:
+        """Returns when all bytes are there. Raises: StoreError of the first that failed, after all have ended."""
+        failure: StoreError | None = None
+        for ticket in self.tickets:
+            try:
+                ticket.wait()
+            except StoreError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+
+def all_started(starting: Iterable[T]) -> list[T]:
+    """The transfers that are started one after the other. Where one can't be, those before it have ended when that is
+    raised: who asked for them gives back what they move."""
+    tickets: list[T] = []
+    try:
+        for ticket in starting:
+            tickets.append(ticket)
+    except BaseException:
+        for ticket in tickets:
+            with sealed, suppress(StoreError):
+                ticket.wait()
+        raise
+    return tickets
+
+
+def joined(tickets: Sequence[Ticket]) -> Ticket:
+    """Transfers as one."""
+    return tickets[0] if len(tickets) == 1 else JoinedTicket(tickets)
 
 
 class Leaving:

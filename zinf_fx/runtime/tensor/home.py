@@ -13,13 +13,11 @@ import torch
 
 from zinf_fx.config import Tier
 from zinf_fx.errors import StoreError
-from zinf_fx.interrupts import sealed
 from zinf_fx.runtime.disk.copy_on_write import CopyOnWrite
 from zinf_fx.runtime.disk.read_only import FileExtent
-from zinf_fx.runtime.disk.store import JoinedTicket
 from zinf_fx.runtime.memory.buffers import Arena
 from zinf_fx.runtime.memory.device import Device
-from zinf_fx.runtime.memory.leases import Buffer, Ticket
+from zinf_fx.runtime.memory.leases import Buffer, Ticket, all_started, joined
 from zinf_fx.runtime.remains import when_gone
 from zinf_fx.runtime.tensor.tiers import Tiers
 from zinf_fx.runtime.tensor.write_queue import DelayedWrite
@@ -185,22 +183,14 @@ class Home:
     def read(self, first: int, memory: torch.Tensor, owner: object) -> Ticket:
         """Start reading the elements from `first` on into `memory`, in `owner`'s buffer. What a step in the background
         is writing is copied instead, so that who waits for the step need not wait for the disk, too."""
-        tickets: list[Ticket] = []
         with self._order:
             forget_what_is_done(self.reads)
             background = self.tiers.background
             others = [range(first, first + memory.numel())]
             if background is not None and not background.asks:
                 others = self._copy_leaving(first, memory)
-            try:
-                for elements in others:
-                    part = memory[elements.start - first : elements.stop - first]
-                    tickets.append(self._read_from_store(elements, part, owner))
-            except BaseException:
-                with sealed:
-                    _await(tickets)  # the caller gives their memory back
-                raise
-        return tickets[0] if len(tickets) == 1 else JoinedTicket(tickets)
+            parts = ((one, memory[one.start - first : one.stop - first]) for one in others)
+            return joined(all_started(self._read_from_store(elements, part, owner) for elements, part in parts))
 
     def _read_from_store(self, elements: range, memory: torch.Tensor, owner: object) -> Ticket:
         self.settle(elements)

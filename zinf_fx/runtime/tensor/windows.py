@@ -12,11 +12,10 @@ import torch
 
 from zinf_fx.errors import StoreError
 from zinf_fx.interrupts import sealed
-from zinf_fx.runtime.disk.store import JoinedTicket
 from zinf_fx.runtime.lifecycle import Lifecycle
 from zinf_fx.runtime.memory.device import Device, Upload
 from zinf_fx.runtime.memory.device_arena import DeviceArena
-from zinf_fx.runtime.memory.leases import Buffer, Ticket
+from zinf_fx.runtime.memory.leases import Buffer, JoinedTicket, Ticket
 from zinf_fx.runtime.tensor.home import Follower, Home, forget_what_is_done, overlap
 
 
