@@ -112,7 +112,7 @@ class FrozenHolding(Holding):
 
     def checksum(self, elements: range) -> int | None:
         start, nbytes = self._place(elements)
-        return None if start % PAGE or nbytes % PAGE else self.in_store.checksum_kept(self.keeper, start, nbytes)
+        return None if start % PAGE or nbytes % PAGE else self.in_store.checksum(start, nbytes, keeper=self.keeper)
 
     def open_for_reading(self, elements: range) -> FrozenElements:
         return FrozenElements(self, *self._place(elements))
@@ -133,8 +133,8 @@ class FrozenElements:
         self._memory: torch.Tensor | None = (
             mapped_empty(self._length) if self._length > _SMALL else aligned_empty(self._length)
         )
-        self._ticket: Ticket = holding.in_store.read_kept(
-            holding.keeper, self._memory.data_ptr(), page, self._length, owner=self._memory
+        self._ticket: Ticket = holding.in_store.read(
+            self._memory.data_ptr(), page, self._length, owner=self._memory, keeper=holding.keeper
         )
 
     def wait(self) -> torch.Tensor:

@@ -48,14 +48,11 @@ class CopyOnWrite:
         self._lock = threading.Lock()
         self._is_gone = False
 
-    def read(self, address: int, offset: int, nbytes: int, *, owner: object = None) -> Ticket:
-        """As `Store.read`."""
-        parts = _cut(self._live, offset, offset + round_up(nbytes, PAGE))
-        return self._start(self._store.read, parts, address, offset, owner)
-
-    def read_kept(self, keeper: object, address: int, offset: int, nbytes: int, *, owner: object = None) -> Ticket:
-        """The same, of the bytes that are kept for `keeper`."""
-        parts = _cut(self._kept[keeper], offset, offset + round_up(nbytes, PAGE))
+    def read(
+        self, address: int, offset: int, nbytes: int, *, owner: object = None, keeper: object | None = None
+    ) -> Ticket:
+        """As `Store.read`; of the bytes that are kept for `keeper`, if one is given."""
+        parts = _cut(self._parts_for(keeper), offset, offset + round_up(nbytes, PAGE))
         return self._start(self._store.read, parts, address, offset, owner)
 
     @held_back
@@ -138,14 +135,18 @@ class CopyOnWrite:
         for run, sums in _runs(self._kept[keeper], offset, nbytes):
             yield run, None if sums is None else sums.joined(run.start // PAGE, run.nbytes // PAGE, run.offset)
 
-    def checksum(self, offset: int, nbytes: int) -> int | None:
-        """The CRC-32C of some of the present bytes, whole pages of which none is being written, without reading them;
-        None where it is not known."""
-        return _checksum(self._live, offset, nbytes)
+    def checksum(self, offset: int, nbytes: int, *, keeper: object | None = None) -> int | None:
+        """The CRC-32C of some of the present bytes, whole pages of which none is being written, or of those that are
+        kept for `keeper`, without reading them; None where it is not known."""
+        crc: int | None = 0
+        for run, sums in _runs(self._parts_for(keeper), offset, nbytes):
+            crc = None if sums is None else sums.joined(run.start // PAGE, run.nbytes // PAGE, run.offset, crc)
+            if crc is None:
+                return None
+        return crc
 
-    def checksum_kept(self, keeper: object, offset: int, nbytes: int) -> int | None:
-        """The same, of bytes that are kept for `keeper`."""
-        return _checksum(self._kept[keeper], offset, nbytes)
+    def _parts_for(self, keeper: object | None) -> list[ExtentPart]:
+        return self._live if keeper is None else self._kept[keeper]
 
     def _start(
         self,
@@ -247,16 +248,6 @@ def _runs(parts: Iterable[ExtentPart], offset: int, nbytes: int) -> Iterator[tup
     for part in _cut(parts, offset, offset + round_up(nbytes, PAGE)):
         for run in runs(part.extent.places, part.extent.unit, part.start, part.stop - part.start):
             yield run, part.extent.sums
-
-
-def _checksum(parts: Iterable[ExtentPart], offset: int, nbytes: int) -> int | None:
-    """The CRC-32C of some bytes, in whole pages; None where it is not known."""
-    crc: int | None = 0
-    for run, sums in _runs(parts, offset, nbytes):
-        crc = None if sums is None else sums.joined(run.start // PAGE, run.nbytes // PAGE, run.offset, crc)
-        if crc is None:
-            return None
-    return crc
 
 
 def _overlapping(some: Iterable[ExtentPart], others: Sequence[ExtentPart]) -> bool:
