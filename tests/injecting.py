@@ -1,18 +1,43 @@
-"""Faults in the engine: of transfers, and of setting it up."""
+"""Faults of transfers, and of setting an engine up, for engines that are opened after this is imported."""
 
 from __future__ import annotations
 
+import subprocess
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from zinf_fx.native._engine import ffi, lib
+from cffi import FFI
 
+from zinf_fx.native import _engine
+from zinf_fx.native.build import FOLDER, declarations
 from zinf_fx.native.engine import Engine
 from zinf_fx.runtime.disk.store import Store
+
+HEADER, SOURCE = (Path(__file__).parent / "native" / f"faults.{kind}" for kind in "hc")
+
+ffi = FFI()
+ffi.cdef("typedef struct zinf_engine zinf_engine;" + declarations([HEADER]))
+
+
+def _providers_that_fail() -> FFI.CData:
+    """They are built against the engine that is loaded already, and so change the table of that one."""
+    with tempfile.TemporaryDirectory() as folder:
+        built = Path(folder) / "faults.so"
+        options = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-I{FOLDER}"]
+        subprocess.run(["cc", *options, SOURCE, _engine.__file__, "-o", built], check=True)
+        loaded = ffi.dlopen(str(built))
+    loaded.zinf_faults_install()
+    return loaded
+
+
+lib = _providers_that_fail()
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is to go wrong; see `zinf_fault` in engine.h. It hits blocks nth .. nth + count - 1, counted from 1.
+    """What is to go wrong; see `zinf_fault` in faults.h. It hits blocks nth .. nth + count - 1, counted from 1.
 
     Attributes:
         stage: "submission" or "completion".
@@ -31,11 +56,14 @@ class Fault:
     delay: float = 0.0
 
 
+OPERATIONS = {"read": _engine.lib.ZINF_READ, "write": _engine.lib.ZINF_WRITE, "any": lib.ZINF_ANY}
+
+
 def inject(target: Engine | Store, fault: Fault) -> None:
     """Arms a fault in an engine, or in every engine of a store. At most 16 are armed at a time."""
     raw = {
         "stage": getattr(lib, f"ZINF_{fault.stage.upper()}"),
-        "operation": getattr(lib, f"ZINF_{fault.operation.upper()}"),
+        "operation": OPERATIONS[fault.operation],
         "nth": fault.nth,
         "count": fault.count,
         "error": fault.errno,
@@ -43,17 +71,25 @@ def inject(target: Engine | Store, fault: Fault) -> None:
         "delay_ns": int(fault.delay * 1e9),
     }
     for engine in _engines(target):
-        assert lib.zinf_inject(engine._open(), ffi.new("zinf_fault *", raw)) == 0, f"{fault} can't be injected"
+        assert lib.zinf_faults_inject(engine, ffi.new("zinf_fault *", raw)) == 0, f"{fault} can't be injected"
 
 
 def clear_faults(target: Engine | Store) -> None:
     """Disarms every fault."""
     for engine in _engines(target):
-        lib.zinf_inject(engine._open(), ffi.NULL)
+        lib.zinf_faults_inject(engine, ffi.NULL)
 
 
-def _engines(target: Engine | Store) -> list[Engine]:
-    return [target] if isinstance(target, Engine) else list(target._resources.engines.values())
+def faults_fired(target: Engine | Store) -> int:
+    """How many blocks were hit so far."""
+    return sum(lib.zinf_faults_fired(engine) for engine in _engines(target))
+
+
+def _engines(target: Engine | Store) -> Iterator[FFI.CData]:
+    """The engines as the providers that fail know them."""
+    engines = [target] if isinstance(target, Engine) else target._resources.engines.values()
+    for engine in engines:
+        yield ffi.cast("zinf_engine *", int(_engine.ffi.cast("intptr_t", engine._open())))
 
 
 def inject_setup_fault(nth: int, error: int) -> int:
@@ -61,4 +97,4 @@ def inject_setup_fault(nth: int, error: int) -> int:
 
     Returns the number of set-up calls since it was last called.
     """
-    return lib.zinf_inject_setup(nth, error)
+    return lib.zinf_faults_set_up(nth, error)

@@ -1,6 +1,7 @@
 /* Many threads on one engine, with faults of every transient kind, for the sanitizers: stress PROVIDER FILE SECONDS. */
 #define _GNU_SOURCE
 #include "engine.h"
+#include "faults.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -92,13 +93,13 @@ static void *disturb(void *argument)
     (void)argument;
     for (unsigned turn = 0; time(NULL) < end; turn++) {
         zinf_counters counters;
-        CHECK(zinf_inject(engine, &faults[turn % (sizeof faults / sizeof *faults)]) == 0);
+        CHECK(zinf_faults_inject(engine, &faults[turn % (sizeof faults / sizeof *faults)]) == 0);
         nanosleep(&(struct timespec){.tv_nsec = 3000000}, NULL);
         zinf_engine_counters(engine, &counters);
         if (turn % 8 == 7)
-            CHECK(zinf_inject(engine, NULL) == 0);
+            CHECK(zinf_faults_inject(engine, NULL) == 0);
     }
-    CHECK(zinf_inject(engine, NULL) == 0);
+    CHECK(zinf_faults_inject(engine, NULL) == 0);
     return NULL;
 }
 
@@ -126,7 +127,7 @@ static void close_while_poisoned(char *memory)
     enum { MANY = 64 };
     zinf_request *requests[MANY];
     zinf_counters counters;
-    CHECK(zinf_inject(engine, &fault) == 0);
+    CHECK(zinf_faults_inject(engine, &fault) == 0);
     for (int i = 0; i < MANY; i++)
         requests[i] = submit(ZINF_READ, memory + i * PAGE, 0, PAGE, NULL);
     CHECK(zinf_engine_close(engine, &counters) == 0);
@@ -151,6 +152,7 @@ int main(int count, char **arguments)
     CHECK(direct >= 0);
     int fd = open(arguments[2], O_RDWR | O_CREAT | (direct ? O_DIRECT : 0), 0600);
     CHECK(fd >= 0);
+    zinf_faults_install();
     CHECK(zinf_engine_open(arguments[1], 8, 4 * PAGE, &engine) == 0);
     CHECK(zinf_file_attach(engine, fd, PAGE, &file) == 0);
     end = time(NULL) + atoi(arguments[3]);

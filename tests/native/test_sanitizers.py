@@ -33,7 +33,7 @@ def built(program: str, sanitizer: str, folder: Path, *more: str) -> Path:
 
 @pytest.fixture(scope="module")
 def stress(sanitizer: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return built("stress", sanitizer, tmp_path_factory.mktemp("stress"))
+    return built("stress", sanitizer, tmp_path_factory.mktemp("stress"), "faults.c")
 
 
 @pytest.mark.parametrize("provider", ["aio", "threads", slow("buffered")])

@@ -16,7 +16,7 @@ import forked
 import pytest
 import torch
 from gate import named, providers
-from injecting import Fault, clear_faults, inject, inject_setup_fault
+from injecting import Fault, clear_faults, faults_fired, inject, inject_setup_fault
 
 from zinf_fx.cli import main
 from zinf_fx.errors import StoreError
@@ -111,10 +111,10 @@ def test_the_nth_fault_for_every_n(tmp_path: Path, store: Store, stage: str, kin
     n, fired = 0, True
     while fired:
         n += 1
-        before = store.counters().faults_fired
+        before = faults_fired(store)
         inject(store, Fault(stage, nth=n, **FAULTS[kind]))
         errors = workload(store, seed=n)
-        fired = store.counters().faults_fired > before
+        fired = faults_fired(store) > before
         clear_faults(store)
         injected = FAULTS[kind].get("errno")
         if not fired or kind in HARMLESS:

@@ -105,7 +105,7 @@ void zinf_take_off(zinf_engine *engine, struct slot *slot)
 
 static void land(zinf_engine *engine, struct slot *slot)
 {
-    if (slot->state != FLYING && slot->state != HELD)
+    if (slot->state != FLYING)
         return;
     slot->state = READY;
     engine->flying--;

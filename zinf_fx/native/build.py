@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from cffi import FFI
@@ -12,13 +13,13 @@ SOURCES, HEADERS = ([path.name for path in sorted(FOLDER.glob(f"[!_]*.{kind}"))]
 SEEN_BY_PYTHON = ("codes.h", "masters.h", "folding.h", "checksum.h", "engine.h")
 
 
-def declarations() -> str:
+def declarations(headers: Iterable[Path] = tuple(FOLDER / name for name in SEEN_BY_PYTHON)) -> str:
     """The parts of the headers that Python sees: declarations exist once."""
     parts = []
-    for header in SEEN_BY_PYTHON:
-        text = (FOLDER / header).read_text()
+    for header in headers:
+        text = header.read_text()
         begin = text.index("*/", text.index("/* cdef begin")) + 2
-        parts.append(text[begin : text.index("/* cdef end")].replace("(-1)", "-1"))
+        parts.append(text[begin : text.index("/* cdef end")])
     return "".join(parts)
 
 

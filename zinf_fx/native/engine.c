@@ -1,4 +1,4 @@
-/* Engines: opening, closing, counters, faults. The work is in io_thread.c, what users hold in requests.c. */
+/* Engines: opening, closing, counters. The work is in io_thread.c, what users hold in requests.c. */
 #define _GNU_SOURCE
 #include "state.h"
 
@@ -11,7 +11,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-static const struct zinf_provider *const providers[] = {
+const struct zinf_provider *zinf_providers[ZINF_PROVIDERS] = {
     &zinf_provider_libaio,
     &zinf_provider_aio,
     &zinf_provider_threads,
@@ -20,14 +20,14 @@ static const struct zinf_provider *const providers[] = {
 
 const char *zinf_provider_name(int index)
 {
-    return index >= 0 && (size_t)index < sizeof providers / sizeof *providers ? providers[index]->name : NULL;
+    return index >= 0 && index < ZINF_PROVIDERS ? zinf_providers[index]->name : NULL;
 }
 
 static const struct zinf_provider *find_provider(const char *name)
 {
-    for (size_t i = 0; i < sizeof providers / sizeof *providers; i++)
-        if (!strcmp(providers[i]->name, name))
-            return providers[i];
+    for (int i = 0; i < ZINF_PROVIDERS; i++)
+        if (!strcmp(zinf_providers[i]->name, name))
+            return zinf_providers[i];
     return NULL;
 }
 
@@ -47,9 +47,7 @@ static int start(zinf_engine *engine, unsigned depth)
         return error;
     error = engine->provider->open(engine->provider, depth, engine->most, engine->wake, &engine->context);
     if (!error) {
-        error = zinf_setup_fault();
-        if (!error)
-            error = -pthread_create(&engine->thread, NULL, zinf_io_thread, engine);
+        error = -pthread_create(&engine->thread, NULL, zinf_io_thread, engine);
         if (error)
             engine->provider->close(engine->context);
         else
@@ -64,9 +62,6 @@ int zinf_engine_open(const char *name, unsigned depth, size_t block_bytes, zinf_
     const struct zinf_provider *provider = find_provider(name);
     if (!provider || depth < 1 || depth > ZINF_MAX_DEPTH || !block_bytes || block_bytes % ZINF_PAGE)
         return -EINVAL;
-    int error = zinf_setup_fault();
-    if (error)
-        return error;
     unsigned most = depth > ZINF_MOST ? depth : ZINF_MOST;
     unsigned slots = 2 * most; /* as many again may wait for their checksums */
     zinf_engine *engine = calloc(1, sizeof *engine + slots * sizeof *engine->slots);
@@ -82,7 +77,7 @@ int zinf_engine_open(const char *name, unsigned depth, size_t block_bytes, zinf_
     atomic_init(&engine->references, 1);
     pthread_mutex_init(&engine->mutex, NULL);
     engine->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    error = engine->wake < 0 ? -errno : start(engine, depth);
+    int error = engine->wake < 0 ? -errno : start(engine, depth);
     if (error) {
         if (engine->wake >= 0)
             close(engine->wake);
@@ -116,14 +111,6 @@ void zinf_engine_counters(zinf_engine *engine, zinf_counters *out)
     pthread_mutex_lock(&engine->mutex);
     *out = engine->counters;
     pthread_mutex_unlock(&engine->mutex);
-}
-
-int zinf_inject(zinf_engine *engine, const zinf_fault *fault)
-{
-    pthread_mutex_lock(&engine->mutex);
-    int error = zinf_faults_add(&engine->faults, fault);
-    pthread_mutex_unlock(&engine->mutex);
-    return error;
 }
 
 int64_t zinf_alignment(int fd)

@@ -17,10 +17,6 @@
 
 #define ZINF_READ 0
 #define ZINF_WRITE 1
-#define ZINF_ANY (-1)
-
-#define ZINF_SUBMISSION 0
-#define ZINF_COMPLETION 1
 
 typedef struct zinf_engine zinf_engine;
 typedef struct zinf_file zinf_file;
@@ -49,25 +45,7 @@ typedef struct {
     uint64_t transfers;
     uint64_t bytes_checked;
     uint64_t check_ns;
-    uint64_t faults_fired;
 } zinf_counters;
-
-/* A fault to inject, for tests. It hits blocks nth .. nth+count-1 (from 1, counted from the injection on) of `operation`
- * (or ZINF_ANY) at `stage`:
- *   ZINF_SUBMISSION: error != 0: the submission fails with it; length > 0: only that many bytes are submitted, so that
- *                    the transfer comes back short; delay_ns > 0: it is submitted that much later; all 0: the batch is
- *                    cut before the block (partial submission).
- *   ZINF_COMPLETION: error != 0: the completion reports it; length > 0: it reports at most that many bytes;
- *                    delay_ns > 0: it is seen that much later. */
-typedef struct {
-    int stage;
-    int operation;
-    int64_t nth;
-    int64_t count;
-    int error;
-    uint64_t length;
-    int64_t delay_ns;
-} zinf_fault;
 
 /* The i-th provider's name, best first, or NULL past the last. */
 const char *zinf_provider_name(int index);
@@ -112,13 +90,6 @@ void zinf_result(zinf_request *request, zinf_outcome *out);
 
 /* Drops the ticket. The transfer, if under way, goes on. */
 void zinf_release(zinf_request *request);
-
-/* Arms a fault, -ENOSPC when 16 are armed; NULL disarms every one. */
-int zinf_inject(zinf_engine *engine, const zinf_fault *fault);
-
-/* Lets the nth set-up call (from 1) of the engines opened from now on fail with `error`; nth 0: none. The number of
- * set-up calls since it was last called. */
-int64_t zinf_inject_setup(int64_t nth, int error);
 
 /* Alignment in bytes that direct I/O on this file needs, for memory and for offsets: at least 4096, also where the system
  * doesn't say (STATX_DIOALIGN missing); 0 where it says that the file has no direct I/O. */

@@ -112,7 +112,6 @@ class IoCounters:
     transfers: int = 0
     bytes_checked: int = 0
     check_seconds: float = 0.0
-    faults_fired: int = 0
 
     def __add__(self, other: IoCounters) -> IoCounters:
         """Those of two engines together."""
@@ -128,7 +127,6 @@ def _counters(raw: ffi.CData) -> IoCounters:
         raw.transfers,
         raw.bytes_checked,
         raw.check_ns / 1e9,
-        raw.faults_fired,
     )
 
 

@@ -15,39 +15,6 @@
 
 static const int64_t NEVER = INT64_MAX;
 
-static bool hit_by_fault(zinf_engine *engine, int stage, const struct slot *slot, zinf_fault *fault)
-{
-    if (!atomic_load(&engine->faults.armed))
-        return false;
-    pthread_mutex_lock(&engine->mutex);
-    bool hit = zinf_faults_hit(&engine->faults, stage, slot->request->operation, fault);
-    engine->counters.faults_fired += hit;
-    pthread_mutex_unlock(&engine->mutex);
-    return hit;
-}
-
-enum verdict { SUBMIT, SKIP, STOP };
-
-/* What an injected fault makes of a block that is about to be submitted. */
-static enum verdict before_submission(zinf_engine *engine, struct slot *slot)
-{
-    zinf_fault fault;
-    if (!hit_by_fault(engine, ZINF_SUBMISSION, slot, &fault))
-        return SUBMIT;
-    if (fault.error) {
-        slot->block.result = -fault.error;
-        zinf_settle(engine, slot);
-        return SKIP;
-    }
-    if (fault.delay_ns > 0) {
-        slot->due = zinf_now_ns() + fault.delay_ns;
-        return SKIP;
-    }
-    if (fault.length && fault.length < slot->length)
-        slot->block.length = fault.length;
-    return fault.length ? SUBMIT : STOP;
-}
-
 /* Whether the limits on what is under way leave room for one more block. */
 static bool fits(const zinf_engine *engine, size_t bytes, unsigned count, size_t length)
 {
@@ -55,8 +22,8 @@ static bool fits(const zinf_engine *engine, size_t bytes, unsigned count, size_t
     return !count || (count < engine->most && engine->flying_bytes + bytes + length <= engine->bytes_limit);
 }
 
-/* The blocks that are ready, as transfers: at most as many as fit, and none after an injected cut. */
-static unsigned collect_ready(zinf_engine *engine, struct zinf_block **batch, bool *progress)
+/* The blocks that are ready, as transfers: at most as many as fit. */
+static unsigned collect_ready(zinf_engine *engine, struct zinf_block **batch)
 {
     struct slot *first = NULL, *last = NULL;
     unsigned count = 0, blocks = 0;
@@ -69,12 +36,6 @@ static unsigned collect_ready(zinf_engine *engine, struct zinf_block **batch, bo
         if (!fits(engine, bytes, blocks, slot->length))
             break;
         slot->block.length = slot->length;
-        enum verdict verdict = before_submission(engine, slot);
-        *progress |= verdict != SUBMIT;
-        if (verdict == STOP)
-            break;
-        if (verdict == SKIP)
-            continue;
         blocks++;
         bytes += slot->length;
         if (!first || !zinf_join_transfer(first, last, slot)) {
@@ -101,11 +62,9 @@ static void refuse(zinf_engine *engine, struct slot *first, int error)
 static bool submit_ready(zinf_engine *engine)
 {
     struct zinf_block *batch[ZINF_MAX_DEPTH];
-    bool progress = false;
-    unsigned count = collect_ready(engine, batch, &progress);
+    unsigned count = collect_ready(engine, batch);
     for (unsigned done = 0; done < count;) {
         int taken = engine->provider->submit(engine->context, batch + done, count - done);
-        progress = true;
         if (taken <= 0) {
             refuse(engine, (struct slot *)batch[done++], taken);
             continue;
@@ -118,7 +77,7 @@ static bool submit_ready(zinf_engine *engine)
         engine->counters.transfers += (uint64_t)taken;
         pthread_mutex_unlock(&engine->mutex);
     }
-    return progress;
+    return count > 0;
 }
 
 /* The provider can't tell what became of its blocks. Nobody may wait for them for ever. */
@@ -127,23 +86,6 @@ static void abandon_flying(zinf_engine *engine, int error)
     for (unsigned i = 0; i < engine->slot_count; i++)
         if (engine->slots[i].state == FLYING)
             zinf_end_block(engine, &engine->slots[i], error);
-}
-
-/* What an injected fault makes of a completion. Whether it is held back. */
-static bool after_completion(zinf_engine *engine, struct slot *slot)
-{
-    zinf_fault fault;
-    if (!hit_by_fault(engine, ZINF_COMPLETION, slot, &fault))
-        return false;
-    if (fault.error)
-        slot->block.result = -fault.error;
-    else if (fault.length && slot->block.result > (int64_t)fault.length)
-        slot->block.result = (int64_t)fault.length;
-    if (fault.delay_ns <= 0)
-        return false;
-    slot->state = HELD;
-    slot->due = zinf_now_ns() + fault.delay_ns;
-    return true;
 }
 
 static bool reap(zinf_engine *engine)
@@ -158,25 +100,10 @@ static bool reap(zinf_engine *engine)
         zinf_share_result((struct slot *)finished[i]);
         for (struct slot *slot = (struct slot *)finished[i], *next; slot; slot = next) {
             next = slot->mate;
-            if (!after_completion(engine, slot))
-                zinf_settle(engine, slot);
+            zinf_settle(engine, slot);
         }
     }
     return count != 0;
-}
-
-static bool settle_held(zinf_engine *engine)
-{
-    bool progress = false;
-    int64_t now = zinf_now_ns();
-    for (unsigned i = 0; i < engine->slot_count; i++) {
-        struct slot *slot = zinf_slot(engine, i);
-        if (slot->state == HELD && slot->due <= now) {
-            zinf_settle(engine, slot);
-            progress = true;
-        }
-    }
-    return progress;
 }
 
 /* The time of the next thing to do, if no event comes earlier. A block that is ready and overdue waits for room, and room
@@ -186,7 +113,7 @@ static int64_t next_due(zinf_engine *engine)
     int64_t due = NEVER, now = zinf_now_ns();
     for (unsigned i = 0; i < engine->slot_count; i++) {
         struct slot *slot = &engine->slots[i];
-        bool timed = slot->state == HELD || (slot->state == READY && (slot->due > now || !engine->flying));
+        bool timed = slot->state == READY && (slot->due > now || !engine->flying);
         if (timed && slot->due < due)
             due = slot->due;
     }
@@ -231,7 +158,6 @@ void *zinf_io_thread(void *argument)
         bool progress = zinf_cut_blocks(engine);
         progress |= submit_ready(engine);
         progress |= reap(engine);
-        progress |= settle_held(engine);
         progress |= submit_ready(engine); /* what reaping made room for, before the checksums take their time */
         progress |= zinf_work_on_checksums(engine);
         if (!progress)

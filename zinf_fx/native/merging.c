@@ -17,8 +17,7 @@ void zinf_begin_transfer(struct slot *first)
 bool zinf_join_transfer(struct slot *first, struct slot *last, struct slot *slot)
 {
     struct zinf_block *block = &first->block;
-    bool cut_short = last->block.length < last->length || slot->block.length < slot->length;
-    if (first->alone || slot->alone || cut_short || block->count == ZINF_MERGED)
+    if (first->alone || slot->alone || block->count == ZINF_MERGED)
         return false;
     if (block->fd != slot->block.fd || block->operation != slot->block.operation)
         return false;

@@ -49,10 +49,12 @@ extern const struct zinf_provider zinf_provider_aio;
 extern const struct zinf_provider zinf_provider_threads;
 extern const struct zinf_provider zinf_provider_buffered;
 
+enum { ZINF_PROVIDERS = 4 };
+
+/* Those that an engine can be opened on, best first. Tests put in their places others that call them and fail at will. */
+extern const struct zinf_provider *zinf_providers[ZINF_PROVIDERS];
+
 /* Wakes the I/O thread, now or out of its next sleep. */
 void zinf_wake(int wake);
-
-/* 0, or the negated errno that a test wants the next set-up call to fail with. */
-int zinf_setup_fault(void);
 
 #endif

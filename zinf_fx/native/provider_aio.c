@@ -136,9 +136,6 @@ static void aio_free(struct aio *aio)
 static int aio_open(const struct zinf_provider *self, unsigned depth, unsigned most, int wake, void **context)
 {
     (void)depth;
-    int error = zinf_setup_fault();
-    if (error)
-        return error;
     struct aio *aio = calloc(1, sizeof *aio);
     if (!aio)
         return -ENOMEM;
@@ -147,11 +144,9 @@ static int aio_open(const struct zinf_provider *self, unsigned depth, unsigned m
     aio->calls = system_calls;
     aio->controls = calloc(most, sizeof *aio->controls);
     aio->events = calloc(most, sizeof *aio->events);
-    error = aio->controls && aio->events ? 0 : -ENOMEM;
+    int error = aio->controls && aio->events ? 0 : -ENOMEM;
     if (!error && self == &zinf_provider_libaio)
         error = bind_libaio(aio);
-    if (!error)
-        error = zinf_setup_fault();
     if (!error && !take_idle(most, &aio->kernel))
         error = aio->calls.setup((int)most, &aio->kernel);
     if (error) {

@@ -92,9 +92,6 @@ static void pool_close(void *context)
 static int pool_open(const struct zinf_provider *self, unsigned depth, unsigned most, int wake, void **context)
 {
     (void)most;
-    int error = zinf_setup_fault();
-    if (error)
-        return error;
     struct pool *pool = calloc(1, sizeof *pool + depth * sizeof *pool->threads);
     if (!pool)
         return -ENOMEM;
@@ -105,9 +102,7 @@ static int pool_open(const struct zinf_provider *self, unsigned depth, unsigned 
     pool->wake = wake;
     pool->buffered = !self->direct;
     while (pool->workers < depth) {
-        error = zinf_setup_fault();
-        if (!error)
-            error = -pthread_create(&pool->threads[pool->workers], NULL, work, pool);
+        int error = -pthread_create(&pool->threads[pool->workers], NULL, work, pool);
         if (error) {
             pool_close(pool);
             return error;

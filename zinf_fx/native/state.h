@@ -1,7 +1,7 @@
 /* What the parts of the engine share.
  *
- * [Note: who owns what]  The engine's mutex guards the queue of requests, every request, every file, the counters and
- * the faults. The slots, one per block that was cut, belong to the I/O thread alone, and so does the provider's context.
+ * [Note: who owns what]  The engine's mutex guards the queue of requests, every request, every file, and the counters.
+ * The slots, one per block that was cut, belong to the I/O thread alone, and so does the provider's context.
  * The mutex is never held across a system call that does I/O.
  */
 #ifndef ZINF_STATE_H
@@ -9,7 +9,6 @@
 
 #include "checksum.h"
 #include "engine.h"
-#include "faults.h"
 #include "provider.h"
 
 #include <pthread.h>
@@ -51,13 +50,13 @@ struct zinf_request {
 };
 
 /* A write goes from SUMMING over READY to FLYING, a read from READY over FLYING to CHECKING; without checksums, only
- * READY and FLYING are left. HELD: an injected fault delays the completion. */
-enum slot_state { FREE, SUMMING, READY, FLYING, HELD, CHECKING };
+ * READY and FLYING are left. */
+enum slot_state { FREE, SUMMING, READY, FLYING, CHECKING };
 
 struct slot {
     struct zinf_block block; /* first: a provider's block is its slot. What is asked for in this attempt */
     size_t length;           /* what is left of the block */
-    size_t flying;           /* bytes that count against the engine's limit, while FLYING or HELD */
+    size_t flying;           /* bytes that count against the engine's limit, while FLYING */
     zinf_request *request;
     struct slot *mate;       /* the next block of the same transfer: [Note: merging] */
     size_t transfer;         /* in a transfer's first block: its bytes, and the memory of its blocks */
@@ -65,7 +64,7 @@ struct slot {
     enum slot_state state;
     bool alone; /* in no transfer with others */
     int retries;
-    int64_t due;    /* READY: not to be submitted before; HELD: not to be settled before */
+    int64_t due;    /* READY: not to be submitted before */
     size_t whole;   /* bytes of the block, and its checksums; NULL: none */
     uint32_t *sums;
 };
@@ -86,7 +85,6 @@ struct zinf_engine {
     zinf_counters counters;
     unsigned under_way[2];
     int64_t since[2];
-    struct zinf_faults faults;
     bool sleeping;        /* the I/O thread has to be woken for new requests */
     uint64_t submissions; /* so far */
     uint64_t seen;        /* of them, when the I/O thread last looked at the queue */
@@ -95,7 +93,7 @@ struct zinf_engine {
     unsigned used;       /* slots that aren't FREE */
     unsigned cut;        /* slots that are neither FREE nor CHECKING, and their bytes */
     size_t cut_bytes;
-    unsigned flying;     /* slots that are FLYING or HELD, and their bytes */
+    unsigned flying;     /* slots that are FLYING, and their bytes */
     size_t flying_bytes;
     unsigned slot_count;
     unsigned next_slot;  /* the slot after the one that was filled last */
