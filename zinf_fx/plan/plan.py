@@ -94,6 +94,11 @@ class Plan:
         return Journeys(self.graphs)
 
     @property
+    def has_own_memory(self) -> bool:
+        """Whether what computes has memory of its own, to which tiles are copied."""
+        return any(graph.has_own_memory for graph in self.graphs)
+
+    @property
     def stage(self) -> int:
         """Of ZeRO: what is partitioned."""
         return self.config.stage

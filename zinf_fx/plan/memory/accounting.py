@@ -245,7 +245,7 @@ def bytes_stored(tile: Tile) -> int:
 def gradient_copied(plan: Plan, tile: Tile) -> int:
     """Bytes of a gradient that are copied from where it was computed to its tier: those of a pack at once from a device
     with memory of its own, with what lies between them, and one by one within host memory."""
-    if not tile.members or any(graph.has_own_memory for graph in plan.graphs):
+    if not tile.members or plan.has_own_memory:
         return tile.gradient_nbytes(plan.stage)
     return sum(tile.updated_elements(plan.stage if plan.stage >= 2 else 0)) * tile.dtype.itemsize
 

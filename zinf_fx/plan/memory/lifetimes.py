@@ -76,14 +76,13 @@ def host_buffers(plan: Plan) -> list[Lifetime]:
     where the disk is late, its upload starts only then. A tile that stays on the device needs one for each fetch
     nevertheless: it is read again where it has changed.
     """
-    separate = any(graph.has_own_memory for graph in plan.graphs)
-    closes: EventKind = "wait" if separate else "release"
-    return [*_tiles(plan, "fetch", closes, lambda tile: _in_host_memory(tile, separate)), *_writes(plan)]
+    closes: EventKind = "wait" if plan.has_own_memory else "release"
+    return [*_tiles(plan, "fetch", closes, lambda tile: _in_host_memory(tile, plan.has_own_memory)), *_writes(plan)]
 
 
 def device_buffers(plan: Plan) -> list[Lifetime]:
     """The buffers in the memory of a device that has its own: of tiles that don't live there."""
-    if not any(graph.has_own_memory for graph in plan.graphs):
+    if not plan.has_own_memory:
         return []
     return list(_tiles(plan, "upload", "release", lambda t: blocks(t.gathered_nbytes) if t.needs_buffer else 0))
 

@@ -211,7 +211,7 @@ def peak_device_bytes(plan: Plan) -> int:
 
 def room_on_device(plan: Plan) -> int:
     """Bytes of `device_memory` that a plan for a device with memory of its own takes at no time; 0 without a budget."""
-    if plan.config.device_memory is None or not any(graph.has_own_memory for graph in plan.graphs):
+    if plan.config.device_memory is None or not plan.has_own_memory:
         return 0
     return max(plan.config.device_memory - peak_device_bytes(plan), 0)
 
