@@ -287,6 +287,8 @@ def test_a_training_step():
     }
     behind = ["reduce_scatter w", "offload w", "write w", "read_states 0", "update 0", "write_states 0"]
     assert names(found, found.critical_path)[-6:] == behind
+    nbytes = {job.kind: job.nbytes for job in found.jobs}
+    assert (nbytes["fetch"], nbytes["upload"], nbytes["allgather"]) == (BLOCK, BLOCK, 2 * BLOCK)
 
 
 def test_a_step_that_overlaps_begins_with_the_optimizer_of_the_one_before():

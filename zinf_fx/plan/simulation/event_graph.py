@@ -303,7 +303,7 @@ class _Builder:
             return "disk", self._disk(read, 0), read
         if kind == "upload":
             moves = tile.tier != "device" and not self._hardware.unified
-            return "upload", self._hardware.upload.seconds(tile.held_nbytes) if moves else 0.0, tile.nbytes
+            return "upload", self._hardware.upload.seconds(tile.held_nbytes) if moves else 0.0, tile.held_nbytes
         return "link", self._within(tile, all_gathered(tile)), tile.nbytes
 
     def _within(self, tile: Tile, nbytes: int) -> float:
