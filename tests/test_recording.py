@@ -10,6 +10,7 @@ import tracemalloc
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -165,6 +166,11 @@ def test_the_table_compares_lanes(steady: Training):
     assert float(rows["fetch"][1]) <= seconds and 0 < float(rows["compute"][1]) <= longest + 1e-6
     assert lines[-1].startswith("waited longest for ")
     assert "nothing was recorded" in str(steady.recorded(0))
+    twice = copy(recording)  # as if two graphs had such a plan
+    twice.plans, twice._began = 2 * recording.plans, 2 * recording._began
+    del twice._planned
+    rows_of_two = {line.split("  ")[0]: line.split()[1:] for line in str(twice).splitlines()[3:-1]}
+    assert float(rows_of_two["fetch"][0]) == pytest.approx(2 * float(rows["fetch"][0]), abs=2e-6)
 
 
 def test_without_a_recording_nothing_is_noted(steady: Training):

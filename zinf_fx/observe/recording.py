@@ -120,20 +120,26 @@ class Recording:
         if not self.steps:
             return "nothing was recorded: no graph of a model compiled with backend='zinf' ran in the block\n"
         count = len(self.steps)
-        simulated = [one for process in self._planned for one in process.slices]
-        plan = Step(0.0, sum(one.end for one in simulated if one.lane == "step"), tuple(simulated))
+        # Every plan's step begins at 0 for itself, so what lanes do in one isn't at the same time as in another.
+        planned = [
+            Step(0.0, max((one.end for one in plan.slices if one.lane == "step"), default=0.0), tuple(plan.slices))
+            for plan in self._planned
+        ]
         done = Step(self.steps[0].start, self.steps[-1].end, tuple(_all(self.steps)))
         rows = []
         for lane in _LANES:
             busy = self._computing if lane == "compute" else sum(step.busy(lane) for step in self.steps)
-            if busy or plan.busy(lane):
-                sizes = [in_words(size) if size else "" for size in (plan.nbytes(lane), done.nbytes(lane) // count)]
-                rows.append([lane, f"{plan.busy(lane):.6f}", f"{busy / count:.6f}", *sizes])
+            busy_as_planned = sum(step.busy(lane) for step in planned)
+            if busy or busy_as_planned:
+                nbytes = sum(step.nbytes(lane) for step in planned), done.nbytes(lane) // count
+                sizes = [in_words(size) if size else "" for size in nbytes]
+                rows.append([lane, f"{busy_as_planned:.6f}", f"{busy / count:.6f}", *sizes])
         idle = done.seconds - _covered(done.slices, done.start)
         rows.append(["none of these", "", f"{idle / count:.6f}", "", ""])
         headers = ["lane", "planned s", "measured s", "planned bytes", "measured bytes"]
         title = f"{count} step(s) of {done.seconds / count:.6f} s; planned for {self._hardware.name}"
-        return "\n".join([f"{title}: {plan.seconds:.6f} s", table(rows, headers), *self._waited_for(), ""])
+        seconds = sum(step.seconds for step in planned)
+        return "\n".join([f"{title}: {seconds:.6f} s", table(rows, headers), *self._waited_for(), ""])
 
     @property
     def _computing(self) -> float:
