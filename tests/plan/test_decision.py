@@ -15,8 +15,9 @@ from zinf_fx.config import Config, Placement
 from zinf_fx.errors import BudgetError
 from zinf_fx.frontend.explain import plan_model
 from zinf_fx.plan.hardware import Hardware, Link, load
-from zinf_fx.plan.placement.decision import PARAMETERS_AT_MOST, STATES, Decision, decide
-from zinf_fx.plan.placement.placing import Sizes
+from zinf_fx.plan.memory.use import peak_device_bytes, peak_host_bytes
+from zinf_fx.plan.placement.decision import PARAMETERS_AT_MOST, STATES, Decision, decide, needed_by
+from zinf_fx.plan.placement.placing import Rooms, Sizes
 from zinf_fx.plan.plan import Plan
 
 HIDDEN, LAYERS = 128, 12
@@ -146,7 +147,7 @@ def test_nothing_fits_with_what_is_in_flight_and_the_error_lists_what_was_tried(
     assert first == "placement 'auto' finds none that fits: without any state, host memory is too small"
     assert tried[:2] == [
         "Tried:",
-        "  parameters on nvme, gradients on nvme, optimizer on host, activations on device: it needs 3.0 MiB of host "
+        "  parameters on nvme, gradients on nvme, optimizer on host, activations on device: it needs 3.8 MiB of host "
         "memory with what is in flight, which has 2.8 MiB",
     ]
     assert tried[-1].startswith("  parameters on nvme, gradients on nvme, optimizer on nvme, activations on device: it")
@@ -195,3 +196,20 @@ def test_inference_has_nothing_but_parameters_to_place():
 def test_a_policy_that_moves_activations_is_left_to_do_so():
     found = decision(of_parameters_and_activations_one_leaves(), activations="offload")
     assert found.placement.activations == "device"
+
+
+@pytest.mark.parametrize("host", [1 << 40, 0], ids=["own-memory", "unified"])
+@pytest.mark.parametrize("own_memory", [True, False])
+def test_what_a_plan_needs_is_what_it_sets_apart(own_memory: bool, host: int):
+    """Gradients and activations on their way to NVMe, and gaps between buffers, need memory, too."""
+    (plan,) = plans(32, Placement("nvme", "nvme", "nvme", "nvme"))
+    graphs = tuple(replace(graph, has_own_memory=own_memory) for graph in plan.graphs)
+    plan = replace(plan, graphs=graphs, regions=replace(plan.regions, device=own_memory * MODEL_BYTES))
+    needed = needed_by(plan, Rooms(1 << 40, host, 1 << 40))
+    expected = {"device": peak_device_bytes(plan), "host": peak_host_bytes(plan)}
+    if not host:
+        expected = {"device": sum(expected.values()), "host": 0}
+    elif not own_memory:  # the tiles in use, which the plan has in host memory, take some of the device's, too
+        assert needed["device"] > expected["device"]
+        expected["device"] = needed["device"]
+    assert {tier: needed[tier] for tier in expected} == expected

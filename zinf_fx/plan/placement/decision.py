@@ -15,7 +15,7 @@ from zinf_fx.errors import BudgetError, ZinfError
 from zinf_fx.placement import TIERS, Placement, PlacementRules, Tier
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.memory.accounting import flows
-from zinf_fx.plan.memory.use import living_on, staying_on_device
+from zinf_fx.plan.memory.use import living_on, peak_device_bytes, peak_host_bytes, staying_on_device
 from zinf_fx.plan.placement.placing import Rooms, Sizes, by_rule, bytes_by_tier, capacities, placements_near, tier_of
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.simulation.simulate import simulate_plan
@@ -213,33 +213,30 @@ def _held(plans: Sequence[Plan], placement: Placement | PlacementRules, there: R
     """What a rank needs of each memory, and whether there is as much."""
     each = [needed_by(plan, there) for plan in plans]
     needed = {tier: max((one[tier] for one in each), default=0) for tier in TIERS}
-    exceeded = exceeded_by(needed, there)
-    refused = "" if exceeded is None else too_small(exceeded, needed, there)
+    exceeded, refused = exceeding(needed, there) or (None, "")
     return Candidate(placement, **needed, refused=refused, exceeded=exceeded)
 
 
 def needed_by(plan: Plan, there: Rooms) -> dict[Tier, int]:
     """Bytes of a rank in each memory, with what is in flight at most."""
-    in_flight = [flow for graph in plan.graphs for flow in flows(plan, graph)]
-    moved = max((flow.device for flow in in_flight), default=0)
-    device = staying_on_device(plan) + moved
-    read = max((flow.host for flow in in_flight), default=0)
-    host = living_on("host", plan.tiles, plan.stage).total + read + plan.regions.chunks
-    nvme = living_on("nvme", plan.tiles, plan.stage).total
+    device, host = peak_device_bytes(plan), peak_host_bytes(plan)
     if not there.host:
         device, host = device + host, 0
-    return {"device": device, "host": host, "nvme": nvme}
+    elif not plan.has_own_memory:
+        # A model on the meta device is planned as for a CPU. This device has its own copies of the tiles in use, for
+        # which such a plan sets nothing apart.
+        moved = [flow.device for graph in plan.graphs for flow in flows(plan, graph)]
+        device = staying_on_device(plan) + max(moved, default=0)
+    return {"device": device, "host": host, "nvme": living_on("nvme", plan.tiles, plan.stage).total}
 
 
-def exceeded_by(needed: Mapping[Tier, int], there: Rooms) -> Tier | None:
-    """The first memory that is too small, if any is."""
-    return next((tier for tier, nbytes in needed.items() if nbytes > getattr(there, tier)), None)
-
-
-def too_small(exceeded: Tier, needed: Mapping[Tier, int], there: Rooms) -> str:
-    """Why something doesn't fit."""
-    has = in_words(getattr(there, exceeded))
-    return f"it needs {in_words(needed[exceeded])} of {exceeded} memory with what is in flight, which has {has}"
+def exceeding(needed: Mapping[Tier, int], there: Rooms) -> tuple[Tier, str] | None:
+    """The first memory that is too small, and the reason in words; None: all are large enough."""
+    for tier, nbytes in needed.items():
+        if nbytes > (room := getattr(there, tier)):
+            has = in_words(room)
+            return tier, f"it needs {in_words(nbytes)} of {tier} memory with what is in flight, which has {has}"
+    return None
 
 
 def _smaller(rooms: Rooms, refused: Candidate, sizes: Sizes) -> Rooms:

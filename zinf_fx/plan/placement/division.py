@@ -14,7 +14,7 @@ from typing import Literal
 
 from zinf_fx.errors import BudgetError, ConfigError, ZinfError
 from zinf_fx.plan.hardware import Hardware
-from zinf_fx.plan.placement.decision import exceeded_by, needed_by, too_small
+from zinf_fx.plan.placement.decision import exceeding, needed_by
 from zinf_fx.plan.placement.placing import Rooms, capacities
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.simulation.simulate import simulate_plan
@@ -158,6 +158,6 @@ def _considered(
     needed = needed_by(plan, there)
     needed["device"] += values
     one = Divided(count, group, plan.kept, values, **needed)
-    if (exceeded := exceeded_by(needed, there)) is not None:
-        return replace(one, refused=too_small(exceeded, needed, there)), None
+    if (found := exceeding(needed, there)) is not None:
+        return replace(one, refused=found[1]), None
     return one, plan
