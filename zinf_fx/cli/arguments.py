@@ -13,10 +13,10 @@ from zinf_fx.adam import MasterForm, StateForm
 from zinf_fx.config import ACTIVATIONS, PRESETS, Compute, FrozenDtype, parse_count, parse_positive
 from zinf_fx.native.engine import provider_names
 from zinf_fx.plan import hardware
+from zinf_fx.plan.hardware import THIS_MACHINE
 
 TARGET_HELP = "module:factory or path/to/file.py:factory; factory() returns (model, example_inputs)"
 
-THIS_MACHINE = "this-machine"
 DEFAULT_HARDWARE = "rtx-4090"
 
 

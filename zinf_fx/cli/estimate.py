@@ -10,7 +10,7 @@ from typing import Any
 
 from zinf_fx.analysis.papers import comparisons
 from zinf_fx.analysis.papers.table import comparison_text
-from zinf_fx.cli.arguments import THIS_MACHINE, saving_of
+from zinf_fx.cli.arguments import saving_of
 from zinf_fx.cli.machine import hardware_of
 from zinf_fx.cli.target import build, running
 from zinf_fx.config import parse_bytes, parse_count, parse_positive, parse_rate
@@ -18,7 +18,7 @@ from zinf_fx.errors import ConfigError
 from zinf_fx.estimate import Estimate, Optimizer, Workload, estimate, of_module, of_transformer
 from zinf_fx.estimate.table import estimate_text
 from zinf_fx.plan import hardware as descriptions
-from zinf_fx.plan.hardware import Hardware
+from zinf_fx.plan.hardware import THIS_MACHINE, Hardware
 
 _DIMENSIONS = ("layers", "hidden", "heads", "batch", "sequence")
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from zinf_fx.cli.arguments import THIS_MACHINE
 from zinf_fx.config import Config
 from zinf_fx.machine.machine import measure_machine
 from zinf_fx.plan import hardware as descriptions
-from zinf_fx.plan.hardware import Hardware
+from zinf_fx.plan.hardware import THIS_MACHINE, Hardware
 from zinf_fx.runtime.disk.scratch import make_default
 
 

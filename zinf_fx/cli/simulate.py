@@ -7,13 +7,13 @@ import json
 from dataclasses import asdict
 from functools import cache
 
-from zinf_fx.cli.arguments import THIS_MACHINE, saving_of
+from zinf_fx.cli.arguments import saving_of
 from zinf_fx.cli.machine import hardware_of
 from zinf_fx.cli.planning import plans_of_target
 from zinf_fx.config import parse_count, shortened
 from zinf_fx.errors import ConfigError, PlanError
 from zinf_fx.frontend.explain import Planning
-from zinf_fx.plan.hardware import Hardware
+from zinf_fx.plan.hardware import THIS_MACHINE, Hardware
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.saving import checkpoint_sizes, checkpoints
 from zinf_fx.plan.show.saving import checkpoints_text

@@ -17,7 +17,7 @@ import torch
 from zinf_fx.errors import ConfigError, PlanError
 from zinf_fx.machine.machine import measure_machine
 from zinf_fx.plan import hardware as descriptions
-from zinf_fx.plan.hardware import Hardware
+from zinf_fx.plan.hardware import THIS_MACHINE, Hardware
 from zinf_fx.plan.intervals import covered
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.show.chrome import Process, planned_process, to_chrome
@@ -200,12 +200,12 @@ def _slice(note: Note, began: float, now: float) -> Slice:
 def _described(hardware: Hardware | str, model: torch.nn.Module) -> Hardware:
     if isinstance(hardware, Hardware):
         return hardware
-    if hardware != "this-machine":
+    if hardware != THIS_MACHINE:
         return descriptions.load(hardware)
     stored = _stored_in(model)
     if stored is None:
         raise ConfigError(
-            "hardware='this-machine' measures the disk of the model's store, and no parameter is stored yet: "
+            f"hardware={THIS_MACHINE!r} measures the disk of the model's store, and no parameter is stored yet: "
             "zinf_fx.offload() the model, or run a step of it, before"
         )
     return measure_machine(stored.storage.config.stores[0])

@@ -16,6 +16,9 @@ from zinf_fx.errors import ConfigError
 
 SECONDS_PER_DAY = 86_400
 
+THIS_MACHINE = "this-machine"
+"""The name of no description: of the machine at hand, which is measured when it is asked for."""
+
 # -- what a value may be ----------------------------------------------------------------------------------------------
 
 
