@@ -335,6 +335,19 @@ def test_there_is_one_recording_at_a_time(tmp_path: Path):
     assert RECORDER.log is None
 
 
+def test_this_machine_is_measured_with_all_directories_of_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    stores = tmp_path / "a", tmp_path / "b"
+    for store in stores:
+        store.mkdir()
+    measured: list[Path] = []
+    monkeypatch.setattr(
+        "zinf_fx.observe.recording.measure_machine", lambda *found: measured.extend(found) or load("rtx-4090")
+    )
+    with zinf_fx.record(zinf_fx.offload(nn.Linear(2, 2), store=stores, placement="nvme"), hardware="this-machine"):
+        pass
+    assert measured == [*stores]
+
+
 def test_a_recording_keeps_neither_model_nor_buffers(tmp_path: Path):
     training = Training(tmp_path)
     recording = training.recorded(2)

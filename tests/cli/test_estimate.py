@@ -136,9 +136,9 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
     """The directories that were measured; nothing is, in truth."""
     directories = []
 
-    def measure(store: Path) -> hardware.Hardware:
-        assert store.is_dir()
-        directories.append(store)
+    def measure(*stores: Path) -> hardware.Hardware:
+        assert all(store.is_dir() for store in stores)
+        directories.extend(stores)
         return replace(hardware.load("rtx-4090"), name="measured here")
 
     monkeypatch.setattr("zinf_fx.cli.machine.measure_machine", measure)
@@ -147,13 +147,18 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
     return directories
 
 
-def test_this_machine(capsys: pytest.CaptureFixture[str], measured: list[Path], tmp_path: Path):
+def test_this_machine(
+    capsys: pytest.CaptureFixture[str], measured: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     assert main(["estimate", *SMALL, "--hardware", "this-machine"]) == 0
     out, err = capsys.readouterr()
     assert "\nmeasured here: 1 node x 1 device" in out
     assert err == "zinf-fx: measuring this machine, which takes some seconds\n"
     assert main(["estimate", *SMALL, "--hardware", "this-machine", "--store", str(tmp_path)]) == 0
     assert measured == [tmp_path / "cache" / "zinf_fx", tmp_path]
+    monkeypatch.setenv("ZINF_STORE", f"{tmp_path}:{tmp_path / 'cache'}")
+    assert main(["estimate", *SMALL, "--hardware", "this-machine"]) == 0
+    assert measured[2:] == [tmp_path, tmp_path / "cache"]
 
 
 def test_more_of_this_machine_needs_a_link(capsys: pytest.CaptureFixture[str], measured: list[Path]):

@@ -113,7 +113,7 @@ def test_a_cpu_is_described_with_the_loads_of_its_disk_where_that_has_room(
     monkeypatch.setattr(machine, "share_alone", lambda store: 0.9)
     nvme = measure_machine(tmp_path).nvme
     assert {name: getattr(nvme, name) for name in loads} == loads and (nvme.depth, nvme.block) == (DEPTH, BLOCK)
-    without = machine._disk(tmp_path, unified=False)
+    without = machine._disks((tmp_path,), unified=False)
     assert (without.read_load, without.start, without.depth, without.alone) == (0, 0, DEPTH, 0.9)
     store_profile(tmp_path, PROFILE)
     monkeypatch.setattr(machine, "file_system_of", lambda store: SimpleNamespace(free=0))

@@ -14,7 +14,7 @@ from injecting import Fault, inject
 from zinf_fx.errors import StoreError
 from zinf_fx.machine import fio
 from zinf_fx.runtime.disk import measure
-from zinf_fx.runtime.disk.filesystem import FileSystem, file_system_of
+from zinf_fx.runtime.disk.filesystem import FileSystem, file_system_of, one_per_device
 from zinf_fx.runtime.disk.measure import (
     OPERATIONS,
     Profile,
@@ -151,6 +151,9 @@ def test_file_systems_are_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = file_system_of(tmp_path)
     assert 0 < found.free <= found.total and found.kind != "unknown"
     assert file_system_of("/proc").kind == "proc"
+    below = tmp_path / "below"
+    below.mkdir()
+    assert one_per_device((below, tmp_path, "/proc")) == [below, Path("/proc")]
     with pytest.raises(StoreError, match="does not exist"):
         file_system_of(tmp_path / "absent")
     device = tmp_path.stat().st_dev

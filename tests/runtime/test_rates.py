@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from zinf_fx.frontend import capture
+from zinf_fx.config import Config
+from zinf_fx.frontend import auto_placement, capture
 from zinf_fx.frontend.explain import plan_model
-from zinf_fx.machine import rates
+from zinf_fx.machine import machine, rates
 from zinf_fx.plan.rates import NOMINAL
+from zinf_fx.runtime.disk.filesystem import file_system_of
 from zinf_fx.runtime.disk.measure import Profile, store_profile
 
 CPU = torch.device("cpu")
@@ -20,27 +22,63 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    rates._disk.cache_clear()
+    rates._disks.cache_clear()
 
 
 def test_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = rates.measured(CPU, torch.float32, "nvme", (tmp_path,))
+    found = rates.measured(CPU, torch.float32, "nvme", (tmp_path,), 1)
     assert min(found.flops, found.memory, found.read, found.write) > 1e6 and found.unified
     assert not [path for path in tmp_path.iterdir() if path.name != "cache"], "nothing is left behind"
     monkeypatch.setattr(rates, "disk_rates", None)
-    assert rates.measured(CPU, torch.float32, "nvme", (tmp_path,)) == found
+    assert rates.measured(CPU, torch.float32, "nvme", (tmp_path,), 1) == found
 
 
 def test_what_bench_io_stored_is_taken(tmp_path: Path) -> None:
     store_profile(tmp_path, Profile(5e6, 4e6, 3e6, "libaio", 8, 1 << 22, time.time()))
-    found = rates.measured(CPU, torch.float32, "nvme", (tmp_path,))
+    found = rates.measured(CPU, torch.float32, "nvme", (tmp_path,), 1)
     assert (found.read, found.write) == (found.disk_read, found.disk_write) == (5e6, 4e6)
-    found = rates.measured(CPU, torch.float32, "host", (tmp_path,))  # where something else lives on the disk
+    found = rates.measured(CPU, torch.float32, "host", (tmp_path,), 1)  # where something else lives on the disk
     assert (found.disk_read, found.disk_write) == (5e6, 4e6) and found.read == found.write == found.memory / 2
 
 
+def profiled(tmp_path: Path) -> tuple[Path, Path]:
+    """Two directories of a device that reads 5 MB per second, and writes 4."""
+    stores = tmp_path / "a", tmp_path / "b"
+    for store in stores:
+        store.mkdir()
+    store_profile(tmp_path, Profile(5e6, 4e6, 3e6, "libaio", 8, 1 << 22, time.time()))
+    return stores
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_rates_of_several_devices_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
+    stores = profiled(tmp_path)
+    if devices == 2:
+        for module in (machine, auto_placement):
+            monkeypatch.setattr(module, "one_per_device", list)
+    expected = (devices * 5e6, devices * 4e6)
+    found = rates.measured(CPU, torch.float32, "nvme", stores, 1)
+    assert (found.disk_read, found.disk_write) == expected
+    disks = auto_placement.this_machine(Config(store=stores), CPU).nvme
+    assert (disks.read, disks.write) == expected
+    monkeypatch.setattr(machine, "_DISK_BYTES", 0)
+    monkeypatch.setattr(machine, "beside_computing", lambda store: {})
+    disks = machine._disks(stores, unified=True)
+    assert (disks.read, disks.write) == expected
+    assert disks.capacity == pytest.approx(devices * file_system_of(tmp_path).free, rel=0.1)
+
+
+@pytest.mark.parametrize(("ranks", "sharing"), [(1, 1), (2, 2), (16, 4)])
+def test_the_ranks_of_a_machine_share_its_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, sharing: int
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    found = rates.measured(CPU, torch.float32, "nvme", profiled(tmp_path), ranks)
+    assert (found.disk_read, found.disk_write) == (5e6 / sharing, 4e6 / sharing)
+
+
 def test_host_memory_needs_no_disk() -> None:
-    found = rates.measured(CPU, torch.float32, "host", ())
+    found = rates.measured(CPU, torch.float32, "host", (), 1)
     assert found.read == found.write == found.memory / 2
     assert (found.disk_read, found.disk_write) == (NOMINAL.disk_read, NOMINAL.disk_write)
 
@@ -54,4 +92,4 @@ def test_a_choice_for_host_memory_knows_the_disk_that_states_live_on(
     placement = {"parameters": states, "gradients": states, "optimizer": states, "activations": "host"}
     options = {"placement": placement, "store": tmp_path, "activations": "auto", "device_memory": "1GiB"}
     plan_model(torch.nn.Linear(8, 8), (torch.randn(2, 8),), **options)
-    assert asked == [(CPU, torch.float32, "host", (tmp_path,) if looked_at else ())]
+    assert asked == [(CPU, torch.float32, "host", (tmp_path,) if looked_at else (), 1)]

@@ -13,7 +13,7 @@ from zinf_fx.runtime.disk.scratch import make_default
 
 
 def hardware_of(name: str, store: Path | None = None) -> Hardware:
-    """A description by name. `store`: directory on the disk of this machine; default `Config`'s.
+    """A description by name. `store`: directory on the disk of this machine; default all of `Config`'s.
 
     Raises: ConfigError for a name of none; StoreError when the disk can't be measured, or has no place for a store.
     """
@@ -21,7 +21,7 @@ def hardware_of(name: str, store: Path | None = None) -> Hardware:
         return descriptions.load(name)
     stores = stores_in_use(store)
     print("zinf-fx: measuring this machine, which takes some seconds", file=sys.stderr)
-    return measure_machine(stores[0])
+    return measure_machine(*stores)
 
 
 def stores_in_use(store: Path | None = None) -> tuple[Path, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +13,14 @@ from torch.distributed.tensor import DTensor
 from zinf_fx.adam import AdamStates
 from zinf_fx.config import Config
 from zinf_fx.frontend.quantising import form_of
+from zinf_fx.machine.machine import ranks_per_node
 from zinf_fx.placement import Placement, PlacementRules
 from zinf_fx.plan.hardware import Hardware, load
 from zinf_fx.plan.placement.decision import Decision, by_rule_alone, words
 from zinf_fx.plan.placement.placing import Rooms, Sizes
 from zinf_fx.plan.rates import NOMINAL_MACHINE
 from zinf_fx.plan.sharding import Groups
-from zinf_fx.runtime.disk.filesystem import file_system_of
+from zinf_fx.runtime.disk.filesystem import file_system_of, one_per_device
 from zinf_fx.runtime.disk.measure import load_profile
 from zinf_fx.runtime.memory.limit import memory_limit
 from zinf_fx.runtime.ranks import Ranks
@@ -99,15 +99,17 @@ def device_of_most(parameters: Sequence[torch.Tensor]) -> torch.device:
 
 
 def this_machine(config: Config, device: torch.device) -> Hardware:
-    """This machine: its memories, and nominal rates; of the disk, those that `zinf-fx bench-io` stored, if any."""
+    """This machine: its memories, and nominal rates; of the disks, those that `zinf-fx bench-io` stored, if it did
+    for each."""
     on_cpu = device.type != "cuda"
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or (1 if on_cpu else torch.cuda.device_count())
+    ranks = ranks_per_node(device)
     machine = NOMINAL_MACHINE if on_cpu else load(_NOMINAL_DEVICE)
     own = memory_limit().nbytes // ranks if on_cpu else torch.cuda.get_device_properties(device).total_memory
-    free = sum({path.stat().st_dev: file_system_of(path).free for path in map(_existing, config.stores)}.values())
-    disks = replace(machine.nvme, capacity=free)
-    if (profile := load_profile(_existing(config.stores[0]))) is not None:
-        disks = replace(disks, read=profile.read, write=profile.write)
+    stores = one_per_device(map(_existing, config.stores))
+    disks = replace(machine.nvme, capacity=sum(file_system_of(one).free for one in stores))
+    profiles = [profile for one in stores if (profile := load_profile(one)) is not None]
+    if len(profiles) == len(stores):
+        disks = replace(disks, read=sum(one.read for one in profiles), write=sum(one.write for one in profiles))
     return replace(
         machine,
         name="this machine, at nominal rates",

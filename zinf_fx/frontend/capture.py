@@ -260,7 +260,8 @@ class Capture:
         if tier == "nvme" and not there:
             return NOMINAL
         uses_disk = tier == "nvme" or config.placement.on_nvme
-        return measured(stored.device, stored.dtype, tier, config.stores if there and uses_disk else ())
+        stores = config.stores if there and uses_disk else ()
+        return measured(stored.device, stored.dtype, tier, stores, self._together.groups.ranks)
 
     def _reserve(self, arguments: Sequence[Any]) -> None:
         """Set apart what the plan takes of the memories that the stored parameters among `arguments` share.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -22,7 +23,7 @@ from zinf_fx.optim.split import join, split
 from zinf_fx.optim.workers import at_the_same_time, lanes_for
 from zinf_fx.plan.hardware import DTYPES, Disks, Hardware, Link, Memory
 from zinf_fx.plan.memory.accounting import AT_ONCE
-from zinf_fx.runtime.disk.filesystem import file_system_of
+from zinf_fx.runtime.disk.filesystem import file_system_of, one_per_device
 from zinf_fx.runtime.disk.measure import QUICK_BYTES, Trial, load_profile
 from zinf_fx.runtime.memory.limit import memory_limit
 from zinf_fx.sizes import PAGE
@@ -41,7 +42,7 @@ _UPDATED = AT_ONCE
 _SECONDS, _TIMES = 0.3, 3
 
 
-def measure_machine(store: Path | str) -> Hardware:
+def measure_machine(*stores: Path | str) -> Hardware:
     """A description of this machine: one node with its CUDA devices, or with its CPU as the one device.
 
     The peak is that of large matrix products, which training doesn't quite reach. A disk's endurance isn't known, and
@@ -49,17 +50,18 @@ def measure_machine(store: Path | str) -> Hardware:
     of which each is given half.
 
     Args:
-        store: directory on the disk to measure; its rates are those of the profile that `zinf-fx bench-io` stored, if
-            there is one.
+        stores: directories on the disks to measure, whose rates add up. Those of a disk are from the profile that
+            `zinf-fx bench-io` stored, if there is one. How computing and a disk slow each other is measured with the
+            first.
 
     Raises: StoreError.
     """
     cuda = torch.cuda.is_available()
-    nvme = _disk(store, unified=not cuda)
+    ranks = torch.cuda.device_count() if cuda else 1
+    nvme = _disks(stores, unified=not cuda)
     device = torch.device("cuda:0") if cuda else CPU
     host = _memory(CPU, memory_limit().nbytes // (1 if cuda else 2))
     upload, download = (link(CPU, device), link(device, CPU)) if cuda else (_in_memory(host),) * 2
-    ranks = torch.cuda.device_count() if cuda else 1
     in_node = link(device, torch.device("cuda:1")) if ranks > 1 else upload
     return Hardware(
         name=torch.cuda.get_device_name(device) if cuda else "this machine's CPU",
@@ -78,6 +80,11 @@ def measure_machine(store: Path | str) -> Hardware:
         launch=launch_seconds(device) if cuda else 0.0,
         unified=not cuda,
     )
+
+
+def ranks_per_node(device: torch.device) -> int:
+    """How many ranks share this machine's memory and disks: as torchrun says, or else one per device like this one."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or (torch.cuda.device_count() if device.type == "cuda" else 1)
 
 
 def peak_of(device: torch.device, dtype: torch.dtype) -> float:
@@ -170,21 +177,27 @@ def _in_memory(memory: Memory) -> Link:
     return Link(memory.read, _mean(lambda: target.copy_(source), CPU))
 
 
-def _disk(store: Path | str, unified: bool) -> Disks:
-    free = file_system_of(store).free
-    read, write = disk_rates(store, min(_DISK_BYTES, free // 2))
-    disks = Disks(free, read, write, None)
-    if free < 2 * QUICK_BYTES:  # a full disk, whose rates are stored, is described without
+def _disks(stores: Sequence[Path | str], unified: bool) -> Disks:
+    free = [file_system_of(one).free for one in one_per_device(stores)]
+    read, write = disk_rates(stores, min(_DISK_BYTES, min(free) // 2))
+    disks = Disks(sum(free), read, write, None)
+    if min(free) < 2 * QUICK_BYTES:  # a full disk, whose rates are stored, is described without
         return disks
-    of_blocks = beside_computing(store) if unified else {"alone": share_alone(store)}
+    of_blocks = beside_computing(stores[0]) if unified else {"alone": share_alone(stores[0])}
     return replace(disks, depth=DEPTH, block=BLOCK, **of_blocks)
 
 
-def disk_rates(store: Path | str, nbytes: int) -> tuple[float, float]:
-    """Bytes per second that are read and written: those that `zinf-fx bench-io` stored, or of `nbytes` moved now.
+def disk_rates(stores: Iterable[Path | str], nbytes: int) -> tuple[float, float]:
+    """Bytes per second that are read and written by all devices that these directories are on, together: those that
+    `zinf-fx bench-io` stored for a device, or of `nbytes` moved there now.
 
     Raises: StoreError.
     """
+    rates = [_rates_of(one, nbytes) for one in one_per_device(stores)]
+    return sum(read for read, _ in rates), sum(write for _, write in rates)
+
+
+def _rates_of(store: Path, nbytes: int) -> tuple[float, float]:
     if (profile := load_profile(store)) is not None:
         return profile.read, profile.write
     with Trial(store, nbytes=nbytes, checksum=True) as trial:

@@ -208,7 +208,7 @@ def _described(hardware: Hardware | str, model: torch.nn.Module) -> Hardware:
             f"hardware={THIS_MACHINE!r} measures the disk of the model's store, and no parameter is stored yet: "
             "zinf_fx.offload() the model, or run a step of it, before"
         )
-    return measure_machine(stored.storage.config.stores[0])
+    return measure_machine(*stored.storage.config.stores)
 
 
 def _stored_in(model: torch.nn.Module) -> StoredTensor | None:

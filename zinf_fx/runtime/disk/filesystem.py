@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +59,16 @@ def file_system_of(directory: Path | str) -> FileSystem:
         free=room.f_bavail * room.f_frsize,
         total=room.f_blocks * room.f_frsize,
     )
+
+
+def one_per_device(directories: Iterable[Path | str]) -> list[Path]:
+    """Of directories, the first on each device: those on one device share its room and its rate. Raises: StoreError
+    when there is no such directory."""
+    found: dict[int, Path] = {}
+    for path in map(Path, directories):
+        with refusals("inspect", path, "can't be inspected"):
+            found.setdefault(os.stat(path).st_dev, path)
+    return list(found.values())
 
 
 def _mount(device: str, path: Path) -> tuple[str, str]:
