@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from ranks.launching import on_ranks
+from safetensors.torch import save_file
 from test_base import meta, saved
 from test_frozen_formats import Model, base_of, built, in_memory
-from test_published import attached, loaded, written
+from test_published import attached, loaded, published, written
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -47,6 +49,14 @@ def of_published(rank: int, directory: str) -> bool:
     return halves and all(same)
 
 
+def owners_of(rank: int, directory: str) -> list[int]:
+    """The rank that has all of each of two published weights."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(192, 192, bias=False), nn.Linear(192, 192, bias=False)).to(torch.bfloat16)
+    zinf_fx.attach_base(model, directory + "/pair", partition="owner", tile=None)
+    return [parameter.storage.share.shards.segments[0].owner for parameter in model.parameters()]
+
+
 def equals_ddp(rank: int, name: str | None, activations: str) -> bool:
     """Whether training over a base in this format has the bits of DistributedDataParallel over the same values."""
     model = zinf_fx.offload(built(), placement="nvme", frozen_dtype=name)
@@ -59,7 +69,7 @@ def equals_ddp(rank: int, name: str | None, activations: str) -> bool:
 
 
 def compared(rank: int, base: str, codes: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"published": of_published(rank, codes)}
+    found: dict[str, Any] = {"published": of_published(rank, codes), "owners": owners_of(rank, codes)}
     cases = (("nf4", "recompute"), ("int8", "keep"), (None, "keep"))
     found["equal"] = [equals_ddp(rank, *case) for case in cases]
     model = zinf_fx.offload(built(), placement="nvme", frozen_dtype="nf4")
@@ -142,8 +152,13 @@ def test_each_rank_has_its_part_of_the_bytes(tmp_path: Path):
     codes = tmp_path / "codes"
     codes.mkdir()
     torch.save(written(codes), codes / "values.pt")
+    (codes / "pair").mkdir()
+    weights = {f"{n}.weight": torch.randn(192, 192) for n in range(2)}
+    files, _ = published(weights, dict.fromkeys(weights, "rows"))
+    save_file(files, codes / "pair" / "model.safetensors")
     for found in on_ranks(2, compared, str(saved(tmp_path, "nf4")), str(codes)):
         held, whole = found["held"]
         assert whole // 2 <= held <= whole // 2 + 4 * 4096
         assert found["equal"] == [True] * 3
         assert found["attached"] and found["published"]
+        assert found["owners"] == [0, 1]

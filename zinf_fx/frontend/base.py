@@ -71,7 +71,8 @@ def attach_base(
         found = located(path, parameters)
         _check_fit(model, parameters, buffers, found, path)
         _check_formats(config, parameters, found, path)
-        twins = _twins(parameters, found, configs)
+        owners = Owners(config, Ranks.of(config).shards)
+        twins = _twins(parameters, found, configs, owners)
         values = _values(buffers, found)
     _take_over(model, parameters, twins, values)
     return model
@@ -98,6 +99,7 @@ def _twins(
     parameters: Mapping[str, torch.nn.Parameter],
     found: Mapping[str, Located | Published],
     configs: Mapping[str, Config],
+    owners: Owners,
 ) -> dict[int, StoredTensor]:
     """By the id of each parameter, what takes its place."""
     files: dict[Path, ReadOnlyFile] = {}
@@ -108,7 +110,7 @@ def _twins(
             if id(parameter) in twins or place is None:
                 continue
             if isinstance(place, Published):
-                twins[id(parameter)] = _packed(name, parameter, place, configs[name], opened)
+                twins[id(parameter)] = _packed(name, parameter, place, configs[name], owners, opened)
             else:
                 twins[id(parameter)] = _twin(name, parameter, place, configs[name], files)
     packed = [twin.storage for twin in twins.values() if not twin.storage.is_read_only]
@@ -120,13 +122,13 @@ def _twins(
 
 
 def _packed(
-    name: str, parameter: torch.Tensor, published: Published, config: Config, files: WeightFiles
+    name: str, parameter: torch.Tensor, published: Published, config: Config, owners: Owners, files: WeightFiles
 ) -> StoredTensor:
     """The stored parameter that has the codes and scales of a published weight, in the store. Raises: StoreError."""
     tiers, ranks, quantised = Tiers.of(config), Ranks.of(config), quantised_as(published, parameter)
     shape, dtype = torch.Size(quantised.bytes_shape(parameter.shape)), torch.uint8
     device = torch.device("cpu") if parameter.is_meta else parameter.device
-    shards = shards_of(shape, dtype, ranks.shards, config, Owners(config, ranks.shards).next(shape.numel()))
+    shards = shards_of(shape, dtype, ranks.shards, config, owners.next(shape.numel()))
     storage = TensorStorage(
         tiers, "nvme", config, shape.numel(), dtype, device_of(device), ranks, config.placement.stage == 3, shards
     )
