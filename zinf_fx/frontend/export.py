@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,7 +63,17 @@ def planning_for(
     rates = None
     if hardware is not None:
         asked = Config.of(config, fields)
-        dtype = next((str(p.dtype).removeprefix("torch.") for p in model.parameters()), "float32")
-        rates = Rates.of(hardware, dtype, "nvme" if asked.placement == "auto" else asked.activation_tier)
+        rates = Rates.of(
+            hardware, _dtype_of_most(model, hardware), "nvme" if asked.placement == "auto" else asked.activation_tier
+        )
     how = {"hardware": hardware, "state_dtype": state_dtype, "master_dtype": master_dtype}
     return plan_model(model, example_inputs, config, rates, world_size, replicas, **how, **fields)
+
+
+def _dtype_of_most(model: torch.nn.Module, hardware: Hardware) -> str:
+    """What most elements of a model's parameters are, of the dtypes that the hardware has a peak for: codes of a frozen
+    parameter, for one, are no numbers to compute with."""
+    elements: Counter[str] = Counter()
+    for parameter in model.parameters():
+        elements[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+    return max(hardware.peak, key=elements.__getitem__, default="float32")
