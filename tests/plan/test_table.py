@@ -182,6 +182,18 @@ def test_what_lives_in_memory_is_not_read(tier: str, moves: list[str]):
     assert "Stages that move nothing in this placement: fetch" in render(plan)
 
 
+@pytest.mark.parametrize("width", [60, 100, 160])
+def test_a_table_is_laid_out_once_however_many_cells_are_tried(width: int):
+    plan = hand_made()
+    with mock.patch.object(table, "_layout", wraps=table._layout) as layout:
+        render(plan, width=width)
+    of_graphs = [call.args for call in layout.call_args_list if "left" in call.kwargs]
+    assert len(of_graphs) == len(plan.graphs)
+    for header, rows in of_graphs:  # the width that decides is that of what is printed
+        laid_out = table._layout(header, rows, left=range(len(rows[0])))
+        assert max(map(len, laid_out.splitlines())) == table._width_of(header, rows)
+
+
 def test_a_graphs_names_are_worked_out_once_however_many_lines_it_has():
     """That takes time in proportion to its events."""
     with mock.patch.object(table, "GraphNames", side_effect=GraphNames) as names:

@@ -87,10 +87,15 @@ def _graph(plan: Plan, graph: GraphSchedule, names: GraphNames, width: int, want
             ]
             for operator in shown
         ]
-        text = _layout(header, lines, left=range(1, len(kinds) + 2))
-        if max(map(len, text.splitlines())) <= width:
+        if _width_of(header, lines) <= width:
             break
-    return f"{title}; sizes in {unit}\n\n{text}"
+    return f"{title}; sizes in {unit}\n\n{_layout(header, lines, left=range(1, len(kinds) + 2))}"
+
+
+def _width_of(header: Sequence[Sequence[str]], rows: Sequence[Sequence[str]]) -> int:
+    """How wide `_layout` makes a table, with two spaces between columns: laying it out takes long."""
+    widths = [max(map(len, column)) for column in zip(*header, *rows, strict=True)]
+    return sum(widths) + 2 * (len(widths) - 1)
 
 
 def _layout(header: Sequence[Sequence[str]], rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
