@@ -55,6 +55,21 @@ def test_segments_are_of_the_size_asked_for():
         shards.within(64, 64 * 256)
 
 
+def test_the_segments_of_a_tile_are_found_without_a_look_at_all():
+    """A pass of a model in tiles asks for those of each tile."""
+
+    class Unlooked(tuple):
+        def __iter__(self):
+            raise AssertionError("all segments are looked at")
+
+    shards = shards_of((1024, 64), torch.float32, 4, Config(tile=64 * 4 * 256, placement="host"))
+    size, segments = shards.size, shards.segments
+    shards.__dict__["segments"] = Unlooked(segments)
+    assert shards.within(64 * 256, 64 * 512) == segments[1:3] and shards.size == size
+    empty = shards_of((0, 64), torch.float32, 4, Config(placement="host"))
+    assert empty.within(0, 0) == empty.segments
+
+
 def test_owners_have_about_as_much_each():
     owners = Owners(Config(partition="owner"), 3)
     assert [owners.next(nbytes) for nbytes in (4, 1, 2, 2, 1, 4)] == [0, 1, 2, 1, 2, 1]

@@ -149,7 +149,7 @@ class Shards:
         """Elements of a rank's shard, with padding; where there are owners, on average over the ranks."""
         return -(-self.padded // self.ranks)
 
-    @property
+    @cached_property
     def padded(self) -> int:
         """Elements of all shards together."""
         return sum(one.padded for one in self.segments)
@@ -160,7 +160,9 @@ class Shards:
 
     def within(self, start: int, count: int) -> tuple[Segment, ...]:
         """The segments that so many elements from `start` on are."""
-        found = tuple(one for one in self.segments if start <= one.start < start + max(count, 1))
+        each = max(self.segment, 1)
+        first = start // each
+        found = self.segments[first : first + max(-(-count // each), 1)]
         assert found and (found[0].start, sum(one.count for one in found)) == (start, count), (self, start, count)
         return found
 
