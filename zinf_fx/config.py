@@ -188,7 +188,8 @@ class Config(RankOptions):
             without a budget, tiles of norms and biases alone. False: every use moves its tile again.
         chunk: bytes of fp32 master weights per chunk of the optimizer step. Three are in memory at a time: one is read,
             one updated, and one written. Where the disk is the limit and would be idle in backward, there are up to
-            ten, or as many as `host_memory` has room for: backward writes what forward left, and reads states ahead.
+            sixteen, or as many as `host_memory` has room for: backward writes what forward left, and reads states
+            ahead.
         tile: bytes, or a text such as "64MiB", above which a parameter is divided into tiles (ZeRO-Infinity, section
             5.1.3: memory-centric tiling). "auto": tiles as large as fit the budgets; without a budget, or where one
             tile per parameter fits it, as None: one tile per parameter. Where parameters are divided over ranks, shards
