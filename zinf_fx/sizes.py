@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 PAGE = 4096
-HUGE_PAGE = 2 << 20
 """Bytes: the store moves whole pages, each with its checksum, and host buffers are whole pages."""
+
+HUGE_PAGE = 2 << 20
+"""Bytes: what the processor finds with one entry of its table, where memory is aligned to it."""
 
 WINDOW_ALIGNMENT = 4096
 """Elements: windows, and as far as they can the tiles and the optimizer's chunks, begin at multiples of so many. Their
