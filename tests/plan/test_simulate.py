@@ -109,10 +109,10 @@ def job_lists(draw: st.DrawFn) -> list[Job]:
 def test_what_holds_for_any_jobs(jobs: list[Job], depth: int, beside: float):
     found = simulate(jobs, depth, 0.25, beside)
     runs = list(zip(found.jobs, found.timings, strict=True))
-    for job, (own, timing) in zip(jobs, runs, strict=True):
+    for job, timing in runs:
         took = timing.end - timing.start
         if job.resource == "disk" and (depth > 1 or beside < 1):
-            assert own.seconds == took >= job.seconds * (1 - 1e-9)
+            assert took >= job.seconds * (1 - 1e-9)
         else:
             assert took == pytest.approx(job.seconds)
         ready = max((found.timings[before].end for before in job.after), default=0.0)
@@ -398,7 +398,7 @@ LOADED = replace(ONE, nvme=replace(ONE.nvme, read_load=0.25, write_load=0.5), un
 
 
 def seconds_of_computing(found: Simulation) -> list[float]:
-    return [job.seconds for job in found.jobs if job.resource == "compute"]
+    return [t.end - t.start for job, t in zip(found.jobs, found.timings, strict=True) if job.resource == "compute"]
 
 
 def test_computing_loses_what_a_disk_job_takes_while_it_runs():
@@ -433,7 +433,7 @@ def test_jobs_share_the_disk_by_their_blocks():
     jobs = [Job("a", "disk", 4.0, blocks=2), Job("b", "disk", 1.0), Job("forward 0", "compute", 4.0, (1,))]
     found = simulate(jobs, depth=4)
     assert timeline(found) == {"a": (0, 5), "b": (0, 3), "forward 0": (3, 7)}
-    assert [job.seconds for job in found.jobs] == [5, 3, 4] and found.busy["disk"] == 5
+    assert found.busy["disk"] == 5
     assert found.critical_seconds == dict.fromkeys(RESOURCES, 0) | {"disk": 3, "compute": 4}
     assert timeline(simulate(jobs))["b"] == (4, 5), "one job at a time"
 

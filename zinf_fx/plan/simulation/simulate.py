@@ -46,8 +46,8 @@ class Stall:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Jobs, and when each of them runs; what was computed beside a load, or shared the disk, has the seconds that it
-    took so. `flops`: those that one device does, recomputation included."""
+    """Jobs, and when each of them runs, which takes longer than its own seconds beside a load or where it shares the
+    disk. `flops`: those that one device does, recomputation included."""
 
     jobs: tuple[Job, ...]
     timings: tuple[Timing, ...]
@@ -188,11 +188,6 @@ def simulate(jobs: Sequence[Job], depth: int = 1, alone: float = 1.0, beside: fl
     if len(timings) < len(jobs):
         stuck = next(job.name for job, end in zip(jobs, ends, strict=True) if end is None)
         raise PlanError(f"{stuck!r} can't be simulated: what it waits for waits for it")
-    if depth > 1 or beside < 1 or any(job.load for job in jobs):
-        jobs = [
-            replace(job, seconds=timing.end - timing.start) if job.resource in ("compute", "disk") else job
-            for job, timing in zip(jobs, timings, strict=True)
-        ]
     return Simulation(tuple(jobs), timings)
 
 
