@@ -26,6 +26,7 @@ import torch
 
 from zinf_fx import ops
 from zinf_fx.native import kernels
+from zinf_fx.sizes import round_up
 
 # QLoRA, appendix E: the quantiles of a normal distribution, with an exact zero, scaled to [-1, 1].
 _NORMAL_FLOAT = (
@@ -91,7 +92,7 @@ class Format:
     def codes_nbytes(self, columns: int) -> int:
         """Bytes of the codes of a row, padded to whole scales, and where two share a byte to whole blocks."""
         nbytes = columns if self.dtype is not None else self.blocks(columns) * self.block // 2
-        return -(-nbytes // self.scale.itemsize) * self.scale.itemsize
+        return round_up(nbytes, self.scale.itemsize)
 
     def row_nbytes(self, columns: int) -> int:
         """Bytes of a row: its codes and its scales."""

@@ -24,9 +24,14 @@ PIECE = 16 << 20
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
+def round_up(count: int, multiple: int) -> int:
+    """The smallest multiple that is at least so many."""
+    return -(-count // multiple) * multiple
+
+
 def blocks(nbytes: int) -> int:
     """So many bytes, in whole pages: what they take in the store."""
-    return -(-nbytes // PAGE) * PAGE
+    return round_up(nbytes, PAGE)
 
 
 def pieces_of(elements: range, itemsize: int, nbytes: int = PIECE) -> list[range]:

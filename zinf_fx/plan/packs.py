@@ -11,7 +11,7 @@ import torch
 
 from zinf_fx.config import Config, Placement, Tier
 from zinf_fx.plan.schedule import Member, Tile
-from zinf_fx.sizes import PAGE, blocks
+from zinf_fx.sizes import blocks
 
 # PyTorch's types of devices that compute in host memory.
 IN_HOST_MEMORY = frozenset({"cpu"})
@@ -90,7 +90,7 @@ def nbytes_in_pack(numel: int, dtype: torch.dtype, padded: int = 0) -> int:
 
 def spaced(count: int, dtype: torch.dtype) -> int:
     """Elements from the begin of a tensor of `count` to that of the one behind it: whole blocks of the store."""
-    return -(-count * dtype.itemsize // PAGE) * PAGE // dtype.itemsize
+    return blocks(count * dtype.itemsize) // dtype.itemsize
 
 
 def starts_of(counts: Iterable[int], dtype: torch.dtype) -> list[int]:

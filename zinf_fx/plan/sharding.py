@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 
 from zinf_fx.config import Config
-from zinf_fx.sizes import BLOCK, PAGE
+from zinf_fx.sizes import BLOCK, PAGE, round_up
 
 # Shards of what may live on NVMe are whole pages of the store in every dtype: bytes, which are frozen, by themselves,
 # and all that has gradients and states of other dtypes, divided alike. Others are whole blocks.
@@ -121,8 +121,7 @@ class Shards:
         together = self.step if self.owner is not None else self.ranks * self.step
         unit = together // math.gcd(together, per_row)  # of so many rows, each rank gets equal parts
         most = max(limit // (per_row * unit), 1) * unit
-        each = -(-rows // -(-rows // most))
-        each = -(-each // unit) * unit
+        each = round_up(-(-rows // -(-rows // most)), unit)
         return replace(self, segment=min(each * per_row, self.numel))
 
     def in_blocks(self, elements: int) -> Shards:
@@ -139,7 +138,7 @@ class Shards:
         for start in range(0, max(self.numel, 1), max(self.segment, 1)):
             shard = count = min(self.segment, self.numel - start)
             if self.owner is None:
-                shard = -(-count // (self.ranks * self.step)) * self.step
+                shard = round_up(count, self.ranks * self.step) // self.ranks
             found.append(Segment(start, count, self.ranks, shard, held, self.owner))
             held += shard
         return tuple(found)

@@ -14,7 +14,7 @@ from zinf_fx.passes.ir.rewriting import emit, erase_unused, set_results
 from zinf_fx.passes.tiling.weight_gradients import aten, check_term, rows_of_term, terms_of, untransposed
 from zinf_fx.passes.tiling.weight_uses import Rows, Untileable, tile_use, uses_of
 from zinf_fx.plan.schedule import Tile
-from zinf_fx.sizes import WINDOW_ALIGNMENT
+from zinf_fx.sizes import WINDOW_ALIGNMENT, round_up
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,7 @@ def divided(tile: Tile, limit: int) -> tuple[Tile, ...]:
     step = WINDOW_ALIGNMENT // math.gcd(WINDOW_ALIGNMENT, elements)
     step = step if step <= most else 1
     most = most // step * step
-    each = -(-total // -(-total // most))
-    each = -(-each // step) * step
+    each = round_up(-(-total // -(-total // most)), step)
     rows = [(start, min(start + each, total)) for start in range(0, total, each)]
     return tuple(replace(tile, shape=(end - start, *tile.shape[1:]), rows=(start, end)) for start, end in rows)
 

@@ -18,7 +18,7 @@ from zinf_fx.plan.memory.accounting import AT_ONCE, CHUNKS_IN_MEMORY, trained_in
 from zinf_fx.plan.memory.lifetimes import Clock, host_buffers, profile
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import CHUNKS, HEAD, GraphSchedule, Tile
-from zinf_fx.sizes import WINDOW_ALIGNMENT, blocks
+from zinf_fx.sizes import WINDOW_ALIGNMENT, blocks, round_up
 
 # Writes on their way to NVMe, whatever the model, as far as one tensor is not larger (ZeRO, section 6.2).
 _WRITE_BUFFER = 64 << 20
@@ -126,7 +126,7 @@ def chunk_buffers(
     together = without_gradients = 0  # bytes that the update of all takes
     for tile, (each, states, _) in zip(trained, bytes_of, strict=True):
         counts = tile.updated_elements(0 if tile.owned else config.stage)  # an owner may have all
-        charged = sum(-(-elements // WINDOW_ALIGNMENT) * WINDOW_ALIGNMENT for elements in counts)
+        charged = sum(round_up(elements, WINDOW_ALIGNMENT) for elements in counts)
         together += charged * each
         without_gradients += charged * states
     most = min(together, count * chunk * opened)

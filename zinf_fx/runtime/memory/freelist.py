@@ -8,10 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 
-
-def round_up(nbytes: int, alignment: int) -> int:
-    """The smallest multiple of `alignment` that is at least `nbytes`."""
-    return -(-nbytes // alignment) * alignment
+from zinf_fx.sizes import round_up
 
 
 class FreeList:
