@@ -9,15 +9,14 @@ Tiles and gradients that live on the device are where they belong, and not in fl
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable
-from itertools import accumulate
 from typing import NamedTuple
 
 from torch import fx
 
 from zinf_fx.passes.ir.framework import GraphContext, event_of, events_in, operator_of
-from zinf_fx.plan.intervals import merged
+from zinf_fx.plan.intervals import merged, sums
 from zinf_fx.plan.journeys import Journeys
 from zinf_fx.plan.schedule import HEAD, GraphSchedule, Operator, Tile
 
@@ -81,12 +80,9 @@ class Ledger:
     def __init__(self, entries: Iterable[InFlight], operators: int, budget: int | None) -> None:
         self.entries = list(entries)
         self.budget = budget
-        change: Counter[int] = Counter()
-        for entry in self.entries:
-            change[entry.first] += entry.nbytes
-            change[entry.last + 1] -= entry.nbytes
         everywhere = range(HEAD, operators)
-        self._live = dict(zip(everywhere, accumulate(change[operator] for operator in everywhere), strict=True))
+        live = sums([(range(entry.first, entry.last + 1), entry.nbytes) for entry in self.entries], everywhere)
+        self._live = dict(zip(everywhere, live, strict=True))
 
     def over_budget(self) -> int | None:
         """The first operator with more bytes in flight than the budget."""
