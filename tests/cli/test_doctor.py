@@ -113,7 +113,7 @@ def test_the_limit_on_file_sizes(store: Path):
         finding = found(store, "file size")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert finding.status == "warning" and "1 GiB" in finding.found and finding.mend
+    assert finding.status == "warning" and "1.0 GiB" in finding.found and finding.mend
 
 
 def test_a_store_that_is_too_small_even_to_probe(store: Path):

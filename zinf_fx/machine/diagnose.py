@@ -21,7 +21,7 @@ from zinf_fx.runtime.disk.measure import load_profile
 from zinf_fx.runtime.disk.probe import listed
 from zinf_fx.runtime.disk.scratch import Scratch, orphans
 from zinf_fx.runtime.disk.store import Store
-from zinf_fx.sizes import PAGE
+from zinf_fx.sizes import PAGE, in_words
 
 Status = Literal["ok", "warning", "problem"]
 
@@ -200,8 +200,4 @@ def _quoted(path: Path) -> str:
 
 
 def _size(nbytes: int) -> str:
-    if nbytes == resource.RLIM_INFINITY:
-        return "unlimited"
-    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-    power = min(max(nbytes.bit_length() - 1, 0) // 10, len(units) - 1)
-    return f"{nbytes / 1024**power:.3g} {units[power]}"
+    return "unlimited" if nbytes == resource.RLIM_INFINITY else in_words(nbytes)
