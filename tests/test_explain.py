@@ -151,7 +151,7 @@ def test_auto_says_what_it_decided(caplog: pytest.LogCaptureFixture, broken: boo
     states = zip(("parameters", "gradients", "optimizer", "activations"), tiers, strict=True)
     assert f"placement  {', '.join(f'{state} on {tier}' for state, tier in states)}" in text
     (line,) = [record.message for record in caplog.records if record.name == "zinf_fx"]
-    assert line.startswith("placement auto: parameters (0 MiB) on ") and line.endswith(first.split(": ", 1)[1][:-1])
+    assert line.startswith("placement auto: parameters (22.9 KiB) on ") and line.endswith(first.split(": ", 1)[1][:-1])
 
 
 def test_a_model_without_parameters_moves_nothing():

@@ -308,7 +308,7 @@ def test_auto_leaves_what_trains_on_the_device_beside_a_frozen_base(
     own = {name: one.base.config.placement for name, one in model.named_parameters()}
     assert all(one == Placement("device" if "lora" in name else "nvme") for name, one in own.items())
     (line,) = [message for message in caplog.messages if message.startswith("placement auto")]
-    assert "frozen parameters (1 MiB) on nvme, trained ones (0 MiB) on device, gradients (0 MiB) on device" in line
+    assert "frozen parameters (771.0 KiB) on nvme, trained ones (24.0 KiB) on device, gradients (24.0 KiB) on" in line
     check_bytes(plans[0], model, own)
 
 

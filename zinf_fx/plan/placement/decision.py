@@ -99,13 +99,13 @@ class Decision:
 
 
 def words(placement: Placement | PlacementRules, sizes: Sizes | None = None) -> str:
-    """`parameters (12 MiB) on device, ...`."""
+    """`parameters (12.0 MiB) on device, ...`."""
     known, states = sizes.by_state if sizes is not None else {}, dict(zip(STATES, STATES, strict=True))
     if isinstance(placement, PlacementRules):
         states = {"frozen": "frozen parameters", **states, "parameters": "trained ones"}
     elif "frozen" in known:
         known["parameters"] += known.pop("frozen")
-    size = lambda state: f" ({known[state] / 2**20:.0f} MiB)" if state in known else ""  # noqa: E731
+    size = lambda state: f" ({in_words(known[state])})" if state in known else ""  # noqa: E731
     return ", ".join(f"{name}{size(state)} on {tier_of(state, placement)}" for state, name in states.items())
 
 
