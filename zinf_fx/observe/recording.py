@@ -22,7 +22,7 @@ from zinf_fx.plan.intervals import covered
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.show.chrome import Process, planned_process, to_chrome
 from zinf_fx.plan.simulation.simulate import simulate_plan
-from zinf_fx.plan.simulation.timeline import LANE_OF, Lane, MemoryCurve, Slice
+from zinf_fx.plan.simulation.timeline import LANE_OF, LANES_AND_WAITS, Lane, MemoryCurve, Slice
 from zinf_fx.runtime.ranks import ALONE
 from zinf_fx.runtime.recorder import RECORDER, Log, Note
 from zinf_fx.runtime.tensor.local_parameter import stored_in
@@ -30,7 +30,6 @@ from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.sizes import in_words
 from zinf_fx.tables import table
 
-_LANES: tuple[Lane, ...] = ("compute", "wait", "all-gather", "upload", "fetch", "reduce", "offload", "optimizer")
 # What the thread does that computes, where the CPU does: in the time of operators, and not computing.
 _INSTEAD = ("wait", "upload", "offload", "update")
 
@@ -127,7 +126,7 @@ class Recording:
         ]
         done = Step(self.steps[0].start, self.steps[-1].end, tuple(_all(self.steps)))
         rows = []
-        for lane in _LANES:
+        for lane in LANES_AND_WAITS:
             busy = self._computing if lane == "compute" else sum(step.busy(lane) for step in self.steps)
             busy_as_planned = sum(step.busy(lane) for step in planned)
             if busy or busy_as_planned:

@@ -11,10 +11,7 @@ from typing import Any
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.simulation.simulate import Simulation
-from zinf_fx.plan.simulation.timeline import LANES, Lane, MemoryCurve, Slice, in_rows, memory_curves, slices, waits
-
-# What compute waits for stands below what it does.
-_LANES: tuple[Lane, ...] = ("step", "compute", "wait", *LANES[1:])
+from zinf_fx.plan.simulation.timeline import LANES_AND_WAITS, MemoryCurve, Slice, in_rows, memory_curves, slices, waits
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ def _events(pid: int, process: Process) -> Iterator[dict[str, Any]]:
     yield _named(pid, "process_name", 0, {"name": process.name})
     yield _named(pid, "process_sort_index", 0, {"sort_index": pid})
     tid = 0
-    for lane in _LANES:
+    for lane in ("step", *LANES_AND_WAITS):
         for row in in_rows([one for one in process.slices if one.lane == lane]):
             yield _named(pid, "thread_name", tid, {"name": lane})
             yield _named(pid, "thread_sort_index", tid, {"sort_index": tid})

@@ -14,6 +14,8 @@ from zinf_fx.plan.simulation.simulate import Simulation
 
 Lane = Literal["step", "compute", "wait", "all-gather", "upload", "fetch", "reduce", "offload", "optimizer"]
 LANES: tuple[Lane, ...] = ("compute", "all-gather", "upload", "fetch", "reduce", "offload", "optimizer")
+# What compute waits for stands below what it does.
+LANES_AND_WAITS: tuple[Lane, ...] = ("compute", "wait", *LANES[1:])
 
 # By the kind of what is done: the first word of its name.
 LANE_OF: dict[str, Lane] = {
