@@ -20,7 +20,7 @@ def test_intensities_of_section_4_1():
 
 def test_computation_of_equation_4():
     assert efficiency.computation_of_transformer == 96 * s.batch * s.sequence * s.layers * s.hidden**2
-    assert efficiency.computation(recompute=False) == 6 * s.batch * s.sequence * s.parameters
+    assert efficiency.computation == 8 * s.batch * s.sequence * s.parameters
 
 
 def test_the_needed_bandwidth_is_equation_2_solved():

@@ -14,17 +14,11 @@ efficiency = intensity * bandwidth / (intensity * bandwidth + peak)
 needed_bandwidth = peak * s.efficiency / (intensity * (1 - s.efficiency))
 """Bytes per second for an efficiency: equation 2, solved for the bandwidth."""
 
+computation = 2 * 4 * batch * sequence * s.parameters
+"""FLOP per device and step (equation 3): a multiplication and an addition per parameter and token in forward, twice
+that in backward, and once more because backward computes activations again."""
 
-def computation(recompute: bool = True) -> sympy.Expr:
-    """FLOP per device and step (equation 3).
-
-    A multiplication and an addition per parameter and token in forward, twice that in backward, and once more where
-    backward computes activations again.
-    """
-    return 2 * (4 if recompute else 3) * batch * sequence * s.parameters
-
-
-computation_of_transformer = computation().subs(s.parameters, transformer_parameters)
+computation_of_transformer = computation.subs(s.parameters, transformer_parameters)
 """Equation 4: equation 3 for 12 x nl x hd² parameters."""
 
 
@@ -42,10 +36,10 @@ optimizer_states_moved = 2 * s.optimizer_bytes * s.parameters
 activation_checkpoints_moved = 2 * activation_checkpoints
 """Bytes: checkpoints are stored in forward and loaded in backward (section 4.1)."""
 
-intensity_of_parameters_and_gradients = sympy.simplify(computation() / parameters_and_gradients_moved())
+intensity_of_parameters_and_gradients = sympy.simplify(computation / parameters_and_gradients_moved())
 """FLOP per byte: seq x bsz in fp16 (section 4.1)."""
 
-intensity_of_optimizer_states = sympy.simplify(computation() / optimizer_states_moved)
+intensity_of_optimizer_states = sympy.simplify(computation / optimizer_states_moved)
 """FLOP per byte: seq x bsz / 4 with 16 bytes of states (section 4.1)."""
 
 intensity_of_activation_checkpoints = sympy.simplify(computation_of_transformer / activation_checkpoints_moved)

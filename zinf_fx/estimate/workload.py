@@ -118,7 +118,7 @@ def of_transformer(
         dtype=dtype,
         parameters=parameters,
         states=states,
-        work=evaluate(efficiency.computation(), {**values, s.parameters: parameters}),
+        work=evaluate(efficiency.computation, {**values, s.parameters: parameters}),
         checkpoints=int(widths * evaluate(memory.activation_checkpoints, values)),
         working_states=int(widths * evaluate(memory.model_state_working_memory, values)),
         working_activations=int(widths * evaluate(memory.activation_working_memory, values)),
