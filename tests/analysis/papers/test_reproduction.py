@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from zinf_fx.analysis.papers import Cell, Comparison, comparisons
+from zinf_fx.analysis.papers import Comparison, comparisons
+from zinf_fx.analysis.papers.comparison import Cell
 
 TABLES = {comparison.title.partition(":")[0]: comparison for comparison in comparisons()}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zinf_fx.analysis.papers import zero, zero_infinity
-from zinf_fx.analysis.papers.comparison import Cell, Comparison
+from zinf_fx.analysis.papers.comparison import Comparison
 
 
 def comparisons() -> list[Comparison]:
@@ -13,4 +13,4 @@ def comparisons() -> list[Comparison]:
     return [*of_zero, *figures, zero_infinity.degradations(), zero_infinity.table_4()]
 
 
-__all__ = ["Cell", "Comparison", "comparisons"]
+__all__ = ["Comparison", "comparisons"]
