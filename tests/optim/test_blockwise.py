@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -33,6 +35,24 @@ def values_of(name: str, state: dict[str, Any]) -> torch.Tensor:
     """The values of a state that an optimizer shows, in the parameter's shape."""
     codes, scales = (state[one].full_tensor() for one in (name, companion_of(name)))
     return decode(name, codes.flatten(), scales, torch.empty(codes.numel())).view(codes.shape)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """In the block, it is what torch makes tensors in when nothing else is said."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+DEFAULTS = {
+    "float64": lambda: default_dtype(torch.float64),
+    "float16": lambda: default_dtype(torch.float16),
+    "another device": lambda: torch.device("meta"),
+}
 
 
 def test_the_maps_are_those_of_dynamic_quantisation() -> None:
@@ -69,6 +89,21 @@ def test_zeros_stay_and_what_is_not_finite_makes_a_block_nan(name: str) -> None:
     assert torch.equal(rounded(name, values), values)
     values[5], values[BLOCK + 5] = torch.inf, torch.nan
     assert rounded(name, values).isnan().view(3, BLOCK).all(-1).tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize("default", DEFAULTS.values(), ids=DEFAULTS)
+@pytest.mark.parametrize("name", STATES)
+def test_codes_do_not_depend_on_the_defaults_of_torch(name: str, default: Callable, request) -> None:
+    values = torch.linspace(0, 1, 1000)
+    expected = coded(name, values)
+    tables = blockwise._table, blockwise._bounds, blockwise._first
+    for table in tables:
+        table.cache_clear()
+        request.addfinalizer(table.cache_clear)
+    found = [torch.empty_like(one) for one in expected]
+    with default():
+        encode(name, values, *found)
+    assert all(map(torch.equal, found, expected))
 
 
 OPTIMIZERS = {"AdamW": {"amsgrad": True}, "SGD": {"lr": 0.1, "momentum": 0.9}, "NAdam": {}}
@@ -122,15 +157,22 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, zinf_fx.StoredTensor) else tensor
 
 
-def test_codes_are_loaded_into_states_of_fp32(twins) -> None:
-    pair = twins()
-    optimizer = optim.AdamW(pair.stored, state_dtype="8bit")
+@pytest.mark.parametrize("default", [nullcontext, *DEFAULTS.values()], ids=["fp32", *DEFAULTS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codes_are_loaded_into_states_of_fp32(twins, dtype: torch.dtype, default: Callable) -> None:
+    """And split masters into whole ones."""
+    pair = twins(dtype=dtype)
+    master_dtype = "split" if dtype == torch.bfloat16 else None
+    optimizer = optim.AdamW(pair.stored, state_dtype="8bit", master_dtype=master_dtype)
     pair.give_gradients()
     optimizer.step()
-    other = optim.AdamW(pair.stored)
-    other.load_state_dict(optimizer.state_dict())
+    with default():
+        other = optim.AdamW(pair.stored)
+        other.load_state_dict(optimizer.state_dict())
     for stored in pair.stored:
-        assert set(other.state[stored]) == {"step", *STATES}
+        masters = {"master"} if dtype == torch.bfloat16 else set()
+        assert set(other.state[stored]) == {"step", *STATES, *masters}
+        assert all(torch.equal(other.state[stored][name].full_tensor().bfloat16(), stored) for name in masters)
         for name in STATES:
             assert torch.equal(other.state[stored][name].full_tensor(), values_of(name, optimizer.state[stored]))
 

@@ -244,8 +244,11 @@ class StateLayout:
 
     def zeros(self) -> State:
         """Zeros for the states that stay in memory."""
-        shape = self.shapes.get
-        return {n: 0 if dtype is None else torch.zeros(shape(n, ()), dtype=dtype) for n, dtype in self.scalars.items()}
+
+        def zero(name: str, dtype: torch.dtype | None) -> torch.Tensor | int:
+            return 0 if dtype is None else torch.zeros(self.shapes.get(name, ()), dtype=dtype, device="cpu")
+
+        return {name: zero(name, dtype) for name, dtype in self.scalars.items()}
 
 
 class NotElementwise(OptimizerError):
@@ -261,13 +264,13 @@ def probe(optimizer: Optimizer, kind: type[Optimizer], group: Group, dtype: torc
     elements = rows * columns
     options = {k: v for k, v in group.items() if k != "params"}
     options |= {"lr": 0.01} if "lr" in options else {}  # a warm-up may start from 0, where every class looks alike
-    flat = torch.linspace(-1, 1, elements, dtype=dtype).exp()
+    flat = torch.linspace(-1, 1, elements, dtype=dtype, device="cpu").exp()
     whole = borrow(optimizer, kind, options, [flat.view(rows, columns).clone()])
     pieces = [borrow(optimizer, kind, options, [piece.clone()]) for piece in flat.chunk(2)]
     before = [dict(inner.__dict__) for inner in (whole, *pieces)]
     try:
         for step in range(steps):
-            gradient = torch.linspace(-1, 3, elements, dtype=dtype).roll(5 * step)
+            gradient = torch.linspace(-1, 3, elements, dtype=dtype, device="cpu").roll(5 * step)
             for inner, part in zip((whole, *pieces), (gradient, *gradient.chunk(2)), strict=True):
                 (parameter,) = inner.param_groups[0]["params"]
                 parameter.grad = part.clone().view(parameter.shape)

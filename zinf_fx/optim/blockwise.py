@@ -149,7 +149,7 @@ def _table(signed: bool, device: torch.device) -> torch.Tensor:
 def _bounds(signed: bool, device: torch.device) -> torch.Tensor:
     """Between the neighbours of the table, and an infinite one: fp32 [256]."""
     table = _table(signed, torch.device("cpu"))
-    bounds = torch.cat([(table[1:] + table[:-1]) / 2, torch.tensor([torch.inf])])
+    bounds = torch.cat([(table[1:] + table[:-1]) / 2, table.new_tensor([torch.inf])])
     return bounds.to(device)
 
 
@@ -157,6 +157,6 @@ def _bounds(signed: bool, device: torch.device) -> torch.Tensor:
 @torch.inference_mode(False)
 def _first(signed: bool) -> torch.Tensor:
     """For the upper 16 bits of any fp32 value, how many bounds lie below all values with these: uint8 [65536]."""
-    upper = torch.arange(1 << 16, dtype=torch.int64) << 16
+    upper = torch.arange(1 << 16, dtype=torch.int64, device="cpu") << 16
     least = torch.where(upper < 1 << 31, upper, upper + 0xFFFF - (1 << 32)).to(torch.int32).view(torch.float32)
     return torch.bucketize(least, _bounds(signed, torch.device("cpu"))[:-1]).to(torch.uint8)

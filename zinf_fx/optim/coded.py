@@ -48,7 +48,10 @@ def decode_into(
             for source in sources:
                 windows.callback(source.close)
             elements = windows.enter_context(overwritten(target, part))
-            found, values = [source.wait() for source in sources], torch.empty(len(part))
+            found, values = (
+                [source.wait() for source in sources],
+                torch.empty(len(part), dtype=torch.float32, device="cpu"),
+            )
             if name == MASTER:
                 *kept, weights = found
                 elements.copy_(split.join(weights, *kept, values))

@@ -64,7 +64,7 @@ def _part(tensor: StoredTensor, order: float) -> torch.Tensor:
     dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
     extreme = max if order == math.inf else min
     nothing = {math.inf: 0.0, -math.inf: math.inf}.get(order, 0.0)
-    total = torch.tensor(nothing, dtype=torch.float64)
+    total = torch.tensor(nothing, dtype=torch.float64, device="cpu")
     for start, count in current_chunks(tensor):
         window = open_elements(tensor, CPU, start, count)
         try:

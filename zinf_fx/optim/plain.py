@@ -189,7 +189,7 @@ def _end(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
 @functools.cache
 def sgd_updates(dtype: torch.dtype) -> bool:
     """Whether PyTorch's fused SGD on the CPU changes whole vectors of `dtype`: up to torch 2.13, not of 16 bits."""
-    parameter, gradient = torch.zeros(64, dtype=dtype), torch.ones(64, dtype=dtype)
+    parameter, gradient = (torch.full((64,), value, dtype=dtype, device="cpu") for value in (0.0, 1.0))
     options = {"weight_decay": 0.0, "momentum": 0.0, "lr": 1.0, "dampening": 0.0, "nesterov": False, "maximize": False}
     torch._fused_sgd_([parameter], [gradient], [], is_first_step=False, **options)
     return torch.equal(parameter, -gradient)

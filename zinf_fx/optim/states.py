@@ -95,6 +95,13 @@ def fitting(entry: State, layout: StateLayout, parameter: StoredTensor, dtype: t
     return entry
 
 
+def _scalar(value: torch.Tensor | float, dtype: torch.dtype) -> torch.Tensor:
+    """A loaded state that stays in memory: a tensor of its own, of `dtype`."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype, copy=True)
+    return torch.tensor(value, dtype=dtype, device="cpu")
+
+
 def _companions(entry: State) -> set[str]:
     """The names of the companions that states in an entry have."""
     states = (name for name in entry if kind_of(name, entry) is None)
@@ -219,7 +226,7 @@ class ParameterStates:
                     shown[companion] = self.parameter.shown(self.tensors[companion])
             elif name in layout.scalars:
                 dtype = layout.scalars[name]
-                value = value if dtype is None else torch.as_tensor(value, dtype=dtype).clone()
+                value = value if dtype is None else _scalar(value, dtype)
             shown[name] = value
         return shown
 

@@ -105,7 +105,7 @@ class Streamed(Optimizer):
             kwargs["fused"] = True
         groups = as_groups(params)
         # The torch class checks its options over a stand-in: some make dense states of their parameters here.
-        super().__init__([torch.nn.Parameter(torch.zeros(1, 1))], *args, **kwargs)
+        super().__init__([torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))], *args, **kwargs)
         self.param_groups.clear()
         self.state.clear()
         self.overlap, self.step_in_backward, self.kept_as = overlap, step_in_backward, kept

@@ -7,6 +7,7 @@ whole parameter at a time, and do there exactly what they do in memory.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -40,7 +41,7 @@ def whole_layout(
     options = {k: v for k, v in group.items() if k != "params"}
     options |= {"lr": 0.01} if "lr" in options else {}  # a warm-up may start from 0, where every class looks alike
     _check_independent(optimizer, kind, options, shape, dtype)
-    parameter = torch.full(tuple(shape), 0.5, dtype=dtype)
+    parameter = torch.full(tuple(shape), 0.5, dtype=dtype, device="cpu")
     inner = borrow(optimizer, kind, options, [parameter])
     _step(kind, inner, [torch.full_like(parameter, 0.25)])
     tensors: dict[str, torch.dtype] = {}
@@ -69,12 +70,13 @@ def _check_independent(
     """Three steps over two small parameters together and over each alone. Raises: OptimizerError if they differ."""
     small = [min(size, 3 + index) for index, size in enumerate(shape)]
     numel = torch.Size(small).numel()
-    values = [torch.linspace(-1, end, numel, dtype=dtype).exp().view(small) for end in (1, 2)]
+    ramp = partial(torch.linspace, -1, steps=numel, dtype=dtype, device="cpu")
+    values = [ramp(end).exp().view(small) for end in (1, 2)]
     together = borrow(optimizer, kind, options, [value.clone() for value in values])
     alone = [borrow(optimizer, kind, options, [value.clone()]) for value in values]
     before = [dict(inner.__dict__) for inner in (together, *alone)]
     for step in range(3):
-        gradients = [torch.linspace(-1, end, numel, dtype=dtype).roll(5 * step).view(small) for end in (3, 1)]
+        gradients = [ramp(end).roll(5 * step).view(small) for end in (3, 1)]
         _step(kind, together, gradients)
         for inner, gradient in zip(alone, gradients, strict=True):
             _step(kind, inner, [gradient])
