@@ -218,7 +218,7 @@ def _nearest_of_16(scaled: torch.Tensor) -> torch.Tensor:
     if scaled.device.type != "cpu":
         high, low = torch.bucketize(scaled, bounds).to(torch.uint8).unflatten(1, (-1, 2)).unbind(-1)
         return high << 4 | low
-    scaled, found = scaled.contiguous(), torch.empty(len(scaled), scaled.shape[1] // 2, dtype=torch.uint8)
+    scaled, found = scaled.contiguous(), scaled.new_empty((len(scaled), scaled.shape[1] // 2), dtype=torch.uint8)
     kernels.nearest_of_16(
         scaled.data_ptr(), found.numel(), bounds.data_ptr(), found.data_ptr(), torch.get_num_threads()
     )

@@ -96,16 +96,20 @@ def test_the_index_counts_what_there_is(tmp_path: Path, stored: Callable):
     assert index["metadata"]["total_parameters"] == sum(value.numel() for value in values)
 
 
-@pytest.mark.parametrize("piece", [PIECE, 4096])
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    ("placement", "piece", "default"),
+    [*((placement, piece, "cpu") for placement in PLACEMENTS for piece in (PIECE, 4096)), ("nvme", PIECE, "meta")],
+)
 def test_models_are_loaded_from_what_the_library_writes(
-    placement: str, piece: int, tmp_path: Path, stored: Callable, monkeypatch: pytest.MonkeyPatch
+    placement: str, piece: int, default: str, tmp_path: Path, stored: Callable, monkeypatch: pytest.MonkeyPatch
 ):
+    """Also where torch makes tensors on another device when nothing else is said."""
     monkeypatch.setattr(elements, "pieces_of", lambda elements, itemsize: pieces_of(elements, itemsize, piece))
     plain, model = net(1), stored(0, placement)
     parameters = list(model.parameters())
     safetensors.torch.save_model(plain, tmp_path / "plain.safetensors")
-    zinf_fx.load_safetensors(model, tmp_path / "plain.safetensors")
+    with torch.device(default):
+        zinf_fx.load_safetensors(model, tmp_path / "plain.safetensors")
     assert_equal({name: value for name, value in plain.state_dict().items()}, model.state_dict())
     assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
 

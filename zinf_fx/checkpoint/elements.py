@@ -109,7 +109,8 @@ def fill(tensor: torch.Tensor, files: WeightFiles, place: TensorInFile | Publish
     if isinstance(tensor, StoredTensor) and not tensor.views and not (is_published and place.transposed):
         _fill_stored(tensor, elements)
         return
-    value = torch.empty(place.rows_shape if is_published else place.shape, dtype=elements.dtype)
+    shape = place.rows_shape if is_published else place.shape
+    value = torch.empty(shape, dtype=elements.dtype, device="cpu")
     elements.read(value, 0)
     if is_published and place.transposed:
         value = value.mT
@@ -131,7 +132,7 @@ def _fill_stored(tensor: StoredTensor, elements: FileElements) -> None:
             if elements.dtype == storage.dtype:
                 elements.read(memory, part.start)
             else:
-                read = torch.empty(len(part), dtype=elements.dtype)
+                read = torch.empty(len(part), dtype=elements.dtype, device="cpu")
                 elements.read(read, part.start)
                 memory.copy_(read)
     share.stale = False

@@ -107,10 +107,10 @@ class Pair(Published):
         codes = files.read(self.codes, numbers.start * per_row, len(numbers) * per_row).view(-1, per_row)
         if kind.dtype is None:
             codes = codes << 4 | codes >> 4
-        packed = torch.zeros(len(numbers), kind.row_nbytes(columns), dtype=torch.uint8)
+        packed = torch.zeros(len(numbers), kind.row_nbytes(columns), dtype=torch.uint8, device="cpu")
         packed[:, :per_row] = codes
         matrices, scale_rows, scale_columns = self.grid
-        found = torch.arange(numbers.start, numbers.stop)
+        found = torch.arange(numbers.start, numbers.stop, device="cpu")
         own = (found // height if matrices > 1 else 0) * scale_rows + found % height // self.rows_per_scale
         first, last = int(own.min()), int(own.max())
         itemsize = self.scales.kind.dtype.itemsize

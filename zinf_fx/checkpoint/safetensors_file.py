@@ -128,7 +128,7 @@ class WeightFiles:
 
     def read(self, place: TensorInFile, first: int, nbytes: int) -> torch.Tensor:
         """So many bytes of a tensor from number `first` on: uint8, flat."""
-        memory = torch.empty(nbytes, dtype=torch.uint8)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self.fill(memory, place, first)
         return memory
 

@@ -128,11 +128,12 @@ class _Piece:
     """So many elements of a parameter and what an optimizer has of it, in all forms."""
 
     def __init__(self, count: int) -> None:
-        self._master, self._gradient = torch.zeros(count), torch.zeros(count)
+        zeros = partial(torch.zeros, device="cpu")
+        self._master, self._gradient = zeros(count, dtype=torch.float32), zeros(count, dtype=torch.float32)
         self._optimizer = torch.optim.AdamW([self._master], fused=True)
-        self._weights = torch.zeros(count, dtype=torch.bfloat16)
-        self._codes = torch.zeros(count, dtype=CODES), torch.zeros(SCALES.shape((count,)), dtype=SCALES.dtype)
-        self._split = torch.zeros(count, dtype=LOWER), torch.zeros(UPS.shape((count,)), dtype=UPS.dtype)
+        self._weights = zeros(count, dtype=torch.bfloat16)
+        self._codes = zeros(count, dtype=CODES), zeros(SCALES.shape((count,)), dtype=SCALES.dtype)
+        self._split = zeros(count, dtype=LOWER), zeros(UPS.shape((count,)), dtype=UPS.dtype)
 
     def update(self) -> None:
         self._master.grad = self._gradient.copy_(self._weights)
@@ -173,7 +174,7 @@ def link(source: torch.device, target: torch.device) -> Link:
 
 def _in_memory(memory: Memory) -> Link:
     """Within one memory, where what is uploaded stays where it is."""
-    source, target = torch.ones(_SMALL, dtype=torch.uint8), torch.empty(_SMALL, dtype=torch.uint8)
+    source, target = (torch.ones(_SMALL, dtype=torch.uint8, device="cpu") for _ in range(2))
     return Link(memory.read, _mean(lambda: target.copy_(source), CPU))
 
 

@@ -61,7 +61,9 @@ class _InFile:
         return self.values.chunks  # what is held is all
 
     def open_for_writing(self, elements: range) -> _Elements:
-        return _Elements(self.values, torch.empty(len(elements), dtype=self.values.saved.dtype), self.writer)
+        return _Elements(
+            self.values, torch.empty(len(elements), dtype=self.values.saved.dtype, device="cpu"), self.writer
+        )
 
 
 def to_safetensors(

@@ -36,7 +36,7 @@ class OrdinaryElements:
             flat = self._tensor.as_strided((self._tensor.numel(),), (1,))  # `view` keeps the stride of one element
             self._memory = flat[elements.start : elements.stop]
         else:
-            self._memory = torch.empty(len(elements), dtype=tensor.dtype)
+            self._memory = torch.empty(len(elements), dtype=tensor.dtype, device="cpu")
             if load:
                 self._move(load=True)
 

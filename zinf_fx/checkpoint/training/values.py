@@ -148,7 +148,7 @@ def _decode(name: str, content: Any, find: Find) -> Any:
 
 def _decode_tensor(dtype: str, shape: list[int], text: str) -> torch.Tensor:
     content = bytearray(base64.b64decode(text, validate=True))
-    flat = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    flat = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8, device="cpu")
     return flat.clone().view(dtypes()[dtype]).view(shape)
 
 

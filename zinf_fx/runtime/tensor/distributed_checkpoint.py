@@ -113,7 +113,7 @@ def write_items(name: str, tensor: torch.Tensor, boxes: Iterable[Box]) -> list[W
 
 def own_memory(nbytes: int) -> torch.Tensor:
     """Bytes that are in no arena, and go back to the system where they are many."""
-    return mapped_empty(nbytes)[:nbytes] if nbytes >= _LARGE else torch.empty(nbytes, dtype=torch.uint8)
+    return mapped_empty(nbytes)[:nbytes] if nbytes >= _LARGE else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 class UnreadBox(torch.Tensor):

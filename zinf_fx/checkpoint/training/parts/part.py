@@ -113,7 +113,7 @@ class Matching:
     def in_memory(self, name: str) -> torch.Tensor:
         """An ordinary tensor into which the saved one of this name is read."""
         saved = self.saved(name)
-        tensor = torch.empty(saved.shape, dtype=saved.dtype)
+        tensor = torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
         self.target(name, tensor)
         return tensor
 
