@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from zinf_fx.errors import OptimizerError
 from zinf_fx.interrupts import sealed
+from zinf_fx.optim.arithmetic import Group
 from zinf_fx.optim.elements import fill
 from zinf_fx.optim.states import check_reduced
 from zinf_fx.optim.streamed import Streamed
@@ -56,7 +57,7 @@ class PlainSteps:
 
     def __init__(self, optimizer: Optimizer) -> None:
         kind = type(optimizer)
-        streaming = type(kind.__name__, (Streamed, kind), {"_has_masters": False})
+        streaming = type(kind.__name__, (Streamed, kind), {"_has_masters": False, "_step_ordinary": _step_none})
         self._streamed: Streamed = object.__new__(streaming)
         self._streamed.share(optimizer)
         self._last_hook = optimizer.register_step_pre_hook(self._step)
@@ -153,6 +154,11 @@ class PlainSteps:
         """A state was loaded: the last step counts no more."""
         self._consumed.clear()
         self._streamed.torn = None
+
+
+def _step_none(optimizer: Streamed, groups: list[Group]) -> list[torch.Tensor]:
+    """The class's own code steps ordinary parameters, behind those that are stored."""
+    return []
 
 
 def _forget(optimizer: Optimizer) -> None:

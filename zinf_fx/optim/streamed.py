@@ -75,8 +75,6 @@ class Streamed(Optimizer):
         `differentiable`, which can't apply to values on disk.
     """
 
-    streams_stored_parameters = True
-
     _arithmetic: ClassVar[type[Optimizer]]
     _has_masters = True
     _constructed = False
@@ -236,18 +234,10 @@ class Streamed(Optimizer):
                     layouts.of(parameter, self._kept.dtype(parameter))
 
     @torch._disable_dynamo
-    @held_back
-    @torch.no_grad()
     def step_stored(self) -> None:
         """Step the stored parameters alone, and wait until that is done. Raises: as `step`."""
         self._check_whole()
-        if not skips(self):
-            with RUNNING.turn():
-                self._check_whole()
-                resident, others = self._divided()
-                step = self._new_step(others)
-                self._step_stored(step, resident, self._batch(step, others))
-                self.finish()
+        self._take_step()
 
     @held_back
     def take_gradients(self, parameters: Sequence[StoredTensor]) -> None:
