@@ -122,7 +122,7 @@ def test_grad_scaler_through_an_overflow(tmp_path, name: str, placement: str, dt
     scalers = [torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2) for _ in sides]
     for step in range(STEPS):
         pair.give_gradients(64.0)
-        if step == 2:
+        if step in (2, STEPS - 1):
             pair.plain[4].grad[3] = torch.inf
             pair.stored[4].grad[3] = torch.inf
         for (parameters, optimizer), scaler in zip(sides, scalers, strict=True):
@@ -136,6 +136,11 @@ def test_grad_scaler_through_an_overflow(tmp_path, name: str, placement: str, dt
         for stored, plain in zip(pair.stored, pair.plain, strict=True):
             assert torch.equal(_full(stored.grad), plain.grad)
     assert scalers[0].get_scale() == scalers[1].get_scale() != 64.0
+    for _ in range(2):  # without the scaler
+        pair.give_gradients()
+        for _, optimizer in sides:
+            optimizer.step()
+        pair.check()
 
 
 def test_a_skipped_step_moves_nothing(tmp_path):

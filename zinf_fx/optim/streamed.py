@@ -155,6 +155,7 @@ class Streamed(Optimizer):
         self._kept = KeptStates(masters=self._has_masters)
         self._layouts, self._residents, self._recipes = Layouts(self._arithmetic), Residents(), Recipes()
         self._recurring: RecurringUpdates | None = None  # that of the last step
+        self._shared: frozenset[str] = frozenset()  # names of the attributes that are another optimizer's
         self._groups: dict[torch.Tensor, int] = {}  # of each parameter, the number of its group then
         self._stage = Stage()
         self._constructed = True
@@ -220,8 +221,11 @@ class Streamed(Optimizer):
         if not self._constructed:
             self._complete()
             self.overlap, self.step_in_backward, self.kept_as = False, False, KeptAs()
-        attributes = without_hooks(optimizer)
-        self.__dict__.update({k: v for k, v in attributes.items() if k not in ("state", "step")})
+        attributes = {k: v for k, v in without_hooks(optimizer).items() if k not in ("state", "step")}
+        for left in self._shared - attributes.keys():  # a GradScaler takes its numbers away after its step
+            self.__dict__.pop(left, None)
+        self.__dict__.update(attributes)
+        self._shared = frozenset(attributes)
         self._state = optimizer.state
 
     def check(self) -> None:
