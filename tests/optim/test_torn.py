@@ -123,6 +123,24 @@ def test_a_read_that_fails_before_anything_changed(twins):
     pair.check()
 
 
+def test_ordinary_parameters_are_not_updated_again_after_a_step_that_failed(twins):
+    """They are updated first: the step is torn, though no stored parameter changed."""
+    pair = twins(shapes=SHAPES)
+    ordinary = torch.nn.Parameter(torch.zeros(4))
+    optimizer = optim.SGD([*zip("abc", pair.stored, strict=True), ("d", ordinary)], lr=1.0)
+    pair.give_gradients()
+    ordinary.grad = torch.ones(4)
+    store = pair.stored[0].storage.tiers.store
+    inject(store, Fault("submission", nth=1, count=100, operation="read", errno=errno.ENOMEM))
+    with pytest.raises(StoreError):
+        optimizer.step()
+    clear_faults(store)
+    assert (optimizer.torn.updated, optimizer.torn.partial, optimizer.torn.untouched) == (("d",), (), ("a", "b", "c"))
+    with pytest.raises(OptimizerError, match=r"step was interrupted .* 1 \(d\) updated"):
+        optimizer.step()
+    assert (ordinary == -1).all()
+
+
 def test_parameters_without_names_are_numbered(twins, monkeypatch):
     pair = twins(shapes=((10,),) * 40)
     optimizer = optim.AdamW(pair.stored)

@@ -26,6 +26,7 @@ class Progress:
         changes: whether something that must be done whole is under way.
         resident: those that are updated at once (see [Note: resident updates]), if that has begun; `resident_updated`
             when it is over.
+        ordinary: parameters that aren't stored, and were updated before.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -35,6 +36,7 @@ class Progress:
         self.pending: set[int] = set()
         self.held: dict[StoredTensor, int] = {}
         self.resident: Sequence[StoredTensor] = ()
+        self.ordinary: Sequence[torch.Tensor] = ()
         self.irrevocable = self.changes = self.resident_updated = False
 
     @contextmanager
@@ -59,10 +61,11 @@ class Progress:
         """After `error`, once the writes under way have ended: how far it got; None if nothing changed and the
         gradients are there still."""
         begun, finished = self.begun.union(self.resident), self.finished
-        if not begun and not self.irrevocable:
+        if not (begun or self.ordinary or self.irrevocable):
             return None
         if self.resident_updated:
             finished = finished.union(self.resident)
         concerned = dict.fromkeys([*self.resident, *concerned])
-        updated = {p.whole for p in finished if stored[p].is_in_store()}
-        return TornStep.after(error, self._names, [p.whole for p in concerned], {p.whole for p in begun}, updated)
+        updated = {p.whole for p in finished if stored[p].is_in_store()}.union(self.ordinary)
+        begun = {p.whole for p in begun}.union(self.ordinary)
+        return TornStep.after(error, self._names, [*self.ordinary, *(p.whole for p in concerned)], begun, updated)

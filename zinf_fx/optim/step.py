@@ -130,6 +130,10 @@ class StreamedStep:
                     call.run(self._update.borrowed(call.options, place))
             self._progress.resident_updated = True
 
+    def follows(self, ordinary: Sequence[torch.Tensor]) -> None:
+        """Ordinary parameters of the optimizer are updated already: the step can't be taken again."""
+        self._progress.ordinary = ordinary
+
     def make_room(self, nbytes: int, limit: int) -> None:
         """Update chunks until so many bytes more of gradients fit `limit`, or none are held. What is collective has its
         turn, whatever is held: ranks hold different amounts at a time."""

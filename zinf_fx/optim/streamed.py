@@ -212,7 +212,7 @@ class Streamed(Optimizer):
                 resident, others = self._divided()
                 step = self._begun_in_backward or self._new_step(others)
                 batch = self._batch(step, others)
-                self._step_ordinary(others)
+                step.follows(self._step_ordinary(others))
                 self._ordinary_seconds = time.perf_counter() - started
                 self._step_stored(step, resident, batch)
 
@@ -358,9 +358,11 @@ class Streamed(Optimizer):
             return [], self.param_groups
         return self._residents.divide(self, self._state, self._kept.states, self._layouts_of)
 
-    def _step_ordinary(self, groups: list[Group]) -> None:
+    def _step_ordinary(self, groups: list[Group]) -> list[torch.Tensor]:
+        """Step the ordinary parameters. Returns those that had a gradient."""
         groups = [{**g, "params": [p for p in g["params"] if stored_parameter(p) is None]} for g in groups]
         step_groups(self, self._arithmetic, [group for group in groups if group["params"]], self._state)
+        return [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
 
     def _check_whole(self) -> None:
         """Finish what goes on in the background. Raises: StoreError if that fails; OptimizerError if a step is torn."""
