@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import zinf_fx
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError, StoreError
+from zinf_fx.optim import layouts
 from zinf_fx.runtime.gradients.accumulate import accumulate_gradient
 
 FUSED = {"fused": True}
@@ -124,6 +125,36 @@ def test_groups_schedulers_and_parameters_without_gradients(twins):
             schedule.step()
         pair.check()
     assert mine.state[pair.stored[0]]["step"].item() == 4
+
+
+@pytest.mark.parametrize("placement", ["device", "host", "nvme"])
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.SGD, optim.Muon])
+def test_what_a_schedule_changes_at_every_step_is_tried_once(twins, monkeypatch, kind: type, placement: str):
+    """The learning rate, momentum or betas, and weight decay. What was worked out for the first step serves on."""
+    tried = []
+    for name in ("probe", "whole_layout"):
+        found = getattr(layouts, name)
+        monkeypatch.setattr(layouts, name, lambda *args, of=found: (tried.append(of), of(*args))[1])
+    pair = twins(placement, shapes=((30, 40), (50, 60)))
+    more = {"momentum": 0.9} if kind is optim.SGD else {}
+    if kind is not optim.Muon:
+        more |= {"fused": True}
+    sides = [each(side, **more) for each, side in ((kind, pair.stored), (kind._arithmetic, pair.masters))]
+    schedules = [torch.optim.lr_scheduler.OneCycleLR(side, max_lr=0.1, total_steps=9) for side in sides]
+    seen = []
+    for step in range(5):
+        pair.give_stored_gradients() if placement == "nvme" else pair.give_gradients()
+        for optimizer, schedule in zip(sides, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+            optimizer.param_groups[0]["weight_decay"] = 0.01 * (step + 1)
+        pair.check()
+        seen.append((len(tried), sides[0]._residents._groups.get(0)))
+    assert seen[2] == seen[3] == seen[4]
+    sides[0].param_groups[0]["weight_decay"] = 0.0  # which may mean that a class leaves something out
+    pair.give_gradients()
+    sides[0].step()
+    assert len(tried) > seen[4][0]
 
 
 def test_a_parameter_joins_later(twins):

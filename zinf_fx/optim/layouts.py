@@ -15,7 +15,11 @@ from zinf_fx.optim.split import check_can_be_split
 from zinf_fx.optim.whole import check_can_be_whole, whole_layout
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
-# Options of groups that are remembered; a schedule of more than the learning rate makes new ones at every step.
+# Options whose value has nothing to do with what a class keeps, and those of which only whether they are zero has: a
+# class may leave something out then. Schedules change them at every step.
+_ANY_VALUE = {"params", "param_names", "lr", "initial_lr"}
+_ZERO_OR_NOT = {"momentum", "betas", "weight_decay"}
+# Options of groups that are remembered; a schedule of other ones makes new ones at every step.
 _REMEMBERED = 64
 
 OfShapes = dict[torch.Size | None, StateLayout | None]
@@ -39,7 +43,9 @@ class Layouts:
         for option in ("capturable", "differentiable"):
             if group.get(option):
                 raise OptimizerError(f"{option}=True can't be honoured for stored parameters: leave it out")
-        options = repr({k: v for k, v in group.items() if k not in ("params", "param_names", "lr", "initial_lr")})
+        options = repr(
+            [(k, _zero_or_not(v) if k in _ZERO_OR_NOT else v) for k, v in group.items() if k not in _ANY_VALUE]
+        )
 
         def known(dtype: torch.dtype) -> OfShapes:
             found = self._known.get((options, dtype))
@@ -49,6 +55,11 @@ class Layouts:
             return found
 
         return GroupLayouts(optimizer, self._kind, group, known, kept, in_backward=in_backward)
+
+
+def _zero_or_not(value: object) -> object:
+    """What is left of an option's number, or of several, when it matters only whether they are zero."""
+    return [one and True for one in value] if isinstance(value, (tuple, list)) else value and True
 
 
 def _of_pieces(
@@ -77,14 +88,11 @@ class GroupLayouts:
         """`find`: what is known of updates in a dtype."""
         self._optimizer, self._kind, self._group, self._find = optimizer, kind, group, find
         self._kept, self._in_backward = kept, in_backward
-        self._known: dict[torch.dtype, OfShapes] = {}
 
     def of_pieces(self, dtype: torch.dtype) -> StateLayout | None:
         """That of parameters which are updated in `dtype`, each element by itself; None where the class updates whole
         parameters."""
-        if dtype not in self._known:
-            self._known[dtype] = self._find(dtype)
-        return self._known[dtype][None]
+        return self._find(dtype)[None]
 
     def of(self, parameter: StoredTensor, dtype: torch.dtype) -> StateLayout:
         """That of `parameter`, updated in `dtype`. Raises: OptimizerError for what can't be streamed."""
@@ -95,7 +103,7 @@ class GroupLayouts:
                 check_can_be_split(parameter)
             return layout
         check_can_be_whole(self._kind, parameter, in_backward=self._in_backward, narrowed=self._kept.narrowed)
-        known, shape = self._known[dtype], parameter.shape
+        known, shape = self._find(dtype), parameter.shape
         if shape not in known:
             known[shape] = whole_layout(self._optimizer, self._kind, self._group, shape, dtype)
         return known[shape]
