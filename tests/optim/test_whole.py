@@ -13,6 +13,7 @@ from transformers.optimization import Adafactor as TransformersAdafactor
 import zinf_fx
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError
+from zinf_fx.optim.arithmetic import step_without_hooks
 from zinf_fx.optim.whole import OpenWhole, whole_layout
 from zinf_fx.runtime.gradients.accumulate import accumulate_gradient
 
@@ -267,6 +268,52 @@ def test_each_shape_of_a_model_is_tried_once(twins, monkeypatch):
         pair.give_gradients()
         optimizer.step()
     assert len(tried) == 70
+
+
+class Listing(Lamb):
+    """Looks at values in a way that tensors without any don't have."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["first_value"] = p.flatten().tolist()[0]
+
+
+class Searching(Lamb):
+    """Ends when a value that it reads is smaller."""
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.grad.clamp_(-0.5, 0.5)
+            while p.grad.norm() > 1e-3:
+                p.grad.mul_(0.5)
+        super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        *((kind, "meta") for kind in (torch.optim.Adafactor, torch.optim.Muon, Lamb)),
+        (Listing, "cpu"),
+        (Searching, "cpu"),
+    ],
+)
+def test_what_a_class_keeps_is_found_without_memory_where_that_can_be(twins, monkeypatch, kind: type, place: str):
+    """And else not before it is known that a whole parameter fits."""
+    stepped = []
+
+    def noted(optimizer: torch.optim.Optimizer) -> None:
+        stepped.extend((p.device.type, p.numel()) for p in optimizer.param_groups[0]["params"])
+        step_without_hooks(optimizer)
+
+    monkeypatch.setattr("zinf_fx.optim.whole.step_without_hooks", noted)
+    streamed(kind)(twins(shapes=((600, 601),)).stored)
+    assert {device for device, count in stepped if count == 600 * 601} == {"meta", place}
+    if kind is not torch.optim.Adafactor:  # which keeps little
+        stepped.clear()
+        with pytest.raises(OptimizerError, match=r"is updated whole, which takes .* give it more"):
+            streamed(kind)(twins(shapes=((900, 1000),), host_memory="4MiB").stored)
+        assert {device for device, count in stepped if count == 900 * 1000} == {"meta"}
 
 
 @pytest.mark.parametrize("kind", [torch.optim.RMSprop, optim.RMSprop], ids=["plain", "streamed"])

@@ -105,5 +105,5 @@ class GroupLayouts:
         check_can_be_whole(self._kind, parameter, in_backward=self._in_backward, narrowed=self._kept.narrowed)
         known, shape = self._find(dtype), parameter.shape
         if shape not in known:
-            known[shape] = whole_layout(self._optimizer, self._kind, self._group, shape, dtype)
+            known[shape] = whole_layout(self._optimizer, self._kind, self._group, parameter, dtype)
         return known[shape]

@@ -69,6 +69,17 @@ def place_of(parameter: StoredTensor) -> Device:
     return storage.device if storage.placement.optimizer == "device" else CPU
 
 
+def check_room(parameter: StoredTensor, needed: int) -> None:
+    """Raises: OptimizerError when the host arena can't have so many bytes for the update of a parameter at once."""
+    arena = parameter.storage.tiers.host
+    if needed > arena.capacity:
+        raise OptimizerError(
+            f"a parameter of shape {tuple(parameter.shape)} is updated whole, which takes {at_least(needed)} of host "
+            f"memory, and host_memory is {at_most(arena.capacity)}: give it more, or use one that treats each element "
+            "alone, such as zinf_fx.optim.AdamW"
+        )
+
+
 def fitting(entry: State, layout: StateLayout, parameter: StoredTensor, dtype: torch.dtype, loads: str) -> State:
     """A loaded entry, less what a parameter that is updated in `dtype` has no use for. `loads`: name of the class.
 
@@ -332,13 +343,7 @@ class ParameterStates:
         """Raises: OptimizerError when the host arena can't have the parameter, its gradient and its states at once."""
         tensors = (self.parameter, self.parameter.grad, *self.tensors.values())
         streamed = [t for t in tensors if isinstance(t, StoredTensor) and not t.storage.bytes.in_host_memory]
-        needed, arena = sum(t.nbytes for t in streamed), self.parameter.storage.tiers.host
-        if needed > arena.capacity:
-            raise OptimizerError(
-                f"a parameter of shape {tuple(self.parameter.shape)} is updated whole, which takes {at_least(needed)} "
-                f"of host memory, and host_memory is {at_most(arena.capacity)}: give it more, or use one that treats "
-                "each element alone, such as zinf_fx.optim.AdamW"
-            )
+        check_room(self.parameter, sum(tensor.nbytes for tensor in streamed))
 
     def take_over_shown(self, entry: State) -> frozenset[str]:
         """Have the states that the optimizer shows, and it these. Returns the names of those that hold values."""

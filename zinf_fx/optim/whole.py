@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from zinf_fx.errors import OptimizerError
@@ -21,7 +22,7 @@ from zinf_fx.optim.chunks import Piece
 from zinf_fx.optim.companions import MASTER
 from zinf_fx.optim.elements import AnyWindow, open_window
 from zinf_fx.optim.part import Begun, OpenPart
-from zinf_fx.optim.states import ParameterStates, State
+from zinf_fx.optim.states import ParameterStates, State, check_room
 from zinf_fx.runtime.memory.device import Device
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
@@ -31,32 +32,69 @@ from zinf_fx.sizes import PAGE
 STORED_FROM_BYTES = PAGE
 
 
-def whole_layout(
-    optimizer: Optimizer, kind: type[Optimizer], group: Group, shape: Sequence[int], dtype: torch.dtype
-) -> StateLayout:
-    """The layout of `kind`'s states for a parameter of `shape`, from one step over such a parameter in memory.
+# Values that a class may read in a step over tensors without any: one that reads until something comes out won't end.
+_READS = 1000
 
-    Raises: OptimizerError for a class that can't run on one parameter at a time.
+
+def whole_layout(
+    optimizer: Optimizer, kind: type[Optimizer], group: Group, parameter: StoredTensor, dtype: torch.dtype
+) -> StateLayout:
+    """The layout of `kind`'s states for a parameter that is updated in `dtype`, from one step over one of its shape: of
+    tensors without memory or, where the class can't do that, in memory.
+
+    Raises: OptimizerError for a class that can't run on one parameter at a time, or a parameter for which there is no
+    room.
     """
     options = {k: v for k, v in group.items() if k != "params"}
     options |= {"lr": 0.01} if "lr" in options else {}  # a warm-up may start from 0, where every class looks alike
-    _check_independent(optimizer, kind, options, shape, dtype)
-    parameter = torch.full(tuple(shape), 0.5, dtype=dtype, device="cpu")
-    inner = borrow(optimizer, kind, options, [parameter])
-    _step(kind, inner, [torch.full_like(parameter, 0.25)])
+    _check_independent(optimizer, kind, options, parameter.shape, dtype)
+    shape = parameter.shape
+    try:
+        with _WithoutValues():
+            states = _states_of_one(optimizer, kind, options, torch.empty(shape, dtype=dtype, device="meta"))
+    except OptimizerError:
+        check_room(parameter, 2 * shape.numel() * dtype.itemsize)  # with its gradient
+        states = _states_of_one(optimizer, kind, options, torch.full(shape, 0.5, dtype=dtype, device="cpu"))
     tensors: dict[str, torch.dtype] = {}
     shapes: dict[str, torch.Size] = {}
     scalars: dict[str, torch.dtype | None] = {}
-    for name, value in inner.state[parameter].items():
-        if isinstance(value, torch.Tensor) and _is_stored(value, parameter.shape):
+    for name, value in states.items():
+        if isinstance(value, torch.Tensor) and _is_stored(value, shape):
             tensors[name] = value.dtype
         elif value is not None:
             scalars[name] = value.dtype if isinstance(value, torch.Tensor) else None
-        if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape != shape:
             shapes[name] = value.shape
     return StateLayout(
         MappingProxyType(tensors), MappingProxyType(scalars), whole=True, shapes=MappingProxyType(shapes)
     )
+
+
+def _states_of_one(
+    optimizer: Optimizer, kind: type[Optimizer], options: Group, parameter: torch.Tensor
+) -> Mapping[str, Any]:
+    """What `kind` keeps for a parameter after one step. Raises: OptimizerError when that fails."""
+    inner = borrow(optimizer, kind, options, [parameter])
+    _step(kind, inner, [torch.full_like(parameter, 0.25)])
+    return inner.state[parameter]
+
+
+class _WithoutValues(TorchDispatchMode):
+    """In the block, a number that is read from a tensor on the device "meta" is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._reads = 0
+
+    def __torch_dispatch__(
+        self, operation: torch._ops.OpOverload, types: Sequence[type], args: tuple, kwargs: dict[str, Any] | None = None
+    ) -> object:
+        if operation is not torch.ops.aten._local_scalar_dense.default or not args[0].is_meta:
+            return operation(*args, **(kwargs or {}))
+        self._reads += 1
+        if self._reads > _READS:
+            raise OptimizerError(f"a step read values of tensors that have none, more than {_READS} times")
+        return torch.ones((), dtype=args[0].dtype, device="cpu").item()
 
 
 def _is_stored(value: torch.Tensor, shape: torch.Size) -> bool:
