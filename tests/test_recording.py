@@ -29,7 +29,7 @@ from zinf_fx.plan.simulation.simulate import simulate_plan
 from zinf_fx.plan.simulation.timeline import LANES, Slice, slices
 from zinf_fx.runtime import recorder
 from zinf_fx.runtime.execute.executor import EXECUTOR
-from zinf_fx.runtime.recorder import RECORDER
+from zinf_fx.runtime.recorder import RECORDER, Log, Recorder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from gpt import GPT, GPTConfig
@@ -346,6 +346,37 @@ def test_this_machine_is_measured_with_all_directories_of_the_store(tmp_path: Pa
     with zinf_fx.record(zinf_fx.offload(nn.Linear(2, 2), store=stores, placement="nvme"), hardware="this-machine"):
         pass
     assert measured == [*stores]
+
+
+class EndingRecorder(Recorder):
+    """Another thread ends the recording as soon as somebody has looked whether there is one."""
+
+    @property
+    def log(self) -> Log | None:
+        found, self._log = self._log, None
+        return found
+
+    @log.setter
+    def log(self, log: Log | None) -> None:
+        self._log = log
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [
+        lambda recorder: recorder.step_ends(),
+        lambda recorder: recorder.end(recorder.begin("operator", 0, torch.device("cpu"))),
+        lambda recorder: recorder.waited(0.0),
+        lambda recorder: recorder.stored("fetch", 0, ()),
+        lambda recorder: recorder.holds("host", 0),
+    ],
+    ids=["step_ends", "begin", "waited", "stored", "holds"],
+)
+def test_a_recording_may_end_while_something_is_noted(notes: Callable[[Recorder], object]):
+    recorder = EndingRecorder()
+    recorder.log = Log(0.0, 1)
+    notes(recorder)
+    assert recorder.log is None
 
 
 def test_a_recording_keeps_neither_model_nor_buffers(tmp_path: Path):

@@ -165,7 +165,8 @@ class Recorder:
 
     def step_ends(self) -> None:
         """The optimizer steps, or an error ended a graph: the next graph is of another step."""
-        self._step_is_over = self.log is not None and bool(self.log.runs) and self.log.runs[-1].step == self._step
+        log = self.log  # which another thread may end
+        self._step_is_over = log is not None and bool(log.runs) and log.runs[-1].step == self._step
 
     # -- what transfers are for ----------------------------------------------------------------------------------------
 
@@ -193,9 +194,10 @@ class Recorder:
         self, kind: str, nbytes: int, device: torch.device, detail: str = "", subject: str | None = None
     ) -> Note | None:
         """Something begins, behind what is queued on the device; for `end`."""
-        if self.log is None:
+        log = self.log
+        if log is None:
             return None
-        note = self._note(kind, nbytes, self._moment(device), detail, subject)
+        note = self._note(log, kind, nbytes, self._moment(device), detail, subject)
         note.device = device
         return note
 
@@ -219,14 +221,16 @@ class Recorder:
     def waited(self, since: float, subject: str | None = None, detail: str = "") -> float:
         """The training waited since a moment, until now. Returns the seconds, also when nothing is noted."""
         now, about = time.perf_counter(), _about.get()
-        if self.log is not None and (about is None or about.kinds is not STATES_BESIDE):
-            self._note("wait", 0, since, detail, subject).end = now
+        log = self.log
+        if log is not None and (about is None or about.kinds is not STATES_BESIDE):
+            self._note(log, "wait", 0, since, detail, subject).end = now
         return now - since
 
     def stored(self, kind: str, nbytes: int, tickets: Sequence[FileTicket]) -> None:
         """A transfer from or to the store was asked for."""
-        if self.log is not None:
-            self._note(kind, nbytes, time.perf_counter()).spans = tuple(ticket.span() for ticket in tickets)
+        log = self.log
+        if log is not None:
+            self._note(log, kind, nbytes, time.perf_counter()).spans = tuple(ticket.span() for ticket in tickets)
 
     def ends_with(self, note: Note | None, work: dist.Work | None) -> Note | None:
         """What `begin` noted is over when the collective `work` is; None: now. Returns the note if it is not over
@@ -243,11 +247,13 @@ class Recorder:
 
     def holds(self, memory: str, nbytes: int) -> None:
         """What a memory holds now."""
-        if self.log is not None:
-            self.log.memory.setdefault(memory, []).append((time.perf_counter(), nbytes))
-
-    def _note(self, kind: str, nbytes: int, begin: Moment, detail: str = "", subject: str | None = None) -> Note:
         log = self.log
+        if log is not None:
+            log.memory.setdefault(memory, []).append((time.perf_counter(), nbytes))
+
+    def _note(
+        self, log: Log, kind: str, nbytes: int, begin: Moment, detail: str = "", subject: str | None = None
+    ) -> Note:
         about = _about.get()
         named, step = ("", self._step) if about is None else (about.subject, about.step)
         if about is not None and kind in about.kinds:
@@ -261,8 +267,9 @@ class Recorder:
             return time.perf_counter()
         if device not in self._clocks:
             self._clocks[device] = DeviceClock(device)
-            if self.log is not None:
-                self.log.on_host = False
+            log = self.log
+            if log is not None:
+                log.on_host = False
         return DeviceMoment(self._clocks[device], torch.cuda.current_stream(device))
 
 
