@@ -11,6 +11,7 @@ import torch
 from followed import followed_plans
 from gate import slow
 from torch.nn import functional as F
+from twins import python_calls_by_name
 
 import zinf_fx
 from zinf_fx.errors import PlanError
@@ -157,6 +158,18 @@ def test_what_can_not_be_tiled_is_said(tmp_path: Path) -> None:
 
     with pytest.raises(PlanError, match=r"'table' can't be tiled: aten\.sin computes with it"):
         zinf_fx.explain(Sum(), torch.randn(64, 64), placement="nvme", tile="auto", device_memory="8KiB")
+
+
+def test_the_tiles_of_a_graph_are_looked_through_once(tmp_path: Path) -> None:
+    """However many parameters they are of."""
+    model, batch = build("linears")
+    zinf_fx.offload(model, store=tmp_path, placement="infinity-cpu", tile=2500)
+    call, calls = torch.compile(model, backend="zinf"), []
+    for _ in range(2):
+        loss = call(*batch())
+        calls.append(python_calls_by_name(loss.backward)["_starts"])
+        model.zero_grad()
+    assert calls == [1, 1]
 
 
 def test_half_a_gradient_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

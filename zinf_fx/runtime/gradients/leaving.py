@@ -290,7 +290,7 @@ class LeavingGradients:
         """The gradient of one of a parameter's tiles on its way over the ranks, the first time with what this rank
         accumulated by itself."""
         if (taken := take_unreduced(parameter)) is not None:
-            self._unreduced[key] = _PartialGradient(parameter, self._starts(key), taken)
+            self._unreduced[key] = _PartialGradient(parameter, self._starts[key].copy(), taken)
         waits = self._unreduced.get(key)
         before = waits.before if waits is not None and tile.start in waits.missing else None
         found = reduction_of_part(parameter, tile.start, gradient, tile.label, before)
@@ -298,9 +298,14 @@ class LeavingGradients:
             waits.missing.remove(tile.start)
         return found
 
-    def _starts(self, key: int) -> set[int]:
-        """The first elements of a parameter's tiles."""
-        return {t.start for s, t in zip(self._storages, self._tiles, strict=True) if s is not None and s.key == key}
+    @cached_property
+    def _starts(self) -> dict[int, set[int]]:
+        """The first elements of each parameter's tiles."""
+        starts: defaultdict[int, set[int]] = defaultdict(set)
+        for storage, tile in zip(self._storages, self._tiles, strict=True):
+            if storage is not None:
+                starts[storage.key].add(tile.start)
+        return starts
 
     def _offload_part(
         self, key: int, parameter: StoredTensor, tile: Tile, shard: torch.Tensor | Reduction, offset: int | None
@@ -308,7 +313,7 @@ class LeavingGradients:
         """Add to a range of the gradient, or write it where this run is the first to; it began with no values."""
         if parameter.grad is None:
             parameter.grad = new_gradient(parameter, parameter.dtype, reduced=isinstance(shard, Reduction))
-            self._begun[key] = _PartialGradient(parameter, self._starts(key))
+            self._begun[key] = _PartialGradient(parameter, self._starts[key].copy())
         begun = self._begun.get(key)
         first = begun is not None and tile.start in begun.missing
         accumulate_gradient_part(parameter, tile.start, shard, first=first, offset=offset)
