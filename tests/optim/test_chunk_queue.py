@@ -56,8 +56,37 @@ def test_a_chunk_with_all_gradients_waits_for_no_room() -> None:
     assert queue.ready
 
 
+def test_what_came_is_counted_once() -> None:
+    """However many parameters come one by one before they fill a chunk."""
+    looks: list[int] = []
+
+    class Came:
+        elements = property(lambda self: looks.append(1) or 1)
+
+    queue = queue_of()
+    queue.memory.elements = 100
+    for number in range(99):
+        queue.add(Came())
+        assert not queue.fills_a_chunk and len(looks) == number + 1
+    queue.add(Came())
+    assert queue.fills_a_chunk
+    queue.close()
+    assert not queue.fills_a_chunk
+
+
+def test_bytes_that_wait_are_those_that_came_and_did_not_go() -> None:
+    progress = Progress(torch.optim.SGD([torch.zeros(1)], lr=1.0))
+    several = [SimpleNamespace(parameter=object(), gradient=None) for _ in range(3)]
+    for number, states in enumerate(several[:2]):
+        progress.hold(states.parameter, 10 + number)
+    progress.finish(several[1:], ())
+    assert progress.bytes_held == 10
+    progress.end()
+    assert progress.bytes_held == 0
+
+
 def test_a_queue_is_not_empty_while_it_is_cut() -> None:
-    queue = queue_of(SimpleNamespace(chunks=lambda elements: ["chunk"]))
+    queue = queue_of(SimpleNamespace(chunks=lambda elements: ["chunk"], elements=1))
     queue.memory.elements = 1
     found: list[bool] = []
     queue._loose = Watched(queue._loose, lambda: found.append(bool(queue._unopened)))

@@ -34,6 +34,7 @@ class ChunkQueue:
         self.is_followed = False
         self._read: list[OpenChunk] = []  # the first chunks, but for their gradients
         self._loose: deque[UpdateBatch] = deque()  # not cut into chunks yet; another thread may add to them
+        self._came = self._went = 0  # elements that were added and cut so far, each by one thread at a time
         self._unopened: deque[Chunk] = deque()
         self._opened: deque[OpenChunk] = deque()
 
@@ -58,11 +59,12 @@ class ChunkQueue:
     def add(self, batch: UpdateBatch) -> None:
         """Parameters came."""
         self._loose.append(batch)
+        self._came += batch.elements
 
     @property
     def fills_a_chunk(self) -> bool:
         """Whether the parameters that came have the elements of a chunk, or nothing says how many that are."""
-        return sum(batch.elements for batch in list(self._loose)) >= self.memory.elements
+        return self._came - self._went >= self.memory.elements
 
     @property
     def is_cut(self) -> bool:
@@ -84,6 +86,7 @@ class ChunkQueue:
             self._opened += read
             for _ in several:  # last, so that nobody finds the queue empty meanwhile
                 self._loose.popleft()
+            self._went += batch.elements
 
     @property
     def ready(self) -> bool:
@@ -126,6 +129,7 @@ class ChunkQueue:
     def close(self) -> None:
         """Forget what is left, and give the memory back."""
         self._loose.clear()
+        self._went = self._came
         self._unopened.clear()
         opened, self._opened = [*self._read, *self._opened], deque()
         self._read = []

@@ -21,7 +21,6 @@ class Progress:
         begun: those of which elements were updated, or may have been.
         finished: those of which all were, though maybe not in the store yet.
         pending: keys of the storages that are not final yet.
-        held: bytes of gradients in memory that nobody else has, of the parameters that wait for their update.
         irrevocable: whether the gradients may be gone, so that the step can't be taken again.
         changes: whether something that must be done whole is under way.
         resident: those that are updated at once (see [Note: resident updates]), if that has begun; `resident_updated`
@@ -34,7 +33,10 @@ class Progress:
         self.begun: set[StoredTensor] = set()
         self.finished: set[StoredTensor] = set()
         self.pending: set[int] = set()
-        self.held: dict[StoredTensor, int] = {}
+        # Bytes of gradients in memory that nobody else has, of the parameters that wait for their update; and how many
+        # came and went so far, each counted by one thread at a time.
+        self._held: dict[StoredTensor, int] = {}
+        self._bytes_came = self._bytes_went = 0
         self.resident: Sequence[StoredTensor] = ()
         self.ordinary: Sequence[torch.Tensor] = ()
         self.irrevocable = self.changes = self.resident_updated = False
@@ -47,12 +49,28 @@ class Progress:
             yield
             self.changes = False
 
+    def hold(self, parameter: StoredTensor, nbytes: int) -> None:
+        """Nobody else has the parameter's gradient, of so many bytes in memory."""
+        self._held[parameter] = nbytes
+        self._bytes_came += nbytes
+
+    @property
+    def bytes_held(self) -> int:
+        """Of gradients in memory that nobody else has, of the parameters that wait for their update."""
+        return self._bytes_came - self._bytes_went
+
+    def end(self) -> None:
+        """The step is over, well or not: nothing waits for it any more."""
+        self.pending.clear()
+        self._held.clear()
+        self._bytes_went = self._bytes_came
+
     def finish(self, several: Sequence[ParameterStates], touched: Iterable[int]) -> None:
         """These parameters are updated: let others see them. `touched`: keys of the storages that are final."""
         self.pending.difference_update(touched)
         for states in several:
             self.finished.add(states.parameter)
-            self.held.pop(states.parameter, None)
+            self._bytes_went += self._held.pop(states.parameter, 0)
             states.gradient = None
 
     def torn(

@@ -105,7 +105,7 @@ class StreamedStep:
         if owned:
             for states in batch.states:
                 if nbytes := bytes_in_memory(states.gradient):
-                    self._progress.held[states.parameter] = nbytes
+                    self._progress.hold(states.parameter, nbytes)
         if batch.apart is not None and not self._batches:
             self._beside = Beside(batch.apart, self._go_on)
         self._batches.append(batch)
@@ -148,7 +148,7 @@ class StreamedStep:
     @property
     def bytes_held(self) -> int:
         """Of gradients in memory that wait for their update."""
-        return sum(list(self._progress.held.values()))
+        return self._progress.bytes_held
 
     @held_back
     def close(self, overlap: bool) -> None:
@@ -382,8 +382,7 @@ class StreamedStep:
 
     def _leave(self) -> None:
         """The step is over, well or not."""
-        self._progress.pending.clear()
-        self._progress.held.clear()
+        self._progress.end()
         for batch in self._batches:
             batch.let_go_of_gradients()
         for tiers in self._memory.tiers:
