@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import threading
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from ranks.launching import on_ranks
 from torch import nn
 
 import zinf_fx
+from zinf_fx.runtime.ranks import Ranks
 
 
 def shared_and_own(ranks: int) -> tuple[nn.Module, nn.Module]:
@@ -46,6 +49,23 @@ def norms(rank: int) -> list[float]:
     layers = shared_and_own(2)
     gradients = [layer.weight.grad for layer in layers]
     return [torch.nn.utils.get_total_norm(each, foreach=True).item() for each in (gradients, gradients[::-1])]
+
+
+def known_after_cycles(rank: int) -> list[tuple[int, int]]:
+    """How many ranks and how many threads there are after torch.distributed was initialised again, and again."""
+    found, store = [], dist.distributed_c10d._get_default_store()
+    for cycle in range(3):
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.PrefixStore(str(cycle), store), rank=rank, world_size=2)
+        zinf_fx.offload(nn.Linear(8, 8), placement="zero-3").weight.full_tensor()
+        gc.collect()
+        onlookers = [thread for thread in threading.enumerate() if "onlooker" in thread.name]
+        found.append((len(Ranks._known), len(onlookers)))
+    return found
+
+
+def test_nothing_is_kept_of_ranks_whose_group_was_destroyed():
+    assert on_ranks(2, known_after_cycles) == [[(1, 1)] * 3] * 2
 
 
 @pytest.mark.slow

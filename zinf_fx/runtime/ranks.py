@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -78,7 +77,7 @@ class Ranks:
             owner sends to each rank what it has, and gets from each what is reduced.
     """
 
-    _known: ClassVar[weakref.WeakKeyDictionary[Any, dict[tuple, Ranks]]] = weakref.WeakKeyDictionary()
+    _known: ClassVar[dict[Any, dict[tuple, Ranks]]] = {}  # by group
     _lock = threading.Lock()
 
     def __init__(
@@ -119,6 +118,7 @@ class Ranks:
 
         Raises: ConfigError for a process group that this process is not in.
         """
+        cls._let_go_of_destroyed()
         group: Any = config.process_group
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
@@ -138,6 +138,13 @@ class Ranks:
                 groups = (None, everyone) if nothing_partitioned else (group, across)
                 known[key] = cls(everyone, config.collective_timeout, *groups)
             return known[key]
+
+    @classmethod
+    def _let_go_of_destroyed(cls) -> None:
+        """Forget ranks whose group torch.distributed has no more: they have another group, a thread and sockets."""
+        with cls._lock:
+            destroyed = [cls._known.pop(group) for group in list(cls._known) if not _is_known(group)]
+        del destroyed  # without the lock
 
     @property
     def groups(self) -> Groups:
@@ -291,6 +298,15 @@ class Ranks:
 def _place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """This process's rank in a group, and the group's size."""
     return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+
+def _is_known(group: dist.ProcessGroup) -> bool:
+    """Whether a group was not destroyed."""
+    try:
+        dist.get_process_group_ranks(group)
+    except KeyError:
+        return False
+    return True
 
 
 def _all_of(mesh: dist.DeviceMesh) -> dist.ProcessGroup:
