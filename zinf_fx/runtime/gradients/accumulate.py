@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import NotImplementedType
 from typing import NamedTuple
 
@@ -68,32 +69,47 @@ def take_unreduced(parameter: StoredTensor) -> StoredTensor | None:
     return before
 
 
-def reduction_of(parameter: StoredTensor, gradient: torch.Tensor, name: str) -> torch.Tensor | Reduction:
-    """What `accumulate_gradient` is to be given for this rank's `gradient`: started on its way over the ranks, with
-    what was accumulated under `no_sync`. Itself where there is nothing to reduce, or not now. `name`: for errors."""
-    return reduction_of_part(parameter, 0, gradient, name, take_unreduced(parameter))
+@contextmanager
+def _unreduced_taken(parameter: StoredTensor) -> Iterator[StoredTensor | None]:
+    """A block that reduces what `take_unreduced` gives it. After an error, that is the parameter's `grad` again."""
+    before = take_unreduced(parameter)
+    try:
+        yield before
+    except BaseException:
+        give_back_unreduced(parameter, before)
+        raise
 
 
-def reduction_of_part(
+def give_back_unreduced(parameter: StoredTensor, before: StoredTensor | None) -> None:
+    """Undo `take_unreduced`, unless another gradient has taken its place."""
+    if parameter.grad is None:
+        parameter.grad = before
+
+
+def reduction_of(
     parameter: StoredTensor, start: int, gradient: torch.Tensor, name: str, before: StoredTensor | None
 ) -> torch.Tensor | Reduction:
-    """As `reduction_of`, for the elements from `start` on. `before`: a gradient to which it is to be added."""
+    """What is to be accumulated for this rank's `gradient` of the elements from `start` on: that, started on its way
+    over the ranks, or itself where there is nothing to reduce, or not now. `name`: for errors. `before`: a gradient,
+    accumulated under `no_sync`, to which it is to be added."""
     if not _is_reduced_now(parameter):
         return gradient
     return Reduction(parameter.storage, _with(before, gradient, start), name, start)
 
 
 def reduction_of_pack(
-    parameters: Sequence[StoredTensor | None], gradients: Sequence[torch.Tensor], name: str
+    parameters: Sequence[StoredTensor | None],
+    gradients: Sequence[torch.Tensor],
+    name: str,
+    before: Sequence[StoredTensor | None],
 ) -> tuple[list[torch.Tensor | ReducedMember], PackReduction | None]:
     """As `reduction_of`, for the parameters of a pack, in one collective; and that, if there is something to reduce.
     None in the place of a parameter: nobody is to get its gradient."""
-    taken = [None if parameter is None else take_unreduced(parameter) for parameter in parameters]
     found: list[torch.Tensor | ReducedMember] = list(gradients)
     now = [number for number, one in enumerate(parameters) if one is not None and _is_reduced_now(one)]
     if not now:
         return found, None
-    sums = [_with(taken[number], gradients[number], 0) for number in now]
+    sums = [_with(before[number], gradients[number], 0) for number in now]
     reduction = PackReduction([parameters[number].storage for number in now], sums, name)
     for number, member in zip(now, reduction.members, strict=True):
         found[number] = member
@@ -201,7 +217,9 @@ def _are_all_held(storage: TensorStorage, gradients: Sequence[torch.Tensor | Red
 def add_gradient(parameter: StoredTensor, gradient: torch.Tensor) -> None:
     """Add this rank's gradient, which eager autograd made, to the parameter's `grad`, reduced over the ranks where it
     is to be now."""
-    accumulate_gradient(parameter, reduction_of(parameter, gradient, f"a parameter of shape {tuple(parameter.shape)}"))
+    name = f"a parameter of shape {tuple(parameter.shape)}"
+    with _unreduced_taken(parameter) as before:
+        accumulate_gradient(parameter, reduction_of(parameter, 0, gradient, name, before))
 
 
 def _storage_of_shares(parameter: StoredTensor) -> TensorStorage:
@@ -305,8 +323,9 @@ def _take(parameter: StoredTensor) -> None:
         return
     with RUNNING.turn():
         if isinstance(gradient, StoredTensor):
-            if (before := take_unreduced(parameter)) is not None:
-                add_gradient(parameter, before.full_tensor())
+            with _unreduced_taken(parameter) as before:
+                if before is not None:
+                    add_gradient(parameter, before.full_tensor())
             return
         if not parameter.storage.has_plain_gradient:
             parameter.grad = parameter.set_aside()

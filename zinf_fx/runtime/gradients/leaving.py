@@ -21,10 +21,10 @@ from zinf_fx.runtime.gradients.accumulate import (
     accumulate_side_by_side,
     addends_of,
     addends_of_pack,
+    give_back_unreduced,
     new_gradient,
     reduction_of,
     reduction_of_pack,
-    reduction_of_part,
     take_unreduced,
 )
 from zinf_fx.runtime.gradients.ahead import GradientsAhead, RoomsAhead
@@ -99,14 +99,12 @@ class LeavingGradients:
         if self._reducing is not None:
             self._reducing.advance()  # by now, its group has summed it while operators computed
         with RECORDER.about(planned.label, GRADIENT):
+            several = zip(storage.members, parameters, strict=True)
+            before = [self._before(member.key, parameter, planned.start) for member, parameter in several]
             if planned.members:
-                found, self._reducing = reduction_of_pack(parameters, gradient, planned.label)
+                found, self._reducing = reduction_of_pack(parameters, gradient, planned.label, before)
                 return found
-            (parameter,) = parameters
-            if planned.rows is None:
-                found = reduction_of(parameter, gradient, planned.label)
-            else:
-                found = self._reduction_of_part(storage.key, parameter, planned, gradient)
+            found = reduction_of(*parameters, planned.start, gradient, planned.label, *before)
         self._reducing = found if isinstance(found, Reduction) else None
         return found
 
@@ -176,8 +174,7 @@ class LeavingGradients:
             if begun.missing:
                 begun.parameter.grad = None
         for begun in self._unreduced.values():
-            if begun.parameter.grad is None:
-                begun.parameter.grad = begun.before
+            give_back_unreduced(begun.parameter, begun.before)
         if self._uses_left:
             members = (member for storage in self._storages for member in storage.members)
             for consumer in {member.gradient.consumer for member in members} - {None}:
@@ -208,6 +205,7 @@ class LeavingGradients:
         self._limit_writes(storage, tile)
         if self._tiles[tile].rows is None:
             accumulate_gradient(parameter, shard, offset)
+            self._unreduced.pop(storage.key, None)
         else:
             self._offload_part(storage.key, parameter, self._tiles[tile], shard, offset)
 
@@ -242,11 +240,12 @@ class LeavingGradients:
         _, parameters, shards = zip(*found, strict=True)
         self._make_room(parameters, tile)
         self._limit_writes(pack, tile)
-        if len(found) == len(gradients) and accumulate_side_by_side(pack, parameters, shards, offset):
-            return
-        starts = gradient_offsets(planned, self._plan.stage)
-        for number, parameter, shard in found:
-            accumulate_gradient(parameter, shard, None if offset is None else offset + starts[number])
+        if len(found) < len(gradients) or not accumulate_side_by_side(pack, parameters, shards, offset):
+            starts = gradient_offsets(planned, self._plan.stage)
+            for number, parameter, shard in found:
+                accumulate_gradient(parameter, shard, None if offset is None else offset + starts[number])
+        for member in pack.members if self._unreduced else ():
+            self._unreduced.pop(member.key, None)
 
     def _make_room(self, parameters: Sequence[StoredTensor], tile: int) -> None:
         """Where an optimizer steps in backward, before gradients take host memory until they are consumed."""
@@ -284,27 +283,26 @@ class LeavingGradients:
         parameter.grad = shard
         return True
 
-    def _reduction_of_part(
-        self, key: int, parameter: StoredTensor, tile: Tile, gradient: torch.Tensor
-    ) -> torch.Tensor | Reduction:
-        """The gradient of one of a parameter's tiles on its way over the ranks, the first time with what this rank
-        accumulated by itself."""
+    def _before(self, key: int, parameter: StoredTensor | None, start: int) -> StoredTensor | None:
+        """What this rank accumulated by itself, for the first gradient of the tile of a parameter that begins at
+        `start`. It is kept until the sum is there."""
+        if parameter is None:
+            return None
         if (taken := take_unreduced(parameter)) is not None:
             self._unreduced[key] = _PartialGradient(parameter, self._starts[key].copy(), taken)
         waits = self._unreduced.get(key)
-        before = waits.before if waits is not None and tile.start in waits.missing else None
-        found = reduction_of_part(parameter, tile.start, gradient, tile.label, before)
-        if before is not None:
-            waits.missing.remove(tile.start)
-        return found
+        if waits is None or start not in waits.missing:
+            return None
+        waits.missing.remove(start)
+        return waits.before
 
     @cached_property
     def _starts(self) -> dict[int, set[int]]:
         """The first elements of each parameter's tiles."""
         starts: defaultdict[int, set[int]] = defaultdict(set)
         for storage, tile in zip(self._storages, self._tiles, strict=True):
-            if storage is not None:
-                starts[storage.key].add(tile.start)
+            for member in () if storage is None else storage.members:
+                starts[member.key].add(tile.start)
         return starts
 
     def _offload_part(
@@ -319,6 +317,8 @@ class LeavingGradients:
         accumulate_gradient_part(parameter, tile.start, shard, first=first, offset=offset)
         if first:
             begun.missing.remove(tile.start)
+            if not begun.missing:
+                self._unreduced.pop(key, None)
 
 
 @dataclass
