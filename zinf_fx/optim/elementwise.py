@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 
 import torch
 
 from zinf_fx.interrupts import sealed
 from zinf_fx.optim.chunks import Piece, chunk_elements, cut, in_turn, opened_ahead, part_of
 from zinf_fx.optim.elements import open_window
+from zinf_fx.optim.opened import OpenWindows
 from zinf_fx.plan.schedule import CHUNKS
 from zinf_fx.runtime.memory.device import Device
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.tiers import drain_after
 
 
-class OpenPieces:
+class OpenPieces(OpenWindows):
     """Pieces of stored tensors with their windows open: wait for them, change them, `store`, `close`."""
 
     def __init__(self, pieces: Iterable[Piece[StoredTensor]], place: Device) -> None:
         """`place`: what computes."""
-        self._stack = ExitStack()
+        super().__init__()
         try:
-            self._windows = []
             for piece in pieces:
-                window = open_window(piece.owner.storage, place, piece.start, piece.count)
-                self._windows.append(window)
-                self._stack.callback(window.close)
+                self._keep(open_window(piece.owner.storage, place, piece.start, piece.count))
         except BaseException:
             self.close()
             raise
@@ -40,10 +38,6 @@ class OpenPieces:
         """Start writing back what was changed."""
         for window in self._windows:
             window.store()
-
-    def close(self) -> None:
-        """Give back what was not stored."""
-        self._stack.close()
 
 
 @sealed
