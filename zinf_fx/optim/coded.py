@@ -3,7 +3,6 @@ the other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -11,17 +10,17 @@ import torch
 from zinf_fx.interrupts import held_back, let_through
 from zinf_fx.optim import blockwise, split
 from zinf_fx.optim.companions import MASTER, companion_of, kind_of, part_of
-from zinf_fx.optim.elements import open_elements, overwritten
+from zinf_fx.optim.elements import current_chunks, divided_as, open_elements, overwritten
 from zinf_fx.runtime.memory.device import CPU
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
-from zinf_fx.sizes import pieces_of
 
 
 @held_back
 def encode_into(name: str, target: StoredTensor, companion: StoredTensor, value: torch.Tensor) -> None:
     """Write the value of a state, stored or not, in fewer bytes, with its companion."""
-    (value,) = _divided_as(target, [value], name)
-    for part in _parts(target):
+    value = divided_as(target, value)
+    for part in filter(len, current_chunks(target, torch.float32.itemsize)):
+        let_through()
         with ExitStack() as windows:
             source = open_elements(value, CPU, part.start, len(part))
             windows.callback(source.close)
@@ -39,8 +38,11 @@ def decode_into(
     name: str, target: StoredTensor, value: torch.Tensor, companion: torch.Tensor, parameter: StoredTensor
 ) -> None:
     """Write the values of a state in fewer bytes with its companion, stored or not. `parameter`: whose it is."""
-    value, companion = _divided_as(target, [value, companion], name)
-    for part in _parts(target):
+    each = kind_of(companion_of(name), (name,)).elements
+    value = divided_as(target, value)
+    companion = divided_as(target, companion, target.storage.share.shards.in_blocks(each))
+    for part in filter(len, current_chunks(target, torch.float32.itemsize)):
+        let_through()
         with ExitStack() as windows:
             beside = _beside(name, part)
             several = [(value, part), (companion, beside), *([(parameter, part)] if name == MASTER else [])]
@@ -62,29 +64,3 @@ def decode_into(
 def _beside(name: str, part: range) -> range:
     """Of the companion of state `name`, what belongs to some elements."""
     return part_of(companion_of(name), (name,), part)
-
-
-def _parts(tensor: StoredTensor) -> Iterator[range]:
-    """Consecutive elements that this rank has the present version of, of about `Config.chunk` bytes in fp32 each."""
-    for current in tensor.storage.share.current:
-        for part in pieces_of(current, torch.float32.itemsize, tensor.storage.config.chunk):
-            let_through()
-            if part:
-                yield part
-
-
-def _divided_as(target: StoredTensor, values: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
-    """The values, those whole that may be divided over other ranks than the target's: of state `name` and its
-    companion."""
-    mine = target.storage.share
-    each = kind_of(companion_of(name), (name,)).elements
-
-    def divided(value: torch.Tensor) -> torch.Tensor:
-        if not isinstance(value, StoredTensor):
-            return value
-        theirs = value.storage.share
-        shards = mine.shards if value.shape == target.shape else mine.shards.in_blocks(each)
-        alike = (theirs.partitioned and theirs.shards) == (mine.partitioned and shards)
-        return value if alike else value.full_tensor()
-
-    return [divided(value) for value in values]

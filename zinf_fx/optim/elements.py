@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from zinf_fx.interrupts import held_back, let_through
+from zinf_fx.plan.sharding import Shards
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
@@ -66,17 +67,12 @@ def moved(value: Any, place: Device) -> Any:
 @held_back
 def copy_into(target: StoredTensor, value: torch.Tensor) -> None:
     """Write the elements of `value`, stored or not, to `target`, a chunk at a time: those that it has here."""
-    if isinstance(value, StoredTensor):
-        theirs, mine = (
-            storage.share.partitioned and storage.share.shards for storage in (value.storage, target.storage)
-        )
-        if theirs != mine:
-            value = value.full_tensor()
-    for start, count in current_chunks(target):
+    value = divided_as(target, value)
+    for part in current_chunks(target):
         let_through()
-        source = open_elements(value, CPU, start, count)
+        source = open_elements(value, CPU, part.start, len(part))
         try:
-            with overwritten(target, range(start, start + count)) as elements:
+            with overwritten(target, part) as elements:
                 elements.copy_(source.wait())
         finally:
             source.close()
@@ -85,18 +81,27 @@ def copy_into(target: StoredTensor, value: torch.Tensor) -> None:
 @held_back
 def fill(target: StoredTensor, value: float) -> None:
     """Set all elements of `target` to `value`, a chunk at a time."""
-    for start, count in current_chunks(target):
+    for part in current_chunks(target):
         let_through()
-        with overwritten(target, range(start, start + count)) as elements:
+        with overwritten(target, part) as elements:
             elements.fill_(value)
 
 
-def current_chunks(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
-    """First element and number of elements of each part that takes about `Config.chunk` bytes, of those that this rank
-    has the present version of."""
+def divided_as(target: StoredTensor, value: torch.Tensor, shards: Shards | None = None) -> torch.Tensor:
+    """A value, or all of it where it is divided over other ranks than the target. `shards`: how it would be divided
+    alike, if it hasn't the target's elements."""
+    if not isinstance(value, StoredTensor):
+        return value
+    mine, theirs = target.storage.share, value.storage.share
+    alike = (theirs.partitioned and theirs.shards) == (mine.partitioned and (shards or mine.shards))
+    return value if alike else value.full_tensor()
+
+
+def current_chunks(tensor: StoredTensor, itemsize: int | None = None) -> Iterator[range]:
+    """Consecutive elements of about `Config.chunk` bytes each, of those that this rank has the present version of.
+    `itemsize`: bytes of an element that count, if not the tensor's."""
     for current in tensor.storage.share.current:
-        for part in pieces_of(current, tensor.dtype.itemsize, tensor.storage.config.chunk):
-            yield part.start, len(part)
+        yield from pieces_of(current, itemsize or tensor.dtype.itemsize, tensor.storage.config.chunk)
 
 
 @contextmanager

@@ -65,8 +65,8 @@ def _part(tensor: StoredTensor, order: float) -> torch.Tensor:
     extreme = max if order == math.inf else min
     nothing = {math.inf: 0.0, -math.inf: math.inf}.get(order, 0.0)
     total = torch.tensor(nothing, dtype=torch.float64, device="cpu")
-    for start, count in current_chunks(tensor):
-        window = open_elements(tensor, CPU, start, count)
+    for elements in current_chunks(tensor):
+        window = open_elements(tensor, CPU, elements.start, len(elements))
         try:
             part = torch.linalg.vector_norm(window.wait(), order, dtype=dtype).double()
         finally:

@@ -376,11 +376,10 @@ class ParameterStates:
         mine = self.tensors[name]
         if value is mine:
             return mine
-        if mine.dtype == value.dtype or kind_of(name, self.tensors) is not None:
-            copy_into(mine, value)
-        elif has_companion(mine):
+        alike = mine.dtype == value.dtype or kind_of(name, self.tensors) is not None
+        if not alike and has_companion(mine):
             encode_into(name, mine, self.tensors[companion_of(name)], value)
-        elif has_companion(value):
+        elif not alike and has_companion(value):
             decode_into(name, mine, value, companion, self.parameter)
             if name == MASTER:
                 self._joined_with = self.parameter.storage.bytes.version
