@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError, RanksError
-from zinf_fx.plan.sharding import Groups, Segment
+from zinf_fx.plan.sharding import Groups
 from zinf_fx.runtime.meeting import Meetings, unexplained
 from zinf_fx.runtime.memory.device import device_of
 from zinf_fx.runtime.recorder import RECORDER, Note
@@ -169,16 +169,6 @@ class Ranks:
         self.sent_bytes += (self.shards - 1) * shard.nbytes
         octets = (one.view(-1).view(torch.uint8) for one in (full, shard))  # collectives don't have all dtypes
         return self._start("allgather", f"all-gather of {what}", full, _all_gather, self._within, *octets)
-
-    def all_gather_segments(
-        self, full: torch.Tensor, shard: torch.Tensor, segments: Sequence[Segment], what: str
-    ) -> Iterator[Collective]:
-        """As `all_gather`, of consecutive segments, each as it is asked for: `shard` has the parts of all in a row."""
-        for one in segments:
-            first, held = one.start - segments[0].start, one.held_by(self.shard)
-            begin = held.start - segments[0].held_by(self.shard).start
-            part = shard[begin : begin + len(held)]
-            yield self.all_gather(full[first : first + one.padded], part, what, one.owner)
 
     def reduce(self, full: torch.Tensor, what: str, owner: int) -> Collective:
         """Start to sum `full` of every rank of the group, in place, to its owner; the others' values are lost."""

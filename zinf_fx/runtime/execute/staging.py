@@ -75,14 +75,14 @@ class ShardedTile(GatheredTile):
         return self._whole[first : first + len(segment.held_by(rank))]
 
     def _gather(self, shards: list[torch.Tensor], name: str) -> None:
-        if shards:
-            for collective in self._ranks.all_gather_segments(self._whole, shards[0], self._segments, name):
-                self._collectives.append(collective)  # at once: the next one may fail, and this one writes
-            return
+        rank = self._ranks.shard
         for one in self._segments:
-            first = one.start - self._segments[0].start
+            first, held = one.start - self._segments[0].start, one.held_by(rank)
+            begin = held.start - self._segments[0].held_by(rank).start
+            mine = shards[0][begin : begin + len(held)] if shards else self._slot(one)
             full = self._whole[first : first + one.padded]
-            self._collectives.append(self._ranks.all_gather(full, self._slot(one), name, one.owner))
+            # At once: the next one may fail, and this one writes.
+            self._collectives.append(self._ranks.all_gather(full, mine, name, one.owner))
 
     def _separated(self) -> torch.Tensor:
         return self._whole[: self._planned.numel]

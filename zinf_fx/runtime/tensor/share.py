@@ -83,7 +83,12 @@ class Share:
 
     def gather(self, full: torch.Tensor, held: torch.Tensor, name: str) -> None:
         """Fill `full`, with room for padding, with what every rank holds; this one `held`. `name`: for errors."""
-        for collective in list(self.ranks.all_gather_segments(full, held, self.shards.segments, name)):
+        collectives = []
+        for one in self.shards.segments:
+            part = one.held_by(self.ranks.shard)
+            target, mine = full[one.start : one.start + one.padded], held[part.start : part.stop]
+            collectives.append(self.ranks.all_gather(target, mine, name, one.owner))
+        for collective in collectives:
             collective.wait()
 
     def take_state(self, other: Share) -> None:
