@@ -35,6 +35,8 @@ REFUSED = {
     "stores of a wrong type": ({"store": ["/a", 3]}, "is not a path"),
     "no store": ({"store": []}, "is not a path"),
     "one store twice": ({"store": ["/a", "/a"]}, "names a directory twice"),
+    "an empty store": ({"store": ""}, "has an empty path: name each directory, such as '.'"),
+    "one store empty": ({"store": ["/a", ""]}, "store=['/a', ''] has an empty path"),
     "checksum of a wrong type": ({"checksum": "crc"}, "accepted: True, False"),
     "strict_direct of a wrong type": ({"strict_direct": 1}, "accepted: True, False"),
 }
@@ -76,6 +78,11 @@ def test_the_store_comes_from_the_option_then_the_environment_then_the_cache(mon
     monkeypatch.setenv("ZINF_STORE", "/mnt/a:/mnt/b")
     assert Config().store == Config().stores == (Path("/mnt/a"), Path("/mnt/b"))
     assert Config(store=["/mnt/nvme"]).store == Path("/mnt/nvme")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert Config(store="~/nvme").store == tmp_path / "nvme"
+    monkeypatch.setenv("ZINF_STORE", "/mnt/a:")
+    with pytest.raises(ConfigError, match="has an empty path"):
+        Config()
 
 
 def test_options_replace_those_of_a_configuration_and_leave_the_rest():

@@ -335,8 +335,6 @@ class Config(RankOptions):
             return cls(**options)  # type: ignore[arg-type]
         if not isinstance(config, cls):
             raise ConfigError(f"config must be a zinf_fx.Config, found {type(config).__name__}")
-        if config.store_is_default:
-            options = {"store": None, **options}
         return replace(config, **options)  # type: ignore[arg-type]
 
 
@@ -347,10 +345,14 @@ def option_names() -> list[str]:
 
 def _parse_store(value: object) -> Path | tuple[Path, ...]:
     if isinstance(value, (str, os.PathLike)):
-        return Path(value)
+        value = (value,)
     if not (isinstance(value, (tuple, list)) and value and all(isinstance(one, (str, os.PathLike)) for one in value)):
         raise ConfigError(f"store={value!r} is not a path: give one directory on the NVMe file system, or several")
-    paths = tuple(Path(one) for one in value)
+    if not all(map(os.fspath, value)):
+        raise ConfigError(
+            f"store={list(map(str, value))} has an empty path: name each directory, such as '.' for this one"
+        )
+    paths = tuple(Path(os.path.expanduser(one)) for one in value)
     if len({path.absolute() for path in paths}) < len(paths):
         raise ConfigError(f"store={list(map(str, paths))} names a directory twice")
     return paths if len(paths) > 1 else paths[0]
