@@ -164,6 +164,11 @@ def test_options_apply_and_contradictions_are_refused(tmp_path: Path):
     assert plan.config.prefetch == (0, 0, 1) and plan.config.placement.parameters == "nvme"
     with pytest.raises(ConfigError, match="was offloaded with"):
         plan_model(model, (tokens(),), placement="host")
+    for options in ({"store": "/nonexistent"}, {"reduce_dtype": torch.bfloat16}, {"gradient_reduction": "sum"}):
+        with pytest.raises(ConfigError, match=f"{next(iter(options))}=.* was asked for, but parameter"):
+            plan_model(model, (tokens(),), **options)
+    (plan,) = plan_model(model, (tokens(),), zinf_fx.Config(prefetch=None)).plans
+    assert plan.config.prefetch is None and plan.config.store == tmp_path
     with pytest.raises(ConfigError, match="unknown option 'prefetsch'"):
         plan_model(model, (tokens(),), prefetsch=1)
     with pytest.raises(PlanError, match="raise device_memory"):

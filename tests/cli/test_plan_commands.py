@@ -16,6 +16,7 @@ from torch import nn
 
 import zinf_fx
 from zinf_fx.cli import main
+from zinf_fx.errors import PlanError
 from zinf_fx.frontend.explain import Planning, plan_model
 from zinf_fx.plan import hardware
 from zinf_fx.sizes import in_words
@@ -220,8 +221,20 @@ def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
             MADE[key] = plan_model(model, inputs, *arguments, **options)
         return MADE[key]
 
-    for module in ("zinf_fx.cli.planning", "zinf_fx.frontend.export"):
+    for module in ("zinf_fx.cli.planning", "zinf_fx.cli.export_plan"):
         monkeypatch.setattr(f"{module}.plan_model", shared)
+
+
+@pytest.mark.parametrize("command", ["show-schedule", "simulate"])
+def test_activations_are_chosen_for_the_hardware_that_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, command: str
+):
+    def planned_for(*target: object, hardware: hardware.Hardware | None, **options: object) -> None:
+        raise PlanError(f"planned for {hardware and hardware.name}")
+
+    monkeypatch.setattr("zinf_fx.cli.planning.plan_model", planned_for)
+    assert main([command, TARGET, "--placement", "host", "--activations", "auto", "--hardware", "a100"]) == 2
+    assert f"planned for {hardware.load('a100').name}" in capsys.readouterr().err
 
 
 @pytest.mark.slow

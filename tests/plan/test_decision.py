@@ -13,14 +13,12 @@ from torch import nn
 import zinf_fx
 from zinf_fx.config import Config, Placement
 from zinf_fx.errors import BudgetError
-from zinf_fx.frontend import export
 from zinf_fx.frontend.explain import plan_model
 from zinf_fx.plan.hardware import Hardware, Link, load
 from zinf_fx.plan.memory.use import peak_device_bytes, peak_host_bytes
 from zinf_fx.plan.placement.decision import PARAMETERS_AT_MOST, STATES, Decision, decide, needed_by
 from zinf_fx.plan.placement.placing import Rooms, Sizes
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.rates import Rates
 
 HIDDEN, LAYERS = 128, 12
 MODEL_BYTES = LAYERS * HIDDEN * HIDDEN * 4
@@ -178,25 +176,6 @@ def test_export_plan_decides_for_the_hardware():
     assert placement == decision(hardware).placement != Placement()
     assert [plan] == plans(32, placement)
     assert zinf_fx.export_plan(model(), inputs(32)).config.placement == Placement()  # this machine has room
-
-
-class Coded(nn.Module):
-    """A model whose first parameter is of another dtype than most."""
-
-    def __init__(self, first: torch.dtype) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.zeros(4, dtype=first), requires_grad=False)
-        self.half, self.whole = nn.Linear(8, 8, dtype=torch.float16), nn.Linear(64, 64)
-
-
-@pytest.mark.parametrize("first", [torch.int8, torch.float64, torch.float16])
-def test_rates_are_those_of_what_most_parameters_are(first: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    weighed: list[Rates] = []
-    monkeypatch.setattr(export, "plan_model", lambda *args, **_: weighed.append(args[3]))
-    for hardware in (load("a100"), replace(load("a100"), peak={"float16": 1e12})):
-        export.planning_for(hardware, Coded(first), (), world_size=1, replicas=1)
-        dtype = "float32" if "float32" in hardware.peak else "float16"
-        assert weighed.pop().flops == hardware.achieved(dtype)
 
 
 def test_ranks_have_their_parts():

@@ -300,6 +300,8 @@ def test_export_refuses_what_it_cannot_plan():
         x = torch.empty(4, 64)
         with pytest.raises(ConfigError, match="world_size=0 is not a number of ranks"):
             zinf_fx.export_plan(Net(), (x,), world_size=0)
+        with pytest.raises(ConfigError, match=r"example_inputs is a tensor of shape \(4, 64\), .* give \(x,\)"):
+            zinf_fx.export_plan(Net(), x, placement="nvme")
         with pytest.raises(PlanError, match="captured as"):
             zinf_fx.export_plan(Net(broken=True), (x,), placement="nvme")
         with pytest.raises(PlanError, match="no captured graph of the model uses a parameter"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from zinf_fx.config import Config
 from zinf_fx.frontend import auto_placement, capture
 from zinf_fx.frontend.explain import plan_model
 from zinf_fx.machine import machine, rates
-from zinf_fx.plan.rates import NOMINAL
+from zinf_fx.passes.ir.framework import GraphContext
+from zinf_fx.plan.hardware import load
+from zinf_fx.plan.rates import NOMINAL, Rates
 from zinf_fx.runtime.disk.filesystem import file_system_of
 from zinf_fx.runtime.disk.measure import Profile, store_profile
 
@@ -93,3 +96,27 @@ def test_a_choice_for_host_memory_knows_the_disk_that_states_live_on(
     options = {"placement": placement, "store": tmp_path, "activations": "auto", "device_memory": "1GiB"}
     plan_model(torch.nn.Linear(8, 8), (torch.randn(2, 8),), **options)
     assert asked == [(CPU, torch.float32, "host", (tmp_path,) if looked_at else (), 1)]
+
+
+@pytest.mark.parametrize(
+    ("first", "peak", "dtype"),
+    [
+        (torch.int8, {}, "float32"),
+        (torch.float64, {}, "float32"),
+        (torch.float16, {}, "float32"),
+        (torch.int8, {"peak": {"float16": 1e12}}, "float16"),
+    ],
+    ids=str,
+)
+def test_choices_for_a_described_machine_are_weighed_with_its_rates(
+    monkeypatch: pytest.MonkeyPatch, first: torch.dtype, peak: dict[str, object], dtype: str
+) -> None:
+    """Those of the dtype that most elements have, of those that it has a peak for."""
+    described, taken = replace(load("a100"), **peak), []
+    noting = lambda *given, **named: taken.append(named["rates"]) or GraphContext(*given, **named)  # noqa: E731
+    monkeypatch.setattr(capture, "GraphContext", noting)
+    model = torch.nn.Linear(8, 8)
+    model.offset = torch.nn.Parameter(torch.zeros(8, dtype=first), requires_grad=False)
+    options = {"placement": "host", "activations": "auto", "device_memory": "1GiB"}
+    plan_model(model, (torch.randn(2, 8),), hardware=described, **options)
+    assert taken == [Rates.of(described, dtype, "host")]

@@ -8,7 +8,7 @@ from pathlib import Path
 from zinf_fx.cli.planning import fields_of, planning_target
 from zinf_fx.cli.target import build
 from zinf_fx.config import Config
-from zinf_fx.frontend.export import planning_for
+from zinf_fx.frontend.explain import plan_model
 from zinf_fx.plan.hardware import load
 from zinf_fx.plan.memory.accounting import phases
 from zinf_fx.sizes import in_words
@@ -21,7 +21,7 @@ def run(options: argparse.Namespace) -> None:
     hardware = load(options.hardware) if options.hardware else None
     built = build(options.target)
     with planning_target(options) as ranks:
-        planning = planning_for(hardware, *built, **ranks, **fields)
+        planning = plan_model(*built, hardware=hardware, **ranks, **fields)
     plan = planning.only("a plan file")
     plan.save(options.output)
     for decided in planning.decision_texts:

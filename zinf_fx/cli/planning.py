@@ -31,7 +31,7 @@ def plans_of_target(
 
     Args:
         timed: with the seconds of their operators, for which these have to be at hand, on this machine.
-        hardware: describes what "auto" decides for; default this machine, at nominal rates.
+        hardware: describes what "auto" decides for; default this machine.
     """
     fields = fields_of(options)
     requested = Config.of(None, fields)  # bad options are refused before a model is built
@@ -42,7 +42,7 @@ def plans_of_target(
             raise ConfigError(f"a plan file has its options already: leave {named} out, or give module:factory")
         return Planning([load_plan(options.target)])
     built = build(options.target)
-    decides = "auto" in (requested.placement, requested.micro_batches)
+    decides = "auto" in (requested.placement, requested.micro_batches, requested.activations)
     described = hardware() if decides and hardware is not None else None
     with planning_target(options) as ranks:
         return plan_model(*built, timed=timed, hardware=described, **ranks, **fields)

@@ -29,9 +29,10 @@ from zinf_fx.frontend.auto_placement import by_rule_here
 from zinf_fx.frontend.capture import Capture
 from zinf_fx.frontend.dividing import decided_division
 from zinf_fx.frontend.each_placement import (
+    check_not_contradicted,
     check_rules,
     check_stage,
-    contradicted_by,
+    options_of_states,
     placed,
     placement_of_all,
     stored_among,
@@ -53,18 +54,6 @@ from zinf_fx.runtime.tensor.tensor_parallel import check_not_sharded, found_by_f
 from zinf_fx.sizes import in_words
 
 log = logging.getLogger("zinf_fx")
-
-# Options that the stored states of a model were made with: they can't be others for one of its graphs.
-_OF_STATES = (
-    "placement",
-    "store",
-    "process_group",
-    "mesh",
-    "partition",
-    "gradient_reduction",
-    "reduce_dtype",
-    "collective_timeout",
-)
 
 
 def zinf(
@@ -144,21 +133,11 @@ def _config_in_force(
     stored: Mapping[str, StoredTensor], options: dict[str, object], requested: Config, plans: Sequence[Plan]
 ) -> Config:
     """The options of the stored parameters, by name, with those given to torch.compile in their place."""
-    first = next(iter(stored.values()))
-    config = first.base.config
     check_offloaded(plans, stored)
-    # Shards of what many ranks train consist of tiles.
-    of_states = (*_OF_STATES, "tile") if first.storage.share.ranks.shards > 1 else _OF_STATES
-    for name in of_states:
-        given, found = getattr(requested, name), getattr(config, name)
-        if name == "placement":
-            found = next(filter(None, (contradicted_by(requested, *one) for one in stored.items())), given)
-        if name in options and given not in ("auto", found):
-            raise ConfigError(
-                f"options give {name}={options[name]!r}, but the model was offloaded with {found}: give it once, where "
-                "the model is offloaded"
-            )
-    return Config.of(config, {k: v for k, v in options.items() if k not in of_states})
+    of_states = options_of_states(stored)
+    check_not_contradicted(requested, options.keys() & of_states, stored, "give it once, where the model is offloaded")
+    own = next(iter(stored.values())).base.config
+    return Config.of(own, {name: value for name, value in options.items() if name not in of_states})
 
 
 def _offloaded(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
-from zinf_fx.config import Config
+from zinf_fx.config import Config, RankOptions
 from zinf_fx.errors import ConfigError
 from zinf_fx.placement import Placement, PlacementRules, in_common
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.local_parameter import LocalParameter, stored_parameter
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+
+# Options that the stored states of a model were made with: they can't be others for one of its graphs.
+_OF_STATES = ("placement", "store", *RankOptions.__annotations__)
 
 
 def placed(config: Config, placement: Placement | PlacementRules | None) -> Config:
@@ -53,6 +57,34 @@ def check_rules(config: Config, parameters: Mapping[str, torch.Tensor]) -> None:
     """Check that rules are for the model that has these parameters, and no others. Raises: ConfigError."""
     if isinstance(config.placement, PlacementRules):
         config.placement.check_model(parameters)
+
+
+def options_of_states(stored: Mapping[str, StoredTensor]) -> tuple[str, ...]:
+    """The options that stored parameters, by name, were made with, and that can't be others for a graph of theirs."""
+    # Shards of what many ranks train consist of tiles.
+    return (*_OF_STATES, "tile") if next(iter(stored.values())).storage.share.ranks.shards > 1 else _OF_STATES
+
+
+def options_given(config: Config | None, fields: Mapping[str, object]) -> set[str]:
+    """The names of the options that a caller chose: those given by name, and a `config`'s that differ from the
+    defaults."""
+    default, own = Config(), config or Config()
+    names = (field.name for field in dataclasses.fields(Config))
+    return {*fields, *(name for name in names if getattr(own, name) != getattr(default, name))}
+
+
+def check_not_contradicted(
+    requested: Config, given: Collection[str], stored: Mapping[str, StoredTensor], hint: str
+) -> None:
+    """Raises: ConfigError where a `given` option is another one than that which a stored parameter was offloaded with,
+    and `hint` says what to do."""
+    for name, one in stored.items():
+        for option in sorted(given):
+            asked, found = getattr(requested, option), getattr(one.base.config, option)
+            if contradicted_by(requested, name, one) if option == "placement" else asked not in ("auto", found):
+                raise ConfigError(
+                    f"{option}={asked} was asked for, but parameter '{name}' was offloaded with {found}: {hint}"
+                )
 
 
 def contradicted_by(requested: Config, name: str, stored: StoredTensor) -> Placement | None:

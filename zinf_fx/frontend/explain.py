@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -23,7 +24,15 @@ from zinf_fx.config import LARGEST, Config, shortened
 from zinf_fx.cycles import no_search_for_cycles
 from zinf_fx.errors import ConfigError, PlanError, StoredTensorError, ZinfError
 from zinf_fx.frontend.abstract import abstract_parameter
-from zinf_fx.frontend.each_placement import check_rules, configs_of, contradicted_by, placement_of_all, stored_among
+from zinf_fx.frontend.each_placement import (
+    check_not_contradicted,
+    check_rules,
+    configs_of,
+    options_given,
+    options_of_states,
+    placement_of_all,
+    stored_among,
+)
 from zinf_fx.frontend.offload import decided
 from zinf_fx.frontend.staying import stays
 from zinf_fx.placement import PlacementRules
@@ -109,7 +118,6 @@ def plan_model(
     model: torch.nn.Module,
     example_inputs: Sequence[Any] | Mapping[str, Any],
     config: Config | None = None,
-    rates: Rates | None = None,
     world_size: int = 1,
     replicas: int = 1,
     timed: bool = False,
@@ -122,14 +130,14 @@ def plan_model(
     is so within each of `replicas` groups, as with a two-dimensional mesh.
 
     The model may be ordinary, offloaded, compiled, or on the meta device; it is neither changed nor run. An offloaded
-    model keeps the placement it has; the other options apply. `rates`: what choices are weighed with; default those of
-    this machine, as far as they can be measured. Example inputs on the meta device stand for zeros. Grad
-    mode decides between training and inference, as for a real call. `timed`: measure the operators on this machine, for
-    which every distinct one is run. `hardware`: what "auto" decides for; default this machine. `state_dtype`: what
-    Adam's moments are to be kept in, and `master_dtype` masters of bf16 parameters; default as the optimizer that the
-    parameters have keeps them, if any.
+    model keeps the options that its states were made with, and the other ones apply. Example inputs on the meta device
+    stand for zeros. Grad mode decides between training and inference, as for a real call. `timed`: measure the
+    operators on this machine, for which every distinct one is run. `hardware`: what "auto" decides for, and the rates
+    that it weighs choices with; default this machine, at rates that are nominal, and measured ones for activations.
+    `state_dtype`: what Adam's moments are to be kept in, and `master_dtype` masters of bf16 parameters; default as the
+    optimizer that the parameters have keeps them, if any.
 
-    Raises: ConfigError for bad options, or a placement that contradicts how the model was offloaded;
+    Raises: ConfigError for bad options, or ones that contradict how the model was offloaded;
     StoredTensorError for a parameter that can't be stored; PlanError when a budget is too small, or the model can't be
     captured; and what the model itself raises.
     """
@@ -143,10 +151,18 @@ def plan_model(
         raise ConfigError(f"world_size={shortened(world_size)} is not a number of ranks: give 1 or more")
     if not isinstance(replicas, int) or replicas < 1 or world_size % replicas:
         raise ConfigError(f"replicas={replicas!r} is not a number of equal groups that {world_size} ranks divide into")
+    if isinstance(example_inputs, torch.Tensor):
+        raise ConfigError(
+            f"example_inputs is a tensor of shape {tuple(example_inputs.shape)}, not a sequence of inputs: give (x,)"
+        )
     form = _form("state_dtype", state_dtype, get_args(StateForm))
     master = _form("master_dtype", master_dtype, get_args(MasterForm))
     in_force = _config_in_force(model, config, fields)
     decides = in_force.placement == "auto"
+    rates = None
+    if hardware is not None:
+        tier = "nvme" if decides else in_force.activation_tier
+        rates = Rates.of(hardware, _dtype_of_most(model, hardware), tier)
     groups = Groups.of(world_size, replicas, 3 if decides else in_force.placement.stage)
     # Where it isn't decided yet, any placement serves for capturing the graphs.
     planner = _Planner(Config.of(in_force, {"placement": "nvme"}) if decides else in_force, rates, groups)
@@ -179,6 +195,15 @@ def plan_model(
     return Planning([one.plan for one in planned], decision, divisions, list(_timed(planned)) if timed else [])
 
 
+def _dtype_of_most(model: torch.nn.Module, hardware: Hardware) -> str:
+    """What most elements of a model's parameters are, of the dtypes that the hardware has a peak for: codes of a frozen
+    parameter, for one, are no numbers to compute with."""
+    elements: Counter[str] = Counter()
+    for parameter in model.parameters():
+        elements[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+    return max(hardware.peak, key=elements.__getitem__, default="float32")
+
+
 def _timed(planned: Iterable[PlannedGraph]) -> Iterator[Compute]:
     """Seconds of each plan's operators on this machine."""
     from zinf_fx.passes.ir.timing import OperatorTimer
@@ -200,16 +225,14 @@ def _config_in_force(model: torch.nn.Module, config: Config | None, fields: Mapp
     stored = stored_among(model.named_parameters())
     if not stored:
         return with_ranks(requested, parameters) if requested.placement == "auto" else decided(requested, parameters)
-    for name, one in stored.items():
-        if (found := contradicted_by(requested, name, one)) is not None:
-            raise ConfigError(
-                f"placement={requested.placement} was asked for, but parameter '{name}' was offloaded with {found}: "
-                "plan an ordinary model, or one on the meta device, to see other placements"
-            )
-    others = {name: value for name, value in fields.items() if name not in ("placement", "store")}
+    of_states = options_of_states(stored)
+    hint = "plan an ordinary model, or one on the meta device, to see what other options make of it"
+    check_not_contradicted(requested, options_given(config, fields) & {*of_states}, stored, hint)
+    others = {name: value for name, value in fields.items() if name not in of_states}
     placement = requested.placement if isinstance(requested.placement, PlacementRules) else placement_of_all(stored)
     own = next(iter(stored.values())).base.config
-    return Config.of(config or own, {**others, "placement": placement})
+    states = {name: getattr(own, name) for name in of_states}
+    return Config.of(config or own, {**others, **states, "placement": placement})
 
 
 def _twin_of(model: torch.nn.Module, config: Config) -> torch.nn.Module:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -24,7 +23,14 @@ from zinf_fx.errors import ConfigError, StoredTensorError
 from zinf_fx.frontend.auto_placement import placed_by_rule
 from zinf_fx.frontend.composed import Composed
 from zinf_fx.frontend.converting import Converting
-from zinf_fx.frontend.each_placement import check_rules, check_stage, configs_of, contradicted_by
+from zinf_fx.frontend.each_placement import (
+    check_not_contradicted,
+    check_rules,
+    check_stage,
+    configs_of,
+    options_given,
+    stored_among,
+)
 from zinf_fx.frontend.packing import bring_together, packs_of
 from zinf_fx.frontend.quantising import form_of
 from zinf_fx.frontend.staying import is_ordinary, note_layouts, note_staying, stays
@@ -80,14 +86,13 @@ def offload(model: torch.nn.Module, config: Config | None = None, **fields: obje
     StoreError when the store can't hold the parameters; StoredTensorError for a parameter that can't be stored. The
     model is as before then.
     """
-    given = _given(config, fields)
+    given = options_given(config, fields)
     config = Config.of(config, fields)
     check_not_sharded(model)
     present = dict(model.named_parameters())
     check_rules(config, present)
-    for name, parameter in present.items():
-        if (stored := stored_parameter(parameter)) is not None:
-            _check_not_contradicted(config, given, stored, name)
+    hint = "what is stored keeps its options, so give the same ones, or offload an ordinary model"
+    check_not_contradicted(config, given, stored_among(present.items()), hint)
     composed = Composed(present)
     annotated = {name: parameter for name, parameter in present.items() if has_annotated_codes(parameter)}
     note_staying({name: one for name, one in present.items() if name not in composed.whole | annotated})
@@ -105,26 +110,6 @@ def offload(model: torch.nn.Module, config: Config | None = None, **fields: obje
         if not buffer.is_meta:
             Ranks.of(config).broadcast(local_part(buffer), f"buffer '{name}'")
     return model
-
-
-def _given(config: Config | None, fields: Mapping[str, object]) -> set[str]:
-    """The names of the options that a caller chose: those given by name, and a `config`'s that differ from the
-    defaults."""
-    default, own = Config(), config or Config()
-    names = (field.name for field in dataclasses.fields(Config))
-    return {*fields, *(name for name in names if getattr(own, name) != getattr(default, name))}
-
-
-def _check_not_contradicted(config: Config, given: set[str], stored: StoredTensor, name: str) -> None:
-    """Raises: ConfigError where a `given` option is another one than that which the parameter `name` was offloaded
-    with."""
-    for option in sorted(given):
-        asked, found = getattr(config, option), getattr(stored.base.config, option)
-        if contradicted_by(config, name, stored) if option == "placement" else asked not in ("auto", found):
-            raise ConfigError(
-                f"offload() was asked for {option}={asked}, but parameter '{name}' was offloaded with {found}, and "
-                "what is stored keeps its options: give the same ones, or offload an ordinary model"
-            )
 
 
 @contextmanager
