@@ -46,25 +46,25 @@ def kept(parts: Sequence[PricedSegment], recomputed: set[int], leaving: set[fx.N
 
 def test_what_fits_is_kept() -> None:
     parts = [part(2, 1.0, "a"), part(2, 1.0, "b")]
-    assert cheapest(parts, 4 * BYTES, RATES, idle=0.0) == (set(), set())
+    assert cheapest(parts, 4 * BYTES, RATES, idle=0.0, and_last=False) == (set(), set())
 
 
 def test_the_cheapest_segment_is_recomputed_first() -> None:
     parts = [part(4, 5.0, "a"), part(4, 1.0, "b"), part(4, 3.0, "c"), part(1, 0.1, "last")]
-    recomputed, leaving = cheapest(parts, 13 * BYTES - 1, RATES, idle=0.0)
+    recomputed, leaving = cheapest(parts, 13 * BYTES - 1, RATES, idle=0.0, and_last=False)
     assert 1 in recomputed and not leaving
 
 
 def test_the_last_segment_is_recomputed_where_all_micro_batches_would_save_it() -> None:
     parts = [part(4, 5.0, "a"), part(4, 1.0, "last")]
     room = 8 * BYTES - 1
-    assert cheapest(parts, room, RATES, idle=0.0)[0] == {0}
+    assert cheapest(parts, room, RATES, idle=0.0, and_last=False)[0] == {0}
     assert cheapest(parts, room, RATES, idle=0.0, and_last=True)[0] == {0, 1}
 
 
 def test_an_idle_disk_takes_what_was_computed_first() -> None:
     parts = [part(6, NEVER, "a"), part(6, NEVER, "b")]
-    recomputed, leaving = cheapest(parts, 8 * BYTES, RATES, idle=NEVER)
+    recomputed, leaving = cheapest(parts, 8 * BYTES, RATES, idle=NEVER, and_last=False)
     assert not recomputed
     assert leaving == set(parts[0].saved) | set(list(parts[1].saved)[:2])
     assert kept(parts, recomputed, leaving) <= 8 * BYTES
@@ -77,20 +77,20 @@ def test_a_busy_disk_takes_only_what_is_dearer_to_compute() -> None:
         [part(8, 8 * transfer * price, name) for name in ("a", "b")] + [part(1, 1.0, "last")] for price in (0.9, 1.1)
     )
     room = 10 * BYTES
-    assert cheapest(cheap, room, RATES, idle=0.0) == ({0, 1}, set())
-    recomputed, leaving = cheapest(dear, room, RATES, idle=0.0)
+    assert cheapest(cheap, room, RATES, idle=0.0, and_last=False) == ({0, 1}, set())
+    recomputed, leaving = cheapest(dear, room, RATES, idle=0.0, and_last=False)
     assert not recomputed and leaving
 
 
 def test_checkpoints_leave_too_when_nothing_else_helps() -> None:
     parts = [part(1, 1e-9, str(n), 64 * BYTES) for n in range(16)]
-    recomputed, leaving = cheapest(parts, 64 * BYTES, RATES, idle=0.0)
+    recomputed, leaving = cheapest(parts, 64 * BYTES, RATES, idle=0.0, and_last=False)
     assert recomputed == set(range(15))
     assert any(node in leaving for each in parts for node in each.checkpoint)
 
 
 def test_the_last_segment_is_never_recomputed() -> None:
-    recomputed, leaving = cheapest([part(2, 1e-9, "only")], 1, RATES, idle=0.0)
+    recomputed, leaving = cheapest([part(2, 1e-9, "only")], 1, RATES, idle=0.0, and_last=False)
     assert not recomputed and len(leaving) == 2
 
 
@@ -100,7 +100,7 @@ def test_no_choice_of_segments_is_better_by_more_than_one(seed: int) -> None:
     draw = random.Random(seed)
     parts = [part(draw.randint(1, 4), draw.uniform(0.1, 2.0), f"p{n}", 1000 * draw.randint(1, 9)) for n in range(8)]
     room = draw.randint(10_000, sum(each.nbytes for each in parts))
-    recomputed, leaving = cheapest(parts, room, RATES, idle=0.0)
+    recomputed, leaving = cheapest(parts, room, RATES, idle=0.0, and_last=False)
     assert not leaving, "all of them are too small to leave"
     subsets = (set(s) for count in range(8) for s in itertools.combinations(range(7), count))
     fitting = [s for s in subsets if kept(parts, s, set()) <= room]

@@ -11,10 +11,12 @@ from types import FrameType
 import pytest
 import torch
 from gate import slow
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import zinf_fx
 from zinf_fx.frontend.explain import plan_model
+from zinf_fx.passes.activations.choose import PricedSegment, cheapest
+from zinf_fx.plan.rates import NOMINAL
 
 PACKAGE = str(Path(zinf_fx.__file__).parent)
 WIDTH = 8
@@ -79,3 +81,16 @@ def test_planning_within_budgets() -> None:
 
     calls(COUNTS[0])
     check_linear([calls(count) for count in COUNTS])
+
+
+def test_choosing_what_leaves() -> None:
+    """Of segments that save 16 activations each, of which most leave."""
+    calls = []
+    for count in COUNTS:
+        parts = []
+        for _ in range(count):
+            graph = fx.Graph()
+            saved = {graph.placeholder(f"x{number}"): 1 << 20 for number in range(16)}
+            parts.append(PricedSegment(saved, dict([next(iter(saved.items()))]), seconds=1e3))
+        calls.append(calls_in(lambda parts=parts: cheapest(parts, 8 << 20, NOMINAL, idle=0.0, and_last=False)))
+    check_linear(calls)

@@ -9,8 +9,10 @@ solution of the knapsack problem's linear relaxation, which is off by one item a
 from __future__ import annotations
 
 import math
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from torch import fx
@@ -90,42 +92,102 @@ def priced_segments(segments: Segments, cuts: Sequence[int], rates: Rates) -> li
 
 
 def cheapest(
-    parts: Sequence[PricedSegment], room: int, rates: Rates, idle: float, and_last: bool = False
+    parts: Sequence[PricedSegment], room: int, rates: Rates, idle: float, and_last: bool
 ) -> tuple[set[int], set[fx.Node]]:
     """Which parts are recomputed, and which memory leaves, until at most `room` bytes stay, or no more can go.
 
     `idle`: seconds of a step in which the way to the tier has nothing else to do. The last part is not recomputed,
     which backward would do at once, but for `and_last`: where it does for one micro-batch at a time.
     """
-    staying = {number: part.saved for number, part in enumerate(parts)}
-    recomputed: set[int] = set()
-    leaving: set[fx.Node] = set()
+    staying = _Staying(parts)
     others = parts if and_last else parts[:-1]
     prices = {n: part.seconds / part.nbytes for n, part in enumerate(others) if part.nbytes}
     by_price = sorted(prices, key=prices.__getitem__, reverse=True)
     transfer = 1 / rates.read + 1 / rates.write
     copying = 2 * 2 / rates.memory if rates.unified else 0.0  # out and in, each read and written
-    while True:
-        there = {node: nbytes for saved in staying.values() for node, nbytes in saved.items()}
-        leaving &= there.keys()
-        largest = max((parts[number].nbytes for number in recomputed), default=0)
-        gone = sum(there[node] for node in leaving)
-        coming = _TOGETHER * max((there[node] for node in leaving), default=0)
-        if sum(there.values()) - gone + largest + coming <= room:
-            break
-        # What was computed first is needed last: it has the most time to leave and to come back.
-        movable = next((node for node in there if there[node] >= SMALLEST and node not in leaving), None)
-        moving = math.inf if movable is None else copying + (0.0 if gone * transfer < idle else transfer)
+    while staying.needed > room:
+        movable = staying.movable()
+        moving = math.inf if movable is None else copying + (0.0 if staying.gone * transfer < idle else transfer)
         again = prices[by_price[-1]] if by_price else math.inf
         if moving == again == math.inf:
             break
         if moving <= again:
-            leaving.add(movable)
+            staying.leave(movable)
         else:
-            number = by_price.pop()
-            recomputed.add(number)
-            staying[number] = parts[number].checkpoint
-    return recomputed, leaving
+            staying.recompute(by_price.pop())
+    return staying.recomputed, staying.leaving
+
+
+class _Staying:
+    """What stays on the device, as one part after the other is recomputed, and memory leaves.
+
+    Attributes:
+        recomputed, leaving: as `cheapest` returns them.
+        gone: bytes of what leaves.
+    """
+
+    def __init__(self, parts: Sequence[PricedSegment]) -> None:
+        self.recomputed: set[int] = set()
+        self.leaving: set[fx.Node] = set()
+        self.gone = 0
+        self._parts = parts
+        self._sizes: dict[fx.Node, int] = {}
+        self._uses: Counter[fx.Node] = Counter()  # in how many parts a node is there
+        self._held = 0  # bytes that are there, those that leave among them
+        self._largest_part = 0  # of those recomputed
+        self._by_size: list[tuple[int, int, fx.Node]] = []  # a heap of what left: the largest first
+        # Of each part, what may leave, in order; no part before `_first` has anything.
+        self._movable = [deque(part.saved) for part in parts]
+        self._first = 0
+        for part in parts:
+            self._add(part.saved)
+
+    @property
+    def needed(self) -> int:
+        """Bytes of what stays, of the largest part that is computed again, and of what comes back together."""
+        while self._by_size and self._by_size[0][-1] not in self.leaving:
+            heappop(self._by_size)
+        coming = -self._by_size[0][0] if self._by_size else 0
+        return self._held - self.gone + self._largest_part + _TOGETHER * coming
+
+    def movable(self) -> fx.Node | None:
+        """What leaves next: what was computed first is needed last, and has the most time to leave and come back."""
+        while self._first < len(self._movable):
+            nodes = self._movable[self._first]
+            while nodes and (nodes[0] in self.leaving or self._sizes[nodes[0]] < SMALLEST):
+                nodes.popleft()
+            if nodes:
+                return nodes[0]
+            self._first += 1
+        return None
+
+    def leave(self, node: fx.Node) -> None:
+        """Let it leave."""
+        self.leaving.add(node)
+        self.gone += self._sizes[node]
+        heappush(self._by_size, (-self._sizes[node], id(node), node))
+
+    def recompute(self, number: int) -> None:
+        """Of this part, let the checkpoint stay alone."""
+        part = self._parts[number]
+        self.recomputed.add(number)
+        self._largest_part = max(self._largest_part, part.nbytes)
+        self._add(part.checkpoint)  # first, as it may have something of what is saved
+        for node in part.saved:
+            self._uses[node] -= 1
+            if not self._uses[node]:
+                self._held -= self._sizes[node]
+                if node in self.leaving:
+                    self.leaving.remove(node)
+                    self.gone -= self._sizes[node]
+        self._movable[number] = deque(part.checkpoint)
+        self._first = min(self._first, number)
+
+    def _add(self, nodes: dict[fx.Node, int]) -> None:
+        for node, nbytes in nodes.items():
+            self._sizes[node] = nbytes
+            self._held += 0 if self._uses[node] else nbytes
+            self._uses[node] += 1
 
 
 def seconds_of(node: fx.Node, rates: Rates) -> float:
