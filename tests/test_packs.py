@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from twins import Net, assert_nothing_leaked, x
 
 import zinf_fx
+from zinf_fx.frontend.packing import packs_of
 from zinf_fx.plan.memory.accounting import AT_A_TIME
 from zinf_fx.runtime.tensor.pack import Pack
+from zinf_fx.runtime.tensor.quantised import Form
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
@@ -173,6 +175,17 @@ def test_groups_with_other_options_share_packs(tmp_path: Path) -> None:
     one_step(*sides[1], x())
     optimizer.finish()
     assert transfers(model) - before <= 12
+
+
+def test_each_kind_of_device_has_packs_of_its_own_size() -> None:
+    """Of what is copied to a device with memory of its own, more moves together."""
+    sizes = {"a": "cpu", "b": "cpu", "c": "cpu", "x": "meta", "y": "meta", "z": "meta"}
+    parameters = {name: nn.Parameter(torch.empty(1 << 19, device=device)) for name, device in sizes.items()}
+    forms = {name: Form.of(one) for name, one in parameters.items()}
+    configs = dict.fromkeys(sizes, zinf_fx.Config(placement="nvme"))
+    for names in ("abcxyz", "xyzabc"):
+        found = packs_of({name: parameters[name] for name in names}, forms, configs)
+        assert sorted(found) == [["a", "b"], ["x", "y", "z"]]
 
 
 def test_accumulated_gradients(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -53,14 +54,14 @@ def bring_together(parameters: Iterable[StoredTensor]) -> None:
 def _together(several: Iterable[Candidate[K]]) -> list[list[K]]:
     """Those that are to live side by side: small ones of one kind, in the order in which they come. Their options
     differ in the placement at most."""
-    found, limit = [], None
+    by_limit: defaultdict[int, list[tuple[K, Hashable, int]]] = defaultdict(list)  # which belongs to the device
     for one, config, dtype, device, shards, trained, kind in several:
         copied = has_own_memory(device.type)
         limit = pack_limit(config, copied=copied) if config.partition != "owner" else None
         if limit is not None and len(shards.segments) == 1 and state_moves(config.placement, device.type, trained):
             alike = (dtype, device, config.placement, trained, kind)
-            found.append((one, alike, nbytes_in_pack(shards.numel, dtype, shards.padded)))
-    return [] if limit is None else in_packs(found, limit)
+            by_limit[limit].append((one, alike, nbytes_in_pack(shards.numel, dtype, shards.padded)))
+    return [pack for limit, found in by_limit.items() for pack in in_packs(found, limit)]
 
 
 def _candidate(parameter: StoredTensor) -> Candidate[StoredTensor]:
