@@ -14,9 +14,14 @@ from gate import slow
 from torch import Tensor, fx, nn
 
 import zinf_fx
+from zinf_fx.config import Config
 from zinf_fx.frontend.explain import plan_model
 from zinf_fx.passes.activations.choose import PricedSegment, cheapest
+from zinf_fx.passes.ir import framework
+from zinf_fx.passes.ir.framework import GraphContext, TileKey
+from zinf_fx.passes.tiling.tile import divided
 from zinf_fx.plan.rates import NOMINAL
+from zinf_fx.plan.schedule import Tile
 
 PACKAGE = str(Path(zinf_fx.__file__).parent)
 WIDTH = 8
@@ -81,6 +86,17 @@ def test_planning_within_budgets() -> None:
 
     calls(COUNTS[0])
     check_linear([calls(count) for count in COUNTS])
+
+
+def test_finding_the_tiles_of_one_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its key made once, however often it is looked for."""
+    made = []
+    monkeypatch.setattr(framework, "TileKey", lambda *given: made.append(given) or TileKey(*given))
+    whole = Tile("up.weight", (64, 64), torch.float32, "nvme", "nvme")
+    tiles = divided(whole, 4 * 64 * 4)
+    context = GraphContext("forward", Config(), {"up": whole}, divided={"up": tiles})
+    assert [context.tile(key) for key in context.keys] == [*context.table] == [*tiles]
+    assert len(made) == len(tiles) == 16
 
 
 def test_choosing_what_leaves() -> None:

@@ -162,12 +162,12 @@ class GraphContext:
 
     def tile(self, key: TileKey) -> Tile:
         """The tile of a key."""
-        return self.tiles_of(key.token)[key]
+        return self._by_key[key]
 
     @cached_property
     def keys(self) -> tuple[TileKey, ...]:
         """The keys of all tiles, in the order of `table`."""
-        return tuple(key for token in self.tiles for key in self.tiles_of(token))
+        return tuple(self._by_key)
 
     @cached_property
     def numbers(self) -> dict[TileKey, int]:
@@ -177,9 +177,13 @@ class GraphContext:
     @cached_property
     def table(self) -> tuple[Tile, ...]:
         """All tiles, as events refer to them: the schedules of a step share it."""
-        tiles = (tile for token in self.tiles for tile in self.tiles_of(token).values())
+        tiles = self._by_key.values()
         untrained = {"gradient_tier": None, "state_tier": None, "state_dtype": None, "master_dtype": None}
         return tuple(tiles if self.kind != "inference" else (replace(tile, **untrained) for tile in tiles))
+
+    @cached_property
+    def _by_key(self) -> dict[TileKey, Tile]:
+        return {key: tile for token in self.tiles for key, tile in self.tiles_of(token).items()}
 
     def tiles_of(self, token: str) -> dict[TileKey, Tile]:
         """The tiles of one parameter, in the order of their rows."""
