@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+
 import pytest
 import torch
 from building import Builder, aten
@@ -12,6 +15,7 @@ from models import CASES
 from zinf_fx import ops
 from zinf_fx.config import Config
 from zinf_fx.passes.ir.framework import TileKey
+from zinf_fx.passes.ir.gradient_parts import assemblies
 from zinf_fx.passes.tiling.tile import TileParameters, divided
 from zinf_fx.plan.schedule import Tile
 
@@ -168,6 +172,30 @@ def test_a_weight_whose_rows_are_summed_over() -> None:
         return of backward %23, %24
         """,
     )
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_gradient_of_many_uses(transposed: bool) -> None:
+    """Their sum is deeper than Python's stack."""
+    uses = 300
+    built = Builder("joint", {"up.weight": (4, 4)})
+    x, dy = built.input(2, 4), built.input(2, 4, name="tangents_1")
+    y = built.call(aten.mm.default, x, built.gather("up.weight"))
+    term = built.call(aten.mm.default, built.call(aten.t.default, x), dy)
+    total = term
+    for _ in range(uses - 1):
+        total = built.call(aten.add.Tensor, total, term)
+    built.returns(y, built.call(aten.t.default, total) if transposed else total, gradients={0: "up.weight"}, backward=1)
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack(0)) + uses)
+    try:
+        context = TileParameters(32)(built.graph, built.context)
+        assembled = assemblies(built.graph, context)
+    finally:
+        sys.setrecursionlimit(limit)
+    products = [node for node in built.graph.nodes if node.target is aten.mm.default]
+    assert len(products) == 2 + 2 * uses and term not in products
+    assert len(assembled) == (1 if transposed else 2 * uses - 1)
 
 
 def test_tied_embedding_and_head() -> None:

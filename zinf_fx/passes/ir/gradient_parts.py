@@ -59,10 +59,12 @@ def parts_of(gradient: fx.Node, token: str, context: GraphContext) -> list[Gradi
 
 def assembly_of(gradient: fx.Node) -> Iterator[fx.Node]:
     """The sums and concatenations that a divided gradient is made by, each before what it is made from."""
-    yield gradient
-    if gradient.target is aten.add.Tensor:
-        for term in gradient.args:
-            yield from assembly_of(term)
+    pending = [gradient]
+    while pending:  # a sum is as deep as there are uses
+        node = pending.pop()
+        yield node
+        if node.target is aten.add.Tensor:
+            pending += reversed(node.args)
 
 
 def assemblies(graph: fx.Graph, context: GraphContext) -> set[fx.Node]:

@@ -49,12 +49,13 @@ def repeat_in_backward(node: fx.Node) -> fx.Node:
 
 def erase_unused(node: fx.Node) -> None:
     """Remove a node that nothing uses any more, and its inputs that nothing else uses."""
-    if node.users or node.op != "call_function" or node.is_impure():
-        return
-    inputs = node.all_input_nodes
-    node.graph.erase_node(node)
-    for each in inputs:
-        erase_unused(each)
+    pending = [node]
+    while pending:
+        node = pending.pop()
+        if not (node.users or node.op != "call_function" or node.is_impure()):
+            inputs = node.all_input_nodes
+            node.graph.erase_node(node)
+            pending += [one for one in reversed(inputs) if not one.users]
 
 
 def copied(graph: fx.Graph) -> fx.Graph:

@@ -11,7 +11,7 @@ from zinf_fx import ops
 from zinf_fx.passes.ir.framework import GraphContext, Pass, TileKey, gathers_in, start_argument
 from zinf_fx.passes.ir.gradient_parts import gradient_outputs
 from zinf_fx.passes.ir.rewriting import emit, erase_unused, set_results
-from zinf_fx.passes.tiling.weight_gradients import aten, check_term, rows_of_term, terms_of, untransposed
+from zinf_fx.passes.tiling.weight_gradients import aten, check_term, is_sum, rows_of_term, terms_of, untransposed
 from zinf_fx.passes.tiling.weight_uses import Rows, Untileable, tile_use, uses_of
 from zinf_fx.plan.schedule import Tile
 from zinf_fx.sizes import WINDOW_ALIGNMENT, round_up
@@ -131,15 +131,28 @@ class _DividedParameter:
 
     def _assemble(self, gradient: fx.Node, output: fx.Node) -> fx.Node:
         """The gradient, put together from its ranges: a concatenation for each term, and their sum."""
-        if len(terms_of(gradient)) > 1:
-            terms = [self._assemble(argument, output) for argument in gradient.args]
+        assembled: list[fx.Node] = []
+        pending = [(gradient, False)]
+        while pending:
+            node, is_last = pending.pop()  # whether the last two that are assembled are those that it is the sum of
+            if is_sum(node) and not is_last:
+                pending += [(node, True), *((argument, False) for argument in reversed(node.args))]
+                continue
+            made = (
+                (aten.add.Tensor, assembled.pop(-2), assembled.pop())
+                if is_last
+                else (aten.cat.default, self._parts(node))
+            )
             with self._graph.inserting_before(output):
-                return emit(gradient, aten.add.Tensor, *terms)
+                assembled.append(emit(node, *made))
+        return assembled[0]
+
+    def _parts(self, term: fx.Node) -> list[fx.Node]:
+        """The ranges of a term."""
         parts: list[fx.Node] = []
         for number in range(len(self._ranges)):
-            parts.append(self._part(gradient, number, parts[-1:]))
-        with self._graph.inserting_before(output):
-            return emit(gradient, aten.cat.default, parts)
+            parts.append(self._part(term, number, parts[-1:]))
+        return parts
 
     def _part(self, term: fx.Node, number: int, before: list[fx.Node]) -> fx.Node:
         """One range of a term, computed as soon as its inputs are there, and behind what uses the same range."""

@@ -17,31 +17,48 @@ _ELEMENTWISE = {aten.neg.default, aten.mul.Scalar, aten.div.Scalar, aten.mul.Ten
 
 def terms_of(gradient: fx.Node) -> list[fx.Node]:
     """What a gradient is the sum of: a term for each use of the parameter."""
-    if (
-        gradient.target is aten.add.Tensor
-        and not gradient.kwargs
-        and all(isinstance(a, fx.Node) for a in gradient.args)
-    ):
-        return [term for argument in gradient.args for term in terms_of(argument)]
-    return [gradient]
+    found, pending = [], [gradient]
+    while pending:  # a sum is as deep as there are uses
+        node = pending.pop()
+        if is_sum(node):
+            pending += reversed(node.args)
+        else:
+            found.append(node)
+    return found
+
+
+def is_sum(node: fx.Node) -> bool:
+    """Whether a gradient is a sum of two."""
+    return node.target is aten.add.Tensor and not node.kwargs and all(isinstance(one, fx.Node) for one in node.args)
 
 
 def check_term(term: fx.Node, dim: int = 0) -> list[fx.Node]:
     """The values that ranges of a term along `dim` are computed from. Raises: Untileable."""
-    if term.target in (aten.mm.default, aten.bmm.default):
-        ranged = _ranged_operands(term, dim)
-        return [untransposed(operand) if i in ranged else operand for i, operand in enumerate(term.args)]
-    if term.target is aten.embedding_dense_backward.default and dim == 0 and not term.args[4]:
-        return list(term.args[:2])
-    if term.target is aten.add.Tensor and len(terms_of(term)) > 1:
-        return [value for argument in term.args for value in check_term(argument, dim)]
+    found, pending = [], [(term, dim)]
+    while pending:
+        term, dim = pending.pop()
+        if term.target in (aten.mm.default, aten.bmm.default):
+            ranged = _ranged_operands(term, dim)
+            found += [untransposed(operand) if i in ranged else operand for i, operand in enumerate(term.args)]
+        elif term.target is aten.embedding_dense_backward.default and dim == 0 and not term.args[4]:
+            found += term.args[:2]
+        else:
+            pending += reversed(_sources(term, dim))
+    return found
+
+
+def _sources(term: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
+    """The first arguments of a term, and the dimensions along which its ranges are made from ranges of these. Raises:
+    Untileable."""
+    if is_sum(term):
+        return [(argument, dim) for argument in term.args]
     source = _dim_of_input(term, dim)
     if source is None:
         what = str(term.target).removesuffix(".default")
         raise Untileable(
             f"its gradient comes from {what}" if term.op == "call_function" else "its gradient is an input"
         )
-    return check_term(term.args[0], source)
+    return [(term.args[0], source)]
 
 
 def untransposed(value: fx.Node) -> fx.Node:
@@ -53,16 +70,23 @@ def untransposed(value: fx.Node) -> fx.Node:
 
 def rows_of_term(term: fx.Node, rows: Rows, dim: int = 0) -> fx.Node:
     """A range along `dim` of a term that `check_term` has accepted, computed at the insertion point."""
-    if term.target in (aten.mm.default, aten.bmm.default):
-        ranged = _ranged_operands(term, dim)
-        operands = [_rows_of_value(a, rows, dim) if i in ranged else a for i, a in enumerate(term.args)]
-        return emit_again(term, *operands)
-    if term.target is aten.embedding_dense_backward.default:
-        return _embedding_rows(term, rows)
-    if term.target is aten.add.Tensor:
-        return emit_again(term, *(rows_of_term(argument, rows, dim) for argument in term.args))
-    part = rows_of_term(term.args[0], rows, _dim_of_input(term, dim))
-    return emit_again(term, part, *term.args[1:])
+    made: list[fx.Node] = []
+    pending: list[tuple[fx.Node, int, int]] = [(term, dim, 0)]
+    while pending:
+        term, dim, count = pending.pop()  # of the last ranges that are made, so many are the term's own
+        if count:
+            parts, made = made[-count:], made[:-count]
+            made.append(emit_again(term, *parts, *term.args[count:]))
+        elif term.target in (aten.mm.default, aten.bmm.default):
+            ranged = _ranged_operands(term, dim)
+            operands = [_rows_of_value(a, rows, dim) if i in ranged else a for i, a in enumerate(term.args)]
+            made.append(emit_again(term, *operands))
+        elif term.target is aten.embedding_dense_backward.default:
+            made.append(_embedding_rows(term, rows))
+        else:
+            sources = _sources(term, dim)
+            pending += [(term, dim, len(sources)), *((source, along, 0) for source, along in reversed(sources))]
+    return made[0]
 
 
 def _ranged_operands(product: fx.Node, dim: int) -> tuple[int, ...]:
