@@ -15,6 +15,7 @@ from zinf_fx.passes.ir.collectives import WAIT, is_collective
 from zinf_fx.passes.ir.framework import GraphContext, bytes_computed, is_compute
 from zinf_fx.passes.ir.randomness import is_random, source_of
 from zinf_fx.passes.ir.tile_values import tile_values
+from zinf_fx.passes.ir.values import last_readers
 
 # The first number in a parameter's name is that of its layer, and what stands before it tells stacks of layers apart.
 _LAYER = re.compile(r"(?:^|(.*?)\.)(\d+)(?:\.|$)")
@@ -146,12 +147,8 @@ def _made(memory: Mapping[fx.Node, fx.Node]) -> list[list[fx.Node]]:
 
 
 def _crossing(memory: Mapping[fx.Node, fx.Node], made: Sequence[Sequence[fx.Node]]) -> list[list[fx.Node]]:
-    last_use: dict[fx.Node, int] = {}
-    for position, node in enumerate(memory):
-        for source in node.all_input_nodes:
-            last_use[memory.get(source, source)] = position
-            if is_collective(source):  # see [Note: collectives under way]
-                last_use |= {memory.get(read, read): position for read in source.all_input_nodes}
+    position_of = {node: position for position, node in enumerate(memory)}
+    last_use = {node: position_of[reader] for node, reader in last_readers(memory).items()}
     crossing: list[list[fx.Node]] = [[] for _ in memory]
     for position, nodes in enumerate(made):
         for node in nodes:

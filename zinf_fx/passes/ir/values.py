@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -28,18 +28,23 @@ class Value(NamedTuple):
 
 def values_in(graph: fx.Graph) -> Iterator[Value]:
     """The values of a graph, in order. Neither tiles nor inputs are among them, nor what the graph returns or saves."""
-    memory: dict[fx.Node, fx.Node] = {}
-    last: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        memory[node] = memory_node(node)
-        for source in node.all_input_nodes:
-            last[memory[source]] = node
-            if is_collective(source):  # see [Note: collectives under way]
-                last |= {memory[read]: node for read in source.all_input_nodes}
+    memory = {node: memory_node(node) for node in graph.nodes}
+    last = last_readers(memory)
     for node in graph.nodes:
         counts = is_compute(node) and not is_collective(node) and memory[node] is node
         if counts and node in last and last[node].op != "output":
             yield Value(node, last[node])
+
+
+def last_readers(memory: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+    """By memory, the last node that reads it. `memory`: of nodes in order, each with the one that made its memory."""
+    last: dict[fx.Node, fx.Node] = {}
+    for node in memory:
+        for source in node.all_input_nodes:
+            last[memory.get(source, source)] = node
+            if is_collective(source):  # see [Note: collectives under way]
+                last |= {memory.get(read, read): node for read in source.all_input_nodes}
+    return last
 
 
 def values_by_operator(graph: fx.Graph) -> dict[int, int]:
