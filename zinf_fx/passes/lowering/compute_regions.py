@@ -73,7 +73,6 @@ class FormRegions(Pass):
 
     name = "compute_regions"
     requires = ("lowered",)
-    provides = ("regions",)
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         forming = _Forming(graph, _places(graph, context))

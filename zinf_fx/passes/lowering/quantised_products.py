@@ -21,7 +21,6 @@ class MultiplyQuantised(Pass):
     """
 
     name = "multiply_quantised"
-    provides = ("products_quantised",)
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         for values in nodes_calling(graph, ops.dequantize):

@@ -27,7 +27,6 @@ class PackParameters(Pass):
     """
 
     name = "pack"
-    provides = ("packed",)
 
     limit: int
 
