@@ -91,6 +91,8 @@ random_state = torch.ops.zinf.random_state.default
 set_random_state = torch.ops.zinf.set_random_state.default
 
 TRANSFERS = (fetch, upload, allgather)
+# What the runtime does without computing: it knows a pack by its parameters, and draws from the generator itself.
+NOT_COMPUTED = (together, random_state, set_random_state)
 LOWERED = (*TRANSFERS, wait, release, reduce_scatter, offload, offload_activation, write)
 
 
@@ -122,7 +124,8 @@ def _full_tile(
 
 
 @torch.library.register_fake("zinf::member", lib=_library)
-def _member(pack: torch.Tensor, shape: list[int], *, start: int, number: int) -> torch.Tensor:
+def part_of_pack(pack: torch.Tensor, shape: list[int], *, start: int, number: int) -> torch.Tensor:
+    """What `member` gives."""
     return pack[start : start + math.prod(shape)].view(shape)
 
 
@@ -180,21 +183,6 @@ def _random_state(device: torch.device) -> torch.Tensor:
 
 for _name in ("fetch", "upload", "allgather", "release", "offload", "write", "set_random_state"):
     torch.library.register_fake(f"zinf::{_name}", lambda *args, **kwargs: None, lib=_library)
-
-
-def implement_gather(kernel) -> None:
-    """Give `gather` its eager kernel; called once, by the module that knows what a token stands for."""
-    _library.impl("gather", kernel, "CompositeExplicitAutograd")
-
-
-def implement_dequantize(kernel) -> None:
-    """Give `dequantize` its kernel; called once, by the module that knows the formats."""
-    _library.impl("dequantize", kernel, "CompositeExplicitAutograd")
-
-
-def implement_quantised_mm(kernel) -> None:
-    """Give `quantised_mm` its kernel; called once, by the module that has the memory for values."""
-    _library.impl("quantised_mm", kernel, "CompositeExplicitAutograd")
 
 
 def _generator(device: torch.device) -> torch.Generator:

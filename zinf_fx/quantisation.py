@@ -247,7 +247,7 @@ def dequantised(
     return out
 
 
-ops.implement_dequantize(dequantised)
+torch.library.impl(ops.dequantize.name(), "CompositeExplicitAutograd", dequantised)
 
 _NATIVE = {torch.float32: kernels.FP32, torch.bfloat16: kernels.BF16}
 _CODES = {torch.int8: kernels.INTEGERS, torch.float8_e4m3fn: kernels.E4M3, None: kernels.PAIRS}

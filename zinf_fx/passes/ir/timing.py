@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Sequence
 from statistics import mean
@@ -65,26 +64,12 @@ def _extracted(nodes: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]
     return fx.GraphModule(nodes[0].graph.owning_module or {}, graph), inputs
 
 
-def _member(pack: torch.Tensor, shape: Sequence[int], *, start: int, number: int) -> torch.Tensor:
-    return pack[start : start + math.prod(shape)].view(shape)
-
-
-def _together(gradients: Sequence[torch.Tensor], starts: Sequence[int], numel: int) -> Sequence[torch.Tensor]:
-    return gradients
-
-
-def _nothing(*state: object) -> torch.Tensor:
+def _nothing(*given: object) -> torch.Tensor:
     return torch.empty(0)
 
 
-# The runtime knows a pack by its parameters, so that these cost as much as an index. What is timed draws from whatever
-# state the generator has.
-_RUN_AS = {
-    ops.member: _member,
-    ops.together: _together,
-    ops.random_state: _nothing,
-    ops.set_random_state: _nothing,
-}
+# A member of a pack costs as much as an index. What is timed draws from whatever state the generator has.
+_RUN_AS = {ops.member: ops.part_of_pack, **dict.fromkeys(ops.NOT_COMPUTED, _nothing)}
 
 
 def _measured(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> float:

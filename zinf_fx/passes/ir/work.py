@@ -52,7 +52,7 @@ def work_of(node: fx.Node) -> Work:
     return Work(flops, product_bytes=nbytes, dtype=_tensors(node)[0].dtype, kernels=1) if flops else other
 
 
-def total(works: Iterable[Work], fused: bool = False) -> Work:
+def total(works: Iterable[Work], fused: bool) -> Work:
     """Of several nodes together. `fused`: what is between two products is taken for one kernel, as a compiler of
     regions makes it at best."""
     works = list(works)
@@ -72,13 +72,9 @@ def _kernels_fused(works: Sequence[Work]) -> int:
     return sum(len(list(run)) if products else 1 for products, run in runs)
 
 
-# What the runtime does without computing: it knows a pack by its parameters, and draws from the generator itself.
-_NO_KERNELS = (ops.together, ops.random_state, ops.set_random_state)
-
-
 def _is_kernel(node: fx.Node) -> bool:
     """Whether the node makes, or changes, tensors: sizes are computed by the program."""
-    if node.target in _NO_KERNELS or not isinstance(node.target, torch._ops.OperatorBase):
+    if node.target in ops.NOT_COMPUTED or not isinstance(node.target, torch._ops.OperatorBase):
         return False
     schema = getattr(node.target, "_schema", None)
     return bool(_tensors(node)) or (schema is not None and schema.is_mutable)

@@ -72,7 +72,7 @@ def quantised_mm(
     return product
 
 
-ops.implement_quantised_mm(quantised_mm)
+torch.library.impl(ops.quantised_mm.name(), "CompositeExplicitAutograd", quantised_mm)
 
 
 def _product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

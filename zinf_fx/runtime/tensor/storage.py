@@ -412,12 +412,10 @@ def _side_by_side(
     return found
 
 
+@torch.library.impl(ops.gather.name(), "CompositeExplicitAutograd")
 def _gather_kernel(token: torch.Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Eager `zinf.gather`. Bytes that live on the device are returned themselves: no caller may write to them."""
     return TensorStorage.of_token(token).value().view(shape)
-
-
-ops.implement_gather(_gather_kernel)
 
 
 class AbstractStorage(TensorStorage):
