@@ -40,7 +40,7 @@ def chain(kind: str, order: Sequence[str], budget: int | None, **options: object
 
 
 def decided(*graphs: Builder) -> None:
-    for built, residency in zip(graphs, choose_residency([(b.graph, b.context) for b in graphs]), strict=True):
+    for built, residency in zip(graphs, choose_residency([(b.graph, b.context) for b in graphs], spare=0), strict=True):
         built.check_values(residency)
 
 
@@ -53,7 +53,7 @@ def moved(built: Builder) -> list[str]:
 def test_golden() -> None:
     """The tied tile is used at both ends of the graph, and in the next one: there is room for one tile more."""
     built = chain("inference", ["tied", "a", "b", "tied"], 2 * KIB, prefetch=None)
-    (residency,) = choose_residency([(built.graph, built.context)])
+    (residency,) = choose_residency([(built.graph, built.context)], spare=0)
     built.check(
         residency,
         after="""

@@ -87,7 +87,7 @@ def resident() -> Builder:
         x = built.call(aten.mm.default, x, built.gather(name))
     built.returns(x)
     built.run(SinkGathers(), Regions(), LowerGathers(), Prefetch(None))
-    built.run(*choose_residency([(built.graph, built.context)]))
+    built.run(*choose_residency([(built.graph, built.context)], spare=0))
     return built
 
 

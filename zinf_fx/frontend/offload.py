@@ -224,7 +224,7 @@ def _stored_in(modules: Iterable[torch.nn.Module], keys: Collection[int]) -> lis
 def offload_parameters(
     parameters: Mapping[str, torch.nn.Parameter],
     config: Config,
-    tables: Collection[int] = (),
+    tables: Collection[int],
     configs: Mapping[str, Config] | None = None,
 ) -> None:
     """Move ordinary parameters, by name, and their gradients to their tiers, keeping the objects' identity. `tables`:
@@ -295,7 +295,7 @@ def _reserved(
     tiers: Tiers,
     config: Config,
     owners: Owners,
-    at: tuple[Home, int] | None = None,
+    at: tuple[Home, int] | None,
 ) -> StoredTensor:
     """A stored parameter without a value yet, to take the place of `parameter`, or of the local tensor of a DTensor.
     `at`: where it is to live."""

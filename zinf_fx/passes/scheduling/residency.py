@@ -68,7 +68,7 @@ class Gap(NamedTuple):
     small: bool
 
 
-def choose_residency(graphs: Sequence[tuple[fx.Graph, GraphContext]], spare: int = 0) -> list[Residency]:
+def choose_residency(graphs: Sequence[tuple[fx.Graph, GraphContext]], spare: int) -> list[Residency]:
     """What stays in memory in the scheduled graphs of a step, in their order: within the room that they leave.
 
     Small parameters (vectors: norms, biases) come first. Without a budget nobody has said how much may stay, and only
@@ -120,7 +120,7 @@ def _gaps(graphs: Sequence[tuple[fx.Graph, GraphContext]]) -> Iterator[Gap]:
                 yield Gap(pair, parts, tile_bytes(tile), not tile.opens_operator)
 
 
-def free_bytes(graphs: Sequence[tuple[fx.Graph, GraphContext]], spare: int = 0) -> list[int]:
+def free_bytes(graphs: Sequence[tuple[fx.Graph, GraphContext]], spare: int) -> list[int]:
     """What the budget, less `spare`, leaves beside what is in flight, by position in a step: at the head and in each
     operator of its graphs, one after the other, and in the optimizer's step."""
     free: list[int] = []
