@@ -20,8 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
@@ -33,8 +32,6 @@ import zinf_fx
 from zinf_fx.observe.recording import Recording
 from zinf_fx.plan.intervals import merged
 from zinf_fx.plan.memory.accounting import phases
-from zinf_fx.runtime.disk.store import Store, Ticket
-from zinf_fx.runtime.memory.buffers import aligned_empty
 from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.recorder import RECORDER
 from zinf_fx.runtime.tensor.tiers import Tiers
@@ -44,9 +41,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from arguments import add_gpt, check, computing_with
+from engine_alone import EngineAlone, recorded
 from gpt import GPT, GPTConfig, default_dtype, example_batch
 from master_adamw import adamw
-from optimizer import Request, recorded, seconds
+from optimizer import seconds
 from train_step import machine
 from train_step_variant import OPTIONS
 
@@ -54,47 +52,6 @@ MODES = {"default": {}, "step_in_backward": {"step_in_backward": True}}
 PHASES = ("forward", "backward", "step")
 DISK = ("fetch", "read", "write", "read_states", "write_states")
 """First words of the recorded slices in which the disk moves something."""
-
-
-class EngineAlone:
-    """The requests of a step to extents of their own, through a ring of memory, and nothing else.
-
-    All pages hold the same bytes, so that a read which overtakes a write of the same page finds what it should.
-    """
-
-    def __init__(self, store: Store, requests: Sequence[Request], memory: int) -> None:
-        self._store, self._requests = store, requests
-        largest = max(round_up(request.nbytes, PAGE) for request in requests)
-        self._memory = aligned_empty(max(round_up(memory, PAGE), 2 * largest))
-        self._memory.view(-1, PAGE).copy_(torch.randint(0, 256, (PAGE,), dtype=torch.uint8))
-        sizes = {request.extent.generation: request.extent.nbytes for request in requests}
-        self._extents = {generation: store.allocate(nbytes) for generation, nbytes in sizes.items()}
-        self._move(dict.fromkeys((one.extent.generation, one.offset, one.nbytes, True) for one in requests))
-
-    def run(self) -> None:
-        """Returns when everything is moved."""
-        self._move((one.extent.generation, one.offset, one.nbytes, one.write) for one in self._requests)
-
-    def _move(self, requests: Iterable[tuple[int, int, int, bool]]) -> None:
-        under_way: deque[tuple[Ticket, range]] = deque()
-        position = 0
-        for generation, offset, nbytes, write in requests:
-            if position + round_up(nbytes, PAGE) > len(self._memory):
-                position = 0
-            part = range(position, position + round_up(nbytes, PAGE))
-            while any(other.start < part.stop and part.start < other.stop for _, other in under_way):
-                under_way.popleft()[0].wait()
-            start = self._store.write if write else self._store.read
-            address = self._memory.data_ptr() + part.start
-            under_way.append((start(self._extents[generation], address, offset, nbytes), part))
-            position = part.stop
-        for ticket, _ in under_way:
-            ticket.wait()
-
-    def close(self) -> None:
-        """Give the extents back."""
-        for extent in self._extents.values():
-            self._store.free(extent)
 
 
 class Subject:

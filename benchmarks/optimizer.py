@@ -3,8 +3,8 @@
     python benchmarks/optimizer.py [--store DIR] [--parameters 32000000 128000000] [--dtypes bfloat16 float32]
 
 The limit is the engine alone: it moves the very bytes of a recorded step once more, request by request in the same
-order, through as much buffer memory, without arithmetic between the reads and the writes. The step and the limit take
-turns, and ratios are taken between neighbours. Low-precision parameters have fp32 masters; moments are fp32.
+order, through as much buffer memory, without waiting for anything but room. The step and the limit take turns, and
+ratios are taken between neighbours. Low-precision parameters have fp32 masters; moments are fp32.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ import json
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -28,15 +26,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 import zinf_fx
-from zinf_fx.runtime.disk.store import Extent, Store, Ticket
-from zinf_fx.runtime.memory.buffers import Arena
-from zinf_fx.runtime.memory.leases import Buffer
 from zinf_fx.runtime.tensor.tiers import Tiers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import deepspeed_nvme
+from engine_alone import EngineAlone, recorded
 from master_adamw import adamw
 from train_step import machine
 
@@ -56,103 +52,6 @@ def parameters_like_a_model(count: int, dtype: torch.dtype) -> Iterator[Tensor]:
         yield torch.randn(shape, dtype=dtype)
         count -= min(numel, count)
         index += 1
-
-
-@dataclass(frozen=True)
-class Request:
-    """One transfer that a step asked the store for; `place` is its extent and offset."""
-
-    write: bool
-    extent: Extent
-    offset: int
-    nbytes: int
-
-    @property
-    def place(self) -> tuple[int, int]:
-        return self.extent.generation, self.offset
-
-
-@dataclass
-class Recording:
-    """The requests that a store got, in order, and the most bytes of its host arena that were leased at a time."""
-
-    requests: list[Request]
-    peak: int = 0
-
-
-@contextlib.contextmanager
-def recorded(tiers: Tiers) -> Iterator[Recording]:
-    """What happens in the block. (The arena's own peak is that of the whole job, construction included.)"""
-    store, arena, recording = tiers.store, tiers.host, Recording([])
-    lease_of_arena = arena.lease
-
-    def lease(nbytes: int) -> Buffer:
-        buffer = lease_of_arena(nbytes)
-        recording.peak = max(recording.peak, arena.in_use)
-        return buffer
-
-    def noting(start: Callable[..., Ticket], write: bool) -> Callable[..., Ticket]:
-        def note(extent: Extent, address: int, offset: int, nbytes: int, *, owner: object = None) -> Ticket:
-            recording.requests.append(Request(write, extent, offset, nbytes))
-            return start(extent, address, offset, nbytes, owner=owner)
-
-        return note
-
-    arena.lease, store.read, store.write = lease, noting(store.read, False), noting(store.write, True)
-    try:
-        yield recording
-    finally:
-        del arena.lease, store.read, store.write
-
-
-class Replay:
-    """The transfers of a step, and nothing else: what was read is written back as it is.
-
-    No more bytes are in buffers than in the step. What is written without having been read (a low-precision copy of
-    the weights) gets undefined values, which the next step overwrites.
-    """
-
-    def __init__(self, store: Store, recording: Recording) -> None:
-        self.store, self.requests, self.memory = store, recording.requests, recording.peak
-        self.arena = Arena("replay", 2 * self.memory)  # room for fragmentation; only what is used becomes resident
-        self.rewritten = {request.place for request in self.requests if request.write}
-
-    def run(self) -> None:
-        """Returns when everything is there."""
-        kept: dict[tuple[int, int], tuple[Ticket, Buffer]] = {}
-        passing: deque[tuple[Ticket, Buffer]] = deque()
-
-        def lease(nbytes: int) -> Buffer:
-            while passing and (passing[0][0].done() or self.arena.in_use + nbytes > self.memory):
-                retire()
-            return self.arena.lease(nbytes)
-
-        def retire() -> None:
-            ticket, buffer = passing.popleft()
-            ticket.wait()
-            buffer.release()
-
-        for request in self.requests:
-            if request.write:
-                if request.place in kept:
-                    ticket, buffer = kept.pop(request.place)
-                    ticket.wait()
-                else:
-                    buffer = lease(request.nbytes)
-                passing.append((self._start(self.store.write, request, buffer), buffer))
-            else:
-                buffer = lease(request.nbytes)
-                under_way = self._start(self.store.read, request, buffer), buffer
-                if request.place in self.rewritten:
-                    kept[request.place] = under_way
-                else:
-                    passing.append(under_way)
-        while passing:
-            retire()
-        assert not kept
-
-    def _start(self, start: Callable[..., Ticket], request: Request, buffer: Buffer) -> Ticket:
-        return start(request.extent, buffer.address, request.offset, request.nbytes)
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -175,9 +74,8 @@ def streamed(store: Path, count: int, dtype: torch.dtype, rounds: int, bar: tqdm
     optimizer.step()  # makes the states
     with recorded(tiers) as recording:
         optimizer.step()
-    replay = Replay(tiers.store, recording)
-    replay.run()  # touches its memory
-    rivals = {"step": optimizer.step, "limit": replay.run}
+    engine = EngineAlone(tiers.store, recording.requests, recording.peak)
+    rivals = {"step": optimizer.step, "limit": engine.run}
     times: dict[str, list[float]] = {name: [] for name in rivals}
     for turn in range(rounds):
         for name in list(rivals) if turn % 2 == 0 else reversed(rivals):

@@ -15,6 +15,7 @@ import zinf_fx
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import optimizer as benchmark
+from engine_alone import EngineAlone, recorded
 
 COUNT = 50_000
 
@@ -45,7 +46,7 @@ def test_table_and_what_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_replay_moves_the_same_bytes_and_changes_no_states(tmp_path: Path, dtype: torch.dtype):
+def test_the_engine_alone_moves_the_same_bytes_and_changes_no_states(tmp_path: Path, dtype: torch.dtype):
     model = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(n, dtype=dtype)) for n in (30_000, 7, 50_000))
     zinf_fx.offload(model, store=tmp_path, placement="nvme", chunk="64KiB")
     optimizer = zinf_fx.optim.AdamW(model.parameters(), overlap=False)
@@ -54,11 +55,12 @@ def test_a_replay_moves_the_same_bytes_and_changes_no_states(tmp_path: Path, dty
         parameter.grad.normal_()
     tiers = model[0].storage.tiers
     optimizer.step()
-    with benchmark.recorded(tiers) as recording:
+    with recorded(tiers) as recording:
         optimizer.step()
     before = {name: value.full_tensor() for name, value in optimizer.state[model[2]].items() if name != "step"}
+    engine = EngineAlone(tiers.store, recording.requests, recording.peak)
     moved_before = tiers.store.counters()
-    benchmark.Replay(tiers.store, recording).run()
+    engine.run()
     after = tiers.store.counters()
     read, written = after.bytes_read - moved_before.bytes_read, after.bytes_written - moved_before.bytes_written
     assert read == sum(-(-r.nbytes // 4096) * 4096 for r in recording.requests if not r.write) > 0
