@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+from processes import answer_of
 from tabulate import tabulate
 from tqdm import tqdm
 from train_step import machine
@@ -30,14 +30,6 @@ from zinf_fx.sizes import in_words
 WORKER = Path(__file__).with_name("frozen_worker.py")
 FORMATS = ("nf4", "mxfp4", "int8", "fp8", "fp8_block", "bf16")
 HEADERS = ("base", "s/step", "/ memory", "limit / step", "read, planned", "counted", "peak", "/ memory")
-
-
-def run(request: dict) -> dict:
-    """The answer of a process."""
-    done = subprocess.run([sys.executable, str(WORKER), json.dumps(request)], capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{request['base']} ended with status {done.returncode}:\n{done.stderr.strip()}")
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def rows(rounds: Sequence[dict[str, dict]], rate: float) -> list[list[str]]:
@@ -89,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rounds.append({})
                 for base in bases if number % 2 == 0 else reversed(bases):
                     bar.set_postfix_str(base)
-                    rounds[-1][base] = run(request | {"base": base, "store": store})
+                    rounds[-1][base] = answer_of(base, WORKER, json.dumps(request | {"base": base, "store": store}))
                     bar.update()
     rounds = [{base: one[base] for base in bases} for one in rounds]
     first = rounds[0]["memory"]

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from processes import answer_of
 from tabulate import tabulate
 from train_step import machine
 
@@ -29,14 +29,6 @@ from zinf_fx.sizes import in_words
 WORKER = Path(__file__).with_name("generate_worker.py")
 VARIANTS = ("memory", "zinf", "eager")
 _HEAD = 64
-
-
-def run(request: dict) -> dict:
-    """The answer of a process."""
-    done = subprocess.run([sys.executable, str(WORKER), json.dumps(request)], capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{request['variant']} ended with status {done.returncode}:\n{done.stderr.strip()}")
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def row(batch: int, variant: str, found: dict, memory: dict | None) -> list[str]:
@@ -84,8 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for batch in args.batches:
             found: dict[str, dict] = {}
             for variant in args.variants:
-                asked = {"variant": variant, "batch": batch, "store": args.store or directory}
-                found[variant] = run(request | asked)
+                asked = request | {"variant": variant, "batch": batch, "store": args.store or directory}
+                found[variant] = answer_of(variant, WORKER, json.dumps(asked))
                 rows.append(row(batch, variant, found[variant], found.get("memory")))
     parameters = next(iter(found.values()))["parameters"]
     print(

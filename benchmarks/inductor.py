@@ -19,7 +19,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -40,6 +39,7 @@ import zinf_fx
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from gpt import GPT, GPTConfig, default_dtype, example_batch
+from processes import answer_of
 from train_step import machine
 
 WORKER = Path(__file__).with_name("inductor_worker.py")
@@ -108,24 +108,15 @@ def compile_times(args: argparse.Namespace) -> str:
     rows = []
     for name in (IN_MEMORY, *args.placements):
         for layers in args.depths:
-            request = {"name": name, "layers": layers, "store": args.store and str(args.store)}
+            request = json.dumps({"name": name, "layers": layers, "store": args.store and str(args.store)})
             with tempfile.TemporaryDirectory() as cache:
-                first, second = (worker(request, cache) for _ in range(2))
+                own = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
+                first, second = (answer_of(request, WORKER, request, environment=own) for _ in range(2))
             seconds = [f"{first[key]:.1f}" for key in ("compiling", "rest")] + [f"{second['compiling']:.1f}"]
             rows.append([name, layers, *seconds, first["compiled"], second["compiled"], first["calls"]])
     heads = ["", "layers", "s to compile", "s to capture\nand plan", "s to compile,\nsecond process"]
     heads += ["graphs\ncompiled", "second\nprocess", "regions\nper step"]
     return tabulate(rows, heads, disable_numparse=True)
-
-
-def worker(request: dict, cache: str) -> dict:
-    """The answer of a process that compiles."""
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
-    command = [sys.executable, str(WORKER), json.dumps(request)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise RuntimeError(f"{request} ended with status {done.returncode}:\n{done.stderr.strip()}")
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 class Variant:

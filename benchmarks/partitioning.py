@@ -19,7 +19,6 @@ import argparse
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -43,6 +42,7 @@ from zinf_fx.runtime.tensor.storage import TensorStorage
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from processes import answer_of
 from train_step import machine
 
 TOGETHER = 3
@@ -126,14 +126,11 @@ def on_rank(args: argparse.Namespace) -> None:
 
 def launch(size: int, args: argparse.Namespace, stores: Sequence[Path]) -> dict[str, list[float]]:
     """The seconds that `size` ranks measured."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), __file__, "--on-rank"]
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", str(size), __file__, "--on-rank"]
     command += ["--parameters", str(args.parameters), "--mib", str(args.mib), "--rounds", str(args.rounds)]
     command += ["--small", str(args.small)]
     command += ["--stores", *map(str, stores)]
-    done = subprocess.run(command, capture_output=True, text=True, env={"OMP_NUM_THREADS": "1", **os.environ})
-    if done.returncode:
-        sys.exit(f"{size} ranks failed:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return answer_of(f"{size} ranks", *command, environment={"OMP_NUM_THREADS": "1", **os.environ})
 
 
 def parser() -> argparse.ArgumentParser:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,8 +26,10 @@ from zinf_fx.plan.show.html import to_html
 from zinf_fx.plan.simulation.simulate import simulate_plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gpt import GPT, GPTConfig, default_dtype, example_batch
+from processes import answer_of
 
 HEAD = 160  # elements of one attention head
 MACHINE = "dgx-2"
@@ -69,16 +70,6 @@ def measure(layers: int, hidden: int, ranks: int, placement: str) -> dict[str, f
     }
 
 
-def in_a_process(options: argparse.Namespace, layers: int) -> dict[str, float]:
-    """The same, in a process whose peak memory is that of this depth alone."""
-    command = [sys.executable, __file__, "--one", "--layers", str(layers), "--hidden", str(options.hidden)]
-    command += ["--ranks", str(options.ranks), "--placement", options.placement]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"planning {layers} layers failed:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -92,7 +83,11 @@ def main() -> None:
     if options.one:
         print(json.dumps(measure(options.layers[0], options.hidden, options.ranks, options.placement)))
         return
-    found = [in_a_process(options, layers) for layers in sorted(set(options.layers))]
+    same = ["--hidden", str(options.hidden), "--ranks", str(options.ranks), "--placement", options.placement]
+    found = [
+        answer_of(f"planning {layers} layers", __file__, "--one", "--layers", str(layers), *same)
+        for layers in sorted(set(options.layers))
+    ]
     for shallower, one in zip([None, *found], found, strict=False):
         if shallower is not None:
             one["per_layer"] = (one["cpu"] - shallower["cpu"]) / (one["layers"] - shallower["layers"])

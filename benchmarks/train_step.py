@@ -18,12 +18,12 @@ import json
 import math
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+from processes import answer_of
 from tabulate import tabulate
 from tqdm import tqdm
 
@@ -33,19 +33,9 @@ OVERLAPS = {"zinf": {"overlap": True}, "zinf-in-backward": {"step_in_backward": 
 WORKER = Path(__file__).with_name("train_step_variant.py")
 
 
-class VariantError(Exception):
-    """A variant's process failed."""
-
-
 def run_variant(request: dict) -> dict:
     """What ``train_step_variant.measure`` returns, from a fresh process."""
-    command = [sys.executable, str(WORKER), json.dumps(request)]
-    # Not subprocess.run: after Ctrl-C it kills the process at once, before that has removed its scratch store.
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        answer, complaint = process.communicate()
-    if process.returncode:
-        raise VariantError(f"variant {request['variant']} ended with status {process.returncode}:\n{complaint.strip()}")
-    return json.loads(answer.splitlines()[-1])
+    return answer_of(f"variant {request['variant']}", WORKER, json.dumps(request))
 
 
 def run_rounds(requests: Sequence[dict], repeats: int) -> list[dict[str, dict]]:
@@ -214,12 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         for variant in variants
     ]
-    try:
-        rounds = run_rounds(requests, args.repeats)
-    except VariantError as error:
-        print(error, file=sys.stderr)
-        return 1
-
+    rounds = run_rounds(requests, args.repeats)
     summaries = [summarise(rounds, variant) for variant in variants]
     first = rounds[0][variants[0]]
     comparison, passed = compare_losses(rounds, args.device == "cpu") if args.check else ([], True)
