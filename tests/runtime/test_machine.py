@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +21,10 @@ from zinf_fx.runtime.disk.filesystem import file_system_of
 from zinf_fx.runtime.disk.measure import Profile, store_profile
 from zinf_fx.runtime.memory.limit import memory_limit
 from zinf_fx.sizes import WINDOW_ALIGNMENT
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+from gpt import default_dtype
 
 PROFILE = Profile(read=3e9, write=6e9, mixed=4e9, provider="aio", depth=8, block=4 << 20, measured_at=1.0)
 
@@ -133,6 +138,26 @@ def test_rates_count_what_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert found.unified and found.updates == found.codes == found.splits == WINDOW_ALIGNMENT / 0.5
     assert found.launch == 0
     assert machine.launch_seconds(torch.device("cpu")) == 0.5 / 1000
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_what_is_updated_is_fp32_whatever_the_default_dtype(
+    default: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Native code writes so many bytes."""
+    written: list[torch.dtype] = []
+
+    def noted(*arguments: torch.Tensor | str) -> torch.Tensor:
+        written.append(arguments[-1].dtype)
+        return arguments[-1]
+
+    monkeypatch.setattr(machine, "decode", noted)
+    monkeypatch.setattr(machine, "join", noted)
+    monkeypatch.setattr(machine, "encode", lambda *arguments: None)
+    monkeypatch.setattr(machine, "split", lambda *arguments: None)
+    with default_dtype(default):
+        machine.update_rates()
+    assert set(written) == {torch.float32}
 
 
 def test_the_mean_of_several_runs_counts(monkeypatch: pytest.MonkeyPatch):
