@@ -37,6 +37,7 @@ from checkpoint_worker import IDLE
 from tabulate import tabulate
 from tqdm import tqdm
 from train_step import machine
+from turns import in_turns
 
 from zinf_fx.checkpoint.files import FILES
 from zinf_fx.checkpoint.training.open_files import opened
@@ -228,14 +229,12 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
-    rounds: list[dict[str, dict]] = []
+    rounds: list[dict[str, dict]] = [{} for _ in range(args.rounds)]
     with tqdm(total=args.rounds * len(args.ways), unit="run", disable=not sys.stderr.isatty()) as bar:
-        for number in range(args.rounds):
-            rounds.append({})
-            for way in args.ways if number % 2 == 0 else reversed(args.ways):
-                bar.set_postfix_str(way)
-                rounds[-1][way] = run(way, args)
-                bar.update()
+        for number, way in in_turns(args.ways, args.rounds):
+            bar.set_postfix_str(way)
+            rounds[number][way] = run(way, args)
+            bar.update()
     first = rounds[0][args.ways[0]]
     print(f"{machine()}; {first['parameters']:,} parameters, bf16 with fp32 masters and moments, all on disk")
     if rates := [rate for each in rounds for one in each.values() for rate in one["rates"]]:

@@ -23,6 +23,7 @@ from processes import answer_of
 from tabulate import tabulate
 from tqdm import tqdm
 from train_step import machine
+from turns import in_turns
 
 from zinf_fx.runtime.disk.measure import Trial
 from zinf_fx.sizes import in_words
@@ -72,18 +73,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = {name: getattr(args, name) for name in ("layers", "hidden", "heads", "context")}
     request = {"model": model} | {name: getattr(args, name) for name in ("batch", "rank", "activations", "steps")}
     bases = ["memory", *args.formats]
-    rounds: list[dict[str, dict]] = []
+    rounds: list[dict[str, dict]] = [{} for _ in range(args.rounds)]
     with tempfile.TemporaryDirectory(dir=args.store) as store:
         with Trial(Path(store), nbytes=1 << 30, checksum=True) as trial:
             rate = trial.run("read").bytes_per_second
         with tqdm(total=args.rounds * len(bases), unit="run", disable=not sys.stderr.isatty()) as bar:
-            for number in range(args.rounds):
-                rounds.append({})
-                for base in bases if number % 2 == 0 else reversed(bases):
-                    bar.set_postfix_str(base)
-                    rounds[-1][base] = answer_of(base, WORKER, json.dumps(request | {"base": base, "store": store}))
-                    bar.update()
-    rounds = [{base: one[base] for base in bases} for one in rounds]
+            for number, base in in_turns(bases, args.rounds):
+                bar.set_postfix_str(base)
+                rounds[number][base] = answer_of(base, WORKER, json.dumps(request | {"base": base, "store": store}))
+                bar.update()
     first = rounds[0]["memory"]
     print(f"{machine()}; the engine reads {in_words(round(rate))}/s in this directory, with checksums")
     print(

@@ -41,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from gpt import GPT, GPTConfig, default_dtype, example_batch
 from processes import answer_of
 from train_step import machine
+from turns import in_turns
 
 WORKER = Path(__file__).with_name("inductor_worker.py")
 TABLES = ("errors", "compile", "steps")
@@ -200,10 +201,11 @@ class OwnProcess:
 def steps(args: argparse.Namespace) -> str:
     kinds = [(IN_MEMORY, ""), *((placement, one) for placement in args.placements for one in args.computes)]
     variants = [OwnProcess(*kind, args) for kind in kinds]
-    rounds: list[dict[str, float]] = []
-    for _ in tqdm(range(args.rounds), unit="round", disable=not sys.stderr.isatty()):
-        order = variants if len(rounds) % 2 == 0 else variants[::-1]
-        rounds.append({variant.name: variant.turn(args.steps) for variant in order})
+    rounds: list[dict[str, float]] = [{} for _ in range(args.rounds)]
+    with tqdm(total=args.rounds * len(variants), unit="turn", disable=not sys.stderr.isatty()) as bar:
+        for number, variant in in_turns(variants, args.rounds):
+            rounds[number][variant.name] = variant.turn(args.steps)
+            bar.update()
     for variant in variants:
         variant.end()
     rows = []

@@ -35,6 +35,7 @@ import deepspeed_nvme
 from engine_alone import EngineAlone, recorded
 from master_adamw import adamw
 from train_step import machine
+from turns import in_turns
 
 OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 DEEPSPEED = Path(__file__).with_name("optimizer_deepspeed.py")
@@ -77,11 +78,10 @@ def streamed(store: Path, count: int, dtype: torch.dtype, rounds: int, bar: tqdm
     engine = EngineAlone(tiers.store, recording.requests, recording.peak)
     rivals = {"step": optimizer.step, "limit": engine.run}
     times: dict[str, list[float]] = {name: [] for name in rivals}
-    for turn in range(rounds):
-        for name in list(rivals) if turn % 2 == 0 else reversed(rivals):
-            bar.set_description(f"{count / 1e6:g} M {dtype} {name}")
-            times[name].append(seconds(rivals[name]))
-            bar.update()
+    for _, name in in_turns(list(rivals), rounds):
+        bar.set_description(f"{count / 1e6:g} M {dtype} {name}")
+        times[name].append(seconds(rivals[name]))
+        bar.update()
     moved = {write: sum(r.nbytes for r in recording.requests if r.write == write) for write in (False, True)}
     return {
         "optimizer": "zinf_fx.optim.AdamW, all on NVMe",

@@ -31,6 +31,7 @@ from arguments import add_gpt, check
 from gpt import GPT, GPTConfig, default_dtype, example_batch
 from train_step import machine
 from train_step_variant import OPTIONS, plain, timed_step
+from turns import in_turns
 
 MODES = {"overlap": {"overlap": True}, "in backward": {"step_in_backward": True}, "synchronous": {"overlap": False}}
 ALONE = "forward and backward"
@@ -88,11 +89,10 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     }
     seconds: dict[str, list[float]] = {mode: [] for mode in runs}
     with tqdm(total=args.rounds * len(runs), unit="block", disable=not sys.stderr.isatty()) as bar:
-        for number in range(args.rounds):
-            for mode in runs if number % 2 == 0 else reversed(runs):
-                bar.set_postfix_str(mode)
-                seconds[mode].append(runs[mode]())
-                bar.update()
+        for _, mode in in_turns(list(runs), args.rounds):
+            bar.set_postfix_str(mode)
+            seconds[mode].append(runs[mode]())
+            bar.update()
     shares = {
         mode: [1 - alone / whole for alone, whole in zip(seconds[ALONE], seconds[mode], strict=True)]
         for mode in args.modes

@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from gpt import GPT, GPTConfig
 from train_step import machine
+from turns import in_turns
 
 IN_MEMORY = ("eager", "aot_eager")
 PLACEMENTS = ("device", "host", "nvme", "infinity-nvme")
@@ -195,14 +196,13 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     torch.set_num_threads(1)
     LOG.setLevel(logging.DEBUG)
     variants = [Variant(name, args.model, args.store, args.pack) for name in (*IN_MEMORY, *args.placements)]
-    rounds: list[dict[str, dict[str, float]]] = []
-    for _ in tqdm(range(args.rounds), unit="round", disable=not sys.stderr.isatty()):
-        taken = {}
-        for variant in variants if len(rounds) % 2 == 0 else reversed(variants):
+    rounds: list[dict[str, dict[str, float]]] = [{} for _ in range(args.rounds)]
+    with tqdm(total=args.rounds * len(variants), unit="turn", disable=not sys.stderr.isatty()) as bar:
+        for number, variant in in_turns(variants, args.rounds):
             steps = [variant.step() for _ in range(args.steps)]
             steps[-1]["optimizer"] += variant.finish()
-            taken[variant.name] = {part: sum(step[part] for step in steps) / args.steps for part in PARTS}
-        rounds.append(taken)
+            rounds[number][variant.name] = {part: sum(step[part] for step in steps) / args.steps for part in PARTS}
+            bar.update()
     found = []
     for variant in variants:
         mine = [one[variant.name] for one in rounds]

@@ -26,6 +26,7 @@ from statistics import median
 from processes import answer_of
 from tabulate import tabulate
 from tqdm import tqdm
+from turns import in_turns
 
 VARIANTS = ("eager", "compile", "zinf", "zinf-in-backward", "zinf-sync")
 # What zinf_fx.optim.AdamW gets.
@@ -40,15 +41,12 @@ def run_variant(request: dict) -> dict:
 
 def run_rounds(requests: Sequence[dict], repeats: int) -> list[dict[str, dict]]:
     """``repeats`` rounds, each ``{variant: result}``; every other round runs in the opposite order."""
-    rounds = []
+    rounds: list[dict[str, dict]] = [{} for _ in range(repeats)]
     with tqdm(total=repeats * len(requests), unit="run", disable=not sys.stderr.isatty()) as bar:
-        for number in range(repeats):
-            results = {}
-            for request in requests if number % 2 == 0 else reversed(requests):
-                bar.set_postfix_str(request["variant"])
-                results[request["variant"]] = run_variant(request)
-                bar.update()
-            rounds.append(results)
+        for number, request in in_turns(requests, repeats):
+            bar.set_postfix_str(request["variant"])
+            rounds[number][request["variant"]] = run_variant(request)
+            bar.update()
     return rounds
 
 

@@ -49,6 +49,7 @@ from gpt import GPT, GPTConfig, default_dtype, example_batch
 from master_adamw import adamw
 from train_step import machine
 from train_step_variant import OPTIONS
+from turns import in_turns
 
 WAYS = ("vertical", "horizontal", "in memory", "DeepSpeed")
 SIMULATED = WAYS[:2]
@@ -193,22 +194,20 @@ def with_prediction(turn: Callable[[], float], predict: Callable[[], float]) -> 
 def measure(args: argparse.Namespace, store: str) -> list[dict]:
     """A row for each number of micro-batches and way."""
     rows = []
-    with tqdm(total=len(args.counts) * args.rounds, unit="round", disable=not sys.stderr.isatty()) as bar:
+    turns = len(args.counts) * args.rounds * len(args.ways)
+    with tqdm(total=turns, unit="turn", disable=not sys.stderr.isatty()) as bar:
         for count in args.counts:
             bar.set_postfix_str(f"{count} micro-batches")
             with trained(args, count, store) as trainings:
-                rounds: list[dict[str, float]] = []
-                predicted: list[dict[str, float]] = []
-                for number in range(args.rounds):
-                    rounds.append({})
-                    predicted.append({})
-                    for way in args.ways if number % 2 == 0 else args.ways[::-1]:
-                        turn = partial(trainings[way].seconds, args.steps)
-                        if args.simulate and way in SIMULATED:
-                            predict = partial(simulated, args, way, count, store)
-                            rounds[-1][way], predicted[-1][way] = with_prediction(turn, predict)
-                        else:
-                            rounds[-1][way] = turn()
+                rounds: list[dict[str, float]] = [{} for _ in range(args.rounds)]
+                predicted: list[dict[str, float]] = [{} for _ in range(args.rounds)]
+                for number, way in in_turns(args.ways, args.rounds):
+                    turn = partial(trainings[way].seconds, args.steps)
+                    if args.simulate and way in SIMULATED:
+                        predict = partial(simulated, args, way, count, store)
+                        rounds[number][way], predicted[number][way] = with_prediction(turn, predict)
+                    else:
+                        rounds[number][way] = turn()
                     bar.update()
                 moved = {way: training.bytes_per_parameter for way, training in trainings.items()}
             tokens = count * args.micro_batch * args.context

@@ -1,0 +1,16 @@
+"""Ways that are compared take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+Way = TypeVar("Way")
+
+
+def in_turns(ways: Sequence[Way], rounds: int) -> Iterator[tuple[int, Way]]:
+    """The number of each round with each way; every other round goes in the opposite order, so that none of them always
+    comes after the same one."""
+    for number in range(rounds):
+        for way in ways if number % 2 == 0 else reversed(ways):
+            yield number, way
