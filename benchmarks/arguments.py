@@ -6,8 +6,6 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 
 def check(options: argparse.ArgumentParser, args: argparse.Namespace, *names: str) -> None:
     """End the program, saying which, where one of the named numbers, or of the named lists of them, is below 1, or a
@@ -24,6 +22,8 @@ def check(options: argparse.ArgumentParser, args: argparse.Namespace, *names: st
 @contextmanager
 def computing_with(threads: int) -> Iterator[None]:
     """A block in which PyTorch computes with so many threads."""
+    import torch  # here: some programs whose arguments these are leave it, and its memory, to their workers
+
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -32,9 +32,16 @@ def computing_with(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def add_gpt(parser: argparse.ArgumentParser, context: int) -> None:
-    """The shape of a GPT, by default of 303 M parameters; `context`: bytes of text in a sequence, by default."""
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--heads", type=int, default=16)
+def add_gpt(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup,
+    context: int,
+    layers: int = 24,
+    hidden: int = 1024,
+    heads: int = 16,
+) -> None:
+    """The shape of a GPT: by default so many layers, their size, attention heads, and bytes of text in a sequence.
+    Those of 303 M parameters are the defaults."""
+    parser.add_argument("--layers", type=int, default=layers)
+    parser.add_argument("--hidden", type=int, default=hidden)
+    parser.add_argument("--heads", type=int, default=heads)
     parser.add_argument("--context", type=int, default=context)

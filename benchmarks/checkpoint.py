@@ -33,6 +33,7 @@ from pathlib import Path
 from statistics import mean, median
 
 import torch
+from arguments import add_gpt
 from checkpoint_worker import IDLE
 from tabulate import tabulate
 from tqdm import tqdm
@@ -212,10 +213,7 @@ def verdicts(rounds: Rounds) -> list[str]:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--context", type=int, default=512)
+    add_gpt(parser, context=512)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3, help="of a block, each followed by a save")
     parser.add_argument("--blocks", type=int, default=6, help="with saves, and as many without; of the slow ways fewer")

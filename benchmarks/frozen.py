@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+from arguments import add_gpt
 from processes import answer_of
 from tabulate import tabulate
 from tqdm import tqdm
@@ -54,10 +55,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--context", type=int, default=256)
+    add_gpt(parser, context=256, hidden=2048)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rank", type=int, default=16, help="of the adapters")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["nf4", "int8", "bf16"])

@@ -38,6 +38,7 @@ import zinf_fx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
+from arguments import add_gpt, check
 from gpt import GPT, GPTConfig, default_dtype, example_batch
 from processes import answer_of
 from train_step import machine
@@ -229,27 +230,20 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--computes", nargs="+", choices=("eager", "inductor"), default=["inductor"], help="of steps")
     parser.add_argument("--depths", nargs="+", type=int, default=[6, 24, 48], help="layers of what is compiled")
     parser.add_argument("--error-steps", type=int, default=5, help="steps after which errors are looked at")
-    parser.add_argument("--layers", type=int, default=24, help="of the steps' model, as all below")
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=2, help="timed ones of each variant in each round")
     parser.add_argument("--store", type=Path, help="directory of the store (default: zinf_fx's)")
+    steps = parser.add_argument_group("the steps")
+    add_gpt(steps, context=512)
+    steps.add_argument("--batch", type=int, default=2)
+    steps.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    steps.add_argument("--rounds", type=int, default=5)
+    steps.add_argument("--steps", type=int, default=2, help="timed ones of each variant in each round")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser()
     args = options.parse_args(arguments)
-    counts = ("error_steps", "layers", "hidden", "heads", "context", "batch", "rounds", "steps")
-    for name in counts:
-        if getattr(args, name) < 1:
-            options.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
-    if args.hidden % args.heads:
-        options.error(f"--hidden ({args.hidden}) must be a multiple of --heads ({args.heads})")
+    check(options, args, "error_steps", "layers", "hidden", "heads", "context", "batch", "rounds", "steps")
     print(f"{machine()}; torch {torch.__version__}")
     for name, table in (("errors", errors), ("compile", compile_times), ("steps", steps)):
         if name in args.tables:

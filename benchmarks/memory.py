@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from arguments import add_gpt
 from tabulate import tabulate
 from train_step import machine, run_variant
 
@@ -96,10 +97,7 @@ def fits(hidden: int, factor: int, budget: int, dtype: torch.dtype) -> bool:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--context", type=int, default=512)
+    add_gpt(parser, context=512, layers=8, hidden=512, heads=8)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--chunk", default="4MiB", help="of the optimizer's step")

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+from arguments import add_gpt, check
 from processes import answer_of
 from tabulate import tabulate
 from tqdm import tqdm
@@ -154,10 +155,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     model = parser.add_argument_group("model and batch")
-    model.add_argument("--layers", type=int, default=24)
-    model.add_argument("--hidden", type=int, default=1024)
-    model.add_argument("--heads", type=int, default=16)
-    model.add_argument("--context", type=int, default=512)
+    add_gpt(model, context=512)
     model.add_argument("--batch", type=int, default=4)
     model.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="AdamW's states are fp32")
     model.add_argument("--clip", type=float, help="clip the gradients' norm to this")
@@ -180,12 +178,9 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser()
     args = options.parse_args(arguments)
-    for name in ("layers", "hidden", "heads", "context", "batch", "warmup", "steps", "repeats"):
-        least = 0 if name == "warmup" else 1
-        if getattr(args, name) < least:
-            options.error(f"--{name} must be at least {least}, not {getattr(args, name)}")
-    if args.hidden % args.heads:
-        options.error(f"--hidden ({args.hidden}) must be a multiple of --heads ({args.heads})")
+    check(options, args, "layers", "hidden", "heads", "context", "batch", "steps", "repeats")
+    if args.warmup < 0:
+        options.error(f"--warmup must be at least 0, not {args.warmup}")
     if args.clip is not None and "zinf-in-backward" in args.variants:
         options.error("--clip needs gradients after backward, and zinf-in-backward has consumed them: leave one out")
     if args.check and (len(set(args.variants)) < 2 or "eager" not in args.variants):
