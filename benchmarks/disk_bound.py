@@ -43,10 +43,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import add_gpt, check, computing_with
 from engine_alone import EngineAlone, recorded
 from gpt import GPT, GPTConfig, default_dtype, example_batch
-from master_adamw import adamw
 from optimizer import seconds
 from train_step import machine
-from train_step_variant import OPTIONS
+from train_step_variant import OPTIONS, plain, timed_step
+from turns import in_turns
 
 MODES = {"default": {}, "step_in_backward": {"step_in_backward": True}}
 PHASES = ("forward", "backward", "step")
@@ -62,8 +62,9 @@ class Subject:
         planned, moved: bytes per step read and written, by the plan, and by a step that was recorded.
     """
 
-    def __init__(self, args: argparse.Namespace, mode: str, store: str) -> None:
-        config = GPTConfig(layers=args.layers, hidden=args.hidden, heads=args.heads, context=args.context)
+    def __init__(
+        self, config: GPTConfig, batch: Sequence[torch.Tensor], args: argparse.Namespace, mode: str, store: str
+    ) -> None:
         torch.manual_seed(0)
         with default_dtype(torch.bfloat16), zinf_fx.offloading(store=store, placement=args.placement, pack="auto"):
             self.model = GPT(config)
@@ -72,7 +73,7 @@ class Subject:
         states = {option: dtypes.get(name, name) for option, name in kept.items()}
         self._optimizer = zinf_fx.optim.AdamW(self.model.parameters(), **MODES[mode], **states, **OPTIONS)
         self._loss = torch.compile(self.model, backend="zinf")
-        self._batch = example_batch(config, args.batch)
+        self._batch = batch
         self.tiers: Tiers = next(self.model.parameters()).storage.tiers
         self.seconds: list[dict[str, float]] = []
         self._marks: list[float] = []
@@ -153,42 +154,26 @@ def shares_of(recording: Recording, start: float, end: float) -> dict[str, float
     return times | {"idle": end - start - times.pop("disk"), "all": end - start}
 
 
-class InMemory:
-    """The same step in plain PyTorch, with everything in memory."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        config = GPTConfig(layers=args.layers, hidden=args.hidden, heads=args.heads, context=args.context)
-        with default_dtype(torch.bfloat16):
-            self._model = GPT(config)
-        self._optimizer = adamw(self._model.parameters(), torch.bfloat16, **OPTIONS)
-        self._batch = example_batch(config, args.batch)
-        self.run()
-
-    def run(self) -> None:
-        """One step."""
-        self._model(*self._batch).backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-
 def measure(args: argparse.Namespace, store: str) -> list[dict]:
     """A row for each mode."""
-    in_memory = InMemory(args)
+    config = GPTConfig(layers=args.layers, hidden=args.hidden, heads=args.heads, context=args.context)
+    batch = example_batch(config, args.batch)
+    in_memory = plain(config, torch.bfloat16, torch.device("cpu"), compiled=False)
+    timed_step(in_memory, batch, clip=None)
     rows = []
-    with tqdm(total=len(args.modes) * args.rounds, unit="round", disable=not sys.stderr.isatty()) as bar:
+    with tqdm(total=2 * len(args.modes) * args.rounds, unit="turn", disable=not sys.stderr.isatty()) as bar:
         for mode in args.modes:
-            subject = Subject(args, mode, store)
-            rounds: list[dict[str, float]] = []
-            for number in range(args.rounds):
+            subject = Subject(config, batch, args, mode, store)
+            rounds: list[dict[str, float]] = [{} for _ in range(args.rounds)]
+            for number, turn in in_turns(("step", "limit"), args.rounds):
                 bar.set_postfix_str(mode)
-                limits: dict[str, float] = {}
-                for turn in ("before", "after") if number % 2 == 0 else ("after", "before"):
-                    if turn == "before":
-                        subject.train(args.steps)
-                    else:
-                        limits = {"engine": seconds(subject.engine.run), "memory": seconds(in_memory.run)}
-                step = median(one["all"] for one in subject.seconds[-args.steps :])
-                rounds.append(limits | {"step": step, "limit": max(limits.values())})
+                if turn == "step":
+                    subject.train(args.steps)
+                    rounds[number]["step"] = median(one["all"] for one in subject.seconds[-args.steps :])
+                else:
+                    memory = timed_step(in_memory, batch, clip=None)["step"]
+                    limits = {"engine": seconds(subject.engine.run), "memory": memory}
+                    rounds[number] |= limits | {"limit": max(limits.values())}
                 bar.update()
             rows.append(row(mode, subject, rounds))
             subject.engine.close()
