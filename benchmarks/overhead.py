@@ -34,6 +34,7 @@ import zinf_fx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
+from frozen_worker import adapt
 from gpt import GPT, GPTConfig
 from train_step import machine
 from turns import in_turns
@@ -74,19 +75,6 @@ class Experts(nn.Module):
         return x.square().mean()
 
 
-class Adapted(nn.Module):
-    """A frozen linear layer with a low-rank adapter beside it (LoRA)."""
-
-    def __init__(self, base: nn.Linear, rank: int) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
 def gpt(layers: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
     config = GPTConfig(layers=layers, hidden=64, heads=4, context=16)
     return GPT(config), (torch.randint(0, 256, (1, 16)), torch.randint(0, 256, (1, 16)))
@@ -94,11 +82,7 @@ def gpt(layers: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 def lora(layers: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
     model, batch = gpt(layers)
-    model.requires_grad_(False)
-    for block in model.blocks:
-        block.attention.qkv, block.attention.out = Adapted(block.attention.qkv, 4), Adapted(block.attention.out, 4)
-        block.mlp.up, block.mlp.down = Adapted(block.mlp.up, 4), Adapted(block.mlp.down, 4)
-    return model, batch
+    return adapt(model, rank=4), batch
 
 
 def experts(count: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
