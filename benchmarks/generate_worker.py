@@ -10,7 +10,6 @@ from statistics import mean, median
 
 import torch
 import transformers
-from pretrained_worker import resident
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import zinf_fx
@@ -20,6 +19,10 @@ from zinf_fx.plan.memory.accounting import phases
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.simulation.event_graph import Compute
 from zinf_fx.plan.simulation.simulate import simulate_plan
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+from resident import peak_resident_bytes
 
 _WARM_UP = 4  # tokens: by then, Dynamo has made all graphs
 
@@ -68,7 +71,7 @@ def main() -> None:
         "first": clock.times[0] - started,
         "seconds": median(seconds),
         "read": (zinf_fx.stats(model).bytes_read - read) / request["tokens"],
-        "peak": resident("VmHWM"),
+        "peak": peak_resident_bytes(),
         "text": text.tolist(),
     }
     if machines:

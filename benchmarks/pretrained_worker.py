@@ -18,6 +18,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 import zinf_fx
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+from resident import peak_resident_bytes, resident_bytes
+
 TOKENS = torch.arange(3, 19).view(1, 16)
 
 
@@ -78,18 +82,12 @@ def train(model: PreTrainedModel, steps: int) -> None:
 
 def measured(action: Callable, name: str, found: dict) -> object:
     """What `action` returns. In `found`: its seconds, and the most memory that it took above what there was."""
-    before = resident("VmRSS")
+    before = resident_bytes()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins now
     started = time.perf_counter()
     result = action()
-    found[name] = {"seconds": time.perf_counter() - started, "peak": max(resident("VmHWM") - before, 0)}
+    found[name] = {"seconds": time.perf_counter() - started, "peak": max(peak_resident_bytes() - before, 0)}
     return result
-
-
-def resident(name: str) -> int:
-    """Bytes: VmRSS, resident now, or VmHWM, the most so far; pages of mapped files among them."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) << 10
 
 
 def compare_logits(model: PreTrainedModel, request: dict, found: dict) -> None:
