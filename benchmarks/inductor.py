@@ -149,8 +149,7 @@ class Variant:
         self._step()
         seconds = median([self._step() for _ in range(steps)])
         if not self.in_memory:
-            with self.optimizer.between_steps():
-                pass
+            self.optimizer.finish()
         return seconds
 
     def _step(self) -> float:
