@@ -3,40 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from zinf_fx.checkpoint.importing import misfit, places_of
 from zinf_fx.checkpoint.published import Published, as_published
+from zinf_fx.checkpoint.safetensors_file import Kind, TensorInFile
 from zinf_fx.checkpoint.training.files import MANIFEST
 from zinf_fx.checkpoint.training.loading import check_files, manifest_of
 from zinf_fx.checkpoint.training.manifest import Manifest, SavedTensor
 from zinf_fx.checkpoint.training.parts.module import FORMATS
 from zinf_fx.errors import CheckpointError
+from zinf_fx.runtime.tensor.quantised import Quantised
 
 _MODEL = "model"
 
 
-@dataclass(frozen=True)
-class Located:
-    """A tensor in a file.
-
-    Attributes:
-        offset: of its first byte; the others follow.
-        shape, dtype: of what is stored: of a quantised tensor, its bytes.
-        quantised: the format of one that is, the dtype of its values, and whether they are transposed.
-    """
-
-    path: Path
-    offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    quantised: tuple[str, torch.dtype, bool] | None = None
-
-
-def located(path: Path, wanted: Mapping[str, torch.Tensor]) -> dict[str, Located | Published]:
+def located(path: Path, wanted: Mapping[str, torch.Tensor]) -> dict[str, TensorInFile | Published]:
     """By name, where the parameters and buffers of a model are: in a checkpoint that `save_checkpoint` wrote, or in
     safetensors files, as `load_safetensors` takes them. `wanted`: the model's.
 
@@ -47,21 +31,18 @@ def located(path: Path, wanted: Mapping[str, torch.Tensor]) -> dict[str, Located
         places, wrong = as_published(places_of(path), wanted)
         if wrong:
             raise misfit(path, wrong)
-        return {
-            name: one if isinstance(one, Published) else Located(one.path, one.offset, one.shape, one.kind.dtype)
-            for name, one in places.items()
-        }
+        return places
     manifest = manifest_of(path)
     check_files(path, manifest)
     formats = manifest.values.get(_MODEL, {}).get(FORMATS, {})
-    found = {}
+    found: dict[str, TensorInFile | Published] = {}
     for whole, saved in manifest.by_name().items():
         part, _, name = whole.partition("/")
         if part == _MODEL:
             how = formats.get(name)
-            quantised = None if how is None else (how[0], getattr(torch, how[1]), len(how) > 2)
+            quantised = None if how is None else Quantised(how[0], getattr(torch, how[1]), len(how) > 2)
             file, offset = _in_one_piece(path, manifest, saved)
-            found[name] = Located(file, offset, saved.shape, saved.dtype, quantised)
+            found[name] = TensorInFile(file, Kind(saved.dtype, saved.shape), offset, quantised)
     return found
 
 

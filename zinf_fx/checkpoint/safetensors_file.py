@@ -19,6 +19,7 @@ import torch
 
 from zinf_fx.errors import CheckpointError
 from zinf_fx.runtime.memory.buffers import octets
+from zinf_fx.runtime.tensor.quantised import Quantised
 
 # By the names that the format has for them. It has more, for which torch has no dtype, such as those of 4 and 6 bits.
 _NAMES = {
@@ -72,11 +73,17 @@ class Kind:
 
 @dataclass(frozen=True)
 class TensorInFile:
-    """A tensor in a file: what it is, and the offset of its first byte."""
+    """A tensor in a file: what it is, and the offset of its first byte.
+
+    Attributes:
+        kind: of what is stored: of a quantised tensor, its bytes.
+        quantised: how these become values; None: they are values.
+    """
 
     path: Path
     kind: Kind
     offset: int
+    quantised: Quantised | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

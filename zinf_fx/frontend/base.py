@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from zinf_fx.checkpoint.agreement import together
 from zinf_fx.checkpoint.elements import fill, quantised_as
-from zinf_fx.checkpoint.in_place import Located, located
+from zinf_fx.checkpoint.in_place import located
 from zinf_fx.checkpoint.naming import unwrapped
 from zinf_fx.checkpoint.published import Published
-from zinf_fx.checkpoint.safetensors_file import WeightFiles
+from zinf_fx.checkpoint.safetensors_file import TensorInFile, WeightFiles
 from zinf_fx.checkpoint.training.parts.part import listed
 from zinf_fx.config import Config
 from zinf_fx.errors import CheckpointError, ConfigError
@@ -27,7 +27,6 @@ from zinf_fx.runtime.disk.read_only import FileExtent, ReadOnlyFile
 from zinf_fx.runtime.memory.device import device_of
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.home import Home
-from zinf_fx.runtime.tensor.quantised import Quantised
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter
 from zinf_fx.runtime.tensor.tiers import Tiers
@@ -97,7 +96,7 @@ def _take_over(
 
 def _twins(
     parameters: Mapping[str, torch.nn.Parameter],
-    found: Mapping[str, Located | Published],
+    found: Mapping[str, TensorInFile | Published],
     configs: Mapping[str, Config],
     owners: Owners,
 ) -> dict[int, StoredTensor]:
@@ -141,15 +140,15 @@ def _packed(
 def _twin(
     name: str,
     parameter: torch.Tensor,
-    place: Located,
+    place: TensorInFile,
     config: Config,
     files: dict[Path, ReadOnlyFile],
 ) -> StoredTensor:
     """The stored parameter that has the bytes at `place`. Raises: StoreError, ConfigError."""
     tiers = Tiers.of(config)
     ranks, partitioned = Ranks.of(config), config.placement.stage == 3
-    numel, itemsize = torch.Size(place.shape).numel(), place.dtype.itemsize
-    shards = shards_of(place.shape, place.dtype, ranks.shards, config)
+    numel, dtype = place.kind.numel, place.kind.dtype
+    shards = shards_of(place.shape, dtype, ranks.shards, config)
     device = torch.device("cpu") if parameter.is_meta else parameter.device
     first, count, held = 0, numel, numel
     if partitioned and ranks.shards > 1:
@@ -162,37 +161,32 @@ def _twin(
         first, count, held = own.start, len(own), shards.held_by(ranks.shard)
     if place.path not in files:
         files[place.path] = tiers.store.open_read_only(place.path)
-    extent = FileExtent(files[place.path], place.offset + first * itemsize, count * itemsize)
-    home = Home(tiers, "nvme", held, place.dtype, device_of(device), extent)
+    extent = FileExtent(files[place.path], place.offset + first * dtype.itemsize, count * dtype.itemsize)
+    home = Home(tiers, "nvme", held, dtype, device_of(device), extent)
     storage = TensorStorage(
-        tiers, "nvme", config, numel, place.dtype, device_of(device), ranks, partitioned, shards, (home, 0)
+        tiers, "nvme", config, numel, dtype, device_of(device), ranks, partitioned, shards, (home, 0)
     )
     storage.share.agreed = True
     storage.label = f"parameter '{name}'"
-    quantised = None if place.quantised is None else Quantised(*place.quantised)
-    return as_parameter(StoredTensor.of(storage, parameter.shape, device, quantised=quantised))
+    return as_parameter(StoredTensor.of(storage, parameter.shape, device, quantised=place.quantised))
 
 
-def _values(buffers: Mapping[str, torch.Tensor], found: Mapping[str, Located]) -> dict[str, torch.Tensor]:
+def _values(buffers: Mapping[str, torch.Tensor], found: Mapping[str, TensorInFile]) -> dict[str, torch.Tensor]:
     """By name, the values of buffers, of which some may be one object with several names."""
-    read = {id(buffer): _value(found[name]) for name, buffer in buffers.items() if name in found}
+    read: dict[int, torch.Tensor] = {}
+    with WeightFiles() as files:
+        for name, buffer in buffers.items():
+            if place := found.get(name):
+                content = files.read(place, 0, place.kind.nbytes)
+                read[id(buffer)] = content.view(place.kind.dtype).view(place.shape)
     return {name: read[id(buffer)] for name, buffer in buffers.items()}
-
-
-def _value(place: Located) -> torch.Tensor:
-    """A tensor in a file as an ordinary one."""
-    value = torch.empty(place.shape, dtype=place.dtype)
-    with place.path.open("rb") as file:
-        file.seek(place.offset)
-        content = bytearray(file.read(value.nbytes))
-    return torch.frombuffer(content, dtype=place.dtype).view(place.shape) if content else value
 
 
 def _check_fit(
     model: torch.nn.Module,
     parameters: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
-    found: Mapping[str, Located | Published],
+    found: Mapping[str, TensorInFile | Published],
     path: Path,
 ) -> None:
     """Raises: CheckpointError unless all parameters, and buffers without values, are in the files as the model has
@@ -224,7 +218,7 @@ def _check_fit(
 
 
 def _check_formats(
-    config: Config, parameters: Mapping[str, torch.Tensor], found: Mapping[str, Located | Published], path: Path
+    config: Config, parameters: Mapping[str, torch.Tensor], found: Mapping[str, TensorInFile | Published], path: Path
 ) -> None:
     """Raises: ConfigError for a `frozen_dtype` that is not the format of what is quantised in the files."""
     formats = {_format_of(found[name]) for name in parameters if name in found} - {None}
@@ -237,25 +231,25 @@ def _check_formats(
         )
 
 
-def _format_of(place: Located | Published) -> str | None:
+def _format_of(place: TensorInFile | Published) -> str | None:
     """That of what is quantised in the files."""
     if isinstance(place, Published):
         return place.format
-    return None if place.quantised is None else place.quantised[0]
+    return None if place.quantised is None else place.quantised.format
 
 
-def _form(parameter: torch.Tensor, place: Located | Published) -> str:
+def _form(parameter: torch.Tensor, place: TensorInFile | Published) -> str:
     """What a parameter would be in the files."""
     shape = list(parameter.shape)
     if isinstance(place, Published):
         return f"{place.format}{shape}"
     if place.quantised is not None and len(shape) >= 2:
-        shape = list(Quantised(*place.quantised).bytes_shape(shape))
+        shape = list(place.quantised.bytes_shape(shape))
     return f"{str(parameter.dtype).removeprefix('torch.')}{shape}"
 
 
-def _form_of(place: Located | Published) -> str:
+def _form_of(place: TensorInFile | Published) -> str:
     if isinstance(place, Published):
         return str(place)
-    dtype = place.dtype if place.quantised is None else place.quantised[1]
+    dtype = place.kind.dtype if place.quantised is None else place.quantised.dtype
     return f"{str(dtype).removeprefix('torch.')}{list(place.shape)}"
