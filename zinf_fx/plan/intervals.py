@@ -7,6 +7,16 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 
+def overlap(one: range, other: range) -> bool:
+    """Whether two ranges have a number in common, neither of them empty."""
+    return one.start < other.stop and other.start < one.stop
+
+
+def common(one: range, other: range) -> range:
+    """The numbers that both have."""
+    return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
 def merged(ranges: Iterable[range]) -> list[range]:
     """The same numbers in as few ranges as possible, in order."""
     found: list[range] = []

@@ -21,6 +21,7 @@ from zinf_fx.checkpoint.training.parts.part import Matching
 from zinf_fx.checkpoint.training.reading import readings
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import File, PageSums
+from zinf_fx.plan.intervals import common
 from zinf_fx.runtime.disk.copy_on_write import CopyOnWrite
 from zinf_fx.runtime.disk.generation import Generation
 from zinf_fx.runtime.disk.store import Store
@@ -153,7 +154,7 @@ class Adoption:
             return None
         found = []
         for piece in boxes[0].pieces:
-            if wanted := [part for held in holding.held if (part := _common(held, piece.elements))]:
+            if wanted := [part for held in holding.held if (part := common(held, piece.elements))]:
                 place = holding.in_pages(piece.elements)
                 if place is None or piece.file not in self._mine or piece.offset % PAGE:
                     return None
@@ -216,10 +217,6 @@ class Adoption:
             tiers.generations.append(generation)
         nbytes = sum(one.nbytes for one in several)
         log.info("%s of the checkpoint in %s stay where they are", in_words(nbytes), self._directory)
-
-
-def _common(one: range, other: range) -> range:
-    return range(max(one.start, other.start), min(one.stop, other.stop))
 
 
 def _joined(placed: Iterable[_Placed]) -> list[FilePart]:

@@ -13,6 +13,7 @@ import torch
 
 from zinf_fx.config import Tier
 from zinf_fx.errors import StoreError
+from zinf_fx.plan.intervals import overlap
 from zinf_fx.runtime.disk.copy_on_write import CopyOnWrite
 from zinf_fx.runtime.disk.read_only import FileExtent
 from zinf_fx.runtime.memory.buffers import Arena
@@ -32,10 +33,6 @@ def forget_what_is_done(under: Under) -> None:
     for one in [one for one in under if one[1].done()]:
         with contextlib.suppress(ValueError):
             under.remove(one)
-
-
-def overlap(one: range, other: range) -> bool:
-    return one.start < other.stop and other.start < one.stop
 
 
 class Follower(Protocol):

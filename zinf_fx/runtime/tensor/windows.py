@@ -12,11 +12,12 @@ import torch
 
 from zinf_fx.errors import StoreError
 from zinf_fx.interrupts import sealed
+from zinf_fx.plan.intervals import common, overlap
 from zinf_fx.runtime.lifecycle import Lifecycle
 from zinf_fx.runtime.memory.device import Device, Upload
 from zinf_fx.runtime.memory.device_arena import DeviceArena
 from zinf_fx.runtime.memory.leases import Buffer, JoinedTicket, Ticket
-from zinf_fx.runtime.tensor.home import Follower, Home, forget_what_is_done, overlap
+from zinf_fx.runtime.tensor.home import Follower, Home, forget_what_is_done
 
 
 class Owner(Protocol):
@@ -101,8 +102,8 @@ class Window(_Lifecycle):
         with self._closing:
             if not self.is_over:
                 self.arrived()
-                common = _common(self._elements, range(start, start + written.numel()))
-                _part(self._memory, self._start, common).copy_(_part(written, start, common))
+                shared = common(self._elements, range(start, start + written.numel()))
+                _part(self._memory, self._start, shared).copy_(_part(written, start, shared))
 
     def upload(self, offset: int | None = None) -> None:
         """Nothing to copy."""
@@ -268,9 +269,9 @@ class DeviceWindow(_Lifecycle):
             if self.is_over:
                 return None
             value = self.wait()
-            common = _common(self.elements, range(start, start + written.numel()))
-            copy = self._device.upload(_part(value, self._first, common))
-            copy.start(_part(written, start, common))
+            shared = common(self.elements, range(start, start + written.numel()))
+            copy = self._device.upload(_part(value, self._first, shared))
+            copy.start(_part(written, start, shared))
             self._taken_over.append(copy)
             return copy
 
@@ -343,10 +344,6 @@ class DeviceWindow(_Lifecycle):
         self._host.read_by(self._copy)
         if self._read_only:
             self._host.close()
-
-
-def _common(one: range, other: range) -> range:
-    return range(max(one.start, other.start), min(one.stop, other.stop))
 
 
 def _part(memory: torch.Tensor, first: int, elements: range) -> torch.Tensor:
