@@ -32,10 +32,9 @@ import zinf_fx
 from zinf_fx.observe.recording import Recording
 from zinf_fx.plan.intervals import merged
 from zinf_fx.plan.memory.accounting import phases
-from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.recorder import RECORDER
 from zinf_fx.runtime.tensor.tiers import Tiers
-from zinf_fx.sizes import PAGE
+from zinf_fx.sizes import blocks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -85,7 +84,7 @@ class Subject:
         self._step()
         with recorded(self.tiers) as requests:
             self._step()
-        sizes = [(round_up(one.nbytes, PAGE), one.write) for one in requests.requests]
+        sizes = [(blocks(one.nbytes), one.write) for one in requests.requests]
         self.moved = tuple(sum(nbytes for nbytes, write in sizes if write == which) for which in (False, True))
         self._optimizer.finish()
         self.engine = EngineAlone(self.tiers.store, requests.requests, self.tiers.planned_peak)

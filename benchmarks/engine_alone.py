@@ -15,10 +15,9 @@ import torch
 
 from zinf_fx.runtime.disk.store import Extent, Store, Ticket
 from zinf_fx.runtime.memory.buffers import aligned_empty
-from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.memory.leases import Buffer
 from zinf_fx.runtime.tensor.tiers import Tiers
-from zinf_fx.sizes import PAGE
+from zinf_fx.sizes import PAGE, blocks
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,8 @@ class EngineAlone:
 
     def __init__(self, store: Store, requests: Sequence[Request], memory: int) -> None:
         self._store, self._requests = store, requests
-        largest = max(round_up(request.nbytes, PAGE) for request in requests)
-        self._memory = aligned_empty(max(round_up(memory, PAGE), 2 * largest))
+        largest = max(blocks(request.nbytes) for request in requests)
+        self._memory = aligned_empty(max(blocks(memory), 2 * largest))
         self._memory.view(-1, PAGE).copy_(torch.randint(0, 256, (PAGE,), dtype=torch.uint8))
         sizes = {request.extent.generation: request.extent.nbytes for request in requests}
         self._extents = {generation: store.allocate(nbytes) for generation, nbytes in sizes.items()}
@@ -87,9 +86,9 @@ class EngineAlone:
         under_way: deque[tuple[Ticket, range]] = deque()
         position = 0
         for generation, offset, nbytes, write in requests:
-            if position + round_up(nbytes, PAGE) > len(self._memory):
+            if position + blocks(nbytes) > len(self._memory):
                 position = 0
-            part = range(position, position + round_up(nbytes, PAGE))
+            part = range(position, position + blocks(nbytes))
             while any(other.start < part.stop and part.start < other.stop for _, other in under_way):
                 under_way.popleft()[0].wait()
             start = self._store.write if write else self._store.read

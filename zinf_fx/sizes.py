@@ -30,7 +30,7 @@ def round_up(count: int, multiple: int) -> int:
 
 
 def blocks(nbytes: int) -> int:
-    """So many bytes, in whole pages: what they take in the store."""
+    """So many bytes, in whole pages: what they take in the store and in host buffers."""
     return round_up(nbytes, PAGE)
 
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from zinf_fx.errors import StoreError
 from zinf_fx.runtime.memory.buffers import Arena, aligned_empty
-from zinf_fx.runtime.memory.freelist import FreeList, Space, round_up
-from zinf_fx.sizes import HUGE_PAGE, PAGE
+from zinf_fx.runtime.memory.freelist import FreeList, Space
+from zinf_fx.sizes import HUGE_PAGE, PAGE, round_up
 
 
 def resident_bytes() -> int:

@@ -14,9 +14,8 @@ import zinf_fx
 from zinf_fx.errors import StoreError
 from zinf_fx.optim import AdamW
 from zinf_fx.runtime.memory import heap
-from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.tensor.gradient_state import GradientState
-from zinf_fx.sizes import PAGE
+from zinf_fx.sizes import PAGE, blocks, round_up
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -57,7 +56,7 @@ def test_they_are_ordinary_and_are_added_to_in_place(models, placement, compiles
         assert len(addresses) == 1
         leaves = [p for p in model.parameters() if p.grad is not None]
         in_arena = placement == "host" or isinstance(placement, dict)
-        together = round_up(sum(round_up(p.grad.nbytes, 64) for p in leaves), PAGE)  # compiled code leaves them so
+        together = blocks(sum(round_up(p.grad.nbytes, 64) for p in leaves))  # compiled code leaves them so
         assert tiers.host.in_use == used + (together if compiles else PAGE * len(leaves)) * in_arena
         held = leaves[0].grad.data[1:]
         for one in (plain, model):

@@ -20,8 +20,7 @@ from zinf_fx.optim.recipe import Recipe
 from zinf_fx.optim.states import ParameterStates, State
 from zinf_fx.optim.workers import at_the_same_time
 from zinf_fx.runtime.memory.device import CPU, Device
-from zinf_fx.runtime.memory.freelist import round_up
-from zinf_fx.sizes import WINDOW_ALIGNMENT
+from zinf_fx.sizes import WINDOW_ALIGNMENT, round_up
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from typing import Generic, Protocol, TypeVar
 from zinf_fx.adam import STATE_BYTES
 from zinf_fx.plan.memory.accounting import CHUNKS_IN_MEMORY
 from zinf_fx.plan.schedule import CHUNKS
-from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.tensor.tiers import Tiers
-from zinf_fx.sizes import WINDOW_ALIGNMENT
+from zinf_fx.sizes import WINDOW_ALIGNMENT, round_up
 
 P = TypeVar("P")
 

@@ -20,11 +20,10 @@ from zinf_fx.plan.memory.accounting import AT_A_TIME
 from zinf_fx.plan.packs import starts_of
 from zinf_fx.runtime.memory.cut import Cut
 from zinf_fx.runtime.memory.device import CPU, Device
-from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.tensor.stored_bytes import side_by_side
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
-from zinf_fx.sizes import WINDOW_ALIGNMENT
+from zinf_fx.sizes import WINDOW_ALIGNMENT, round_up
 
 
 class PackedStates:

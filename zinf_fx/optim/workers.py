@@ -22,8 +22,7 @@ from typing import TypeVar
 import torch
 
 from zinf_fx.plan.memory.accounting import AT_A_TIME, AT_ONCE
-from zinf_fx.runtime.memory.freelist import round_up
-from zinf_fx.sizes import WINDOW_ALIGNMENT
+from zinf_fx.sizes import WINDOW_ALIGNMENT, round_up
 
 L = TypeVar("L")
 P = TypeVar("P")

@@ -14,11 +14,10 @@ from zinf_fx.errors import StoreError
 from zinf_fx.runtime.disk.copy_on_write import CopyOnWrite
 from zinf_fx.runtime.disk.generation import Generation
 from zinf_fx.runtime.memory.buffers import aligned_empty
-from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.memory.leases import Ticket
 from zinf_fx.runtime.memory.mapped import mapped_empty
 from zinf_fx.runtime.tensor.tiers import Tiers
-from zinf_fx.sizes import PAGE, in_words, pieces_of
+from zinf_fx.sizes import PAGE, blocks, in_words, pieces_of
 
 _PIECE = 2 << 20
 """Bytes that are read at a time: transfers of training wait behind them."""
@@ -129,7 +128,7 @@ class FrozenElements:
         """Their read starts now."""
         self._holding, self._start, self._nbytes = holding, start, nbytes
         page = start // PAGE * PAGE
-        self._length = round_up(start + nbytes, PAGE) - page
+        self._length = blocks(start + nbytes) - page
         self._memory: torch.Tensor | None = (
             mapped_empty(self._length) if self._length > _SMALL else aligned_empty(self._length)
         )

@@ -10,9 +10,8 @@ from functools import cached_property
 
 from zinf_fx.checkpoint.safetensors_file import name_of
 from zinf_fx.checkpoint.training.holdings import Holding
-from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.tensor.boxes import Box
-from zinf_fx.sizes import PAGE
+from zinf_fx.sizes import blocks
 
 LARGEST_FILE = 4 << 30
 """Bytes of a data file, about: what is behind that goes to another one."""
@@ -71,7 +70,7 @@ def laid_out(runs: Iterable[SavedRun], largest: int = LARGEST_FILE) -> Layout:
     for run in runs:
         row, itemsize = None, run.holding.dtype.itemsize
         for elements in run.holding.chunks(run.elements, LARGEST_PIECE):
-            nbytes = round_up(len(elements) * itemsize, PAGE)
+            nbytes = blocks(len(elements) * itemsize)
             if filled + nbytes > largest:
                 files.append([])
                 filled, row = 0, None
@@ -87,7 +86,7 @@ def laid_out(runs: Iterable[SavedRun], largest: int = LARGEST_FILE) -> Layout:
         for row in rows
         for run, elements, offset in row
     ]
-    ends = {one.file: round_up(one.offset + one.nbytes, PAGE) for one in places}
+    ends = {one.file: blocks(one.offset + one.nbytes) for one in places}
     return Layout(tuple(places), tuple(headers), tuple(ends[number] for number in range(len(files))))
 
 
@@ -104,10 +103,10 @@ def _header(entries: Sequence[Sequence[_Piece]]) -> bytes:
             dtype, shape = "U8", [end - begin]
         name = run.name + _suffix(holding, elements)
         described[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-        if (padded := round_up(end, PAGE)) > end:
+        if (padded := blocks(end)) > end:
             described[f"padding at {end}"] = {"dtype": "U8", "shape": [padded - end], "data_offsets": [end, padded]}
     text = json.dumps(described, separators=(",", ":")).encode()
-    text += b" " * (round_up(8 + len(text), PAGE) - 8 - len(text))
+    text += b" " * (blocks(8 + len(text)) - 8 - len(text))
     return len(text).to_bytes(8, "little") + text
 
 

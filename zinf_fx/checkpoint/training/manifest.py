@@ -25,9 +25,8 @@ from zinf_fx.native.engine import crc32c
 from zinf_fx.plan.codec import decode, defaults, encode
 from zinf_fx.plan.files.parsing import parsed
 from zinf_fx.plan.intervals import merged
-from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.tensor.boxes import Box
-from zinf_fx.sizes import PAGE
+from zinf_fx.sizes import PAGE, blocks
 
 FORMAT, SCHEMA = "zinf_fx checkpoint", 1
 _SUM = ',"crc32c":"{:08x}"}}\n'
@@ -163,7 +162,7 @@ class Manifest:
         pages: list[list[range]] = [[] for _ in self.files]
         for tensor, piece in self.pieces():
             end = piece.offset + piece.count * tensor.dtype.itemsize
-            pages[piece.file].append(range(piece.offset // PAGE * PAGE, round_up(end, PAGE)))
+            pages[piece.file].append(range(piece.offset // PAGE * PAGE, blocks(end)))
         return [merged(one) for one in pages]
 
     def pieces(self) -> Iterator[tuple[SavedTensor, SavedPiece]]:

@@ -17,9 +17,8 @@ from zinf_fx.interrupts import let_through
 from zinf_fx.native.engine import READ, File, crc32c_at
 from zinf_fx.plan.intervals import merged
 from zinf_fx.runtime.memory.buffers import aligned_empty
-from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.tensor.boxes import Box, copy_common
-from zinf_fx.sizes import PAGE
+from zinf_fx.sizes import PAGE, blocks
 
 T = TypeVar("T")
 
@@ -61,7 +60,7 @@ class Reading:
         self.piece, self._tensor, self._file = piece, tensor, file
         self.nbytes = piece.count * tensor.dtype.itemsize
         first = piece.offset // PAGE * PAGE
-        length = round_up(piece.offset + self.nbytes + piece.padding - first, PAGE)
+        length = blocks(piece.offset + self.nbytes + piece.padding - first)
         self._room, self._memory = memory, memory.take(length)
         self._skip = piece.offset - first
         self.pages = self._memory.data_ptr(), length, first

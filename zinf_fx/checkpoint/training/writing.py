@@ -15,9 +15,8 @@ from zinf_fx.errors import StoreError
 from zinf_fx.interrupts import let_through
 from zinf_fx.native.engine import File, FileTicket, crc32c_at
 from zinf_fx.runtime.memory.buffers import aligned_empty
-from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.tensor.windows import Window
-from zinf_fx.sizes import PAGE
+from zinf_fx.sizes import PAGE, blocks
 
 
 class _Piece(NamedTuple):
@@ -93,7 +92,7 @@ class Writer:
             memory = _in_pages(memory, place.nbytes)
         while not self._writing.has_room(place.nbytes):
             self._end_first()
-        file, nbytes = self._opened[place.file], round_up(place.nbytes, PAGE)
+        file, nbytes = self._opened[place.file], blocks(place.nbytes)
         ticket = self._files.start_write(file, memory.data_ptr(), place.offset, nbytes, memory)
         self._writing.add(_Piece(place, window, ticket), place.nbytes)
         self._reading.end_first()

@@ -11,9 +11,9 @@ from zinf_fx.interrupts import held_back, sealed
 from zinf_fx.native.engine import PageSums
 from zinf_fx.runtime.disk.store import Extent, Store
 from zinf_fx.runtime.disk.stripes import FilePart, runs
-from zinf_fx.runtime.memory.freelist import FreeList, round_up
+from zinf_fx.runtime.memory.freelist import FreeList
 from zinf_fx.runtime.memory.leases import Ticket, all_started, joined
-from zinf_fx.sizes import PAGE
+from zinf_fx.sizes import PAGE, blocks
 
 
 class ExtentPart(NamedTuple):
@@ -52,14 +52,14 @@ class CopyOnWrite:
         self, address: int, offset: int, nbytes: int, *, owner: object = None, keeper: object | None = None
     ) -> Ticket:
         """As `Store.read`; of the bytes that are kept for `keeper`, if one is given."""
-        parts = _cut(self._parts_for(keeper), offset, offset + round_up(nbytes, PAGE))
+        parts = _cut(self._parts_for(keeper), offset, offset + blocks(nbytes))
         return self._start(self._store.read, parts, address, offset, owner)
 
     @held_back
     def write(self, address: int, offset: int, nbytes: int, *, owner: object = None) -> Ticket:
         """As `Store.write`. Raises: StoreError where there is no space for what is kept and was not to be rewritten."""
         with self._locked():
-            before = _cut(self._live, offset, offset + round_up(nbytes, PAGE))
+            before = _cut(self._live, offset, offset + blocks(nbytes))
             parts = before if not self._kept else self._free_to_write(before)
             ticket = self._start(self._store.write, parts, address, offset, owner)
             if parts is not before:
@@ -245,7 +245,7 @@ def _cut(parts: Iterable[ExtentPart], start: int, stop: int) -> list[ExtentPart]
 
 def _runs(parts: Iterable[ExtentPart], offset: int, nbytes: int) -> Iterator[tuple[FilePart, PageSums | None]]:
     """Where in files some bytes are, in whole pages, and the checksums of the extent that each part is of."""
-    for part in _cut(parts, offset, offset + round_up(nbytes, PAGE)):
+    for part in _cut(parts, offset, offset + blocks(nbytes)):
         for run in runs(part.extent.places, part.extent.unit, part.start, part.stop - part.start):
             yield run, part.extent.sums
 

@@ -12,10 +12,9 @@ from typing import NoReturn
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import READ, Engine, File, FileTicket, direct_alignment, is_direct
 from zinf_fx.runtime.disk.links import reads
-from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.memory.leases import JoinedTicket, Ticket
 from zinf_fx.runtime.recorder import RECORDER
-from zinf_fx.sizes import PAGE
+from zinf_fx.sizes import PAGE, blocks
 
 BUFFERED = "buffered"
 """The provider that reads from any offset, through the page cache."""
@@ -58,7 +57,7 @@ class ReadOnlyFile:
 
     def read(self, address: int, offset: int, nbytes: int, owner: object) -> FileTicket:
         """Start reading into memory at `address`, which has room for whole pages."""
-        length = round_up(nbytes, PAGE)
+        length = blocks(nbytes)
         direct = offset % PAGE == 0 and address % PAGE == 0 and offset + length <= self.nbytes and True in self._files
         ticket = self._files[direct].submit(READ, address, offset, length if direct else nbytes, owner)
         RECORDER.stored("fetch", nbytes, [ticket])

@@ -20,10 +20,9 @@ from zinf_fx.runtime.disk.probe import candidates
 from zinf_fx.runtime.disk.read_only import ReadOnlyFile
 from zinf_fx.runtime.disk.stripes import UNIT, Place, Turns, runs
 from zinf_fx.runtime.disk.volume import Volume, Volumes
-from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.memory.leases import Ticket, all_started, joined
 from zinf_fx.runtime.recorder import RECORDER
-from zinf_fx.sizes import PAGE
+from zinf_fx.sizes import PAGE, blocks
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +125,7 @@ class Store:
         """
         assert nbytes >= 0, f"an extent of {nbytes} bytes"
         self._check_usable("allocate")
-        capacity = round_up(max(nbytes, 1), PAGE)
+        capacity = blocks(max(nbytes, 1))
         unit = min(UNIT, capacity) if len(self._volumes) > 1 else capacity
         places = self._place(capacity, unit)
         generation = next(self._generations)
@@ -157,7 +156,7 @@ class Store:
     def adopted(self, nbytes: int, unit: int, places: tuple[Place, ...], sums: PageSums) -> Extent:
         """Pages of adopted files as an extent, whose i-th `unit` bytes are at `places[i]`, and which have these
         checksums."""
-        capacity = round_up(nbytes, PAGE)
+        capacity = blocks(nbytes)
         self._live[sums.generation] = capacity
         for run in runs(places, unit, 0, capacity):
             self.files[run.volume].in_use += run.nbytes
@@ -165,7 +164,7 @@ class Store:
 
     def new_sums(self, nbytes: int) -> PageSums:
         """The checksums of an extent that is to be."""
-        return PageSums(round_up(nbytes, PAGE) // PAGE, next(self._generations))
+        return PageSums(blocks(nbytes) // PAGE, next(self._generations))
 
     def part_with_unused(self) -> None:
         """Close the adopted files of which no extent has anything."""
@@ -295,7 +294,7 @@ class Store:
 
     @held_back
     def _start(self, operation: int, extent: Extent, address: int, offset: int, nbytes: int, owner: object) -> Ticket:
-        length = round_up(nbytes, PAGE)
+        length = blocks(nbytes)
         assert extent.generation in self._live, f"{extent} is not allocated"
         assert nbytes > 0, f"a transfer of {nbytes} bytes"
         assert offset >= 0 and offset % PAGE == 0, f"offset {offset} is not a multiple of {PAGE}"

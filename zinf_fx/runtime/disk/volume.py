@@ -17,8 +17,8 @@ from zinf_fx.runtime.disk.data_file import AdoptedFile, DataFile
 from zinf_fx.runtime.disk.probe import working_engine
 from zinf_fx.runtime.disk.read_only import ReadOnlyFile
 from zinf_fx.runtime.disk.scratch import Scratch, data_name, orphans
-from zinf_fx.runtime.memory.freelist import Space, round_up
-from zinf_fx.sizes import PAGE, in_words
+from zinf_fx.runtime.memory.freelist import Space
+from zinf_fx.sizes import PAGE, blocks, in_words
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Volume(DataFile):
     def _grow(self, capacity: int) -> None:
         """Reserves in steps that follow the file's size, because every step is a system call that holds up I/O."""
         needed = capacity - self._space.free_before(self.size)
-        step = round_up(max(needed, min(max(self.size, SMALLEST_STEP), LARGEST_STEP)), PAGE)
+        step = blocks(max(needed, min(max(self.size, SMALLEST_STEP), LARGEST_STEP)))
         for nbytes in (step, needed) if step > needed else (needed,):
             try:
                 os.posix_fallocate(self.descriptor, self.size, nbytes)

@@ -27,7 +27,6 @@ from zinf_fx.runtime.execute.staging import Staging
 from zinf_fx.runtime.gradients.leaving import Departures, LeavingGradients
 from zinf_fx.runtime.gradients.reduction import Reduction
 from zinf_fx.runtime.memory.device import CPU, Device
-from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.memory.heap import computed, holds_little
 from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.recorder import RECORDER, Note
@@ -36,7 +35,7 @@ from zinf_fx.runtime.tensor.gradient_state import GradientState
 from zinf_fx.runtime.tensor.pack import Stored
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.tiers import Tiers
-from zinf_fx.sizes import PAGE
+from zinf_fx.sizes import blocks
 
 
 class Stage:
@@ -389,7 +388,7 @@ class Run:
     def _set(self, storage: TensorStorage, tile: int, value: torch.Tensor, offset: int | None) -> None:
         planned = self._tiles[tile]
         if planned.tier == "nvme":
-            room = self._program.plan.activation_buffer - round_up(planned.held_nbytes, PAGE)
+            room = self._program.plan.activation_buffer - blocks(planned.held_nbytes)
             storage.tiers.limit_writes(max(room, 0))
         with RECORDER.about(planned.label):
             storage.set(value, offset)

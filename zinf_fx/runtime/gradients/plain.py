@@ -10,11 +10,11 @@ from itertools import accumulate
 import torch
 
 from zinf_fx.runtime.memory.device import CPU
-from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.recorder import RECORDER
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.tiers import Tiers
+from zinf_fx.sizes import round_up
 
 _ALIGNMENT = 64  # bytes: a cache line
 

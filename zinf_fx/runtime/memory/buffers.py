@@ -11,11 +11,10 @@ from collections.abc import Sequence
 import torch
 
 from zinf_fx.errors import StoreError
-from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.memory.leases import Buffer, Lessor
 from zinf_fx.runtime.memory.mapped import mapped_empty
 from zinf_fx.runtime.memory.pinned import SLAB, HostMapping, Registry, slabs
-from zinf_fx.sizes import HUGE_PAGE, PAGE, in_words
+from zinf_fx.sizes import HUGE_PAGE, PAGE, blocks, in_words, round_up
 
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's value: Python names it from 3.13 on
 
@@ -66,7 +65,7 @@ class Arena(Lessor):
         Raises:
             StoreError: the arena is exhausted, or too fragmented.
         """
-        size = round_up(max(nbytes, 1), PAGE)
+        size = blocks(max(nbytes, 1))
         alignment = HUGE_PAGE if size >= HUGE_PAGE else PAGE
         self._give_back_what_was_read()
         offset = self._take(size, alignment)
@@ -87,7 +86,7 @@ class Arena(Lessor):
 
         Huge pages are the arena's, so that direct I/O is as fast from wherever in it a buffer begins.
         """
-        start, size = self._region.start, round_up(max(nbytes, 1), PAGE)
+        start, size = self._region.start, blocks(max(nbytes, 1))
         self._give_back_what_was_read()
         offset = self._space.take(size, PAGE, range(start + room.start, min(start + room.stop, self._region.stop)))
         return None if offset is None else self._buffer(offset, nbytes, size)
@@ -168,7 +167,7 @@ def aligned_empty(nbytes: int) -> torch.Tensor:
 
     From 2 MiB on it is a mapping of its own, in huge pages where the system grants them: `mapped_empty`.
     """
-    size = round_up(nbytes, PAGE)
+    size = blocks(nbytes)
     if size >= HUGE_PAGE:
         return mapped_empty(size)
     whole = torch.empty(size + PAGE, dtype=torch.uint8, device="cpu")

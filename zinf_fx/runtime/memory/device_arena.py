@@ -10,9 +10,9 @@ import torch
 from zinf_fx.errors import StoreError
 from zinf_fx.runtime.memory.counters import Counters
 from zinf_fx.runtime.memory.device import Device
-from zinf_fx.runtime.memory.freelist import Space, round_up
+from zinf_fx.runtime.memory.freelist import Space
 from zinf_fx.runtime.memory.leases import Buffer, Lessor
-from zinf_fx.sizes import PAGE
+from zinf_fx.sizes import PAGE, blocks
 
 _NO_LIMIT = 1 << 60
 
@@ -44,7 +44,7 @@ class DeviceArena(Lessor):
 
     def lease(self, offset: int, nbytes: int) -> Buffer:
         """A buffer of at least `nbytes` bytes at `offset`, or elsewhere."""
-        size = round_up(max(nbytes, 1), PAGE)
+        size = blocks(max(nbytes, 1))
         start = self._space.take(size, PAGE, range(offset, offset + size))
         if start is not None:
             self._counters.placed += 1

@@ -15,9 +15,9 @@ import torch
 
 from zinf_fx.errors import StoreError
 from zinf_fx.interrupts import finalizing, sealed
-from zinf_fx.runtime.memory.freelist import Space, round_up
+from zinf_fx.runtime.memory.freelist import Space
 from zinf_fx.runtime.remains import when_gone
-from zinf_fx.sizes import PAGE
+from zinf_fx.sizes import blocks
 
 # Bytes of released buffers that a device has still to read before the release of one more waits.
 _MAX_BYTES_LEAVING = 256 << 20
@@ -140,7 +140,7 @@ class Lessor(ABC):
 
     def __init__(self, name: str, capacity: int) -> None:
         self.name = name
-        self.capacity = round_up(capacity, PAGE)
+        self.capacity = blocks(capacity)
         self._space = Space()
         self._space.extend(0, self.capacity)
         self._read_by_devices = Leaving()

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from zinf_fx.runtime.memory.freelist import round_up
+from zinf_fx.sizes import round_up
 
 log = logging.getLogger(__name__)
 

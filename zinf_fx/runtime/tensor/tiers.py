@@ -23,12 +23,11 @@ from zinf_fx.runtime.memory.buffers import Arena
 from zinf_fx.runtime.memory.counters import Counters
 from zinf_fx.runtime.memory.device import Device
 from zinf_fx.runtime.memory.device_arena import DeviceArena
-from zinf_fx.runtime.memory.freelist import round_up
 from zinf_fx.runtime.memory.heap import hold_little
 from zinf_fx.runtime.memory.leases import Buffer, Ticket
 from zinf_fx.runtime.memory.limit import memory_limit
 from zinf_fx.runtime.tensor.write_queue import WriteQueue
-from zinf_fx.sizes import PAGE
+from zinf_fx.sizes import blocks
 
 
 class Background(Protocol):
@@ -252,7 +251,7 @@ class Tiers:
         """
         room = getattr(self._here, "room", None)
         if offset is not None:
-            room = range(offset, offset + round_up(nbytes, PAGE))
+            room = range(offset, offset + blocks(nbytes))
         while True:
             background = self.background
             with self._lock:
@@ -280,7 +279,7 @@ class Tiers:
         """As `lease`, in the planned place, or without one in any, if that is free; else None."""
         with self._lock:
             if offset is not None:
-                return self._lease_in(range(offset, offset + round_up(nbytes, PAGE)), nbytes, waits=False)
+                return self._lease_in(range(offset, offset + blocks(nbytes)), nbytes, waits=False)
             try:
                 return self.host.lease(nbytes)
             except StoreError:
