@@ -151,6 +151,13 @@ def check_dtype(dtype: torch.dtype, what: str) -> None:
         raise CheckpointError(f"{what} has dtype {dtype}, which safetensors files can't have: convert or remove it")
 
 
+def beginning(header: Mapping[str, object], alignment: int) -> bytes:
+    """What a file with such a header begins with, a multiple of `alignment` bytes: its length, it, and spaces."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % alignment)
+    return len(text).to_bytes(8, "little") + text
+
+
 def layout(kinds: Mapping[str, Kind], path: Path) -> tuple[bytes, dict[str, TensorInFile]]:
     """What a file at `path` with such tensors begins with, and where each is in it, in the order of their bytes."""
     by_alignment = sorted(kinds, key=lambda name: -kinds[name].dtype.itemsize)  # stable
@@ -160,9 +167,7 @@ def layout(kinds: Mapping[str, Kind], path: Path) -> tuple[bytes, dict[str, Tens
         kind = kinds[name]
         ends.append(ends[-1] + kind.nbytes)
         header[name] = {"dtype": _NAME_OF[kind.dtype], "shape": kind.shape, "data_offsets": ends[-2:]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    begin = len(text).to_bytes(8, "little") + text
+    begin = beginning(header, _ALIGNMENT)
     return begin, {
         name: TensorInFile(path, kinds[name], len(begin) + end) for name, end in zip(by_alignment, ends, strict=False)
     }

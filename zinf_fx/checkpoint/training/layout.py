@@ -3,15 +3,14 @@ other programs can read them too. What fills the pages is a tensor of its own th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from zinf_fx.checkpoint.safetensors_file import name_of
+from zinf_fx.checkpoint.safetensors_file import beginning, name_of
 from zinf_fx.checkpoint.training.holdings import Holding
 from zinf_fx.runtime.tensor.boxes import Box
-from zinf_fx.sizes import blocks
+from zinf_fx.sizes import PAGE, blocks
 
 LARGEST_FILE = 4 << 30
 """Bytes of a data file, about: what is behind that goes to another one."""
@@ -105,9 +104,7 @@ def _header(entries: Sequence[Sequence[_Piece]]) -> bytes:
         described[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
         if (padded := blocks(end)) > end:
             described[f"padding at {end}"] = {"dtype": "U8", "shape": [padded - end], "data_offsets": [end, padded]}
-    text = json.dumps(described, separators=(",", ":")).encode()
-    text += b" " * (blocks(8 + len(text)) - 8 - len(text))
-    return len(text).to_bytes(8, "little") + text
+    return beginning(described, PAGE)
 
 
 def _suffix(holding: Holding, elements: range) -> str:
