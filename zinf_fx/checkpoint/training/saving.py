@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from importlib.metadata import version
@@ -123,8 +123,9 @@ def save(
                 rooms.enter_context(_prepared(directory, files, token))
         with together(f"keeping what is in the store for {directory}", ranks), refusals("saving", directory):
             kept.keep(runs, unwritten_in(parts), replaced)
-        begun = _Begun(directory, files, ranks, token, collected.tensors, collected.same, values, kept, others)
-        begun = replace(begun, started=started, time=_time_after(newest), manifests=manifests or Manifests())
+        what = collected.tensors, collected.same, values, kept
+        now, manifests = _time_after(newest), manifests or Manifests()
+        begun = _Begun(directory, files, ranks, token, *what, others, started, now, manifests)
         frozen = None if behind is None else _frozen(directory, parts, kept, ranks)
         if frozen is None:
             begun.complete(laid_out(kept.others), report)
@@ -165,9 +166,9 @@ class _Begun:
     values: dict[str, Any]
     kept: KeptInStore
     others: Sequence[Path]
-    started: float = 0.0
-    time: str = ""
-    manifests: Manifests = field(default_factory=Manifests)
+    started: float
+    time: str
+    manifests: Manifests
 
     def complete(self, layout: Layout, report: Report, in_flight: int = IN_FLIGHT) -> None:
         """Copy what is laid out, and commit."""
