@@ -20,7 +20,7 @@ from zinf_fx.optim.streamed import Streamed
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.tensor.local_parameter import stored_in
 
-Parts = Mapping[str, Part | ValuePart]
+Parts = Mapping[str, Part | ValuePart | HeldPart]
 
 MODEL, OPTIMIZER = "model", "optimizer"
 _OURS = (GradientsPart.name, RandomPart.name)

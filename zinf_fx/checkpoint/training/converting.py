@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from zinf_fx.checkpoint.commit import unfinished
-from zinf_fx.checkpoint.files import FILES, Files
+from zinf_fx.checkpoint.files import FILES
 from zinf_fx.checkpoint.safetensors_file import Kind, check_dtype
 from zinf_fx.checkpoint.training.dequantising import Values, values_in
 from zinf_fx.checkpoint.training.loading import check_files
@@ -73,7 +73,6 @@ def to_safetensors(
     target: Path,
     limit: int,
     report: Callable[[int], object],
-    files: Files = FILES,
 ) -> list[Path]:
     """Write the tensors of a part, such as "model", as `export_safetensors` does; returns the files. Other names of
     one tensor are left out. `limit`: bytes in a file. `report` is told of bytes that were written.
@@ -94,10 +93,10 @@ def to_safetensors(
     for name, kind in kinds.items():
         check_dtype(kind.dtype, f"'{name}'")
     with ExitStack() as rooms:
-        folder = rooms.enter_context(unfinished(target, files))
+        folder = rooms.enter_context(unfinished(target, FILES))
         shards = shards_for(in_groups(kinds, limit), folder, target)
-        reserve(shards, files)
-        writer = rooms.enter_context(closing(ShardWriter(files)))
+        reserve(shards, FILES)
+        writer = rooms.enter_context(closing(ShardWriter(FILES)))
         handles = rooms.enter_context(opened([source / file.path for file in manifest.files]))
         reader = rooms.enter_context(closing(Reader(handles, report)))
         for shard in shards:
@@ -106,5 +105,5 @@ def to_safetensors(
                 reader.read(tensors[name].saved, _InFile(tensors[name], writer))
             reader.end()
         writer.finish()
-        commit(shards, folder, target, files)
+        commit(shards, folder, target, FILES)
     return [target / shard.path.name for shard in shards]

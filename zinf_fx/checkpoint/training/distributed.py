@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zinf_fx.checkpoint.commit import appear, unfinished
-from zinf_fx.checkpoint.files import FILES, LOCK, Files, refusals
+from zinf_fx.checkpoint.files import FILES, LOCK, refusals
 from zinf_fx.checkpoint.training.dequantising import Values, values_in
 from zinf_fx.checkpoint.training.loading import check_files
 from zinf_fx.checkpoint.training.manifest import Manifest, SavedPiece, SavedTensor
@@ -110,7 +110,6 @@ def to_distributed(
     parts: Sequence[str],
     target: Path,
     report: Callable[[int], object],
-    files: Files = FILES,
 ) -> list[Path]:
     """Write parts, such as "model" and "optimizer", as `dcp.save({"model": ..., "optimizer": ...})` does of what
     `get_state_dict` gives; returns the files. `report` is told of bytes of tensors that were read.
@@ -128,7 +127,7 @@ def to_distributed(
             "another directory, or remove it"
         )
     check_files(source, manifest)
-    with unfinished(target, files) as folder, opened([source / file.path for file in manifest.files]) as handles:
+    with unfinished(target, FILES) as folder, opened([source / file.path for file in manifest.files]) as handles:
         pieces.files = handles
         writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
         with refusals("writing what was converted", target), warnings.catch_warnings():
@@ -139,7 +138,7 @@ def to_distributed(
                 raise _cause_of(error) from None
             written = sorted(path.name for path in folder.iterdir() if path.name not in (LOCK, _METADATA))
             for names in (written, [_METADATA]):
-                appear({folder / name: target / name for name in names}, files)
+                appear({folder / name: target / name for name in names}, FILES)
     return [target / name for name in (*written, _METADATA)]
 
 

@@ -118,16 +118,16 @@ def commit(files: Files, directory: Path, manifest: bytes) -> None:
     appear({new: directory / MANIFEST}, files)
 
 
-def discard(directory: Path, files: Files = FILES) -> None:
+def discard(directory: Path) -> None:
     """Remove a checkpoint, or what is left of a save: first what makes it one. What is not ours in the directory stays.
 
     Raises: CheckpointError when another process saves to it, or it can't be removed.
     """
     with refusals("removing a checkpoint", directory), locked(directory):
-        files.remove(directory / MANIFEST)
-        sync(files, directory)
+        FILES.remove(directory / MANIFEST)
+        sync(FILES, directory)
         for path in (*leftovers(directory, b""), directory / LOCK):
-            files.remove(path)
+            FILES.remove(path)
         if not os.listdir(directory):
             os.rmdir(directory)
 

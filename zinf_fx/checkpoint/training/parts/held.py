@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from zinf_fx.checkpoint.training.parts.part import Collected, Matching, Part
+from zinf_fx.checkpoint.training.parts.part import Collected, Part
 from zinf_fx.runtime.tensor.local_parameter import local_part
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
@@ -38,9 +37,6 @@ class HeldPart:
         for name, tensor in self._tensors.items():
             collected.add(tensor, name)
         return self._values
-
-    def match(self, values: Mapping[str, Any], matching: Matching) -> None:
-        self.part.match(values, matching)
 
 
 class _Copies(Collected):
