@@ -255,12 +255,7 @@ def parser() -> argparse.ArgumentParser:
     states.add_argument("--placement", help="a preset of zinf_fx.Config (default: infinity-nvme)")
     kinds = ("float32", "bfloat16", "8bit")
     states.add_argument("--state-dtype", choices=kinds, default="float32", help="of the optimizer's moments")
-    how = states.add_mutually_exclusive_group()
-    how.add_argument(
-        "--compile", dest="plain", action="store_false", help="torch.compile(model, backend='zinf'), the default"
-    )
-    how.add_argument("--plain", action="store_true", help="ordinary PyTorch, everything in memory")
-    parser.set_defaults(plain=False)
+    states.add_argument("--plain", action="store_true", help="ordinary PyTorch, everything in memory")
     return parser
 
 

@@ -196,7 +196,6 @@ def test_printable_keeps_text_and_replaces_controls() -> None:
         (["--lr", "0"], "must be a number above 0, not '0'"),
         (["--lr", "nan"], "must be a number above 0, not 'nan'"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
-        (["--plain", "--compile"], "not allowed with argument"),
         (["--plain", "--store", "."], "leave out --store, --placement, --state-dtype"),
         (["--plain", "--text", "nowhere"], "no such file or directory: nowhere"),
         (["--plain", "--text", "{empty}"], "no text in"),
