@@ -15,6 +15,7 @@ import torch.distributed as dist
 from breaking_files import Failing, Timed
 from ranks import tensor_parallel as tp
 from ranks.launching import on_ranks
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -22,6 +23,7 @@ import zinf_fx
 from zinf_fx.checkpoint.files import FILES
 from zinf_fx.checkpoint.training.contents import parts_of
 from zinf_fx.checkpoint.training.saving import save
+from zinf_fx.cli import main
 from zinf_fx.errors import CheckpointError, OptimizerError, StoreError
 from zinf_fx.optim.split import join
 
@@ -387,6 +389,25 @@ def test_a_model_that_does_not_fit_is_refused_on_all_ranks(tmp_path: Path):
     for text in on_ranks(2, with_another_name, tmp_path):
         assert "'model/weight' is not in the checkpoint; 'model/bias' is not in the checkpoint" in text
         assert "'model/tokens.weight' is in the checkpoint alone" in text
+
+
+def with_a_part_of_its_own(rank: int, directory: Path) -> dict[str, torch.Tensor]:
+    """The first rank alone saves a model besides, and converts it."""
+    job = Job("infinity-cpu")
+    teacher = {"teacher": nn.Linear(4, 4)} if rank == 0 else {}
+    zinf_fx.save_checkpoint(directory / "saved", job.model, job.adam, **teacher)
+    if not teacher:
+        return {}
+    where = [str(directory / "saved"), "-o", str(directory / "converted")]
+    assert main(["checkpoint", "convert", *where, "--part", "teacher"]) == 0
+    return {name: tensor.detach() for name, tensor in teacher["teacher"].state_dict().items()}
+
+
+def test_a_part_that_one_rank_alone_has_is_converted(tmp_path: Path):
+    saved, _ = on_ranks(2, with_a_part_of_its_own, tmp_path)
+    (path,) = (tmp_path / "converted").glob("*.safetensors")
+    converted = load_file(path)
+    assert saved.keys() == converted.keys() and all(torch.equal(saved[name], converted[name]) for name in saved)
 
 
 def managed(rank: int, directory: Path) -> list[object]:

@@ -82,7 +82,7 @@ def values_in(source: Path, manifest: Manifest, part: str) -> dict[str, Values]:
     """
     found = {name: Values(saved, saved.shape) for name, saved in manifest.by_name().items()}
     content = manifest.values.get(part, {})
-    for values in content.get("ranks", [content]):
+    for values in filter(None, content.get("ranks", [content])):  # some ranks may not have the part
         for name, (kind, *_) in values.get(COMPOSED, {}).items():
             raise CheckpointError(
                 f"converting {source} was refused: '{part}/{name}' is a {kind}, and saved are the tensors that it is "
