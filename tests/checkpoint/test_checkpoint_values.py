@@ -82,6 +82,13 @@ def test_tensors(dtype: torch.dtype, shape: tuple[int, ...]):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.int4, torch.uint1])
+def test_tensors_that_pytorch_cannot_copy_by_value(dtype: torch.dtype):
+    codes = torch.arange(6, dtype=torch.uint8)
+    found = there_and_back(codes.view(dtype))
+    assert found.dtype == dtype and torch.equal(found.view(torch.uint8), codes)
+
+
 @pytest.mark.parametrize("size", [1, INLINE])
 def test_what_is_conjugated_or_negated_lazily_has_its_values(size: int):
     value = torch.full((size,), 1 + 2j).conj()

@@ -93,9 +93,8 @@ def encode_tensor(tensor: torch.Tensor, what: str, keep: Keep) -> Any:
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
     if not plain or tensor.is_meta or tensor.nbytes > INLINE:
         return {"$kept": keep(tensor, what)}
-    # A copy has the values, however they lie in memory.
-    flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
-    flat.view(tensor.shape).copy_(tensor.detach())
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    flat = flat.as_strided((flat.numel(),), (1,))  # `view` keeps the stride of one element
     text = base64.b64encode(bytes(flat.view(torch.uint8).tolist())).decode()
     return {"$tensor": [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), text]}
 
