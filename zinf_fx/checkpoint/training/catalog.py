@@ -121,6 +121,7 @@ def _age(one: Found, others: Sequence[Found]) -> tuple[str, float]:
 
 def _names_in(directory: Path) -> list[str]:
     with refusals("looking for checkpoints", directory):
+        os.stat(os.path.join(directory, "."))  # what may be listed may not be looked at for that
         return sorted(os.listdir(directory))
 
 
