@@ -381,9 +381,9 @@ class Streamed(Optimizer):
         if not (resident or batch or step.parameters):
             self._last_step = None
             return
-        EXECUTOR.begin(self._stage)
-        EXECUTOR.drop_anticipated()
         try:
+            EXECUTOR.begin(self._stage)
+            EXECUTOR.drop_anticipated()
             if resident:
                 step.update_residents(resident)
             if batch is not None:
